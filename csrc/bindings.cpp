@@ -1,0 +1,144 @@
+// bindings.cpp: kvserver._native. Converts, checks nothing that core.h checks already.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "core.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvserver;
+
+namespace {
+
+std::vector<uint32_t> to_u32(const nb::bytes& raw, const char* name) {
+    if (raw.size() % 4 != 0)
+        throw std::invalid_argument(std::string(name) + ": length is not a multiple of 4");
+    std::vector<uint32_t> values(raw.size() / 4);
+    std::memcpy(values.data(), raw.c_str(), raw.size());
+    return values;
+}
+
+using Row = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>;
+
+std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> memories,
+                                       const std::vector<Row>& rows, uint64_t num_blocks) {
+    std::vector<PlaneTable::Row> converted;
+    converted.reserve(rows.size());
+    for (const auto& [memory, offset, stride, run] : rows)
+        converted.push_back({memory, offset, stride, run});
+    return std::make_shared<PlaneTable>(std::move(memories), converted, num_blocks);
+}
+
+void submit_copy(Copier& copier, uint64_t ticket, Direction direction,
+                 std::shared_ptr<PlaneTable> planes, const nb::bytes& blocks,
+                 const nb::bytes& pages, uint32_t pages_per_slot, uint32_t blocks_per_slot,
+                 uint32_t skip, std::shared_ptr<Mapping> word_memory, uint64_t word_index,
+                 uint64_t sequence, uint64_t deadline_nanos) {
+    auto job = std::make_shared<CopyJob>();
+    job->ticket = ticket;
+    job->direction = direction;
+    job->planes = std::move(planes);
+    job->blocks = to_u32(blocks, "blocks");
+    job->pages = to_u32(pages, "pages");
+    job->pages_per_slot = pages_per_slot;
+    job->blocks_per_slot = blocks_per_slot;
+    job->skip = skip;
+    if (word_memory) {
+        if ((word_index + 1) * sizeof(Word) > word_memory->size())
+            throw std::invalid_argument("state word index outside its page");
+        job->word = reinterpret_cast<Word*>(word_memory->data()) + word_index;
+        job->word_memory = std::move(word_memory);
+    }
+    job->sequence = sequence;
+    job->deadline_nanos = deadline_nanos;
+    copier.submit(std::move(job));
+}
+
+nb::list drain(Copier& copier) {
+    nb::list result;
+    for (Completion& c : copier.drain())
+        result.append(nb::make_tuple(c.ticket, c.outcome, c.bytes, c.nanos, c.what));
+    return result;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    nb::enum_<State>(m, "State", nb::is_arithmetic())
+        .value("IDLE", State::kIdle)
+        .value("PENDING", State::kPending)
+        .value("RUNNING", State::kRunning)
+        .value("DONE", State::kDone)
+        .value("FAILED", State::kFailed)
+        .value("CANCELLED", State::kCancelled)
+        .value("CANCELLING", State::kCancelling);
+    nb::enum_<Direction>(m, "Direction")
+        .value("STORE", Direction::kStore)
+        .value("LOAD", Direction::kLoad);
+    nb::enum_<Outcome>(m, "Outcome")
+        .value("DONE", Outcome::kDone)
+        .value("FAILED", Outcome::kFailed)
+        .value("CANCELLED", Outcome::kCancelled)
+        .value("LATE", Outcome::kLate)
+        .value("MEMORY_LOST", Outcome::kMemoryLost);
+
+    nb::class_<Mapping>(m, "Mapping")
+        .def(nb::init<int, uint64_t>(), "fd"_a, "size"_a)
+        .def("intact", &Mapping::intact)
+        .def_prop_ro("mapped", &Mapping::mapped)
+        .def_prop_ro("size", &Mapping::size)
+        .def("fail_word",
+             [](Mapping& page, uint64_t index, uint64_t sequence) {
+                 if (!page.mapped() || (index + 1) * sizeof(Word) > page.size())
+                     throw std::out_of_range("state word index");
+                 return move_word(reinterpret_cast<Word*>(page.data())[index], sequence,
+                                  State::kPending, State::kFailed);
+             },
+             "index"_a, "sequence"_a,
+             "Refuse an operation before it began: PENDING -> FAILED. False if it was cancelled.");
+    nb::class_<PlaneTable>(m, "PlaneTable")
+        .def(nb::new_(&make_table), "memories"_a, "rows"_a, "num_blocks"_a)
+        .def_prop_ro("num_blocks", &PlaneTable::num_blocks)
+        .def_prop_ro("block_bytes", &PlaneTable::block_bytes);
+    nb::class_<HostRegion>(m, "HostRegion")
+        .def(nb::init<uint64_t>(), "size"_a)
+        .def_prop_ro("size", &HostRegion::size);
+    nb::class_<WordPage>(m, "WordPage")
+        .def(nb::init<uint64_t>(), "words"_a)
+        .def_prop_ro("fd", &WordPage::fd)
+        .def_prop_ro("count", &WordPage::count)
+        .def("arm",
+             [](WordPage& page, uint64_t index, uint64_t sequence) {
+                 page.at(index).store(make_word(sequence, State::kPending),
+                                      std::memory_order_release);
+             },
+             "index"_a, "sequence"_a, "Begin an operation: the word becomes PENDING.")
+        .def("state",
+             [](WordPage& page, uint64_t index) {
+                 return static_cast<State>(page.at(index).load(std::memory_order_acquire) & 0xff);
+             },
+             "index"_a)
+        .def("move",
+             [](WordPage& page, uint64_t index, uint64_t sequence, State from, State to) {
+                 return move_word(page.at(index), sequence, from, to);
+             },
+             "index"_a, "sequence"_a, "from_"_a, "to"_a);
+    nb::class_<Copier>(m, "Copier")
+        .def(nb::init<std::shared_ptr<HostRegion>, uint64_t, unsigned, unsigned>(), "region"_a,
+             "page_bytes"_a, "threads"_a, "delay_micros"_a = 0)
+        .def_prop_ro("completion_fd", &Copier::completion_fd)
+        .def("submit_copy", &submit_copy, "ticket"_a, "direction"_a, "planes"_a, "blocks"_a,
+             "pages"_a, "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
+             "word_memory"_a.none() = nb::none(), "word_index"_a = 0, "sequence"_a = 0,
+             "deadline_nanos"_a = 0)
+        .def("cancel", &Copier::cancel, "ticket"_a)
+        .def("submit_map", &Copier::submit_map, "ticket"_a, "mappings"_a)
+        .def("submit_unmap", &Copier::submit_unmap, "ticket"_a, "mappings"_a)
+        .def("drain", &drain);
+}

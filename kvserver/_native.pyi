@@ -1,0 +1,78 @@
+"""Types of the native module; `csrc/core.h` is its manual."""
+
+import enum
+
+class State(enum.IntEnum):
+    IDLE = 0
+    PENDING = 1
+    RUNNING = 2
+    DONE = 3
+    FAILED = 4
+    CANCELLED = 5
+    CANCELLING = 6
+
+class Direction(enum.Enum):
+    STORE = 0
+    LOAD = 1
+
+class Outcome(enum.Enum):
+    DONE = 0
+    FAILED = 1
+    CANCELLED = 2
+    LATE = 3
+    MEMORY_LOST = 4
+
+class Mapping:
+    def __init__(self, fd: int, size: int) -> None: ...
+    @property
+    def mapped(self) -> bool: ...
+    @property
+    def size(self) -> int: ...
+    def intact(self) -> bool: ...
+    def fail_word(self, index: int, sequence: int) -> bool: ...
+
+class PlaneTable:
+    def __init__(self, memories: list[Mapping], rows: list[tuple[int, int, int, int]], num_blocks: int) -> None: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+
+class HostRegion:
+    def __init__(self, size: int) -> None: ...
+    @property
+    def size(self) -> int: ...
+
+class WordPage:
+    def __init__(self, words: int) -> None: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    def arm(self, index: int, sequence: int) -> None: ...
+    def state(self, index: int) -> State: ...
+    def move(self, index: int, sequence: int, from_: State, to: State) -> bool: ...
+
+class Copier:
+    def __init__(self, region: HostRegion, page_bytes: int, threads: int, delay_micros: int = 0) -> None: ...
+    @property
+    def completion_fd(self) -> int: ...
+    def submit_copy(
+        self,
+        ticket: int,
+        direction: Direction,
+        planes: PlaneTable,
+        blocks: bytes,
+        pages: bytes,
+        pages_per_slot: int,
+        blocks_per_slot: int,
+        skip: int = 0,
+        word_memory: Mapping | None = None,
+        word_index: int = 0,
+        sequence: int = 0,
+        deadline_nanos: int = 0,
+    ) -> None: ...
+    def cancel(self, ticket: int) -> None: ...
+    def submit_map(self, ticket: int, mappings: list[Mapping]) -> None: ...
+    def submit_unmap(self, ticket: int, mappings: list[Mapping]) -> None: ...
+    def drain(self) -> list[tuple[int, Outcome, int, int, str]]: ...

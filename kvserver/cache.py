@@ -1,0 +1,289 @@
+"""The decisions of L1: which slots a store fills, which chunks a load reads, who is evicted.
+
+Owns: index, pool, eviction policy and leases, and the rules between them. Refuses to know: sockets,
+clocks (callers pass the time), memory addresses; it does no I/O and copies nothing. One thread.
+
+Rules kept here:
+- Only a READY chunk is found, and READY means every rank's bytes were copied whole.
+- Leased, pinned (being filled or read) chunks are not evicted; incomplete ones nobody fills go first.
+- Clear and eviction detach at once; pages are freed when the last pin is gone.
+- Within one request later chunks age faster than earlier ones: a prefix without its start is useless.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.eviction import EvictionPolicy
+from kvserver.index import Chunk, Index
+from kvserver.pool import PagePool
+from kvserver.protocol import KEY_BYTES
+
+Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
+FREE_SLICE = 256  # detached chunks freed per loop turn
+
+
+def split_keys(keys: bytes) -> Iterator[bytes]:
+    return (keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES))
+
+
+@dataclass(slots=True)
+class Lease:
+    """A request's hold on chunks. It delays eviction; it is no authority."""
+
+    deadline: float
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class StorePlan:
+    """What one rank's store should copy. `positions[i]` is which of the store's keys `chunks[i]` is."""
+
+    rank: int
+    chunks: list[Chunk] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    skipped: int = 0
+    starved: int = 0
+
+
+class Cache:
+    def __init__(self, pool: PagePool, policy: EvictionPolicy) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.index = Index()
+        self.evicted_chunks = 0
+        self.pins = 0  # over all chunks; equals what open plans hold
+        self._leases: dict[Owner, Lease] = {}
+        self._garbage: deque[Iterator[Chunk]] = deque()
+        self._tick = 0
+
+    # ---- lookup and leases --------------------------------------------------------------------
+
+    def lookup(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> int:
+        """How many chunks from the first on are READY; `owner` leases them until `deadline`.
+
+        A second lookup of an owner replaces its first.
+        """
+        found: list[Chunk] = []
+        namespace = self.index.find(namespace_id)
+        if namespace is not None:
+            get = namespace.chunks.get
+            for key in split_keys(keys):
+                chunk = get(key)
+                if chunk is None or not chunk.ready:
+                    break
+                chunk.leases += 1
+                found.append(chunk)
+        self.end_lease(owner)
+        if found:
+            self._leases[owner] = Lease(deadline, found)
+        return len(found)
+
+    def end_lease(self, owner: Owner) -> None:
+        lease = self._leases.pop(owner, None)
+        if lease is None:
+            return
+        for chunk in reversed(lease.chunks):
+            chunk.leases -= 1
+            chunk.last_used = self._next_tick()
+            self._settle(chunk)
+
+    def expire_leases(self, now: float) -> int:
+        expired = [owner for owner, lease in self._leases.items() if lease.deadline <= now]
+        for owner in expired:
+            self.end_lease(owner)
+        return len(expired)
+
+    def end_leases_of(self, holder: str) -> None:
+        """End every lease whose owner is (holder, ...)."""
+        for owner in [owner for owner in self._leases if owner[0] == holder]:
+            self.end_lease(owner)
+
+    @property
+    def lease_count(self) -> int:
+        return len(self._leases)
+
+    # ---- store --------------------------------------------------------------------------------
+
+    def plan_store(self, namespace_id: bytes, world_size: int, rank: int, keys: bytes, slot_bytes: int) -> StorePlan:
+        """Reserve slots for the chunks that this rank still misses; pins them. Pair with finish_store.
+
+        Chunks that are there or on their way are skipped (duplicate stores merge). When L1 has no room
+        that may be taken, the rest is starved. KVServerError(TOO_LARGE) if L1 could never hold it.
+        """
+        pages = self.pool.pages_for(slot_bytes)
+        count = len(keys) // KEY_BYTES
+        if pages * count > self.pool.pages:
+            raise KVServerError(
+                ErrorCode.TOO_LARGE,
+                f"a store of {count} chunks of {slot_bytes} bytes needs {pages * count} pages of "
+                f"{self.pool.page_bytes} bytes, L1 has {self.pool.pages}; raise --l1-size",
+            )
+        namespace = self.index.find_or_make(namespace_id, world_size)
+        plan = StorePlan(rank)
+        bit = 1 << rank
+        for position, key in enumerate(split_keys(keys)):
+            chunk = namespace.chunks.get(key)
+            if chunk is not None and (chunk.done | chunk.filling) & bit:
+                chunk.last_used = self._next_tick()
+                plan.skipped += 1
+                continue
+            if chunk is not None:
+                chunk.pins += 1  # making room must not evict the chunk that needs it
+            slot = self._take(pages)
+            if chunk is not None:
+                chunk.pins -= 1
+            if slot is None:
+                plan.starved = count - position
+                if chunk is not None:
+                    self._settle(chunk)
+                break
+            if chunk is None:
+                chunk = self.index.add(namespace, key)
+            chunk.slots[rank] = slot
+            chunk.filling |= bit
+            chunk.pins += 1
+            self.pins += 1
+            plan.chunks.append(chunk)
+            plan.positions.append(position)
+        return plan
+
+    def finish_store(self, plan: StorePlan, copied: bool) -> int:
+        """Publish the plan's chunks if `copied` (every byte of this rank), else give their slots back.
+
+        Returns how many became READY.
+        """
+        bit = 1 << plan.rank
+        published = 0
+        for chunk in reversed(plan.chunks):
+            chunk.filling &= ~bit
+            chunk.pins -= 1
+            self.pins -= 1
+            if copied and not chunk.detached:
+                chunk.done |= bit
+                if chunk.done == (1 << chunk.namespace.world_size) - 1:
+                    chunk.ready = True
+                    chunk.last_used = self._next_tick()
+                    published += 1
+            else:
+                slot, chunk.slots[plan.rank] = chunk.slots[plan.rank], None
+                if slot is not None:
+                    self.pool.give(slot)
+                if not chunk.detached and not chunk.done and not chunk.filling:
+                    self.index.remove(chunk)
+            self._settle(chunk)
+        return published
+
+    # ---- load ---------------------------------------------------------------------------------
+
+    def plan_load(self, namespace_id: bytes, keys: bytes) -> list[Chunk]:
+        """Pin the chunks of `keys` for reading. Pair with finish_load.
+
+        KVServerError(NOT_FOUND) and nothing pinned unless all are READY now, whatever a lease said.
+        """
+        namespace = self.index.find(namespace_id)
+        found = [namespace.chunks.get(key) for key in split_keys(keys)] if namespace is not None else [None]
+        chunks = [chunk for chunk in found if chunk is not None and chunk.ready]
+        if len(chunks) != len(found):
+            raise KVServerError(ErrorCode.NOT_FOUND, f"{len(found) - len(chunks)} of {len(found)} chunks are not READY")
+        for chunk in chunks:
+            chunk.pins += 1
+        self.pins += len(chunks)
+        return chunks
+
+    def finish_load(self, chunks: list[Chunk]) -> None:
+        for chunk in reversed(chunks):
+            chunk.pins -= 1
+            chunk.last_used = self._next_tick()
+            self._settle(chunk)
+        self.pins -= len(chunks)
+
+    # ---- clear --------------------------------------------------------------------------------
+
+    def clear(self, namespace_ids: list[bytes] | None = None) -> int:
+        """Detach all chunks of these namespaces, or of all; their pages are freed by free_garbage()."""
+        before = self.index.chunk_count
+        for id in self.index.ids() if namespace_ids is None else namespace_ids:
+            namespace = self.index.clear(id)
+            if namespace is not None:
+                self._garbage.append(iter(namespace.chunks.values()))
+        if self.index.chunk_count == 0:
+            self.policy.reset()
+        return before - self.index.chunk_count
+
+    def free_garbage(self, limit: int = FREE_SLICE) -> bool:
+        """Free up to `limit` detached chunks; True while more are left."""
+        while self._garbage and limit > 0:
+            chunk = next(self._garbage[0], None)
+            if chunk is None:
+                self._garbage.popleft()
+                continue
+            self._settle(chunk)
+            limit -= 1
+        return bool(self._garbage)
+
+    # ---- the books ----------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Count everything again and compare. AssertionError names the book that does not balance.
+
+        REQUIRES: no garbage is left. Costs a walk over all chunks: for tests and idle moments.
+        """
+        assert not self._garbage, "free the garbage first"
+        pages = leases = pins = chunks = 0
+        for chunk in self.index:
+            chunks += 1
+            pages += chunk.page_count
+            leases += chunk.leases
+            pins += chunk.pins
+            full = (1 << chunk.namespace.world_size) - 1
+            assert chunk.ready == (chunk.done == full), "READY without every rank's bytes, or the reverse"
+            held = bool(chunk.leases or chunk.pins)
+            assert held or chunk.queued, "an idle chunk that eviction cannot find"
+        assert chunks == self.index.chunk_count, f"{chunks} chunks, index says {self.index.chunk_count}"
+        in_leases = sum(not chunk.detached for lease in self._leases.values() for chunk in lease.chunks)
+        assert leases == in_leases, f"chunks count {leases} leases, leases hold {in_leases} chunks"
+        assert pins <= self.pins, f"chunks count {pins} pins, open plans {self.pins}"
+        if self.pins == 0:
+            assert pages == self.pool.used_pages, f"chunks hold {pages} pages, {self.pool.used_pages} are used"
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _next_tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+    def _settle(self, chunk: Chunk) -> None:
+        """Something let go of the chunk: free it if detached, else let eviction see it."""
+        if chunk.pins:
+            return
+        if chunk.detached:
+            self._free(chunk)
+        elif not chunk.leases and not chunk.queued:
+            self.policy.track(chunk)
+
+    def _free(self, chunk: Chunk) -> None:
+        for rank, slot in enumerate(chunk.slots):
+            if slot is not None:
+                self.pool.give(slot)
+                chunk.slots[rank] = None
+        chunk.ready = False
+
+    def _take(self, pages: int) -> array[int] | None:
+        """Pages for one slot, evicting as needed; None when nothing more may be evicted."""
+        while (slot := self.pool.take(pages)) is None:
+            if self._garbage:
+                self.free_garbage(1)
+                continue
+            victim = self.policy.victim()
+            if victim is None:
+                return None
+            self.index.remove(victim)
+            self._free(victim)
+            self.evicted_chunks += 1
+        return slot

@@ -1,0 +1,174 @@
+"""The other end of the wire: what adapters, the command line and tests speak to the server with.
+
+`Channel` never waits (for an engine's threads); `Client` waits up to a deadline (for everybody else);
+`Attachment` is the `.fd` connection. Owns: client sockets and request numbers. Refuses to know: vLLM,
+and the server's insides. Needs msgspec and pyzmq only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+
+import zmq
+
+from kvserver.protocol import (
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Error,
+    Hello,
+    HelloReply,
+    Reply,
+    Request,
+    decode_attach_reply,
+    decode_reply,
+    encode,
+)
+
+R = TypeVar("R")
+
+
+class RequestFailed(Exception):
+    """The server answered with an error."""
+
+    def __init__(self, error: Error) -> None:
+        super().__init__(f"{error.code}: {error.message}")
+        self.code = error.code
+        self.message = error.message
+
+
+class Channel:
+    """A DEALER socket whose every call returns at once. One thread uses it.
+
+    A context of its own, no linger and IMMEDIATE: nothing queues for a server that is not there, and
+    nothing of it holds up the end of the process.
+    """
+
+    def __init__(self, endpoint: str, high_water_mark: int = 256) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.SNDHWM, high_water_mark)
+        self._socket.setsockopt(zmq.RCVHWM, high_water_mark * 4)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.connect(endpoint)
+        self._numbers = itertools.count(1)
+
+    def send(self, request: Request) -> int | None:
+        """The request's number, or None: no server, or its queue is full. Nothing was sent then."""
+        number = next(self._numbers)
+        try:
+            self._socket.send_multipart([number.to_bytes(8, "little"), encode(request)], zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return number
+
+    def receive(self) -> Iterator[tuple[int, Reply]]:
+        """Every reply that has come, as (number, reply)."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) == 2:
+                yield int.from_bytes(frames[0], "little"), decode_reply(frames[1])
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a reply to come, at most so long."""
+        return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLIN))
+
+    def wait_writable(self, seconds: float) -> bool:
+        """Wait for a connection to be there, at most so long."""
+        return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLOUT))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Client:
+    """Request and reply with a deadline. One thread uses it."""
+
+    def __init__(self, endpoint: str, timeout: float = 5.0) -> None:
+        self.endpoint = endpoint
+        self.timeout = timeout
+        self.channel = Channel(endpoint)
+
+    def ask(self, request: Request, expect: type[R], timeout: float | None = None) -> R:
+        """RequestFailed if the server answers with an error; TimeoutError if it does not answer in time."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        while (number := self.channel.send(request)) is None:
+            if not self.channel.wait_writable(deadline - time.monotonic()):
+                raise TimeoutError(f"no kvserver at {self.endpoint}")
+        while (left := deadline - time.monotonic()) > 0:
+            self.channel.wait(min(left + 0.001, 1.0))
+            for answered, reply in self.channel.receive():
+                if answered != number:
+                    continue
+                if isinstance(reply, Error):
+                    raise RequestFailed(reply)
+                if not isinstance(reply, expect):
+                    raise TypeError(f"{type(request).__name__} was answered with {type(reply).__name__}")
+                return reply
+        raise TimeoutError(f"kvserver at {self.endpoint} did not answer {type(request).__name__} in time")
+
+    def hello(self, name: str = "client") -> HelloReply:
+        return self.ask(Hello(protocol_version=PROTOCOL_VERSION, client=name), HelloReply)
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Attachment:
+    """A worker's `.fd` connection: hands over descriptors, then tells when the server has gone."""
+
+    def __init__(self, fd_path: str, token: str, fds: list[int], timeout: float = 5.0) -> None:
+        """OSError or TimeoutError if there is no server; RequestFailed if it refuses."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.connect(fd_path)
+            socket.send_fds(self._socket, [encode(Attach(token=token))], fds)
+            raw = self._socket.recv(4096)
+            if not raw:
+                raise ConnectionResetError(f"{fd_path} was closed by the server")
+            reply = decode_attach_reply(raw)
+            if isinstance(reply, Error):
+                raise RequestFailed(reply)
+            assert isinstance(reply, Attached)
+            self.number = reply.attachment
+            self._socket.setblocking(False)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def alive(self) -> bool:
+        """False once the server process is gone or has ended this connection. Never waits."""
+        try:
+            return self._socket.recv(16) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """True as soon as alive() would be False; waits at most so long."""
+        if self._socket.fileno() < 0:
+            return True
+        select.select([self._socket], [], [], seconds)
+        return not self.alive()
+
+    def close(self) -> None:
+        self._socket.close()

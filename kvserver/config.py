@@ -1,0 +1,150 @@
+"""The settings, each declared once: type, bound, default and consequence.
+
+Owns: `Settings` and how it is read from defaults, a TOML file, `KVSERVER_*` and the command line
+(later ones win). Refuses to know: what the settings do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvserver.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+_UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How one daemon runs. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
+
+    endpoint: Annotated[
+        str, Meta(description="ZMQ endpoint of the engines. tcp:// is for loopback addresses only.")
+    ] = ""
+    http_host: Annotated[str, Meta(description="Address of the status pages and metrics.")] = "127.0.0.1"
+    http_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the same; 0 takes any free one.")] = 8080
+    l1_size: Annotated[
+        str,
+        Meta(description='CPU memory for KV, as "20GiB" or "auto" (a quarter of what is free). Refused if not free.'),
+    ] = "auto"
+    chunk_tokens: Annotated[
+        int, Meta(ge=1, le=65536, description="Tokens per chunk: smaller finds shorter prefixes, larger is cheaper.")
+    ] = 256
+    eviction_policy: Annotated[Literal["lru"], Meta(description="Who leaves L1 first.")] = "lru"
+    lease_seconds: Annotated[
+        float, Meta(gt=0, description="How long a lookup protects its chunks when its request never ends.")
+    ] = 60.0
+    copy_threads: Annotated[int, Meta(ge=1, le=256, description="Native threads that copy blocks.")] = 2
+    max_message_bytes: Annotated[
+        int, Meta(ge=4096, description="Larger messages get an error; sixteen times larger ones end the connection.")
+    ] = 4 * MiB
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line.")] = (
+        "info"
+    )
+    log_format: Annotated[Literal["text", "json"], Meta(description="One line of text or of JSON per event.")] = "text"
+    test_copy_delay_us: Annotated[
+        int, Meta(ge=0, description="For tests: pause before each copied block, to act in the middle of a copy.")
+    ] = 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "20GiB", "512 MiB", "1gb" or "4096". ValueError says what is accepted."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is no size; write for example 20GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def default_endpoint() -> str:
+    """The endpoint of an unconfigured daemon and client of this user."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "kvserver" if runtime else Path(f"/tmp/kvserver-{os.getuid()}")
+    return f"ipc://{folder}/kvserver.sock"
+
+
+def field_types() -> dict[str, type]:
+    """The plain type of every setting, by field name."""
+    types: dict[str, type] = {}
+    for name, hint in get_type_hints(Settings).items():
+        types[name] = str if get_origin(hint) is Literal else hint
+    return types
+
+
+def descriptions() -> dict[str, str]:
+    """The description of every setting, by field name."""
+    found: dict[str, str] = {}
+    for name, hint in get_type_hints(Settings, include_extras=True).items():
+        metas = [m for m in get_args(hint)[1:] if isinstance(m, Meta)]
+        found[name] = (metas[0].description or "") if metas else ""
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag per setting; unset flags stay out of the namespace."""
+    parser.add_argument(
+        "--config", metavar="FILE.toml", default=None, help="TOML file with the same keys as the flags."
+    )
+    texts = descriptions()
+    for field in msgspec.structs.fields(Settings):
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            metavar="VALUE",
+            help=argparse.SUPPRESS
+            if field.name.startswith("test_")
+            else f"{texts[field.name]} (default: {field.default!r})".replace("%", "%%"),
+        )
+
+
+def load(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Settings:
+    """Merge defaults < TOML file < environment < `arguments`. ConfigError names the key and its source."""
+    environ = dict(os.environ) if environ is None else environ
+    types = field_types()
+    values: dict[str, Any] = {}
+    if path := arguments.get("config"):
+        values.update(_read_toml(path, types))
+    for name in types:
+        if (text := environ.get("KVSERVER_" + name.upper())) is not None:
+            values[name] = text
+    values.update({k: v for k, v in arguments.items() if k in types})
+    try:
+        settings = msgspec.convert(values, Settings, strict=False)
+        if settings.l1_size != "auto":
+            parse_size(settings.l1_size)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"bad setting: {_flag_of(str(error), values)}") from None
+    if not settings.endpoint:
+        settings = msgspec.structs.replace(settings, endpoint=default_endpoint())
+    return settings
+
+
+def _read_toml(path: str, types: dict[str, type]) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    if unknown := sorted(set(values) - set(types)):
+        raise ConfigError(f"--config {path}: unknown keys {unknown}; known are {sorted(types)}")
+    return values
+
+
+def _flag_of(message: str, values: dict[str, Any]) -> str:
+    match = re.search(r"at `\$\.(\w+)`", message)
+    if match is None:
+        return message
+    name = match[1]
+    return f"--{name.replace('_', '-')} {values.get(name)!r}: {message.split(' - at ')[0]}"

@@ -1,0 +1,122 @@
+"""Tickets: copies in flight, and how their end comes back to the loop.
+
+Owns: ticket numbers and the table of open tickets. Refuses to know: what a ticket's end means; the
+handlers decide that. The bytes are moved by native threads (`csrc/`), never under the GIL.
+
+A ticket ends exactly once, by a completion drained in the loop thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvserver import _native
+from kvserver._native import Direction, Mapping, Outcome, PlaneTable
+
+__all__ = ["Completion", "Copier", "Device", "Direction", "Mapping", "Outcome", "PlaneTable"]
+
+
+class Device(Protocol):
+    """What moves the bytes: `_native.Copier`, or a stand-in whose completions a test controls."""
+
+    @property
+    def completion_fd(self) -> int: ...
+
+    def submit_copy(
+        self,
+        ticket: int,
+        direction: Direction,
+        planes: PlaneTable,
+        blocks: bytes,
+        pages: bytes,
+        pages_per_slot: int,
+        blocks_per_slot: int,
+        skip: int = 0,
+        word_memory: Mapping | None = None,
+        word_index: int = 0,
+        sequence: int = 0,
+        deadline_nanos: int = 0,
+    ) -> None: ...
+
+    def cancel(self, ticket: int) -> None: ...
+
+    def submit_map(self, ticket: int, mappings: list[Mapping]) -> None: ...
+
+    def submit_unmap(self, ticket: int, mappings: list[Mapping]) -> None: ...
+
+    def drain(self) -> list[tuple[int, Outcome, int, int, str]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How a ticket ended: bytes moved, nanoseconds from its first byte, and why if it failed."""
+
+    number: int
+    outcome: Outcome
+    bytes: int
+    nanos: int
+    what: str
+
+    @property
+    def done(self) -> bool:
+        return self.outcome == Outcome.DONE
+
+
+T = TypeVar("T")
+
+
+class Copier(Generic[T]):
+    """Open tickets of one device. `T` is what the caller wants back when a ticket ends."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._open: dict[int, T] = {}
+        self._next = 0
+
+    @property
+    def completion_fd(self) -> int:
+        return self.device.completion_fd
+
+    @property
+    def open_tickets(self) -> int:
+        return len(self._open)
+
+    def copy(self, ticket: T, direction: Direction, planes: PlaneTable, **job: Any) -> int:
+        """Queue a copy; see `csrc/core.h` for the arguments. Returns the ticket's number."""
+        number = self._number(ticket)
+        try:
+            self.device.submit_copy(ticket=number, direction=direction, planes=planes, **job)
+        except BaseException:
+            del self._open[number]
+            raise
+        return number
+
+    def map(self, ticket: T, mappings: list[Mapping]) -> int:
+        number = self._number(ticket)
+        self.device.submit_map(number, mappings)
+        return number
+
+    def unmap(self, ticket: T, mappings: list[Mapping]) -> int:
+        number = self._number(ticket)
+        self.device.submit_unmap(number, mappings)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End it at its next block; its completion still comes."""
+        self.device.cancel(number)
+
+    def drain(self) -> Iterator[tuple[T, Completion]]:
+        for number, outcome, moved, nanos, what in self.device.drain():
+            yield self._open.pop(number), Completion(number, outcome, moved, nanos, what)
+
+    def _number(self, ticket: T) -> int:
+        self._next += 1
+        self._open[self._next] = ticket
+        return self._next
+
+
+def cpu_device(l1_bytes: int, page_bytes: int, threads: int, delay_micros: int) -> Device:
+    """L1 memory and the threads that copy to and from it."""
+    return _native.Copier(_native.HostRegion(l1_bytes), page_bytes, threads, delay_micros)

@@ -1,0 +1,223 @@
+"""Start and end of one daemon: settings in, exit code out.
+
+Owns: the order in which parts are made and unmade, signals, the endpoint's lock and the check that L1
+fits. Refuses to know: requests.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+import zmq
+
+from kvserver import __version__
+from kvserver.cache import Cache
+from kvserver.config import MiB, Settings, parse_size
+from kvserver.copier import cpu_device
+from kvserver.errors import ConfigError
+from kvserver.eviction import POLICIES
+from kvserver.handlers import Handlers
+from kvserver.http import StatusPages
+from kvserver.lifeline import Lifelines
+from kvserver.pool import PagePool, page_bytes_for
+from kvserver.server import Server
+
+log = logging.getLogger("kvserver")
+
+_RESERVE_BYTES = 256 * MiB  # left to the rest of the machine by "auto" and by the check
+
+
+def available_memory(root: Path = Path("/")) -> tuple[int, str]:
+    """Bytes that this process may still use, and what sets that bound (the cgroup or the machine)."""
+    meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    bound, source = int(meminfo["MemAvailable"].split()[0]) * 1024, "MemAvailable of the machine"
+    for folder in _cgroup_folders(root):
+        try:
+            limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+        except (OSError, ValueError):
+            continue
+        if limit != "max" and int(limit) - used < bound:
+            bound, source = int(limit) - used, f"memory.max of the cgroup {folder}"
+    return bound, source
+
+
+def _cgroup_folders(root: Path) -> list[Path]:
+    """This process's cgroup v2 folder and those above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    base = root / "sys/fs/cgroup"
+    path = next((line[3:] for line in lines if line.startswith("0::")), "/").lstrip("/")
+    folders = [base / path, *(base / path).parents]
+    return [folder for folder in folders if folder == base or base in folder.parents]
+
+
+def choose_l1_bytes(setting: str, root: Path = Path("/")) -> int:
+    """Bytes of L1. ConfigError with the numbers if they cannot be had."""
+    free, source = available_memory(root)
+    if setting == "auto":
+        return max(64 * MiB, free // 4)
+    wanted = parse_size(setting)
+    if wanted > free - _RESERVE_BYTES:
+        raise ConfigError(
+            f"--l1-size {setting} is {wanted} bytes, but only {free} are left by {source} "
+            f"({_RESERVE_BYTES} of them are kept free); lower --l1-size or give this process more memory"
+        )
+    return wanted
+
+
+class Endpoint:
+    """The ZMQ address, its `.fd` path and the lock that makes one daemon its only owner."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        parts = urlsplit(url)
+        if parts.scheme == "ipc":
+            self.fd_path = url.removeprefix("ipc://") + ".fd"
+        elif parts.scheme == "tcp":
+            _refuse_open_network(url, parts.hostname)
+            folder = os.environ.get("XDG_RUNTIME_DIR", f"/tmp/kvserver-{os.getuid()}")
+            self.fd_path = f"{folder}/kvserver-{parts.port}.fd"
+        else:
+            raise ConfigError(f"--endpoint {url!r}: give ipc:///path or tcp://127.0.0.1:port")
+        if len(self.fd_path.encode()) > 100:
+            raise ConfigError(f"--endpoint {url!r}: the path is too long for a Unix socket (107 bytes with suffixes)")
+        folder_path = Path(self.fd_path).parent
+        try:
+            folder_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock: IO[str] = open(self.fd_path.removesuffix(".fd") + ".lock", "w")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"--endpoint {url!r}: {error}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another kvserver already serves {url}; stop it or give --endpoint") from None
+
+    def bind(self, router: zmq.Socket[bytes]) -> None:
+        """REQUIRES: the lock, so whatever socket file lies there is a dead daemon's; ZMQ replaces it."""
+        try:
+            router.bind(self.url)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"--endpoint {self.url}: cannot bind: {error}") from None
+        if self.url.startswith("ipc://"):
+            os.chmod(self.url.removeprefix("ipc://"), 0o600)
+
+    def release(self) -> None:
+        if self.url.startswith("ipc://"):
+            Path(self.url.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._lock.close()
+
+
+def _refuse_open_network(url: str, host: str | None) -> None:
+    try:
+        loopback = ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ConfigError(
+            f"--endpoint {url!r}: tcp is for loopback addresses only; KV would cross the network unencrypted"
+        )
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up_logging(settings: Settings) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    if settings.log_format == "json":
+        handler.setFormatter(JsonLines())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+
+
+def serve(settings: Settings) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if it cannot start."""
+    set_up_logging(settings)
+    l1_bytes = choose_l1_bytes(settings.l1_size)
+    page_bytes = page_bytes_for(l1_bytes)
+    endpoint = Endpoint(settings.endpoint)
+    context = zmq.Context(io_threads=1)
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.MAXMSGSIZE, settings.max_message_bytes * 16)
+    router.setsockopt(zmq.RCVHWM, 10_000)
+    router.setsockopt(zmq.SNDHWM, 10_000)
+    try:
+        endpoint.bind(router)
+        boot_id, token = secrets.token_hex(8), secrets.token_hex(16)
+        lifelines = Lifelines(endpoint.fd_path, token)
+        device = cpu_device(l1_bytes, page_bytes, settings.copy_threads, settings.test_copy_delay_us)
+        cache = Cache(PagePool(l1_bytes, page_bytes), POLICIES[settings.eviction_policy]())
+        handlers = Handlers(settings, boot_id, token, cache, device, lifelines)
+        server = Server(handlers, router, settings.max_message_bytes)
+        try:
+            pages = StatusPages((settings.http_host, settings.http_port), server)
+        except OSError as error:
+            raise ConfigError(
+                f"--http-host {settings.http_host} --http-port {settings.http_port}: {error}; 0 takes a free port"
+            ) from None
+
+        def on_signal(number: int, _frame: FrameType | None) -> None:
+            log.info("%s: draining", signal.Signals(number).name)
+            server.stop()
+
+        signal.signal(signal.SIGTERM, on_signal)
+        signal.signal(signal.SIGINT, on_signal)
+        pages.start()
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # a full collection over a million chunks would stall the loop; see Server._keep_time
+        print(
+            f"kvserver {__version__} ready: endpoint {settings.endpoint}, http http://{settings.http_host}:{pages.port}, "
+            f"L1 {l1_bytes} bytes, chunks of {settings.chunk_tokens} tokens, boot {boot_id}",
+            flush=True,
+        )
+        server.run()
+        _drain(server)
+        pages.close()
+        lifelines.shut()
+    finally:
+        router.close(0)
+        endpoint.release()
+        context.destroy(0)
+    log.info("stopped")
+    return 0
+
+
+def _drain(server: Server, deadline_seconds: float = 5.0) -> None:
+    """End every copy before memory goes away: cancelled ones stop at their next block."""
+    handlers = server.handlers
+    deadline = time.monotonic() + deadline_seconds
+    for worker in list(handlers.instances.by_registration.values()):
+        handlers.close_worker(worker)
+    while handlers.copier.open_tickets and time.monotonic() < deadline:
+        handlers.settle()
+        time.sleep(0.001)
+    if handlers.copier.open_tickets:
+        log.warning("%d copies did not end within %.0f s", handlers.copier.open_tickets, deadline_seconds)

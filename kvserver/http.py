@@ -1,0 +1,132 @@
+"""The status pages: `/status`, `/metrics`, `/livez`, `/readyz`, `POST /cache/clear`, `/`.
+
+Owns: the HTTP threads. Refuses to know: anything but snapshots. It asks the loop for one and waits a
+bounded time; when the loop does not answer it serves the last one and says so, and `/readyz` fails.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import threading
+from concurrent.futures import TimeoutError as FutureTimeout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kvserver import metrics
+from kvserver.server import Server
+
+log = logging.getLogger(__name__)
+
+LOOP_DEADLINE_SECONDS = 1.0  # how long a page waits for the loop
+STUCK_SECONDS = 5.0  # a loop that did not turn for so long is not ready
+
+
+class StatusPages(ThreadingHTTPServer):
+    """Serves in its own daemon threads from start() until close()."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], server: Server) -> None:
+        super().__init__(address, _Handler)
+        self.kvserver = server
+        self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(status, rpc counters), fresh if the loop answers in time. TimeoutError if it never did."""
+        server = self.kvserver
+        try:
+            status, rpc = server.call(lambda: (server.snapshot(), server.rpc.snapshot())).result(LOOP_DEADLINE_SECONDS)
+        except FutureTimeout:
+            if self._last is None:
+                raise TimeoutError("the event loop does not answer") from None
+            status, rpc = self._last
+            status = {**status, "ready": False, "stale_seconds": round(server.seconds_since_turn, 3)}
+        else:
+            self._last = status, rpc
+        return status, rpc
+
+    def not_ready(self) -> str | None:
+        """Why this daemon should get no traffic, or None."""
+        stuck = self.kvserver.seconds_since_turn
+        return f"the event loop has not turned for {stuck:.1f} s" if stuck > STUCK_SECONDS else None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StatusPages
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def do_GET(self) -> None:
+        pages = {
+            "/": self._page,
+            "/status": self._status,
+            "/metrics": self._metrics,
+            "/livez": self._livez,
+            "/readyz": self._readyz,
+        }
+        self._run(pages.get(self.path.partition("?")[0]))
+
+    def do_POST(self) -> None:
+        self._run(self._clear if self.path == "/cache/clear" else None)
+
+    def _run(self, page: Any) -> None:
+        length = self.headers.get("Content-Length", "0")
+        if length != "0":
+            self.close_connection = True  # no page takes a body; it is not read
+        if page is None:
+            self._send(
+                404, f"no page {self.path}; there are /, /status, /metrics, /livez, /readyz, POST /cache/clear\n"
+            )
+            return
+        try:
+            page()
+        except TimeoutError as error:
+            self._send(503, f"{error}\n")
+
+    def _status(self) -> None:
+        self._send(200, json.dumps(self.server.snapshot()[0]), "application/json")
+
+    def _metrics(self) -> None:
+        self._send(200, metrics.render(*self.server.snapshot()), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _livez(self) -> None:
+        self._send(200, "alive\n")
+
+    def _readyz(self) -> None:
+        reason = self.server.not_ready()
+        self._send(200 if reason is None else 503, (reason or "ready") + "\n")
+
+    def _clear(self) -> None:
+        server = self.server.kvserver
+        chunks = server.call(lambda: server.handlers.cache.clear()).result(LOOP_DEADLINE_SECONDS)
+        self._send(200, json.dumps({"chunks": chunks}), "application/json")
+
+    def _page(self) -> None:
+        text = html.escape(json.dumps(self.server.snapshot()[0], indent=2))
+        self._send(200, f"<!doctype html><title>kvserver</title><h1>kvserver</h1><pre>{text}</pre>\n", "text/html")
+
+    def _send(self, code: int, body: str | bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+        raw = body.encode() if isinstance(body, str) else body
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug("http %s: " + format, self.address_string(), *args)

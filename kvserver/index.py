@@ -1,0 +1,106 @@
+"""What L1 holds: one record per (namespace, key), for all ranks.
+
+Owns: `Chunk`, `Namespace` and their states. Refuses to know: pages' contents, leases' deadlines,
+copies. One thread uses it.
+
+A chunk is FILLING until every rank's bytes were copied whole, then READY. A chunk whose namespace was
+cleared, or that left the index, is detached: nobody finds it, and its pages are freed when its last
+pin is gone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+
+class Namespace:
+    """All chunks whose KV may be shared. `cleared` detaches every chunk in it at once."""
+
+    __slots__ = ("chunks", "cleared", "id", "world_size")
+
+    def __init__(self, id: bytes, world_size: int) -> None:
+        self.id = id
+        self.world_size = world_size
+        self.chunks: dict[bytes, Chunk] = {}
+        self.cleared = False
+
+
+class Chunk:
+    """One chunk. `done` and `filling` are bit sets of ranks; `ready` is done == all ranks.
+
+    `pins` counts tickets, `leases` counts requests; either one keeps it from being evicted.
+    `last_used` is a tick of the cache's counter; 0 means evict first (incomplete, nobody fills it).
+    """
+
+    __slots__ = (
+        "done", "filling", "in_index", "key", "last_used", "leases", "namespace", "pins", "queued", "ready", "slots",
+    )  # fmt: skip
+
+    def __init__(self, namespace: Namespace, key: bytes) -> None:
+        self.namespace = namespace
+        self.key = key
+        self.slots: list[array[int] | None] = [None] * namespace.world_size
+        self.done = 0
+        self.filling = 0
+        self.ready = False
+        self.leases = 0
+        self.pins = 0
+        self.last_used = 0
+        self.in_index = True
+        self.queued = False  # has an entry in the eviction policy
+
+    @property
+    def detached(self) -> bool:
+        return self.namespace.cleared or not self.in_index
+
+    @property
+    def page_count(self) -> int:
+        return sum(len(slot) for slot in self.slots if slot is not None)
+
+
+class Index:
+    """Namespaces by id; only those that hold chunks. A cleared one is replaced by a fresh one when next used."""
+
+    def __init__(self) -> None:
+        self._namespaces: dict[bytes, Namespace] = {}
+        self.chunk_count = 0
+
+    def find(self, id: bytes) -> Namespace | None:
+        return self._namespaces.get(id)
+
+    def find_or_make(self, id: bytes, world_size: int) -> Namespace:
+        """The namespace; a new one is not kept until its first chunk is added."""
+        found = self._namespaces.get(id) or Namespace(id, world_size)
+        assert found.world_size == world_size, "the world size is part of the fingerprint"
+        return found
+
+    def add(self, namespace: Namespace, key: bytes) -> Chunk:
+        if not namespace.chunks:  # an empty one may have been dropped by remove()
+            self._namespaces[namespace.id] = namespace
+        chunk = namespace.chunks[key] = Chunk(namespace, key)
+        self.chunk_count += 1
+        return chunk
+
+    def remove(self, chunk: Chunk) -> None:
+        """Detach one chunk. REQUIRES: not detached."""
+        del chunk.namespace.chunks[chunk.key]
+        chunk.in_index = False
+        self.chunk_count -= 1
+        if not chunk.namespace.chunks and self._namespaces.get(chunk.namespace.id) is chunk.namespace:
+            del self._namespaces[chunk.namespace.id]
+
+    def clear(self, id: bytes) -> Namespace | None:
+        """Detach a whole namespace; the caller frees its chunks in its own time."""
+        namespace = self._namespaces.pop(id, None)
+        if namespace is not None:
+            namespace.cleared = True
+            self.chunk_count -= len(namespace.chunks)
+        return namespace
+
+    def ids(self) -> list[bytes]:
+        return list(self._namespaces)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for namespace in self._namespaces.values():
+            yield from namespace.chunks.values()

@@ -1,0 +1,189 @@
+"""Who is connected: engine instances and the workers (ranks) that own their memory.
+
+Owns: instances, workers, registration numbers and the counters kept per instance. Refuses to know:
+chunks and copies.
+
+An instance exists while one of its workers does. It has a namespace only while all ranks stand and
+agree. A worker that is closing takes no new requests; its memory is unmapped when its last ticket ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvserver.copier import Mapping, PlaneTable
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.lifeline import Attachment
+from kvserver.namespace import check_agreement, fingerprint, with_variant
+from kvserver.planes import block_bytes
+from kvserver.protocol import RegisterWorker
+
+_MAX_VARIANTS = 4096  # per instance, remembered digests
+
+
+@dataclass(slots=True)
+class Counts:
+    """What an instance asked for and got. Tokens count only whole chunks."""
+
+    lookups: int = 0
+    hits: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    stores: int = 0
+    loads: int = 0
+    stored_chunks: int = 0
+    loaded_chunks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    store_nanos: int = 0
+    load_nanos: int = 0
+    failed_stores: int = 0
+    failed_loads: int = 0
+    errors: int = 0
+    block_records: int = 0
+    ended_requests: int = 0
+    sequence_gaps: int = 0
+
+    def add(self, other: Counts) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Worker:
+    """One rank. `table` is None until its memory was mapped."""
+
+    def __init__(self, registration: int, spec: RegisterWorker, attachment: Attachment, memory: list[Mapping]) -> None:
+        self.registration = registration
+        self.spec = spec
+        self.attachment = attachment
+        self.memory = memory  # the state word page comes last
+        self.table: PlaneTable | None = None
+        self.tickets: set[int] = set()
+        self.closing = False
+        self.unmapping = False
+        self.last_seen = 0.0
+        self.slot_bytes = block_bytes(spec.planes) * spec.chunk_blocks
+
+    @property
+    def words(self) -> Mapping:
+        return self.memory[-1]
+
+
+@dataclass
+class Instance:
+    instance_id: str
+    incarnation: str
+    model_name: str
+    world_size: int
+    workers: dict[int, Worker] = field(default_factory=dict)
+    namespace: bytes | None = None
+    counts: Counts = field(default_factory=Counts)
+    next_sequence: int | None = None  # of ReportBlockAllocations and EndRequest
+    _variants: dict[str, bytes] = field(default_factory=dict)
+
+    def namespace_of(self, variant: str) -> bytes | None:
+        """The namespace of one weights epoch and LoRA; None until all ranks stand."""
+        if self.namespace is None or not variant:
+            return self.namespace
+        digest = self._variants.get(variant)
+        if digest is None:
+            if len(self._variants) >= _MAX_VARIANTS:
+                self._variants.clear()
+            digest = self._variants[variant] = with_variant(self.namespace, variant)
+        return digest
+
+    def namespaces(self) -> list[bytes]:
+        return [self.namespace, *self._variants.values()] if self.namespace is not None else []
+
+    def any_worker(self) -> Worker:
+        return next(iter(self.workers.values()))
+
+    def refresh_namespace(self) -> None:
+        """Recompute after a worker came or went."""
+        ready = len(self.workers) == self.world_size and all(w.table is not None for w in self.workers.values())
+        self.namespace = fingerprint([self.workers[r].spec for r in range(self.world_size)]) if ready else None
+        self._variants.clear()
+
+
+class Instances:
+    """All of them, by instance id, and all workers by registration number."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Instance] = {}
+        self.by_registration: dict[int, Worker] = {}
+        self.gone = Counts()  # sums over instances that are no more
+        self._next = 0
+
+    def check(self, spec: RegisterWorker) -> None:
+        """KVServerError if this worker may not stand: id or rank taken, or ranks that disagree."""
+        if spec.rank >= spec.world_size:
+            raise KVServerError(ErrorCode.UNKNOWN_RANK, f"rank {spec.rank} of a world of {spec.world_size}")
+        instance = self.by_id.get(spec.instance_id)
+        if instance is None:
+            return
+        self._check_incarnation(instance, spec.incarnation)
+        if spec.rank in instance.workers:
+            raise KVServerError(
+                ErrorCode.DUPLICATE_INSTANCE, f"rank {spec.rank} of instance {spec.instance_id!r} is registered already"
+            )
+        check_agreement(instance.any_worker().spec, spec)
+
+    def add(self, spec: RegisterWorker, attachment: Attachment, memory: list[Mapping]) -> Worker:
+        """REQUIRES: check(spec) passed."""
+        instance = self.by_id.get(spec.instance_id)
+        if instance is None:
+            instance = Instance(spec.instance_id, spec.incarnation, spec.model_name, spec.world_size)
+            self.by_id[spec.instance_id] = instance
+        self._next += 1
+        worker = Worker(self._next, spec, attachment, memory)
+        instance.workers[spec.rank] = worker
+        self.by_registration[self._next] = worker
+        attachment.registration = self._next
+        return worker
+
+    def remove(self, worker: Worker) -> Instance | None:
+        """Take the worker out; returns its instance if that ended with it."""
+        del self.by_registration[worker.registration]
+        instance = self.by_id[worker.spec.instance_id]
+        del instance.workers[worker.spec.rank]
+        instance.refresh_namespace()
+        if instance.workers:
+            return None
+        del self.by_id[instance.instance_id]
+        self.gone.add(instance.counts)
+        return instance
+
+    def instance(self, instance_id: str, incarnation: str) -> Instance:
+        """KVServerError(UNKNOWN_INSTANCE or DUPLICATE_INSTANCE) says why not."""
+        instance = self.by_id.get(instance_id)
+        if instance is None:
+            raise KVServerError(ErrorCode.UNKNOWN_INSTANCE, f"no worker of instance {instance_id!r} is registered")
+        self._check_incarnation(instance, incarnation)
+        return instance
+
+    def of(self, worker: Worker) -> Instance:
+        return self.by_id[worker.spec.instance_id]
+
+    def worker(self, registration: int) -> Worker:
+        worker = self.by_registration.get(registration)
+        if worker is None or worker.table is None:
+            raise KVServerError(
+                ErrorCode.STALE_REGISTRATION, f"registration {registration} is not, or no longer, valid"
+            )
+        return worker
+
+    def totals(self) -> Counts:
+        sums = Counts()
+        sums.add(self.gone)
+        for instance in self.by_id.values():
+            sums.add(instance.counts)
+        return sums
+
+    @staticmethod
+    def _check_incarnation(instance: Instance, incarnation: str) -> None:
+        if instance.incarnation != incarnation:
+            raise KVServerError(
+                ErrorCode.DUPLICATE_INSTANCE,
+                f"instance id {instance.instance_id!r} belongs to another live engine; give each engine its own "
+                "kv_transfer_config engine_id",
+            )

@@ -1,0 +1,164 @@
+"""The Unix socket beside the endpoint: file descriptors come in over it, and its end means death.
+
+One connection per worker. The worker sends `Attach` with its descriptors, gets `Attached` with a
+number for RegisterWorker, and then both sides only watch: end of file says that the peer is gone,
+across pid namespaces. A server that ends a registration for its own reasons closes the connection.
+
+Owns: the listening socket, the connections and descriptors nobody claimed yet. Refuses to know: what
+the descriptors hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+import msgspec
+
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.protocol import Attached, Error, decode_attach, encode
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024
+MAX_FDS = 251  # the kernel passes at most 253 in one message
+_MAX_ATTACH_BYTES = 4096
+
+
+@dataclass(slots=True)
+class Attachment:
+    """One connection. `fds` are open until claimed; `registration` is set once a worker stands on it."""
+
+    number: int
+    connection: socket.socket
+    pid: int
+    uid: int
+    fds: list[int]
+    attached: bool = False
+    registration: int | None = None
+
+    def claim(self) -> list[int]:
+        """The descriptors; the caller closes them from now on."""
+        fds, self.fds = self.fds, []
+        return fds
+
+
+class Lifelines:
+    """All connections of the `.fd` socket. Non-blocking; driven by the server loop."""
+
+    def __init__(self, path: str, token: str) -> None:
+        self.path = path
+        self._token = token
+        self._attachments: dict[int, Attachment] = {}
+        self._by_fd: dict[int, Attachment] = {}
+        self._next = 0
+        self._listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # a dead daemon's: the caller holds the lock of this endpoint
+        self._listener.bind(path)
+        os.chmod(path, 0o600)
+        self._listener.listen(128)
+
+    @property
+    def listener_fd(self) -> int:
+        return self._listener.fileno()
+
+    def connection_fds(self) -> list[int]:
+        return list(self._by_fd)
+
+    def __len__(self) -> int:
+        return len(self._attachments)
+
+    def accept(self) -> int | None:
+        """Take one new connection; returns its descriptor to poll."""
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            log.warning("accept on %s failed: %s", self.path, error)
+            return None
+        connection.setblocking(False)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _gid = struct.unpack("3i", credentials)
+        if len(self._attachments) >= MAX_CONNECTIONS or uid not in (os.getuid(), 0):
+            log.warning("refused a connection of uid %d, pid %d on %s", uid, pid, self.path)
+            connection.close()
+            return None
+        self._next += 1
+        attachment = Attachment(self._next, connection, pid, uid, [])
+        self._attachments[self._next] = attachment
+        self._by_fd[connection.fileno()] = attachment
+        return connection.fileno()
+
+    def read(self, fd: int) -> Attachment | None:
+        """Handle input on a connection. Returns the attachment if it has ended, after closing it."""
+        attachment = self._by_fd[fd]
+        try:
+            raw, fds, flags, _ = socket.recv_fds(attachment.connection, _MAX_ATTACH_BYTES, MAX_FDS)
+        except BlockingIOError:
+            return None
+        except OSError:
+            raw, fds, flags = b"", [], 0
+        if raw and not attachment.attached:
+            attachment.fds = list(fds)
+            if self._attach(attachment, raw, flags):
+                return None
+        else:
+            for extra in fds:
+                os.close(extra)
+        self.close(attachment)
+        return attachment
+
+    def _attach(self, attachment: Attachment, raw: bytes, flags: int) -> bool:
+        try:
+            if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+                raise KVServerError(ErrorCode.TOO_LARGE, f"Attach takes at most {MAX_FDS} descriptors")
+            if decode_attach(raw).token != self._token:
+                raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; say Hello again")
+        except (KVServerError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            code = error.code if isinstance(error, KVServerError) else ErrorCode.BAD_MESSAGE
+            self._send(attachment, encode(Error(code=code.value, message=str(error))))
+            return False
+        attachment.attached = True
+        return self._send(attachment, encode(Attached(attachment=attachment.number)))
+
+    @staticmethod
+    def _send(attachment: Attachment, raw: bytes) -> bool:
+        try:
+            attachment.connection.send(raw)
+        except OSError as error:
+            log.debug("attachment %d: cannot answer: %s", attachment.number, error)
+            return False
+        return True
+
+    def find(self, number: int) -> Attachment:
+        """KVServerError(UNKNOWN_ATTACHMENT) unless it is attached, alive and not yet claimed."""
+        attachment = self._attachments.get(number)
+        if attachment is None or not attachment.attached or attachment.registration is not None:
+            raise KVServerError(
+                ErrorCode.UNKNOWN_ATTACHMENT, f"attachment {number} is unknown, gone or used; Attach again"
+            )
+        return attachment
+
+    def close(self, attachment: Attachment) -> None:
+        """Close the connection and whatever descriptors nobody claimed. Idempotent."""
+        if self._attachments.pop(attachment.number, None) is None:
+            return
+        del self._by_fd[attachment.connection.fileno()]
+        attachment.connection.close()
+        for fd in attachment.claim():
+            os.close(fd)
+
+    def shut(self) -> None:
+        for attachment in list(self._attachments.values()):
+            self.close(attachment)
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)

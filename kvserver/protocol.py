@@ -1,0 +1,284 @@
+"""The messages between engines and the server.
+
+Frames: `[8-byte request id][msgpack]` over ZMQ DEALER/ROUTER. Every message is a tagged struct (tag
+field `type`, the class name). A request gets exactly one reply, its own or `Error`; a notice
+(ReportBlockAllocations, EndRequest, Heartbeat) is answered only on error. Beside the endpoint, on the
+Unix socket `HelloReply.fd_path`, `Attach` hands over file descriptors; that connection is the
+worker's lifeline.
+
+Owns: the structs, the version and the one decoder. Refuses to know: what any message means to the cache.
+
+Units: `*_ns` is CLOCK_MONOTONIC nanoseconds; `keys` is KEY_BYTES bytes per chunk; `block_ids` is
+little-endian u32 per block.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.planes import Plane
+
+PROTOCOL_VERSION = 1
+OLDEST_PROTOCOL_VERSION = 1  # the server also speaks the version before its own, once there is one
+KEY_BYTES = 32
+MAX_CHUNKS = 16384  # keys in one message
+REQUEST_ID_BYTES = 8
+
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Label = Annotated[str, Meta(max_length=512)]
+Small = Annotated[int, Meta(ge=0, le=1 << 20)]
+Positive = Annotated[int, Meta(gt=0, le=1 << 31)]
+Unsigned = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
+
+
+class _Message(msgspec.Struct, tag_field="type", tag=True):
+    pass
+
+
+# ---- what a worker registers ------------------------------------------------------------------
+
+
+class SharedFd(_Message):
+    """Memory behind the `index`-th descriptor that came with Attach."""
+
+    index: Small
+    size_bytes: Annotated[int, Meta(gt=0, le=1 << 62)]
+
+
+Memory: TypeAlias = SharedFd  # a tagged union once there are GPU handles
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything beside geometry that must agree before KV may be shared. Opaque text to the server."""
+
+    model: Text  # resolved commit, or a fingerprint of the local files
+    overrides: Text = ""  # hf_overrides, rope
+    dtype: Label
+    kv_dtype: Label
+    quantization: Text = ""
+    attention_backend: Text = ""
+    layout: Text  # how a block's bytes are arranged
+    parallel: Label  # TP/PP sizes and what they imply for ranks
+    hash_algorithm: Label
+    hash_seed: Label = ""  # the value the chain of block hashes starts from
+    private: Label = ""  # non-empty: shared with nobody who does not name the same text
+
+
+# ---- requests ---------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    protocol_version: int
+    client: Label = ""
+
+
+class RegisterWorker(_Message):
+    instance_id: Name
+    incarnation: Name  # one life of the instance; the same in all its processes
+    model_name: Name
+    rank: Small
+    world_size: Annotated[int, Meta(gt=0, le=4096)]
+    attachment: Unsigned
+    memory: Annotated[list[Memory], Meta(min_length=1, max_length=250)]
+    words: Annotated[int, Meta(gt=0, le=1 << 20)]  # state words in the page behind the last descriptor
+    planes: Annotated[list[Plane], Meta(min_length=1, max_length=65536)]
+    num_blocks: Positive
+    block_tokens: Positive
+    chunk_blocks: Positive  # blocks per chunk, from HelloReply.chunk_tokens
+    identity: ModelIdentity
+
+
+class UnregisterWorker(_Message):
+    boot_id: Label
+    registration: Unsigned
+
+
+class Lookup(_Message):
+    """How many of these chunks, from the first on, are READY; takes a lease on them for the request."""
+
+    instance_id: Name
+    incarnation: Name
+    request_id: Name
+    chunk_blocks: Positive
+    keys: Keys
+    variant: Label = ""  # weights epoch and LoRA: whatever may differ within one registration
+
+
+class _Copy(_Message):
+    boot_id: Label
+    registration: Unsigned
+    request_id: Name
+    keys: Keys
+    block_ids: bytes
+    word: Small  # index of the state word
+    sequence: Unsigned  # what the word was armed with
+    deadline_ns: Unsigned
+    variant: Label = ""
+
+
+class Store(_Copy):
+    """Copy whole chunks from L0 to L1: chunk_blocks ids for each key."""
+
+
+class Retrieve(_Copy):
+    """Copy chunks from L1 to L0, leaving out the first `skip_blocks` blocks of the first chunk."""
+
+    skip_blocks: Small = 0
+
+
+class Clear(_Message):
+    """Forget everything, or what one instance can see."""
+
+    instance_id: Label = ""
+
+
+class Status(_Message):
+    pass
+
+
+# ---- notices ----------------------------------------------------------------------------------
+
+
+class ReportBlockAllocations(_Message):
+    """What the engine's block pool did: u32 records `operation << 29 | block_id`, in order."""
+
+    instance_id: Name
+    incarnation: Name
+    model_name: Name
+    sequence: Unsigned  # counts this and EndRequest, from 0, without gaps
+    time_ns: Unsigned
+    records: bytes
+    pool: Small = 0
+
+
+class EndRequest(_Message):
+    instance_id: Name
+    incarnation: Name
+    model_name: Name
+    sequence: Unsigned
+    request_id: Name
+
+
+class Heartbeat(_Message):
+    boot_id: Label
+
+
+# ---- replies ----------------------------------------------------------------------------------
+
+
+class HelloReply(_Message):
+    protocol_version: int
+    server_version: str
+    boot_id: str
+    chunk_tokens: int
+    fd_path: str
+    token: str
+
+
+class Registered(_Message):
+    registration: int
+    namespace: str  # "" until all ranks have registered and agree
+
+
+class Unregistered(_Message):
+    pass
+
+
+class LookupReply(_Message):
+    hit_chunks: int
+
+
+class Stored(_Message):
+    """`stored` chunks are READY for this rank; `skipped` were there or on their way; `starved` found no room."""
+
+    stored: int
+    skipped: int
+    starved: int = 0
+
+
+class Retrieved(_Message):
+    chunks: int
+
+
+class Cleared(_Message):
+    chunks: int
+
+
+class StatusReply(_Message):
+    status: dict[str, Any]
+
+
+class Error(_Message):
+    code: str
+    message: str
+
+
+# ---- the .fd socket ---------------------------------------------------------------------------
+
+
+class Attach(_Message):
+    token: Label
+
+
+class Attached(_Message):
+    attachment: int
+
+
+# ---- block-pool records -----------------------------------------------------------------------
+
+RECORD_OPERATION_SHIFT = 29
+RECORD_ALLOCATED, RECORD_ACCESSED, RECORD_RELEASED, RECORD_EVICTED, RECORD_CLEARED = range(5)
+
+Request: TypeAlias = (
+    Hello
+    | RegisterWorker
+    | UnregisterWorker
+    | Lookup
+    | Store
+    | Retrieve
+    | Clear
+    | Status
+    | ReportBlockAllocations
+    | EndRequest
+    | Heartbeat
+)
+Notice = (ReportBlockAllocations, EndRequest, Heartbeat)
+Reply: TypeAlias = (
+    HelloReply | Registered | Unregistered | LookupReply | Stored | Retrieved | Cleared | StatusReply | Error
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_attach_decoder = msgspec.msgpack.Decoder(Attach)
+_attach_reply_decoder: msgspec.msgpack.Decoder[Attached | Error] = msgspec.msgpack.Decoder(Attached | Error)
+
+
+def encode(message: _Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(raw: bytes) -> Request:
+    """KVServerError(BAD_MESSAGE) says which field of which type is wrong."""
+    try:
+        return _request_decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise KVServerError(ErrorCode.BAD_MESSAGE, f"not a request of protocol {PROTOCOL_VERSION}: {error}") from None
+
+
+def decode_reply(raw: bytes) -> Reply:
+    return _reply_decoder.decode(raw)
+
+
+def decode_attach(raw: bytes) -> Attach:
+    return _attach_decoder.decode(raw)
+
+
+def decode_attach_reply(raw: bytes) -> Attached | Error:
+    return _attach_reply_decoder.decode(raw)

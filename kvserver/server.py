@@ -1,0 +1,231 @@
+"""The event loop: one thread that owns all state.
+
+One turn: end the tickets that completed, answer a bounded number of requests, serve the `.fd`
+connections, run calls from other threads, keep time. Nothing in a turn blocks.
+
+Owns: the ROUTER socket, frames, replies, the poll. Refuses to know: what requests mean (`handlers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import zmq
+
+from kvserver import __version__
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.handlers import Handlers
+from kvserver.metrics import Rpc
+from kvserver.protocol import PROTOCOL_VERSION, REQUEST_ID_BYTES, Error, Reply, decode_request, encode
+
+log = logging.getLogger(__name__)
+
+REQUESTS_PER_TURN = 64  # before completions are looked at again
+_IDLE_POLL_MS = 1000
+_NO_REQUEST_ID = bytes(REQUEST_ID_BYTES)
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on its way to exactly one reply."""
+
+    server: Server
+    peer: bytes
+    request_id: bytes
+    started: float
+    type_name: str = "unreadable"
+    answered: bool = False
+
+    def respond(self, reply: Reply) -> None:
+        assert not self.answered, f"a second reply to {self.type_name}"
+        self.answered = True
+        self.server.send(self, reply)
+
+
+class Server:
+    """REQUIRES: `router` is bound; start() and stop() may come from any thread, the rest runs in the loop's."""
+
+    def __init__(self, handlers: Handlers, router: zmq.Socket[bytes], max_message_bytes: int) -> None:
+        self.handlers = handlers
+        self.rpc = Rpc()
+        self.undelivered = 0  # replies to peers that were gone or did not read
+        self._router = router
+        self._max_message_bytes = max_message_bytes
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if hasattr(os, "eventfd") else None
+        self._wake_read, self._wake_write = (self._wake, self._wake) if self._wake is not None else _pipe()
+        self._stopping = False
+        self._started = time.monotonic()
+        self._last_tick = 0.0
+        self._last_turn = time.monotonic()
+        self._lag = 0.0
+        self._audited = False
+
+    # ---- from any thread ----------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.wake()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is awake already
+            os.write(self._wake_write, b"\1\0\0\0\0\0\0\0")
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` in the loop thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._calls.put(run)
+        self.wake()
+        return future
+
+    @property
+    def seconds_since_turn(self) -> float:
+        """How long ago the loop last went round; large only if it hangs (it turns once a second when idle)."""
+        return time.monotonic() - self._last_turn
+
+    # ---- the loop -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until stop()."""
+        poller = zmq.Poller()
+        lifelines = self.handlers.lifelines
+        poller.register(self._router, zmq.POLLIN)
+        for fd in (self._wake_read, self.handlers.copier.completion_fd, lifelines.listener_fd):
+            poller.register(fd, zmq.POLLIN)
+        watched: set[int] = set()
+        more = False
+        while not self._stopping:
+            for fd in watched ^ set(lifelines.connection_fds()):
+                if fd in watched:
+                    poller.unregister(fd)
+                else:
+                    poller.register(fd, zmq.POLLIN)
+            watched = set(lifelines.connection_fds())
+            ready = dict(poller.poll(0 if more else _IDLE_POLL_MS))
+            turn_began = time.monotonic()
+            # Completions first: a lookup that follows a store's end must find its chunks.
+            self.handlers.settle()
+            more = self._serve_requests()
+            if lifelines.listener_fd in ready:
+                lifelines.accept()
+            for fd in watched & ready.keys():
+                self._read_lifeline(fd)
+            if self._wake_read in ready:
+                self._run_calls()
+            more |= self.handlers.cache.free_garbage()
+            self._keep_time(turn_began, busy=bool(ready))
+
+    def _serve_requests(self) -> bool:
+        """Answer what has come, up to a bound; True if there may be more."""
+        for _ in range(REQUESTS_PER_TURN):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._serve(frames)
+        return True
+
+    def _serve(self, frames: list[bytes]) -> None:
+        """One message: whatever happens becomes its one reply."""
+        has_id = len(frames) >= 2 and len(frames[1]) == REQUEST_ID_BYTES
+        call = Call(self, frames[0], frames[1] if has_id else _NO_REQUEST_ID, time.monotonic())
+        try:
+            if len(frames) != 3 or not has_id:
+                sizes = [len(frame) for frame in frames[1:9]]
+                raise KVServerError(
+                    ErrorCode.BAD_FRAMES,
+                    f"got {len(frames) - 1} frames of sizes {sizes}; expected 2: an {REQUEST_ID_BYTES}-byte request id "
+                    "and a msgpack message",
+                )
+            if len(frames[2]) > self._max_message_bytes:
+                raise KVServerError(
+                    ErrorCode.TOO_LARGE,
+                    f"the message has {len(frames[2])} bytes, the limit is {self._max_message_bytes}; split it or "
+                    "raise --max-message-bytes",
+                )
+            request = decode_request(frames[2])
+            call.type_name = type(request).__name__
+            self.handlers.handle(request, call.respond)
+        except KVServerError as error:
+            call.respond(Error(code=error.code.value, message=error.message))
+        except Exception as error:
+            log.exception("internal error in %s", call.type_name)
+            if not call.answered:
+                call.respond(Error(code=ErrorCode.INTERNAL.value, message=f"{type(error).__name__}: {error}"))
+
+    def send(self, call: Call, reply: Reply) -> None:
+        """Send without waiting: a peer that is gone or does not read loses its replies, nobody else's."""
+        if isinstance(reply, Error):
+            self.rpc.errors[reply.code] += 1
+            log.debug("%s: %s: %s", call.type_name, reply.code, reply.message)
+        self.rpc.observe(call.type_name, time.monotonic() - call.started)
+        try:
+            self._router.send_multipart([call.peer, call.request_id, encode(reply)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.undelivered += 1
+
+    def _read_lifeline(self, fd: int) -> None:
+        if fd not in self.handlers.lifelines.connection_fds():
+            return  # closed earlier in this turn
+        ended = self.handlers.lifelines.read(fd)
+        if ended is not None:
+            self.handlers.attachment_ended(ended)
+
+    def _run_calls(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()()
+
+    def _keep_time(self, turn_began: float, busy: bool) -> None:
+        now = time.monotonic()
+        self._last_turn = now
+        self._lag = max(self._lag, now - turn_began)
+        if now - self._last_tick >= 1.0:
+            self._last_tick = now
+            self.handlers.tick()
+            gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
+        self._audited = self._audited and not busy
+        if not busy and not self._audited:
+            self._audited = self.handlers.audit_if_idle()
+
+    # ---- status -------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """`/status`, built in the loop thread. Resets the lag it reports."""
+        status = {
+            "version": __version__,
+            "boot_id": self.handlers.boot_id,
+            "uptime_seconds": round(time.monotonic() - self._started, 3),
+            "ready": True,
+            "protocol_version": PROTOCOL_VERSION,
+            "loop_lag_seconds": self._lag,
+            **self.handlers.status(),
+        }
+        status["totals"]["errors"] = sum(self.rpc.errors.values())
+        status["totals"]["undelivered_replies"] = self.undelivered
+        self._lag = 0.0
+        return status
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    return read, write
