@@ -89,7 +89,8 @@ NB_MODULE(_native, m) {
         .value("MEMORY_LOST", Outcome::kMemoryLost);
 
     nb::class_<Mapping>(m, "Mapping")
-        .def(nb::init<int, uint64_t>(), "fd"_a, "size"_a)
+        .def(nb::new_([](int fd, uint64_t size) { return std::make_shared<Mapping>(fd, size); }),
+             "fd"_a, "size"_a)
         .def("intact", &Mapping::intact)
         .def_prop_ro("mapped", &Mapping::mapped)
         .def_prop_ro("size", &Mapping::size)

@@ -56,7 +56,9 @@ bool move_word(Word& word, uint64_t sequence, State from, State to);
 // ---- memory ---------------------------------------------------------------------------------
 // A file descriptor of another process, mapped shared. map() and unmap() may be slow: they are
 // run as jobs. The owner may truncate the file at any time, so every access must be guarded.
-class Mapping {
+// enable_shared_from_this, here and in PlaneTable: then a shared_ptr that comes from Python does not
+// hold the Python object, and a copier thread that drops the last one needs no GIL.
+class Mapping : public std::enable_shared_from_this<Mapping> {
   public:
     Mapping(int fd, uint64_t size);  // takes over fd
     ~Mapping();
@@ -86,7 +88,7 @@ struct Plane {
 
 // The planes of one registration, bounds-checked against the mappings once, here.
 // Keeps its mappings alive; whoever unmaps one must have settled every job on the table first.
-class PlaneTable {
+class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
   public:
     // One row per plane: index into `memories`, byte offset, stride, run.
     struct Row {

@@ -8,7 +8,6 @@ and the server's insides. Needs msgspec and pyzmq only.
 from __future__ import annotations
 
 import itertools
-import select
 import socket
 import time
 from collections.abc import Iterator
@@ -154,6 +153,9 @@ class Attachment:
             self._socket.close()
             raise
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def alive(self) -> bool:
         """False once the server process is gone or has ended this connection. Never waits."""
         try:
@@ -162,13 +164,6 @@ class Attachment:
             return True
         except OSError:
             return False
-
-    def wait_for_end(self, seconds: float) -> bool:
-        """True as soon as alive() would be False; waits at most so long."""
-        if self._socket.fileno() < 0:
-            return True
-        select.select([self._socket], [], [], seconds)
-        return not self.alive()
 
     def close(self) -> None:
         self._socket.close()

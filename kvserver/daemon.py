@@ -199,7 +199,8 @@ def serve(settings: Settings) -> int:
             flush=True,
         )
         server.run()
-        _drain(server)
+        if not _drain(server):
+            os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
         pages.close()
         lifelines.shut()
     finally:
@@ -210,8 +211,8 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-def _drain(server: Server, deadline_seconds: float = 5.0) -> None:
-    """End every copy before memory goes away: cancelled ones stop at their next block."""
+def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:
+    """End every copy before memory goes away: cancelled ones stop at their next block. False if some did not."""
     handlers = server.handlers
     deadline = time.monotonic() + deadline_seconds
     for worker in list(handlers.instances.by_registration.values()):
@@ -220,4 +221,5 @@ def _drain(server: Server, deadline_seconds: float = 5.0) -> None:
         handlers.settle()
         time.sleep(0.001)
     if handlers.copier.open_tickets:
-        log.warning("%d copies did not end within %.0f s", handlers.copier.open_tickets, deadline_seconds)
+        log.error("%d copies did not end within %.0f s", handlers.copier.open_tickets, deadline_seconds)
+    return handlers.copier.open_tickets == 0

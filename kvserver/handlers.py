@@ -163,11 +163,7 @@ class Handlers:
         instance = self.instances.instance(request.instance_id, request.incarnation)
         chunks = _chunk_count(request.keys)
         spec = instance.any_worker().spec
-        if request.chunk_blocks != spec.chunk_blocks:
-            raise KVServerError(
-                ErrorCode.BAD_KEYS,
-                f"keys are per {request.chunk_blocks} blocks, the workers registered {spec.chunk_blocks}",
-            )
+        _check_chunk(request.chunk_blocks, spec)
         namespace = instance.namespace_of(request.variant)
         hits = 0
         if namespace is not None:
@@ -191,6 +187,7 @@ class Handlers:
         worker.last_seen = self._clock()
         instance = self.instances.of(worker)
         try:
+            _check_chunk(request.chunk_blocks, worker.spec)
             if request.deadline_ns <= self._clock() * 1e9:
                 raise KVServerError(ErrorCode.LATE, "its deadline had passed before the server read it")
             namespace = instance.namespace_of(request.variant)
@@ -214,7 +211,8 @@ class Handlers:
 
     def _store(self, request: Store, respond: Respond, worker: Worker, instance: Instance, namespace: bytes) -> None:
         per_chunk = worker.spec.chunk_blocks
-        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, _chunk_count(request.keys) * per_chunk)
+        ids = _chunk_count(request.keys) * per_chunk
+        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, ids, ids)
         _refuse_null_block(blocks)
         plan = self.cache.plan_store(namespace, instance.world_size, worker.spec.rank, request.keys, worker.slot_bytes)
         instance.counts.stores += 1
@@ -239,9 +237,9 @@ class Handlers:
                 ErrorCode.BAD_BLOCKS,
                 f"skip_blocks {request.skip_blocks} leaves out a whole chunk of {worker.spec.chunk_blocks} blocks",
             )
-        blocks = parse_block_ids(
-            request.block_ids, worker.spec.num_blocks, chunks * worker.spec.chunk_blocks - request.skip_blocks
-        )
+        most = chunks * worker.spec.chunk_blocks - request.skip_blocks
+        least = max(1, most - worker.spec.chunk_blocks + 1)
+        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, least, most)
         _refuse_null_block(blocks)
         found = self.cache.plan_load(namespace, request.keys)
         instance.counts.loads += 1
@@ -585,6 +583,13 @@ def _chunk_count(keys: bytes) -> int:
             ErrorCode.BAD_KEYS, f"keys holds {len(keys)} bytes, not one or more whole keys of {KEY_BYTES}"
         )
     return len(keys) // KEY_BYTES
+
+
+def _check_chunk(chunk_blocks: int, spec: RegisterWorker) -> None:
+    if chunk_blocks != spec.chunk_blocks:
+        raise KVServerError(
+            ErrorCode.BAD_KEYS, f"keys are per {chunk_blocks} blocks, the workers registered {spec.chunk_blocks}"
+        )
 
 
 def _refuse_null_block(blocks: array[int]) -> None:

@@ -2,7 +2,8 @@
 
 One connection per worker. The worker sends `Attach` with its descriptors, gets `Attached` with a
 number for RegisterWorker, and then both sides only watch: end of file says that the peer is gone,
-across pid namespaces. A server that ends a registration for its own reasons closes the connection.
+across pid namespaces. The server closes a connection only when no copy of its worker is left: to the
+worker, the end of its connection means that nothing will touch its memory any more.
 
 Owns: the listening socket, the connections and descriptors nobody claimed yet. Refuses to know: what
 the descriptors hold.
@@ -113,6 +114,8 @@ class Lifelines:
         else:
             for extra in fds:
                 os.close(extra)
+            if raw:  # nothing more is expected: ignored, since a close would tell the worker that copies have ended
+                return None
         self.close(attachment)
         return attachment
 

@@ -34,7 +34,7 @@ def _same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> None:
 
 
 def fingerprint(ranks: list[RegisterWorker]) -> bytes:
-    """32 bytes over the identity, block and chunk tokens, and each rank's geometry.
+    """32 bytes over the identity, block and chunk tokens, and each rank's layout and run lengths.
 
     REQUIRES: all ranks, in rank order, that agree. Addresses, block counts and strides stay out: they
     do not change what a slot holds.
@@ -45,7 +45,7 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
         first.identity,
         first.block_tokens,
         first.chunk_blocks,
-        [[plane.run_bytes for plane in rank.planes] for rank in ranks],
+        [[rank.layout, [plane.run_bytes for plane in rank.planes]] for rank in ranks],
     ]
     return hashlib.sha256(_encoder.encode(content)).digest()
 

@@ -32,15 +32,16 @@ def block_bytes(planes: list[Plane]) -> int:
     return sum(plane.run_bytes for plane in planes)
 
 
-def parse_block_ids(raw: bytes, num_blocks: int, expected: int) -> array[int]:
+def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int) -> array[int]:
     """Block ids from their wire form, little-endian u32.
 
-    KVServerError(BAD_BLOCKS) unless there are `expected` ids, all below `num_blocks`, none twice.
+    KVServerError(BAD_BLOCKS) unless there are `least` to `most` ids, all below `num_blocks`, none twice.
     """
-    if len(raw) != 4 * expected:
+    if len(raw) % 4 or not 4 * least <= len(raw) <= 4 * most:
+        expected = f"{most}" if least == most else f"{least} to {most}"
         raise KVServerError(
             ErrorCode.BAD_BLOCKS,
-            f"block_ids holds {len(raw)} bytes; {expected} blocks of 4 bytes each, {4 * expected}, belong to these keys",
+            f"block_ids holds {len(raw)} bytes; {expected} blocks of 4 bytes each belong to these keys",
         )
     ids = array("I")
     ids.frombytes(raw)

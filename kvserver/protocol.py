@@ -62,11 +62,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Label
     kv_dtype: Label
     quantization: Text = ""
-    attention_backend: Text = ""
-    layout: Text  # how a block's bytes are arranged
     parallel: Label  # TP/PP sizes and what they imply for ranks
     hash_algorithm: Label
-    hash_seed: Label = ""  # the value the chain of block hashes starts from
     private: Label = ""  # non-empty: shared with nobody who does not name the same text
 
 
@@ -92,6 +89,7 @@ class RegisterWorker(_Message):
     block_tokens: Positive
     chunk_blocks: Positive  # blocks per chunk, from HelloReply.chunk_tokens
     identity: ModelIdentity
+    layout: Text = ""  # how this rank's blocks are arranged: layers, shapes, strides, attention backends
 
 
 class UnregisterWorker(_Message):
@@ -107,13 +105,14 @@ class Lookup(_Message):
     request_id: Name
     chunk_blocks: Positive
     keys: Keys
-    variant: Label = ""  # weights epoch and LoRA: whatever may differ within one registration
+    variant: Label = ""  # what may differ within one registration: start of the hash chain, weights epoch, LoRA
 
 
 class _Copy(_Message):
     boot_id: Label
     registration: Unsigned
     request_id: Name
+    chunk_blocks: Positive
     keys: Keys
     block_ids: bytes
     word: Small  # index of the state word
@@ -127,7 +126,11 @@ class Store(_Copy):
 
 
 class Retrieve(_Copy):
-    """Copy chunks from L1 to L0, leaving out the first `skip_blocks` blocks of the first chunk."""
+    """Copy chunks from L1 to L0.
+
+    `block_ids` leaves out the first `skip_blocks` blocks of the first chunk, and may leave out the last
+    blocks of the last one.
+    """
 
     skip_blocks: Small = 0
 

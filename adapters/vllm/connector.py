@@ -1,0 +1,303 @@
+"""`KVServerConnector`: vLLM's connector interface over the two halves.
+
+Owns: construction, the refusal of what is not supported, and the fence that keeps every exception of
+ours out of the engine. Refuses to know: how anything is decided. For vLLM 0.24 and later.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import vllm
+from kvserver.adapters.vllm.identity import attention_backends, model_identity
+from kvserver.adapters.vllm.link import Link, Registration
+from kvserver.adapters.vllm.memory import CannotShare, SharedCaches, share
+from kvserver.adapters.vllm.metadata import StepPlan, StepReport
+from kvserver.adapters.vllm.planes import UnsupportedLayout
+from kvserver.adapters.vllm.scheduler import SchedulerHalf
+from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
+from kvserver.adapters.vllm.worker import WORDS, WorkerHalf
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+
+from kvserver.protocol import HelloReply, RegisterWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.kvserver")
+
+# 0.30 and later: failures are reported per request, which frees its blocks (quarantine needs that).
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def fenced(default: Any = None) -> Callable[[F], F]:
+    """An exception of ours is counted, logged once per method and kind, and becomes `default`."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def call(self: KVServerConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                kind = f"{method.__name__}: {type(error).__name__}"
+                self.errors[kind] += 1
+                if self.errors[kind] == 1:
+                    log.exception("kvserver connector, in %s (further ones are only counted)", method.__name__)
+                return default() if callable(default) else default
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def vllm_version() -> tuple[int, int]:
+    major, minor = vllm.__version__.split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+
+
+def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Why this engine runs without cache, or None."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} > 1: ranks hold different tokens of a block"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"{len(groups)} KV cache groups; disable the hybrid KV cache manager"
+    kind = type(groups[0].kv_cache_spec).__name__
+    if "Mamba" in kind or "Cross" in kind or "Encoder" in kind:
+        return f"KV cache of kind {kind}"
+    if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and vllm_version() < (0, 29):
+        return f"KV cache of kind {kind} before vLLM 0.29, which frees blocks of running requests unseen"
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        return "kv_role must be kv_both"
+    return None
+
+
+class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.errors: Counter[str] = Counter()
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: WorkerHalf | None = None
+        self._settings = AdapterSettings()
+        self._config = vllm_config
+        self._caches_config = kv_cache_config
+        # engine_id already carries the data-parallel rank; the config's own id is new in each life of an
+        # engine and the same in all its processes.
+        self._instance_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._incarnation = str(vllm_config.instance_id) or self._instance_id
+        self._refusal: str | None = "the connector could not be set up"
+        self._set_up(role)
+
+    @fenced()
+    def _set_up(self, role: KVConnectorRole) -> None:
+        transfer = self._config.kv_transfer_config
+        self._settings = read_settings(transfer.kv_connector_extra_config)
+        self._refusal = unsupported(self._config, self._caches_config)
+        # vLLM reads the policy after it built the connector; its default fails the request.
+        if hasattr(transfer, "kv_load_failure_policy"):
+            transfer.kv_load_failure_policy = self._settings.load_failure_policy
+        if role == KVConnectorRole.WORKER:
+            self.worker = WorkerHalf(self._settings, None, can_quarantine=TransferResults is not None)
+        if self._refusal is not None:
+            log.warning("kvserver: this engine runs without cache: %s", self._refusal)
+        elif role == KVConnectorRole.SCHEDULER:
+            self.scheduler = self._make_scheduler()
+
+    def _make_scheduler(self) -> SchedulerHalf:
+        extra = self._config.kv_transfer_config.kv_connector_extra_config
+        spec = self._caches_config.kv_cache_groups[0].kv_cache_spec
+        speculative = getattr(self._config, "speculative_config", None)
+        method = str(getattr(speculative, "method", "") or "")
+        link = Link(self._settings.endpoint, "scheduler")
+        link.start(self._settings.connect_timeout_ms / 1000)
+        return SchedulerHalf(
+            self._settings,
+            link,
+            instance_id=self._instance_id,
+            incarnation=self._incarnation,
+            model_name=self._model_name(),
+            world_size=self._config.parallel_config.world_size,
+            block_tokens=spec.block_size,
+            hash_block_tokens=getattr(self._caches_config, "hash_block_size", None) or spec.block_size,
+            holds_back_tail="eagle" in method or "mtp" in method,
+            weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
+        )
+
+    def _model_name(self) -> str:
+        model = self._config.model_config
+        served = model.served_model_name
+        return str(served[0] if isinstance(served, list) else served or model.model)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: what it drops is a miss, never lost output
+
+    # ---- worker side --------------------------------------------------------------------------
+
+    @fenced()
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._refusal is not None:
+            return
+        try:
+            caches = share(kv_caches, self._caches_config.num_blocks)
+        except (UnsupportedLayout, CannotShare) as error:
+            log.warning("kvserver: this engine runs without cache: %s", error)
+            return
+        message = self._registration(caches, attention_backends(self._config, list(kv_caches)))
+        rank = self._config.parallel_config.rank
+        link = Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message))
+        self.worker = WorkerHalf(self._settings, link, can_quarantine=TransferResults is not None)
+        link.start(self._settings.connect_timeout_ms / 1000)
+
+    def _registration(self, caches: SharedCaches, backends: str) -> Callable[[HelloReply, int], RegisterWorker]:
+        identity = model_identity(self._config, self._incarnation)
+        block_tokens = self._caches_config.kv_cache_groups[0].kv_cache_spec.block_size
+
+        def message(hello: HelloReply, attachment: int) -> RegisterWorker:
+            return RegisterWorker(
+                instance_id=self._instance_id,
+                incarnation=self._incarnation,
+                model_name=self._model_name(),
+                rank=self._config.parallel_config.rank,
+                world_size=self._config.parallel_config.world_size,
+                attachment=attachment,
+                memory=caches.memory,
+                words=WORDS,
+                planes=caches.planes,
+                num_blocks=self._caches_config.num_blocks,
+                block_tokens=block_tokens,
+                chunk_blocks=max(1, hello.chunk_tokens // block_tokens),
+                identity=identity,
+                layout=f"{caches.layout} {backends}",
+            )
+
+        return message
+
+    @fenced()
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self.worker is not None and isinstance(kv_connector_metadata, StepPlan):
+            self.worker.settle(kv_connector_metadata)
+
+    @fenced()
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self.worker is not None:
+            self.worker.start_loads(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    @fenced()
+    def wait_for_save(self) -> None:
+        if self.worker is not None:
+            self.worker.start_stores(self._plan())
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        return plan if isinstance(plan, StepPlan) else StepPlan()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        finished, _ = self._finished()
+        return None, finished or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        finished, failed = self._finished()
+        return TransferResults(finished_recving=finished, failed_recving=failed)
+
+    @fenced(lambda: (set(), set()))
+    def _finished(self) -> tuple[set[str], set[str]]:
+        if self.worker is None:
+            return set(), set()
+        self.worker.poll(idle=self._plan().idle)
+        return self.worker.take_finished()
+
+    @fenced(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_invalid_blocks() if self.worker is not None else set()
+
+    @fenced()
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return self.worker.take_report() if self.worker is not None else None
+
+    # ---- scheduler side -----------------------------------------------------------------------
+
+    @fenced()
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self.scheduler is not None:
+            self.scheduler.bind_pool(gpu_block_pool)
+
+    @fenced()
+    def on_new_request(self, request: Request) -> None:
+        if self.scheduler is not None:
+            self.scheduler.new_request(request)
+
+    @fenced((0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.scheduler is None:
+            return 0, False
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
+
+    @fenced()
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self.scheduler is not None:
+            self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self.scheduler is None:
+            return StepPlan(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        self._plan_stores(scheduler_output)
+        return self.scheduler.take_plan(idle=scheduler_output.total_num_scheduled_tokens == 0)
+
+    @fenced()
+    def _plan_stores(self, scheduler_output: SchedulerOutput) -> None:
+        if self.scheduler is not None:
+            self.scheduler.plan_step(scheduler_output)
+
+    @fenced()
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self.scheduler is not None and isinstance(report, StepReport):
+            self.scheduler.worker_report(report)
+
+    @fenced((False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self.scheduler is not None:
+            self.scheduler.request_finished(request)
+        return False, None
+
+    @fenced(False)
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler is not None and self.scheduler.has_pending_stores
+
+    @fenced(False)
+    def reset_cache(self) -> bool | None:
+        return self.scheduler.reset_cache() if self.scheduler is not None else True
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    @fenced()
+    def shutdown(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.shut()
+        if self.worker is not None:
+            self.worker.shut()

@@ -1,0 +1,238 @@
+"""The connection to the daemon, kept by a thread that is not the engine's.
+
+The thread says Hello, and for a worker also attaches, registers and then watches the lifeline; it tries
+again, with jitter, for as long as the engine lives. The engine's threads only look at `session`: None
+means no cache right now. A `Breaker` counts waits that ran out; once it opens, the engine waits for
+nothing until the thread had an answer again.
+
+Owns: connecting, registering, probing. Refuses to know: lookups, loads and stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvserver._native import WordPage
+from kvserver.client import Attachment, Channel, Client, RequestFailed
+from kvserver.protocol import (
+    HelloReply,
+    Registered,
+    RegisterWorker,
+    Unregistered,
+    UnregisterWorker,
+)
+
+log = logging.getLogger("vllm.kvserver")
+
+BREAKER_LIMIT = 3  # waits that ran out, in a row
+_HELLO_SECONDS = 2.0
+_REGISTER_SECONDS = 10.0
+_RETRY_SECONDS = (0.2, 5.0)  # first and largest pause between attempts
+
+
+@dataclass
+class Session:
+    """One daemon process as seen by one half of one engine.
+
+    `ended` is set once and for all, by the link's thread. `channel` is the engine thread's: it alone
+    uses and closes it.
+    """
+
+    hello: HelloReply
+    channel: Channel
+    registration: int = 0
+    words: WordPage | None = None
+    attachment: Attachment | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class Registration:
+    """What a worker registers: the message, given the session's Hello and attachment, and the descriptors."""
+
+    fds: list[int]
+    words: int
+    message: Callable[[HelloReply, int], RegisterWorker]
+
+
+class Breaker:
+    """Counts waits that ran out in a row; any answer closes it. Used by one engine thread and the link's."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._failures = 0
+        self._wake = wake
+
+    @property
+    def open(self) -> bool:
+        return self._failures >= BREAKER_LIMIT
+
+    def answered(self) -> None:
+        self._failures = 0
+
+    def timed_out(self) -> None:
+        self._failures += 1
+        if self._failures == BREAKER_LIMIT:
+            log.warning("kvserver does not answer; running without cache until it does")
+            self._wake()
+
+
+class Link:
+    """REQUIRES: start() once, stop() once; `session` and `breaker` may be read from the engine's thread."""
+
+    def __init__(self, endpoint: str, name: str, registration: Registration | None = None) -> None:
+        self.session: Session | None = None
+        self.breaker = Breaker(self._wake)
+        self._endpoint = endpoint
+        self._name = name
+        self._registration = registration
+        self._attempted = threading.Event()
+        self._stopping = False
+        self._refresh = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._said = ""
+        self._thread = threading.Thread(target=self._run, name=f"kvserver-{name}", daemon=True)
+
+    def start(self, wait_seconds: float) -> None:
+        """Begin; wait until the first attempt has succeeded or failed, at most so long."""
+        self._thread.start()
+        self._attempted.wait(wait_seconds)
+
+    def refresh(self) -> None:
+        """Hello again: an answer said that the daemon is not the one we knew."""
+        self._refresh = True
+        self._wake()
+
+    def usable(self) -> Session | None:
+        """The session, if there is one, it has not ended and the breaker is closed."""
+        session = self.session
+        return session if session is not None and not session.ended.is_set() and not self.breaker.open else None
+
+    def stop(self, wait_seconds: float = 1.0) -> None:
+        """Unregister and end the thread; waits at most so long, then leaves it to die with the process."""
+        self._stopping = True
+        self._wake()
+        self._thread.join(wait_seconds)
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = _RETRY_SECONDS[0]
+        while not self._stopping:
+            session = self._connect()
+            self._attempted.set()
+            if session is None:
+                self._sleep(pause * random.uniform(0.5, 1.5))
+                pause = min(pause * 2, _RETRY_SECONDS[1])
+                continue
+            pause = _RETRY_SECONDS[0]
+            self.breaker.answered()
+            self.session = session
+            try:
+                self._watch(session)
+            finally:
+                self.session = None
+                self._hang_up(session)
+                session.ended.set()
+
+    def _connect(self) -> Session | None:
+        """One attempt; None after saying once why it failed."""
+        path = self._endpoint.removeprefix("ipc://")
+        if path != self._endpoint and not os.path.exists(path):
+            return self._say(f"no kvserver at {self._endpoint}")
+        attachment: Attachment | None = None
+        try:
+            with Client(self._endpoint, _HELLO_SECONDS) as client:
+                hello = client.hello(self._name)
+                if self._registration is None:
+                    session = Session(hello, Channel(self._endpoint))
+                else:
+                    words = WordPage(self._registration.words)
+                    fds = [*self._registration.fds, words.fd]
+                    attachment = Attachment(hello.fd_path, hello.token, fds, _HELLO_SECONDS)
+                    message = self._registration.message(hello, attachment.number)
+                    answer = client.ask(message, Registered, _REGISTER_SECONDS)
+                    session = Session(hello, Channel(self._endpoint), answer.registration, words, attachment)
+            session.channel.wait_writable(_HELLO_SECONDS)
+        except (RequestFailed, OSError, TimeoutError) as error:
+            if attachment is not None:
+                attachment.close()
+            return self._say(str(error))
+        except Exception as error:
+            if attachment is not None:
+                attachment.close()
+            log.debug("kvserver link", exc_info=True)
+            return self._say(f"{type(error).__name__}: {error}")
+        log.info("%s: connected to kvserver %s, boot %s", self._name, hello.server_version, hello.boot_id)
+        self._said = ""
+        return session
+
+    def _say(self, reason: str) -> None:
+        """Log a reason once, not at every attempt."""
+        if reason != self._said:
+            log.warning("%s: running without cache: %s", self._name, reason)
+            self._said = reason
+
+    def _watch(self, session: Session) -> None:
+        """Return when the session is over; while the breaker is open, ask until the daemon answers."""
+        pause = _RETRY_SECONDS[0]
+        while not self._stopping:
+            if self._refresh:
+                self._refresh = False
+                if session.attachment is None:
+                    return
+            seconds = pause * random.uniform(0.5, 1.5) if self.breaker.open else 3600.0
+            if self._wait(session.attachment, seconds):
+                log.warning("%s: the connection to kvserver ended", self._name)
+                return
+            if not self.breaker.open:
+                pause = _RETRY_SECONDS[0]
+            elif self._answers(session):
+                log.info("%s: kvserver answers again", self._name)
+                self.breaker.answered()
+            elif session.attachment is None and not self._stopping:
+                pause = min(pause * 2, _RETRY_SECONDS[1])
+
+    def _answers(self, session: Session) -> bool:
+        try:
+            with Client(self._endpoint, _HELLO_SECONDS) as client:
+                if client.hello(self._name).boot_id != session.hello.boot_id:
+                    self._refresh = True
+                return True
+        except (RequestFailed, OSError, TimeoutError):
+            return False
+
+    def _wait(self, attachment: Attachment | None, seconds: float) -> bool:
+        """Until woken, the time is over, or (True) the lifeline ended."""
+        watched: list[object] = [self._wake_read]
+        if attachment is not None:
+            watched.append(attachment.fileno())
+        select.select(watched, [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        return attachment is not None and not attachment.alive()
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._stopping and (left := deadline - time.monotonic()) > 0:
+            self._wait(None, left)
+
+    def _hang_up(self, session: Session) -> None:
+        if session.attachment is None:
+            return
+        if self._stopping and session.attachment.alive():
+            with contextlib.suppress(RequestFailed, OSError, TimeoutError), Client(self._endpoint, 1.0) as client:
+                bye = UnregisterWorker(boot_id=session.hello.boot_id, registration=session.registration)
+                client.ask(bye, Unregistered)
+        session.attachment.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\1")

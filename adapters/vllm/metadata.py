@@ -1,0 +1,71 @@
+"""What the scheduler half and the worker half tell each other, through vLLM, once per step.
+
+Owns: the plain records. Refuses to know: how they are made or acted on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(slots=True)
+class LoadSpec:
+    """Fill `block_ids` from the chunks `keys`, leaving out the first `skip_blocks` blocks of the first chunk."""
+
+    load_id: int
+    request_id: str
+    variant: str
+    chunk_blocks: int
+    keys: bytes
+    block_ids: list[int]
+    skip_blocks: int
+
+
+@dataclass(slots=True)
+class StoreSpec:
+    """Copy whole chunks out after this step's forward."""
+
+    store_id: int
+    request_id: str
+    variant: str
+    chunk_blocks: int
+    keys: bytes
+    block_ids: list[int]
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    """Scheduler to worker."""
+
+    loads: list[LoadSpec] = field(default_factory=list)
+    stores: list[StoreSpec] = field(default_factory=list)
+    # Stores whose blocks are about to be overwritten: they must end before the forward.
+    settle_stores: list[int] = field(default_factory=list)
+    # Loads whose request is gone.
+    abort_loads: list[int] = field(default_factory=list)
+    idle: bool = False  # nothing is computed in this step
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Worker to scheduler; after aggregate() the lists hold one entry per rank."""
+
+    ended_stores: list[int] = field(default_factory=list)
+    failed_loads: list[str] = field(default_factory=list)  # request ids
+    # Loads that failed while the server may still write: their blocks must not be reused yet.
+    quarantined: list[tuple[int, list[int]]] = field(default_factory=list)  # (load id, block ids)
+    released: list[int] = field(default_factory=list)  # load ids: quarantine is over
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, StepReport)
+        return StepReport(
+            self.ended_stores + other.ended_stores,
+            self.failed_loads + other.failed_loads,
+            self.quarantined + other.quarantined,
+            self.released + other.released,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.ended_stores or self.failed_loads or self.quarantined or self.released)

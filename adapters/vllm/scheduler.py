@@ -1,0 +1,511 @@
+"""The scheduler half: what to look up, load and store, and which blocks must not be touched.
+
+Owns: a small state per request, lookups in flight, stores not yet acknowledged, quarantined blocks.
+Refuses to know: memory, copies, tensors. Runs on the engine's scheduler thread: the only wait here is
+the poll for lookups, `lookup_poll_ms` per pass over all requests together, none with an open breaker.
+
+Hazard closed here: a block that is allocated anew while a store still reads it. The pool's hook sees
+every allocation; the stores concerned go into the step's plan and end before the step computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvserver.adapters.vllm.blockpool import PoolHook
+from kvserver.adapters.vllm.identity import chain_start, lora_fingerprint
+from kvserver.adapters.vllm.link import Link, Session
+from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StepReport, StoreSpec
+from kvserver.adapters.vllm.settings import AdapterSettings
+
+from kvserver.errors import ErrorCode
+from kvserver.protocol import (
+    KEY_BYTES,
+    EndRequest,
+    Error,
+    Lookup,
+    LookupReply,
+    ReportBlockAllocations,
+)
+from kvserver.protocol import (
+    Request as Message,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.kvserver")
+
+_RENEW = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.BAD_KEYS.value, ErrorCode.DUPLICATE_INSTANCE.value}
+
+
+@dataclass(slots=True)
+class RequestState:
+    request: Request
+    variant: str
+    lookup: int | None = None  # number of the lookup in flight
+    lookup_deadline: float = 0.0
+    hit_chunks: int | None = None  # its answer; None = not asked or not answered
+    local_tokens: int = 0  # what vLLM had itself when it was told of the hit
+    load: LoadSpec | None = None
+    admitted: bool = False  # vLLM has placed it
+    give_up: bool = False  # a load failed: compute the rest
+    stored_chunks: int = 0  # chunks before this one were stored or found
+    blocks: list[int] = field(default_factory=list)  # table, for vLLM before 0.29
+
+
+@dataclass(slots=True)
+class PendingStore:
+    block_ids: list[int]
+    ranks_left: int
+
+
+@dataclass(slots=True)
+class Quarantine:
+    block_ids: list[int]
+    ranks: int
+
+
+class SchedulerHalf:
+    def __init__(
+        self,
+        settings: AdapterSettings,
+        link: Link,
+        *,
+        instance_id: str,
+        incarnation: str,
+        model_name: str,
+        world_size: int,
+        block_tokens: int,
+        hash_block_tokens: int,
+        holds_back_tail: bool,
+        weights_version: Any = lambda: "",
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._settings = settings
+        self._link = link
+        self._instance_id = instance_id
+        self._incarnation = incarnation
+        self._model_name = model_name
+        self._world_size = world_size
+        self._block_tokens = block_tokens
+        self._hash_block_tokens = hash_block_tokens
+        self._holds_back_tail = holds_back_tail
+        self._weights_version = weights_version
+        self._version_seen = self._weights = weights_version()
+        self._epoch = 0
+        self._chain = ""
+        self._loras: dict[tuple[int, str, str], str] = {}
+        self._session: Session | None = None
+        self._requests: dict[str, RequestState] = {}
+        self._lookups: dict[int, RequestState] = {}
+        self._ids = itertools.count(1)
+        self._plan = StepPlan()
+        self._pending: dict[int, PendingStore] = {}
+        self._readers: dict[int, set[int]] = {}  # block id -> pending stores that read it
+        self._quarantined: dict[int, Quarantine] = {}
+        self._pool = PoolHook(self._allocated)
+        self._sequence = 0
+        self._poll_left = settings.lookup_poll_ms / 1000
+
+    # ---- lookup -------------------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        state = RequestState(request, self._variant_of(request))
+        self._requests[request.request_id] = state
+        self._send_lookup(state)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's question: (tokens beyond `local_tokens` to load, asynchronously), (None, False) = ask again."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.give_up:
+            return 0, False
+        if state.admitted:  # it was preempted since: ask anew, more may be stored by now
+            state.admitted = False
+            state.hit_chunks = None
+        if state.hit_chunks is None and not self._answered(state):
+            return None, False
+        tokens = min((state.hit_chunks or 0) * self._chunk_tokens(), request.num_tokens - 1) - local_tokens
+        if tokens <= 0:
+            return 0, False
+        state.local_tokens = local_tokens
+        return tokens, True
+
+    def _send_lookup(self, state: RequestState) -> None:
+        session = self._usable()
+        keys = self._keys(state.request, 0, self._chunks_hashed(state.request)) if session is not None else b""
+        if not keys:
+            state.hit_chunks = 0
+            return
+        number = None
+        if session is not None:
+            number = session.channel.send(
+                Lookup(
+                    instance_id=self._instance_id,
+                    incarnation=self._incarnation,
+                    request_id=state.request.request_id,
+                    chunk_blocks=self._chunk_blocks(),
+                    keys=keys,
+                    variant=state.variant,
+                )
+            )
+            self.counters["lookups" if number is not None else "unsent"] += 1
+        if number is None:
+            state.hit_chunks = 0
+            return
+        state.lookup = number
+        state.hit_chunks = None
+        state.lookup_deadline = time.monotonic() + self._settings.lookup_timeout_ms / 1000
+        self._lookups[number] = state
+
+    def _answered(self, state: RequestState) -> bool:
+        """Whether the lookup has its answer, waiting what is left of this pass's budget."""
+        if state.lookup is None:  # after a preemption
+            self._send_lookup(state)
+        self._receive()
+        while state.hit_chunks is None and self._poll_left > 0 and (session := self._usable()) is not None:
+            began = time.monotonic()
+            came = session.channel.wait(max(self._poll_left, 0.001))
+            self._poll_left -= time.monotonic() - began
+            if not came:
+                break
+            self._receive()
+        if state.hit_chunks is None and (self._usable() is None or time.monotonic() > state.lookup_deadline):
+            self.counters["lookup_timeouts"] += 1
+            if self._link.session is self._session and not self._link.breaker.open:
+                self._link.breaker.timed_out()
+            self._forget_lookup(state)
+            state.hit_chunks = 0
+        return state.hit_chunks is not None
+
+    def _receive(self) -> None:
+        """Take every answer that has come."""
+        if self._session is None:
+            return
+        for number, reply in self._session.channel.receive():
+            self._link.breaker.answered()
+            state = self._lookups.pop(number, None)
+            if isinstance(reply, Error):
+                self._refused(reply)
+            if state is None:
+                continue
+            state.lookup = None
+            state.hit_chunks = reply.hit_chunks if isinstance(reply, LookupReply) else 0
+
+    def _refused(self, error: Error) -> None:
+        self.counters[f"refused_{error.code}"] += 1
+        if self.counters[f"refused_{error.code}"] == 1:
+            log.warning("kvserver refused a message of the scheduler: %s: %s", error.code, error.message)
+        if error.code in _RENEW:
+            self._link.refresh()
+
+    def _forget_lookup(self, state: RequestState) -> None:
+        if state.lookup is not None:
+            self._lookups.pop(state.lookup, None)
+            state.lookup = None
+
+    # ---- loads --------------------------------------------------------------------------------
+
+    def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+        """vLLM has placed the request; with external tokens, these are the blocks to load into."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        state.blocks = list(block_ids)
+        state.admitted = True
+        if external_tokens <= 0:
+            return
+        try:
+            load = self._load_of(state, block_ids, external_tokens)
+        except Exception:
+            # The request waits for this load now, so it must be planned all the same: without keys it fails.
+            log.exception("kvserver connector: cannot plan a load")
+            load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", list(block_ids), 0)
+        state.load = load
+        state.stored_chunks = max(state.stored_chunks, state.hit_chunks or 0)
+        self._plan.loads.append(load)
+        self.counters["loads"] += 1
+
+    def _load_of(self, state: RequestState, block_ids: list[int], external_tokens: int) -> LoadSpec:
+        end = -(-(state.local_tokens + external_tokens) // self._block_tokens)
+        first = state.local_tokens // self._block_tokens
+        while first < end and block_ids[first] == 0:  # a window's null blocks need nothing
+            first += 1
+        per_chunk = self._chunk_blocks()
+        first_chunk, last_chunk = first // per_chunk, -(-end // per_chunk)
+        return LoadSpec(
+            load_id=next(self._ids),
+            request_id=state.request.request_id,
+            variant=state.variant,
+            chunk_blocks=per_chunk,
+            keys=self._keys(state.request, first_chunk, last_chunk),
+            block_ids=block_ids[first:end],
+            skip_blocks=first % per_chunk,
+        )
+
+    # ---- stores -------------------------------------------------------------------------------
+
+    def plan_step(self, output: SchedulerOutput) -> None:
+        """Add this step's stores to the plan, and send what the block pool did. Ends a scheduler pass."""
+        self._receive()
+        self._poll_left = self._settings.lookup_poll_ms / 1000
+        session = self._usable()
+        for request_id, computed in self._scheduled(output):
+            state = self._requests.get(request_id)
+            if state is not None and session is not None:
+                self._plan_store(state, computed, output)
+        self._report_blocks(session)
+
+    def take_plan(self, idle: bool) -> StepPlan:
+        """The plan, whole or as far as it got: a load in it must reach the worker, which alone can end it."""
+        plan, self._plan = self._plan, StepPlan()
+        plan.idle = idle
+        return plan
+
+    def _scheduled(self, output: SchedulerOutput) -> list[tuple[str, int]]:
+        """(request id, tokens computed after this step) of all requests in it; keeps tables and cursors true."""
+        rows: list[tuple[str, int]] = []
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            if (state := self._requests.get(new.req_id)) is not None:
+                state.blocks = list(new.block_ids[0])
+            rows.append((new.req_id, new.num_computed_tokens + scheduled[new.req_id]))
+        cached = output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids  # their tables are replaced
+        for request_id, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            if (state := self._requests.get(request_id)) is not None:
+                if request_id in resumed:
+                    state.blocks = []
+                    state.stored_chunks = 0
+                if blocks is not None:
+                    state.blocks += blocks[0]
+            rows.append((request_id, computed + scheduled[request_id]))
+        return rows
+
+    def _plan_store(self, state: RequestState, computed: int, output: SchedulerOutput) -> None:
+        """Store the chunks that this step completes. Hashes exist for confirmed tokens only, so rejected drafts never count."""
+        request = state.request
+        blocks = self._table(state, output)
+        tokens = min(computed, len(blocks) * self._block_tokens, len(request.block_hashes) * self._hash_block_tokens)
+        if self._holds_back_tail and tokens >= request.num_tokens:
+            tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
+        end = tokens // self._chunk_tokens()
+        per_chunk = self._chunk_blocks()
+        first = state.stored_chunks
+        while first < end:
+            # Chunks with null blocks (a window moved on) split the range.
+            last = first
+            while last < end and 0 not in blocks[last * per_chunk : (last + 1) * per_chunk]:
+                last += 1
+            if last > first:
+                self._add_store(state, first, last, blocks[first * per_chunk : last * per_chunk])
+            first = last + 1
+        state.stored_chunks = max(state.stored_chunks, end)
+
+    def _table(self, state: RequestState, output: SchedulerOutput) -> list[int]:
+        block_state = getattr(output, "kv_connector_block_state", None)
+        if block_state is None:
+            return state.blocks
+        tables = block_state.get_block_ids(state.request.request_id)
+        return list(tables[0]) if tables is not None else []
+
+    def _add_store(self, state: RequestState, first: int, last: int, block_ids: list[int]) -> None:
+        store_id = next(self._ids)
+        keys = self._keys(state.request, first, last)
+        self._plan.stores.append(
+            StoreSpec(store_id, state.request.request_id, state.variant, self._chunk_blocks(), keys, block_ids)
+        )
+        self._pending[store_id] = PendingStore(block_ids, self._world_size)
+        for block_id in block_ids:
+            self._readers.setdefault(block_id, set()).add(store_id)
+        self.counters["stores"] += 1
+
+    def _allocated(self, block_id: int) -> None:
+        """Pool hook: the block will be overwritten, so whatever store still reads it must end first."""
+        readers = self._readers.get(block_id)
+        if readers:
+            for store_id in readers:
+                if store_id not in self._plan.settle_stores:
+                    self._plan.settle_stores.append(store_id)
+
+    @property
+    def has_pending_stores(self) -> bool:
+        return bool(self._pending)
+
+    # ---- what workers say ---------------------------------------------------------------------
+
+    def worker_report(self, report: StepReport) -> None:
+        for load_id, block_ids in report.quarantined:
+            self._quarantine(load_id, block_ids)
+        for load_id in report.released:
+            self._release(load_id)
+        for store_id in report.ended_stores:
+            self._store_ended(store_id)
+        for request_id in report.failed_loads:
+            self.counters["failed_loads"] += 1
+            if (state := self._requests.get(request_id)) is not None:
+                state.give_up = True
+                state.stored_chunks = 0
+
+    def _store_ended(self, store_id: int) -> None:
+        pending = self._pending.get(store_id)
+        if pending is None:
+            return
+        pending.ranks_left -= 1
+        if pending.ranks_left > 0:
+            return
+        del self._pending[store_id]
+        for block_id in pending.block_ids:
+            readers = self._readers[block_id]
+            readers.discard(store_id)
+            if not readers:
+                del self._readers[block_id]
+
+    def _quarantine(self, load_id: int, block_ids: list[int]) -> None:
+        """Hold the blocks: vLLM will free them, and the server may still write them."""
+        held = self._quarantined.get(load_id)
+        if held is not None:
+            held.ranks += 1
+            return
+        self._pool.pin(block_ids)
+        self._quarantined[load_id] = Quarantine(block_ids, 1)
+        self.counters["quarantined_blocks"] += len(block_ids)
+        log.warning("a load did not end in time; %d blocks stay out of use until it does", len(block_ids))
+
+    def _release(self, load_id: int) -> None:
+        held = self._quarantined.get(load_id)
+        if held is None:
+            return
+        held.ranks -= 1
+        if held.ranks == 0:
+            del self._quarantined[load_id]
+            self._pool.unpin(held.block_ids)
+
+    # ---- end of requests, cache resets, shutdown ----------------------------------------------
+
+    def request_finished(self, request: Request) -> None:
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return
+        self._forget_lookup(state)
+        if state.load is not None:
+            self._plan.abort_loads.append(state.load.load_id)  # a no-op unless it still runs
+        session = self._usable()
+        if session is not None:
+            self._send_notice(
+                session,
+                EndRequest(
+                    instance_id=self._instance_id,
+                    incarnation=self._incarnation,
+                    model_name=self._model_name,
+                    sequence=self._sequence,
+                    request_id=request.request_id,
+                ),
+            )
+
+    def reset_cache(self) -> bool:
+        """The weights may have changed: nothing stored so far may be found, until a version says so."""
+        self._epoch += 1
+        version = self._weights_version()
+        self._weights = version if version != self._version_seen else ""
+        self._version_seen = version
+        for state in self._requests.values():
+            self._forget_lookup(state)
+            state.variant = self._variant_of(state.request)
+            state.hit_chunks = None
+            state.stored_chunks = 0
+            if state.load is not None:
+                self._plan.abort_loads.append(state.load.load_id)
+        return True
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        self._pool.install(pool)
+
+    def shut(self) -> None:
+        self._link.stop()
+        if self._session is not None:
+            self._session.channel.close()
+            self._session = None
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _usable(self) -> Session | None:
+        """The session to talk to; a new one means that answers from the old one will never come."""
+        session = self._link.usable()
+        current = self._link.session
+        if current is not self._session:
+            self._lookups.clear()
+            for state in self._requests.values():
+                state.lookup = None
+                state.hit_chunks = None
+                state.stored_chunks = 0
+            if self._session is not None:
+                self._session.channel.close()
+            self._session = current
+        return session if session is current else None
+
+    def _variant_of(self, request: Request) -> str:
+        if not self._chain:
+            self._chain = chain_start(self._incarnation)
+        parts = [f"chain={self._chain}"]
+        if self._weights:
+            parts.append(f"weights={self._weights}")
+        elif self._epoch:
+            parts.append(f"epoch={self._instance_id}/{self._incarnation}/{self._epoch}")
+        if getattr(request, "lora_request", None) is not None:
+            parts.append(f"lora={self._lora(request.lora_request)}")
+        return " ".join(parts)
+
+    def _lora(self, lora: Any) -> str:
+        """The files as they were when the engine first used them, or reloaded them in place."""
+        known = (lora.lora_int_id, lora.lora_name, lora.lora_path)
+        if known not in self._loras or getattr(lora, "load_inplace", False):
+            self._loras[known] = lora_fingerprint(lora)
+        return self._loras[known]
+
+    def _chunk_blocks(self) -> int:
+        """REQUIRES: a session was seen."""
+        return max(1, self._session.hello.chunk_tokens // self._block_tokens) if self._session is not None else 1
+
+    def _chunk_tokens(self) -> int:
+        return self._chunk_blocks() * self._block_tokens
+
+    def _chunks_hashed(self, request: Request) -> int:
+        return len(request.block_hashes) * self._hash_block_tokens // self._chunk_tokens()
+
+    def _keys(self, request: Request, first: int, last: int) -> bytes:
+        """Keys of chunks [first, last): the engine's hash of each chunk's last block."""
+        step = self._chunk_tokens() // self._hash_block_tokens
+        hashes = request.block_hashes[(first + 1) * step - 1 : last * step : step]
+        return b"".join(bytes(h).ljust(KEY_BYTES, b"\0") for h in hashes)
+
+    def _report_blocks(self, session: Session | None) -> None:
+        records = self._pool.take_records()
+        if records and session is not None:
+            self._send_notice(
+                session,
+                ReportBlockAllocations(
+                    instance_id=self._instance_id,
+                    incarnation=self._incarnation,
+                    model_name=self._model_name,
+                    sequence=self._sequence,
+                    time_ns=time.monotonic_ns(),
+                    records=array("I", records).tobytes(),
+                ),
+            )
+
+    def _send_notice(self, session: Session, notice: Message) -> None:
+        """A notice that cannot be sent is lost; the gap in the sequence tells the server."""
+        self._sequence += 1
+        if session.channel.send(notice) is None:
+            self.counters["unsent"] += 1

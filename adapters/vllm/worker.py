@@ -1,0 +1,323 @@
+"""The worker half: registers the KV cache, sends copies, watches their state words.
+
+Owns: the copies in flight of one rank. Refuses to know: requests' tokens and the scheduler's state.
+Runs on the engine's worker thread. Its only waits: `settle_ms` per step for stores whose blocks are
+about to be overwritten, and one millisecond in a step that computes nothing.
+
+Who may still write after a wait ended (DESIGN's rule 1):
+- store: the server only reads; after our CANCELLED it will not publish what it read.
+- load, PENDING -> CANCELLED: nobody, the server never began.
+- load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its
+  process is gone. Until then the blocks stay quarantined: failed for the request, unused by anyone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+
+from kvserver.adapters.vllm.link import Link, Session
+from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StepReport, StoreSpec
+from kvserver.adapters.vllm.settings import AdapterSettings
+
+from kvserver._native import State
+from kvserver.protocol import Error, Retrieve, Store
+
+log = logging.getLogger("vllm.kvserver")
+
+WORDS = 4096  # copies in flight at once
+_IDLE_WAIT_SECONDS = 0.001
+_CANCEL_GRACE_SECONDS = 0.25  # how long a cancelled load may take to be acknowledged before quarantine
+
+
+@dataclass(slots=True)
+class Copy:
+    """One store or load in flight: its state word in its session's page, and when we stop waiting."""
+
+    spec: StoreSpec | LoadSpec
+    session: Session
+    word: int
+    sequence: int
+    deadline: float
+    quarantined: bool = False
+    timed_out: bool = False
+
+    def state(self) -> State:
+        assert self.session.words is not None
+        return self.session.words.state(self.word)
+
+    def move(self, from_: State, to: State) -> bool:
+        assert self.session.words is not None
+        return self.session.words.move(self.word, self.sequence, from_, to)
+
+
+class WorkerHalf:
+    def __init__(self, settings: AdapterSettings, link: Link | None, can_quarantine: bool) -> None:
+        """`link` is None when this worker runs without cache; it still answers for every load it is given."""
+        self.counters: Counter[str] = Counter()
+        self._settings = settings
+        self._link = link
+        self._can_quarantine = can_quarantine
+        self._session: Session | None = None
+        self._free_words: list[int] = []
+        self._sequences = itertools.count(1)
+        self._loads: dict[int, Copy] = {}  # by load id
+        self._stores: dict[int, Copy] = {}  # by store id
+        self._by_number: dict[int, Copy] = {}  # requests of this session that await a reply
+        self._report = StepReport()
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()  # of those, failed as a whole
+        self._invalid: set[int] = set()
+
+    # ---- before the forward -------------------------------------------------------------------
+
+    def settle(self, plan: StepPlan) -> None:
+        """End the stores whose blocks this step overwrites: wait a little, then cancel."""
+        waiting = [self._stores[i] for i in plan.settle_stores if i in self._stores]
+        if not waiting:
+            return
+        deadline = time.monotonic() + (self._settings.settle_ms / 1000 if self._usable() is not None else 0)
+        while any(self._reading(copy) for copy in waiting) and (left := deadline - time.monotonic()) > 0:
+            if self._session is None or not self._session.channel.wait(left):
+                break
+            self._receive()
+        for copy in waiting:
+            if self._reading(copy):
+                self._cancel_store(copy)
+                self.counters["stores_cancelled_for_reuse"] += 1
+
+    @staticmethod
+    def _reading(copy: Copy) -> bool:
+        return copy.state() in (State.PENDING, State.RUNNING)
+
+    def _cancel_store(self, copy: Copy) -> None:
+        """Afterwards the server will not publish it, whenever it looks."""
+        if not copy.move(State.PENDING, State.CANCELLED):
+            copy.move(State.RUNNING, State.CANCELLED)
+
+    # ---- copies begin -------------------------------------------------------------------------
+
+    def start_loads(self, plan: StepPlan) -> None:
+        for load_id in plan.abort_loads:
+            if (copy := self._loads.get(load_id)) is not None:
+                self._cancel_load(copy)
+        for load in plan.loads:
+            try:
+                copy = self._begin(load, self._settings.load_timeout_ms) if load.keys else None
+            except Exception:
+                log.exception("kvserver connector: cannot begin a load")
+                copy = None
+            if copy is None:
+                self._load_failed(load, quarantine=False)
+            else:
+                self._loads[load.load_id] = copy
+
+    def start_stores(self, plan: StepPlan) -> None:
+        for store in plan.stores:
+            copy = self._begin(store, self._settings.store_timeout_ms)
+            if copy is None:
+                self._report.ended_stores.append(store.store_id)
+            else:
+                self._stores[store.store_id] = copy
+
+    def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> Copy | None:
+        """Arm a word and send; None if there is no server to send to."""
+        session = self._usable()
+        if session is None or session.words is None or not self._free_words:
+            self.counters["unsent"] += 1
+            return None
+        word, sequence = self._free_words.pop(), next(self._sequences)
+        deadline = time.monotonic() + timeout_ms / 1000
+        copy = Copy(spec, session, word, sequence, deadline)
+        session.words.arm(word, sequence)
+        fields = {
+            "boot_id": session.hello.boot_id,
+            "registration": session.registration,
+            "request_id": spec.request_id,
+            "chunk_blocks": spec.chunk_blocks,
+            "keys": spec.keys,
+            "block_ids": array("I", spec.block_ids).tobytes(),
+            "word": word,
+            "sequence": sequence,
+            "deadline_ns": int(deadline * 1e9),
+            "variant": spec.variant,
+        }
+        if isinstance(spec, LoadSpec):
+            number = session.channel.send(Retrieve(**fields, skip_blocks=spec.skip_blocks))
+        else:
+            number = session.channel.send(Store(**fields))
+        if number is None:
+            self._free_words.append(word)
+            self.counters["unsent"] += 1
+            return None
+        self._by_number[number] = copy
+        return copy
+
+    # ---- copies end ---------------------------------------------------------------------------
+
+    def poll(self, idle: bool) -> None:
+        """Look at everything in flight. Never raises for one copy what another would suffer from."""
+        if not (self._loads or self._stores):
+            return
+        self._usable()
+        self._receive()
+        if idle and self._session is not None and self._link is not None and not self._link.breaker.open:
+            if any(copy.state() in (State.PENDING, State.RUNNING) for copy in self._copies()):
+                self._session.channel.wait(_IDLE_WAIT_SECONDS)
+                self._receive()
+        elif idle:
+            time.sleep(_IDLE_WAIT_SECONDS)  # only deadlines are left to wait for
+        now = time.monotonic()
+        for store_id, copy in list(self._stores.items()):
+            if self._store_over(copy, now):
+                del self._stores[store_id]
+                self._end(copy)
+                self._report.ended_stores.append(store_id)
+        for load_id, copy in list(self._loads.items()):
+            if self._load_over(copy, now):
+                del self._loads[load_id]
+                self._end(copy)
+
+    def _copies(self) -> list[Copy]:
+        return [*self._stores.values(), *self._loads.values()]
+
+    def _store_over(self, copy: Copy, now: float) -> bool:
+        """Ended by its reply (see _receive), by the session's end, by us, or by its deadline."""
+        if copy.session.ended.is_set() or copy.state() in (State.CANCELLED, State.FAILED):
+            return True
+        if now > copy.deadline:
+            self._cancel_store(copy)
+            self._timed_out(copy)
+            return True
+        return False
+
+    def _load_over(self, copy: Copy, now: float) -> bool:
+        spec = copy.spec
+        assert isinstance(spec, LoadSpec)
+        state = copy.state()
+        if state == State.PENDING and (now > copy.deadline or copy.session.ended.is_set()):
+            if copy.move(State.PENDING, State.CANCELLED):
+                state = State.CANCELLED
+                if not copy.session.ended.is_set():
+                    self._timed_out(copy)
+            else:
+                state = copy.state()
+        if state == State.DONE:
+            if copy.quarantined:
+                self._report.released.append(spec.load_id)
+            else:
+                self._finished.add(spec.request_id)
+                self.counters["loaded"] += 1
+            return True
+        if state in (State.FAILED, State.CANCELLED) or copy.session.ended.is_set():
+            if copy.quarantined:
+                self._report.released.append(spec.load_id)
+            else:
+                self._load_failed(spec, quarantine=False)
+            return True
+        if now > copy.deadline:
+            self._cancel_load(copy)
+            self._timed_out(copy)
+            if not copy.quarantined and self._can_quarantine and now > copy.deadline + _CANCEL_GRACE_SECONDS:
+                copy.quarantined = True
+                self._load_failed(spec, quarantine=True)
+        return False
+
+    def _cancel_load(self, copy: Copy) -> None:
+        """Nobody wants it any more; a running one still has to be acknowledged."""
+        if not copy.move(State.PENDING, State.CANCELLED):
+            copy.move(State.RUNNING, State.CANCELLING)
+
+    def _load_failed(self, spec: LoadSpec, quarantine: bool) -> None:
+        self._finished.add(spec.request_id)
+        self._report.failed_loads.append(spec.request_id)
+        self.counters["failed_loads"] += 1
+        if quarantine:
+            self._failed.add(spec.request_id)
+            self._report.quarantined.append((spec.load_id, spec.block_ids))
+        else:
+            self._invalid.update(spec.block_ids)
+
+    def _timed_out(self, copy: Copy) -> None:
+        if not copy.timed_out and self._link is not None:
+            copy.timed_out = True
+            self.counters["timeouts"] += 1
+            self._link.breaker.timed_out()
+
+    def _end(self, copy: Copy) -> None:
+        if copy.session is self._session:
+            self._free_words.append(copy.word)
+
+    def _receive(self) -> None:
+        """Take every reply. A store's reply is its end: only then are its chunks to be found."""
+        if self._session is None or self._link is None:
+            return
+        for number, reply in self._session.channel.receive():
+            self._link.breaker.answered()
+            copy = self._by_number.pop(number, None)
+            if isinstance(reply, Error):
+                self._refused(reply)
+            if copy is None:
+                continue
+            if isinstance(copy.spec, StoreSpec):
+                if self._stores.pop(copy.spec.store_id, None) is not None:
+                    self._end(copy)
+                    self._report.ended_stores.append(copy.spec.store_id)
+            elif isinstance(reply, Error):
+                # Refused before the server knew the word: it is ours to end.
+                copy.move(State.PENDING, State.CANCELLED)
+
+    def _refused(self, error: Error) -> None:
+        self.counters[f"refused_{error.code}"] += 1
+        if self.counters[f"refused_{error.code}"] == 1:
+            log.warning("kvserver refused or ended a copy: %s: %s", error.code, error.message)
+
+    # ---- what vLLM collects -------------------------------------------------------------------
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """(requests whose loads are over, those of them that failed as a whole); each exactly once."""
+        finished, failed = self._finished, self._failed
+        self._finished, self._failed = set(), set()
+        return finished, failed
+
+    def take_invalid_blocks(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> StepReport | None:
+        if not self._report:
+            return None
+        report, self._report = self._report, StepReport()
+        return report
+
+    def shut(self) -> None:
+        """Cancel what may be cancelled; the link unregisters, which ends the rest."""
+        for copy in self._copies():
+            if isinstance(copy.spec, StoreSpec):
+                self._cancel_store(copy)
+            else:
+                self._cancel_load(copy)
+        if self._link is not None:
+            self._link.stop()
+        if self._session is not None:
+            self._session.channel.close()
+            self._session = None
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _usable(self) -> Session | None:
+        """The session to send to; adopts a new one when the link has it."""
+        if self._link is None:
+            return None
+        current = self._link.session
+        if current is not self._session:
+            if self._session is not None:
+                self._session.channel.close()
+            self._session = current
+            self._by_number.clear()
+            self._free_words = list(range(WORDS)) if current is not None else []
+        return self._link.usable()

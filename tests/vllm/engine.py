@@ -1,0 +1,127 @@
+"""Start and drive real vLLM engines from tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 240
+ANSWER_SECONDS = 180
+
+
+class Engine:
+    """One vLLM engine process. `endpoint` None means no connector at all."""
+
+    def __init__(
+        self,
+        model: Path,
+        endpoint: str | None,
+        log: Path,
+        *,
+        multiprocess: bool = False,
+        extra: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.log = log
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+            "block_size": 32,
+            "num_gpu_blocks_override": 200,
+            "max_model_len": 2048,
+            "disable_log_stats": False,
+        } | options
+        if endpoint is not None:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "KVServerConnector",
+                "kv_connector_module_path": "kvserver.adapters.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"kvserver.endpoint": endpoint} | (extra or {}),
+            } | (transfer or {})
+        environ = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._log_file = log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("engine_main.py")), json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log_file,
+            text=True,
+            env=environ,
+            start_new_session=True,
+        )
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._ready = False
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(json.loads(line))
+        self._answers.put({"error": f"the engine process ended; see {self.log}"})
+
+    def wait_ready(self) -> Engine:
+        if not self._ready:
+            reply = self._answers.get(timeout=START_SECONDS)
+            assert reply.get("ready"), f"{reply}\n{self.tail()}"
+            self._ready = True
+        return self
+
+    def send(self, op: str, **fields: Any) -> None:
+        self.wait_ready()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
+        reply = self._answers.get(timeout=timeout)
+        assert "error" not in reply, f"{reply['error']}\n{self.tail()}"
+        return reply
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        self.send(op, **fields)
+        return self.receive()
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 16) -> list[dict[str, Any]]:
+        outputs: list[dict[str, Any]] = self.ask("generate", prompts=prompts, max_tokens=max_tokens)["outputs"]
+        return outputs
+
+    def metrics(self) -> dict[str, float]:
+        values: dict[str, float] = self.ask("metrics")["metrics"]
+        return values
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text().splitlines()[-lines:])
+
+    def kill(self) -> None:
+        """Kill -9 the engine and its children, as an out-of-memory kill would."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._log_file.close()
+
+    def close(self) -> None:
+        """Let it end by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
