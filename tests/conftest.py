@@ -1,0 +1,60 @@
+"""Fixtures that several folders use: a running daemon and workers that are closed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.daemon import Daemon
+from support.worker import Worker
+
+
+@pytest.fixture
+def make_daemon() -> Iterator[Callable[..., Daemon]]:
+    """Start a daemon with these flags; it ends with the test."""
+    daemons: list[Daemon] = []
+
+    def make(start: bool = True, **flags: Any) -> Daemon:
+        daemons.append(Daemon(**flags))
+        return daemons[-1].start() if start else daemons[-1]
+
+    yield make
+    for daemon in daemons:
+        daemon.close()
+
+
+@pytest.fixture
+def make_worker() -> Iterator[Callable[..., Worker]]:
+    """Connect a worker to a daemon; it hangs up with the test."""
+    workers: list[Worker] = []
+
+    def make(daemon: Daemon, **options: Any) -> Worker:
+        workers.append(Worker(daemon.endpoint, **options))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture(scope="module")
+def module_daemon() -> Iterator[Daemon]:
+    daemon = Daemon(l1_size="16MiB").start()
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture
+def daemon(module_daemon: Daemon) -> Iterator[Daemon]:
+    """One daemon for a module. After every test it must run, hold nothing for anybody, and is cleared."""
+    yield module_daemon
+    assert module_daemon.running(), f"the daemon died:\n{module_daemon.log[-4000:]}"
+    assert module_daemon.http("/cache/clear", "POST")[0] == 200
+    module_daemon.wait_for_books(tickets=0, pins=0, leases=0, mappings=0, attachments=0, used_pages=0)
+
+
+@pytest.fixture
+def worker(daemon: Daemon, make_worker: Callable[..., Worker]) -> Worker:
+    """One connected worker of a world of one."""
+    return make_worker(daemon)

@@ -1,0 +1,1 @@
+"""What tests share: a real daemon process and an engine worker with real shared memory."""

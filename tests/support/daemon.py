@@ -1,0 +1,199 @@
+"""A real `kvserver serve` process in a folder of its own, and what tests read from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+KVSERVER = str(Path(sys.executable).parent / "kvserver")
+
+
+def wait_until(predicate: Callable[[], T], seconds: float = 10.0, what: str = "") -> T:
+    """The first true value of `predicate()`. AssertionError when `seconds` have passed without one."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = predicate()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what or predicate}"
+        time.sleep(0.002)
+
+
+class Daemon:
+    """One daemon. start() after construction or after it ended; the folder and endpoint stay the same.
+
+    Flags are keyword arguments: `Daemon(l1_size="1MiB")` gives `--l1-size 1MiB`.
+    """
+
+    def __init__(self, env: dict[str, str] | None = None, **flags: object) -> None:
+        # Not pytest's tmp_path: a Unix socket's path has little room.
+        self.folder = Path(tempfile.mkdtemp(prefix="kvs-"))
+        self.flags: dict[str, object] = {
+            "endpoint": f"ipc://{self.folder}/kv.sock",
+            "http_port": 0,
+            "l1_size": "64MiB",
+            "chunk_tokens": 64,
+            "log_level": "debug",
+            **flags,
+        }
+        self.env = env or {}
+        self.process: subprocess.Popen[str] | None = None
+        self.ready_line = ""
+
+    @property
+    def endpoint(self) -> str:
+        return str(self.flags["endpoint"])
+
+    @property
+    def sockets(self) -> list[Path]:
+        """The socket files that it owns while it runs."""
+        path = self.endpoint.removeprefix("ipc://")
+        return [Path(path), Path(path + ".fd")]
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def command(self) -> list[str]:
+        words = [KVSERVER, "serve"]
+        for name, value in self.flags.items():
+            words += ["--" + name.replace("_", "-"), str(value)]
+        return words
+
+    def start(self) -> Daemon:
+        """Returns when it has printed its line. AssertionError with its log if it does not within 15 s."""
+        with open(self.folder / "log", "a") as log:
+            self.process = subprocess.Popen(
+                self.command(), stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **self.env}
+            )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.ready_line = wait_until(self._read_line, 15, "the ready line")
+        assert " ready: " in self.ready_line, self.ready_line + self.log
+        return self
+
+    def _read_line(self) -> str:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        ended = self.process.poll() is not None
+        line = self.process.stdout.readline()
+        assert line or not ended, f"the daemon exited with {self.process.returncode}:\n{self.log}"
+        return line
+
+    @property
+    def http_port(self) -> int:
+        return int(self.ready_line.split("http://")[1].split(",")[0].rsplit(":", 1)[1])
+
+    @property
+    def boot_id(self) -> str:
+        return self.ready_line.split("boot ")[1].strip()
+
+    # ---- what it says -------------------------------------------------------------------------
+
+    def http(self, path: str, method: str = "GET", timeout: float = 5.0) -> tuple[int, str]:
+        """(code, body) of one page."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.http_port}{path}", method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def status(self) -> dict[str, Any]:
+        code, body = self.http("/status")
+        assert code == 200, body
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    def books(self) -> dict[str, int]:
+        found: dict[str, int] = self.status()["books"]
+        return found
+
+    def wait_for_books(self, seconds: float = 10.0, **expected: int) -> None:
+        """Wait until /status books have these values."""
+        last: dict[str, int] = {}
+
+        def match() -> bool:
+            last.update(self.books())
+            return all(last[name] == value for name, value in expected.items())
+
+        try:
+            wait_until(match, seconds)
+        except AssertionError:
+            raise AssertionError(f"books are {last}, expected {expected}\n{self.log[-4000:]}") from None
+
+    def wait_for_clean_books(self) -> None:
+        """Wait until nothing is in flight and nobody is connected."""
+        self.wait_for_books(tickets=0, pins=0, leases=0, mappings=0, attachments=0)
+
+    # ---- its process --------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def rss_bytes(self) -> int:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+    def mapped_memfds(self) -> list[str]:
+        """Lines of its memory map that are memory shared by workers."""
+        return [line for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines() if "memfd:" in line]
+
+    def open_memfds(self) -> int:
+        """How many descriptors of memory shared by workers it holds."""
+        count = 0
+        for link in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                count += "memfd:" in os.readlink(link)
+        return count
+
+    def freeze(self) -> None:
+        """SIGSTOP; returns when all its threads have stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        wait_until(
+            lambda: all((t / "stat").read_text().rsplit(")", 1)[1].split()[0] == "T" for t in tasks.iterdir()),
+            what="every thread stopped",
+        )
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def terminate(self, timeout: float = 10.0) -> int:
+        """SIGTERM; the exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """End it if it runs, and remove its folder."""
+        if self.process is not None:
+            if self.process.poll() is None:
+                self.thaw()
+                self.kill()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)

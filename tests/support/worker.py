@@ -1,0 +1,373 @@
+"""A test engine's worker: shared memory with awkward planes, and every request the protocol has.
+
+Only the engine is made up. Memory, descriptors, state words, sockets and messages are real.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import random
+import time
+import uuid
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvserver._native import State, WordPage
+from kvserver.client import Attachment, Client, RequestFailed
+from kvserver.planes import Plane
+from kvserver.protocol import (
+    KEY_BYTES,
+    Error,
+    HelloReply,
+    Lookup,
+    LookupReply,
+    ModelIdentity,
+    Registered,
+    RegisterWorker,
+    Reply,
+    Request,
+    Retrieve,
+    Retrieved,
+    SharedFd,
+    Store,
+    Stored,
+    Unregistered,
+    UnregisterWorker,
+)
+
+R = TypeVar("R")
+WORDS = 256
+
+
+def identity(**changes: Any) -> ModelIdentity:
+    """A model's identity; without changes always the same one."""
+    values: dict[str, Any] = {
+        "model": "test-model@0123",
+        "dtype": "bfloat16",
+        "kv_dtype": "auto",
+        "parallel": "tp=1,pp=1",
+        "hash_algorithm": "sha256_cbor",
+        **changes,
+    }
+    return ModelIdentity(**values)
+
+
+def make_keys(count: int, seed: object = None) -> list[bytes]:
+    """`count` chunk keys; the same ones for the same seed, fresh ones without."""
+    source = random.Random(repr(seed)) if seed is not None else random.Random(uuid.uuid4().int)
+    return [source.randbytes(KEY_BYTES) for _ in range(count)]
+
+
+def ids(blocks: Iterable[int]) -> bytes:
+    """Block ids as they travel."""
+    return array("I", blocks).tobytes()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a test engine's KV cache lies in memory. `sizes[i]` is the bytes of memory i."""
+
+    num_blocks: int
+    block_tokens: int
+    sizes: tuple[int, ...]
+    planes: tuple[Plane, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(plane.run_bytes for plane in self.planes)
+
+
+def awkward(num_blocks: int = 64, block_tokens: int = 16, scale: int = 1) -> Geometry:
+    """Two memories: a contiguous plane, two interleaved ones with gaps, one longer than an L1 page.
+
+    Runs of different and odd lengths, so that nothing lines up with pages by chance.
+    """
+    small, stride = 192 * scale, 1000 * scale
+    large = 4096 + 136 * scale
+    return Geometry(
+        num_blocks,
+        block_tokens,
+        sizes=(num_blocks * small + num_blocks * stride, 64 + num_blocks * large),
+        planes=(
+            Plane(0, 0, small, small),
+            Plane(0, num_blocks * small + 5, stride, 333 * scale),
+            Plane(0, num_blocks * small + 400 * scale, stride, 577 * scale),
+            Plane(1, 64, large, large),
+        ),
+    )
+
+
+class Memory:
+    """The memfds of one geometry, filled with noise."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.fds = [os.memfd_create("test-kv") for _ in geometry.sizes]
+        self.maps: list[mmap.mmap] = []
+        for fd, size in zip(self.fds, geometry.sizes, strict=True):
+            os.ftruncate(fd, size)
+            self.maps.append(mmap.mmap(fd, size))
+        self.fill()
+
+    def fill(self) -> None:
+        """New noise everywhere, also between the planes."""
+        for view in self.maps:
+            view[:] = random.randbytes(len(view))
+
+    def read(self, block: int) -> bytes:
+        """The bytes of one block over all planes."""
+        parts = []
+        for plane in self.geometry.planes:
+            at = plane.offset + block * plane.stride_bytes
+            parts.append(self.maps[plane.memory][at : at + plane.run_bytes])
+        return b"".join(parts)
+
+    def blocks(self, block_ids: Iterable[int]) -> list[bytes]:
+        return [self.read(block) for block in block_ids]
+
+    def write(self, block: int, content: bytes) -> None:
+        put(self.geometry, self.maps, block, content)
+
+    def image(self) -> list[bytes]:
+        """A copy of every byte."""
+        return [view[:] for view in self.maps]
+
+    def image_with(self, contents: dict[int, bytes]) -> list[bytes]:
+        """What image() would be if these blocks held these bytes and nothing else changed."""
+        copies = [bytearray(view[:]) for view in self.maps]
+        for block, content in contents.items():
+            put(self.geometry, copies, block, content)
+        return [bytes(copy) for copy in copies]
+
+    def truncate(self, memory: int = 0, size: int = 0) -> None:
+        """Take memory away from whoever mapped it; ours must not be read afterwards."""
+        os.ftruncate(self.fds[memory], size)
+
+    def close(self) -> None:
+        for view in self.maps:
+            view.close()
+        for fd in self.fds:
+            os.close(fd)
+
+
+def put(geometry: Geometry, maps: Sequence[Any], block: int, content: bytes) -> None:
+    """Write one block's bytes over all planes into `maps`."""
+    done = 0
+    for plane in geometry.planes:
+        at = plane.offset + block * plane.stride_bytes
+        maps[plane.memory][at : at + plane.run_bytes] = content[done : done + plane.run_bytes]
+        done += plane.run_bytes
+
+
+@dataclass
+class Operation:
+    """A store or load that was sent; its reply has perhaps not come."""
+
+    worker: Worker
+    number: int
+    word: int
+    sequence: int
+
+    @property
+    def state(self) -> State:
+        return self.worker.words.state(self.word)
+
+    def move(self, from_: State, to: State) -> bool:
+        return self.worker.words.move(self.word, self.sequence, from_, to)
+
+    def reply(self, seconds: float = 10.0) -> Reply:
+        return self.worker.reply_to(self.number, seconds)
+
+
+@dataclass
+class Worker:
+    """One rank of a test engine. connect() says Hello, attaches and registers."""
+
+    endpoint: str
+    geometry: Geometry = field(default_factory=awkward)
+    instance_id: str = ""
+    incarnation: str = ""
+    model_name: str = "test/model"
+    rank: int = 0
+    world_size: int = 1
+    identity: ModelIdentity = field(default_factory=identity)
+    connect_now: bool = True
+
+    def __post_init__(self) -> None:
+        self.instance_id = self.instance_id or f"engine-{uuid.uuid4().hex[:12]}"
+        self.incarnation = self.incarnation or uuid.uuid4().hex
+        self.memory = Memory(self.geometry)
+        self.words = WordPage(WORDS)
+        self.client = Client(self.endpoint, timeout=10)
+        self.attachment: Attachment | None = None
+        self.registered: Registered | None = None
+        self._sequences = itertools.count(1)
+        self._replies: dict[int, Reply] = {}
+        if self.connect_now:
+            try:
+                self.connect()
+            except BaseException:
+                self.close()
+                raise
+
+    # ---- coming and going ---------------------------------------------------------------------
+
+    def connect(self) -> Worker:
+        self.attach()
+        self.registered = self.ask(self.registration(), Registered)
+        return self
+
+    def attach(self, fds: list[int] | None = None) -> Attachment:
+        """Hand over descriptors: all memories, then the word page."""
+        self.hello: HelloReply = self.client.hello("test")
+        fds = [*self.memory.fds, self.words.fd] if fds is None else fds
+        self.attachment = Attachment(self.hello.fd_path, self.hello.token, fds)
+        return self.attachment
+
+    def registration(self, **changes: Any) -> RegisterWorker:
+        """The message that registers this worker. REQUIRES: attach()."""
+        assert self.attachment is not None
+        message = RegisterWorker(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            model_name=self.model_name,
+            rank=self.rank,
+            world_size=self.world_size,
+            attachment=self.attachment.number,
+            memory=[SharedFd(index=i, size_bytes=size) for i, size in enumerate(self.geometry.sizes)],
+            words=WORDS,
+            planes=list(self.geometry.planes),
+            num_blocks=self.geometry.num_blocks,
+            block_tokens=self.geometry.block_tokens,
+            chunk_blocks=self.chunk_blocks,
+            identity=self.identity,
+        )
+        return msgspec.structs.replace(message, **changes)
+
+    @property
+    def chunk_blocks(self) -> int:
+        return max(1, self.hello.chunk_tokens // self.geometry.block_tokens)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_blocks * self.geometry.block_bytes
+
+    @property
+    def number(self) -> int:
+        """Its registration number."""
+        assert self.registered is not None
+        return self.registered.registration
+
+    def unregister(self) -> None:
+        self.ask(UnregisterWorker(boot_id=self.hello.boot_id, registration=self.number), Unregistered)
+
+    def hang_up(self) -> None:
+        """End the lifeline, as death does."""
+        if self.attachment is not None:
+            self.attachment.close()
+
+    def close(self) -> None:
+        self.hang_up()
+        self.client.close()
+        self.memory.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def blocks_for(self, chunks: int, first: int = 1) -> list[int]:
+        """Block ids of so many chunks, from `first` on."""
+        return list(range(first, first + chunks * self.chunk_blocks))
+
+    def lookup(self, keys: list[bytes], request_id: str = "r", **changes: Any) -> int:
+        message = Lookup(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            request_id=request_id,
+            chunk_blocks=self.chunk_blocks,
+            keys=b"".join(keys),
+        )
+        return self.ask(msgspec.structs.replace(message, **changes), LookupReply).hit_chunks
+
+    def store_message(self, keys: list[bytes], blocks: Sequence[int], **changes: Any) -> Store:
+        """A valid Store with its word armed, but for the changes."""
+        return Store(**self._copy_fields(keys, blocks, changes))
+
+    def load_message(self, keys: list[bytes], blocks: Sequence[int], skip: int = 0, **changes: Any) -> Retrieve:
+        """A valid Retrieve with its word armed, but for the changes. `blocks` leaves out the skipped ones."""
+        return Retrieve(**self._copy_fields(keys, blocks, changes), skip_blocks=skip)
+
+    def _copy_fields(self, keys: list[bytes], blocks: Sequence[int], changes: dict[str, Any]) -> dict[str, Any]:
+        sequence = next(self._sequences)
+        word = sequence % WORDS
+        self.words.arm(word, sequence)
+        fields: dict[str, Any] = {
+            "boot_id": self.hello.boot_id,
+            "registration": self.number,
+            "request_id": "r",
+            "keys": b"".join(keys),
+            "block_ids": ids(blocks),
+            "chunk_blocks": self.chunk_blocks,
+            "word": word,
+            "sequence": sequence,
+            "deadline_ns": time.monotonic_ns() + 30 * 10**9,
+        }
+        return {**fields, **changes}
+
+    def store(self, keys: list[bytes], blocks: Sequence[int], **changes: Any) -> Stored:
+        return self.ask(self.store_message(keys, blocks, **changes), Stored)
+
+    def load(self, keys: list[bytes], blocks: Sequence[int], skip: int = 0, **changes: Any) -> Retrieved:
+        return self.ask(self.load_message(keys, blocks, skip, **changes), Retrieved)
+
+    def begin(self, message: Store | Retrieve) -> Operation:
+        """Send without waiting for the reply."""
+        return Operation(self, self.send(message), message.word, message.sequence)
+
+    def begin_store(self, keys: list[bytes], blocks: Sequence[int], **changes: Any) -> Operation:
+        return self.begin(self.store_message(keys, blocks, **changes))
+
+    def begin_load(self, keys: list[bytes], blocks: Sequence[int], skip: int = 0, **changes: Any) -> Operation:
+        return self.begin(self.load_message(keys, blocks, skip, **changes))
+
+    def send(self, message: Request) -> int:
+        number = self.client.channel.send(message)
+        if number is None:  # a daemon that has just restarted is found again in a moment
+            assert self.client.channel.wait_writable(5), "no connection, or its queue is full"
+            number = self.client.channel.send(message)
+        assert number is not None
+        return number
+
+    def reply_to(self, number: int, seconds: float = 10.0) -> Reply:
+        """The reply to an earlier send(). TimeoutError if it does not come."""
+        deadline = time.monotonic() + seconds
+        while number not in self._replies:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no reply to request {number} within {seconds} s")
+            self.client.channel.wait(0.05)
+            self._replies.update(self.client.channel.receive())
+        return self._replies.pop(number)
+
+    def ask(self, message: Request, expect: type[R]) -> R:
+        """The reply. RequestFailed if it is an error. Replies to earlier begin()s are kept for them."""
+        reply = self.reply_to(self.send(message))
+        if isinstance(reply, Error):
+            raise RequestFailed(reply)
+        assert isinstance(reply, expect), f"{type(message).__name__} was answered with {reply}"
+        return reply
+
+    def error_of(self, message: Request) -> Error:
+        """The error that answers this message. AssertionError if something else does."""
+        reply = self.reply_to(self.send(message))
+        assert isinstance(reply, Error), f"{type(message).__name__} was answered with {reply}"
+        return reply
