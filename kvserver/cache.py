@@ -42,9 +42,13 @@ class Lease:
 
 @dataclass(slots=True)
 class StorePlan:
-    """What one rank's store should copy. `positions[i]` is which of the store's keys `chunks[i]` is."""
+    """What one rank's store should copy. `positions[i]` is which of the store's keys `chunks[i]` is.
+
+    `prefix` is all chunks of the store in key order, also the skipped ones: they age together.
+    """
 
     rank: int
+    prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     skipped: int = 0
@@ -88,9 +92,9 @@ class Cache:
         lease = self._leases.pop(owner, None)
         if lease is None:
             return
-        for chunk in reversed(lease.chunks):
+        self._use(lease.chunks)
+        for chunk in lease.chunks:
             chunk.leases -= 1
-            chunk.last_used = self._next_tick()
             self._settle(chunk)
 
     def expire_leases(self, now: float) -> int:
@@ -130,7 +134,8 @@ class Cache:
         for position, key in enumerate(split_keys(keys)):
             chunk = namespace.chunks.get(key)
             if chunk is not None and (chunk.done | chunk.filling) & bit:
-                chunk.last_used = self._next_tick()
+                self._use([chunk])  # so that the room for later chunks is taken elsewhere
+                plan.prefix.append(chunk)
                 plan.skipped += 1
                 continue
             if chunk is not None:
@@ -149,8 +154,10 @@ class Cache:
             chunk.filling |= bit
             chunk.pins += 1
             self.pins += 1
+            plan.prefix.append(chunk)
             plan.chunks.append(chunk)
             plan.positions.append(position)
+        self._use(plan.prefix)
         return plan
 
     def finish_store(self, plan: StorePlan, copied: bool) -> int:
@@ -160,7 +167,7 @@ class Cache:
         """
         bit = 1 << plan.rank
         published = 0
-        for chunk in reversed(plan.chunks):
+        for chunk in plan.chunks:
             chunk.filling &= ~bit
             chunk.pins -= 1
             self.pins -= 1
@@ -168,7 +175,6 @@ class Cache:
                 chunk.done |= bit
                 if chunk.done == (1 << chunk.namespace.world_size) - 1:
                     chunk.ready = True
-                    chunk.last_used = self._next_tick()
                     published += 1
             else:
                 slot, chunk.slots[plan.rank] = chunk.slots[plan.rank], None
@@ -176,6 +182,8 @@ class Cache:
                     self.pool.give(slot)
                 if not chunk.detached and not chunk.done and not chunk.filling:
                     self.index.remove(chunk)
+        self._use(plan.prefix)
+        for chunk in plan.chunks:
             self._settle(chunk)
         return published
 
@@ -187,7 +195,8 @@ class Cache:
         KVServerError(NOT_FOUND) and nothing pinned unless all are READY now, whatever a lease said.
         """
         namespace = self.index.find(namespace_id)
-        found = [namespace.chunks.get(key) for key in split_keys(keys)] if namespace is not None else [None]
+        known = namespace.chunks if namespace is not None else {}
+        found = [known.get(key) for key in split_keys(keys)]
         chunks = [chunk for chunk in found if chunk is not None and chunk.ready]
         if len(chunks) != len(found):
             raise KVServerError(ErrorCode.NOT_FOUND, f"{len(found) - len(chunks)} of {len(found)} chunks are not READY")
@@ -197,9 +206,9 @@ class Cache:
         return chunks
 
     def finish_load(self, chunks: list[Chunk]) -> None:
-        for chunk in reversed(chunks):
+        self._use(chunks)
+        for chunk in chunks:
             chunk.pins -= 1
-            chunk.last_used = self._next_tick()
             self._settle(chunk)
         self.pins -= len(chunks)
 
@@ -254,9 +263,12 @@ class Cache:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _next_tick(self) -> int:
-        self._tick += 1
-        return self._tick
+    def _use(self, prefix: list[Chunk]) -> None:
+        """The chunks of one request were used: the first becomes the youngest. Incomplete ones stay first to go."""
+        for chunk in reversed(prefix):
+            if chunk.ready:
+                self._tick += 1
+                chunk.last_used = self._tick
 
     def _settle(self, chunk: Chunk) -> None:
         """Something let go of the chunk: free it if detached, else let eviction see it."""
@@ -273,6 +285,8 @@ class Cache:
                 self.pool.give(slot)
                 chunk.slots[rank] = None
         chunk.ready = False
+        if chunk.queued:
+            self.policy.forget(chunk)
 
     def _take(self, pages: int) -> array[int] | None:
         """Pages for one slot, evicting as needed; None when nothing more may be evicted."""

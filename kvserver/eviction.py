@@ -4,6 +4,7 @@ The contract of a policy:
 - `track(chunk)`: from now on it may be a victim. REQUIRES: not queued. Sets `chunk.queued`.
 - `victim()`: the chunk that should leave, taken out of the policy, or None if all are held. It must
   never return a chunk that is detached, leased or pinned.
+- `forget(chunk)`: it was detached, and is never tracked again. REQUIRES: queued.
 - `reset()`: forget all.
 A chunk that is held when its turn comes is dropped from the policy (`queued` = False); the cache
 tracks it again when the last hold ends.
@@ -26,7 +27,13 @@ class EvictionPolicy(Protocol):
 
     def victim(self) -> Chunk | None: ...
 
+    def forget(self, chunk: Chunk) -> None: ...
+
     def reset(self) -> None: ...
+
+    def __len__(self) -> int:
+        """Chunks that it keeps in memory, at most about twice those that may be victims."""
+        ...
 
 
 class LeastRecentlyUsed:
@@ -42,6 +49,7 @@ class LeastRecentlyUsed:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Chunk]] = []
         self._serial = 0  # breaks ties, so that chunks are never compared
+        self._forgotten = 0  # entries of forgotten chunks; their `queued` is False
 
     def track(self, chunk: Chunk) -> None:
         assert not chunk.queued
@@ -52,7 +60,10 @@ class LeastRecentlyUsed:
     def victim(self) -> Chunk | None:
         while self._heap:
             last_used, serial, chunk = self._heap[0]
-            if chunk.detached or chunk.leases or chunk.pins:
+            if not chunk.queued:
+                heapq.heappop(self._heap)
+                self._forgotten -= 1
+            elif chunk.detached or chunk.leases or chunk.pins:
                 heapq.heappop(self._heap)
                 chunk.queued = False
             elif chunk.last_used > last_used:
@@ -63,10 +74,25 @@ class LeastRecentlyUsed:
                 return chunk
         return None
 
+    def forget(self, chunk: Chunk) -> None:
+        chunk.queued = False
+        self._forgotten += 1
+        # Its entry goes with the next sweep, which costs as much as what was forgotten since the last one.
+        if self._forgotten > _SWEEP and self._forgotten > len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if entry[2].queued]
+            heapq.heapify(self._heap)
+            self._forgotten = 0
+
     def reset(self) -> None:
         for _, _, chunk in self._heap:
             chunk.queued = False
         self._heap.clear()
+        self._forgotten = 0
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+_SWEEP = 1024  # forgotten entries below which a sweep is not worth it
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed}
