@@ -6,6 +6,7 @@ Owns: `Plane` and the checks of block ids. Refuses to know: layers, heads, dtype
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from typing import Annotated
 
 import msgspec
@@ -50,6 +51,6 @@ def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int) -> array
             ErrorCode.BAD_BLOCKS, f"block id {max(ids)} is out of range: the worker registered {num_blocks} blocks"
         )
     if len(set(ids)) != len(ids):
-        repeated = next(i for i in ids if ids.count(i) > 1)
+        repeated = Counter(ids).most_common(1)[0][0]
         raise KVServerError(ErrorCode.BAD_BLOCKS, f"block id {repeated} is named more than once")
     return ids
