@@ -1,0 +1,138 @@
+"""Imports go down only, and nothing is imported that must not be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kvserver"
+ADAPTERS = ROOT / "adapters"
+
+# Each module may import what stands before it, `_native` and the package itself.
+ORDER = [
+    "errors",
+    "config",
+    "planes",
+    "protocol",
+    "namespace",
+    "pool",
+    "index",
+    "eviction",
+    "cache",
+    "copier",
+    "lifeline",
+    "instances",
+    "metrics",
+    "handlers",
+    "server",
+    "http",
+    "daemon",
+    "client",
+    "__main__",
+]
+FREE = {"_native", "__init__"}
+ONLY = {  # modules that run inside engines, or must stay small
+    "client": {"errors", "planes", "protocol"},
+}
+ADAPTERS_MAY = {"errors", "planes", "protocol", "client"} | FREE
+DEFERRED = {("__main__", "daemon")}  # imports inside functions: so that `kvserver status` starts fast
+BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
+
+Import = tuple[str, bool]  # dotted name, inside a function
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text())
+    deferred = {
+        inner
+        for outer in ast.walk(tree)
+        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node in deferred
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node in deferred
+
+
+def modules_of_package(path: Path) -> Iterator[Import]:
+    """The kvserver modules that a file imports, by bare name."""
+    for name, inside in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != "kvserver":
+            continue
+        known = len(parts) > 1 and (parts[1] in ORDER or parts[1] in FREE or parts[1] == "adapters")
+        yield (parts[1] if known else "__init__"), inside
+
+
+def package_modules() -> list[str]:
+    return sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+
+
+def adapter_files() -> list[Path]:
+    return sorted(ADAPTERS.rglob("*.py"))
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    assert package_modules() == sorted(ORDER)
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_imports_go_down_only(module: str) -> None:
+    below = ONLY.get(module, set(ORDER[: ORDER.index(module)])) | FREE
+    for name, _ in modules_of_package(PACKAGE / f"{module}.py"):
+        assert name in below, f"kvserver.{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_no_import_hides_inside_a_function(module: str) -> None:
+    hidden = {(module, name) for name, inside in modules_of_package(PACKAGE / f"{module}.py") if inside}
+    assert hidden <= DEFERRED
+
+
+def test_adapters_import_only_what_engines_may_load() -> None:
+    for path in adapter_files():
+        for name, _ in modules_of_package(path):
+            assert name in ADAPTERS_MAY or name == "adapters", f"{path} imports kvserver.{name}"
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_the_server_imports_no_pickle_and_no_engine(module: str) -> None:
+    roots = {name.split(".")[0] for name, _ in imports_of(PACKAGE / f"{module}.py")}
+    assert not roots & BANNED
+
+
+def test_adapters_use_no_pickle() -> None:
+    for path in adapter_files():
+        roots = {name.split(".")[0] for name, _ in imports_of(path)}
+        assert not roots & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
+
+
+@pytest.mark.parametrize("module", ["daemon", "client", "__main__"])
+def test_importing_the_server_loads_no_engine(module: str) -> None:
+    program = f"import sys, kvserver.{module}; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    roots = {name.split(".")[0] for name in loaded.stdout.split()}
+    assert not roots & (BANNED - {"pickle", "marshal"}), "torch, vLLM and numpy belong to engines"  # stdlib loads some
+    assert not {name for name in loaded.stdout.split() if name.startswith("kvserver.adapters")}
+
+
+def test_importing_the_client_loads_nothing_of_the_server() -> None:
+    program = "import sys, kvserver.client; print(*sorted(m for m in sys.modules if m.startswith('kvserver')))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert set(loaded.stdout.split()) <= {"kvserver"} | {f"kvserver.{name}" for name in ONLY["client"] | {"client"}}
+
+
+@pytest.mark.parametrize("path", [PACKAGE / "__init__.py", *(PACKAGE / f"{name}.py" for name in ORDER)], ids=str)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), "a module without a docstring"

@@ -1,0 +1,86 @@
+"""What L1 holds, by namespace and key."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from kvserver.index import Index
+
+ONE, TWO = b"1" * 32, b"2" * 32
+
+
+def test_a_namespace_is_kept_only_while_it_holds_chunks() -> None:
+    index = Index()
+    namespace = index.find_or_make(ONE, 1)
+    assert index.find(ONE) is None, "looking for room must not leave a name behind"
+    chunk = index.add(namespace, b"a")
+    assert index.find(ONE) is namespace
+    index.remove(chunk)
+    assert index.find(ONE) is None
+    assert index.ids() == []
+
+
+def test_a_chunk_can_be_added_after_its_namespace_was_emptied() -> None:
+    index = Index()
+    namespace = index.find_or_make(ONE, 1)
+    index.remove(index.add(namespace, b"a"))
+    again = index.add(namespace, b"b")
+    assert index.find(ONE) is namespace
+    assert list(index) == [again]
+    assert not again.detached
+
+
+def test_equal_keys_of_two_models_are_two_chunks() -> None:
+    index = Index()
+    first = index.add(index.find_or_make(ONE, 1), b"a")
+    second = index.add(index.find_or_make(TWO, 2), b"a")
+    assert set(index) == {first, second}
+    assert index.chunk_count == 2
+    index.remove(first)
+    assert list(index) == [second]
+
+
+def test_clear_detaches_every_chunk_at_once() -> None:
+    index = Index()
+    namespace = index.find_or_make(ONE, 1)
+    chunks = [index.add(namespace, bytes([i])) for i in range(5)]
+    other = index.add(index.find_or_make(TWO, 1), b"a")
+    assert index.clear(ONE) is namespace
+    assert all(chunk.detached for chunk in chunks)
+    assert not other.detached
+    assert index.find(ONE) is None
+    assert index.chunk_count == 1
+
+
+def test_a_cleared_namespace_is_followed_by_a_fresh_one() -> None:
+    index = Index()
+    old = index.add(index.find_or_make(ONE, 1), b"a")
+    index.clear(ONE)
+    new = index.add(index.find_or_make(ONE, 1), b"a")
+    assert old.detached
+    assert not new.detached
+    assert index.chunk_count == 1
+
+
+def test_clearing_what_is_not_there_changes_nothing() -> None:
+    index = Index()
+    assert index.clear(ONE) is None
+    assert index.chunk_count == 0
+
+
+def test_a_chunk_counts_the_pages_of_all_its_ranks() -> None:
+    index = Index()
+    chunk = index.add(index.find_or_make(ONE, 3), b"a")
+    assert chunk.page_count == 0
+    chunk.slots[0] = array("I", [1, 2])
+    chunk.slots[2] = array("I", [3])
+    assert chunk.page_count == 3
+
+
+def test_one_fingerprint_has_one_world_size() -> None:
+    index = Index()
+    index.add(index.find_or_make(ONE, 1), b"a")
+    with pytest.raises(AssertionError):
+        index.find_or_make(ONE, 2)
