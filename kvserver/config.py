@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -64,7 +65,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is no size; write for example 20GiB, 512MiB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(Decimal(match[1]) * _UNITS[match[2].lower()])
 
 
 def default_endpoint() -> str:
@@ -122,10 +123,13 @@ def load(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Se
     values.update({k: v for k, v in arguments.items() if k in types})
     try:
         settings = msgspec.convert(values, Settings, strict=False)
-        if settings.l1_size != "auto":
-            parse_size(settings.l1_size)
-    except (msgspec.ValidationError, ValueError) as error:
+    except msgspec.ValidationError as error:
         raise ConfigError(f"bad setting: {_flag_of(str(error), values)}") from None
+    try:
+        if settings.l1_size != "auto" and parse_size(settings.l1_size) == 0:
+            raise ValueError("L1 needs some memory")
+    except ValueError as error:
+        raise ConfigError(f"bad setting: --l1-size {settings.l1_size!r}: {error}") from None
     if not settings.endpoint:
         settings = msgspec.structs.replace(settings, endpoint=default_endpoint())
     return settings
@@ -134,11 +138,12 @@ def load(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Se
 def _read_toml(path: str, types: dict[str, type]) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from None
     values = {key.replace("-", "_"): value for key, value in table.items()}
-    if unknown := sorted(set(values) - set(types)):
-        raise ConfigError(f"--config {path}: unknown keys {unknown}; known are {sorted(types)}")
+    if unknown := [key for key in table if key.replace("-", "_") not in types]:
+        known = sorted(name.replace("_", "-") for name in types)
+        raise ConfigError(f"--config {path}: unknown keys {unknown}; known are {known}")
     return values
 
 

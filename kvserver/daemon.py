@@ -46,11 +46,11 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
     bound, source = int(meminfo["MemAvailable"].split()[0]) * 1024, "MemAvailable of the machine"
     for folder in _cgroup_folders(root):
         try:
-            limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
-        except (OSError, ValueError):
+            left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+        except (OSError, ValueError):  # no such file, or "max"
             continue
-        if limit != "max" and int(limit) - used < bound:
-            bound, source = int(limit) - used, f"memory.max of the cgroup {folder}"
+        if left < bound:
+            bound, source = left, f"memory.max of the cgroup {folder}"
     return bound, source
 
 
@@ -69,9 +69,7 @@ def _cgroup_folders(root: Path) -> list[Path]:
 def choose_l1_bytes(setting: str, root: Path = Path("/")) -> int:
     """Bytes of L1. ConfigError with the numbers if they cannot be had."""
     free, source = available_memory(root)
-    if setting == "auto":
-        return max(64 * MiB, free // 4)
-    wanted = parse_size(setting)
+    wanted = max(64 * MiB, free // 4) if setting == "auto" else parse_size(setting)
     if wanted > free - _RESERVE_BYTES:
         raise ConfigError(
             f"--l1-size {setting} is {wanted} bytes, but only {free} are left by {source} "
