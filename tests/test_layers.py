@@ -40,7 +40,7 @@ FREE = {"_native", "__init__"}
 ONLY = {  # modules that run inside engines, or must stay small
     "client": {"errors", "planes", "protocol"},
 }
-ADAPTERS_MAY = {"errors", "planes", "protocol", "client"} | FREE
+ADAPTERS_MAY = {"errors", "config", "planes", "protocol", "client"} | FREE  # config: the default endpoint
 DEFERRED = {("__main__", "daemon")}  # imports inside functions: so that `kvserver status` starts fast
 BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
 

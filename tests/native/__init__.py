@@ -1,0 +1,1 @@
+"""The native module itself, without the server around it."""

@@ -1,0 +1,116 @@
+"""The Prometheus form of a snapshot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvserver import __version__, metrics
+from kvserver.instances import Counts
+
+FROM_THE_START = {
+    "kvserver_lookup_requests": "counter",
+    "kvserver_lookup_tokens": "counter",
+    "kvserver_lookup_hit_tokens": "counter",
+    "kvserver_store_bytes": "counter",
+    "kvserver_load_bytes": "counter",
+    "kvserver_store_seconds": "counter",
+    "kvserver_load_seconds": "counter",
+    "kvserver_l1_size_bytes": "gauge",
+    "kvserver_l1_used_bytes": "gauge",
+    "kvserver_l1_chunks": "gauge",
+    "kvserver_l1_evicted_chunks": "counter",
+    "kvserver_rpc_seconds": "histogram",
+    "kvserver_rpc_errors": "counter",
+    "kvserver_loop_lag_seconds": "gauge",
+    "kvserver_build_info": "gauge",
+}
+
+
+def counts(**values: int) -> dict[str, int]:
+    return {name: values.get(name, 0) for name in Counts.__slots__}
+
+
+def status(*instances: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "l1": {"size_bytes": 1000, "used_bytes": 600, "chunks": 3, "evictions": 7},
+        "loop_lag_seconds": 0.25,
+        "instances": list(instances),
+    }
+
+
+def families(status: dict[str, Any], rpc: metrics.Rpc) -> dict[str, Any]:
+    text = metrics.render(status, rpc.snapshot()).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(family: Any, suffix: str = "", **labels: str) -> float:
+    (found,) = [s.value for s in family.samples if s.name == family.name + suffix and s.labels == labels]
+    return float(found)
+
+
+@pytest.mark.parametrize(("name", "kind"), FROM_THE_START.items())
+def test_every_family_is_there_before_anybody_connects(name: str, kind: str) -> None:
+    family = families(status(), metrics.Rpc())[name]
+    assert family.type == kind
+    assert family.documentation.endswith(".")
+
+
+def test_every_name_has_the_prefix() -> None:
+    assert all(name.startswith("kvserver_") for name in families(status(), metrics.Rpc()))
+
+
+def test_l1_and_build_are_told() -> None:
+    found = families(status(), metrics.Rpc())
+    assert value(found["kvserver_l1_size_bytes"]) == 1000
+    assert value(found["kvserver_l1_used_bytes"]) == 600
+    assert value(found["kvserver_l1_chunks"]) == 3
+    assert value(found["kvserver_l1_evicted_chunks"], "_total") == 7
+    assert value(found["kvserver_loop_lag_seconds"]) == 0.25
+    assert value(found["kvserver_build_info"], version=__version__) == 1
+
+
+def test_each_instance_has_its_own_series_in_base_units() -> None:
+    first = {"instance_id": "a", "model_name": "m", "requests": counts(lookup_tokens=512, store_nanos=1_500_000_000)}
+    second = {"instance_id": 'b"\\\n', "model_name": "m", "requests": counts(lookup_tokens=1)}
+    found = families(status(first, second), metrics.Rpc())
+    assert value(found["kvserver_lookup_tokens"], "_total", instance_id="a", model_name="m") == 512
+    assert value(found["kvserver_lookup_tokens"], "_total", instance_id='b"\\\n', model_name="m") == 1
+    assert value(found["kvserver_store_seconds"], "_total", instance_id="a", model_name="m") == 1.5
+
+
+def test_request_times_fall_into_cumulative_buckets() -> None:
+    rpc = metrics.Rpc()
+    for seconds in (0.00001, 0.001, 0.002, 100.0):
+        rpc.observe("Lookup", seconds)
+    family = families(status(), rpc)["kvserver_rpc_seconds"]
+    buckets = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("_bucket")}
+    assert buckets["5e-05"] == 1
+    assert buckets["0.001"] == 2, "a bound belongs to its bucket"
+    assert buckets["0.0025"] == 3
+    assert buckets["10.0"] == 3
+    assert buckets["+Inf"] == 4
+    assert list(buckets.values()) == sorted(buckets.values())
+    assert value(family, "_count", type="Lookup") == 4
+    assert value(family, "_sum", type="Lookup") == pytest.approx(100.00301)
+
+
+def test_errors_are_counted_by_reason() -> None:
+    rpc = metrics.Rpc()
+    rpc.errors["late"] += 2
+    rpc.errors["bad_keys"] += 1
+    family = families(status(), rpc)["kvserver_rpc_errors"]
+    assert value(family, "_total", reason="late") == 2
+    assert value(family, "_total", reason="bad_keys") == 1
+
+
+def test_a_snapshot_does_not_change_with_what_comes_later() -> None:
+    rpc = metrics.Rpc()
+    rpc.observe("Lookup", 0.001)
+    snapshot = rpc.snapshot()
+    rpc.observe("Lookup", 0.001)
+    rpc.errors["late"] += 1
+    assert sum(snapshot["times"]["Lookup"]) == 1
+    assert snapshot["errors"] == {}

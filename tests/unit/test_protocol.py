@@ -1,0 +1,269 @@
+"""The one decoder: what it takes, and that whatever else comes is one typed error."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from support.worker import identity
+
+from kvserver import protocol
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.planes import Plane
+from kvserver.protocol import (
+    KEY_BYTES,
+    MAX_CHUNKS,
+    Attach,
+    Attached,
+    Clear,
+    Cleared,
+    EndRequest,
+    Error,
+    Heartbeat,
+    Hello,
+    HelloReply,
+    Lookup,
+    LookupReply,
+    Registered,
+    RegisterWorker,
+    ReportBlockAllocations,
+    Retrieve,
+    Retrieved,
+    SharedFd,
+    Status,
+    StatusReply,
+    Store,
+    Stored,
+    Unregistered,
+    UnregisterWorker,
+    decode_attach,
+    decode_attach_reply,
+    decode_reply,
+    decode_request,
+    encode,
+)
+
+KEYS = bytes(range(KEY_BYTES)) * 2
+COPY: dict[str, Any] = {
+    "boot_id": "b",
+    "registration": 1,
+    "request_id": "r",
+    "chunk_blocks": 4,
+    "keys": KEYS,
+    "block_ids": bytes(32),
+    "word": 3,
+    "sequence": 1 << 40,
+    "deadline_ns": (1 << 63) - 1,
+}
+REQUESTS = [
+    Hello(protocol_version=1, client="test"),
+    RegisterWorker(
+        instance_id="i",
+        incarnation="n",
+        model_name="m",
+        rank=1,
+        world_size=2,
+        attachment=7,
+        memory=[SharedFd(index=0, size_bytes=1 << 40)],
+        words=64,
+        planes=[Plane(0, 0, 64, 64), Plane(0, 1 << 39, 32, 16)],
+        num_blocks=1 << 20,
+        block_tokens=16,
+        chunk_blocks=16,
+        identity=identity(),
+    ),
+    UnregisterWorker(boot_id="b", registration=1),
+    Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=16, keys=KEYS, variant="lora"),
+    Store(**COPY),
+    Retrieve(**COPY, skip_blocks=3),
+    Clear(),
+    Status(),
+    ReportBlockAllocations(instance_id="i", incarnation="n", model_name="m", sequence=0, time_ns=1, records=bytes(8)),
+    EndRequest(instance_id="i", incarnation="n", model_name="m", sequence=1, request_id="r"),
+    Heartbeat(boot_id="b"),
+]
+REPLIES = [
+    HelloReply(
+        protocol_version=1, server_version="0", boot_id="b", chunk_tokens=256, fd_path="/tmp/x.fd", token="secret"
+    ),
+    Registered(registration=1, namespace="ab"),
+    Unregistered(),
+    LookupReply(hit_chunks=2),
+    Stored(stored=1, skipped=2, starved=3),
+    Retrieved(chunks=1),
+    Cleared(chunks=4),
+    StatusReply(status={"l1": {"chunks": 1}}),
+    Error(code="late", message="too late"),
+]
+
+
+def type_name(message: object) -> str:
+    return type(message).__name__
+
+
+def raw(**fields: Any) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def changed(message: Any, **changes: Any) -> bytes:
+    return raw(**{**msgspec.to_builtins(message, builtin_types=(bytes,)), **changes})
+
+
+def refusal(payload: bytes) -> str:
+    with pytest.raises(KVServerError) as caught:
+        decode_request(payload)
+    assert caught.value.code is ErrorCode.BAD_MESSAGE
+    return caught.value.message
+
+
+def message_of(name: str) -> Any:
+    return next(message for message in REQUESTS if type_name(message) == name)
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert {type(message) for message in REQUESTS} == set(get_args(protocol.Request))
+    assert {type(message) for message in REPLIES} == set(get_args(protocol.Reply))
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=type_name)
+def test_requests_come_back_as_they_were_sent(message: Any) -> None:
+    assert decode_request(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=type_name)
+def test_replies_come_back_as_they_were_sent(message: Any) -> None:
+    assert decode_reply(encode(message)) == message
+
+
+def test_attachments_come_back_as_they_were_sent() -> None:
+    assert decode_attach(encode(Attach(token="t"))) == Attach(token="t")
+    for reply in (Attached(attachment=1), Error(code="bad_token", message="no")):
+        assert decode_attach_reply(encode(reply)) == reply
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=type_name)
+def test_the_type_of_a_message_is_its_name_on_the_wire(message: Any) -> None:
+    assert msgspec.msgpack.decode(encode(message))["type"] == type_name(message)
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=type_name)
+def test_a_field_that_a_later_version_adds_is_ignored(message: Any) -> None:
+    assert decode_request(changed(message, invented_later=[1, 2])) == message
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=type_name)
+def test_a_reply_is_no_request(message: Any) -> None:
+    assert type_name(message) in refusal(encode(message))
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=type_name)
+def test_a_missing_field_is_named(message: Any) -> None:
+    for field in msgspec.structs.fields(message):
+        if not field.required:
+            continue
+        fields = msgspec.to_builtins(message, builtin_types=(bytes,))
+        del fields[field.name]
+        assert f"`{field.name}`" in refusal(raw(**fields))
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=type_name)
+def test_a_field_of_a_wrong_type_is_named(message: Any) -> None:
+    for field in msgspec.structs.fields(message):
+        assert f"$.{field.name}" in refusal(changed(message, **{field.name: {"not": "this"}}))
+
+
+ALIEN = {
+    "nothing": b"",
+    "a number": b"\x01",
+    "a list": msgspec.msgpack.encode([1, 2]),
+    "JSON": b'{"type": "Hello", "protocol_version": 1}',
+    "no type": raw(protocol_version=1),
+    "an unknown type": raw(type="Helo", protocol_version=1),
+    "a type that is a number": raw(type=7),
+    "a message within a message": raw(type="_Copy", **COPY),
+    "the never-used byte": b"\xc1" * 50,
+    "text that is not UTF-8": b"\x82\xa4type\xa5Hello\xa6client\xa2\xff\xfe",
+    "an array that claims 4 billion items": b"\xdd\xff\xff\xff\xff",
+    "a map that claims 4 billion items": b"\xdf\xff\xff\xff\xff",
+    "a text that claims 4 gigabytes": b"\x81\xa4type\xdb\xff\xff\xff\xff",
+    "bytes that claim 4 gigabytes": b"\x81\xa4type\xc6\xff\xff\xff\xff",
+    "a hundred thousand nested lists": b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000,
+    "a hundred thousand nested maps": b"\x82\xa4type\xa5Hello\xa1x" + b"\x81\xa1a" * 100_000,
+    "an extension": b"\xc7\x04\x05abcd",
+    "two messages": encode(Status()) * 2,
+}
+
+
+@pytest.mark.parametrize("payload", ALIEN.values(), ids=ALIEN)
+def test_what_is_no_message_is_one_typed_error(payload: bytes) -> None:
+    refusal(payload)
+
+
+HOSTILE = [
+    ("Lookup", "keys", bytes(MAX_CHUNKS * KEY_BYTES + 1)),
+    ("Lookup", "chunk_blocks", 0),
+    ("Lookup", "request_id", ""),
+    ("Lookup", "request_id", "x" * 10_000),
+    ("Lookup", "variant", "x" * 10_000),
+    ("Store", "word", -1),
+    ("Store", "word", 1 << 21),
+    ("Store", "sequence", 1 << 63),
+    ("Store", "sequence", (1 << 64) - 1),
+    ("Store", "deadline_ns", -1),
+    ("Store", "keys", bytes(MAX_CHUNKS * KEY_BYTES + KEY_BYTES)),
+    ("Retrieve", "skip_blocks", 1 << 40),
+    ("RegisterWorker", "rank", 1 << 30),
+    ("RegisterWorker", "world_size", 0),
+    ("RegisterWorker", "world_size", 1 << 30),
+    ("RegisterWorker", "memory", []),
+    ("RegisterWorker", "memory", [{"type": "SharedFd", "index": 0, "size_bytes": 0}]),
+    ("RegisterWorker", "memory", [{"type": "SharedFd", "index": 0, "size_bytes": 1 << 63}]),
+    ("RegisterWorker", "memory", [{"type": "SharedFd", "index": 0, "size_bytes": 1}] * 251),
+    ("RegisterWorker", "memory", [{"type": "Other", "index": 0, "size_bytes": 1}]),
+    ("RegisterWorker", "words", 0),
+    ("RegisterWorker", "planes", []),
+    ("RegisterWorker", "planes", [{"memory": 0, "offset": 0, "stride_bytes": 1, "run_bytes": 1}] * 65537),
+    ("RegisterWorker", "planes", [{"memory": 0, "offset": -1, "stride_bytes": 1, "run_bytes": 1}]),
+    ("RegisterWorker", "num_blocks", 0),
+    ("RegisterWorker", "num_blocks", 1 << 40),
+    ("RegisterWorker", "block_tokens", 0),
+    ("RegisterWorker", "chunk_blocks", -1),
+    ("RegisterWorker", "identity", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), HOSTILE, ids=lambda value: str(value)[:20])
+def test_a_number_or_length_out_of_bounds_is_named(name: str, field: str, value: Any) -> None:
+    assert f"$.{field}" in refusal(changed(message_of(name), **{field: value}))
+
+
+def test_the_largest_lookup_is_taken() -> None:
+    largest = Lookup("i", "n", "r", 1, bytes(MAX_CHUNKS * KEY_BYTES))
+    assert decode_request(encode(largest)) == largest
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_messages_are_read_or_refused_but_nothing_else(seed: int) -> None:
+    rng = random.Random(seed)
+    whole = [encode(message) for message in REQUESTS]
+    codes = set()
+    for _ in range(5000):
+        payload = bytearray(rng.choice(whole))
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(payload) + 1)
+            kind = rng.random()
+            if kind < 0.4:
+                payload[at : at + 1] = rng.randbytes(1)
+            elif kind < 0.6:
+                del payload[at : at + rng.randint(1, 8)]
+            elif kind < 0.8:
+                payload[at:at] = rng.randbytes(rng.randint(1, 8))
+            else:
+                payload = payload[:at] or bytearray(b"\0")
+        try:
+            decode_request(bytes(payload))
+        except KVServerError as error:
+            codes.add(error.code)
+    assert codes == {ErrorCode.BAD_MESSAGE}
