@@ -18,8 +18,6 @@ import socket
 import struct
 from dataclasses import dataclass
 
-import msgspec
-
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.protocol import Attached, Error, decode_attach, encode
 
@@ -65,6 +63,7 @@ class Lifelines:
         self._listener.bind(path)
         os.chmod(path, 0o600)
         self._listener.listen(128)
+        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def listener_fd(self) -> int:
@@ -83,7 +82,8 @@ class Lifelines:
         except BlockingIOError:
             return None
         except OSError as error:
-            log.warning("accept on %s failed: %s", self.path, error)
+            log.warning("refused a connection on %s: %s", self.path, error)
+            self._refuse_with_spare()
             return None
         connection.setblocking(False)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -97,6 +97,13 @@ class Lifelines:
         self._attachments[self._next] = attachment
         self._by_fd[connection.fileno()] = attachment
         return connection.fileno()
+
+    def _refuse_with_spare(self) -> None:
+        """Out of descriptors: a connection that stays in the queue would wake the loop without end."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, fd: int) -> Attachment | None:
         """Handle input on a connection. Returns the attachment if it has ended, after closing it."""
@@ -125,9 +132,8 @@ class Lifelines:
                 raise KVServerError(ErrorCode.TOO_LARGE, f"Attach takes at most {MAX_FDS} descriptors")
             if decode_attach(raw).token != self._token:
                 raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; say Hello again")
-        except (KVServerError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            code = error.code if isinstance(error, KVServerError) else ErrorCode.BAD_MESSAGE
-            self._send(attachment, encode(Error(code=code.value, message=str(error))))
+        except KVServerError as error:
+            self._send(attachment, encode(Error(code=error.code.value, message=error.message)))
             return False
         attachment.attached = True
         return self._send(attachment, encode(Attached(attachment=attachment.number)))
@@ -163,5 +169,6 @@ class Lifelines:
         for attachment in list(self._attachments.values()):
             self.close(attachment)
         self._listener.close()
+        os.close(self._spare)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)

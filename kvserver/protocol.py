@@ -14,7 +14,7 @@ little-endian u32 per block.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -256,6 +256,7 @@ Reply: TypeAlias = (
     HelloReply | Registered | Unregistered | LookupReply | Stored | Retrieved | Cleared | StatusReply | Error
 )
 
+T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -269,10 +270,7 @@ def encode(message: _Message) -> bytes:
 
 def decode_request(raw: bytes) -> Request:
     """KVServerError(BAD_MESSAGE) says which field of which type is wrong."""
-    try:
-        return _request_decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise KVServerError(ErrorCode.BAD_MESSAGE, f"not a request of protocol {PROTOCOL_VERSION}: {error}") from None
+    return _decode(_request_decoder, raw, "a request")
 
 
 def decode_reply(raw: bytes) -> Reply:
@@ -280,8 +278,19 @@ def decode_reply(raw: bytes) -> Reply:
 
 
 def decode_attach(raw: bytes) -> Attach:
-    return _attach_decoder.decode(raw)
+    """KVServerError(BAD_MESSAGE), as decode_request()."""
+    return _decode(_attach_decoder, raw, "an Attach")
 
 
 def decode_attach_reply(raw: bytes) -> Attached | Error:
     return _attach_reply_decoder.decode(raw)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], raw: bytes, what: str) -> T:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        text = str(error)
+        if len(text) > 400:  # it may quote the message, and a peer's megabytes must not come back as a reply
+            text = f"{text[:200]} [...] {text[-100:]}"
+        raise KVServerError(ErrorCode.BAD_MESSAGE, f"not {what} of protocol {PROTOCOL_VERSION}: {text}") from None

@@ -48,6 +48,8 @@ def module_daemon() -> Iterator[Daemon]:
 @pytest.fixture
 def daemon(module_daemon: Daemon) -> Iterator[Daemon]:
     """One daemon for a module. After every test it must run, hold nothing for anybody, and is cleared."""
+    if not module_daemon.running():
+        module_daemon.start()  # an earlier test has failed for it
     yield module_daemon
     assert module_daemon.running(), f"the daemon died:\n{module_daemon.log[-4000:]}"
     assert module_daemon.http("/cache/clear", "POST")[0] == 200

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-KVSERVER = str(Path(sys.executable).parent / "kvserver")
+KVSERVER = os.environ.get("KVSERVER_BIN") or str(Path(sys.executable).parent / "kvserver")
 
 
 def wait_until(predicate: Callable[[], T], seconds: float = 10.0, what: str = "") -> T:

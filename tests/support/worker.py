@@ -197,6 +197,7 @@ class Worker:
     rank: int = 0
     world_size: int = 1
     identity: ModelIdentity = field(default_factory=identity)
+    layout: str = "NHD"
     connect_now: bool = True
 
     def __post_init__(self) -> None:
@@ -247,6 +248,7 @@ class Worker:
             block_tokens=self.geometry.block_tokens,
             chunk_blocks=self.chunk_blocks,
             identity=self.identity,
+            layout=self.layout,
         )
         return msgspec.structs.replace(message, **changes)
 
@@ -271,6 +273,16 @@ class Worker:
         """End the lifeline, as death does."""
         if self.attachment is not None:
             self.attachment.close()
+
+    def round_trip(self) -> None:
+        """Store a chunk, find it, load it elsewhere: AssertionError unless the bytes are equal."""
+        keys, source, target = make_keys(1), self.blocks_for(1), self.blocks_for(1, first=1 + self.chunk_blocks)
+        content = self.memory.blocks(source)
+        assert self.store(keys, source) == Stored(stored=1, skipped=0)
+        self.memory.fill()
+        assert self.lookup(keys) == 1
+        assert self.load(keys, target) == Retrieved(chunks=1)
+        assert self.memory.blocks(target) == content
 
     def close(self) -> None:
         self.hang_up()

@@ -1,0 +1,631 @@
+"""Every bad input gets a typed error that says what was wrong and what was expected; the loop goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import time
+
+import msgspec
+import pytest
+from support.daemon import wait_until
+from support.raw import REQUEST_ID, RawPeer
+from support.worker import WORDS, Geometry, Worker, awkward, ids, make_keys
+
+from kvserver._native import State
+from kvserver.client import Attachment, RequestFailed
+from kvserver.planes import Plane
+from kvserver.protocol import (
+    KEY_BYTES,
+    MAX_CHUNKS,
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Clear,
+    EndRequest,
+    Error,
+    Heartbeat,
+    Hello,
+    HelloReply,
+    Lookup,
+    ReportBlockAllocations,
+    SharedFd,
+    UnregisterWorker,
+    decode_attach_reply,
+    encode,
+)
+
+HELLO = encode(Hello(protocol_version=PROTOCOL_VERSION))
+
+
+@pytest.fixture
+def peer(daemon):
+    with RawPeer(daemon.endpoint) as raw:
+        yield raw
+
+
+@pytest.fixture(autouse=True)
+def _still_serves(daemon):
+    """After every test a normal worker stores and loads."""
+    yield
+    with Worker(daemon.endpoint) as worker:
+        worker.round_trip()
+
+
+def assert_error(error: Error, code: str, *words: str) -> None:
+    assert error.code == code, error
+    missing = [word for word in words if word not in error.message]
+    assert not missing, f"{missing} not in {error.message!r}"
+    assert len(error.message) < 2000
+
+
+# ---- frames -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([b"x"], "got 1 frames of sizes [1]; expected 2"),
+        ([b""], "got 1 frames of sizes [0]; expected 2"),
+        ([REQUEST_ID], "got 1 frames of sizes [8]; expected 2"),
+        ([b"short", HELLO], "got 2 frames"),
+        ([b"", REQUEST_ID, HELLO], "got 3 frames"),
+        ([REQUEST_ID, HELLO, b""], "got 3 frames of sizes [8, "),
+        ([b"y"] * 500, "got 500 frames of sizes [1, 1, 1, 1, 1, 1, 1, 1]; expected 2"),
+    ],
+    ids=lambda value: f"{len(value)}-frames" if isinstance(value, list) else "",
+)
+def test_a_message_of_wrong_frames_is_told_what_frames_are_expected(peer, frames, words):
+    assert_error(peer.error(*frames), "bad_frames", words, "8-byte request id", "msgpack message")
+
+
+def test_an_error_carries_the_request_id_when_there_was_one(peer):
+    peer.send(REQUEST_ID, b"\xc1")
+    assert peer.receive()[0] == REQUEST_ID
+    peer.send(REQUEST_ID, HELLO, b"more")
+    assert peer.receive()[0] == REQUEST_ID
+    peer.send(b"?", HELLO)
+    assert peer.receive()[0] == bytes(8)
+
+
+# ---- messages ---------------------------------------------------------------------------------
+
+LOOKUP = {
+    "type": "Lookup",
+    "instance_id": "i",
+    "incarnation": "n",
+    "request_id": "r",
+    "chunk_blocks": 4,
+    "keys": bytes(KEY_BYTES),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["truncated"]),
+        (HELLO[:-3], ["truncated"]),
+        (HELLO + b"\x00", ["trailing"]),
+        (b"\xc1\xff\xfe", ["not a request of protocol 1"]),
+        (b"GET / HTTP/1.1\r\n\r\n", ["not a request of protocol 1"]),
+        (b"\x80\x04\x95\x0b\x00.", ["not a request of protocol 1"]),  # a pickle
+        (b"\x81\xa4type\xa2\xff\xfe", ["not a request of protocol 1"]),  # not UTF-8
+        (b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000, ["not a request of protocol 1"]),
+        (42, ["Expected `object`, got `int`"]),
+        (["Hello", 1], ["Expected `object`, got `array`"]),
+        ({}, ["missing required field `type`"]),
+        ({"type": "Nonsense"}, ["Invalid value 'Nonsense'", "$.type"]),
+        ({"type": "N" * 100_000}, ["Invalid value 'NNN"]),
+        ({"type": 7}, ["Expected `str`", "$.type"]),
+        ({"type": "Stored", "stored": 1, "skipped": 0}, ["Invalid value 'Stored'"]),
+        ({"type": "Hello"}, ["missing required field `protocol_version`"]),
+        ({"type": "Hello", "protocol_version": "1"}, ["Expected `int`, got `str`", "$.protocol_version"]),
+        ({"type": "Hello", "protocol_version": 1.5}, ["Expected `int`, got `float`"]),
+        ({"type": "Hello", "protocol_version": None}, ["Expected `int`, got `None`"]),
+        ({**LOOKUP, "keys": "text"}, ["Expected `bytes`, got `str`", "$.keys"]),
+        ({**LOOKUP, "keys": [1, 2]}, ["Expected `bytes`, got `array`", "$.keys"]),
+        ({**LOOKUP, "keys": bytes((MAX_CHUNKS + 1) * KEY_BYTES)}, [f"length <= {MAX_CHUNKS * KEY_BYTES}", "$.keys"]),
+        ({**LOOKUP, "instance_id": ""}, ["length >= 1", "$.instance_id"]),
+        ({**LOOKUP, "instance_id": "i" * 513}, ["length <= 512", "$.instance_id"]),
+        ({**LOOKUP, "chunk_blocks": 0}, [">= 1", "$.chunk_blocks"]),
+        ({**LOOKUP, "chunk_blocks": -1}, [">= 1", "$.chunk_blocks"]),
+        ({**LOOKUP, "chunk_blocks": 2**63}, ["<= 2147483648", "$.chunk_blocks"]),
+    ],
+)
+def test_an_unreadable_message_is_told_which_field_is_wrong(peer, content, words):
+    assert_error(peer.error_of(content), "bad_message", *words)
+
+
+def test_a_message_over_the_limit_is_told_both_numbers(daemon, peer):
+    size = 4 * 2**20 + 1
+    assert_error(peer.error(REQUEST_ID, bytes(size)), "too_large", f"{size} bytes", f"limit is {4 * 2**20}", "split")
+
+
+def test_a_message_far_over_the_limit_ends_only_its_own_connection(make_daemon, make_worker):
+    daemon = make_daemon(max_message_bytes=4096)
+    worker = make_worker(daemon)
+    with RawPeer(daemon.endpoint) as peer:
+        before = daemon.rss_bytes()
+        for _ in range(20):
+            peer.send(REQUEST_ID, bytes(10 * 2**20))
+        with pytest.raises(TimeoutError):
+            peer.receive(0.3)
+        assert daemon.rss_bytes() - before < 50 * 2**20
+    worker.round_trip()
+
+
+# ---- versions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [0, -1, PROTOCOL_VERSION + 1, 2**63])
+def test_a_version_mismatch_names_both_versions(peer, version):
+    error = peer.error_of({"type": "Hello", "protocol_version": version})
+    assert_error(error, "version_mismatch", f"client speaks protocol {version}", f"speaks 1 to {PROTOCOL_VERSION}")
+
+
+# ---- who is asking ----------------------------------------------------------------------------
+
+
+def test_unknown_instances_are_named(worker):
+    lookup = Lookup(instance_id="who", incarnation="x", request_id="r", chunk_blocks=4, keys=bytes(32))
+    end = EndRequest(instance_id="who", incarnation="x", model_name="m", sequence=0, request_id="r")
+    report = ReportBlockAllocations(
+        instance_id="who", incarnation="x", model_name="m", sequence=0, time_ns=0, records=b""
+    )
+    for message in (lookup, end, report, Clear(instance_id="who")):
+        assert_error(worker.error_of(message), "unknown_instance", "'who'", "registered")
+
+
+def test_another_incarnation_of_an_instance_is_refused(worker):
+    lookup = Lookup(instance_id=worker.instance_id, incarnation="other", request_id="r", chunk_blocks=4, keys=bytes(32))
+    assert_error(worker.error_of(lookup), "duplicate_instance", worker.instance_id, "engine_id")
+
+
+@pytest.mark.parametrize(("rank", "world"), [(1, 1), (2, 2), (4000, 3)])
+def test_a_rank_outside_its_world_is_refused(daemon, make_worker, rank, world):
+    worker = make_worker(daemon, connect_now=False)
+    worker.attach()
+    error = worker.error_of(worker.registration(rank=rank, world_size=world))
+    assert_error(error, "unknown_rank", f"rank {rank} of a world of {world}")
+
+
+def test_a_rank_that_is_taken_is_refused(daemon, make_worker, worker):
+    second = make_worker(daemon, instance_id=worker.instance_id, incarnation=worker.incarnation, connect_now=False)
+    second.attach()
+    assert_error(second.error_of(second.registration()), "duplicate_instance", "rank 0", "registered already")
+
+
+def test_unknown_registrations_are_named(worker):
+    keys, blocks = make_keys(1), worker.blocks_for(1)
+    boot = worker.hello.boot_id
+    for message in (
+        worker.store_message(keys, blocks, registration=4711),
+        worker.load_message(keys, blocks, registration=4711),
+        UnregisterWorker(boot_id=boot, registration=4711),
+    ):
+        assert_error(worker.error_of(message), "stale_registration", "4711", "no longer")
+
+
+def test_messages_for_another_boot_are_told_to_register_again(worker):
+    keys, blocks = make_keys(1), worker.blocks_for(1)
+    for message in (
+        worker.store_message(keys, blocks, boot_id="before"),
+        worker.load_message(keys, blocks, boot_id="before"),
+        UnregisterWorker(boot_id="before", registration=worker.number),
+        Heartbeat(boot_id="before"),
+    ):
+        assert_error(worker.error_of(message), "stale_boot", "'before'", worker.hello.boot_id, "register again")
+
+
+# ---- keys and blocks --------------------------------------------------------------------------
+
+
+def copies(worker: Worker, keys: list[bytes], blocks: list[int], /, **changes: object):
+    """The same bad copy as a store and as a load."""
+    return [
+        msgspec.structs.replace(make(keys, blocks), **changes) for make in (worker.store_message, worker.load_message)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ([1, 2, 3, 64], ["block id 64 is out of range", "64 blocks"]),
+        ([1, 2, 3, 2**32 - 1], ["block id 4294967295 is out of range"]),
+        ([1, 2, 3, 2], ["block id 2 is named more than once"]),
+        ([1, 2, 3, 0], ["block id 0 is the null block"]),
+        ([1, 2, 3, 4, 5], ["holds 20 bytes", "4 blocks of 4 bytes"]),
+        ([], ["holds 0 bytes", "4 blocks of 4 bytes"]),
+    ],
+)
+def test_bad_block_ids_are_named(worker, blocks, words):
+    keys = make_keys(1)
+    worker.store(keys, worker.blocks_for(1, first=20))
+    for message in copies(worker, keys, blocks):
+        assert_error(worker.error_of(message), "bad_blocks", *words)
+
+
+def test_a_store_of_part_of_a_chunk_is_refused(worker):
+    assert_error(worker.error_of(worker.store_message(make_keys(1), [1, 2, 3])), "bad_blocks", "12 bytes", "4 blocks")
+
+
+def test_block_ids_that_are_no_whole_numbers_are_refused(worker):
+    for message in copies(worker, make_keys(1), [1, 2, 3, 4], block_ids=b"123456789012345"):
+        assert_error(worker.error_of(message), "bad_blocks", "15 bytes", "4 bytes each")
+
+
+def test_a_load_that_leaves_out_a_whole_chunk_is_refused(worker):
+    keys = make_keys(2)
+    worker.store(keys, worker.blocks_for(2))
+    assert_error(worker.error_of(worker.load_message(keys, [1, 2, 3, 4], skip=4)), "bad_blocks", "skip_blocks 4")
+    assert_error(worker.error_of(worker.load_message(keys, [1, 2, 3, 4])), "bad_blocks", "holds 16 bytes", "5 to 8")
+    assert_error(worker.error_of(worker.load_message(keys, [1, 2, 3], skip=1)), "bad_blocks", "holds 12 bytes")
+
+
+def test_many_repeated_block_ids_do_not_hold_up_the_loop(daemon, make_worker):
+    """The loop once took minutes to name the repeated id of a long list."""
+    count = 4 * MAX_CHUNKS
+    plane = Plane(0, 0, 1, 1)
+    worker = make_worker(daemon, geometry=Geometry(2 * count, 16, sizes=(2 * count,), planes=(plane,)))
+    blocks = [*range(1, count), count - 1]
+    began = time.monotonic()
+    error = worker.error_of(worker.store_message(make_keys(MAX_CHUNKS), blocks))
+    assert_error(error, "bad_blocks", f"block id {count - 1} is named more than once")
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("length", [0, 1, KEY_BYTES - 1, KEY_BYTES + 1, 5 * KEY_BYTES - 1])
+def test_keys_that_are_not_whole_are_refused(worker, length):
+    words = f"{length} bytes", f"whole keys of {KEY_BYTES}"
+    lookup = Lookup(
+        instance_id=worker.instance_id,
+        incarnation=worker.incarnation,
+        request_id="r",
+        chunk_blocks=4,
+        keys=bytes(length),
+    )
+    for message in (lookup, *copies(worker, make_keys(1), [1, 2, 3, 4], keys=bytes(length))):
+        assert_error(worker.error_of(message), "bad_keys", *words)
+
+
+def test_keys_of_another_chunk_size_are_refused(worker):
+    keys = make_keys(1)
+    lookup = Lookup(
+        instance_id=worker.instance_id, incarnation=worker.incarnation, request_id="r", chunk_blocks=5, keys=keys[0]
+    )
+    for message in (lookup, *copies(worker, keys, [1, 2, 3, 4, 5], chunk_blocks=5)):
+        assert_error(worker.error_of(message), "bad_keys", "per 5 blocks", "registered 4")
+
+
+def test_a_load_of_chunks_that_are_not_there_says_how_many(worker):
+    keys = make_keys(3)
+    worker.store(keys[1:], worker.blocks_for(2))
+    error = worker.error_of(worker.load_message(keys, worker.blocks_for(3)))
+    assert_error(error, "not_found", "1 of 3 chunks are not READY")
+
+
+def test_a_store_larger_than_l1_is_told_the_numbers(daemon, make_worker):
+    geometry = Geometry(300, 16, sizes=(300 * 65536,), planes=(Plane(0, 0, 65536, 65536),))
+    worker = make_worker(daemon, geometry=geometry)
+    error = worker.error_of(worker.store_message(make_keys(65), worker.blocks_for(65)))
+    assert_error(error, "too_large", "65 chunks of 262144 bytes", "4160 pages", "L1 has 4096", "--l1-size")
+    assert worker.store(make_keys(64), worker.blocks_for(64)).stored == 64
+
+
+def test_a_state_word_outside_its_page_is_refused(worker):
+    for message in copies(worker, make_keys(1), [1, 2, 3, 4], word=WORDS):
+        assert_error(worker.error_of(message), "bad_message", f"state word {WORDS}", f"page of {WORDS} words")
+
+
+def test_a_copy_whose_deadline_has_passed_is_not_started(worker):
+    keys = make_keys(1)
+    worker.store(keys, worker.blocks_for(1))
+    untouched = worker.memory.image()
+    for message in (
+        worker.load_message(keys, worker.blocks_for(1, first=20), deadline_ns=time.monotonic_ns() - 1),
+        worker.store_message(make_keys(1), worker.blocks_for(1), deadline_ns=0),
+    ):
+        assert_error(worker.error_of(message), "late", "deadline had passed")
+    assert worker.memory.image() == untouched
+
+
+def test_the_word_of_a_refused_copy_says_failed_before_its_reply(worker):
+    keys = make_keys(1)
+    for message in (
+        *copies(worker, keys, [1, 2, 3, 999]),
+        *copies(worker, keys, [1, 2, 3, 4], keys=b"odd"),
+        *copies(worker, keys, [1, 2, 3, 4], deadline_ns=1),
+        worker.load_message(keys, [1, 2, 3, 4]),
+    ):
+        operation = worker.begin(message)
+        assert isinstance(operation.reply(), Error)
+        assert operation.state == State.FAILED
+
+
+# ---- registrations ----------------------------------------------------------------------------
+
+
+def test_registrations_that_do_not_fit_their_memory_are_told_the_numbers(daemon, make_worker):
+    worker = make_worker(daemon, geometry=awkward(num_blocks=12), connect_now=False)
+    plane = Plane(0, 0, 192, 192)
+    size = worker.geometry.sizes[0]
+    huge = 1 << 62
+    for changes, code, words in [
+        ({"planes": [plane, Plane(0, size - 191, 0, 192)], "num_blocks": 1}, "bad_planes", ["plane 1 ends outside", str(size)]),
+        ({"planes": [Plane(0, 0, size, 192)]}, "bad_planes", ["plane 0 ends outside", f"stride {size}"]),
+        ({"planes": [Plane(0, huge, 192, 192)]}, "bad_planes", ["plane 0 ends outside", f"offset {huge}"]),
+        ({"planes": [Plane(0, 0, huge, 192)]}, "bad_planes", ["plane 0 ends outside", f"stride {huge}"]),
+        ({"planes": [plane, Plane(2, 0, 1, 1)]}, "bad_planes", ["plane 1 names memory 2 of 2"]),
+        ({"planes": [Plane(0, 0, 191, 192)]}, "bad_planes", ["plane 0", "overlap", "stride 191 < run 192"]),
+        ({"num_blocks": 1 << 31}, "bad_planes", ["plane 0 ends outside", f"{1 << 31} blocks"]),
+        ({"planes": [Plane(0, 0, huge, huge)]}, "too_large", ["one chunk", "L1 has 16777216", "--l1-size"]),
+        ({"chunk_blocks": 5}, "bad_planes", ["chunk_blocks is 5", "64 chunk tokens", "16", "make 4"]),
+        ({"memory": [SharedFd(0, size)]}, "bad_memory", ["3 descriptors", "0 to 1"]),
+        ({"memory": [SharedFd(0, size), SharedFd(0, size)]}, "bad_memory", ["3 descriptors", "once"]),
+        ({"memory": [SharedFd(0, size), SharedFd(7, size)]}, "bad_memory", ["3 descriptors", "0 to 1"]),
+        ({"memory": [SharedFd(0, size), SharedFd(1, huge)]}, "bad_memory", [str(huge), "registration says"]),
+        ({"words": WORDS + 1}, "bad_memory", [f"holds {WORDS * 8} bytes", f"says {WORDS * 8 + 8}"]),
+        ({"attachment": 999_999}, "unknown_attachment", ["999999", "Attach again"]),
+    ]:  # fmt: skip
+        worker.attach()
+        error = worker.error_of(worker.registration(**changes))
+        assert_error(error, code, *words)
+        worker.hang_up()
+    daemon.wait_for_books(mappings=0, attachments=0)
+    assert daemon.open_memfds() == 0
+    worker.connect().round_trip()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"planes": []}, ["length >= 1", "$.planes"]),
+        ({"planes": [[0, 0, 1, 1]] * 3}, ["$.planes"]),
+        ({"planes": [{"memory": 0, "offset": 0, "stride_bytes": 0, "run_bytes": 0}]}, [">= 1", "run_bytes"]),
+        ({"planes": [{"memory": 0, "offset": -1, "stride_bytes": 0, "run_bytes": 1}]}, [">= 0", "offset"]),
+        ({"planes": [{"memory": 0, "offset": 2**63, "stride_bytes": 0, "run_bytes": 1}]}, ["<= ", "offset"]),
+        ({"memory": []}, ["length >= 1", "$.memory"]),
+        ({"memory": [{"type": "CudaIpc", "handle": b"x"}]}, ["$.memory"]),
+        ({"world_size": 4097}, ["<= 4096", "$.world_size"]),
+        ({"words": 0}, [">= 1", "$.words"]),
+        ({"num_blocks": 0}, [">= 1", "$.num_blocks"]),
+        ({"identity": {"model": "m"}}, ["missing required field", "$.identity"]),
+        ({"identity": None}, ["$.identity"]),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_a_registration_with_a_bad_field_is_told_which(daemon, peer, make_worker, changes, words):
+    worker = make_worker(daemon, connect_now=False)
+    worker.attach()
+    content = {"type": "RegisterWorker", **msgspec.to_builtins(worker.registration()), **changes}
+    assert_error(peer.error_of(content), "bad_message", *words)
+
+
+def test_memory_that_is_smaller_than_registered_is_refused(daemon, make_worker):
+    worker = make_worker(daemon, connect_now=False)
+    worker.memory.truncate(1, 4096)
+    worker.attach()
+    error = worker.error_of(worker.registration())
+    assert_error(error, "bad_memory", "holds 4096 bytes", f"registration says {worker.geometry.sizes[1]}")
+
+
+def test_an_unsealed_state_word_page_is_refused(daemon, make_worker):
+    worker = make_worker(daemon, connect_now=False)
+    unsealed = os.memfd_create("test-words", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, WORDS * 8)
+    worker.attach([*worker.memory.fds, unsealed])
+    os.close(unsealed)
+    assert_error(worker.error_of(worker.registration()), "bad_memory", "state word page", "F_SEAL_SHRINK")
+
+
+def test_descriptors_that_are_no_memory_are_refused(daemon, make_worker):
+    worker = make_worker(daemon, connect_now=False)
+    for odd in (os.open("/dev/null", os.O_RDWR), os.open("/", os.O_RDONLY), os.eventfd(0), *os.pipe()):
+        worker.attach([odd, worker.memory.fds[1], worker.words.fd])
+        os.close(odd)
+        assert_error(worker.error_of(worker.registration()), "bad_memory", "registration says")
+        worker.hang_up()
+
+
+def test_memory_that_may_only_be_read_is_refused(daemon, make_worker, tmp_path):
+    worker = make_worker(daemon, connect_now=False)
+    path = tmp_path / "kv"
+    path.write_bytes(bytes(worker.geometry.sizes[0]))
+    read_only = os.open(path, os.O_RDONLY)
+    worker.attach([read_only, worker.memory.fds[1], worker.words.fd])
+    os.close(read_only)
+    assert_error(worker.error_of(worker.registration()), "bad_memory", "mmap of", "Permission denied")
+
+
+# ---- the .fd socket ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hello(daemon, peer) -> HelloReply:
+    peer.send(REQUEST_ID, HELLO)
+    reply = peer.receive()[1]
+    assert isinstance(reply, HelloReply)
+    return reply
+
+
+def connect(hello: HelloReply) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(5)
+    wait_until(lambda: connection.connect_ex(hello.fd_path) != errno.EAGAIN, what="room in the backlog")
+    return connection
+
+
+def test_a_wrong_token_is_refused(daemon, hello):
+    with pytest.raises(RequestFailed, match=r"bad_token: .*say Hello again"):
+        Attachment(hello.fd_path, "guessed", [])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET / HTTP/1.1",
+        b"\x00",
+        b"\x81",
+        HELLO,
+        b"\x82\xa4type\xa6Attach\xa1x" + b"\x91" * 4000,
+        msgspec.msgpack.encode({"type": "N" * 3900}),
+        msgspec.msgpack.encode({"type": "Attach", "token": 7}),
+        msgspec.msgpack.encode({"type": "Attach"}),
+    ],
+)
+def test_garbage_on_the_fd_socket_gets_an_error_and_is_hung_up_on(daemon, hello, raw):
+    with connect(hello) as connection:
+        connection.send(raw)
+        reply = decode_attach_reply(connection.recv(65536))
+        assert isinstance(reply, Error)
+        assert_error(reply, "bad_message")
+        assert connection.recv(16) == b""
+
+
+def test_an_attach_that_is_too_long_is_refused(daemon, hello):
+    with connect(hello) as connection:
+        connection.send(encode(Attach(token=hello.token)) + bytes(5000))
+        reply = decode_attach_reply(connection.recv(65536))
+        assert isinstance(reply, Error)
+        assert_error(reply, "too_large")
+        assert connection.recv(16) == b""
+
+
+def test_too_many_descriptors_are_refused_and_closed(daemon, hello):
+    before = daemon.open_memfds()
+    fd = os.memfd_create("test-many")
+    try:
+        with pytest.raises(RequestFailed, match=r"too_large: .*at most 251 descriptors"):
+            Attachment(hello.fd_path, hello.token, [fd] * 253)
+    finally:
+        os.close(fd)
+    daemon.wait_for_books(attachments=0)
+    assert daemon.open_memfds() == before
+
+
+def test_descriptors_that_nobody_registers_are_closed_with_their_connection(daemon, hello):
+    fd = os.memfd_create("test-unclaimed")
+    attachment = Attachment(hello.fd_path, hello.token, [fd] * 200)
+    os.close(fd)
+    wait_until(lambda: daemon.open_memfds() == 200)
+    attachment.close()
+    wait_until(lambda: daemon.open_memfds() == 0)
+
+
+def test_what_comes_after_attach_is_ignored(daemon, worker):
+    fd = os.memfd_create("test-late")
+    # The client library has no way to send more: this is what another one might do.
+    connection = connect(worker.hello)
+    try:
+        socket.send_fds(connection, [encode(Attach(token=worker.hello.token))], [])
+        assert isinstance(decode_attach_reply(connection.recv(4096)), Attached)
+        for _ in range(20):
+            socket.send_fds(connection, [b"noise"], [fd] * 10)
+        worker.round_trip()
+        wait_until(lambda: daemon.open_memfds() == 3, what="descriptors that nobody asked for are closed")
+    finally:
+        connection.close()
+        os.close(fd)
+
+
+def test_an_attachment_serves_one_registration(daemon, make_worker, worker):
+    second = make_worker(daemon, connect_now=False)
+    second.attach()
+    error = second.error_of(second.registration(attachment=worker.attachment.number))
+    assert_error(error, "unknown_attachment", "used")
+
+
+def test_an_attachment_without_descriptors_cannot_be_registered(daemon, make_worker):
+    worker = make_worker(daemon, connect_now=False)
+    worker.attach([])
+    assert_error(worker.error_of(worker.registration()), "bad_memory", "0 descriptors")
+
+
+def test_more_connections_than_the_limit_do_not_stop_the_daemon(daemon, hello, worker):
+    connections = []
+    try:
+        for _ in range(1100):
+            connections.append(connect(hello))
+        worker.round_trip()
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on(make_daemon, make_worker):
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    held = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (held + 10, held + 10))
+    connections = [connect(worker.hello) for _ in range(60)]
+    worker.round_trip()
+    refused = [c for c in connections[40:] if c.recv(1) == b""]
+    assert len(refused) == 20
+    assert daemon.log.count("refused a connection") < 200
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= held)
+    make_worker(daemon).round_trip()
+
+
+# ---- notices ----------------------------------------------------------------------------------
+
+
+def report(worker: Worker, sequence: int, records: bytes = b"") -> ReportBlockAllocations:
+    return ReportBlockAllocations(
+        instance_id=worker.instance_id,
+        incarnation=worker.incarnation,
+        model_name=worker.model_name,
+        sequence=sequence,
+        time_ns=time.monotonic_ns(),
+        records=records,
+    )
+
+
+def end_request(worker: Worker, sequence: int, request_id: str = "r") -> EndRequest:
+    return EndRequest(
+        instance_id=worker.instance_id,
+        incarnation=worker.incarnation,
+        model_name=worker.model_name,
+        sequence=sequence,
+        request_id=request_id,
+    )
+
+
+def requests_of(daemon, worker: Worker) -> dict[str, int]:
+    return next(i["requests"] for i in daemon.status()["instances"] if i["instance_id"] == worker.instance_id)
+
+
+def test_notices_are_not_answered_and_are_counted(daemon, worker):
+    keys = make_keys(2)
+    worker.store(keys, worker.blocks_for(2))
+    worker.lookup(keys, request_id="leased")
+    sent = [
+        worker.send(report(worker, 0, ids([1 | 4 << 29, 2, 3 | 1 << 29]))),
+        worker.send(end_request(worker, 1, "leased")),
+        worker.send(Heartbeat(boot_id=worker.hello.boot_id)),
+    ]
+    assert worker.lookup(make_keys(1)) == 0  # answered after them
+    for number in sent:
+        with pytest.raises(TimeoutError):
+            worker.reply_to(number, 0.02)
+    found = requests_of(daemon, worker)
+    assert (found["block_records"], found["ended_requests"], found["sequence_gaps"]) == (3, 1, 0)
+    assert daemon.books()["leases"] == 0
+
+
+def test_gaps_in_the_sequence_of_notices_are_counted(daemon, worker):
+    for sequence in (0, 1, 2, 5, 6, 6):  # two messages are missing, one comes twice
+        worker.send(report(worker, sequence))
+    worker.send(end_request(worker, 9))
+    worker.lookup(make_keys(1))
+    assert requests_of(daemon, worker)["sequence_gaps"] == 3
+
+
+def test_bad_records_are_told_what_is_expected(worker):
+    error = worker.error_of(report(worker, 0, b"12345"))
+    assert_error(error, "bad_records", "5 bytes", "u32")
+    error = worker.error_of(report(worker, 0, ids([5 << 29])))
+    assert_error(error, "bad_records", "operation 5", "0 to 4")
