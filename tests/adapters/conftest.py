@@ -53,7 +53,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
-    """Start an engine on a daemon, or on an endpoint; at the end it is closed and no exception was swallowed."""
+    """Start an engine on a daemon, or on an endpoint. At the end: it swallowed no exception, and it is closed."""
     engines: list[Engine] = []
 
     def make(daemon: Daemon | str, folder: Path | None = None, **options: Any) -> Engine:
@@ -64,3 +64,4 @@ def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.close()
+    assert [engine.errors() for engine in engines] == [{} for _ in engines]

@@ -15,13 +15,15 @@ import copy
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from kvserver.adapters.vllm import KVServerConnector
+from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StoreSpec
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -50,8 +52,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-
-from kvserver.adapters.vllm import KVServerConnector
 
 VOCAB = 1024
 BLOCK = 16  # tokens
@@ -206,7 +206,9 @@ class Engine:
         self.draft_luck = random.Random(5)
         self.answers: dict[str, Answer] = {}
         self.received: list[str] = []  # requests in finished_recving, as they came
-        self.outputs: list[tuple[SchedulerOutput, KVConnectorOutput]] = []  # of the last step and those before
+        self.plans: list[StepPlan] = []  # what the scheduler half told the worker halves, step by step
+        self.resumed: list[str] = []  # requests that went on after a preemption
+        self.before_step: Callable[[StepPlan], None] = lambda plan: None  # called before the workers see the plan
         self._rows: dict[str, Row] = {}
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.config = self._make_config(
@@ -317,6 +319,16 @@ class Engine:
         return self.scheduler.kv_cache_manager.block_pool
 
     @property
+    def loads(self) -> list[LoadSpec]:
+        """Every load that was planned."""
+        return [load for plan in self.plans for load in plan.loads]
+
+    @property
+    def stores(self) -> list[StoreSpec]:
+        """Every store that was planned."""
+        return [store for plan in self.plans for store in plan.stores]
+
+    @property
     def free_blocks(self) -> int:
         return int(self.pool.get_num_free_blocks())
 
@@ -397,9 +409,14 @@ class Engine:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """What the workers do in one step."""
+        plan = output.kv_connector_metadata
+        assert isinstance(plan, StepPlan)
+        self.plans.append(plan)
+        self.resumed += sorted(output.scheduled_cached_reqs.resumed_req_ids)
+        self.before_step(plan)
         for runner in self.runners:
-            runner.connector.handle_preemptions(output.kv_connector_metadata)
-            runner.connector.bind_connector_metadata(output.kv_connector_metadata)
+            runner.connector.handle_preemptions(plan)
+            runner.connector.bind_connector_metadata(plan)
         result = self.forward(output)
         results: list[ModelRunnerOutput | None] = []
         for runner in self.runners:
@@ -510,7 +527,3 @@ class Engine:
         self.scheduler.shutdown()
         for runner in self.runners:
             runner.connector.shutdown()
-
-
-def names_of(requests: Iterable[Request]) -> list[str]:
-    return [request.request_id for request in requests]
