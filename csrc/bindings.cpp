@@ -50,9 +50,9 @@ void submit_copy(Copier& copier, uint64_t ticket, Direction direction,
     job->blocks_per_slot = blocks_per_slot;
     job->skip = skip;
     if (word_memory) {
-        if ((word_index + 1) * sizeof(Word) > word_memory->size())
-            throw std::invalid_argument("state word index outside its page");
-        job->word = reinterpret_cast<Word*>(word_memory->data()) + word_index;
+        job->word = word_memory->word(word_index);
+        if (job->word == nullptr)
+            throw std::invalid_argument("state word index outside its page, or the page not mapped");
         job->word_memory = std::move(word_memory);
     }
     job->sequence = sequence;
@@ -94,15 +94,15 @@ NB_MODULE(_native, m) {
         .def("intact", &Mapping::intact)
         .def_prop_ro("mapped", &Mapping::mapped)
         .def_prop_ro("size", &Mapping::size)
-        .def("fail_word",
-             [](Mapping& page, uint64_t index, uint64_t sequence) {
-                 if (!page.mapped() || (index + 1) * sizeof(Word) > page.size())
-                     throw std::out_of_range("state word index");
-                 return move_word(reinterpret_cast<Word*>(page.data())[index], sequence,
-                                  State::kPending, State::kFailed);
-             },
-             "index"_a, "sequence"_a,
-             "Refuse an operation before it began: PENDING -> FAILED. False if it was cancelled.");
+        .def(
+            "fail_word",
+            [](Mapping& page, uint64_t index, uint64_t sequence) {
+                Word* word = page.word(index);
+                if (word == nullptr) throw std::out_of_range("state word index");
+                return move_word(*word, sequence, State::kPending, State::kFailed);
+            },
+            "index"_a, "sequence"_a,
+            "Refuse an operation before it began: PENDING -> FAILED. False if it was cancelled.");
     nb::class_<PlaneTable>(m, "PlaneTable")
         .def(nb::new_(&make_table), "memories"_a, "rows"_a, "num_blocks"_a)
         .def_prop_ro("num_blocks", &PlaneTable::num_blocks)
@@ -114,22 +114,25 @@ NB_MODULE(_native, m) {
         .def(nb::init<uint64_t>(), "words"_a)
         .def_prop_ro("fd", &WordPage::fd)
         .def_prop_ro("count", &WordPage::count)
-        .def("arm",
-             [](WordPage& page, uint64_t index, uint64_t sequence) {
-                 page.at(index).store(make_word(sequence, State::kPending),
-                                      std::memory_order_release);
-             },
-             "index"_a, "sequence"_a, "Begin an operation: the word becomes PENDING.")
-        .def("state",
-             [](WordPage& page, uint64_t index) {
-                 return static_cast<State>(page.at(index).load(std::memory_order_acquire) & 0xff);
-             },
-             "index"_a)
-        .def("move",
-             [](WordPage& page, uint64_t index, uint64_t sequence, State from, State to) {
-                 return move_word(page.at(index), sequence, from, to);
-             },
-             "index"_a, "sequence"_a, "from_"_a, "to"_a);
+        .def(
+            "arm",
+            [](WordPage& page, uint64_t index, uint64_t sequence) {
+                page.at(index).store(make_word(sequence, State::kPending),
+                                     std::memory_order_release);
+            },
+            "index"_a, "sequence"_a, "Begin an operation: the word becomes PENDING.")
+        .def(
+            "state",
+            [](WordPage& page, uint64_t index) {
+                return static_cast<State>(page.at(index).load(std::memory_order_acquire) & 0xff);
+            },
+            "index"_a)
+        .def(
+            "move",
+            [](WordPage& page, uint64_t index, uint64_t sequence, State from, State to) {
+                return move_word(page.at(index), sequence, from, to);
+            },
+            "index"_a, "sequence"_a, "from_"_a, "to"_a);
     nb::class_<Copier>(m, "Copier")
         .def(nb::init<std::shared_ptr<HostRegion>, uint64_t, unsigned, unsigned>(), "region"_a,
              "page_bytes"_a, "threads"_a, "delay_micros"_a = 0)

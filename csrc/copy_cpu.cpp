@@ -79,7 +79,8 @@ Copier::Copier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned
                unsigned delay_micros)
     : region_(std::move(region)), page_bytes_(page_bytes), delay_micros_(delay_micros) {
     if (threads == 0) throw std::invalid_argument("the copier needs at least one thread");
-    if (page_bytes == 0) throw std::invalid_argument("a page needs at least one byte");
+    if (page_bytes == 0 || page_bytes > region_->size())
+        throw std::invalid_argument("a page needs at least one byte, and L1 at least one page");
     install_sigbus_guard();
     for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run_copies(); });
     threads_.emplace_back([this] { run_maps(); });
@@ -105,14 +106,15 @@ void Copier::submit(std::shared_ptr<CopyJob> job) {
     const uint64_t slots = job->pages_per_slot == 0 ? 0 : job->pages.size() / job->pages_per_slot;
     if (job->skip + job->blocks.size() > slots * job->blocks_per_slot)
         throw std::invalid_argument("a copy job names more blocks than its slots hold");
-    if (job->blocks_per_slot * job->planes->block_bytes() > job->pages_per_slot * page_bytes_)
+    const auto slot_bytes = static_cast<unsigned __int128>(job->blocks_per_slot) * job->planes->block_bytes();
+    if (slot_bytes > static_cast<unsigned __int128>(job->pages_per_slot) * page_bytes_)
         throw std::invalid_argument("a slot has too few pages for its blocks");
     for (uint32_t id : job->blocks)
         if (id >= job->planes->num_blocks())
             throw std::invalid_argument("block id " + std::to_string(id) + " of " +
                                         std::to_string(job->planes->num_blocks()));
     for (uint32_t page : job->pages)
-        if ((page + 1ull) * page_bytes_ > region_->size())
+        if (page >= region_->size() / page_bytes_)
             throw std::invalid_argument("page " + std::to_string(page) + " lies outside L1");
     {
         std::lock_guard lock(mutex_);
@@ -208,10 +210,8 @@ void Copier::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
 
 void Copier::copy_block(const CopyJob& job, uint64_t index) const {
     const uint64_t position = job.skip + index;
-    const uint32_t* pages =
-        job.pages.data() + position / job.blocks_per_slot * job.pages_per_slot;
-    const uint64_t block_offset =
-        position % job.blocks_per_slot * job.planes->block_bytes();
+    const uint32_t* pages = job.pages.data() + position / job.blocks_per_slot * job.pages_per_slot;
+    const uint64_t block_offset = position % job.blocks_per_slot * job.planes->block_bytes();
     for (const Plane& plane : job.planes->planes()) {
         std::byte* l0 = plane.base + job.blocks[index] * plane.stride;
         uint64_t offset = block_offset + plane.slot_offset;
@@ -246,8 +246,8 @@ void Copier::finish(CopyJob& job) {
     if (job.word != nullptr) {
         const bool acknowledged =
             move_word(*job.word, job.sequence, State::kCancelling, State::kCancelled);
-        by_worker = acknowledged ||
-                    !move_word(*job.word, job.sequence, State::kRunning, State::kFailed);
+        by_worker =
+            acknowledged || !move_word(*job.word, job.sequence, State::kRunning, State::kFailed);
         // A load's cancel may have come between the two attempts; it must be answered too.
         if (by_worker && !acknowledged)
             move_word(*job.word, job.sequence, State::kCancelling, State::kCancelled);

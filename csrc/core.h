@@ -56,8 +56,8 @@ bool move_word(Word& word, uint64_t sequence, State from, State to);
 // ---- memory ---------------------------------------------------------------------------------
 // A file descriptor of another process, mapped shared. map() and unmap() may be slow: they are
 // run as jobs. The owner may truncate the file at any time, so every access must be guarded.
-// enable_shared_from_this, here and in PlaneTable: then a shared_ptr that comes from Python does not
-// hold the Python object, and a copier thread that drops the last one needs no GIL.
+// enable_shared_from_this, here and in PlaneTable: then a shared_ptr that comes from Python does
+// not hold the Python object, and a copier thread that drops the last one needs no GIL.
 class Mapping : public std::enable_shared_from_this<Mapping> {
   public:
     Mapping(int fd, uint64_t size);  // takes over fd
@@ -72,6 +72,7 @@ class Mapping : public std::enable_shared_from_this<Mapping> {
     std::byte* data() const { return data_; }
     uint64_t size() const { return size_; }
     bool mapped() const { return data_ != nullptr; }
+    Word* word(uint64_t index) const;  // null unless it is mapped and holds that word
 
   private:
     int fd_;

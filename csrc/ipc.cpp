@@ -28,12 +28,13 @@ void Mapping::map(bool must_be_sealed) {
         // State words are read without a guard, so their page must not shrink.
         const int seals = fcntl(fd_, F_GET_SEALS);
         if (seals < 0 || !(seals & F_SEAL_SHRINK))
-            throw std::runtime_error("the state word page must be a memfd sealed with F_SEAL_SHRINK");
+            throw std::runtime_error(
+                "the state word page must be a memfd sealed with F_SEAL_SHRINK");
     }
     void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
     if (address == MAP_FAILED)
-        throw std::runtime_error("mmap of " + std::to_string(size_) + " shared bytes: " +
-                                 strerror(errno));
+        throw std::runtime_error("mmap of " + std::to_string(size_) +
+                                 " shared bytes: " + strerror(errno));
     data_ = static_cast<std::byte*>(address);
 }
 
@@ -47,6 +48,11 @@ void Mapping::unmap() {
 bool Mapping::intact() const {
     struct stat info{};
     return fd_ >= 0 && fstat(fd_, &info) == 0 && static_cast<uint64_t>(info.st_size) >= size_;
+}
+
+Word* Mapping::word(uint64_t index) const {
+    if (!mapped() || index >= size_ / sizeof(Word)) return nullptr;
+    return reinterpret_cast<Word*>(data_) + index;
 }
 
 PlaneTable::PlaneTable(std::vector<std::shared_ptr<Mapping>> memories, const std::vector<Row>& rows,
@@ -89,6 +95,8 @@ bool PlaneTable::intact() const {
 }
 
 WordPage::WordPage(uint64_t words) : count_(words) {
+    if (words > SIZE_MAX / sizeof(Word))
+        throw std::system_error(EINVAL, std::generic_category(), "state word page");
     fd_ = memfd_create("kvserver-words", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
     const uint64_t size = words * sizeof(Word);

@@ -35,7 +35,7 @@ log = logging.getLogger("vllm.kvserver")
 BREAKER_LIMIT = 3  # waits that ran out, in a row
 _HELLO_SECONDS = 2.0
 _REGISTER_SECONDS = 10.0
-_RETRY_SECONDS = (0.2, 5.0)  # first and largest pause between attempts
+_RETRY_SECONDS = (0.1, 1.0)  # first and largest pause between attempts
 
 
 @dataclass

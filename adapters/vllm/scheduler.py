@@ -339,6 +339,10 @@ class SchedulerHalf:
                     self._plan.settle_stores.append(store_id)
 
     @property
+    def connected(self) -> bool:
+        return self._link.usable() is not None
+
+    @property
     def has_pending_stores(self) -> bool:
         return bool(self._pending)
 

@@ -1,6 +1,6 @@
 """One real vLLM engine in a process of its own, driven by JSON lines: a request in, an answer out.
 
-Run by `engine.py`. Standard output carries only answers; what vLLM prints goes to standard error.
+Run by `engines.py`. Standard output carries only answers; what vLLM prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -19,41 +19,96 @@ def answer(value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
-    began = time.monotonic()
-    from vllm import LLM, SamplingParams
+class Driver:
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
 
-    llm = LLM(**options)
-    answer({"ready": True, "seconds": time.monotonic() - began})
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            answer(handle(llm, SamplingParams, request))
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
+        self.llm = LLM(**options)
+        self.engine = self.llm.llm_engine
+        self.done: dict[str, Any] = {}
 
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        operation = getattr(self, "op_" + request.pop("op"))
+        found: dict[str, Any] = operation(**request)
+        return found
 
-def handle(llm: Any, sampling: Any, request: dict[str, Any]) -> dict[str, Any]:
-    match request["op"]:
-        case "generate":
-            params = sampling(
-                temperature=0, max_tokens=request["max_tokens"], detokenize=False, ignore_eos=True, logprobs=3
-            )
+    def op_generate(self, prompts: list[list[int]], max_tokens: int, lora: Any = None) -> dict[str, Any]:
+        """All prompts at once, to their end."""
+        began = time.monotonic()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": p} for p in prompts], sampling(max_tokens), use_tqdm=False, lora_request=lora
+        )
+        return {"outputs": [describe(o) for o in outputs], "seconds": time.monotonic() - began}
+
+    # The engine stepped by hand, to act between steps.
+
+    def op_add(self, request_id: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling(max_tokens))
+        return {}
+
+    def op_step(self, seconds: float, until: str | None = None) -> dict[str, Any]:
+        """Step for so long, or until a request (or, for None, every request) is done."""
+        deadline = time.monotonic() + seconds
+        longest = 0.0
+        while time.monotonic() < deadline and self.engine.has_unfinished_requests() and until not in self.done:
             began = time.monotonic()
-            outputs = llm.generate([{"prompt_token_ids": p} for p in request["prompts"]], params, use_tqdm=False)
-            return {"outputs": [describe(o) for o in outputs], "seconds": time.monotonic() - began}
-        case "reset_prefix_cache":
-            return {"ok": llm.reset_prefix_cache(reset_connector=request.get("reset_connector", False))}
-        case "metrics":
-            wanted = {}
-            for metric in llm.get_metrics():
-                if hasattr(metric, "value"):
-                    wanted[metric.name] = wanted.get(metric.name, 0) + metric.value
-            return {"metrics": wanted}
-        case "counters":
-            return counters(llm)
-    raise ValueError(request["op"])
+            for output in self.engine.step():
+                if output.finished:
+                    self.done[output.request_id.split("-")[0]] = output
+            longest = max(longest, time.monotonic() - began)
+        return {
+            "longest_step": longest,
+            "unfinished": self.engine.has_unfinished_requests(),
+            "outputs": {name: describe(o) for name, o in self.done.items()},
+        }
+
+    def op_abort(self, request_id: str) -> dict[str, Any]:
+        self.engine.abort_request([request_id])
+        return {}
+
+    def op_settle(self, seconds: float) -> dict[str, Any]:
+        """Step an idle engine while the connector says there is work."""
+        core = self.engine.engine_core.engine_core
+        deadline = time.monotonic() + seconds
+        while core.scheduler.connector.has_pending_push_work() and time.monotonic() < deadline:
+            core.step_fn()
+        return {"pending": core.scheduler.connector.has_pending_push_work()}
+
+    def op_reset_prefix_cache(self, reset_connector: bool = False) -> dict[str, Any]:
+        return {"ok": self.llm.reset_prefix_cache(reset_connector=reset_connector)}
+
+    def op_set_weights_version(self, version: str) -> dict[str, Any]:
+        config = self.engine.vllm_config.kv_transfer_config
+        config.kv_connector_extra_config["kvserver.weights_version"] = version
+        return {}
+
+    def op_metrics(self) -> dict[str, Any]:
+        sums: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                sums[metric.name] = sums.get(metric.name, 0) + metric.value
+        return {"metrics": sums}
+
+    def op_counters(self) -> dict[str, Any]:
+        """The connector's own counters and the pool's books; for an engine whose core lives in this process."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        connector, worker = scheduler.connector, get_kv_transfer_group()
+        pool = scheduler.kv_cache_manager.block_pool
+        return {
+            "scheduler": dict(connector.scheduler.counters) if connector.scheduler else {},
+            "worker": dict(worker.worker.counters) if worker.worker else {},
+            "connected": connector.scheduler is not None and connector.scheduler.connected,
+            "errors": dict(connector.errors + worker.errors),
+            "blocks_in_use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        }
+
+
+def sampling(max_tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, logprobs=3)
 
 
 def describe(output: Any) -> dict[str, Any]:
@@ -66,18 +121,15 @@ def describe(output: Any) -> dict[str, Any]:
     }
 
 
-def counters(llm: Any) -> dict[str, Any]:
-    """The connector's own counters; only for an engine whose core lives in this process."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    worker = get_kv_transfer_group()
-    return {
-        "scheduler": dict(scheduler.scheduler.counters) if scheduler.scheduler else {},
-        "worker": dict(worker.worker.counters) if worker.worker else {},
-        "errors": dict(scheduler.errors + worker.errors),
-        "preemptions": getattr(llm.llm_engine.engine_core.engine_core.scheduler, "num_preemptions_seen", 0),
-    }
+def main() -> None:
+    began = time.monotonic()
+    driver = Driver(json.loads(sys.argv[1]))
+    answer({"ready": True, "seconds": time.monotonic() - began})
+    for line in sys.stdin:
+        try:
+            answer(driver.handle(json.loads(line)))
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

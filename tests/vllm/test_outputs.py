@@ -1,0 +1,218 @@
+"""Outputs never change: a request that is served from the daemon equals one that is computed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conftest import Engines, Prompt
+from engines import Engine
+from support.daemon import Daemon
+
+Start = Callable[..., Daemon]
+Make = Callable[..., Prompt]
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return bool(left["tokens"] == right["tokens"] and left["logprobs"] == right["logprobs"])
+
+
+def zero_l1(daemon: Daemon) -> int:
+    """Overwrite all of L1 with zeros, from outside; returns how many bytes were not zero."""
+    size = daemon.status()["l1"]["size_bytes"]
+    for line in Path(f"/proc/{daemon.pid}/maps").read_text().splitlines():
+        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-p 0+ 00:00 0\s*$", line)
+        if match and int(match[2], 16) - int(match[1], 16) == size:
+            break
+    else:
+        raise AssertionError("no mapping of the size of L1")
+    begin, changed, piece = int(match[1], 16), 0, 1 << 20
+    memory = os.open(f"/proc/{daemon.pid}/mem", os.O_RDWR)
+    try:
+        for offset in range(0, size, piece):
+            data = os.pread(memory, piece, begin + offset)
+            changed += len(data) - data.count(0)
+            os.pwrite(memory, bytes(piece), begin + offset)
+    finally:
+        os.close(memory)
+    return changed
+
+
+def test_a_fresh_engine_gets_hits_and_equal_tokens_and_logprobs_in_bf16(
+    engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    """The control is the first engine warm from its own cache to the same length, so equal to the bit.
+
+    Prompts end within 32 tokens after a chunk: the engine's own hit then has the daemon's length. Both
+    engines run their core in a process of its own, vLLM's default (the core picks its threads differently
+    otherwise, which alone moves a bf16 logprob).
+    """
+    writer, reader = engines.get("bf16 writer", multiprocess=True), engines.get("bf16 reader", multiprocess=True)
+    daemon = start_daemon()
+    prompts = [prompt(n, 256 * n + 10 + n) for n in (1, 2, 4)]
+    cold = [writer.generate([p])[0] for p in prompts]
+    control = [writer.generate([p])[0] for p in prompts]
+    before = reader.metrics()
+    warm = [reader.generate([p])[0] for p in prompts]
+    after = reader.metrics()
+    assert [o["cached_tokens"] for o in cold] == [0, 0, 0]
+    assert [o["cached_tokens"] for o in control] == [256, 512, 1024]
+    assert [o["cached_tokens"] for o in warm] == [256, 512, 1024]
+    assert all(same(w, c) for w, c in zip(warm, control, strict=True))
+    name = "vllm:external_prefix_cache_hits"
+    assert after[name] - before[name] == 256 + 512 + 1024
+    totals = daemon.status()["totals"]
+    assert totals["hit_tokens"] >= 256 + 512 + 1024
+    assert totals["errors"] == 0
+
+
+def test_zeroed_bytes_give_other_tokens(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
+    """The negative control: the comparison of the other tests would notice wrong KV."""
+    daemon = start_daemon()
+    text = prompt(50, 1000)
+    cold = first.generate([text])[0]
+    first.settle()
+    assert zero_l1(daemon) > 1_000_000
+    warm = second.generate([text])[0]
+    assert warm["cached_tokens"] == 768
+    assert warm["tokens"] != cold["tokens"]
+    second.forget()
+
+
+def test_chunked_prefill_stores_and_loads_alike(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    """One engine prefills in steps of 256 tokens, the other at once; each reads what the other stored."""
+    start_daemon()
+    texts = [prompt(60 + n, 900 + 37 * n) for n in range(4)]
+    stored_by_second = [second.generate([t])[0] for t in texts[:2]]
+    stored_by_first = [first.generate([t])[0] for t in texts[2:]]
+    first.settle()
+    second.settle()
+    warm = [first.generate([t])[0] for t in texts[:2]] + [second.generate([t])[0] for t in texts[2:]]
+    assert all(o["cached_tokens"] == 768 for o in warm)
+    assert [o["tokens"] for o in warm] == [o["tokens"] for o in stored_by_second + stored_by_first]
+
+
+def test_a_local_hit_that_ends_mid_chunk_is_completed_from_the_daemon(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    daemon = start_daemon()
+    shared, long = prompt(70, 330), prompt(71, 500)
+    whole = shared + long
+    cold = first.generate([whole])[0]  # stores three chunks
+    first.settle()
+    second.forget()
+    daemon.http("/cache/clear", "POST")
+    second.generate([shared])  # 320 tokens in its own cache, one chunk in the daemon
+    second.settle()
+    first.forget()
+    assert first.generate([whole])[0]["tokens"] == cold["tokens"]  # stores the other two again
+    first.settle()
+    loaded_before = daemon.status()["totals"]["loaded_bytes"]
+    warm = second.generate([whole])[0]
+    assert warm["cached_tokens"] == 768
+    assert warm["tokens"] == cold["tokens"]
+    block_bytes = daemon.status()["instances"][0]["workers"][0]["block_bytes"]
+    # 320 of 768 tokens were local, in the middle of the second chunk: 14 blocks of 32 tokens came.
+    assert daemon.status()["totals"]["loaded_bytes"] - loaded_before == 14 * block_bytes
+    # The blocks that the two requests shared were left alone.
+    assert (
+        second.generate([shared + prompt(72, 20)])[0]["tokens"]
+        == first.generate([shared + prompt(72, 20)])[0]["tokens"]
+    )
+
+
+def test_a_prompt_of_whole_chunks_computes_its_last_token(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    start_daemon()
+    text = prompt(80, 512)
+    cold = first.generate([text])[0]
+    first.settle()
+    second.forget()
+    warm = second.generate([text])[0]
+    assert warm["cached_tokens"] == 511
+    assert warm["tokens"] == cold["tokens"]
+
+
+def test_forced_preemption_keeps_tokens(engines: Engines, second: Engine, start_daemon: Start, prompt: Make) -> None:
+    """Too few blocks for three requests: they are preempted and resumed, from the daemon where it can."""
+    small = engines.get("small", dtype="float32", num_gpu_blocks_override=104)
+    texts = [prompt(90 + n, 960) for n in range(3)]
+    alone = [small.generate([t], max_tokens=300)[0] for t in texts]  # no daemon: the reference
+    small.forget()
+    daemon = start_daemon()
+    before = small.metrics()["vllm:num_preemptions"]
+    together = small.generate(texts, max_tokens=300)
+    assert small.metrics()["vllm:num_preemptions"] > before
+    assert [o["tokens"] for o in together] == [o["tokens"] for o in alone]
+    small.settle()
+    warm = second.generate(texts, max_tokens=300)
+    assert [o["tokens"] for o in warm] == [o["tokens"] for o in alone]
+    assert daemon.status()["totals"]["loaded_bytes"] > 0
+    assert small.counters()["errors"] == {}
+    assert small.counters()["blocks_in_use"] == 0
+
+
+def test_many_requests_with_shared_prefixes_at_once(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    daemon = start_daemon()
+    stems = [prompt(100 + n, 300 * (n + 1)) for n in range(3)]
+    texts = [stems[n % 3] + prompt(110 + n, 40 + 13 * n) for n in range(12)]
+    alone = [first.generate([t], max_tokens=8)[0]["tokens"] for t in texts]
+    first.settle()
+    second.forget()
+    first.forget()
+    assert [o["tokens"] for o in second.generate(texts, max_tokens=8)] == alone
+    assert [o["tokens"] for o in first.generate(texts, max_tokens=8)] == alone
+    assert daemon.status()["totals"]["failed_loads"] == 0
+    assert daemon.status()["totals"]["errors"] == 0
+
+
+def test_other_weights_at_the_same_path_are_another_namespace(
+    first: Engine, engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    """After an in-place change the old KV is not found, by this engine or by one that starts from the new files."""
+    daemon = start_daemon()
+    text = prompt(120, 600)
+    first.generate([text])
+    first.settle()
+    assert first.ask("reset_prefix_cache", reset_connector=True)["ok"]
+    again = first.generate([text])[0]
+    assert again["cached_tokens"] == 0, "KV of the old weights was served after reset_cache"
+    first.settle()
+    assert daemon.status()["l1"]["chunks"] == 4, "the new epoch stores apart from the old one"
+    first.forget()
+    assert first.generate([text])[0]["cached_tokens"] == 512, "its own epoch is found"
+    # A named version may be shared again: here, with itself under the same name.
+    first.ask("set_weights_version", version="step-100")
+    assert first.ask("reset_prefix_cache", reset_connector=True)["ok"]
+    assert first.generate([text])[0]["cached_tokens"] == 0
+    first.settle()
+    first.ask("set_weights_version", version="")
+    assert first.ask("reset_prefix_cache", reset_connector=True)["ok"]
+    first.ask("set_weights_version", version="step-100")
+    assert first.ask("reset_prefix_cache", reset_connector=True)["ok"]
+    assert first.generate([text])[0]["cached_tokens"] == 512
+    # Other files at the same path: a fresh engine must not see anything of the first one.
+    import tiny_models
+
+    old = {p: p.stat().st_mtime_ns for p in engines.model.iterdir()}
+    tiny_models.llama(engines.model, seed=1)
+    try:
+        fresh = engines.start("other weights", dtype="float32")
+        try:
+            assert fresh.generate([text])[0]["cached_tokens"] == 0
+            namespaces = [i["namespace"] for i in daemon.status()["instances"]]
+            assert 1 in [namespaces.count(n) for n in namespaces], "the fresh engine shares a namespace"
+        finally:
+            fresh.close()
+    finally:
+        tiny_models.llama(engines.model, seed=0)
+        for path, mtime in old.items():
+            os.utime(path, ns=(mtime, mtime))
