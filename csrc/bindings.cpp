@@ -52,7 +52,8 @@ void submit_copy(Copier& copier, uint64_t ticket, Direction direction,
     if (word_memory) {
         job->word = word_memory->word(word_index);
         if (job->word == nullptr)
-            throw std::invalid_argument("state word index outside its page, or the page not mapped");
+            throw std::invalid_argument(
+                "state word index outside its page, or the page not mapped");
         job->word_memory = std::move(word_memory);
     }
     job->sequence = sequence;

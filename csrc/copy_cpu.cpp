@@ -106,7 +106,8 @@ void Copier::submit(std::shared_ptr<CopyJob> job) {
     const uint64_t slots = job->pages_per_slot == 0 ? 0 : job->pages.size() / job->pages_per_slot;
     if (job->skip + job->blocks.size() > slots * job->blocks_per_slot)
         throw std::invalid_argument("a copy job names more blocks than its slots hold");
-    const auto slot_bytes = static_cast<unsigned __int128>(job->blocks_per_slot) * job->planes->block_bytes();
+    const auto slot_bytes =
+        static_cast<unsigned __int128>(job->blocks_per_slot) * job->planes->block_bytes();
     if (slot_bytes > static_cast<unsigned __int128>(job->pages_per_slot) * page_bytes_)
         throw std::invalid_argument("a slot has too few pages for its blocks");
     for (uint32_t id : job->blocks)
