@@ -450,8 +450,7 @@ class Handlers:
         if completion.outcome == Outcome.MEMORY_LOST:
             log.warning("worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what)
             self.close_worker(worker)
-        else:
-            self._unmap_if_settled(worker)
+        self._unmap_if_settled(worker)
 
     def _store_ended(self, ticket: StoreTicket, completion: Completion) -> None:
         copied = completion.done and not ticket.worker.closing

@@ -46,7 +46,7 @@ class Daemon:
             "http_port": 0,
             "l1_size": "64MiB",
             "chunk_tokens": 64,
-            "log_level": "debug",
+            "log_level": "info",
             **flags,
         }
         self.env = env or {}
