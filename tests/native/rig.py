@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class L0:
     def __init__(self, device: Device, geometry: Geometry) -> None:
         self.geometry = geometry
         self.memory = Memory(geometry)
+        weakref.finalize(self, self.memory.close)
         self.words = WordPage(WORDS)
         self.mappings = [
             Mapping(os.dup(fd), size) for fd, size in zip(self.memory.fds, geometry.sizes, strict=True)

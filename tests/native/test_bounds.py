@@ -10,7 +10,7 @@ from support.worker import awkward
 
 from kvserver._native import Copier, Direction, HostRegion, Mapping, Outcome, PlaneTable
 
-from .rig import Device, Job, L0, flat
+from .rig import L0, Device, Job, flat
 
 TOP = (1 << 64) - 1
 
@@ -108,7 +108,7 @@ BAD_JOBS = {
 @pytest.mark.parametrize("direction", [Direction.STORE, Direction.LOAD])
 def test_a_copy_outside_its_bounds_is_refused(device: Device, direction: Direction, job: Job) -> None:
     l0 = L0(device, flat(8, 64))
-    with pytest.raises(ValueError, match="copy job|slot|block|page"):
+    with pytest.raises(ValueError, match=r"copy job|slot|block|page"):
         device.submit(direction, l0, job)
     assert device.drain() == []
 
@@ -139,7 +139,7 @@ def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
 
 @pytest.mark.parametrize(("page_bytes", "threads"), [(0, 1), (4096, 0), (TOP, 1), (8192, 1)])
 def test_a_copier_that_could_not_work_is_refused(page_bytes: int, threads: int) -> None:
-    with pytest.raises(ValueError, match="thread|page"):
+    with pytest.raises(ValueError, match=r"thread|page"):
         Copier(HostRegion(4096), page_bytes, threads)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvserver._native import Direction, Mapping, Outcome, State, WordPage
 
-from .rig import Device, Job, L0, flat
+from .rig import L0, Device, Job, flat
 
 IDLE, PENDING, RUNNING, DONE, FAILED, CANCELLED, CANCELLING = State
 ONE = Job(blocks=[1], pages=[0], pages_per_slot=1, blocks_per_slot=1)
