@@ -34,6 +34,8 @@ class PoolHook:
     """Stands in the pool's `metrics_collector` slot and passes everything on to the one that was there."""
 
     def __init__(self, on_allocated: Callable[[int], None]) -> None:
+        self.clears = 0  # how often the engine forgot all blocks, which it does only while none is in use
+        self.unused = True  # no block was given out since then
         self._on_allocated = on_allocated
         self._records = array("I")
         self._inner: Any = None
@@ -79,6 +81,7 @@ class PoolHook:
     # ---- vLLM's collector interface -----------------------------------------------------------
 
     def on_block_allocated(self, block: KVCacheBlock) -> None:
+        self.unused = False
         self._records.append(_ALLOCATED | block.block_id)
         self._on_allocated(block.block_id)
         if self._inner is not None:
@@ -97,6 +100,8 @@ class PoolHook:
             self._inner.on_block_evicted(block)
 
     def reset(self) -> None:
+        self.clears += 1
+        self.unused = True
         self._records.append(_CLEARED)
         if self._inner is not None:
             self._inner.reset()

@@ -102,6 +102,7 @@ class SchedulerHalf:
         self._weights_version = weights_version
         self._version_seen = self._weights = weights_version()
         self._epoch = 0
+        self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
         self._chain = ""
         self._loras: dict[tuple[int, str, str], str] = {}
         self._session: Session | None = None
@@ -258,9 +259,10 @@ class SchedulerHalf:
         self._receive()
         self._poll_left = self._settings.lookup_poll_ms / 1000
         session = self._usable()
+        may_store = session is not None and self._pool.clears >= self._clears_awaited
         for request_id, computed in self._scheduled(output):
             state = self._requests.get(request_id)
-            if state is not None and session is not None:
+            if state is not None and may_store:
                 self._plan_store(state, computed, output)
         self._report_blocks(session)
 
@@ -418,8 +420,15 @@ class SchedulerHalf:
             )
 
     def reset_cache(self) -> bool:
-        """The weights may have changed: nothing stored so far may be found, until a version says so."""
+        """The weights may have changed: nothing stored so far may be found, until a version says so.
+
+        vLLM resets its own blocks first, but not while requests use them: then they keep KV of the old
+        weights, and nothing is stored until a reset has succeeded.
+        """
         self._epoch += 1
+        self._clears_awaited = self._pool.clears + (not self._pool.unused)
+        if not self._pool.unused:
+            log.warning("the prefix cache was not reset while requests ran; nothing is stored until it is")
         version = self._weights_version()
         self._weights = version if version != self._version_seen else ""
         self._version_seen = version

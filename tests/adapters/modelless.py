@@ -209,7 +209,8 @@ class Engine:
         self.plans: list[StepPlan] = []  # what the scheduler half told the worker halves, step by step
         self.resumed: list[str] = []  # requests that went on after a preemption
         self.before_step: Callable[[StepPlan], None] = lambda plan: None  # called before the workers see the plan
-        self._rows: dict[str, Row] = {}
+        self.after_step: Callable[[StepPlan], None] = lambda plan: None
+        self.rows: dict[str, Row] = {}
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.config = self._make_config(
             folder, endpoint, asynchronous, num_blocks, max_tokens_per_step, max_requests, world_size, drafts, engine_id,
@@ -353,6 +354,12 @@ class Engine:
         assert answer.right, f"{name}: {answer}"
         return answer
 
+    def generate_free(self, name: str) -> int:
+        """Serve one short request, under some new name, so that a step is made; the blocks then free."""
+        answer = self.add(f"{name}{len(self.answers)}", [7, 8, 9], count=2)
+        self.run(until=lambda: answer.finish_reason is not None and not self._queue)
+        return self.free_blocks
+
     def status_of(self, name: str) -> str:
         request = self.scheduler.requests.get(name)
         return request.status.name if request is not None else "GONE"
@@ -392,6 +399,11 @@ class Engine:
         if self._queue:
             self._update(*self._queue.popleft())
 
+    def finish_steps(self) -> None:
+        """Take the outputs of all steps that were begun."""
+        while self._queue:
+            self._update(*self._queue.popleft())
+
     def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         self.received += sorted((result.kv_connector_output and result.kv_connector_output.finished_recving) or ())
         for core in self.scheduler.update_from_output(output, result).values():
@@ -404,7 +416,7 @@ class Engine:
                     answer.local = said.prefill_stats.num_local_cached_tokens
                     answer.external = said.prefill_stats.num_external_cached_tokens
         if self.drafts and self._steps_ahead == 1:
-            rows = {name: row.drafts for name, row in self._rows.items() if row.drafts}
+            rows = {name: row.drafts for name, row in self.rows.items() if row.drafts}
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(rows), list(rows.values())))
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -426,6 +438,7 @@ class Engine:
             mine.kv_connector_output = runner.connector_output(output)
             runner.connector.clear_connector_metadata()
             results.append(mine)
+        self.after_step(plan)
         found = self._aggregator.aggregate(results) if len(results) > 1 else results[0]
         assert found is not None
         return found
@@ -438,7 +451,7 @@ class Engine:
         inputs: dict[str, list[int]] = {}
         numbers: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
-            row = self._rows[name]
+            row = self.rows[name]
             drafts = self._drafts_of(row, output.scheduled_spec_decode_tokens.get(name, []))
             known = row.tokens[row.computed : row.computed + count - len(drafts)]
             assert len(known) == count - len(drafts), f"{name}: scheduled beyond what is known"
@@ -448,7 +461,7 @@ class Engine:
                 runner.write(row.blocks, row.computed, numbers[name][row.computed :])
         sampled: list[list[int]] = []
         for name, count in output.num_scheduled_tokens.items():
-            row = self._rows[name]
+            row = self.rows[name]
             for runner in self.runners:
                 wrong = runner.wrong(row.blocks, 0, numbers[name])
                 assert not wrong, (
@@ -461,20 +474,20 @@ class Engine:
 
     def _take_changes(self, output: SchedulerOutput) -> None:
         for name in output.finished_req_ids:
-            self._rows.pop(name, None)
+            self.rows.pop(name, None)
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
-            self._rows[new.req_id] = Row(tokens, list(new.block_ids[0]), new.num_computed_tokens)
+            self.rows[new.req_id] = Row(tokens, list(new.block_ids[0]), new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for name, computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
-            row = self._rows[name]
+            row = self.rows[name]
             if name in cached.resumed_req_ids:
                 assert blocks is not None
                 tokens = cached.all_token_ids.get(name, row.tokens)
-                self._rows[name] = Row(list(tokens), list(blocks[0]), computed)
+                self.rows[name] = Row(list(tokens), list(blocks[0]), computed)
             else:
                 row.blocks += blocks[0] if blocks is not None else []
                 # Under async scheduling the scheduler counts drafts as if all were accepted.

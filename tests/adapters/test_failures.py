@@ -1,0 +1,290 @@
+"""Whatever becomes of the daemon: right tokens, every load answered once, no block lost."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+
+import pytest
+from modelless import BLOCK, Engine, continuation, prompt
+from support.daemon import wait_until
+
+CHUNK = 64
+TOKENS = prompt(1, 4 * CHUNK + 10)
+SLOW = 50_000  # microseconds a block: a load of TOKENS takes 0.4 s with two threads
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def asynchronous(request):
+    return request.param
+
+
+@pytest.fixture
+def stored(make_daemon, make_engine):
+    """Start a daemon that holds TOKENS."""
+
+    def start(**flags):
+        daemon = make_daemon(**flags)
+        make_engine(daemon).generate("cold", TOKENS)
+        return daemon
+
+    return start
+
+
+def loading(engine: Engine) -> bool:
+    """Whether a load is under way in the daemon."""
+    return bool(engine.loads) and engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS"
+
+
+def begin_load(engine: Engine):
+    """Submit TOKENS and step until the first bytes of their load have come. REQUIRES: a fresh engine."""
+    answer = engine.add("warm", TOKENS)
+    engine.run(until=lambda: loading(engine) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    assert loading(engine)
+    return answer
+
+
+# ---- there is nobody to talk to ---------------------------------------------------------------
+
+
+def test_without_a_daemon_the_engine_serves(make_engine, tmp_path, asynchronous):
+    engine = make_engine(f"ipc://{tmp_path}/nobody", asynchronous=asynchronous)
+    assert engine.generate("a", TOKENS).external == 0
+    assert engine.generate("b", TOKENS).local > 0
+    assert not engine.loads
+
+
+def test_a_daemon_that_starts_later_is_found(make_daemon, make_engine):
+    daemon = make_daemon(start=False)
+    engine = make_engine(daemon)
+    engine.generate("a", TOKENS)
+    daemon.start()
+    wait_until(lambda: daemon.status()["instances"], 20, "the engine registers")
+    names = (f"b{i}" for i in range(1000))
+    wait_until(lambda: engine.generate(next(names), prompt(2, 70)) and daemon.status()["l1"]["chunks"], 20)
+
+
+def test_a_worker_that_could_not_register_answers_for_every_load(stored, make_engine, asynchronous):
+    """Its scheduler is told of hits, because another life of the same engine stands in the daemon."""
+
+    def same_life(config, caches):
+        config.instance_id = "one-life"
+
+    daemon = stored()
+    make_engine(daemon, engine_id="twin", adjust=same_life)
+    engine = make_engine(daemon, engine_id="twin", adjust=same_life, register=False, asynchronous=asynchronous)
+    engine.generate("warm", TOKENS)
+    assert len(engine.loads) == 1
+    assert engine.received == ["warm"]
+
+
+# ---- it dies ----------------------------------------------------------------------------------
+
+
+def test_killed_between_lookup_and_load(stored, make_engine, asynchronous):
+    daemon = stored()
+    engine = make_engine(daemon, asynchronous=asynchronous)
+    engine.before_step = lambda plan: daemon.kill() if plan.loads else None
+    engine.generate("warm", TOKENS)
+    assert engine.received == ["warm"]
+
+
+def test_restarted_between_lookup_and_load(stored, make_engine, asynchronous):
+    daemon = stored()
+    engine = make_engine(daemon, asynchronous=asynchronous)
+
+    def restart(plan):
+        if plan.loads:
+            daemon.kill()
+            daemon.start()
+
+    engine.before_step = restart
+    engine.generate("warm", TOKENS)
+    assert engine.received == ["warm"]
+
+
+def test_killed_during_a_load(stored, make_engine, asynchronous):
+    daemon = stored(test_copy_delay_us=SLOW)
+    engine = make_engine(daemon, asynchronous=asynchronous)
+    answer = begin_load(engine)
+    daemon.kill()
+    engine.run()
+    assert answer.right
+    assert engine.received == ["warm"]
+
+
+def test_killed_during_a_store(make_daemon, make_engine, asynchronous):
+    daemon = make_daemon(test_copy_delay_us=SLOW)
+    engine = make_engine(daemon, asynchronous=asynchronous)
+    answer = engine.add("r", TOKENS, count=1)
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert engine.connector.has_pending_push_work()
+    daemon.kill()
+    engine.run()
+    assert not engine.connector.has_pending_push_work()
+
+
+def test_after_a_restart_the_engine_stores_and_loads_again(stored, make_engine):
+    daemon = stored()
+    engine = make_engine(daemon)
+    assert engine.generate("warm", TOKENS).external == 4 * CHUNK
+    daemon.kill()
+    engine.generate("alone", prompt(2, 3 * CHUNK))
+    daemon.start()
+    wait_until(lambda: any(i["namespace"] for i in daemon.status()["instances"]), 20, "registered again")
+    names = (f"r{i}" for i in range(1000))
+    wait_until(lambda: engine.generate(next(names), prompt(3, 2 * CHUNK)) and daemon.status()["l1"]["chunks"], 20)
+    assert make_engine(daemon).generate("other", prompt(3, 2 * CHUNK)).external > CHUNK
+
+
+# ---- it hangs ---------------------------------------------------------------------------------
+
+
+def test_stopped_during_a_load(stored, make_engine, asynchronous):
+    """The blocks that the daemon may still write stay out of use until it goes on and says so."""
+    daemon = stored(test_copy_delay_us=SLOW)
+    engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
+    answer = begin_load(engine)
+    held = set(engine.loads[0].block_ids)
+    daemon.freeze()
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert answer.right
+    assert engine.received == ["warm"]
+
+    churn(engine, "stopped", forbidden=held)
+    assert engine.free_blocks == 59 - len(held)
+    daemon.thaw()
+    wait_until(lambda: engine.step() or engine.generate_free("tick") == 59, 10, "the blocks come back")
+    churn(engine, "after", forbidden=set())
+    assert engine.received == ["warm", *engine.received[1:]]
+    daemon.wait_for_books(tickets=0, pins=0)
+
+
+def churn(engine: Engine, name: str, forbidden: set[int]) -> None:
+    """Use every block that is free, and see that none of `forbidden` is among them."""
+    used: set[int] = set()
+
+    def look(plan):
+        for row in engine.rows.values():
+            used.update(row.blocks)
+
+    engine.after_step = look
+    answers = [engine.add(f"{name}{i}", prompt(1000 + i, 13 * BLOCK), count=5) for i in range(6)]
+    engine.run(until=lambda: all(answer.finish_reason for answer in answers))
+    assert all(answer.right for answer in answers)
+    assert not used & forbidden
+    assert len(used) >= 35
+
+
+def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine, asynchronous):
+    daemon = stored(test_copy_delay_us=SLOW)
+    engine = make_engine(daemon, asynchronous=asynchronous, extra={"kvserver.load_timeout_ms": 200})
+    begin_load(engine)
+    daemon.freeze()
+    engine.abort("warm")
+    engine.run(until=lambda: engine.received == ["warm"])
+    assert engine.free_blocks == 99 - len(engine.loads[0].block_ids)
+    daemon.thaw()
+    wait_until(lambda: engine.generate_free("tick") == 99, 10, "the blocks come back")
+
+
+def test_stopped_before_a_load_began_holds_nothing(stored, make_engine, asynchronous):
+    """Cancelled while PENDING: the daemon will not touch a byte, so that the blocks are free at once."""
+    daemon = stored()
+    timeouts = {"kvserver.load_timeout_ms": 100, "kvserver.store_timeout_ms": 300}
+    engine = make_engine(daemon, asynchronous=asynchronous, extra=timeouts)
+    engine.before_step = lambda plan: daemon.freeze() if plan.loads else None
+    engine.generate("warm", TOKENS)
+    assert engine.received == ["warm"]
+    daemon.thaw()
+    engine.generate("next", prompt(5, 3 * CHUNK))
+
+
+def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine, asynchronous):
+    daemon = make_daemon(test_copy_delay_us=SLOW)
+    engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=24)
+    answer = engine.add("r", TOKENS, count=1)
+    engine.run(until=lambda: answer.finish_reason is not None)
+    time.sleep(0.05)
+    daemon.freeze()
+    for i in range(3):
+        other = engine.add(f"other{i}", prompt(50 + i, 300))
+        engine.run(until=lambda other=other: other.finish_reason is not None)
+        assert other.right
+    daemon.thaw()
+    engine.run()
+    make_engine(daemon).generate("warm", TOKENS)
+    for i in range(3):
+        make_engine(daemon).generate("warm", prompt(50 + i, 300))
+
+
+@pytest.mark.parametrize("when", ["lookup", "load", "running"])
+def test_an_aborted_request_leaves_nothing_behind(stored, make_engine, asynchronous, when):
+    daemon = stored(test_copy_delay_us=SLOW if when == "load" else 2000)
+    engine = make_engine(daemon, asynchronous=asynchronous)
+    if when == "lookup":
+        daemon.freeze()
+        engine.add("warm", TOKENS)
+        engine.step()
+        assert engine.status_of("warm") == "WAITING"
+    elif when == "load":
+        begin_load(engine)
+    else:
+        answer = engine.add("warm", prompt(9, 5 * CHUNK), count=50)
+        engine.run(until=lambda: len(answer.tokens) >= 2)
+        assert engine.connector.has_pending_push_work()
+    engine.abort("warm")
+    daemon.thaw()
+    engine.run()
+    assert engine.received == (["warm"] if when == "load" else [])
+    answer = engine.generate("next", TOKENS)
+    assert answer.local + answer.external == 4 * CHUNK
+    engine.generate("tick", prompt(8, 5))
+    daemon.wait_for_books(tickets=0, pins=0, leases=0)
+
+
+# ---- what waiting costs -----------------------------------------------------------------------
+
+
+def test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker_is_open(stored, make_engine, caplog):
+    daemon = stored()
+    engine = make_engine(daemon)
+    daemon.freeze()
+    spent: list[float] = []
+    ask = engine.connector.get_num_new_matched_tokens
+
+    def timed(request, computed):
+        began = time.perf_counter()
+        try:
+            return ask(request, computed)
+        finally:
+            passes[-1] += time.perf_counter() - began
+
+    passes = spent
+    engine.connector.get_num_new_matched_tokens = timed
+    answers = [engine.add(f"r{i}", prompt(60 + i, 2 * CHUNK)) for i in range(4)]
+    while engine.busy:
+        passes.append(0.0)
+        engine.step()
+    assert all(answer.right for answer in answers)
+    waited = [seconds for seconds in passes if seconds > 0.0002]
+    assert waited
+    print(f"{len(waited)} passes waited, median {statistics.median(waited) * 1e3:.2f} ms")
+    assert statistics.median(waited) < 0.003
+
+    engine.generate("opens", prompt(70, 2 * CHUNK))
+    assert "does not answer" in caplog.text
+    half = engine.connector.scheduler
+    sent = half.counters["lookups"]
+    began = time.monotonic()
+    engine.generate("open", prompt(71, 2 * CHUNK))
+    assert half.counters["lookups"] == sent
+    assert time.monotonic() - began < 1.0
+
+    daemon.thaw()
+    names = (f"again{i}" for i in range(10_000))
+    caplog.set_level(logging.INFO)
+    wait_until(lambda: engine.generate(next(names), prompt(72, 5)) and "answers again" in caplog.text, 20)
+    assert engine.generate("warm", TOKENS).external == 4 * CHUNK
+    assert continuation(TOKENS, 4) == engine.answers["warm"].tokens
