@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import TIMEOUTS, Engines, Prompt
-from engines import Engine
+from engines import TIMEOUTS, Engine, Engines, Prompt
 from support.daemon import Daemon, wait_until
 
 Start = Callable[..., Daemon]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import Engines, Prompt
-from engines import Engine
+import tiny_models
+from engines import Engine, Engines, Prompt
 from support.daemon import Daemon
 
 Start = Callable[..., Daemon]
@@ -200,8 +200,6 @@ def test_other_weights_at_the_same_path_are_another_namespace(
     assert first.ask("reset_prefix_cache", reset_connector=True)["ok"]
     assert first.generate([text])[0]["cached_tokens"] == 512
     # Other files at the same path: a fresh engine must not see anything of the first one.
-    import tiny_models
-
     old = {p: p.stat().st_mtime_ns for p in engines.model.iterdir()}
     tiny_models.llama(engines.model, seed=1)
     try:
