@@ -75,7 +75,13 @@ def merge(planes: Iterable[Plane]) -> list[Plane]:
 
 
 def describe(name: str, tensor: torch.Tensor, num_blocks: int) -> str:
-    """How one layer's block is arranged, for the fingerprint: equal texts mean interchangeable bytes."""
+    """How one layer's block is arranged, for the fingerprint: equal texts mean interchangeable bytes.
+
+    Dimensions by falling stride, as `runs` puts them into a slot; the strides themselves may grow with
+    the number of blocks, which engines that share need not have in common.
+    """
     dim = block_dimension(tensor.shape, num_blocks)
-    rest = [(n, s) for i, (n, s) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if i != dim]
-    return f"{name}:{tensor.dtype}:{rest}"
+    sizes = [
+        (s, i, n) for i, (n, s) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if i != dim and n > 1
+    ]
+    return f"{name}:{tensor.dtype}:{[(i, n) for _, i, n in sorted(sizes, reverse=True)]}"

@@ -168,6 +168,7 @@ class Answer:
 
     prompt: list[int]
     count: int
+    weights: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     local: int = 0  # prompt tokens that vLLM had itself
@@ -175,8 +176,9 @@ class Answer:
 
     @property
     def right(self) -> bool:
-        """Whether they are the model's tokens, as many as were asked for."""
-        return self.tokens == continuation(self.prompt, self.count)
+        """Whether they are the model's tokens, as many as were asked for unless it was aborted."""
+        count = len(self.tokens) if self.finish_reason == "abort" else self.count
+        return self.tokens == continuation(self.prompt, count, self.weights)
 
 
 class Engine:
@@ -339,7 +341,7 @@ class Engine:
         """Submit a request for `count` tokens."""
         parameters = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         request = Request(name, list(tokens), parameters, None, block_hasher=self._hasher, **options)
-        self.answers[name] = Answer(list(tokens), count)
+        self.answers[name] = Answer(list(tokens), count, self.weights)
         self.scheduler.add_request(request)
         return self.answers[name]
 

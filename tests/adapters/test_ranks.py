@@ -1,0 +1,121 @@
+"""Two ranks, joined by vLLM's own KVOutputAggregator: a load is whole only if it is so on both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from modelless import prompt
+from support.daemon import wait_until
+
+CHUNK = 64
+TOKENS = prompt(1, 3 * CHUNK + 10)
+SLOW = 30_000  # microseconds a block
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def pair(request, make_engine):
+    """Start an engine of two ranks."""
+
+    def make(daemon, **options):
+        return make_engine(daemon, world_size=2, asynchronous=request.param, **options)
+
+    return make
+
+
+def test_both_ranks_store_and_load_their_own_bytes(make_daemon, pair):
+    daemon = make_daemon()
+    pair(daemon).generate("cold", TOKENS)
+    warm = pair(daemon)
+    assert warm.generate("warm", TOKENS).external == 3 * CHUNK
+    assert warm.received == ["warm"]
+    assert [len(instance["workers"]) for instance in daemon.status()["instances"]] == [2, 2]
+
+
+def test_one_rank_shares_nothing_with_two(make_daemon, make_engine, pair):
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", TOKENS)
+    assert pair(daemon).generate("warm", TOKENS).external == 0
+
+
+def test_a_chunk_that_one_rank_could_not_store_is_not_found(make_daemon, pair):
+    daemon = make_daemon()
+    cold = pair(daemon)
+    half = cold.runners[1].connector.worker
+    start = half.start_stores  # the daemon will refuse what has no keys
+    half.start_stores = lambda plan: start(replace(plan, stores=[replace(s, keys=b"") for s in plan.stores]))
+    cold.generate("cold", TOKENS)
+    assert daemon.status()["totals"]["failed_stores"] > 0
+    assert pair(daemon).generate("warm", TOKENS).external == 0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_when_one_rank_fails_to_load_the_request_is_computed(make_daemon, pair, failing):
+    """The other one's load still runs then, into blocks that stay the request's."""
+    daemon = make_daemon(test_copy_delay_us=5000)
+    pair(daemon).generate("cold", TOKENS)
+    warm = pair(daemon)
+    half, other = (warm.runners[i].connector.worker for i in (failing, 1 - failing))
+    start = half.start_loads
+    half.start_loads = lambda plan: start(replace(plan, loads=[replace(load, keys=b"") for load in plan.loads]))
+    warm.generate("warm", TOKENS)
+    assert warm.received == ["warm"]
+    assert (half.counters["failed_loads"], other.counters["loaded"]) == (1, 1)
+    assert warm.generate("again", TOKENS).local == 3 * CHUNK
+
+
+def test_blocks_that_one_rank_cannot_get_back_are_held_until_it_can(make_daemon, pair):
+    daemon = make_daemon(test_copy_delay_us=SLOW, copy_threads=1)
+    pair(daemon).generate("cold", TOKENS)
+    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 1500})
+    first, second = (runner.connector.worker for runner in warm.runners)
+    answer = warm.add("warm", TOKENS)
+    warm.run(until=lambda: first.counters["loaded"] == 1)
+    warm.run(until=lambda: warm.runners[1].kv[0][warm.loads[0].block_ids].any())
+    daemon.freeze()
+    warm.run(until=lambda: answer.finish_reason is not None)
+    assert answer.right
+    assert warm.received == ["warm"]
+    assert (first.counters["failed_loads"], second.counters["failed_loads"]) == (0, 1)
+    assert warm.free_blocks == warm.num_blocks - 1 - len(warm.loads[0].block_ids)
+    daemon.thaw()
+    wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
+
+
+def test_blocks_that_no_rank_can_get_back_are_held_until_both_can(make_daemon, pair):
+    daemon = make_daemon(test_copy_delay_us=SLOW, copy_threads=2)
+    pair(daemon).generate("cold", TOKENS)
+    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200})
+    answer = warm.add("warm", TOKENS)
+    warm.run(until=lambda: bool(warm.loads) and warm.runners[0].kv[0][warm.loads[0].block_ids].any())
+    daemon.freeze()
+    warm.run(until=lambda: answer.finish_reason is not None)
+    assert answer.right
+    assert warm.received == ["warm"]
+    assert warm.free_blocks == warm.num_blocks - 1 - len(warm.loads[0].block_ids)
+    daemon.thaw()
+    wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
+
+
+def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
+    daemon = make_daemon(test_copy_delay_us=SLOW)
+    pair(daemon).generate("cold", TOKENS)
+    warm = pair(daemon)
+    answer = warm.add("warm", TOKENS)
+    warm.run(until=lambda: bool(warm.loads) and warm.runners[0].kv[0][warm.loads[0].block_ids].any())
+    daemon.kill()
+    warm.run()
+    assert answer.right
+    assert warm.received == ["warm"]
+
+
+def test_a_store_counts_as_pending_until_both_ranks_ended_it(make_daemon, pair):
+    daemon = make_daemon(test_copy_delay_us=SLOW)
+    cold = pair(daemon)
+    answer = cold.add("cold", TOKENS, count=1)
+    cold.run(until=lambda: answer.finish_reason is not None)
+    assert cold.connector.has_pending_push_work()
+    cold.run()
+    assert not cold.connector.has_pending_push_work()
+    assert daemon.status()["l1"]["chunks"] == 3
+    assert pair(daemon).generate("warm", TOKENS).external == 3 * CHUNK
