@@ -1,0 +1,191 @@
+"""Random stores, lookups, loads, cancels, clears and deaths against a plain dict, byte for byte.
+
+The server's own code decides everything: protocol structs, handlers, cache, instances and lifelines
+are real, memory is really mapped. Only the copies are made up, so that they end in any order, late,
+half done or not at all, and the clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvserver._native import State
+
+from .world import CHAINS, Engine, Rank, World, descriptors
+
+STEPS = 12_000
+
+
+class Walk:
+    """One seeded walk: each step does one thing that somebody may do at any time."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rng: random.Random = world.rng
+        self.actions: dict[Callable[[], None], int] = {
+            self.store: 20,
+            self.load: 10,
+            self.lookup: 16,
+            self.lookup_and_load: 20,
+            self.end_request: 4,
+            self.cancel: 7,
+            self.look_at_words: 24,
+            self.step: 50,
+            world.settle: 24,
+            self.free_garbage: 3,
+            world.watch_lifelines: 8,
+            self.connect: 8,
+            self.die: 1,
+            self.unregister: 1,
+            self.clear: 1,
+            self.pass_time: 3,
+            self.rest: 1,
+        }
+
+    def run(self, steps: int) -> None:
+        actions, weights = list(self.actions), list(self.actions.values())
+        for action in self.rng.choices(actions, weights, k=steps):
+            action()
+            self.world.check()
+        self.world.end()
+
+    # ---- choices ------------------------------------------------------------------------------
+
+    def engine(self) -> Engine:
+        return self.rng.choice(self.world.engines)
+
+    def rank(self) -> Rank | None:
+        alive = [rank for rank in self.world.ranks() if rank.connection is not None and rank.registration]
+        return self.rng.choice(alive) if alive else None
+
+    def variant(self) -> str:
+        return self.rng.choice(["", "", "", "lora"])
+
+    def keys(self, engine: Engine) -> list[bytes]:
+        """The start of a chain, or now and then any part of it."""
+        chain = engine.model.keys(self.rng.randrange(CHAINS))
+        end = self.rng.randint(1, len(chain))
+        start = self.rng.randrange(end) if self.rng.random() < 0.3 else 0
+        return chain[start:end]
+
+    def request_id(self) -> str:
+        return f"request-{self.rng.randrange(4)}"
+
+    # ---- actions ------------------------------------------------------------------------------
+
+    def store(self) -> None:
+        if (rank := self.rank()) is not None:
+            self.world.store(rank, self.keys(rank.engine), self.variant(), late=self.rng.random() < 0.03)
+
+    def load(self) -> None:
+        if (rank := self.rank()) is not None:
+            self.load_of(rank, self.keys(rank.engine), self.variant())
+
+    def load_of(self, rank: Rank, keys: list[bytes], variant: str) -> None:
+        skip, short = (self.rng.choice([0, self.rng.randrange(rank.engine.model.chunk_blocks)]) for _ in range(2))
+        self.world.load(rank, keys, variant, skip, short, late=self.rng.random() < 0.03)
+
+    def lookup(self) -> None:
+        engine = self.engine()
+        if engine.incarnation:
+            self.world.lookup(engine, self.request_id(), self.keys(engine), self.variant())
+
+    def lookup_and_load(self) -> None:
+        if (rank := self.rank()) is not None:
+            keys, variant = self.keys(rank.engine), self.variant()
+            if hits := self.world.lookup(rank.engine, self.request_id(), keys, variant):
+                self.load_of(rank, keys[:hits], variant)
+
+    def end_request(self) -> None:
+        engine = self.engine()
+        if engine.incarnation:
+            self.world.end_request(engine, self.request_id())
+
+    def cancel(self) -> None:
+        rank = self.rank()
+        if rank is not None and rank.operations:
+            self.world.cancel(self.rng.choice(rank.operations))
+
+    def look_at_words(self) -> None:
+        if (rank := self.rank()) is not None:
+            self.world.look_at_words(rank)
+            self.world.notice_server_hung_up(rank)
+
+    def step(self) -> None:
+        for _ in range(self.rng.randint(1, 8)):
+            self.world.device.step()
+
+    def free_garbage(self) -> None:
+        self.world.cache.free_garbage(self.rng.randint(1, 4))
+
+    def connect(self) -> None:
+        dead = [rank for rank in self.world.ranks() if rank.connection is None]
+        if dead:
+            self.world.connect(self.rng.choice(dead))
+
+    def die(self) -> None:
+        """One process, or all of its engine."""
+        if (rank := self.rank()) is not None:
+            for victim in rank.engine.ranks if self.rng.random() < 0.7 else [rank]:
+                if victim.connection is not None:
+                    self.world.hang_up(victim)
+
+    def unregister(self) -> None:
+        if (rank := self.rank()) is not None:
+            self.world.unregister(rank)
+
+    def clear(self) -> None:
+        self.world.clear(self.rng.choice([None, *self.world.engines]))
+
+    def pass_time(self) -> None:
+        self.world.pass_time(self.rng.choice([0.1, 1.0, 5.0, 25.0]))
+
+    def rest(self) -> None:
+        self.world.come_to_rest()
+
+
+@pytest.mark.parametrize("trouble", [0.0, 0.01], ids=["whole copies", "failing copies"])
+@pytest.mark.parametrize("pages", [60, 200], ids=["small L1", "roomy L1"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_walk_agrees_with_a_plain_dict(tmp_path: Path, seed: int, pages: int, trouble: float) -> None:
+    gc.collect()
+    before = descriptors()
+    world = World(tmp_path, seed, pages, trouble)
+    try:
+        Walk(world).run(STEPS)
+    except BaseException:
+        print(f"\nseed {seed}, {pages} pages, trouble {trouble}: {world.counts}")
+        raise
+    # The walk went where it should go, or it would prove nothing.
+    floor = 100 if trouble == 0 else 30
+    assert min(world.counts[name] for name in ("stored", "loaded", "hits", "cancels")) > floor, world.counts
+    assert min(world.counts[name] for name in ("deaths", "clears")) > 10, world.counts
+    assert pages > 100 or world.counts["evicted"] > floor, world.counts
+    del world
+    gc.collect()
+    assert descriptors() <= before, "a descriptor leaks"
+
+
+def test_a_store_that_is_cancelled_and_overwritten_while_it_runs_is_never_found(tmp_path: Path) -> None:
+    """The walk's most important moment, once more and slowly."""
+    world = World(tmp_path, seed=1, pages=60, trouble=0.0)
+    engine = world.engines[0]
+    world.connect(engine.ranks[0])
+    world.settle()
+    while engine.ranks[0].state != "open":
+        world.settle()
+    keys = engine.model.keys(0)[:3]
+    world.store(engine.ranks[0], keys, "")
+    (operation,) = engine.ranks[0].operations
+    while operation.state != State.RUNNING:
+        world.device.step()
+    world.cancel(operation)  # also overwrites the blocks
+    assert operation.state == State.CANCELLED
+    world.come_to_rest()
+    assert world.lookup(engine, "r", keys, "") == 0
+    world.end()
