@@ -117,6 +117,7 @@ class Endpoint:
     def release(self) -> None:
         if self.url.startswith("ipc://"):
             Path(self.url.removeprefix("ipc://")).unlink(missing_ok=True)
+        Path(self.fd_path).unlink(missing_ok=True)
         self._lock.close()
 
 
@@ -214,7 +215,7 @@ def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:
     handlers = server.handlers
     deadline = time.monotonic() + deadline_seconds
     for worker in list(handlers.instances.by_registration.values()):
-        handlers.close_worker(worker)
+        handlers.workers.close(worker)
     while handlers.copier.open_tickets and time.monotonic() < deadline:
         handlers.settle()
         time.sleep(0.001)

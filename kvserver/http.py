@@ -10,14 +10,16 @@ import html
 import json
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 from kvserver import metrics
 from kvserver.server import Server
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOOP_DEADLINE_SECONDS = 1.0  # how long a page waits for the loop
 STUCK_SECONDS = 5.0  # a loop that did not turn for so long is not ready
@@ -50,15 +52,25 @@ class StatusPages(ThreadingHTTPServer):
         """(status, rpc counters), fresh if the loop answers in time. TimeoutError if it never did."""
         server = self.kvserver
         try:
-            status, rpc = server.call(lambda: (server.snapshot(), server.rpc.snapshot())).result(LOOP_DEADLINE_SECONDS)
-        except FutureTimeout:
+            status, rpc = self.ask(lambda: (server.snapshot(), server.rpc.snapshot()))
+        except TimeoutError:
             if self._last is None:
-                raise TimeoutError("the event loop does not answer") from None
+                raise
             status, rpc = self._last
             status = {**status, "ready": False, "stale_seconds": round(server.seconds_since_turn, 3)}
         else:
             self._last = status, rpc
         return status, rpc
+
+    def ask(self, function: Callable[[], T]) -> T:
+        """Run `function` in the loop. TimeoutError if that did not begin in time; it will not then."""
+        future = self.kvserver.call(function)
+        try:
+            return future.result(LOOP_DEADLINE_SECONDS)
+        except FutureTimeout:
+            if future.cancel():
+                raise TimeoutError("the event loop does not answer") from None
+            return future.result()
 
     def not_ready(self) -> str | None:
         """Why this daemon should get no traffic, or None."""
@@ -112,8 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200 if reason is None else 503, (reason or "ready") + "\n")
 
     def _clear(self) -> None:
-        server = self.server.kvserver
-        chunks = server.call(lambda: server.handlers.cache.clear()).result(LOOP_DEADLINE_SECONDS)
+        chunks = self.server.ask(self.server.kvserver.handlers.cache.clear)
         self._send(200, json.dumps({"chunks": chunks}), "application/json")
 
     def _page(self) -> None:

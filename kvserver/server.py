@@ -82,10 +82,12 @@ class Server:
             os.write(self._wake_write, b"\1\0\0\0\0\0\0\0")
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` in the loop thread."""
+        """Run `function` in the loop thread, unless the future is cancelled before its turn."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except Exception as error:
@@ -186,7 +188,7 @@ class Server:
             return  # closed earlier in this turn
         ended = self.handlers.lifelines.read(fd)
         if ended is not None:
-            self.handlers.attachment_ended(ended)
+            self.handlers.workers.attachment_ended(ended)
 
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):

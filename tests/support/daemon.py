@@ -32,6 +32,15 @@ def wait_until(predicate: Callable[[], T], seconds: float = 10.0, what: str = ""
         time.sleep(0.002)
 
 
+def fetch(url: str, method: str = "GET", timeout: float = 5.0) -> tuple[int, str]:
+    """(code, body) of one page."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=timeout) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
 class Daemon:
     """One daemon. start() after construction or after it ended; the folder and endpoint stay the same.
 
@@ -105,12 +114,7 @@ class Daemon:
 
     def http(self, path: str, method: str = "GET", timeout: float = 5.0) -> tuple[int, str]:
         """(code, body) of one page."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.http_port}{path}", method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        return fetch(f"http://127.0.0.1:{self.http_port}{path}", method, timeout)
 
     def status(self) -> dict[str, Any]:
         code, body = self.http("/status")
