@@ -318,7 +318,7 @@ class World:
             ended = self.lifelines.read(fd)
             assert ended is not None
             registration = ended.registration
-            self.handlers.attachment_ended(ended)
+            self.handlers.workers.attachment_ended(ended)
             for rank in self.ranks():
                 if registration is not None and rank.registration == registration and rank.state == "open":
                     self.closed(rank)
@@ -336,6 +336,7 @@ class World:
     def closed(self, rank: Rank) -> None:
         """The server takes no more from this worker."""
         rank.state = "gone"
+        assert all(job.stop for job in self.device.open.values() if job.side is rank.side), "it copies on for the dead"
         rank.engine.variants.clear()
         if not rank.engine.known:
             self.plain.end_leases(lambda owner, _: owner[0] == rank.engine.instance_id)
@@ -654,6 +655,7 @@ class World:
         self.calls.clear()
         assert not self.operations
         assert not self.pending
+        assert all(rank.state == "open" or rank.connection is None for rank in self.ranks()), "a closed worker was not told"
         self.check_contents()
         self.bury()
 
@@ -684,7 +686,7 @@ class World:
                 self.hang_up(rank)
         self.watch_lifelines()
         self.come_to_rest()
-        assert self.handlers.mappings == 0
+        assert self.handlers.workers.mappings == 0
         assert len(self.lifelines) == 0
         assert self.cache.lease_count == 0
         assert not self.handlers.instances.by_id
