@@ -655,7 +655,9 @@ class World:
         self.calls.clear()
         assert not self.operations
         assert not self.pending
-        assert all(rank.state == "open" or rank.connection is None for rank in self.ranks()), "a closed worker was not told"
+        assert all(rank.state == "open" or rank.connection is None for rank in self.ranks()), (
+            "a closed worker was not told"
+        )
         self.check_contents()
         self.bury()
 
