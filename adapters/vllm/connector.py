@@ -46,7 +46,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def fenced(default: Any = None) -> Callable[[F], F]:
-    """An exception of ours is counted, logged once per method and kind, and becomes `default`."""
+    """An exception of ours is counted, logged once per place and kind, and becomes `default`."""
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
@@ -54,10 +54,7 @@ def fenced(default: Any = None) -> Callable[[F], F]:
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
-                kind = f"{method.__name__}: {type(error).__name__}"
-                self.errors[kind] += 1
-                if self.errors[kind] == 1:
-                    log.exception("kvserver connector, in %s (further ones are only counted)", method.__name__)
+                self._fault(method.__name__, error)
                 return default() if callable(default) else default
 
         return call  # type: ignore[return-value]
@@ -105,6 +102,13 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._refusal: str | None = "the connector could not be set up"
         self._set_up(role)
 
+    def _fault(self, where: str, error: Exception) -> None:
+        """REQUIRES: called while `error` is handled."""
+        kind = f"{where}: {type(error).__name__}"
+        self.errors[kind] += 1
+        if self.errors[kind] == 1:
+            log.exception("kvserver connector, in %s (further ones are only counted)", where)
+
     @fenced()
     def _set_up(self, role: KVConnectorRole) -> None:
         transfer = self._config.kv_transfer_config
@@ -114,7 +118,7 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if hasattr(transfer, "kv_load_failure_policy"):
             transfer.kv_load_failure_policy = self._settings.load_failure_policy
         if role == KVConnectorRole.WORKER:
-            self.worker = WorkerHalf(self._settings, None, can_quarantine=TransferResults is not None)
+            self.worker = self._make_worker(None)
         if self._refusal is not None:
             log.warning("kvserver: this engine runs without cache: %s", self._refusal)
         elif role == KVConnectorRole.SCHEDULER:
@@ -137,8 +141,12 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
             block_tokens=spec.block_size,
             hash_block_tokens=getattr(self._caches_config, "hash_block_size", None) or spec.block_size,
             holds_back_tail="eagle" in method or "mtp" in method,
+            fault=self._fault,
             weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
         )
+
+    def _make_worker(self, link: Link | None) -> WorkerHalf:
+        return WorkerHalf(self._settings, link, can_quarantine=TransferResults is not None, fault=self._fault)
 
     def _model_name(self) -> str:
         model = self._config.model_config
@@ -163,7 +171,7 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         message = self._registration(caches, attention_backends(self._config, list(kv_caches)))
         rank = self._config.parallel_config.rank
         link = Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message))
-        self.worker = WorkerHalf(self._settings, link, can_quarantine=TransferResults is not None)
+        self.worker = self._make_worker(link)
         link.start(self._settings.connect_timeout_ms / 1000)
 
     def _registration(self, caches: SharedCaches, backends: str) -> Callable[[HelloReply, int], RegisterWorker]:

@@ -35,6 +35,7 @@ log = logging.getLogger("vllm.kvserver")
 BREAKER_LIMIT = 3  # waits that ran out, in a row
 _HELLO_SECONDS = 2.0
 _REGISTER_SECONDS = 10.0
+_REFRESH_SECONDS = 1.0  # a refresh is asked for at most so often
 _RETRY_SECONDS = (0.1, 1.0)  # first and largest pause between attempts
 
 
@@ -96,6 +97,7 @@ class Link:
         self._attempted = threading.Event()
         self._stopping = False
         self._refresh = False
+        self._refresh_after = 0.0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._said = ""
         self._thread = threading.Thread(target=self._run, name=f"kvserver-{name}", daemon=True)
@@ -106,7 +108,10 @@ class Link:
         self._attempted.wait(wait_seconds)
 
     def refresh(self) -> None:
-        """Hello again: an answer said that the daemon is not the one we knew."""
+        """See whether the daemon is still the one we knew: an answer said that it knows nothing of us."""
+        if time.monotonic() < self._refresh_after:
+            return
+        self._refresh_after = time.monotonic() + _REFRESH_SECONDS
         self._refresh = True
         self._wake()
 
@@ -186,7 +191,7 @@ class Link:
         while not self._stopping:
             if self._refresh:
                 self._refresh = False
-                if session.attachment is None:
+                if session.attachment is None and self._boot_id() != session.hello.boot_id:
                     return
             seconds = pause * random.uniform(0.5, 1.5) if self.breaker.open else 3600.0
             if self._wait(session.attachment, seconds):
@@ -194,20 +199,20 @@ class Link:
                 return
             if not self.breaker.open:
                 pause = _RETRY_SECONDS[0]
-            elif self._answers(session):
+            elif boot_id := self._boot_id():
+                self._refresh = boot_id != session.hello.boot_id
                 log.info("%s: kvserver answers again", self._name)
                 self.breaker.answered()
             elif session.attachment is None and not self._stopping:
                 pause = min(pause * 2, _RETRY_SECONDS[1])
 
-    def _answers(self, session: Session) -> bool:
+    def _boot_id(self) -> str:
+        """Of the daemon at the endpoint; empty if none answers."""
         try:
             with Client(self._endpoint, _HELLO_SECONDS) as client:
-                if client.hello(self._name).boot_id != session.hello.boot_id:
-                    self._refresh = True
-                return True
+                return client.hello(self._name).boot_id
         except (RequestFailed, OSError, TimeoutError):
-            return False
+            return ""
 
     def _wait(self, attachment: Attachment | None, seconds: float) -> bool:
         """Until woken, the time is over, or (True) the lifeline ended."""

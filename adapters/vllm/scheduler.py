@@ -15,6 +15,7 @@ import logging
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvserver")
 
+_REPORT_SECONDS = 1.0  # from a store's deadline until its end has come from the workers
 _RENEW = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.BAD_KEYS.value, ErrorCode.DUPLICATE_INSTANCE.value}
 
 
@@ -87,6 +89,7 @@ class SchedulerHalf:
         block_tokens: int,
         hash_block_tokens: int,
         holds_back_tail: bool,
+        fault: Callable[[str, Exception], None],
         weights_version: Any = lambda: "",
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -99,6 +102,7 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._hash_block_tokens = hash_block_tokens
         self._holds_back_tail = holds_back_tail
+        self._fault = fault  # takes note of an exception of ours: (where, which)
         self._weights_version = weights_version
         self._version_seen = self._weights = weights_version()
         self._epoch = 0
@@ -111,6 +115,7 @@ class SchedulerHalf:
         self._ids = itertools.count(1)
         self._plan = StepPlan()
         self._pending: dict[int, PendingStore] = {}
+        self._pending_until = 0.0  # by then the workers have said that all of them ended
         self._readers: dict[int, set[int]] = {}  # block id -> pending stores that read it
         self._quarantined: dict[int, Quarantine] = {}
         self._pool = PoolHook(self._allocated)
@@ -226,9 +231,9 @@ class SchedulerHalf:
             return
         try:
             load = self._load_of(state, block_ids, external_tokens)
-        except Exception:
+        except Exception as error:
             # The request waits for this load now, so it must be planned all the same: without keys it fails.
-            log.exception("kvserver connector: cannot plan a load")
+            self._fault("planning of a load", error)
             load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", list(block_ids), 0)
         state.load = load
         state.stored_chunks = max(state.stored_chunks, state.hit_chunks or 0)
@@ -328,6 +333,7 @@ class SchedulerHalf:
             StoreSpec(store_id, state.request.request_id, state.variant, self._chunk_blocks(), keys, block_ids)
         )
         self._pending[store_id] = PendingStore(block_ids, self._world_size)
+        self._pending_until = time.monotonic() + self._settings.store_timeout_ms / 1000 + _REPORT_SECONDS
         for block_id in block_ids:
             self._readers.setdefault(block_id, set()).add(store_id)
         self.counters["stores"] += 1
@@ -346,7 +352,8 @@ class SchedulerHalf:
 
     @property
     def has_pending_stores(self) -> bool:
-        return bool(self._pending)
+        """Whether an idle engine should step to hear of their end; not for ever, should that get lost."""
+        return bool(self._pending) and time.monotonic() < self._pending_until
 
     # ---- what workers say ---------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import logging
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvserver.adapters.vllm.link import Link, Session
@@ -56,12 +57,23 @@ class Copy:
 
 
 class WorkerHalf:
-    def __init__(self, settings: AdapterSettings, link: Link | None, can_quarantine: bool) -> None:
-        """`link` is None when this worker runs without cache; it still answers for every load it is given."""
+    def __init__(
+        self,
+        settings: AdapterSettings,
+        link: Link | None,
+        *,
+        can_quarantine: bool,
+        fault: Callable[[str, Exception], None],
+    ) -> None:
+        """`link` is None when this worker runs without cache; it still answers for every load it is given.
+
+        `fault` takes note of an exception of ours: (where, which).
+        """
         self.counters: Counter[str] = Counter()
         self._settings = settings
         self._link = link
         self._can_quarantine = can_quarantine
+        self._fault = fault
         self._session: Session | None = None
         self._free_words: list[int] = []
         self._sequences = itertools.count(1)
@@ -106,11 +118,7 @@ class WorkerHalf:
             if (copy := self._loads.get(load_id)) is not None:
                 self._cancel_load(copy)
         for load in plan.loads:
-            try:
-                copy = self._begin(load, self._settings.load_timeout_ms) if load.keys else None
-            except Exception:
-                log.exception("kvserver connector: cannot begin a load")
-                copy = None
+            copy = self._begin(load, self._settings.load_timeout_ms) if load.keys else None
             if copy is None:
                 self._load_failed(load, quarantine=False)
             else:
@@ -125,6 +133,14 @@ class WorkerHalf:
                 self._stores[store.store_id] = copy
 
     def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> Copy | None:
+        """None if it cannot begin, for want of a server or by a fault: it must be answered for in any case."""
+        try:
+            return self._send(spec, timeout_ms)
+        except Exception as error:
+            self._fault(f"beginning of a {'load' if isinstance(spec, LoadSpec) else 'store'}", error)
+            return None
+
+    def _send(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> Copy | None:
         """Arm a word and send; None if there is no server to send to."""
         session = self._usable()
         if session is None or session.words is None or not self._free_words:

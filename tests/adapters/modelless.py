@@ -1,6 +1,6 @@
 """vLLM's real scheduler and the real connector around a model that is not there.
 
-`Engine` builds VllmConfig and KVCacheConfig by hand, puts vLLM's Scheduler or AsyncScheduler with the
+`configure` builds VllmConfig and KVCacheConfig by hand; `Engine` puts vLLM's Scheduler or AsyncScheduler with the
 connector's scheduler half on one side and one worker half per rank on the other, and plays the model
 runner between them, in the order vLLM's own one has.
 
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -181,30 +181,76 @@ class Answer:
         return self.tokens == continuation(self.prompt, count, self.weights)
 
 
-class Engine:
-    """REQUIRES: `folder` holds a model's config.json. close() at the end."""
+Adjust: TypeAlias = Callable[[VllmConfig, KVCacheConfig], None]
 
-    def __init__(
-        self,
-        folder: Path,
-        endpoint: str,
-        *,
-        asynchronous: bool = True,
-        num_blocks: int = 100,
-        max_tokens_per_step: int = 4096,
-        max_requests: int = 16,
-        world_size: int = 1,
-        drafts: int = 0,
-        window: int | None = None,
-        register: bool = True,
-        engine_id: str | None = None,
-        extra: dict[str, Any] | None = None,
-        connector: str = "KVServerConnector",
-        adjust: Callable[[VllmConfig, KVCacheConfig], None] = lambda config, caches: None,
-    ) -> None:
+
+def configure(
+    folder: Path,
+    endpoint: str,
+    *,
+    asynchronous: bool = True,
+    num_blocks: int = 100,
+    max_tokens_per_step: int = 4096,
+    world_size: int = 1,
+    drafts: int = 0,
+    window: int | None = None,
+    engine_id: str | None = None,
+    extra: dict[str, Any] | None = None,
+    adjust: Adjust = lambda config, caches: None,
+    **model_options: Any,
+) -> tuple[VllmConfig, KVCacheConfig]:
+    """What vLLM would have made of its command line and its memory. `folder` holds a model's config.json."""
+    model = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2048, **model_options}
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    cache.num_gpu_blocks = num_blocks
+    speculation = (
+        SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=3) if drafts else None
+    )
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(folder), **model),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=max_tokens_per_step,
+            max_model_len=2048,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVServerConnector",
+            kv_connector_module_path="kvserver.adapters.vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config={"kvserver.endpoint": endpoint, **(extra or {})},
+            **({"engine_id": engine_id} if engine_id else {}),
+        ),
+        speculative_config=speculation,
+    )
+    # Set after construction: vLLM would refuse both here, for want of a GPU or a second process.
+    config.scheduler_config.async_scheduling = asynchronous
+    if world_size > 1:
+        config.parallel_config = ParallelConfig(tensor_parallel_size=world_size, distributed_executor_backend="mp")
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": WIDTH // 2, "dtype": torch.int64}
+    spec: KVCacheSpec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
+    caches = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layers.{i}" for i in range(LAYERS)], spec)],
+        hash_block_size=BLOCK,
+    )
+    adjust(config, caches)
+    return config, caches
+
+
+class Engine:
+    """close() at the end."""
+
+    def __init__(self, config: VllmConfig, caches: KVCacheConfig, register: bool = True) -> None:
+        self.config = config
+        self.caches = caches
         self.weights = 0
-        self.num_blocks = num_blocks
-        self.drafts = drafts
+        self.num_blocks = caches.num_blocks
+        self.drafts = config.num_speculative_tokens
         self.draft_luck = random.Random(5)
         self.answers: dict[str, Answer] = {}
         self.received: list[str] = []  # requests in finished_recving, as they came
@@ -214,90 +260,22 @@ class Engine:
         self.after_step: Callable[[StepPlan], None] = lambda plan: None
         self.rows: dict[str, Row] = {}
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self.config = self._make_config(
-            folder, endpoint, asynchronous, num_blocks, max_tokens_per_step, max_requests, world_size, drafts, engine_id,
-            {"kvserver.connect_timeout_ms": 5000, **(extra or {})}, connector,
-        )  # fmt: skip
-        self.caches = self._make_caches(num_blocks, window)
-        adjust(self.config, self.caches)
-        hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK, hash_function)
+        asynchronous = config.scheduler_config.async_scheduling
+        self._steps_ahead = 2 if asynchronous else 1
         self.scheduler: Scheduler = (AsyncScheduler if asynchronous else Scheduler)(
-            vllm_config=self.config,
-            kv_cache_config=self.caches,
-            structured_output_manager=StructuredOutputManager(self.config),
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             hash_block_size=BLOCK,
             log_stats=True,
         )
-        self._steps_ahead = 2 if asynchronous else 1
+        world_size = config.parallel_config.world_size
         self.runners = [self._make_runner(rank, register) for rank in range(world_size)]
         self._aggregator = KVOutputAggregator.from_connector(self.runners[0].connector, world_size)
-
-    @staticmethod
-    def _make_config(
-        folder: Path,
-        endpoint: str,
-        asynchronous: bool,
-        num_blocks: int,
-        max_tokens_per_step: int,
-        max_requests: int,
-        world_size: int,
-        drafts: int,
-        engine_id: str | None,
-        extra: dict[str, Any],
-        connector: str,
-    ) -> VllmConfig:
-        model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048)
-        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
-        cache.num_gpu_blocks = num_blocks
-        transfer = KVTransferConfig(
-            kv_connector=connector,
-            kv_connector_module_path="kvserver.adapters.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"kvserver.endpoint": endpoint, **extra},
-            **({"engine_id": engine_id} if engine_id else {}),
-        )
-        config = VllmConfig(
-            model_config=model,
-            cache_config=cache,
-            device_config=DeviceConfig("cpu"),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=max_requests,
-                max_num_batched_tokens=max_tokens_per_step,
-                max_model_len=2048,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-            ),
-            kv_transfer_config=transfer,
-            speculative_config=(
-                SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=3)
-                if drafts
-                else None
-            ),
-        )
-        # Set after construction: vLLM would refuse both here, for want of a GPU or a second process.
-        config.scheduler_config.async_scheduling = asynchronous
-        if world_size > 1:
-            config.parallel_config = ParallelConfig(tensor_parallel_size=world_size, distributed_executor_backend="mp")
-        return config
-
-    @staticmethod
-    def _make_caches(num_blocks: int, window: int | None) -> KVCacheConfig:
-        shape: dict[str, Any] = {
-            "block_size": BLOCK,
-            "num_kv_heads": HEADS,
-            "head_size": WIDTH // 2,
-            "dtype": torch.int64,
-        }
-        spec: KVCacheSpec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
-        return KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec([f"layers.{i}" for i in range(LAYERS)], spec)],
-            hash_block_size=BLOCK,
-        )
 
     def _make_runner(self, rank: int, register: bool) -> Runner:
         config = copy.copy(self.config)

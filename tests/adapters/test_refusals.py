@@ -1,0 +1,279 @@
+"""What is not supported runs without cache: one clear warning, no exception, an engine that serves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm
+from kvserver.adapters.vllm import memory
+from kvserver.adapters.vllm.link import Link
+from kvserver.adapters.vllm.scheduler import SchedulerHalf
+from kvserver.adapters.vllm.worker import WorkerHalf
+from modelless import BLOCK, prompt
+
+from kvserver.client import Channel
+from kvserver.protocol import EndRequest, Lookup, Retrieve, Store
+
+CHUNK = 64
+TOKENS = prompt(1, 3 * CHUNK + 10)
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """The connector's warnings so far."""
+    caplog.set_level(logging.WARNING, "vllm.kvserver")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "vllm.kvserver"]
+
+
+def two_groups(config, caches):
+    caches.kv_cache_groups.append(copy.copy(caches.kv_cache_groups[0]))
+
+
+def with_parallel(name):
+    def adjust(config, caches):
+        config.parallel_config = copy.copy(config.parallel_config)
+        object.__setattr__(config.parallel_config, name, 2)
+
+    return adjust
+
+
+def consumer_only(config, caches):
+    config.kv_transfer_config.kv_role = "kv_consumer"
+
+
+REFUSED = {
+    "decode_context_parallel_size > 1": with_parallel("decode_context_parallel_size"),
+    "prefill_context_parallel_size > 1": with_parallel("prefill_context_parallel_size"),
+    "kv_role must be kv_both": consumer_only,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_not_supported_is_refused_by_both_halves(make_daemon, make_halves, warnings_of, reason):
+    daemon = make_daemon()
+    halves = make_halves(daemon, REFUSED[reason])
+    assert len(warnings_of()) == 2, "one a half, since they live in different processes"
+    assert all(reason in said for said in warnings_of())
+    assert_inert(halves)
+    assert daemon.status()["instances"] == []
+
+
+def test_several_groups_are_refused(make_daemon, make_halves, warnings_of):
+    halves = make_halves(make_daemon(), two_groups)
+    assert all("2 KV cache groups" in said for said in warnings_of())
+    assert_inert(halves)
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.28.1", True), ("0.29.0", False), ("0.33.0rc1", False)])
+def test_a_sliding_window_is_refused_before_vllm_0_29(
+    make_daemon, make_engine, monkeypatch, warnings_of, version, refused
+):
+    monkeypatch.setattr(vllm, "__version__", version)
+    daemon = make_daemon()
+    make_engine(daemon, window=40).generate("cold", TOKENS)
+    assert make_engine(daemon, window=40).generate("warm", TOKENS).external == (0 if refused else 3 * CHUNK)
+    assert any("before vLLM 0.29" in said for said in warnings_of()) == refused
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"kvserver.loadtimeout": 5}, "kvserver.loadtimeout"),
+        ({"kvserver.load_timeout_ms": -1}, "load_timeout_ms"),
+        ({"kvserver.load_timeout_ms": "soon"}, "load_timeout_ms"),
+    ],
+)
+def test_a_bad_key_is_named_and_the_engine_serves(make_daemon, make_engine, caplog, extra, reason):
+    engine = make_engine(make_daemon(), extra=extra, may_fail=True)
+    assert engine.generate("a", TOKENS).external == 0
+    assert reason in caplog.text
+    assert set(engine.errors().values()) == {2}, "once a half"
+
+
+def test_keys_of_others_are_left_alone(make_daemon, make_engine):
+    daemon = make_daemon()
+    make_engine(daemon, extra={"lmcache.something": 3}).generate("a", TOKENS)
+    assert make_engine(daemon).generate("b", TOKENS).external == 3 * CHUNK
+
+
+def test_a_shm_that_is_too_small_is_found_before_it_is_touched(make_daemon, make_engine, monkeypatch, warnings_of):
+    monkeypatch.setattr(memory.os, "statvfs", lambda path: SimpleNamespace(f_bavail=16, f_frsize=4096))
+    daemon = make_daemon()
+    engine = make_engine(daemon)
+    assert engine.generate("a", TOKENS).external == 0
+    (said,) = [said for said in warnings_of() if "shm" in said]
+    assert "without cache: /dev/shm has 65536 bytes free" in said
+    assert "--shm-size" in said
+    assert len(warnings_of()) <= 2, "the scheduler half says once that its lookups are refused"
+    assert daemon.status()["instances"] == []
+
+
+def test_tensors_that_are_no_blocks_are_refused(make_daemon, make_engine, warnings_of):
+    engine = make_engine(make_daemon(), register=False)
+    engine.worker.register_kv_caches({"layers.0": torch.zeros(3, 5)})
+    (said,) = warnings_of()
+    assert "has no dimension of 100 blocks" in said
+    engine.generate("a", TOKENS)
+
+
+def assert_inert(halves) -> None:
+    """Every method works and does nothing."""
+    scheduler, worker = halves
+    request = SimpleNamespace(request_id="r", num_tokens=100, block_hashes=[b"x" * 32] * 6, lora_request=None)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, blocks, 0)
+    plan = scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=5))
+    assert not plan.loads
+    assert not plan.stores
+    assert scheduler.request_finished(request, [1, 2]) == (False, None)
+    assert not scheduler.has_pending_push_work()
+    assert scheduler.reset_cache() is not False
+    assert list(scheduler.take_events()) == []
+    scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
+
+    worker.register_kv_caches({"layers.0": torch.zeros(100, 2, BLOCK, 2)})
+    worker.handle_preemptions(plan)
+    worker.bind_connector_metadata(plan)
+    worker.start_load_kv(None)
+    worker.wait_for_layer_load("layers.0")
+    worker.save_kv_layer("layers.0", None, None)
+    worker.wait_for_save()
+    assert worker.get_finished(set()) == (None, None)
+    assert not worker.get_transfer_results(set()).finished_recving
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
+    worker.clear_connector_metadata()
+    for half in halves:
+        assert not half.requires_kv_delivery
+        assert not half.errors
+        half.shutdown()
+
+
+# ---- faults of our own ------------------------------------------------------------------------
+
+FAULTS = [
+    (SchedulerHalf, "new_request"),
+    (SchedulerHalf, "matched_tokens"),
+    (SchedulerHalf, "allocated"),
+    (SchedulerHalf, "plan_step"),
+    (SchedulerHalf, "worker_report"),
+    (SchedulerHalf, "request_finished"),
+    (WorkerHalf, "settle"),
+    (WorkerHalf, "start_loads"),
+    (WorkerHalf, "start_stores"),
+    (WorkerHalf, "poll"),
+    (WorkerHalf, "take_finished"),
+    (WorkerHalf, "take_invalid_blocks"),
+    (WorkerHalf, "take_report"),
+]
+
+
+@pytest.mark.parametrize(("half", "method"), FAULTS, ids=[f"{half.__name__}.{method}" for half, method in FAULTS])
+def test_a_fault_once_is_counted_logged_and_survived(make_daemon, make_engine, monkeypatch, caplog, half, method):
+    """Raised at its second call: right tokens, no hang, no block lost, and the cache goes on."""
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", TOKENS)
+    engine = make_engine(
+        daemon, may_fail=True, extra={"kvserver.load_timeout_ms": 300, "kvserver.store_timeout_ms": 300}
+    )
+    real, calls = getattr(half, method), []
+
+    def faulty(self, *args, **kwargs):
+        calls.append(method)
+        if len(calls) == 2:
+            raise ZeroDivisionError("a fault of ours")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(half, method, faulty)
+    for i in range(3):
+        engine.generate(f"r{i}", [*TOKENS, *prompt(100 + i, 2 * CHUNK)])
+    engine.generate("warm", TOKENS)
+    assert len(calls) >= 2, f"{method} was not called often enough"
+    assert sum(engine.errors().values()) == 1
+    assert caplog.text.count("a fault of ours") >= 1
+
+
+@pytest.mark.parametrize("method", ["new_request", "matched_tokens", "plan_step", "start_stores", "settle"])
+def test_a_fault_that_stays_is_logged_once_and_the_engine_serves(make_daemon, make_engine, monkeypatch, caplog, method):
+    half = WorkerHalf if method in ("start_stores", "settle") else SchedulerHalf
+
+    def faulty(self, *args, **kwargs):
+        raise ZeroDivisionError("a fault of ours")
+
+    engine = make_engine(make_daemon(), may_fail=True, extra={"kvserver.store_timeout_ms": 200})
+    monkeypatch.setattr(half, method, faulty)
+    for i in range(3):
+        engine.generate(f"r{i}", prompt(i, 2 * CHUNK))
+    assert sum(engine.errors().values()) >= 3
+    assert caplog.text.count("further ones are only counted") == 1
+
+
+@pytest.mark.parametrize("message", [Lookup, Retrieve, Store, EndRequest])
+def test_a_fault_in_sending_is_counted_and_answered_for(make_daemon, make_engine, monkeypatch, caplog, message):
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", TOKENS)
+    engine = make_engine(daemon, may_fail=True)
+    send = Channel.send
+
+    def faulty(self, request):
+        if isinstance(request, message):
+            raise ZeroDivisionError("a fault of ours")
+        return send(self, request)
+
+    monkeypatch.setattr(Channel, "send", faulty)
+    began = time.monotonic()
+    for i in range(3):
+        engine.generate(f"r{i}", [*TOKENS, *prompt(i, 2 * CHUNK)])
+    assert time.monotonic() - began < 5, "something waited for its deadline"
+    assert len(engine.received) == len(engine.loads)
+    assert sum(engine.errors().values()) >= 1
+    assert caplog.text.count("further ones are only counted") == len(engine.errors())
+
+
+def test_a_link_that_cannot_start_leaves_the_engine_without_cache(make_daemon, make_engine, monkeypatch):
+    def faulty(self, seconds):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Link, "start", faulty)
+    engine = make_engine(make_daemon(), may_fail=True)
+    assert engine.generate("a", TOKENS).external == 0
+    assert sum(engine.errors().values()) == 2
+
+
+def test_the_failure_policy_is_recompute_unless_configured(make_daemon, make_engine):
+    daemon = make_daemon()
+    engine = make_engine(daemon)
+    assert engine.scheduler.recompute_kv_load_failures
+    engine = make_engine(daemon, extra={"kvserver.load_failure_policy": "fail"})
+    assert not engine.scheduler.recompute_kv_load_failures
+    assert not engine.scheduler.requires_kv_delivery
+
+
+def test_with_policy_fail_a_failed_load_ends_its_request_and_nothing_else(make_daemon, make_engine):
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", TOKENS)
+    engine = make_engine(daemon, extra={"kvserver.load_failure_policy": "fail"})
+    engine.before_step = lambda plan: daemon.kill() if plan.loads and daemon.running() else None
+    answer = engine.add("warm", TOKENS)
+    engine.run()
+    assert answer.finish_reason == "error"
+    engine.generate("next", TOKENS)
+
+
+def test_a_second_life_of_one_engine_id_runs_without_cache(make_daemon, make_engine, warnings_of):
+    daemon = make_daemon()
+    first = make_engine(daemon, engine_id="twin")
+    second = make_engine(daemon, engine_id="twin")
+    first.generate("a", TOKENS)
+    assert second.generate("a", TOKENS).external == 0
+    assert any("twin" in said for said in warnings_of())
+    assert make_engine(daemon).generate("other", TOKENS).external == 3 * CHUNK
+    assert os.getpid() == daemon.status()["instances"][0]["workers"][0]["pid"]
