@@ -42,6 +42,8 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 def module_daemon() -> Iterator[Daemon]:
     daemon = Daemon(l1_size="16MiB").start()
     yield daemon
+    if daemon.running():
+        daemon.audit()
     daemon.close()
 
 
@@ -51,9 +53,7 @@ def daemon(module_daemon: Daemon) -> Iterator[Daemon]:
     if not module_daemon.running():
         module_daemon.start()  # an earlier test has failed for it
     yield module_daemon
-    assert module_daemon.running(), f"the daemon died:\n{module_daemon.log[-4000:]}"
-    assert module_daemon.http("/cache/clear", "POST")[0] == 200
-    module_daemon.wait_for_books(tickets=0, pins=0, leases=0, mappings=0, attachments=0, used_pages=0)
+    module_daemon.clear_and_check()
 
 
 @pytest.fixture

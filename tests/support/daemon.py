@@ -124,6 +124,7 @@ class Daemon:
 
     def books(self) -> dict[str, int]:
         found: dict[str, int] = self.status()["books"]
+        assert found["unbalanced"] == 0, self.log[-4000:]
         return found
 
     def wait_for_books(self, seconds: float = 10.0, **expected: int) -> None:
@@ -141,7 +142,22 @@ class Daemon:
 
     def wait_for_clean_books(self) -> None:
         """Wait until nothing is in flight and nobody is connected."""
-        self.wait_for_books(tickets=0, pins=0, leases=0, mappings=0, attachments=0)
+        self.wait_for_books(tickets=0, pins=0, leases=0, mappings=0, attachments=0, unbalanced=0)
+
+    def clear_and_check(self) -> None:
+        """Between two tests that share it: it runs, and when cleared holds nothing for anybody."""
+        assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
+        assert self.http("/cache/clear", "POST")[0] == 200
+        self.wait_for_clean_books()
+        self.wait_for_books(used_pages=0)
+        assert self.open_memfds() == 0
+        assert self.mapped_memfds() == []
+
+    def audit(self) -> None:
+        """Leave it alone until it has counted its books again, which it does after a second of quiet."""
+        time.sleep(1.3)  # asking it would end the quiet
+        assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
+        assert self.books()["unbalanced"] == 0, self.log[-4000:]
 
     # ---- its process --------------------------------------------------------------------------
 

@@ -150,10 +150,11 @@ class Memory:
         os.ftruncate(self.fds[memory], size)
 
     def close(self) -> None:
+        """Idempotent."""
         for view in self.maps:
             view.close()
-        for fd in self.fds:
-            os.close(fd)
+        while self.fds:
+            os.close(self.fds.pop())
 
 
 def put(geometry: Geometry, maps: Sequence[Any], block: int, content: bytes) -> None:

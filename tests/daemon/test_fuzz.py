@@ -1,0 +1,312 @@
+"""Fifty thousand malformed and hostile messages: one reply each, bounded memory, clean books."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.raw import RawPeer
+from support.worker import Worker, awkward, ids, make_keys
+
+from kvserver.client import Attachment
+from kvserver.config import MiB
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.planes import Plane
+from kvserver.protocol import (
+    RECORD_CLEARED,
+    RECORD_OPERATION_SHIFT,
+    Attach,
+    Clear,
+    EndRequest,
+    Heartbeat,
+    Hello,
+    Lookup,
+    ReportBlockAllocations,
+    SharedFd,
+    Status,
+    UnregisterWorker,
+    decode_request,
+    encode,
+)
+
+MESSAGES = 50_000
+WARM_UP = 5_000
+PEERS = 4
+L1_BYTES = 4 * MiB
+GROWTH_BYTES = L1_BYTES + 24 * MiB  # of the daemon's memory after the warm-up; L1 is touched lazily
+SEED = 20_260
+# The codes that these messages must keep reaching; the others need descriptors, ranks or memory that ends.
+REACHED = set(ErrorCode) - {
+    ErrorCode.BAD_TOKEN,
+    ErrorCode.INTERNAL,
+    ErrorCode.L1_FULL,
+    ErrorCode.MEMORY_LOST,
+    ErrorCode.NOT_READY,
+    ErrorCode.RANKS_DISAGREE,
+    ErrorCode.TOO_LARGE,
+}
+
+EDGES = [0, 1, 2, 3, 4, 7, 8, 63, 64, 65, 255, 256, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, -1]
+
+
+class Hostile:
+    """Makes messages. `silent` says which of them the protocol does not answer."""
+
+    def __init__(self, worker: Worker, attachments: list[int], seed: int) -> None:
+        self.worker = worker
+        self.attachments = attachments
+        self.random = random.Random(seed)
+        self.keys = make_keys(8, seed="fuzz")
+        self.makers: list[tuple[int, Callable[[], bytes | list[bytes]]]] = [
+            (15, self.random_bytes),
+            (15, self.random_msgpack),
+            (40, self.mutated),
+            (10, self.random_frames),
+            (20, self.hostile_copy),
+            (10, self.hostile_registration),
+            (5, self.hostile_notice),
+        ]
+
+    def frames(self, number: int) -> list[bytes]:
+        """The next message; `number` becomes its request id if it has one."""
+        weights = [weight for weight, _ in self.makers]
+        made = self.random.choices(self.makers, weights)[0][1]()
+        return made if isinstance(made, list) else [number.to_bytes(8, "big"), made]
+
+    # ---- makers: a payload that gets a request id, or all frames ------------------------------
+
+    def random_bytes(self) -> bytes:
+        return self.random.randbytes(self.random.choice((0, 1, 2, 10, 100, 3000)))
+
+    def random_msgpack(self) -> bytes:
+        return msgspec.msgpack.encode(self._value(3))
+
+    def mutated(self) -> bytes:
+        raw = bytearray(encode(self.random.choice(self._valid())))
+        for _ in range(self.random.randint(1, 4)):
+            at = self.random.randrange(len(raw)) if raw else 0
+            match self.random.randrange(5):
+                case 0:
+                    raw[at : at + 1] = self.random.randbytes(1)
+                case 1:
+                    del raw[at:]
+                case 2:
+                    raw[at:at] = self.random.randbytes(self.random.randint(1, 9))
+                case 3:
+                    del raw[at : at + self.random.randint(1, 9)]
+                case 4:
+                    raw[at:at] = raw[at : at + self.random.randint(1, 50)]
+        return bytes(raw)
+
+    def random_frames(self) -> list[bytes]:
+        count = self.random.choice((1, 2, 3, 4, 50))
+        return [self.random.randbytes(self.random.choice((0, 1, 7, 9, 40))) for _ in range(count)]
+
+    def hostile_copy(self) -> bytes:
+        """A valid store or load but for one or two fields."""
+        keys = [self.random.choice(self.keys) for _ in range(self.random.randint(1, 3))]
+        blocks = [self.random.choice((*range(70), 2**31, 2**32 - 1)) for _ in range(4 * len(keys))]
+        make = self.random.choice((self.worker.store_message, self.worker.load_message))
+        message = make(keys, blocks if self.random.random() < 0.5 else self._distinct(4 * len(keys)))
+        return self._with_edges(message)
+
+    def hostile_registration(self) -> bytes:
+        planes = [Plane(*(self._small_or_edge() for _ in range(4))) for _ in range(self.random.randint(1, 5))]
+        message = self.worker.registration(
+            instance_id=f"fuzz-{self.random.randrange(100)}",
+            attachment=self.random.choice(self.attachments),
+            planes=planes if self.random.random() < 0.7 else list(self.worker.geometry.planes),
+        )
+        if self.random.random() < 0.3:
+            message.memory = [SharedFd(self._small_or_edge(), self._small_or_edge()) for _ in range(2)]
+        return self._with_edges(message)
+
+    def hostile_notice(self) -> bytes:
+        return self._with_edges(self.random.choice(self._notices()))
+
+    # ---- what they are made of ----------------------------------------------------------------
+
+    def _value(self, depth: int) -> Any:
+        pick = self.random.randrange(9 if depth else 6)
+        match pick:
+            case 0:
+                return self.random.choice(EDGES)
+            case 1:
+                return self.random.random() * 1e30
+            case 2:
+                return self.random.choice((None, True, False))
+            case 3:
+                return self.random.randbytes(self.random.randrange(40))
+            case 4 | 5:
+                return self.random.choice(("Store", "Hello", "type", "x" * 600, "", "\u00e9\U0001f600"))
+            case 6:
+                return [self._value(depth - 1) for _ in range(self.random.randrange(5))]
+            case _:
+                names = ("type", "keys", "boot_id", "registration", "word", "planes", "other")
+                found = {self.random.choice(names): self._value(depth - 1) for _ in range(self.random.randrange(5))}
+                if self.random.random() < 0.5:
+                    found["type"] = self.random.choice(("Store", "Lookup", "RegisterWorker", "Clear", "Error"))
+                return found
+
+    def _with_edges(self, message: Any) -> bytes:
+        """Encode it with one or two integer fields replaced by hostile ones."""
+        content = {"type": type(message).__name__, **msgspec.structs.asdict(message)}
+        integers = [name for name, value in content.items() if isinstance(value, int)]
+        for name in self.random.sample(integers, min(len(integers), self.random.randint(0, 2))):
+            if name != "attachment":
+                content[name] = self.random.choice(EDGES)
+        return msgspec.msgpack.encode(content)
+
+    def _small_or_edge(self) -> int:
+        return (
+            self.random.choice((0, 1, 2, 100, 192, 1000)) if self.random.random() < 0.7 else self.random.choice(EDGES)
+        )
+
+    def _distinct(self, count: int) -> list[int]:
+        return self.random.sample(range(1, 64), count)
+
+    def _notices(self) -> list[Any]:
+        of = {
+            "instance_id": self.worker.instance_id,
+            "incarnation": self.worker.incarnation,
+            "model_name": self.worker.model_name,
+            "sequence": self.random.randrange(1000),
+        }
+        return [
+            ReportBlockAllocations(**of, time_ns=0, records=ids([self.random.getrandbits(32) for _ in range(4)])),
+            ReportBlockAllocations(**of, time_ns=0, records=ids([1, 2, 3])),
+            EndRequest(**of, request_id="r"),
+            Heartbeat(boot_id=self.worker.hello.boot_id),
+        ]
+
+    def _valid(self) -> list[Any]:
+        keys = self.keys[: self.random.randint(1, 3)]
+        return [
+            *self._notices(),
+            Hello(protocol_version=1),
+            Lookup(
+                instance_id=self.worker.instance_id,
+                incarnation=self.worker.incarnation,
+                request_id=f"r{self.random.randrange(50)}",
+                chunk_blocks=4,
+                keys=b"".join(keys),
+            ),
+            self.worker.store_message(keys, self._distinct(4 * len(keys))),
+            self.worker.load_message(keys, self._distinct(4 * len(keys))),
+            self.worker.registration(),
+            UnregisterWorker(boot_id=self.worker.hello.boot_id, registration=1 << 50),  # no mutation reaches ours
+            Clear(),
+            Clear(instance_id=self.worker.instance_id),
+            Status(),
+        ]
+
+    # ---- what the protocol says ---------------------------------------------------------------
+
+    def silent(self, frames: list[bytes]) -> bool:
+        """Whether this is a valid notice, which is not answered."""
+        if len(frames) != 2 or len(frames[0]) != 8:
+            return False
+        try:
+            message = decode_request(frames[1])
+        except KVServerError:
+            return False
+        match message:
+            case Heartbeat():
+                return message.boot_id == self.worker.hello.boot_id
+            case EndRequest():
+                return self._known(message)
+            case ReportBlockAllocations():
+                words = [message.records[i : i + 4] for i in range(0, len(message.records), 4)]
+                operations = [int.from_bytes(word, "little") >> RECORD_OPERATION_SHIFT for word in words]
+                whole = len(message.records) % 4 == 0
+                return self._known(message) and whole and all(o <= RECORD_CLEARED for o in operations)
+        return False
+
+    def _known(self, message: EndRequest | ReportBlockAllocations) -> bool:
+        return (message.instance_id, message.incarnation) == (self.worker.instance_id, self.worker.incarnation)
+
+
+def reply_id(frames: list[bytes]) -> bytes:
+    """The request id that the answer to these frames carries."""
+    return frames[0] if len(frames[0]) == 8 else bytes(8)
+
+
+def collect(peers: list[RawPeer], received: list[Counter[bytes]], until: int, seconds: float) -> None:
+    """Receive until so many replies have come in all, at most so long."""
+    deadline = time.monotonic() + seconds
+    while (missing := until - sum(c.total() for c in received)) > 0 and time.monotonic() < deadline:
+        for peer, counter in zip(peers, received, strict=True):
+            while peer.socket.poll(0 if missing > 100 else 1):
+                counter[peer.socket.recv_multipart(zmq.NOBLOCK)[0]] += 1
+
+
+def test_fifty_thousand_hostile_messages_get_one_reply_each_and_leave_nothing(make_daemon, make_worker):
+    daemon = make_daemon(l1_size="4MiB", log_level="error")
+    worker = make_worker(daemon, geometry=awkward())
+    attachments = [
+        Attachment(worker.hello.fd_path, worker.hello.token, [*worker.memory.fds, worker.words.fd]) for _ in range(40)
+    ]
+    hostile = Hostile(worker, [a.number for a in attachments], SEED)
+    peers = [RawPeer(daemon.endpoint, high_water_mark=0) for _ in range(PEERS)]
+    expected: list[Counter[bytes]] = [Counter() for _ in peers]
+    received: list[Counter[bytes]] = [Counter() for _ in peers]
+    answers = 0
+    warm = 0
+    for number in range(MESSAGES):
+        frames = hostile.frames(number + 1)
+        which = number % PEERS
+        if not hostile.silent(frames):
+            expected[which][reply_id(frames)] += 1
+            answers += 1
+        peers[which].send(*frames)
+        if number % 500 == 499:  # let it catch up: what is unread would be queue, not leak
+            collect(peers, received, answers, 10)
+            assert daemon.running(), daemon.log[-4000:]
+        if number == WARM_UP:
+            warm = daemon.rss_bytes()
+    collect(peers, received, answers, 20)
+    collect(peers, received, answers + 1, 0.3)  # nothing more comes
+    for want, got in zip(expected, received, strict=True):
+        assert got - want == Counter(), "answered more than once, or though silent"
+        assert want - got == Counter(), "not answered"
+
+    reached = {code for code in ErrorCode if f'reason="{code.value}"' in daemon.http("/metrics")[1]}
+    assert reached >= REACHED, f"the messages no longer reach {REACHED - reached}"
+    growth = daemon.rss_bytes() - warm
+    assert growth < GROWTH_BYTES, f"grew by {growth} bytes"
+    fresh = make_worker(daemon)
+    fresh.round_trip()
+    for each in (*attachments, *peers, worker, fresh):
+        each.close()
+    daemon.wait_for_clean_books()
+    daemon.audit()
+    daemon.clear_and_check()
+    assert "internal error" not in daemon.log, daemon.log[-4000:]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_garbage_with_descriptors_on_the_fd_socket_leaves_nothing(daemon, worker, seed):
+    source = random.Random(seed)
+    valid = encode(Attach(token=worker.hello.token))
+    fds = os.listdir(f"/proc/{daemon.pid}/fd")
+    for _ in range(200):
+        raw = bytearray(source.choice((valid, source.randbytes(source.randrange(1, 300)))))
+        for _ in range(source.randrange(3)):
+            raw[source.randrange(len(raw))] = source.randrange(256)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(worker.hello.fd_path)
+            socket.send_fds(connection, [bytes(raw)], [worker.memory.fds[0]] * source.randrange(20))
+            connection.settimeout(5)
+            assert connection.recv(65536) != b""
+    daemon.wait_for_books(attachments=1, mappings=3)
+    assert daemon.open_memfds() == 3
+    assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= len(fds) + 2
+    worker.round_trip()
