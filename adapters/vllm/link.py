@@ -96,6 +96,7 @@ class Link:
         self._registration = registration
         self._attempted = threading.Event()
         self._stopping = False
+        self._closed = False
         self._refresh = False
         self._refresh_after = 0.0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -125,6 +126,10 @@ class Link:
         self._stopping = True
         self._wake()
         self._thread.join(wait_seconds)
+        if not self._thread.is_alive() and not self._closed:
+            self._closed = True
+            for fd in (self._wake_read, self._wake_write, *(self._registration.fds if self._registration else ())):
+                os.close(fd)
 
     # ---- the thread ---------------------------------------------------------------------------
 
@@ -142,6 +147,9 @@ class Link:
             self.session = session
             try:
                 self._watch(session)
+            except Exception:
+                log.exception("%s: cannot watch the connection to kvserver; connecting again", self._name)
+                self._sleep(_RETRY_SECONDS[1])
             finally:
                 self.session = None
                 self._hang_up(session)
@@ -216,10 +224,11 @@ class Link:
 
     def _wait(self, attachment: Attachment | None, seconds: float) -> bool:
         """Until woken, the time is over, or (True) the lifeline ended."""
-        watched: list[object] = [self._wake_read]
+        poller = select.poll()  # not select(): an engine may have thousands of descriptors
+        poller.register(self._wake_read, select.POLLIN)
         if attachment is not None:
-            watched.append(attachment.fileno())
-        select.select(watched, [], [], seconds)
+            poller.register(attachment.fileno(), select.POLLIN)
+        poller.poll(seconds * 1000)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
         return attachment is not None and not attachment.alive()
@@ -239,5 +248,7 @@ class Link:
         session.attachment.close()
 
     def _wake(self) -> None:
+        if self._closed:
+            return
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
 
@@ -138,6 +139,21 @@ def test_after_a_restart_the_engine_stores_and_loads_again(stored, make_engine):
     assert make_engine(daemon).generate("other", prompt(3, 2 * CHUNK)).external > CHUNK
 
 
+def test_a_process_with_thousands_of_descriptors_is_served(stored, make_engine):
+    """A real engine has them: sockets of its clients, pipes of its workers."""
+    daemon = stored()
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        engine = make_engine(daemon)
+        assert engine.generate("warm", TOKENS).external == 4 * CHUNK
+        daemon.kill()
+        daemon.start()
+        wait_until(lambda: len(daemon.status()["instances"]) == 2, 20, "both engines register again")
+    finally:
+        for fd in taken:
+            os.close(fd)
+
+
 # ---- it hangs ---------------------------------------------------------------------------------
 
 
@@ -202,7 +218,7 @@ def test_stopped_before_a_load_began_holds_nothing(stored, make_engine, asynchro
 
 
 def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine, asynchronous):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(test_copy_delay_us=20_000)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=24)
     answer = engine.add("r", TOKENS, count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
