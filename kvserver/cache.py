@@ -214,11 +214,11 @@ class Cache:
 
     # ---- clear --------------------------------------------------------------------------------
 
-    def clear(self, namespace_ids: list[bytes] | None = None) -> int:
-        """Detach all chunks of these namespaces, or of all; their pages are freed by free_garbage()."""
+    def clear(self, base: bytes = b"") -> int:
+        """Detach all chunks of the namespaces that begin with `base`; their pages are freed by free_garbage()."""
         before = self.index.chunk_count
-        for id in self.index.ids() if namespace_ids is None else namespace_ids:
-            namespace = self.index.clear(id)
+        for id in self.index.ids():
+            namespace = self.index.clear(id) if id.startswith(base) else None
             if namespace is not None:
                 self._garbage.append(iter(namespace.chunks.values()))
         if self.index.chunk_count == 0:

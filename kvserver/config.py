@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Settings:
-    """Merge defaults < TOML file < environment < `arguments`. ConfigError names the key and its source."""
+    """Merge defaults < TOML file < environment < `arguments`. ConfigError names the flag and the value."""
     environ = dict(os.environ) if environ is None else environ
     types = field_types()
     values: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -157,6 +158,8 @@ def set_up_logging(settings: Settings) -> None:
 def serve(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if it cannot start."""
     set_up_logging(settings)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker brings up to 251 descriptors
     l1_bytes = choose_l1_bytes(settings.l1_size)
     page_bytes = page_bytes_for(l1_bytes)
     endpoint = Endpoint(settings.endpoint)

@@ -31,7 +31,6 @@ class ErrorCode(str, enum.Enum):
     BAD_BLOCKS = "bad_blocks"
     BAD_RECORDS = "bad_records"
     NOT_FOUND = "not_found"  # a chunk to load is not, or no longer, READY
-    L1_FULL = "l1_full"  # everything in L1 is leased, being read or being filled
     CANCELLED = "cancelled"
     MEMORY_LOST = "memory_lost"  # the engine truncated memory it had registered
     INTERNAL = "internal"

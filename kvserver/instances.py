@@ -39,7 +39,6 @@ class Counts:
     load_nanos: int = 0
     failed_stores: int = 0
     failed_loads: int = 0
-    errors: int = 0
     block_records: int = 0
     ended_requests: int = 0
     sequence_gaps: int = 0
@@ -91,9 +90,6 @@ class Instance:
                 self._variants.clear()
             digest = self._variants[variant] = with_variant(self.namespace, variant)
         return digest
-
-    def namespaces(self) -> list[bytes]:
-        return [self.namespace, *self._variants.values()] if self.namespace is not None else []
 
     def any_worker(self) -> Worker:
         return next(iter(self.workers.values()))

@@ -72,7 +72,9 @@ class _Collector:
         yield from self._instances()
         yield from self._rpcs()
         yield _gauge(
-            "kvserver_loop_lag_seconds", "Longest recent turn of the event loop.", self._status["loop_lag_seconds"]
+            "kvserver_loop_lag_seconds",
+            "Longest turn of the event loop in the last 10 to 20 seconds.",
+            self._status["loop_lag_seconds"],
         )
         build = GaugeMetricFamily("kvserver_build_info", "Version of the server.", labels=["version"])
         build.add_metric([__version__], 1)

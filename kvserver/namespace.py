@@ -51,7 +51,8 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
 
 
 def with_variant(base: bytes, variant: str) -> bytes:
-    """The namespace of one weights epoch and LoRA within a registration; `base` itself for ""."""
-    if not variant:
-        return base
-    return hashlib.sha256(base + variant.encode()).digest()
+    """The namespace of one weights epoch and LoRA within a registration; `base` itself for "".
+
+    It begins with `base`, so that all that one registration can reach is found by that.
+    """
+    return base + hashlib.sha256(variant.encode()).digest() if variant else base

@@ -47,7 +47,6 @@ SEED = 20_260
 REACHED = set(ErrorCode) - {
     ErrorCode.BAD_TOKEN,
     ErrorCode.INTERNAL,
-    ErrorCode.L1_FULL,
     ErrorCode.MEMORY_LOST,
     ErrorCode.NOT_READY,
     ErrorCode.RANKS_DISAGREE,

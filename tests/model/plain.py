@@ -72,8 +72,9 @@ class Plain:
             )
         return len(gone)
 
-    def clear(self, namespaces: set[bytes] | None) -> int:
-        gone = [name for name in self.entries if namespaces is None or name[0] in namespaces]
+    def clear(self, base: bytes | None) -> int:
+        """All, or what one registration can see under any variant; None of it if `base` is b""."""
+        gone = [name for name in self.entries if base is None or (base and name[0].startswith(base))]
         for name in gone:
             del self.entries[name]
         return len(gone)

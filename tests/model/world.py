@@ -169,7 +169,6 @@ class Engine:
         self.instance_id = instance_id
         self.model = model
         self.incarnation = ""
-        self.variants: set[str] = set()  # named since its namespace was computed
         self.reports = itertools.count()
         self.ranks = [Rank(self, number) for number in range(model.world)]
 
@@ -337,7 +336,6 @@ class World:
         """The server takes no more from this worker."""
         rank.state = "gone"
         assert all(job.stop for job in self.device.open.values() if job.side is rank.side), "it copies on for the dead"
-        rank.engine.variants.clear()
         if not rank.engine.known:
             self.plain.end_leases(lambda owner, _: owner[0] == rank.engine.instance_id)
 
@@ -376,7 +374,6 @@ class World:
         if not engine.ready:
             assert reply.hit_chunks == 0, "a hit before all ranks stood"
             return 0
-        engine.variants.add(variant)
         space = engine.namespace(variant)
         found = self.plain.hits((space, key) for key in keys)
         assert reply.hit_chunks == len(found), f"{reply.hit_chunks} hits, {len(found)} chunks were stored whole"
@@ -459,7 +456,6 @@ class World:
             if rank.state == "open":
                 assert operation.state == State.FAILED
             return
-        rank.engine.variants.add(variant)
         self.drop_evicted(evictions)
         self.plan_store(operation)
 
@@ -513,10 +509,8 @@ class World:
         self.send(operation, Retrieve(**self.wire(operation, variant, deadline_ns=deadline), skip_blocks=skip))
         refused = self.refusal(rank, late)
         entries = [self.plain.entries.get(name) for name in names]
-        if refused is None:
-            rank.engine.variants.add(variant)
-            if not all(entry is not None and entry.ready for entry in entries):
-                refused = ErrorCode.NOT_FOUND.value
+        if refused is None and not all(entry is not None and entry.ready for entry in entries):
+            refused = ErrorCode.NOT_FOUND.value
         if refused is not None:
             assert operation.error == refused, f"{operation.reply}, expected {refused}"
             assert rank.state != "open" or operation.state == State.FAILED
@@ -584,7 +578,6 @@ class World:
             assert isinstance(call.reply, Registered), call.reply
             rank.registration = call.reply.registration
             rank.state = "open"
-            rank.engine.variants.clear()
             assert call.reply.namespace in ("", rank.engine.namespace("").hex())
 
     def ended(self, operation: Operation, outcome: Outcome) -> None:
@@ -614,10 +607,10 @@ class World:
         if engine is not None and not engine.known:
             assert isinstance(reply, Error)
             return
-        spaces = None
+        base = None
         if engine is not None:
-            spaces = {engine.namespace(variant) for variant in {"", *engine.variants}} if engine.ready else set()
-        assert reply == Cleared(chunks=self.plain.clear(spaces))
+            base = engine.namespace("") if engine.ready else b""
+        assert reply == Cleared(chunks=self.plain.clear(base))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

@@ -393,7 +393,7 @@ class TestClear:
     def test_clear_of_one_model_leaves_the_others(self, cache: Cache) -> None:
         store(cache, "abc")
         store(cache, "abc", namespace=OTHER)
-        assert cache.clear([NS]) == 3
+        assert cache.clear(NS) == 3
         free_all(cache)
         assert found(cache, "abc") == 0
         assert found(cache, "abc", OTHER) == 3
@@ -458,7 +458,7 @@ class TestClear:
     def test_a_store_takes_pages_of_cleared_chunks_before_it_evicts(self, cache: Cache) -> None:
         store(cache, "abcde", namespace=OTHER)
         store(cache, "vwxyz")
-        cache.clear([NS])
+        cache.clear(NS)
         assert store(cache, "abcde") == 5
         assert cache.evicted_chunks == 0
         assert found(cache, "abcde", OTHER) == 5
@@ -475,7 +475,7 @@ class TestClear:
 
     def test_clear_of_nothing_is_no_error(self, cache: Cache) -> None:
         assert cache.clear() == 0
-        assert cache.clear([NS]) == 0
+        assert cache.clear(NS) == 0
         assert not cache.free_garbage()
 
     def test_clearing_one_model_again_and_again_leaves_no_chunks_in_memory(self) -> None:
@@ -485,7 +485,7 @@ class TestClear:
             letters = [f"{turn}-{i}" for i in range(1000)]
             raw = b"".join(hashlib.sha256(letter.encode()).digest() for letter in letters)
             cache.finish_store(cache.plan_store(NS, 1, 0, raw, PAGE), copied=True)
-            cache.clear([NS])
+            cache.clear(NS)
             free_all(cache)
         del raw, letters
         gc.collect()

@@ -1,0 +1,79 @@
+"""`/status`, built from the server's state.
+
+Owns: the keys of the public surface. Refuses to know: how the numbers come about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvserver.cache import Cache
+from kvserver.copier import Copier
+from kvserver.instances import Instance, Instances
+from kvserver.transfers import Ticket
+from kvserver.workers import Workers
+
+
+def l1_status(cache: Cache) -> dict[str, Any]:
+    pool = cache.pool
+    return {
+        "size_bytes": pool.pages * pool.page_bytes,
+        "used_bytes": pool.used_pages * pool.page_bytes,
+        "page_bytes": pool.page_bytes,
+        "chunks": cache.index.chunk_count,
+        "evictions": cache.evicted_chunks,
+        "policy": cache.policy.name,
+    }
+
+
+def totals_status(instances: Instances) -> dict[str, Any]:
+    totals = instances.totals()
+    return {
+        "lookup_tokens": totals.lookup_tokens,
+        "hit_tokens": totals.hit_tokens,
+        "stored_bytes": totals.stored_bytes,
+        "loaded_bytes": totals.loaded_bytes,
+        "failed_stores": totals.failed_stores,
+        "failed_loads": totals.failed_loads,
+    }
+
+
+def books_status(cache: Cache, copier: Copier[Ticket], workers: Workers, attachments: int) -> dict[str, Any]:
+    """What must balance: with nothing in flight and nobody connected all but the pages are 0."""
+    return {
+        "tickets": copier.open_tickets,
+        "pins": cache.pins,
+        "leases": cache.lease_count,
+        "mappings": workers.mappings,
+        "attachments": attachments,
+        "free_pages": cache.pool.free_pages,
+        "used_pages": cache.pool.used_pages,
+    }
+
+
+def instance_status(instance: Instance, now: float) -> dict[str, Any]:
+    spec = instance.any_worker().spec
+    counts = instance.counts
+    return {
+        "instance_id": instance.instance_id,
+        "model_name": instance.model_name,
+        "namespace": instance.namespace.hex() if instance.namespace is not None else "",
+        "world_size": instance.world_size,
+        "l0_source": "exact" if counts.block_records else "none",
+        "workers": [
+            {
+                "rank": rank,
+                "device": "cpu",
+                "planes": len(worker.spec.planes),
+                "block_bytes": worker.slot_bytes // worker.spec.chunk_blocks,
+                "num_blocks": worker.spec.num_blocks,
+                "pid": worker.attachment.pid,
+                "tickets": len(worker.tickets),
+                "last_seen_seconds": round(now - worker.last_seen, 3),
+            }
+            for rank, worker in sorted(instance.workers.items())
+        ],
+        "block_tokens": spec.block_tokens,
+        "chunk_tokens": spec.block_tokens * spec.chunk_blocks,
+        "requests": {name: getattr(counts, name) for name in counts.__slots__},
+    }

@@ -1,0 +1,226 @@
+"""Stores and loads: from a message to a ticket, and from the ticket's end to a reply.
+
+Owns: the checks of a copy's blocks and keys, and what is counted of it. Refuses to know: which slots and
+whom to evict (`cache`), how bytes move (`copier`), who the workers are (`workers`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvserver.cache import Cache, StorePlan
+from kvserver.copier import Completion, Copier, Direction, Outcome
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.index import Chunk
+from kvserver.instances import Counts, Instance, Instances, Worker
+from kvserver.planes import parse_block_ids
+from kvserver.protocol import KEY_BYTES, Error, RegisterWorker, Reply, Retrieve, Retrieved, Store, Stored
+
+Respond: TypeAlias = Callable[[Reply], None]
+
+
+@dataclass(slots=True)
+class StoreTicket:
+    worker: Worker
+    respond: Respond
+    plan: StorePlan
+
+
+@dataclass(slots=True)
+class LoadTicket:
+    worker: Worker
+    respond: Respond
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class MapTicket:
+    worker: Worker
+    respond: Respond
+
+
+@dataclass(slots=True)
+class UnmapTicket:
+    worker: Worker
+
+
+Ticket: TypeAlias = StoreTicket | LoadTicket | MapTicket | UnmapTicket
+
+_FAILURES = {
+    Outcome.FAILED: ErrorCode.INTERNAL,
+    Outcome.CANCELLED: ErrorCode.CANCELLED,
+    Outcome.LATE: ErrorCode.LATE,
+    Outcome.MEMORY_LOST: ErrorCode.MEMORY_LOST,
+}
+
+
+class Transfers:
+    def __init__(self, cache: Cache, copier: Copier[Ticket], instances: Instances, clock: Callable[[], float]) -> None:
+        self._cache = cache
+        self._copier = copier
+        self._instances = instances
+        self._clock = clock
+
+    def begin(self, request: Store | Retrieve, respond: Respond) -> None:
+        """Queue the copy, or raise KVServerError after failing its state word. REQUIRES: the boot id was checked."""
+        worker = self._instances.worker(request.registration)
+        if request.word >= worker.spec.words:
+            raise KVServerError(
+                ErrorCode.BAD_MESSAGE, f"state word {request.word} of a page of {worker.spec.words} words"
+            )
+        worker.last_seen = self._clock()
+        instance = self._instances.of(worker)
+        try:
+            check_chunk(request.chunk_blocks, worker.spec)
+            if request.deadline_ns <= self._clock() * 1e9:
+                raise KVServerError(ErrorCode.LATE, "its deadline had passed before the server read it")
+            namespace = instance.namespace_of(request.variant)
+            if namespace is None:
+                raise KVServerError(
+                    ErrorCode.NOT_READY,
+                    f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} stand",
+                )
+            if isinstance(request, Store):
+                self._store(request, respond, worker, instance, namespace)
+            else:
+                self._load(request, respond, worker, instance, namespace)
+        except Exception:
+            # Whoever waits on the word learns at once that nothing will be copied.
+            worker.words.fail_word(request.word, request.sequence)
+            if isinstance(request, Store):
+                instance.counts.failed_stores += 1
+            else:
+                instance.counts.failed_loads += 1
+            raise
+
+    def _store(self, request: Store, respond: Respond, worker: Worker, instance: Instance, namespace: bytes) -> None:
+        per_chunk = worker.spec.chunk_blocks
+        ids = chunk_count(request.keys) * per_chunk
+        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, ids, ids)
+        _refuse_null_block(blocks)
+        plan = self._cache.plan_store(namespace, instance.world_size, worker.spec.rank, request.keys, worker.slot_bytes)
+        instance.counts.stores += 1
+        if not plan.chunks:
+            worker.words.fail_word(request.word, request.sequence)  # it will not be read
+            respond(Stored(stored=0, skipped=plan.skipped, starved=plan.starved))
+            return
+        wanted = array("I")
+        for position in plan.positions:
+            wanted.extend(blocks[position * per_chunk : (position + 1) * per_chunk])
+        ticket = StoreTicket(worker, respond, plan)
+        try:
+            self._submit(request, ticket, Direction.STORE, wanted, plan.chunks, 0)
+        except BaseException:
+            self._cache.finish_store(plan, copied=False)
+            raise
+
+    def _load(self, request: Retrieve, respond: Respond, worker: Worker, instance: Instance, namespace: bytes) -> None:
+        chunks = chunk_count(request.keys)
+        if request.skip_blocks >= worker.spec.chunk_blocks:
+            raise KVServerError(
+                ErrorCode.BAD_BLOCKS,
+                f"skip_blocks {request.skip_blocks} leaves out a whole chunk of {worker.spec.chunk_blocks} blocks",
+            )
+        most = chunks * worker.spec.chunk_blocks - request.skip_blocks
+        least = max(1, most - worker.spec.chunk_blocks + 1)
+        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, least, most)
+        _refuse_null_block(blocks)
+        found = self._cache.plan_load(namespace, request.keys)
+        instance.counts.loads += 1
+        ticket = LoadTicket(worker, respond, found)
+        try:
+            self._submit(request, ticket, Direction.LOAD, blocks, found, request.skip_blocks)
+        except BaseException:
+            self._cache.finish_load(found)
+            raise
+
+    def _submit(
+        self,
+        request: Store | Retrieve,
+        ticket: StoreTicket | LoadTicket,
+        direction: Direction,
+        blocks: array[int],
+        chunks: list[Chunk],
+        skip: int,
+    ) -> None:
+        worker = ticket.worker
+        assert worker.table is not None
+        pages = array("I")
+        for chunk in chunks:
+            slot = chunk.slots[worker.spec.rank]
+            assert slot is not None
+            pages.extend(slot)
+        number = self._copier.copy(
+            ticket,
+            direction,
+            worker.table,
+            blocks=blocks.tobytes(),
+            pages=pages.tobytes(),
+            pages_per_slot=len(pages) // len(chunks),
+            blocks_per_slot=worker.spec.chunk_blocks,
+            skip=skip,
+            word_memory=worker.words,
+            word_index=request.word,
+            sequence=request.sequence,
+            deadline_nanos=request.deadline_ns,
+        )
+        worker.tickets.add(number)
+
+    def store_ended(self, ticket: StoreTicket, completion: Completion) -> None:
+        copied = completion.done and not ticket.worker.closing
+        self._cache.finish_store(ticket.plan, copied)
+        counts = self._counts_of(ticket.worker)
+        if not copied:
+            counts.failed_stores += 1
+            ticket.respond(_failure(completion))
+            return
+        counts.stored_chunks += len(ticket.plan.chunks)
+        counts.stored_bytes += completion.bytes
+        counts.store_nanos += completion.nanos
+        plan = ticket.plan
+        ticket.respond(Stored(stored=len(plan.chunks), skipped=plan.skipped, starved=plan.starved))
+
+    def load_ended(self, ticket: LoadTicket, completion: Completion) -> None:
+        self._cache.finish_load(ticket.chunks)
+        counts = self._counts_of(ticket.worker)
+        if not completion.done:
+            counts.failed_loads += 1
+            ticket.respond(_failure(completion))
+            return
+        counts.loaded_chunks += len(ticket.chunks)
+        counts.loaded_bytes += completion.bytes
+        counts.load_nanos += completion.nanos
+        ticket.respond(Retrieved(chunks=len(ticket.chunks)))
+
+    def _counts_of(self, worker: Worker) -> Counts:
+        instance = self._instances.by_id.get(worker.spec.instance_id)
+        return instance.counts if instance is not None else self._instances.gone
+
+
+def chunk_count(keys: bytes) -> int:
+    """KVServerError(BAD_KEYS) unless there are one or more whole keys."""
+    if not keys or len(keys) % KEY_BYTES:
+        raise KVServerError(
+            ErrorCode.BAD_KEYS, f"keys holds {len(keys)} bytes, not one or more whole keys of {KEY_BYTES}"
+        )
+    return len(keys) // KEY_BYTES
+
+
+def check_chunk(chunk_blocks: int, spec: RegisterWorker) -> None:
+    if chunk_blocks != spec.chunk_blocks:
+        raise KVServerError(
+            ErrorCode.BAD_KEYS, f"keys are per {chunk_blocks} blocks, the workers registered {spec.chunk_blocks}"
+        )
+
+
+def _refuse_null_block(blocks: array[int]) -> None:
+    if 0 in blocks:
+        raise KVServerError(ErrorCode.BAD_BLOCKS, "block id 0 is the null block: it is never stored or loaded")
+
+
+def _failure(completion: Completion) -> Error:
+    code = _FAILURES.get(completion.outcome, ErrorCode.CANCELLED)
+    return Error(code=code.value, message=completion.what or "the worker went away while it was copied")

@@ -1,0 +1,154 @@
+"""Workers come and go: their memory is mapped before the first copy and unmapped after the last.
+
+Owns: registration, the close of a worker and its mappings. Refuses to know: what is copied.
+
+The end of a worker, whatever its reason: it takes no more requests, its copies end at their next block,
+its memory is unmapped, and only then its connection is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvserver.cache import Cache
+from kvserver.config import Settings
+from kvserver.copier import Completion, Copier, Mapping, PlaneTable
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.instances import Instances, Worker
+from kvserver.lifeline import Attachment, Lifelines
+from kvserver.protocol import Error, Registered, RegisterWorker, Unregistered, UnregisterWorker
+from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket
+
+log = logging.getLogger(__name__)
+
+
+class Workers:
+    def __init__(
+        self,
+        settings: Settings,
+        cache: Cache,
+        copier: Copier[Ticket],
+        instances: Instances,
+        lifelines: Lifelines,
+        clock: Callable[[], float],
+    ) -> None:
+        self.mappings = 0  # open mappings of engine memory
+        self._settings = settings
+        self._cache = cache
+        self._copier = copier
+        self._instances = instances
+        self._lifelines = lifelines
+        self._clock = clock
+        self._waiting: dict[int, Respond] = {}  # registration -> who asked to unregister
+
+    def register(self, request: RegisterWorker, respond: Respond) -> None:
+        attachment = self._lifelines.find(request.attachment)
+        self._instances.check(request)
+        self._check_geometry(request, len(attachment.fds))
+        fds = attachment.claim()
+        memory = [Mapping(fds[m.index], m.size_bytes) for m in request.memory]
+        memory.append(Mapping(fds[-1], request.words * 8))
+        worker = self._instances.add(request, attachment, memory)
+        worker.last_seen = self._clock()
+        self.mappings += len(memory)
+        worker.tickets.add(self._copier.map(MapTicket(worker, respond), memory))
+
+    def _check_geometry(self, request: RegisterWorker, fds: int) -> None:
+        if sorted(m.index for m in request.memory) != list(range(fds - 1)):
+            raise KVServerError(
+                ErrorCode.BAD_MEMORY,
+                f"{fds} descriptors came with Attach: memory must name each of 0 to {fds - 2} once, "
+                "the last one is the state word page",
+            )
+        expected = max(1, self._settings.chunk_tokens // request.block_tokens)
+        if request.chunk_blocks != expected:
+            raise KVServerError(
+                ErrorCode.BAD_PLANES,
+                f"chunk_blocks is {request.chunk_blocks}; {self._settings.chunk_tokens} chunk tokens over blocks of "
+                f"{request.block_tokens} make {expected}",
+            )
+        for number, plane in enumerate(request.planes):
+            if plane.memory >= len(request.memory):
+                raise KVServerError(
+                    ErrorCode.BAD_PLANES, f"plane {number} names memory {plane.memory} of {len(request.memory)}"
+                )
+        slot_bytes = expected * sum(plane.run_bytes for plane in request.planes)
+        l1_bytes = self._cache.pool.pages * self._cache.pool.page_bytes
+        if slot_bytes > l1_bytes:
+            raise KVServerError(
+                ErrorCode.TOO_LARGE,
+                f"one chunk of this model takes {slot_bytes} bytes, L1 has {l1_bytes}; raise --l1-size or lower "
+                "--chunk-tokens",
+            )
+
+    def mapped(self, ticket: MapTicket, completion: Completion) -> None:
+        worker = ticket.worker
+        if worker.closing:
+            ticket.respond(
+                Error(
+                    code=ErrorCode.CANCELLED.value, message="the worker's connection ended while its memory was mapped"
+                )
+            )
+            return
+        try:
+            if not completion.done:
+                raise KVServerError(ErrorCode.BAD_MEMORY, completion.what)
+            rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes) for p in worker.spec.planes]
+            try:
+                worker.table = PlaneTable(worker.memory[:-1], rows, worker.spec.num_blocks)
+            except ValueError as error:
+                raise KVServerError(ErrorCode.BAD_PLANES, str(error)) from None
+        except KVServerError as error:
+            log.warning("worker %s/%d refused: %s", worker.spec.instance_id, worker.spec.rank, error)
+            ticket.respond(Error(code=error.code.value, message=error.message))
+            self.close(worker)
+            return
+        instance = self._instances.of(worker)
+        instance.refresh_namespace()
+        log.info(
+            "worker %s/%d of %d registered: %d planes, %d blocks of %d bytes",
+            worker.spec.instance_id, worker.spec.rank, worker.spec.world_size,
+            len(worker.spec.planes), worker.spec.num_blocks, worker.table.block_bytes,
+        )  # fmt: skip
+        namespace = instance.namespace.hex() if instance.namespace is not None else ""
+        ticket.respond(Registered(registration=worker.registration, namespace=namespace))
+
+    def unregister(self, request: UnregisterWorker, respond: Respond) -> None:
+        worker = self._instances.worker(request.registration)
+        self._waiting[worker.registration] = respond
+        self.close(worker)
+
+    def close(self, worker: Worker) -> None:
+        """End a worker: no new requests, its copies end at their next block, then its memory is unmapped."""
+        if worker.closing:
+            return
+        worker.closing = True
+        ended = self._instances.remove(worker)
+        if ended is not None:
+            self._cache.end_leases_of(ended.instance_id)
+            log.info("instance %s is gone", ended.instance_id)
+        for number in worker.tickets:
+            self._copier.cancel(number)
+        self.unmap_if_settled(worker)
+
+    def attachment_ended(self, attachment: Attachment) -> None:
+        """The peer at the other end is dead, or hung up."""
+        worker = self._instances.by_registration.get(attachment.registration or 0)
+        if worker is not None:
+            log.info("worker %s/%d: connection ended", worker.spec.instance_id, worker.spec.rank)
+            self.close(worker)
+
+    def unmap_if_settled(self, worker: Worker) -> None:
+        if worker.closing and not worker.tickets and not worker.unmapping:
+            worker.unmapping = True
+            worker.table = None
+            self._copier.unmap(UnmapTicket(worker), worker.memory)
+
+    def unmapped(self, ticket: UnmapTicket) -> None:
+        worker = ticket.worker
+        self.mappings -= len(worker.memory)
+        self._lifelines.close(worker.attachment)
+        respond = self._waiting.pop(worker.registration, None)
+        if respond is not None:
+            respond(Unregistered())
