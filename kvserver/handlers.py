@@ -84,7 +84,10 @@ class Handlers:
     # ---- requests -----------------------------------------------------------------------------
 
     def handle(self, request: Request, respond: Respond) -> None:
-        """Answer now, or later from `settle()`; notices only on error; Status is the server's. KVServerError is the caller's to send."""
+        """Answer now, or later from `settle()`; notices only on error. KVServerError is the caller's to send.
+
+        All but Status, which the server answers: it knows more.
+        """
         match request:
             case Lookup():
                 respond(self._lookup(request))

@@ -46,7 +46,7 @@ class PoolHook:
         """Bind to the pool. Once per pool; a later call moves the hook."""
         self._pool = pool
         self._inner = pool.metrics_collector
-        pool.metrics_collector = self  # type: ignore[assignment]
+        pool.metrics_collector = self
         free = pool.free_blocks
 
         def free_blocks(ordered_blocks: Iterable[KVCacheBlock], *args: Any, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class PoolHook:
                 self._records.extend([_RELEASED | block.block_id for block in blocks])
             free(blocks, *args, **kwargs)
 
-        pool.free_blocks = free_blocks  # type: ignore[method-assign]
+        pool.free_blocks = free_blocks
 
     def take_records(self) -> array[int]:
         records, self._records = self._records, array("I")

@@ -159,7 +159,8 @@ class Link:
         """One attempt; None after saying once why it failed."""
         path = self._endpoint.removeprefix("ipc://")
         if path != self._endpoint and not os.path.exists(path):
-            return self._say(f"no kvserver at {self._endpoint}")
+            self._say(f"no kvserver at {self._endpoint}")
+            return None
         attachment: Attachment | None = None
         try:
             with Client(self._endpoint, _HELLO_SECONDS) as client:
@@ -177,12 +178,14 @@ class Link:
         except (RequestFailed, OSError, TimeoutError) as error:
             if attachment is not None:
                 attachment.close()
-            return self._say(str(error))
+            self._say(str(error))
+            return None
         except Exception as error:
             if attachment is not None:
                 attachment.close()
             log.debug("kvserver link", exc_info=True)
-            return self._say(f"{type(error).__name__}: {error}")
+            self._say(f"{type(error).__name__}: {error}")
+            return None
         log.info("%s: connected to kvserver %s, boot %s", self._name, hello.server_version, hello.boot_id)
         self._said = ""
         return session

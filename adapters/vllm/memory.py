@@ -52,7 +52,7 @@ def share(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> SharedCaches:
     memory: list[SharedFd] = []
     numbers: dict[int, int] = {}
     for storage in storages.values():
-        fd, size = storage._share_fd_cpu_()  # type: ignore[attr-defined]
+        fd, size = storage._share_fd_cpu_()
         numbers[storage.data_ptr()] = len(fds)
         memory.append(SharedFd(index=len(fds), size_bytes=size))
         fds.append(os.dup(fd))

@@ -36,7 +36,7 @@ class StoreSpec:
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to worker."""
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -49,7 +49,7 @@ class StepPlan(KVConnectorMetadata):
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Worker to scheduler; after aggregate() the lists hold one entry per rank."""
 
     ended_stores: list[int] = field(default_factory=list)

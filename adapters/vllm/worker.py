@@ -20,6 +20,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StepReport, StoreSpec
@@ -150,7 +151,7 @@ class WorkerHalf:
         deadline = time.monotonic() + timeout_ms / 1000
         copy = Copy(spec, session, word, sequence, deadline)
         session.words.arm(word, sequence)
-        fields = {
+        fields: dict[str, Any] = {
             "boot_id": session.hello.boot_id,
             "registration": session.registration,
             "request_id": spec.request_id,
