@@ -65,10 +65,11 @@ def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
         *,
         may_fail: bool = False,
         register: bool = True,
+        runner: int = 1,
         **options: Any,
     ) -> Engine:
         endpoint = daemon if isinstance(daemon, str) else daemon.endpoint
-        engines.append(Engine(*configure(folder or model_folder, endpoint, **options), register=register))
+        engines.append(Engine(*configure(folder or model_folder, endpoint, **options), register, runner))
         if may_fail:
             forgiven.append(engines[-1])
         return engines[-1]

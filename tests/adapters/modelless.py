@@ -16,6 +16,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -245,7 +246,8 @@ def configure(
 class Engine:
     """close() at the end."""
 
-    def __init__(self, config: VllmConfig, caches: KVCacheConfig, register: bool = True) -> None:
+    def __init__(self, config: VllmConfig, caches: KVCacheConfig, register: bool = True, runner: int = 1) -> None:
+        """`register` the KV caches or forget to; `runner`: which generation of vLLM's model runners is played."""
         self.config = config
         self.caches = caches
         self.weights = 0
@@ -255,7 +257,7 @@ class Engine:
         self.answers: dict[str, Answer] = {}
         self.received: list[str] = []  # requests in finished_recving, as they came
         self.plans: list[StepPlan] = []  # what the scheduler half told the worker halves, step by step
-        self.resumed: list[str] = []  # requests that went on after a preemption
+        self.preemptions = 0
         self.before_step: Callable[[StepPlan], None] = lambda plan: None  # called before the workers see the plan
         self.after_step: Callable[[StepPlan], None] = lambda plan: None
         self.rows: dict[str, Row] = {}
@@ -273,6 +275,7 @@ class Engine:
             hash_block_size=BLOCK,
             log_stats=True,
         )
+        self.scheduler.use_v2_model_runner = runner == 2
         world_size = config.parallel_config.world_size
         self.runners = [self._make_runner(rank, register) for rank in range(world_size)]
         self._aggregator = KVOutputAggregator.from_connector(self.runners[0].connector, world_size)
@@ -404,7 +407,7 @@ class Engine:
         plan = output.kv_connector_metadata
         assert isinstance(plan, StepPlan)
         self.plans.append(plan)
-        self.resumed += sorted(output.scheduled_cached_reqs.resumed_req_ids)
+        self.preemptions += len(output.preempted_req_ids or ())
         self.before_step(plan)
         for runner in self.runners:
             runner.connector.handle_preemptions(plan)
@@ -517,6 +520,7 @@ class Engine:
         return dict(found)
 
     def close(self) -> None:
-        self.scheduler.shutdown()
-        for runner in self.runners:
-            runner.connector.shutdown()
+        ends = [self.scheduler.shutdown, *(runner.connector.shutdown for runner in self.runners)]
+        with ThreadPoolExecutor(len(ends)) as threads:  # each waits a second if the daemon is gone
+            for done in [threads.submit(end) for end in ends]:
+                done.result()

@@ -65,7 +65,7 @@ def test_a_preempted_requests_blocks_are_settled_too(make_daemon, make_engine, a
     prompts = [prompt(20 + i, 2 * CHUNK + 9) for i in range(3)]
     answers = [engine.add(f"r{i}", tokens, count=80) for i, tokens in enumerate(prompts)]
     engine.run(60)
-    assert engine.resumed
+    assert engine.preemptions
     assert all(answer.right for answer in answers)
     for tokens in prompts:
         make_engine(daemon).generate("warm", tokens)

@@ -11,29 +11,30 @@ from modelless import BLOCK, continuation, prompt
 CHUNK = 64  # tokens: the test daemon's chunk_tokens
 
 
-@pytest.fixture(params=[True, False], ids=["async", "sync"])
-def asynchronous(request):
-    return request.param
+@pytest.fixture(params=["async", "sync", "async-V2"])
+def how(request):
+    """Which scheduler. For vLLM's second model runner, resumed requests come as new ones."""
+    return {"asynchronous": request.param != "sync", "runner": 2 if "V2" in request.param else 1}
 
 
-def test_a_second_engine_loads_what_the_first_one_stored(make_daemon, make_engine, asynchronous):
+def test_a_second_engine_loads_what_the_first_one_stored(make_daemon, make_engine, how):
     daemon = make_daemon()
-    cold = make_engine(daemon, asynchronous=asynchronous)
+    cold = make_engine(daemon, **how)
     tokens = prompt(1, 3 * CHUNK + 20)
     assert cold.generate("cold", tokens).external == 0
 
-    warm = make_engine(daemon, asynchronous=asynchronous)
+    warm = make_engine(daemon, **how)
     answer = warm.generate("warm", tokens)
     assert (answer.local, answer.external) == (0, 3 * CHUNK)
     assert warm.received == ["warm"]
     daemon.wait_for_books(tickets=0, pins=0, leases=0)
 
 
-def test_a_prompt_of_whole_chunks_leaves_its_last_token_to_compute(make_daemon, make_engine, asynchronous):
+def test_a_prompt_of_whole_chunks_leaves_its_last_token_to_compute(make_daemon, make_engine, how):
     daemon = make_daemon()
     tokens = prompt(2, 2 * CHUNK)
-    make_engine(daemon, asynchronous=asynchronous).generate("cold", tokens)
-    warm = make_engine(daemon, asynchronous=asynchronous)
+    make_engine(daemon, **how).generate("cold", tokens)
+    warm = make_engine(daemon, **how)
     assert warm.generate("warm", tokens).external == 2 * CHUNK - 1
 
 
@@ -45,13 +46,13 @@ def test_only_whole_chunks_are_found(make_daemon, make_engine):
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 5, 7, 8])
-def test_blocks_that_the_engine_has_itself_are_left_out_of_a_load(make_daemon, make_engine, asynchronous, blocks):
+def test_blocks_that_the_engine_has_itself_are_left_out_of_a_load(make_daemon, make_engine, how, blocks):
     """Other requests read them: a load must not write there, wherever in a chunk the local hit ends."""
     daemon = make_daemon()
     tokens = prompt(4, 3 * CHUNK + 10)
     make_engine(daemon).generate("cold", tokens)
 
-    warm = make_engine(daemon, asynchronous=asynchronous)
+    warm = make_engine(daemon, **how)
     held = warm.add("held", [*tokens[: blocks * BLOCK], 5], count=40)
     warm.run(until=lambda: len(held.tokens) > 2)
     answer = warm.add("warm", tokens)
@@ -74,31 +75,31 @@ def test_a_longer_local_hit_needs_no_load(make_daemon, make_engine):
     assert not engine.loads
 
 
-def test_chunked_prefill_stores_chunks_as_they_get_full(make_daemon, make_engine, asynchronous):
+def test_chunked_prefill_stores_chunks_as_they_get_full(make_daemon, make_engine, how):
     daemon = make_daemon()
     tokens = prompt(6, 5 * CHUNK + 7)
-    cold = make_engine(daemon, asynchronous=asynchronous, max_tokens_per_step=48)
+    cold = make_engine(daemon, **how, max_tokens_per_step=48)
     cold.generate("cold", tokens)
     assert len(cold.stores) >= 5
     assert sum(len(store.keys) // 32 for store in cold.stores) == 5, "a chunk was sent twice"
-    warm = make_engine(daemon, asynchronous=asynchronous, max_tokens_per_step=48)
+    warm = make_engine(daemon, **how, max_tokens_per_step=48)
     assert warm.generate("warm", tokens).external == 5 * CHUNK
 
 
-def test_generated_tokens_are_stored_too(make_daemon, make_engine, asynchronous):
+def test_generated_tokens_are_stored_too(make_daemon, make_engine, how):
     daemon = make_daemon()
     tokens = prompt(7, CHUNK)
-    cold = make_engine(daemon, asynchronous=asynchronous)
+    cold = make_engine(daemon, **how)
     cold.generate("cold", tokens, count=2 * CHUNK + 5)
     longer = tokens + continuation(tokens, 2 * CHUNK + 5)
     assert make_engine(daemon).generate("warm", longer).external == 3 * CHUNK
 
 
-def test_several_requests_load_the_same_prefix_at_once(make_daemon, make_engine, asynchronous):
+def test_several_requests_load_the_same_prefix_at_once(make_daemon, make_engine, how):
     daemon = make_daemon(test_copy_delay_us=500)
     shared = prompt(8, 2 * CHUNK)
     make_engine(daemon).generate("cold", [*shared, 3])
-    warm = make_engine(daemon, asynchronous=asynchronous)
+    warm = make_engine(daemon, **how)
     answers = [warm.add(f"warm{i}", shared + prompt(100 + i, 30)) for i in range(5)]
     warm.run()
     assert [answer.external for answer in answers] == [2 * CHUNK] * 5
@@ -107,22 +108,22 @@ def test_several_requests_load_the_same_prefix_at_once(make_daemon, make_engine,
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_rejected_drafts_are_never_stored(make_daemon, make_engine, asynchronous, drafts):
+def test_rejected_drafts_are_never_stored(make_daemon, make_engine, how, drafts):
     daemon = make_daemon()
     tokens = prompt(9, CHUNK + 3)
-    cold = make_engine(daemon, asynchronous=asynchronous, drafts=drafts)
+    cold = make_engine(daemon, **how, drafts=drafts)
     cold.generate("cold", tokens, count=4 * CHUNK)
     longer = tokens + continuation(tokens, 4 * CHUNK)
-    warm = make_engine(daemon, asynchronous=asynchronous, drafts=drafts)
+    warm = make_engine(daemon, **how, drafts=drafts)
     assert warm.generate("warm", longer).external == 5 * CHUNK
 
 
-def test_preempted_requests_go_on_and_load_what_they_had_stored(make_daemon, make_engine, asynchronous):
+def test_preempted_requests_go_on_and_load_what_they_had_stored(make_daemon, make_engine, how):
     daemon = make_daemon()
-    engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=36)
+    engine = make_engine(daemon, **how, num_blocks=36)
     answers = [engine.add(f"r{i}", prompt(20 + i, 2 * CHUNK + 9), count=100) for i in range(4)]
     engine.run(60)
-    assert engine.resumed, "nothing was preempted: the pool is too large for this test"
+    assert engine.preemptions, "nothing was preempted: the pool is too large for this test"
     assert all(answer.right for answer in answers)
     assert engine.loads, "no preempted request loaded its own prefix"
     assert len(engine.received) == len(engine.loads)
@@ -176,3 +177,14 @@ def test_the_server_hears_of_every_block_and_request(make_daemon, make_engine):
     assert counts["ended_requests"] >= 3
     assert counts["block_records"] > 0
     assert counts["sequence_gaps"] == 0
+
+
+def test_with_a_draft_model_the_last_position_is_held_back(make_daemon, make_engine):
+    """EAGLE and MTP rewrite the draft layers' KV of the last accepted token in the next step."""
+
+    def eagle(config, caches):
+        object.__setattr__(config.speculative_config, "method", "eagle")
+
+    engine = make_engine(make_daemon(), drafts=2, adjust=eagle)
+    engine.generate("r", prompt(13, 2 * CHUNK), count=8)
+    assert [len(store.keys) // 32 for store in engine.stores] == [1, 1], "one chunk each, not both at once"
