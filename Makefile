@@ -3,6 +3,7 @@
 #   make run     the daemon with its defaults (KVSERVER_* apply)
 #   make test    all tests; those with a real vLLM too, in a venv of its own
 #   make check   formatting, lint, types
+#   make docs    the tables of settings in the README files
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi
 NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
 PYTEST := -m pytest -q
 
-.PHONY: run test test-core test-vllm check format clean FORCE
+.PHONY: run test test-core test-vllm check format docs clean FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -38,6 +39,9 @@ check: $(VENV)/.installed
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix -q . && $(VENV)/bin/ruff format -q . && $(VENV)/bin/clang-format -i csrc/*.cpp csrc/*.h
+
+docs: $(VENV)/.installed
+	$(VENV)/bin/python .ci/tables.py
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) build dist

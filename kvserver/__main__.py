@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command == "serve":
             from kvserver.daemon import serve as run  # the status command should start fast
 
-            return run(config.load(vars(arguments)))
+            return run(config.read(vars(arguments)))
         return _status(arguments)
     except ConfigError as error:
         print(f"kvserver: {error}", file=sys.stderr)

@@ -1,7 +1,8 @@
 """The settings, each declared once: type, bound, default and consequence.
 
-Owns: `Settings` and how it is read from defaults, a TOML file, `KVSERVER_*` and the command line
-(later ones win). Refuses to know: what the settings do.
+Owns: `Settings`, how it is read from defaults, a TOML file, `KVSERVER_*` and the command line (later
+ones win), and where each value came from. Flags, `/config` and the tables of the documentation are
+made from it. Refuses to know: what the settings do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -32,7 +35,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How one daemon runs. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
 
     endpoint: Annotated[
-        str, Meta(description="ZMQ endpoint of the engines. tcp:// is for loopback addresses only.")
+        str,
+        Meta(
+            description="ZMQ endpoint of the engines, ipc:///path or tcp:// on a loopback address. Without one it is "
+            "kvserver/kvserver.sock under $XDG_RUNTIME_DIR, or under a folder in /tmp named by the user's id."
+        ),
     ] = ""
     http_host: Annotated[str, Meta(description="Address of the status pages and metrics.")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the same; 0 takes any free one.")] = 8080
@@ -43,7 +50,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: Annotated[
         int, Meta(ge=1, le=65536, description="Tokens per chunk: smaller finds shorter prefixes, larger is cheaper.")
     ] = 256
-    eviction_policy: Annotated[Literal["lru"], Meta(description="Who leaves L1 first.")] = "lru"
+    eviction_policy: Annotated[
+        Literal["lru"], Meta(description="Who leaves L1 first: lru is the least recently used.")
+    ] = "lru"
     lease_seconds: Annotated[
         float, Meta(gt=0, description="How long a lookup protects its chunks when its request never ends.")
     ] = 60.0
@@ -75,6 +84,56 @@ def default_endpoint() -> str:
     return f"ipc://{folder}/kvserver.sock"
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where one value came from: `kind` is default, file, environment or flag; `name` its key there."""
+
+    kind: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".strip()
+
+
+DEFAULT = Source("default")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The settings of one daemon and where each value came from."""
+
+    settings: Settings
+    sources: dict[str, Source]  # of those that are not defaults
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """Every setting by name, as `/config` shows it."""
+        texts, defaults = descriptions(), _defaults()
+        return {
+            name: {
+                "value": getattr(self.settings, name),
+                "default": default,
+                "source": self.sources.get(name, DEFAULT).kind,
+                "source_name": self.sources.get(name, DEFAULT).name,
+                "flag": flag(name),
+                "description": texts[name],
+            }
+            for name, default in defaults.items()
+        }
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    return "KVSERVER_" + name.upper()
+
+
+def _defaults() -> dict[str, Any]:
+    fields = msgspec.structs.fields(Settings)
+    return {field.name: field.default for field in fields} | {"endpoint": default_endpoint()}
+
+
 def field_types() -> dict[str, type]:
     """The plain type of every setting, by field name."""
     types: dict[str, type] = {}
@@ -83,13 +142,18 @@ def field_types() -> dict[str, type]:
     return types
 
 
-def descriptions() -> dict[str, str]:
+def descriptions(of: type[msgspec.Struct] = Settings) -> dict[str, str]:
     """The description of every setting, by field name."""
     found: dict[str, str] = {}
-    for name, hint in get_type_hints(Settings, include_extras=True).items():
+    for name, hint in get_type_hints(of, include_extras=True).items():
         metas = [m for m in get_args(hint)[1:] if isinstance(m, Meta)]
-        found[name] = (metas[0].description or "") if metas else ""
+        found[name] = " ".join(m.description for m in metas if m.description)
     return found
+
+
+def choices(of: type[msgspec.Struct] = Settings) -> dict[str, tuple[Any, ...]]:
+    """The accepted values of the settings that take one of a few, by field name."""
+    return {name: get_args(hint) for name, hint in get_type_hints(of).items() if get_origin(hint) is Literal}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     texts = descriptions()
     for field in msgspec.structs.fields(Settings):
         parser.add_argument(
-            "--" + field.name.replace("_", "-"),
+            flag(field.name),
             dest=field.name,
             default=argparse.SUPPRESS,
             metavar="VALUE",
@@ -111,28 +175,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Settings:
-    """Merge defaults < TOML file < environment < `arguments`. ConfigError names the flag and the value."""
+    """The settings alone; see `read`."""
+    return read(arguments, environ).settings
+
+
+def read(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Configuration:
+    """Merge defaults < TOML file < environment < `arguments`. ConfigError names flag, value and source."""
     environ = dict(os.environ) if environ is None else environ
     types = field_types()
     values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+
+    def take(name: str, value: Any, source: Source) -> None:
+        values[name], sources[name] = value, source
+
     if path := arguments.get("config"):
-        values.update(_read_toml(path, types))
+        for key, value in _read_toml(path, types).items():
+            take(key.replace("-", "_"), value, Source("file", f"{path}: {key}"))
     for name in types:
-        if (text := environ.get("KVSERVER_" + name.upper())) is not None:
-            values[name] = text
-    values.update({k: v for k, v in arguments.items() if k in types})
+        if (text := environ.get(variable(name))) is not None:
+            take(name, text, Source("environment", variable(name)))
+    for name, value in arguments.items():
+        if name in types:
+            take(name, value, Source("flag", flag(name)))
     try:
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {_flag_of(str(error), values)}") from None
+        raise ConfigError(_bad(*_field_and_reason(str(error)), values, sources)) from None
     try:
         if settings.l1_size != "auto" and parse_size(settings.l1_size) == 0:
             raise ValueError("L1 needs some memory")
     except ValueError as error:
-        raise ConfigError(f"bad setting: --l1-size {settings.l1_size!r}: {error}") from None
+        raise ConfigError(_bad("l1_size", str(error), values, sources)) from None
     if not settings.endpoint:
         settings = msgspec.structs.replace(settings, endpoint=default_endpoint())
-    return settings
+        sources.pop("endpoint", None)
+    return Configuration(settings, sources)
 
 
 def _read_toml(path: str, types: dict[str, type]) -> dict[str, Any]:
@@ -140,16 +218,36 @@ def _read_toml(path: str, types: dict[str, type]) -> dict[str, Any]:
         table = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from None
-    values = {key.replace("-", "_"): value for key, value in table.items()}
     if unknown := [key for key in table if key.replace("-", "_") not in types]:
         known = sorted(name.replace("_", "-") for name in types)
         raise ConfigError(f"--config {path}: unknown keys {unknown}; known are {known}")
-    return values
+    return table
 
 
-def _flag_of(message: str, values: dict[str, Any]) -> str:
-    match = re.search(r"at `\$\.(\w+)`", message)
-    if match is None:
-        return message
-    name = match[1]
-    return f"--{name.replace('_', '-')} {values.get(name)!r}: {message.split(' - at ')[0]}"
+def _field_and_reason(message: str) -> tuple[str, str]:
+    """Of a msgspec.ValidationError: "Expected `int` - at `$.http_port`"."""
+    match = re.search(r" - at `\$\.(\w+)", message)
+    return (match[1], message[: match.start()]) if match else ("", message)
+
+
+def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Source]) -> str:
+    if not name:
+        return f"bad setting: {reason}"
+    source = sources[name]
+    origin = "" if source.kind == "flag" else f" (from {'--config' if source.kind == 'file' else 'the'} {source})"
+    return f"bad setting: {flag(name)} {values[name]!r}{origin}: {reason}"
+
+
+def markdown_table(settings: type[msgspec.Struct], title: str, label: Callable[[str], str]) -> str:
+    """The settings as a table for people; those for tests stay out."""
+    texts, allowed = descriptions(settings), choices(settings)
+    lines = [f"| {title} | default | what it does, what it costs |", "| --- | --- | --- |"]
+    for field in msgspec.structs.fields(settings):
+        if field.name.startswith("test_"):
+            continue
+        text = texts[field.name]
+        if len(allowed.get(field.name, ())) > 1:
+            text += " One of " + ", ".join(f"`{value}`" for value in allowed[field.name]) + "."
+        default = str(field.default) if not isinstance(field.default, float) else f"{field.default:g}"
+        lines.append(f"| `{label(field.name)}` | {f'`{default}`' if default else ''} | {text} |")
+    return "\n".join(lines) + "\n"

@@ -26,7 +26,7 @@ import zmq
 
 from kvserver import __version__
 from kvserver.cache import Cache
-from kvserver.config import MiB, Settings, parse_size
+from kvserver.config import Configuration, MiB, Settings, parse_size
 from kvserver.copier import cpu_device
 from kvserver.errors import ConfigError
 from kvserver.eviction import POLICIES
@@ -155,8 +155,9 @@ def set_up_logging(settings: Settings) -> None:
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
 
 
-def serve(settings: Settings) -> int:
+def serve(configuration: Configuration) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if it cannot start."""
+    settings = configuration.settings
     set_up_logging(settings)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker brings up to 251 descriptors
@@ -179,7 +180,7 @@ def serve(settings: Settings) -> int:
         handlers = Handlers(settings, boot_id, token, cache, device, lifelines)
         server = Server(handlers, router, settings.max_message_bytes)
         try:
-            pages = StatusPages((settings.http_host, settings.http_port), server)
+            pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
         except OSError as error:
             raise ConfigError(
                 f"--http-host {settings.http_host} --http-port {settings.http_port}: {error}; 0 takes a free port"

@@ -1,4 +1,4 @@
-"""The status pages: `/status`, `/metrics`, `/livez`, `/readyz`, `POST /cache/clear`, `/`.
+"""The status pages: `/status`, `/metrics`, `/livez`, `/readyz`, `/config`, `POST /cache/clear`, `/`.
 
 Owns: the HTTP threads. Refuses to know: anything but snapshots. It asks the loop for one and waits a
 bounded time; when the loop does not answer it serves the last one and says so, and `/readyz` fails.
@@ -10,7 +10,7 @@ import html
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
@@ -31,9 +31,11 @@ class StatusPages(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], server: Server) -> None:
+    def __init__(self, address: tuple[str, int], server: Server, settings: Mapping[str, Any] = {}) -> None:
+        """`settings` is what `/config` shows."""
         super().__init__(address, _Handler)
         self.kvserver = server
+        self.settings = settings
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
 
@@ -90,6 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/metrics": self._metrics,
             "/livez": self._livez,
             "/readyz": self._readyz,
+            "/config": self._config,
         }
         self._run(pages.get(self.path.partition("?")[0]))
 
@@ -102,7 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # no page takes a body; it is not read
         if page is None:
             self._send(
-                404, f"no page {self.path}; there are /, /status, /metrics, /livez, /readyz, POST /cache/clear\n"
+                404,
+                f"no page {self.path}; there are /, /status, /metrics, /livez, /readyz, /config, POST /cache/clear\n",
             )
             return
         try:
@@ -122,6 +126,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _readyz(self) -> None:
         reason = self.server.not_ready()
         self._send(200 if reason is None else 503, (reason or "ready") + "\n")
+
+    def _config(self) -> None:
+        self._send(200, json.dumps(self.server.settings, indent=2) + "\n", "application/json")
 
     def _clear(self) -> None:
         chunks = self.server.ask(self.server.kvserver.handlers.cache.clear)

@@ -13,29 +13,59 @@ from msgspec import Meta
 from kvserver.config import default_endpoint
 
 PREFIX = "kvserver."
-Milliseconds = Annotated[float, Meta(gt=0)]
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Field `load_timeout_ms` is the key `kvserver.load_timeout_ms`."""
 
-    endpoint: str = ""
-    # How long a request may wait for the answer to its lookup, over several scheduler passes. Then: a miss.
-    lookup_timeout_ms: Milliseconds = 100.0
-    # How long the scheduler waits for lookups in one pass, all requests together.
-    lookup_poll_ms: Milliseconds = 1.0
-    # After this a load is cancelled and its request computes the tokens itself.
-    load_timeout_ms: Milliseconds = 10_000.0
-    # After this a store is cancelled. Until then an idle engine keeps stepping to hear of its end.
-    store_timeout_ms: Milliseconds = 10_000.0
-    # How long a worker step waits for stores whose blocks are about to be overwritten, before it cancels them.
-    settle_ms: Milliseconds = 20.0
-    # How long the engine's start waits for its registration.
-    connect_timeout_ms: Milliseconds = 5_000.0
-    # What vLLM does with a request whose load failed. vLLM's own default, "fail", ends it with an error.
-    load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    # Names the weights. Set anew before reset_cache it says that these weights may be shared again.
-    weights_version: str = ""
+    endpoint: Annotated[
+        str,
+        Meta(
+            description="Where the daemon is. Without it: where a daemon lives that the same user started with defaults."
+        ),
+    ] = ""
+    lookup_timeout_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long a request may wait for the answer to its lookup, over several scheduler passes. Then: a miss.",
+        ),
+    ] = 100.0
+    lookup_poll_ms: Annotated[
+        float, Meta(gt=0, description="How long the scheduler waits for lookups in one pass, all requests together.")
+    ] = 1.0
+    load_timeout_ms: Annotated[
+        float, Meta(gt=0, description="After this a load is cancelled and its request computes the tokens itself.")
+    ] = 10_000.0
+    store_timeout_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="After this a store is cancelled. Until then an idle engine keeps stepping to hear of its end.",
+        ),
+    ] = 10_000.0
+    settle_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long a worker step waits for stores whose blocks are about to be overwritten, before it cancels them.",
+        ),
+    ] = 20.0
+    connect_timeout_ms: Annotated[
+        float, Meta(gt=0, description="How long the engine's start waits for its registration.")
+    ] = 5_000.0
+    load_failure_policy: Annotated[
+        Literal["recompute", "fail"],
+        Meta(
+            description='What vLLM does with a request whose load failed. vLLM\'s own default, "fail", ends it with an error.'
+        ),
+    ] = "recompute"
+    weights_version: Annotated[
+        str,
+        Meta(
+            description="Names the weights. Set anew before reset_cache it says that these weights may be shared again."
+        ),
+    ] = ""
 
 
 def read_settings(extra_config: dict[str, Any]) -> AdapterSettings:

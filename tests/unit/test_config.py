@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +165,88 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 def test_what_is_no_size_is_told_what_is(text: str) -> None:
     with pytest.raises(ValueError, match="for example 20GiB"):
         parse_size(text)
+
+
+# ---- where a value came from --------------------------------------------------------------------
+
+
+def test_every_value_knows_where_it_came_from(toml: Any) -> None:
+    path = toml('chunk-tokens = 1\nhttp-port = 1\nlog-level = "error"\n')
+    environ = {"KVSERVER_HTTP_PORT": "2", "KVSERVER_LEASE_SECONDS": "2"}
+    table = config.read(parsed("--config", path, "--lease-seconds", "3"), environ).table()
+    found = {name: (row["value"], row["source"], row["source_name"]) for name, row in table.items()}
+    assert found["chunk_tokens"] == (1, "file", f"{path}: chunk-tokens")
+    assert found["http_port"] == (2, "environment", "KVSERVER_HTTP_PORT")
+    assert found["lease_seconds"] == (3.0, "flag", "--lease-seconds")
+    assert found["copy_threads"] == (Settings().copy_threads, "default", "")
+    assert list(found) == NAMES
+
+
+def test_the_table_shows_defaults_and_descriptions_beside_the_values() -> None:
+    row = config.read(parsed("--l1-size", "1GiB"), {}).table()["l1_size"]
+    assert (row["value"], row["default"], row["flag"]) == ("1GiB", "auto", "--l1-size")
+    assert row["description"] == config.descriptions()["l1_size"]
+
+
+def test_an_endpoint_that_nobody_gave_is_a_default() -> None:
+    for environ in ({}, {"KVSERVER_ENDPOINT": ""}):
+        row = config.read({}, environ).table()["endpoint"]
+        assert row["value"] == row["default"] == config.default_endpoint()
+        assert row["source"] == "default"
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, values[0]) for name, values in BAD.items()])
+def test_a_bad_value_is_told_with_the_place_to_change_it(name: str, value: str, toml: Any) -> None:
+    key = name.replace("_", "-")
+    path = toml(f'{key} = "{value}"')
+    with pytest.raises(ConfigError, match=rf"--config file {path}: {key}\)"):
+        config.load(parsed("--config", path), {})
+    with pytest.raises(ConfigError, match=rf"from the environment KVSERVER_{name.upper()}\)"):
+        config.load({}, {"KVSERVER_" + name.upper(): value})
+    with pytest.raises(ConfigError) as caught:
+        config.load({name: value}, {})
+    assert "from " not in str(caught.value).split(": ", 2)[1]
+
+
+def test_a_bad_value_is_blamed_on_the_source_that_won(toml: Any) -> None:
+    path = toml('http-port = "file"')
+    with pytest.raises(ConfigError, match=r"--http-port 'environ' \(from the environment KVSERVER_HTTP_PORT\)"):
+        config.load(parsed("--config", path), {"KVSERVER_HTTP_PORT": "environ"})
+
+
+# ---- the documentation --------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_tables_in_the_readme_files_are_what_the_code_says() -> None:
+    checked = subprocess.run(
+        [sys.executable, ROOT / ".ci/tables.py", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_readme_names_every_setting_that_is_not_for_tests() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `--")]
+    assert rows == [config.flag(name) for name in NAMES if not name.startswith("test_")]
+
+
+def test_a_readme_that_differs_from_the_code_is_noticed_and_mended(tmp_path: Path) -> None:
+    for name in (".ci/tables.py", "README.md", "adapters/README.md", "adapters/vllm/settings.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    page = tmp_path / "adapters/README.md"
+    right = page.read_text()
+    page.write_text(right.replace("`kvserver.settle_ms`", "`kvserver.settle`"))
+
+    def tables(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, tmp_path / ".ci/tables.py", *words], capture_output=True, text=True, timeout=60
+        )
+
+    stale = tables("--check")
+    assert (stale.returncode, stale.stderr) == (1, "adapters/README.md: not what the code says; run `make docs`\n")
+    assert tables().returncode == 0
+    assert page.read_text() == right
+    assert tables("--check").returncode == 0
