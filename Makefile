@@ -12,7 +12,8 @@ PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
 PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
 NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
-PYTEST := -m pytest -q
+# Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
+PYTEST := pytest -q
 
 .PHONY: run test test-core test-vllm check format docs clean FORCE
 
@@ -24,11 +25,11 @@ test: test-core
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
 test-core: $(VENV)/.installed
-	$(VENV)/bin/python $(PYTEST) --ignore=tests/vllm --ignore=tests/adapters $(ARGS)
+	$(VENV)/bin/$(PYTEST) --ignore=tests/vllm --ignore=tests/adapters $(ARGS)
 
 # The engine tests run in vLLM's own environment and start the daemon of $(VENV).
 test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
-	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python $(PYTEST) tests/adapters tests/vllm $(ARGS)
+	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST) tests/adapters tests/vllm $(ARGS)
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

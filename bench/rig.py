@@ -1,0 +1,153 @@
+"""A daemon process and a worker for benchmarks: real sockets, real shared memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from array import array
+from pathlib import Path
+
+from kvserver._native import State, WordPage
+from kvserver.client import Attachment, Client
+from kvserver.planes import Plane
+from kvserver.protocol import (
+    Lookup,
+    LookupReply,
+    ModelIdentity,
+    Registered,
+    RegisterWorker,
+    Retrieve,
+    Retrieved,
+    SharedFd,
+    Store,
+    Stored,
+)
+
+_IDENTITY = ModelIdentity(model="bench", dtype="bfloat16", kv_dtype="auto", parallel="", hash_algorithm="sha256")
+
+
+class BenchDaemon:
+    """`kvserver serve` with these flags; `seconds_to_ready` from its start to its line."""
+
+    def __init__(self, **flags: object) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="kvb-")
+        self.endpoint = f"ipc://{self.folder.name}/k.sock"
+        words = [str(Path(sys.executable).with_name("kvserver")), "serve", "--endpoint", self.endpoint]
+        for name, value in ({"http_port": 0, "log_level": "warning"} | flags).items():
+            words += ["--" + name.replace("_", "-"), str(value)]
+        began = time.perf_counter()
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert " ready: " in line, line
+        self.seconds_to_ready = time.perf_counter() - began
+
+    def rss_bytes(self) -> int:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmRSS:"))
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+        self.folder.cleanup()
+
+
+class BenchWorker:
+    """One rank of one instance: `planes` planes of `run` bytes for each of `num_blocks` blocks, touched."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        planes: int,
+        run: int,
+        num_blocks: int,
+        block_tokens: int,
+        instance_id: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        incarnation: str = "bench",
+    ) -> None:
+        self.client = Client(endpoint, timeout=120)
+        self.instance_id = instance_id or uuid.uuid4().hex
+        self.incarnation = incarnation
+        hello = self.client.hello("bench")
+        self.chunk_blocks = max(1, hello.chunk_tokens // block_tokens)
+        size = planes * run * num_blocks
+        fd = os.memfd_create("bench-kv")
+        os.ftruncate(fd, size)
+        piece = os.urandom(1 << 20)
+        for offset in range(0, size, len(piece)):
+            os.pwrite(fd, piece[: size - offset], offset)
+        self.words = WordPage(1)
+        self._attachment = Attachment(hello.fd_path, hello.token, [fd, self.words.fd])
+        os.close(fd)
+        self.boot_id = hello.boot_id
+        self.registration = self.client.ask(
+            RegisterWorker(
+                instance_id=self.instance_id,
+                incarnation=incarnation,
+                model_name="bench",
+                rank=rank,
+                world_size=world_size,
+                attachment=self._attachment.number,
+                memory=[SharedFd(index=0, size_bytes=size)],
+                words=1,
+                planes=[Plane(0, p * num_blocks * run, run, run) for p in range(planes)],
+                num_blocks=num_blocks,
+                block_tokens=block_tokens,
+                chunk_blocks=self.chunk_blocks,
+                identity=_IDENTITY,
+            ),
+            Registered,
+        ).registration
+        self._sequence = 0
+
+    def _copy(self, keys: bytes, block_ids: array[int], request: type[Store] | type[Retrieve]) -> Store | Retrieve:
+        self._sequence += 1
+        self.words.arm(0, self._sequence)
+        return request(
+            boot_id=self.boot_id,
+            registration=self.registration,
+            request_id="bench",
+            chunk_blocks=self.chunk_blocks,
+            keys=keys,
+            block_ids=block_ids.tobytes(),
+            word=0,
+            sequence=self._sequence,
+            deadline_ns=time.monotonic_ns() + 120 * 10**9,
+        )
+
+    def store(self, keys: bytes, block_ids: array[int]) -> None:
+        """Returns when the chunks are READY."""
+        self.client.ask(self._copy(keys, block_ids, Store), Stored)
+
+    def load(self, keys: bytes, block_ids: array[int]) -> None:
+        """Returns when the state word says DONE, as the adapter does, and the reply has come."""
+        self.client.ask(self._copy(keys, block_ids, Retrieve), Retrieved)
+        assert self.words.state(0) == State.DONE
+
+    def lookup_message(self, keys: bytes) -> Lookup:
+        return Lookup(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            request_id="bench",
+            chunk_blocks=self.chunk_blocks,
+            keys=keys,
+        )
+
+    def lookup(self, keys: bytes) -> int:
+        return self.client.ask(self.lookup_message(keys), LookupReply).hit_chunks
+
+
+def make_keys(name: str, count: int) -> bytes:
+    return b"".join(hashlib.sha256(f"{name} {n}".encode()).digest() for n in range(count))

@@ -1,0 +1,140 @@
+"""Lookups through a real daemon, from a client process, beside a bare echo of the same bytes.
+
+    python bench/rpc.py [--samples 2000] [--chunks 100000]
+
+Columns: tokens asked for (256 per chunk, all hit), bytes of the request on the wire, p50 and p99 in
+milliseconds from before the send to after the decode, and the p50 of a ROUTER that sends the same
+frames back, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+
+import zmq
+from common import percentile, table
+from rig import BenchDaemon, BenchWorker, make_keys
+
+from kvserver.protocol import encode
+
+CHUNK_TOKENS = 256
+BLOCK_TOKENS = 32
+CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
+
+
+def samples_of(count: int, action: Callable[[], object]) -> list[float]:
+    for _ in range(50):
+        action()
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        action()
+        found.append((time.perf_counter() - began) * 1000)
+    return found
+
+
+def echo_server(endpoint: str) -> None:
+    router = zmq.Context().socket(zmq.ROUTER)
+    router.bind(endpoint)
+    while True:
+        router.send_multipart(router.recv_multipart())
+
+
+def echo_p50(size: int, count: int) -> float:
+    with tempfile.TemporaryDirectory(prefix="kve-") as folder:
+        endpoint = f"ipc://{folder}/e"
+        server = multiprocessing.Process(target=echo_server, args=(endpoint,), daemon=True)
+        server.start()
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.connect(endpoint)
+        payload = bytes(size)
+
+        def once() -> None:
+            socket.send_multipart([b"12345678", payload])
+            socket.recv_multipart()
+
+        found = percentile(samples_of(count, once), 0.5)
+        socket.close(0)
+        server.terminate()
+        server.join()
+        return found
+
+
+def closed_loop(endpoint: str, instance_id: str, keys: bytes, started: object, seconds: float) -> None:
+    """Another client that looks up without pause."""
+    from kvserver.client import Client
+    from kvserver.protocol import Lookup, LookupReply
+
+    message = Lookup(
+        instance_id=instance_id, incarnation="bench", request_id="looper", chunk_blocks=CHUNK_BLOCKS, keys=keys
+    )
+    with Client(endpoint) as client:
+        client.ask(message, LookupReply)
+        started.set()  # type: ignore[attr-defined]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            client.ask(message, LookupReply)
+
+
+def fill(worker: BenchWorker, name: str, count: int) -> bytes:
+    """Store `count` chunks, in messages of 1024; returns their keys."""
+    keys = make_keys(name, count)
+    for first in range(0, count, 1024):
+        number = min(1024, count - first)
+        ids = array("I", range(1, 1 + number * CHUNK_BLOCKS))
+        worker.store(keys[first * 32 : (first + number) * 32], ids)
+    return keys
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--chunks", type=int, default=100_000)
+    options = parser.parse_args()
+    size = options.chunks * 4096 + (64 << 20)
+    daemon = BenchDaemon(l1_size=size, chunk_tokens=CHUNK_TOKENS)
+    idle_rss = daemon.rss_bytes()
+    idle_from, cpu = time.monotonic(), daemon.cpu_seconds()
+    time.sleep(3)
+    idle_cpu = (daemon.cpu_seconds() - cpu) / (time.monotonic() - idle_from)
+    worker = BenchWorker(
+        daemon.endpoint, planes=1, run=64, num_blocks=1024 * CHUNK_BLOCKS + 1, block_tokens=BLOCK_TOKENS
+    )
+    rows: list[list[object]] = []
+    held = 0
+    for step in (10_000, options.chunks):
+        before = daemon.rss_bytes()
+        fill(worker, f"fill {step}", step - held)
+        per_chunk = (daemon.rss_bytes() - before) / (step - held) - 4096
+        held = step
+        for tokens in (1024, 8192, 131072):
+            keys = fill(worker, f"hot {step} {tokens}", tokens // CHUNK_TOKENS)
+            assert worker.lookup(keys) == tokens // CHUNK_TOKENS
+            wire = len(encode(worker.lookup_message(keys))) + 8
+            times = samples_of(options.samples, lambda k=keys: worker.lookup(k))
+            echo = echo_p50(wire, options.samples)
+            rows.append([step, tokens, wire, percentile(times, 0.5), percentile(times, 0.99), echo])
+        print(f"{step} chunks in L1: {per_chunk:.0f} bytes of resident memory per chunk beside its page")
+    keys = fill(worker, "beside", 512)
+    started = multiprocessing.Event()
+    looper = multiprocessing.Process(
+        target=closed_loop, args=(daemon.endpoint, worker.instance_id, keys, started, 60), daemon=True
+    )
+    looper.start()
+    started.wait(20)
+    times = samples_of(options.samples, lambda: worker.lookup(keys[: 4 * 32]))
+    rows.append([held, "1024 beside 128k", "", percentile(times, 0.5), percentile(times, 0.99), ""])
+    looper.terminate()
+    looper.join()
+    print(table(["chunks", "tokens", "wire bytes", "p50 ms", "p99 ms", "echo p50 ms"], rows))
+    print(f"start to ready {daemon.seconds_to_ready:.2f} s, idle RSS {idle_rss / 1e6:.0f} MB, idle CPU {idle_cpu:.1%}")
+    daemon.close()
+
+
+if __name__ == "__main__":
+    main()
