@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,40 +11,12 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-pytest.importorskip("vllm", reason="needs vLLM's own environment")
 
 from kvserver.adapters.vllm import KVServerConnector
+from model_folder import write_model
 from modelless import Adjust, Engine, configure
 from support.daemon import Daemon
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def write_model(folder: Path, **changes: Any) -> Path:
-    """A model's folder without a model: what fingerprints look at."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    (folder / "model.safetensors").write_bytes(b"weights")
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import write_model
 from kvserver.adapters.vllm.identity import lora_fingerprint, model_fingerprint, model_identity
+from model_folder import write_model
 from modelless import BLOCK, Engine, configure, prompt
 from vllm.lora.request import LoRARequest
 
