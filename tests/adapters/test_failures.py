@@ -50,8 +50,8 @@ def begin_load(engine: Engine):
 # ---- there is nobody to talk to ---------------------------------------------------------------
 
 
-def test_without_a_daemon_the_engine_serves(make_engine, tmp_path, asynchronous):
-    engine = make_engine(f"ipc://{tmp_path}/nobody", asynchronous=asynchronous)
+def test_without_a_daemon_the_engine_serves(make_engine, tmp_path):
+    engine = make_engine(f"ipc://{tmp_path}/nobody")
     assert engine.generate("a", TOKENS).external == 0
     assert engine.generate("b", TOKENS).local > 0
     assert not engine.loads
@@ -92,9 +92,9 @@ def test_killed_between_lookup_and_load(stored, make_engine, asynchronous):
     assert engine.received == ["warm"]
 
 
-def test_restarted_between_lookup_and_load(stored, make_engine, asynchronous):
+def test_restarted_between_lookup_and_load(stored, make_engine):
     daemon = stored()
-    engine = make_engine(daemon, asynchronous=asynchronous)
+    engine = make_engine(daemon)
 
     def restart(plan):
         if plan.loads:
@@ -116,9 +116,9 @@ def test_killed_during_a_load(stored, make_engine, asynchronous):
     assert engine.received == ["warm"]
 
 
-def test_killed_during_a_store(make_daemon, make_engine, asynchronous):
+def test_killed_during_a_store(make_daemon, make_engine):
     daemon = make_daemon(test_copy_delay_us=SLOW)
-    engine = make_engine(daemon, asynchronous=asynchronous)
+    engine = make_engine(daemon)
     answer = engine.add("r", TOKENS, count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
     assert engine.connector.has_pending_push_work()
@@ -199,9 +199,9 @@ def churn(engine: Engine, name: str, forbidden: set[int]) -> None:
     assert len(used) >= 35
 
 
-def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine, asynchronous):
+def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
     daemon = stored(test_copy_delay_us=SLOW)
-    engine = make_engine(daemon, asynchronous=asynchronous, extra={"kvserver.load_timeout_ms": 200})
+    engine = make_engine(daemon, extra={"kvserver.load_timeout_ms": 200})
     begin_load(engine)
     daemon.freeze()
     engine.abort("warm")
@@ -211,11 +211,11 @@ def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine, as
     wait_until(lambda: engine.generate_free("tick") == 99, 10, "the blocks come back")
 
 
-def test_stopped_before_a_load_began_holds_nothing(stored, make_engine, asynchronous):
+def test_stopped_before_a_load_began_holds_nothing(stored, make_engine):
     """Cancelled while PENDING: the daemon will not touch a byte, so that the blocks are free at once."""
     daemon = stored()
     timeouts = {"kvserver.load_timeout_ms": 100, "kvserver.store_timeout_ms": 300}
-    engine = make_engine(daemon, asynchronous=asynchronous, extra=timeouts)
+    engine = make_engine(daemon, extra=timeouts)
     engine.before_step = lambda plan: daemon.freeze() if plan.loads else None
     engine.generate("warm", TOKENS)
     assert engine.received == ["warm"]
@@ -223,9 +223,9 @@ def test_stopped_before_a_load_began_holds_nothing(stored, make_engine, asynchro
     engine.generate("next", prompt(5, 3 * CHUNK))
 
 
-def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine, asynchronous):
+def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine):
     daemon = make_daemon(test_copy_delay_us=20_000)
-    engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=24)
+    engine = make_engine(daemon, num_blocks=24)
     answer = engine.add("r", TOKENS, count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
     time.sleep(0.05)

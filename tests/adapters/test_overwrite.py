@@ -59,9 +59,9 @@ def test_without_settling_this_test_would_see_mixed_bytes(make_daemon, make_engi
         make_engine(daemon).generate("warm", FIRST)
 
 
-def test_a_preempted_requests_blocks_are_settled_too(make_daemon, make_engine, asynchronous):
+def test_a_preempted_requests_blocks_are_settled_too(make_daemon, make_engine):
     daemon = make_daemon(test_copy_delay_us=4000)
-    engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=30)
+    engine = make_engine(daemon, num_blocks=30)
     prompts = [prompt(20 + i, 2 * CHUNK + 9) for i in range(3)]
     answers = [engine.add(f"r{i}", tokens, count=80) for i, tokens in enumerate(prompts)]
     engine.run(60)
@@ -71,11 +71,11 @@ def test_a_preempted_requests_blocks_are_settled_too(make_daemon, make_engine, a
         make_engine(daemon).generate("warm", tokens)
 
 
-def test_the_targets_of_a_load_are_settled_too(make_daemon, make_engine, asynchronous):
+def test_the_targets_of_a_load_are_settled_too(make_daemon, make_engine):
     """A load's blocks stand in no request's list of new blocks: only the pool's hook sees them."""
     daemon = make_daemon(test_copy_delay_us=SLOW)
     make_engine(daemon).generate("cold", OTHER, seconds=30)
-    engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=23, extra={"kvserver.settle_ms": 1})
+    engine = make_engine(daemon, num_blocks=23, extra={"kvserver.settle_ms": 1})
     first = engine.add("first", FIRST, count=1)
     engine.run(until=lambda: first.finish_reason is not None)
     assert engine.connector.has_pending_push_work()

@@ -14,7 +14,7 @@ from modelless import Engine, prompt
 from support.daemon import wait_until
 
 CHUNK = 64
-SECONDS = 2.5
+SECONDS = 2.0
 
 
 class Chaos:

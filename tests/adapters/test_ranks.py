@@ -13,12 +13,12 @@ TOKENS = prompt(1, 3 * CHUNK + 10)
 SLOW = 30_000  # microseconds a block
 
 
-@pytest.fixture(params=[True, False], ids=["async", "sync"])
-def pair(request, make_engine):
+@pytest.fixture
+def pair(make_engine):
     """Start an engine of two ranks."""
 
     def make(daemon, **options):
-        return make_engine(daemon, world_size=2, asynchronous=request.param, **options)
+        return make_engine(daemon, world_size=2, **options)
 
     return make
 
