@@ -18,6 +18,7 @@ ADAPTERS = ROOT / "adapters"
 ORDER = [
     "errors",
     "config",
+    "capacity",
     "planes",
     "protocol",
     "namespace",

@@ -25,9 +25,9 @@ from support.worker import make_keys
 from kvserver import __version__, http
 from kvserver._native import State
 from kvserver.cache import Cache
+from kvserver.capacity import available_memory, choose_l1_bytes
 from kvserver.config import GiB, MiB, Settings
 from kvserver.copier import cpu_device
-from kvserver.daemon import available_memory, choose_l1_bytes
 from kvserver.errors import ConfigError
 from kvserver.eviction import LeastRecentlyUsed
 from kvserver.handlers import Handlers

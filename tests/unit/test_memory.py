@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserver.daemon import available_memory, choose_l1_bytes
+from kvserver.capacity import available_memory, choose_l1_bytes
 from kvserver.errors import ConfigError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
