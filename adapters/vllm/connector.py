@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
-from kvserver.adapters.vllm.identity import attention_backends, model_identity
+from kvserver.adapters.vllm.backends import attention_backends, block_dimensions
+from kvserver.adapters.vllm.identity import model_identity
 from kvserver.adapters.vllm.link import Link, Registration
 from kvserver.adapters.vllm.memory import CannotShare, SharedCaches, share
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
@@ -164,7 +165,9 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._refusal is not None:
             return
         try:
-            caches = share(kv_caches, self._caches_config.num_blocks)
+            shapes = {name: getattr(tensor, "ndim", 0) for name, tensor in kv_caches.items()}
+            dims = block_dimensions(self._config, self._caches_config, shapes, vllm_version())
+            caches = share(kv_caches, self._caches_config.num_blocks, dims)
         except (UnsupportedLayout, CannotShare) as error:
             log.warning("kvserver: this engine runs without cache: %s", error)
             return

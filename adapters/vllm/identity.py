@@ -80,19 +80,6 @@ def _text(value: Any) -> str:
     return text if len(text) < 4000 else hashlib.sha256(text.encode()).hexdigest()
 
 
-def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:
-    """The backends' names in layer order, without repetition."""
-    layers = vllm_config.compilation_config.static_forward_context
-    names: list[str] = []
-    for layer_name in layer_names:
-        layer = layers.get(layer_name)
-        backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else type(layer)
-        name = backend.get_name() if hasattr(backend, "get_name") else getattr(backend, "__name__", repr(backend))
-        if name not in names:
-            names.append(name)
-    return ",".join(names)
-
-
 def chain_start(incarnation: str) -> str:
     """What the engine's chain of block hashes starts from. Engines with different ones share nothing.
 

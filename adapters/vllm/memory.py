@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from kvserver.adapters.vllm.planes import UnsupportedLayout, describe, merge, tensor_planes
+from kvserver.adapters.vllm.planes import (
+    UnsupportedLayout,
+    describe,
+    describe_order,
+    in_slot_order,
+    merge,
+    tensor_planes,
+)
 
 from kvserver.planes import Plane
 from kvserver.protocol import SharedFd
@@ -34,34 +42,41 @@ class SharedCaches:
     layout: str
 
 
-def share(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> SharedCaches:
-    """Share all layers' storages. CannotShare or UnsupportedLayout before anything was moved."""
-    layers: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[str, torch.Tensor]] = {}
+def share(
+    kv_caches: dict[str, torch.Tensor], num_blocks: int, block_dims: Mapping[str, int | None] | None = None
+) -> SharedCaches:
+    """Share all layers' storages. CannotShare or UnsupportedLayout before anything was moved.
+
+    `block_dims` says which dimension of a layer counts blocks, where the engine knows.
+    """
+    known = block_dims or {}
+    layers: dict[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], tuple[str, torch.Tensor]] = {}
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedLayout(f"layer {name} has no single KV cache tensor")
-        layers.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), (name, tensor))
-    storages: dict[int, torch.UntypedStorage] = {}
-    for name, tensor in layers.values():
         if tensor.device.type != "cpu":
             raise CannotShare(f"layer {name} lives on {tensor.device}; this version serves CPU memory")
-        describe(name, tensor, num_blocks)
+        layers.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), (name, tensor))
+    storages: dict[int, torch.UntypedStorage] = {}
+    for _, tensor in layers.values():
         storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
+    numbers = {base: number for number, base in enumerate(storages)}
+    planes: list[list[Plane]] = []
+    for name, tensor in layers.values():
+        base = tensor.untyped_storage().data_ptr()
+        planes.append(tensor_planes(tensor, num_blocks, numbers[base], tensor.data_ptr() - base, known.get(name)))
+    pieces = in_slot_order(planes)
+    merged = merge(pieces, num_blocks)
+    texts = [describe(name, tensor, num_blocks, known.get(name)) for name, tensor in layers.values()]
+    layout = hashlib.sha256(";".join([*texts, describe_order(pieces)]).encode()).hexdigest()
     _check_room(sum(s.nbytes() for s in storages.values() if not s.is_shared()))
     fds: list[int] = []
     memory: list[SharedFd] = []
-    numbers: dict[int, int] = {}
     for storage in storages.values():
         fd, size = storage._share_fd_cpu_()
-        numbers[storage.data_ptr()] = len(fds)
         memory.append(SharedFd(index=len(fds), size_bytes=size))
         fds.append(os.dup(fd))
-    planes: list[Plane] = []
-    for _, tensor in layers.values():
-        base = tensor.untyped_storage().data_ptr()
-        planes += tensor_planes(tensor, num_blocks, numbers[base], tensor.data_ptr() - base)
-    text = ";".join(describe(name, tensor, num_blocks) for name, tensor in layers.values())
-    return SharedCaches(fds, memory, merge(planes), hashlib.sha256(text.encode()).hexdigest())
+    return SharedCaches(fds, memory, merged, layout)
 
 
 def _check_room(size: int) -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from kvserver.adapters.vllm.memory import share
-from kvserver.adapters.vllm.planes import UnsupportedLayout, block_dimension, merge, tensor_planes
+from kvserver.adapters.vllm.planes import UnsupportedLayout, block_dimension, in_slot_order, merge, tensor_planes
 
 from kvserver.planes import Plane
 
@@ -40,7 +40,7 @@ LAYOUTS = {
     "LHBNC": (lambda: physical("LHBNC"), L * H, 0),
     "BLHNC": (lambda: physical("BLHNC"), 1, 0),
     "BLNHC": (lambda: physical("BLNHC"), 1, 0),
-    "BHLNC": (lambda: physical("BHLNC"), L * H, 0),
+    "BHLNC": (lambda: physical("BHLNC"), 1, 0),
     "FlashAttention until 0.20": (lambda: separate(2, B, N, H, C), 2 * L, 1),
     "FlashInfer until 0.24": (lambda: separate(B, 2, N, H, C), L, 0),
     "[NB, NH, BS, 2*HS]": (lambda: separate(B, H, N, 2 * C), L, 0),
@@ -72,11 +72,11 @@ def planes_of(tensors: list[torch.Tensor]) -> tuple[list[Plane], list[torch.Unty
     """As memory.share makes them, without sharing."""
     storages = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values())
     numbers = {storage.data_ptr(): i for i, storage in enumerate(storages)}
-    planes: list[Plane] = []
+    planes: list[list[Plane]] = []
     for tensor in tensors:
         base = tensor.untyped_storage().data_ptr()
-        planes += tensor_planes(tensor, B, numbers[base], tensor.data_ptr() - base)
-    return merge(planes), storages
+        planes.append(tensor_planes(tensor, B, numbers[base], tensor.data_ptr() - base))
+    return merge(in_slot_order(planes), B), storages
 
 
 def memory(storage: torch.UntypedStorage) -> bytes:
@@ -139,17 +139,28 @@ def test_planes_of_two_blocks_never_overlap(name):
         assert all(all(mark) for mark in marks), "bytes that no plane covers"
 
 
-@pytest.mark.parametrize(
-    ("shape", "reason"),
-    [
-        ((B + 1, H, N, C), "has no dimension of 7 blocks"),
-        ((4, B, H, N), "has no dimension of 7 blocks"),
-        ((C, N, H, B), "has no dimension of 7 blocks"),
-    ],
-)
-def test_a_tensor_without_a_block_dimension_is_refused(shape, reason):
-    with pytest.raises(UnsupportedLayout, match=reason):
+@pytest.mark.parametrize("shape", [(B + 1, H, N, C), (4, H, N, C), (H, N, C, B - 1)])
+def test_a_tensor_without_a_block_dimension_is_refused(shape):
+    with pytest.raises(UnsupportedLayout, match="has no dimension of 7 blocks"):
         tensor_planes(torch.zeros(shape), B, 0, 0)
+
+
+@pytest.mark.parametrize("shape", [(B, H, 2 * B, C), (2 * B, B, N, C), (2, B, N, B)])
+def test_a_tensor_with_two_dimensions_that_may_count_blocks_is_refused(shape):
+    """A multiple of the blocks may be kernel blocks or tokens: neither candidate is likelier."""
+    with pytest.raises(UnsupportedLayout, match="could all count 7 blocks"):
+        tensor_planes(torch.zeros(shape), B, 0, 0)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_where_the_engine_knows_the_block_dimension_nothing_is_ambiguous(dim):
+    planes = tensor_planes(torch.zeros(B, H, B, C), B, 0, 0, known=dim)
+    assert {plane.stride_bytes for plane in planes} == {4 * (H * B * C if dim == 0 else C)}
+
+
+def test_a_dimension_that_cannot_be_what_the_engine_says_is_refused():
+    with pytest.raises(UnsupportedLayout, match="has no dimension of 7 blocks in place 1"):
+        tensor_planes(torch.zeros(B, H, N, C), B, 0, 0, known=1)
 
 
 def test_a_tensor_that_repeats_elements_is_refused():
@@ -162,9 +173,44 @@ def test_a_layer_that_is_no_tensor_is_refused():
         share({"layers.0": [torch.zeros(B, N)]}, B)
 
 
-def test_with_two_blocks_the_first_dimension_is_ambiguous_and_kv_is_taken():
-    assert block_dimension((2, 2, N, H, C), 2) == 1
-    assert block_dimension((2, N, H, C), 2) == 0
+def test_with_two_blocks_and_keys_apart_from_values_nothing_is_guessed():
+    with pytest.raises(UnsupportedLayout, match=r"dimensions \[0, 1"):
+        block_dimension((2, 2, N, H, C), 2)
+    assert block_dimension((2, 2, N, H, C), 2, known=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ((B, H, N, C), (H * N * C, N * C, C // 2, 1)),  # the tokens of a head
+        ((B, N, C), (N * C // 2, C, 1)),  # blocks
+        ((B, H, N, C), (0, N * C, C, 1)),
+    ],
+)
+def test_a_tensor_whose_parts_overlap_is_refused(shape, stride):
+    tensor = torch.zeros(B * H * N * C).as_strided(shape, stride)
+    with pytest.raises(UnsupportedLayout, match="repeat elements"):
+        tensor_planes(tensor, B, 0, 0)
+
+
+def test_layers_whose_blocks_lie_across_each_other_are_refused():
+    """A store of one layer's block 3 would hold the other one's block 2."""
+    whole = torch.zeros((B + 1) * N * C)
+    one, other = whole[: B * N * C].view(B, N, C), whole[N * C :].view(B, N, C)
+    wide = whole[: B * N * C].view(B, N, C)[:, : N // 2]
+    narrow = whole[: B * N * C // 2].view(B, N, C // 2)
+    for caches in ({"a": one, "b": other}, {"a": wide, "b": narrow}):
+        with pytest.raises(UnsupportedLayout, match="layers overlap in memory"):
+            share(caches, B)
+    assert not whole.is_shared(), "it was refused before anything was moved"
+
+
+def test_layers_that_see_the_same_bytes_differently_are_registered_once():
+    whole = torch.zeros(B, N, 2 * C, dtype=torch.bfloat16)
+    caches = {"both": whole, "keys": whole[:, :, :C], "bytes": whole.view(torch.uint8)}
+    shared = share(caches, B, dict.fromkeys(caches, 0))
+    assert shared.planes == [Plane(0, 0, 4 * N * C, 4 * N * C)]
+    assert shared.layout != share({"both": whole}, B).layout
 
 
 def test_layers_that_share_memory_are_registered_once():

@@ -1,0 +1,53 @@
+"""What vLLM's attention backends say of the KV cache.
+
+Owns: their names, and which dimension of a layer's tensor counts blocks. Refuses to know: strides, memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SENTINEL = 1_000_003  # a number of blocks that is no other dimension's size
+
+
+def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:
+    """The backends' names in layer order, without repetition."""
+    names: list[str] = []
+    for layer_name in layer_names:
+        backend = _backend(vllm_config, layer_name)
+        name = backend.get_name() if hasattr(backend, "get_name") else getattr(backend, "__name__", repr(backend))
+        if name not in names:
+            names.append(name)
+    return ",".join(names)
+
+
+def block_dimensions(
+    vllm_config: Any, kv_cache_config: Any, shapes: dict[str, int], version: tuple[int, int]
+) -> dict[str, int | None]:
+    """For each layer, given its tensor's number of dimensions. None where vLLM does not say.
+
+    vLLM 0.29 and later puts blocks first. Before, the backend is asked for the shape of a number of blocks
+    that cannot be mistaken.
+    """
+    if version >= (0, 29):
+        return dict.fromkeys(shapes, 0)
+    specs = {name: group.kv_cache_spec for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
+    found: dict[str, int | None] = {}
+    for name, dims in shapes.items():
+        shape = _shape_of(_backend(vllm_config, name), specs.get(name))
+        found[name] = shape.index(_SENTINEL) if len(shape) == dims and shape.count(_SENTINEL) == 1 else None
+    return found
+
+
+def _shape_of(backend: Any, spec: Any) -> tuple[int, ...]:
+    """Empty if this backend cannot be asked."""
+    try:
+        shape = backend.get_kv_cache_shape(_SENTINEL, spec.block_size, spec.num_kv_heads, spec.head_size)
+        return tuple(int(n) for n in shape)
+    except (AttributeError, TypeError, ValueError, NotImplementedError, AssertionError):
+        return ()
+
+
+def _backend(vllm_config: Any, layer_name: str) -> Any:
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    return layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else type(layer)
