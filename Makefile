@@ -3,6 +3,7 @@
 #   make run     the daemon with its defaults (KVSERVER_* apply)
 #   make test    all tests; those with a real vLLM too, in a venv of its own
 #   make check   formatting, lint, types
+#   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 
-.PHONY: run test test-core test-vllm check format docs clean FORCE
+.PHONY: run test test-core test-vllm check sanitize format docs clean FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -34,12 +35,19 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h
+	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h tests/native/*.cpp
 	rm -rf build/typing && mkdir -p build/typing && cp -r kvserver build/typing/ && cp -r adapters build/typing/kvserver/
 	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
 
+sanitize: $(VENV)/.installed
+	for kind in address,undefined thread; do \
+		$(VENV)/bin/cmake -S . -B build/sanitize-$${kind%%,*} -G Ninja -DKVSERVER_SANITIZE=$$kind \
+			-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja >build/sanitize.log || { cat build/sanitize.log; exit 1; }; \
+		$(VENV)/bin/cmake --build build/sanitize-$${kind%%,*} && build/sanitize-$${kind%%,*}/stress || exit 1; \
+	done
+
 format: $(VENV)/.installed
-	$(VENV)/bin/ruff check --fix -q . && $(VENV)/bin/ruff format -q . && $(VENV)/bin/clang-format -i csrc/*.cpp csrc/*.h
+	$(VENV)/bin/ruff check --fix -q . && $(VENV)/bin/ruff format -q . && $(VENV)/bin/clang-format -i csrc/*.cpp csrc/*.h tests/native/*.cpp
 
 docs: $(VENV)/.installed
 	$(VENV)/bin/python .ci/tables.py

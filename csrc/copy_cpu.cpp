@@ -49,10 +49,18 @@ void install_sigbus_guard() {
     });
 }
 
+// SA_NODEFER leaves the signal mask alone, so that the guard need not save it (a system call a
+// block). ThreadSanitizer's handler fills the mask all the same.
+#ifdef __SANITIZE_THREAD__
+constexpr int kSaveMask = 1;
+#else
+constexpr int kSaveMask = 0;
+#endif
+
 // Run f; false if the memory it touched is gone. f must hold nothing that needs a destructor.
 template <typename F>
 bool guarded(F&& f) {
-    if (sigsetjmp(guard_return, 0) != 0) return false;
+    if (sigsetjmp(guard_return, kSaveMask) != 0) return false;
     guard_active = 1;
     f();
     guard_active = 0;

@@ -1,0 +1,247 @@
+// stress.cpp: the copier under sanitizers, without Python. `make sanitize` builds and runs it.
+//
+// Threads submit random stores and loads over one worker's memory, workers cancel some by their
+// words, the server cancels others, and one worker truncates its memory while it is copied.
+// Checked: every ticket completes exactly once, a DONE copy moved every byte, a load leaves all
+// other blocks alone.
+#include <sys/mman.h>
+#include <sys/select.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "core.h"
+
+using namespace kvserver;
+
+namespace {
+
+#define CHECK(condition)                                                         \
+    do {                                                                         \
+        if (!(condition)) {                                                      \
+            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            std::abort();                                                        \
+        }                                                                        \
+    } while (0)
+
+constexpr uint64_t kPage = 4096;
+constexpr uint32_t kBlocks = 64;
+constexpr uint32_t kPerSlot = 4;
+
+std::vector<Completion> wait(Copier& copier, size_t count) {
+    std::vector<Completion> found;
+    while (found.size() < count) {
+        fd_set set;
+        FD_ZERO(&set);
+        FD_SET(copier.completion_fd(), &set);
+        timeval limit{20, 0};
+        CHECK(select(copier.completion_fd() + 1, &set, nullptr, nullptr, &limit) == 1);
+        for (auto& completion : copier.drain()) found.push_back(std::move(completion));
+    }
+    CHECK(found.size() == count);
+    return found;
+}
+
+// A worker's memory as the server maps it, and as the worker itself sees it.
+struct Worker {
+    int fd;
+    std::byte* own;
+    uint64_t size;
+    std::shared_ptr<Mapping> memory, words;
+    std::unique_ptr<WordPage> page;
+    std::shared_ptr<PlaneTable> table;
+
+    Worker(Copier& copier, const std::vector<PlaneTable::Row>& rows, uint64_t bytes) : size(bytes) {
+        fd = memfd_create("stress", 0);
+        CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(size)) == 0);
+        void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        CHECK(address != MAP_FAILED);
+        own = static_cast<std::byte*>(address);
+        page = std::make_unique<WordPage>(256);
+        memory = std::make_shared<Mapping>(dup(fd), size);
+        words = std::make_shared<Mapping>(dup(page->fd()), 256 * 8);
+        copier.submit_map(1, {memory, words});
+        CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
+        table = std::make_shared<PlaneTable>(std::vector{memory}, rows, kBlocks);
+    }
+    void close(Copier& copier) {
+        copier.submit_unmap(2, {memory, words});
+        wait(copier, 1);
+        munmap(own, size);
+        ::close(fd);
+    }
+};
+
+std::vector<PlaneTable::Row> awkward_planes(uint64_t& size) {
+    // Runs of several lengths, odd offsets, one plane with gaps between its blocks.
+    std::vector<PlaneTable::Row> rows;
+    uint64_t offset = 3;
+    for (uint64_t run :
+         {uint64_t{1}, uint64_t{64}, uint64_t{4095}, uint64_t{4097}, uint64_t{9000}}) {
+        const uint64_t stride = run + (run == 64 ? 32 : 0);
+        rows.push_back({0, offset, stride, run});
+        offset += stride * kBlocks + 5;
+    }
+    size = offset;
+    return rows;
+}
+
+std::shared_ptr<CopyJob> job_of(uint64_t ticket, Direction direction, const Worker& worker,
+                                std::vector<uint32_t> blocks, std::vector<uint32_t> pages,
+                                uint32_t word, uint64_t sequence) {
+    auto job = std::make_shared<CopyJob>();
+    job->ticket = ticket;
+    job->direction = direction;
+    job->planes = worker.table;
+    job->blocks = std::move(blocks);
+    job->pages_per_slot =
+        static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
+    job->pages = std::move(pages);
+    job->blocks_per_slot = kPerSlot;
+    job->word_memory = worker.words;
+    job->word = worker.words->word(word);
+    job->sequence = sequence;
+    return job;
+}
+
+void random_copies(unsigned threads) {
+    auto region = std::make_shared<HostRegion>(1024 * kPage);
+    Copier copier(region, kPage, threads, 0);
+    uint64_t size = 0;
+    const auto rows = awkward_planes(size);
+    Worker worker(copier, rows, size);
+    const auto pages_per_slot =
+        static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
+    std::mt19937 random(threads);
+    uint64_t sequence = 0;
+    for (int round = 0; round < 60; ++round) {
+        for (uint64_t i = 0; i < size; ++i) worker.own[i] = static_cast<std::byte>(random());
+        std::vector<uint32_t> ids(kBlocks);
+        std::iota(ids.begin(), ids.end(), 0);
+        std::shuffle(ids.begin(), ids.end(), random);
+        const std::vector<uint32_t> from(ids.begin(), ids.begin() + 8);
+        const std::vector<uint32_t> to(ids.begin() + 8, ids.begin() + 16);
+        std::vector<uint32_t> pages(1024);
+        std::iota(pages.begin(), pages.end(), 0);
+        std::shuffle(pages.begin(), pages.end(), random);
+        pages.resize(2 * pages_per_slot);
+
+        const std::vector<std::byte> before(worker.own, worker.own + size);
+        worker.page->at(0).store(make_word(++sequence, State::kPending));
+        copier.submit(job_of(10, Direction::kStore, worker, from, pages, 0, sequence));
+        CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
+        CHECK(worker.page->at(0) == make_word(sequence, State::kDone));
+        worker.page->at(1).store(make_word(++sequence, State::kPending));
+        copier.submit(job_of(11, Direction::kLoad, worker, to, pages, 1, sequence));
+        CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
+
+        // Each target block equals its source; every byte that belongs to no target is as before.
+        std::vector<std::byte> expected = before;
+        for (size_t i = 0; i < to.size(); ++i)
+            for (const auto& row : rows)
+                std::memcpy(expected.data() + row.offset + to[i] * row.stride,
+                            before.data() + row.offset + from[i] * row.stride, row.run);
+        CHECK(std::memcmp(expected.data(), worker.own, size) == 0);
+    }
+    worker.close(copier);
+}
+
+void cancelled_copies(unsigned threads) {
+    auto region = std::make_shared<HostRegion>(4096 * kPage);
+    Copier copier(region, kPage, threads, 20);
+    uint64_t size = 0;
+    const auto rows = awkward_planes(size);
+    Worker worker(copier, rows, size);
+    const auto pages_per_slot =
+        static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
+    std::mt19937 random(threads);
+    uint64_t sequence = 0;
+    for (int round = 0; round < 40; ++round) {
+        constexpr uint32_t kJobs = 6;
+        std::map<uint64_t, std::pair<uint32_t, uint64_t>> open;  // ticket -> word, sequence
+        for (uint32_t n = 0; n < kJobs; ++n) {
+            std::vector<uint32_t> ids(8), pages(2 * pages_per_slot);
+            std::iota(ids.begin(), ids.end(), n * 8);
+            std::iota(pages.begin(), pages.end(), n * 2 * pages_per_slot);
+            worker.page->at(n).store(make_word(++sequence, State::kPending));
+            open[100 + n] = {n, sequence};
+            const auto direction = n % 2 ? Direction::kStore : Direction::kLoad;
+            copier.submit(job_of(100 + n, direction, worker, ids, pages, n, sequence));
+        }
+        std::thread worker_side([&, seed = random()] {
+            std::mt19937 choice(seed);
+            for (const auto& [ticket, word] : open) {
+                if (choice() % 2) continue;
+                std::this_thread::sleep_for(std::chrono::microseconds(choice() % 300));
+                Word& state = worker.page->at(word.first);
+                if (move_word(state, word.second, State::kPending, State::kCancelled)) continue;
+                const bool store = word.first % 2 != 0;
+                move_word(state, word.second, State::kRunning,
+                          store ? State::kCancelled : State::kCancelling);
+            }
+        });
+        std::thread server_side([&, seed = random()] {
+            std::mt19937 choice(seed);
+            for (const auto& [ticket, word] : open)
+                if (choice() % 4 == 0) copier.cancel(ticket);
+        });
+        std::set<uint64_t> ended;
+        for (const Completion& completion : wait(copier, kJobs)) {
+            CHECK(ended.insert(completion.ticket).second);
+            const auto [word, number] = open.at(completion.ticket);
+            const uint64_t state = worker.page->at(word);
+            const bool done = completion.outcome == Outcome::kDone;
+            CHECK(done == (state == make_word(number, State::kDone)));
+            CHECK(state != make_word(number, State::kRunning));
+            CHECK(state != make_word(number, State::kPending));
+        }
+        worker_side.join();
+        server_side.join();
+        CHECK(copier.drain().empty());
+        for (uint32_t n = 0; n < kJobs; ++n)
+            CHECK((worker.page->at(n) & 0xff) != static_cast<uint64_t>(State::kCancelling));
+    }
+    worker.close(copier);
+}
+
+void truncated_memory(unsigned threads) {
+    auto region = std::make_shared<HostRegion>(4096 * kPage);
+    Copier copier(region, kPage, threads, 50);
+    for (int round = 0; round < 20; ++round) {
+        uint64_t size = 0;
+        const auto rows = awkward_planes(size);
+        Worker worker(copier, rows, size);
+        const auto pages_per_slot =
+            static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
+        std::vector<uint32_t> ids(kBlocks), pages(kBlocks / kPerSlot * pages_per_slot);
+        std::iota(ids.begin(), ids.end(), 0);
+        std::iota(pages.begin(), pages.end(), 0);
+        worker.page->at(0).store(make_word(1, State::kPending));
+        const auto direction = round % 2 ? Direction::kStore : Direction::kLoad;
+        copier.submit(job_of(7, direction, worker, ids, pages, 0, 1));
+        std::this_thread::sleep_for(std::chrono::microseconds(100 * (round % 10)));
+        CHECK(ftruncate(worker.fd, 0) == 0);
+        const Completion end = wait(copier, 1)[0];
+        CHECK(end.outcome == Outcome::kMemoryLost || end.outcome == Outcome::kDone);
+        worker.close(copier);
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (unsigned threads : {1u, 2u, 4u}) {
+        random_copies(threads);
+        cancelled_copies(threads);
+        truncated_memory(threads);
+    }
+    std::puts("stress: all checks held");
+}
