@@ -38,14 +38,21 @@ ORDER = [
     "http",
     "daemon",
     "client",
+    "checks",
+    "checks_service",
+    "doctor",
+    "cli_status",
     "__main__",
 ]
 FREE = {"_native", "__init__"}
 ONLY = {  # modules that run inside engines, or must stay small
     "client": {"errors", "planes", "protocol"},
+    "cli_status": set(),
+    "checks": {"errors", "config", "capacity"},  # both work where the native module does not
+    "checks_service": {"config", "protocol", "client", "checks"},
 }
 ADAPTERS_MAY = {"errors", "config", "planes", "protocol", "client"} | FREE  # config: the default endpoint
-DEFERRED = {("__main__", "daemon")}  # imports inside functions: so that `kvserver status` starts fast
+DEFERRED = {("__main__", "daemon"), ("__main__", "doctor")}  # so that `kvserver status` starts fast
 BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
 
 Import = tuple[str, bool]  # dotted name, inside a function

@@ -382,7 +382,7 @@ def test_the_status_command_tells_one_look_what_the_cache_does(daemon, worker):
     worker.round_trip()
     shown = run("status", "--http-port", str(daemon.http_port))
     assert (shown.returncode, shown.stderr) == (0, "")
-    words = [__version__, daemon.boot_id, "ready", "1 chunks", f"{worker.instance_id}  test/model  1/1 ranks", "1 hits"]
+    words = [__version__, daemon.boot_id, "ready", "1 chunks", worker.instance_id, "test/model", "1/1"]
     assert [word for word in words if word not in shown.stdout] == []
 
 

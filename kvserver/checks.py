@@ -1,0 +1,216 @@
+"""What `kvserver doctor` looks at on a machine, one small function per check.
+
+Owns: what is wrong with memory, limits and devices, and the command or flag that mends it. Refuses to
+know: how findings are shown. A check takes a `Machine`, changes nothing and returns a `Finding`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import importlib
+import os
+import re
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvserver.capacity import available_memory, choose_l1_bytes
+from kvserver.config import GiB, MiB, Settings, field_types, variable
+from kvserver.errors import ConfigError
+
+_DESCRIPTORS_PER_WORKER = 256
+_DEFAULT_KV_BYTES = 4 * GiB  # what is taken for the KV cache of an engine whose size is unknown
+
+
+class Level(str, enum.Enum):
+    OK = "ok"
+    WARNING = "warning"  # it works, less well or for fewer engines
+    PROBLEM = "problem"  # the daemon would not start, or an engine would run without cache
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Level
+    text: str
+    mend: str = ""  # a command or flag; given unless `level` is OK
+
+
+@dataclass
+class Machine:
+    """All that checks look at. Tests give fake folders and values."""
+
+    settings: Settings
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    python: str = ""  # the interpreter of vLLM's environment; "" if nobody named one
+    uid: int = field(default_factory=os.getuid)
+    statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+    rlimit: Callable[[int], tuple[int, int]] = resource.getrlimit
+    load: Callable[[str], object] = importlib.import_module
+
+    def read(self, path: str) -> str:
+        """A file's text, "" if it cannot be read."""
+        try:
+            return (self.root / path).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+
+def ok(text: str) -> Finding:
+    return Finding(Level.OK, text)
+
+
+def warning(text: str, mend: str) -> Finding:
+    return Finding(Level.WARNING, text, mend)
+
+
+def problem(text: str, mend: str) -> Finding:
+    return Finding(Level.PROBLEM, text, mend)
+
+
+def size(count: float) -> str:
+    return f"{count / GiB:.1f} GiB" if count >= GiB else f"{count / MiB:.0f} MiB"
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def shared_memory(machine: Machine) -> Finding:
+    """An engine on CPU puts its KV cache there; one that is too small kills whoever writes past its end."""
+    path = machine.root / "dev/shm"
+    try:
+        room = machine.statvfs(path)
+    except OSError as error:
+        return problem(f"{path}: {error.strerror}", "mount -t tmpfs -o size=50% tmpfs /dev/shm")
+    total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    given = machine.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    needed = int(given) * GiB if given.isdecimal() and int(given) else _DEFAULT_KV_BYTES
+    what = f"a KV cache of {size(needed)}" + (f" (VLLM_CPU_KVCACHE_SPACE={given})" if given else "")
+    gigabytes = needed // GiB + 1
+    if total < needed:
+        return problem(
+            f"/dev/shm has {size(total)}, {what} does not fit: the engine would run without cache",
+            f"mount -o remount,size={gigabytes}G /dev/shm; docker: --shm-size {gigabytes}g or --ipc=host; "
+            "Kubernetes: an emptyDir of medium Memory",
+        )
+    if free < needed:
+        return warning(
+            f"/dev/shm has {size(free)} of {size(total)} free, one more engine with {what} does not fit",
+            f"mount -o remount,size={(total + needed) // GiB + 1}G /dev/shm, or set VLLM_CPU_KVCACHE_SPACE lower",
+        )
+    return ok(f"/dev/shm has {size(free)} free, enough for {what}")
+
+
+def l1_memory(machine: Machine) -> Finding:
+    free, bound = available_memory(machine.root)
+    try:
+        wanted = choose_l1_bytes(machine.settings.l1_size, machine.root)
+    except ConfigError as error:
+        fits = max(64, free // 2 // MiB)
+        return problem(str(error), f"kvserver serve --l1-size {fits}MiB")
+    return ok(f"--l1-size {machine.settings.l1_size} is {size(wanted)} of {size(free)} left by {bound}")
+
+
+def locked_memory(machine: Machine) -> Finding:
+    soft, _ = machine.rlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ok("unlimited")
+    text = f"at most {size(soft)} may be locked"
+    if not _gpu_driver(machine):
+        return ok(f"{text}; only GPUs need more")
+    mend = "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1"
+    return warning(f"{text}, less than L1: it may not be pinned for GPUs", mend)
+
+
+def huge_pages(machine: Machine) -> Finding:
+    folder = "sys/kernel/mm/transparent_hugepage/"
+    chosen = {name: _bracketed(machine.read(folder + name)) for name in ("enabled", "shmem_enabled")}
+    explicit = re.search(r"HugePages_Total:\s*(\d+)", machine.read("proc/meminfo"))
+    shm = next((words[3] for line in _lines(machine, "proc/mounts") if (words := line.split())[1] == "/dev/shm"), "")
+    tmpfs = re.search(r"huge=(\w+)", shm)
+    text = (
+        f"transparent ones: {chosen['enabled'] or 'none'} for anonymous memory, {chosen['shmem_enabled'] or 'none'} "
+        f"for shared memory, {tmpfs[1] if tmpfs else 'never'} on /dev/shm; explicit ones: {explicit[1] if explicit else 0}"
+    )
+    if chosen["enabled"] in ("", "never"):
+        return warning(f"{text}; L1 lies in small pages", f"echo madvise | sudo tee /{folder}enabled")
+    return ok(text)
+
+
+def numa(machine: Machine) -> Finding:
+    nodes = sorted(path.name for path in (machine.root / "sys/devices/system/node").glob("node[0-9]*"))
+    if len(nodes) <= 1:
+        return ok("one memory node")
+    allowed = re.search(r"Mems_allowed_list:\s*(\S+)", machine.read("proc/self/status"))
+    if allowed and allowed[1].isdecimal():
+        return ok(f"{len(nodes)} memory nodes, this process is bound to node {allowed[1]}")
+    return warning(
+        f"{len(nodes)} memory nodes: copies across them are slower",
+        "start the daemon and its engines on one node each: numactl --cpunodebind=0 --membind=0 kvserver serve",
+    )
+
+
+def _bracketed(text: str) -> str:
+    """Of "always [madvise] never"."""
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else ""
+
+
+def _lines(machine: Machine, path: str) -> list[str]:
+    return [line for line in machine.read(path).splitlines() if len(line.split()) > 3]
+
+
+# ---- the process and its machine ----------------------------------------------------------------
+
+
+def open_files(machine: Machine) -> Finding:
+    _, hard = machine.rlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return ok("unlimited")
+    workers = hard // _DESCRIPTORS_PER_WORKER
+    text = f"at most {hard} files may be open, enough for {workers} workers (ranks)"
+    mend = "ulimit -Hn 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536:65536"
+    return problem(text, mend) if workers < 2 else warning(text, mend) if workers < 16 else ok(text)
+
+
+def container(machine: Machine) -> Finding:
+    """Hints only: nothing here is wrong by itself."""
+    kinds = {".dockerenv": "docker", "run/.containerenv": "podman", "var/run/secrets/kubernetes.io": "Kubernetes"}
+    kind = next((name for path, name in kinds.items() if (machine.root / path).exists()), "")
+    if not kind:
+        return ok("not in a container, as far as one can see")
+    return ok(
+        f"in a container ({kind}): engines of other containers need the folder of --endpoint as a shared volume and the "
+        "same user id; they need no common pid namespace, and each its own room in /dev/shm"
+    )
+
+
+def gpu_driver(machine: Machine) -> Finding:
+    found = _gpu_driver(machine)
+    if not found:
+        return ok("no GPU driver: CPU memory only")
+    return warning(
+        f"{found}; this version serves KV in CPU memory only: engines on a GPU run without cache",
+        "start the engines that should share KV on CPU",
+    )
+
+
+def _gpu_driver(machine: Machine) -> str:
+    text = machine.read("proc/driver/nvidia/version")
+    version = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", text)
+    if version:
+        return f"NVIDIA driver {version[1]}"
+    return "a GPU driver" if any((machine.root / path).exists() for path in ("dev/nvidiactl", "dev/dxg")) else ""
+
+
+def environment(machine: Machine) -> Finding:
+    """A misspelt variable is ignored by the daemon, as every program's foreign variables are."""
+    known = {variable(name) for name in field_types()}
+    for name in sorted(set(machine.environ) - known):
+        near = difflib.get_close_matches(name, known, 1, 0.85) if name.startswith("KVSERVER_") else []
+        if near:
+            return warning(f"{name} is no setting and has no effect", f"write {near[0]}")
+    used = sorted(known & set(machine.environ))
+    return ok(f"set by {', '.join(used)}" if used else "no KVSERVER_* variables")

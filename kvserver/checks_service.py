@@ -1,0 +1,215 @@
+"""What `kvserver doctor` asks the installation, the daemon and vLLM, one small function per check.
+
+Owns: whether they are there, answer and fit each other. Refuses to know: the machine (`checks`). It must
+work where the rest does not, so nothing else of the daemon is imported, and vLLM only in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shlex
+import socket
+import stat
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from kvserver import __version__
+from kvserver.checks import Finding, Machine, ok, problem, warning
+from kvserver.client import Client, RequestFailed
+from kvserver.config import Settings
+from kvserver.protocol import PROTOCOL_VERSION
+
+OLDEST_VLLM = (0, 24)
+_HELLO_SECONDS = 2.0
+_IMPORT_SECONDS = 180.0
+
+# ---- the daemon ---------------------------------------------------------------------------------
+
+
+def native_module(machine: Machine) -> Finding:
+    try:
+        machine.load("kvserver._native")
+    except Exception as error:
+        return problem(
+            f"the native module does not load: {error}",
+            f"{shlex.quote(sys.executable)} -m pip install --force-reinstall --no-deps . (in kvserver's sources)",
+        )
+    return ok("the native module loads")
+
+
+def endpoint_folder(machine: Machine) -> Finding:
+    url = machine.settings.endpoint
+    if not url.startswith("ipc://"):
+        return ok(f"{url} needs no folder")
+    folder = Path(url.removeprefix("ipc://")).parent
+    if len(url.removeprefix("ipc://").encode()) > 97:
+        return problem(f"{url} is too long for a Unix socket", "kvserver serve --endpoint ipc:///tmp/kv/kv.sock")
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        parent = next(path for path in folder.parents if path.exists())
+        if os.access(parent, os.W_OK | os.X_OK):
+            return ok(f"{folder} is not there yet; the daemon makes it")
+        return problem(
+            f"{folder} is not there and {parent} is not writable",
+            f"sudo install -d -m 700 -o {machine.uid} {shlex.quote(str(folder))}, or give --endpoint",
+        )
+    except OSError as error:
+        return problem(f"{folder}: {error.strerror}", "kvserver serve --endpoint ipc:///a/folder/of/yours/kv.sock")
+    quoted = shlex.quote(str(folder))
+    if not stat.S_ISDIR(found.st_mode):
+        return problem(f"{folder} is no folder", "kvserver serve --endpoint ipc:///a/folder/of/yours/kv.sock")
+    if found.st_uid not in (machine.uid, 0):
+        return problem(
+            f"{folder} belongs to user {found.st_uid}, who could answer in the daemon's place",
+            f"sudo chown {machine.uid} {quoted}, or give --endpoint",
+        )
+    if found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
+        return problem(f"{folder} may be written by everybody", f"chmod 700 {quoted}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return problem(f"{folder} is not writable", f"sudo chown {machine.uid} {quoted}, or give --endpoint")
+    return ok(f"{folder} is yours")
+
+
+def daemon(machine: Machine) -> Finding:
+    url = machine.settings.endpoint
+    path = Path(url.removeprefix("ipc://"))
+    if url.startswith("ipc://") and not path.exists():
+        return warning(f"none at {url}", _serve_command(machine))
+    try:
+        with Client(url, timeout=_HELLO_SECONDS) as client:
+            hello = client.hello("doctor")
+    except RequestFailed as error:
+        return problem(f"{url} answers: {error}", f"install one version everywhere; this one is {__version__}")
+    except TimeoutError:
+        if url.startswith("ipc://") and _listens(path):
+            return problem(f"the daemon at {url} does not answer", "kvserver status; then restart it")
+        return warning(f"none at {url}, only a dead daemon's socket", _serve_command(machine))
+    except Exception as error:  # ZMQ's, of an address that cannot be
+        return problem(f"{url}: {error}", "give --endpoint ipc:///path or tcp://127.0.0.1:port")
+    text = f"kvserver {hello.server_version} answers at {url}, protocol {hello.protocol_version}"
+    if hello.server_version != __version__:
+        return warning(f"{text}; this is {__version__}", "restart the daemon with the version that is installed")
+    if hello.protocol_version != PROTOCOL_VERSION:
+        return warning(f"{text}; this speaks {PROTOCOL_VERSION}", "restart the daemon")
+    return ok(text)
+
+
+def _serve_command(machine: Machine) -> str:
+    default = Settings(endpoint=machine.settings.endpoint) == machine.settings
+    return "kvserver serve" if default else "kvserver serve, with the flags that you gave here"
+
+
+def _listens(path: Path) -> bool:
+    """Whether a process holds the socket, dead ones do not."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            return error.errno != errno.ECONNREFUSED
+    return True
+
+
+def http_port(machine: Machine) -> Finding:
+    host, port = machine.settings.http_host, machine.settings.http_port
+    if port == 0:
+        return ok("any free one")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            if boot := _boot_of(host, port):
+                return ok(f"{host}:{port} is served by a running kvserver, boot {boot}")
+            return problem(f"{host}:{port} is taken by another program", "--http-port 0 takes a free one")
+        flags = "--http-port 8080" if error.errno == errno.EACCES else "--http-host 127.0.0.1"
+        return problem(f"{host}:{port}: {error.strerror or error}", f"kvserver serve {flags}")
+    return ok(f"{host}:{port} is free")
+
+
+def _boot_of(host: str, port: int) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        where = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
+        with urllib.request.urlopen(f"http://{where}:{port}/status", timeout=2) as answer:
+            return str(json.load(answer)["boot_id"])
+    return ""
+
+
+# ---- vLLM ---------------------------------------------------------------------------------------
+
+# Runs in vLLM's environment; prints one line of JSON last. Imports of engines print what they like.
+_PROBE = """
+import json
+found = {}
+try:
+    import vllm
+    found["vllm"] = vllm.__version__
+except ImportError as error:
+    found["vllm_error"] = str(error)
+try:
+    import kvserver
+    found["kvserver"] = kvserver.__version__
+    if "vllm" in found:
+        from kvserver.adapters.vllm import KVServerConnector
+except Exception as error:
+    found["kvserver_error"] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+def vllm(machine: Machine) -> Finding:
+    python = os.path.abspath(machine.python) if os.sep in machine.python else machine.python or sys.executable
+    pip = f"{shlex.quote(python)} -m pip install"
+    try:
+        found = _probe(python)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return problem(f"{python} does not run: {error}", "give --python PATH, the interpreter that runs vLLM")
+    if "vllm" not in found:
+        if "No module named 'vllm'" not in found["vllm_error"]:
+            return problem(f"vLLM does not import in {python}: {found['vllm_error']}", f"{pip} --upgrade vllm")
+        if machine.python:
+            return problem(f"there is no vLLM in {python}", "give --python PATH, the interpreter that runs vLLM")
+        return warning(
+            f"there is no vLLM beside this command ({python})", "kvserver doctor --python PATH/TO/VLLM/python"
+        )
+    version = str(found["vllm"])
+    if _release(version) < OLDEST_VLLM and _release(version) > (0, 1):  # builds from source may call themselves 0.1
+        return problem(
+            f"vLLM {version} is too old for the connector", f"{pip} 'vllm>={'.'.join(map(str, OLDEST_VLLM))}'"
+        )
+    if "kvserver" not in found:
+        return problem(f"vLLM {version}: kvserver is not in its environment", f"{pip} . (in kvserver's sources)")
+    if "kvserver_error" in found:
+        return problem(
+            f"vLLM {version}: the connector does not import: {found['kvserver_error']}", f"{pip} --upgrade ."
+        )
+    if found["kvserver"] != __version__:
+        return warning(
+            f"vLLM {version} has the connector of kvserver {found['kvserver']}, this is {__version__}",
+            f"{pip} --upgrade . (in kvserver's sources)",
+        )
+    return ok(f"vLLM {version} in {python}, and it imports the connector")
+
+
+def _probe(python: str) -> dict[str, Any]:
+    """In the root folder, where no sources of ours can be taken for what is installed."""
+    ended = subprocess.run(
+        [python, "-c", _PROBE], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=True, cwd="/"
+    )
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def _release(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,0 +1,160 @@
+"""`kvserver status`: the daemon's `/status` as a table for people, once or again and again.
+
+Owns: the table and the watch. Refuses to know: the server; it sees what HTTP shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+_HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
+_ERASE_SCREEN = "\x1b[2J"
+_BAR = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the whole of /status")
+    parser.add_argument("--http-host", default="127.0.0.1")
+    parser.add_argument("--http-port", type=int, default=8080)
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=2.0,
+        metavar="SECONDS",
+        help="again and again (every 2 s) until Ctrl-C: in place on a terminal, else one after the other",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0, or 1 if no daemon answers. A watch goes on through a daemon's restart; Ctrl-C ends it with 0."""
+    url = f"http://{arguments.http_host}:{arguments.http_port}/status"
+    if arguments.watch is None:
+        text, code = _look(url, arguments.json)
+        print(text, file=sys.stderr if code else sys.stdout)
+        return code
+    in_place = sys.stdout.isatty() and not arguments.json
+    try:
+        if in_place:
+            sys.stdout.write(_ERASE_SCREEN)
+        while True:
+            text, _ = _look(url, arguments.json, indent=None)
+            stamp = "" if arguments.json else time.strftime("%H:%M:%S") + "  "
+            sys.stdout.write((_HOME_AND_ERASE_BELOW if in_place else "") + stamp + text + "\n")
+            sys.stdout.write("" if arguments.json or in_place else "\n")
+            sys.stdout.flush()
+            time.sleep(arguments.watch)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 86400:
+        raise ValueError(text)
+    return seconds
+
+
+def _look(url: str, as_json: bool, indent: int | None = 2) -> tuple[str, int]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            status = json.load(answer)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        return f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port", 1
+    return json.dumps(status, indent=indent) if as_json else table(status), 0
+
+
+def table(status: dict[str, Any]) -> str:
+    """One look: is it well, how full is L1, who uses it and does it help."""
+    l1, totals = status["l1"], status["totals"]
+    lines = [
+        f"kvserver {status['version']}  {'ready' if status['ready'] else 'NOT READY'}  "
+        f"up {duration(status['uptime_seconds'])}  boot {status['boot_id']}",
+        f"L1     {bar(l1['used_bytes'], l1['size_bytes'])} {size(l1['used_bytes'])} of {size(l1['size_bytes'])}, "
+        f"{l1['chunks']} chunks, {l1['evictions']} evicted ({l1['policy']})",
+        f"hits   {rate(totals['hit_tokens'], totals['lookup_tokens'])} of {totals['lookup_tokens']} tokens",
+        f"moved  {size(totals['stored_bytes'])} stored, {size(totals['loaded_bytes'])} loaded, "
+        f"{totals['failed_stores']} failed stores, {totals['failed_loads']} failed loads, {totals['errors']} errors",
+    ]
+    if "stale_seconds" in status:
+        lines.append(
+            f"STALE  the event loop has not answered for {status['stale_seconds']:.1f} s; this is the last it said"
+        )
+    if unbalanced := status["books"]["unbalanced"]:
+        books = ", ".join(f"{name} {count}" for name, count in status["books"].items() if name != "unbalanced")
+        lines.append(f"BOOKS  did not balance in {unbalanced} audits, please report it with the log: {books}")
+    lines.append("")
+    if status["instances"]:
+        lines += columns(
+            [
+                ("instance", "model", "ranks", "lookups", "hits", "hit rate", "stored", "loaded", "failed", "seen"),
+                *(_row(instance) for instance in status["instances"]),
+            ]
+        )
+    else:
+        lines.append("no engine is connected")
+    return "\n".join(lines)
+
+
+def _row(instance: dict[str, Any]) -> tuple[str, ...]:
+    """A rate of tokens; of an instance whose ranks do not agree nothing is shared."""
+    counts, workers = instance["requests"], instance["workers"]
+    seen = max((worker["last_seen_seconds"] for worker in workers), default=0.0)
+    ranks = f"{len(workers)}/{instance['world_size']}"
+    return (
+        instance["instance_id"],
+        instance["model_name"],
+        ranks if instance["namespace"] else f"{ranks} WAITING",
+        str(counts["lookups"]),
+        str(counts["hits"]),
+        rate(counts["hit_tokens"], counts["lookup_tokens"]),
+        size(counts["stored_bytes"]),
+        size(counts["loaded_bytes"]),
+        str(counts["failed_stores"] + counts["failed_loads"]),
+        f"{duration(seen)} ago",
+    )
+
+
+def columns(rows: Sequence[tuple[str, ...]], left: int = 2) -> list[str]:
+    """Lines with aligned columns; the first `left` ones are words, the others numbers."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def bar(part: float, whole: float) -> str:
+    filled = round(_BAR * part / whole) if whole else 0
+    return "[" + "#" * filled + "." * (_BAR - filled) + "]"
+
+
+def rate(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def duration(seconds: float) -> str:
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if days:
+        return f"{days:.0f} d {hours % 24:.0f} h"
+    if hours:
+        return f"{hours:.0f} h {minutes % 60:.0f} min"
+    return f"{minutes:.0f} min {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    raise AssertionError("unreachable")

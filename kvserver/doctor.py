@@ -1,0 +1,81 @@
+"""`kvserver doctor`: run every check, show one line each, exit 1 if there is a problem.
+
+Owns: the order, the output and the exit code. Refuses to know: what is checked (`checks`, `checks_service`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+from kvserver import __version__, checks, checks_service, config
+from kvserver.checks import Finding, Level, Machine, ok, problem, warning
+from kvserver.errors import ConfigError
+
+Check = Callable[[Machine], Finding]
+
+CHECKS: dict[str, Check] = {
+    "shared memory": checks.shared_memory,
+    "L1 memory": checks.l1_memory,
+    "locked memory": checks.locked_memory,
+    "huge pages": checks.huge_pages,
+    "NUMA": checks.numa,
+    "open files": checks.open_files,
+    "container": checks.container,
+    "GPU": checks.gpu_driver,
+    "environment": checks.environment,
+    "native module": checks_service.native_module,
+    "endpoint": checks_service.endpoint_folder,
+    "daemon": checks_service.daemon,
+    "HTTP port": checks_service.http_port,
+    "vLLM": checks_service.vllm,
+}
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Lines are printed as they come: the last checks take seconds."""
+    found: list[tuple[str, Finding]] = []
+    for name, finding in findings(arguments):
+        found.append((name, finding))
+        if not arguments.json:
+            print(line(name, finding), flush=True)
+    if arguments.json:
+        rows = [{"check": n, "level": f.level.value, "text": f.text, "mend": f.mend} for n, f in found]
+        print(json.dumps(rows, indent=2))
+    else:
+        print(summary([finding.level for _, finding in found]))
+    return int(any(finding.level is Level.PROBLEM for _, finding in found))
+
+
+def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
+    """The settings first, then every check with them, or with the defaults if they cannot be."""
+    try:
+        given = config.read(vars(arguments))
+    except ConfigError as error:
+        given = config.read({}, {})
+        yield "settings", problem(str(error), "change that value; the checks below take the defaults")
+    else:
+        yield "settings", ok(", ".join(f"{config.flag(k)} from {v}" for k, v in given.sources.items()) or "all default")
+    yield from examine(Machine(given.settings, python=arguments.python))
+
+
+def examine(machine: Machine, table: Mapping[str, Check] = CHECKS) -> Iterator[tuple[str, Finding]]:
+    for name, check in table.items():
+        try:
+            yield name, check(machine)
+        except Exception as error:  # an odd machine must not hide what the other checks find
+            yield (
+                name,
+                warning(f"could not be checked: {type(error).__name__}: {error}", f"kvserver {__version__}: report it"),
+            )
+
+
+def line(name: str, finding: Finding) -> str:
+    mend = f" -> {finding.mend}" if finding.mend else ""
+    return f"{finding.level.value:<8} {name:<14} {finding.text}{mend}".replace("\n", " ")
+
+
+def summary(levels: list[Level]) -> str:
+    problems, warnings = levels.count(Level.PROBLEM), levels.count(Level.WARNING)
+    return f"kvserver {__version__}: {problems} problems, {warnings} warnings, {levels.count(Level.OK)} ok"

@@ -1,0 +1,170 @@
+"""`kvserver status` as an operator looks at it: the table, and the watch on pipes and on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+
+import pytest
+from support.daemon import KVSERVER, wait_until
+
+from kvserver import cli_status
+
+
+@contextlib.contextmanager
+def watching(daemon, *words, stdout=subprocess.PIPE):
+    process = subprocess.Popen(
+        [KVSERVER, "status", "--http-port", str(daemon.http_port), "--watch", "0.2", *words], stdout=stdout, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def lines_of_table(daemon):
+    shown = subprocess.run(
+        [KVSERVER, "status", "--http-port", str(daemon.http_port)], capture_output=True, text=True, timeout=20
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")
+    return shown.stdout.splitlines()
+
+
+def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_worker):
+    daemon = make_daemon()
+    workers = [make_worker(daemon), make_worker(daemon)]
+    workers[0].round_trip()
+    lines = lines_of_table(daemon)
+    number = next(number for number, line in enumerate(lines) if line.startswith("instance "))
+    heads = lines[number].split()
+    assert heads == [
+        "instance",
+        "model",
+        "ranks",
+        "lookups",
+        "hits",
+        "hit",
+        "rate",
+        "stored",
+        "loaded",
+        "failed",
+        "seen",
+    ]
+    rows = {line.split()[0]: line.split() for line in lines[number + 1 :]}
+    assert rows.keys() == {worker.instance_id for worker in workers}
+    counts = next(i for i in daemon.status()["instances"] if i["instance_id"] == workers[0].instance_id)["requests"]
+    row = rows[workers[0].instance_id]
+    assert row[1:6] == [
+        "test/model",
+        "1/1",
+        str(counts["lookups"]),
+        str(counts["hits"]),
+        f"{100 * counts['hit_tokens'] / counts['lookup_tokens']:.1f}%",
+    ]
+    assert cli_status.size(counts["stored_bytes"]) in " ".join(row)
+    assert rows[workers[1].instance_id][5] == "-"  # nothing was looked up, which is no rate of 0%
+
+
+def test_a_daemon_without_engines_says_so(make_daemon):
+    assert lines_of_table(make_daemon())[-1] == "no engine is connected"
+
+
+def test_an_instance_that_waits_for_its_ranks_is_marked(make_daemon, make_worker):
+    daemon = make_daemon()
+    make_worker(daemon, world_size=2)
+    assert "1/2 WAITING" in lines_of_table(daemon)[-1]
+
+
+def test_a_watch_on_a_pipe_prints_table_after_table_and_ctrl_c_ends_it_well(make_daemon):
+    daemon = make_daemon()
+    with watching(daemon) as process:
+        heads = [line for line, _ in zip(process.stdout, range(18), strict=False) if f"boot {daemon.boot_id}" in line]
+        assert len(heads) >= 3
+        assert "\x1b" not in "".join(heads)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 0
+
+
+def test_a_watch_in_json_is_one_object_per_line(make_daemon):
+    daemon = make_daemon()
+    with watching(daemon, "--json") as process:
+        for _ in range(3):
+            assert json.loads(process.stdout.readline())["boot_id"] == daemon.boot_id
+
+
+def test_a_watch_on_a_terminal_redraws_in_place(make_daemon):
+    daemon = make_daemon()
+    reader, terminal = pty.openpty()
+    seen = ""
+
+    def drawn():
+        nonlocal seen
+        seen += os.read(reader, 65536).decode()
+        return seen.count("\x1b[H\x1b[J") >= 3
+
+    with watching(daemon, stdout=terminal) as process:
+        wait_until(drawn)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 0
+    os.close(terminal)
+    os.close(reader)
+    assert daemon.boot_id in seen.split("\x1b[H\x1b[J")[1]
+
+
+def test_a_watch_outlives_the_daemon_and_finds_the_next_one(make_daemon):
+    daemon = make_daemon()
+    with watching(daemon) as process:
+        daemon.kill()
+        assert any("no daemon answers" in line for line, _ in zip(process.stdout, range(40), strict=False))
+        daemon.flags["http_port"] = daemon.http_port
+        daemon.start()
+        assert any(daemon.boot_id in line for line, _ in zip(process.stdout, range(40), strict=False))
+
+
+def test_a_watch_whose_reader_goes_away_ends_quietly(make_daemon):
+    daemon = make_daemon()
+    command = f"{KVSERVER} status --http-port {daemon.http_port} --watch 0.1 | head -n 1"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=20)
+    assert daemon.boot_id in ended.stdout
+    assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan"])
+def test_a_watch_of_no_sensible_interval_is_refused(seconds):
+    ended = subprocess.run([KVSERVER, "status", "--watch", seconds], capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2
+    assert "--watch" in ended.stderr
+
+
+def status_with(**changes):
+    return {
+        "version": "1", "ready": True, "uptime_seconds": 90061, "boot_id": "b",
+        "l1": {"size_bytes": 4096, "used_bytes": 1024, "chunks": 1, "evictions": 0, "policy": "lru"},
+        "totals": {"lookup_tokens": 0, "hit_tokens": 0, "stored_bytes": 0, "loaded_bytes": 0, "failed_stores": 0,
+                   "failed_loads": 0, "errors": 0},
+        "books": {"unbalanced": 0, "tickets": 3}, "instances": [],
+    } | changes  # fmt: skip
+
+
+def test_books_are_shown_only_when_they_do_not_balance():
+    assert "BOOKS" not in cli_status.table(status_with())
+    assert "BOOKS  did not balance in 2 audits" in cli_status.table(status_with(books={"unbalanced": 2, "tickets": 3}))
+
+
+def test_a_status_that_is_old_says_so():
+    shown = cli_status.table(status_with(ready=False, stale_seconds=7.25))
+    assert "NOT READY" in shown
+    assert "STALE  the event loop has not answered for 7.2 s" in shown
+
+
+def test_numbers_are_shown_as_people_read_them():
+    assert "[#####...............] 1.0 KiB of 4.0 KiB" in cli_status.table(status_with())
+    assert "up 1 d 1 h" in cli_status.table(status_with())
+    assert [cli_status.duration(s) for s in (5.2, 65, 3700)] == ["5 s", "1 min 5 s", "1 h 1 min"]

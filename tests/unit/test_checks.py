@@ -1,0 +1,267 @@
+"""Every check of `kvserver doctor` on machines that are well and on machines that are not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvserver import checks, checks_service, doctor
+from kvserver.checks import Finding, Level, Machine
+from kvserver.config import GiB, MiB, Settings
+
+
+def machine(root: Path, **values: Any) -> Machine:
+    """A machine of which only `root` and `values` are there."""
+    settings = values.pop("settings", {})
+    return Machine(Settings(**{"endpoint": f"ipc://{root}/run/kv.sock", **settings}), root, **{"environ": {}, **values})
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def is_problem(finding: Finding, *words: str) -> None:
+    assert finding.level is Level.PROBLEM, finding
+    assert [word for word in words if word not in f"{finding.text} -> {finding.mend}"] == [], finding
+    assert finding.mend
+
+
+def is_warning(finding: Finding, *words: str) -> None:
+    assert finding.level is Level.WARNING, finding
+    assert [word for word in words if word not in f"{finding.text} -> {finding.mend}"] == [], finding
+    assert finding.mend
+
+
+def is_ok(finding: Finding, *words: str) -> None:
+    assert finding.level is Level.OK, finding
+    assert [word for word in words if word not in finding.text] == [], finding
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def shm(total: int, free: int) -> Any:
+    return lambda path: SimpleNamespace(f_frsize=4096, f_blocks=total // 4096, f_bavail=free // 4096)
+
+
+def test_the_shared_memory_of_a_default_container_is_a_problem(tmp_path: Path) -> None:
+    found = checks.shared_memory(machine(tmp_path, statvfs=shm(64 * MiB, 64 * MiB)))
+    is_problem(found, "/dev/shm has 64 MiB", "4.0 GiB does not fit", "--shm-size 5g", "--ipc=host")
+
+
+def test_shared_memory_is_measured_against_the_kv_cache_that_vllm_was_told(tmp_path: Path) -> None:
+    statvfs = shm(8 * GiB, 8 * GiB)
+    is_ok(checks.shared_memory(machine(tmp_path, statvfs=statvfs)), "8.0 GiB free")
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "40"}
+    found = checks.shared_memory(machine(tmp_path, statvfs=statvfs, environ=environ))
+    is_problem(found, "VLLM_CPU_KVCACHE_SPACE=40", "size=41G")
+
+
+def test_shared_memory_that_is_nearly_full_is_a_warning(tmp_path: Path) -> None:
+    is_warning(checks.shared_memory(machine(tmp_path, statvfs=shm(8 * GiB, GiB))), "1.0 GiB of 8.0 GiB free")
+
+
+def test_a_machine_without_shared_memory_is_a_problem(tmp_path: Path) -> None:
+    is_problem(checks.shared_memory(machine(tmp_path)), "dev/shm: No such file", "mount -t tmpfs")
+
+
+def test_an_l1_that_the_cgroup_does_not_hold_is_a_problem_with_a_size_that_fits(tmp_path: Path) -> None:
+    write(tmp_path, "proc/meminfo", f"MemAvailable: {64 * GiB // 1024} kB\n")
+    is_ok(checks.l1_memory(machine(tmp_path, settings={"l1_size": "20GiB"})), "20.0 GiB of 64.0 GiB left")
+    write(tmp_path, "proc/self/cgroup", "0::/pod\n")
+    write(tmp_path, "sys/fs/cgroup/pod/memory.max", str(4 * GiB))
+    write(tmp_path, "sys/fs/cgroup/pod/memory.current", "0")
+    found = checks.l1_memory(machine(tmp_path, settings={"l1_size": "20GiB"}))
+    is_problem(found, "--l1-size 20GiB", "memory.max of the cgroup", "kvserver serve --l1-size 2048MiB")
+
+
+def test_a_low_limit_of_locked_memory_matters_only_beside_a_gpu(tmp_path: Path) -> None:
+    low = {"rlimit": lambda which: (8 * MiB, 8 * MiB) if which == resource.RLIMIT_MEMLOCK else (0, 0)}
+    is_ok(checks.locked_memory(machine(tmp_path, **low)), "at most 8 MiB")
+    write(tmp_path, "dev/nvidiactl", "")
+    is_warning(checks.locked_memory(machine(tmp_path, **low)), "8 MiB", "ulimit -l unlimited", "LimitMEMLOCK=infinity")
+    unlimited = {"rlimit": lambda which: (resource.RLIM_INFINITY,) * 2}
+    is_ok(checks.locked_memory(machine(tmp_path, **unlimited)), "unlimited")
+
+
+def test_small_pages_for_l1_are_a_warning(tmp_path: Path) -> None:
+    folder = "sys/kernel/mm/transparent_hugepage/"
+    write(tmp_path, folder + "enabled", "always madvise [never]\n")
+    write(tmp_path, folder + "shmem_enabled", "always within_size [advise] never deny force\n")
+    write(tmp_path, "proc/meminfo", "HugePages_Total:     512\n")
+    write(tmp_path, "proc/mounts", "proc /proc proc rw 0 0\ntmpfs /dev/shm tmpfs rw,huge=within_size,size=1k 0 0\n")
+    found = checks.huge_pages(machine(tmp_path))
+    is_warning(found, "never for anonymous", "advise for shared", "within_size on /dev/shm", "explicit ones: 512")
+    assert found.mend == "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+    write(tmp_path, folder + "enabled", "always [madvise] never\n")
+    is_ok(checks.huge_pages(machine(tmp_path)), "madvise for anonymous")
+
+
+def test_several_memory_nodes_are_a_warning_until_the_process_is_bound_to_one(tmp_path: Path) -> None:
+    (tmp_path / "sys/devices/system/node/node0").mkdir(parents=True)
+    is_ok(checks.numa(machine(tmp_path)), "one memory node")
+    (tmp_path / "sys/devices/system/node/node1").mkdir()
+    write(tmp_path, "proc/self/status", "Mems_allowed_list:\t0-1\n")
+    is_warning(checks.numa(machine(tmp_path)), "2 memory nodes", "numactl --cpunodebind=0 --membind=0")
+    write(tmp_path, "proc/self/status", "Mems_allowed_list:\t1\n")
+    is_ok(checks.numa(machine(tmp_path)), "bound to node 1")
+
+
+# ---- the process and its machine ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hard", "level"),
+    [(256, Level.PROBLEM), (1024, Level.WARNING), (65536, Level.OK), (resource.RLIM_INFINITY, Level.OK)],
+)
+def test_the_limit_of_open_files_is_told_in_workers(tmp_path: Path, hard: int, level: Level) -> None:
+    found = checks.open_files(machine(tmp_path, rlimit=lambda which: (256, hard)))
+    assert found.level is level
+    assert ("LimitNOFILE" in found.mend) == (level is not Level.OK)
+
+
+def test_a_container_gets_hints_and_no_blame(tmp_path: Path) -> None:
+    is_ok(checks.container(machine(tmp_path)), "not in a container")
+    write(tmp_path, "run/.containerenv", "")
+    is_ok(checks.container(machine(tmp_path)), "podman", "shared volume", "same user id")
+
+
+def test_a_machine_without_a_gpu_driver_is_well(tmp_path: Path) -> None:
+    found = checks.gpu_driver(machine(tmp_path))
+    assert found == Finding(Level.OK, "no GPU driver: CPU memory only")
+    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+    write(tmp_path, "proc/driver/nvidia/version", text)
+    is_warning(checks.gpu_driver(machine(tmp_path)), "NVIDIA driver 550.54.15", "CPU memory only")
+
+
+def test_a_misspelt_variable_is_a_warning_with_the_right_spelling(tmp_path: Path) -> None:
+    found = checks.environment(machine(tmp_path, environ={"KVSERVER_L1_SYZE": "1GiB"}))
+    is_warning(found, "KVSERVER_L1_SYZE", "write KVSERVER_L1_SIZE")
+    foreign = {"KVSERVER_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}  # Kubernetes makes such for a service `kvserver`
+    is_ok(checks.environment(machine(tmp_path, environ=foreign)), "no KVSERVER_* variables")
+    is_ok(checks.environment(machine(tmp_path, environ={"KVSERVER_L1_SIZE": "1GiB"})), "KVSERVER_L1_SIZE")
+
+
+# ---- the installation, the daemon, vLLM ---------------------------------------------------------
+
+
+def test_a_native_module_that_does_not_load_is_a_problem(tmp_path: Path) -> None:
+    def load(name: str) -> object:
+        raise ImportError(f"{name}: libstdc++.so.6: version `GLIBCXX_3.4.32' not found")
+
+    is_problem(checks_service.native_module(machine(tmp_path, load=load)), "GLIBCXX_3.4.32", "pip install")
+    is_ok(checks_service.native_module(machine(tmp_path)))
+
+
+def test_the_folder_of_the_endpoint_must_be_ours(tmp_path: Path) -> None:
+    is_ok(checks_service.endpoint_folder(machine(tmp_path)), "not there yet")
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    is_ok(checks_service.endpoint_folder(machine(tmp_path)), "is yours")
+    if folder.stat().st_uid:  # of root it is taken
+        found = checks_service.endpoint_folder(machine(tmp_path, uid=os.getuid() + 1))
+        is_problem(found, f"belongs to user {os.getuid()}", f"chown {os.getuid() + 1}")
+    folder.chmod(0o777)
+    is_problem(checks_service.endpoint_folder(machine(tmp_path)), "written by everybody", f"chmod 700 {folder}")
+
+
+def test_an_endpoint_that_is_too_long_or_no_folder_is_a_problem(tmp_path: Path) -> None:
+    found = checks_service.endpoint_folder(machine(tmp_path, settings={"endpoint": "ipc:///tmp/" + "x" * 100}))
+    is_problem(found, "too long", "--endpoint")
+    write(tmp_path, "run", "")
+    is_problem(checks_service.endpoint_folder(machine(tmp_path)), "no folder", "--endpoint")
+
+
+def test_no_daemon_is_a_warning_with_the_command_that_starts_it(tmp_path: Path) -> None:
+    is_warning(checks_service.daemon(machine(tmp_path)), "none at ipc://", "kvserver serve")
+
+
+def test_the_socket_of_a_dead_daemon_is_told_from_one_that_hangs(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(checks_service, "_HELLO_SECONDS", 0.3)
+    monkeypatch.chdir(tmp_path)  # a path that fits into a socket's name
+    (tmp_path / "run").mkdir()
+    settings = {"endpoint": "ipc://run/kv.sock"}
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("run/kv.sock")
+        listening.listen()
+        is_problem(checks_service.daemon(machine(tmp_path, settings=settings)), "does not answer", "restart")
+    is_warning(checks_service.daemon(machine(tmp_path, settings=settings)), "dead daemon's socket", "kvserver serve")
+
+
+def test_a_port_that_another_program_has_is_a_problem(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        other.settimeout(0)
+        found = checks_service.http_port(machine(tmp_path, settings={"http_port": port}))
+        is_problem(found, f"127.0.0.1:{port} is taken", "--http-port 0")
+    is_ok(checks_service.http_port(machine(tmp_path, settings={"http_port": port})), "is free")
+    is_ok(checks_service.http_port(machine(tmp_path, settings={"http_port": 0})), "any free one")
+
+
+def test_an_address_that_is_not_of_this_machine_is_a_problem(tmp_path: Path) -> None:
+    found = checks_service.http_port(machine(tmp_path, settings={"http_host": "203.0.113.7"}))
+    is_problem(found, "203.0.113.7", "--http-host 127.0.0.1")
+
+
+def interpreter(folder: Path, answer: str) -> str:
+    """A program that stands for the Python of some environment."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\necho 'INFO something of the engine'\necho '{answer}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ('{"vllm_error": "No module named \\"vllm\\""}', ["does not import", "pip install --upgrade vllm"]),
+        ('{"vllm": "0.23.1", "kvserver": "0.1.0"}', ["vLLM 0.23.1 is too old", "vllm>=0.24"]),
+        ('{"vllm": "0.30.0", "kvserver_error": "ImportError: no"}', ["not in its environment", "pip install"]),
+        (
+            '{"vllm": "0.30.0", "kvserver": "0.1.0", "kvserver_error": "TypeError: broken"}',
+            ["does not import: TypeError: broken"],
+        ),
+        ("no JSON", ["does not run", "--python PATH"]),
+    ],
+)
+def test_an_environment_of_vllm_that_does_not_fit_is_a_problem(tmp_path: Path, answer: str, words: list[str]) -> None:
+    is_problem(checks_service.vllm(machine(tmp_path, python=interpreter(tmp_path, answer))), *words)
+
+
+def test_an_environment_without_vllm_is_a_problem_only_if_it_was_named(tmp_path: Path) -> None:
+    answer = '{"vllm_error": "No module named \'"\'vllm\'"\'"}'.replace("'\"'", "'\\''").replace("'\"'", "'\\''")
+    python = interpreter(tmp_path, answer)
+    is_problem(checks_service.vllm(machine(tmp_path, python=python)), "no vLLM", "--python PATH")
+
+
+def test_a_connector_of_another_version_is_a_warning(tmp_path: Path) -> None:
+    python = interpreter(tmp_path, '{"vllm": "0.30.0", "kvserver": "9.9"}')
+    is_warning(checks_service.vllm(machine(tmp_path, python=python)), "kvserver 9.9", f"{python} -m pip install")
+
+
+def test_an_interpreter_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
+    is_problem(checks_service.vllm(machine(tmp_path, python=f"{tmp_path}/none")), "does not run", "--python PATH")
+
+
+# ---- all of them --------------------------------------------------------------------------------
+
+
+def test_a_check_that_fails_itself_hides_nothing(tmp_path: Path) -> None:
+    def broken(machine: Machine) -> Finding:
+        raise KeyError("MemAvailable")
+
+    found = dict(doctor.examine(machine(tmp_path), {"broken": broken, "GPU": checks.gpu_driver}))
+    is_warning(found["broken"], "could not be checked", "MemAvailable")
+    is_ok(found["GPU"])
+
+
+def test_a_finding_is_one_line_with_what_mends_it() -> None:
+    shown = doctor.line("GPU", Finding(Level.PROBLEM, "it\nburns", "put it out"))
+    assert shown == "problem  GPU            it burns -> put it out"
