@@ -213,7 +213,7 @@ def test_an_address_that_is_not_of_this_machine_is_a_problem(tmp_path: Path) -> 
 def interpreter(folder: Path, answer: str) -> str:
     """A program that stands for the Python of some environment."""
     path = folder / "python"
-    path.write_text(f"#!/bin/sh\necho 'INFO something of the engine'\necho '{answer}'\n")
+    path.write_text(f"#!/bin/sh\ncat <<'END'\nINFO something of the engine\n{answer}\nEND\n")
     path.chmod(0o755)
     return str(path)
 
@@ -221,7 +221,7 @@ def interpreter(folder: Path, answer: str) -> str:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ('{"vllm_error": "No module named \\"vllm\\""}', ["does not import", "pip install --upgrade vllm"]),
+        ('{"vllm_error": "libtorch.so: no such file"}', ["does not import", "pip install --upgrade vllm"]),
         ('{"vllm": "0.23.1", "kvserver": "0.1.0"}', ["vLLM 0.23.1 is too old", "vllm>=0.24"]),
         ('{"vllm": "0.30.0", "kvserver_error": "ImportError: no"}', ["not in its environment", "pip install"]),
         (
@@ -236,7 +236,7 @@ def test_an_environment_of_vllm_that_does_not_fit_is_a_problem(tmp_path: Path, a
 
 
 def test_an_environment_without_vllm_is_a_problem_only_if_it_was_named(tmp_path: Path) -> None:
-    answer = '{"vllm_error": "No module named \'"\'vllm\'"\'"}'.replace("'\"'", "'\\''").replace("'\"'", "'\\''")
+    answer = """{"vllm_error": "No module named 'vllm'"}"""
     python = interpreter(tmp_path, answer)
     is_problem(checks_service.vllm(machine(tmp_path, python=python)), "no vLLM", "--python PATH")
 
