@@ -1,5 +1,7 @@
 """What L1 holds: one record per (namespace, key), for all ranks.
 
+Ranks here are those that store: where all hold the same bytes there is one, whatever the engine's world.
+
 Owns: `Chunk`, `Namespace` and their states. Refuses to know: pages' contents, leases' deadlines,
 copies. One thread uses it.
 

@@ -62,6 +62,8 @@ class Worker:
         self.unmapping = False
         self.last_seen = 0.0
         self.slot_bytes = block_bytes(spec.planes) * spec.chunk_blocks
+        self.slot = 0 if spec.replicated else spec.rank  # which of a chunk's slots holds this rank's bytes
+        self.stores = self.slot == spec.rank
 
     @property
     def words(self) -> Mapping:

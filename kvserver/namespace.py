@@ -21,11 +21,15 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
     """KVServerError(RANKS_DISAGREE) names the first thing two ranks of one instance say differently."""
-    for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks"):
+    for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "replicated"):
         _same(name, getattr(first, name), getattr(other, name), first.rank, other.rank)
     for field in msgspec.structs.fields(ModelIdentity):
         name = field.name
         _same(f"identity.{name}", getattr(first.identity, name), getattr(other.identity, name), first.rank, other.rank)
+    if first.replicated:
+        _same("layout", first.layout, other.layout, first.rank, other.rank)
+        runs = [[plane.run_bytes for plane in spec.planes] for spec in (first, other)]
+        _same("runs", runs[0], runs[1], first.rank, other.rank)
 
 
 def _same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> None:
@@ -34,7 +38,7 @@ def _same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> None:
 
 
 def fingerprint(ranks: list[RegisterWorker]) -> bytes:
-    """32 bytes over the identity, block and chunk tokens, and each rank's layout and run lengths.
+    """32 bytes over the identity, block and chunk tokens, what ranks share, and each rank's layout and run lengths.
 
     REQUIRES: all ranks, in rank order, that agree. Addresses, block counts and strides stay out: they
     do not change what a slot holds.
@@ -45,6 +49,7 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
         first.identity,
         first.block_tokens,
         first.chunk_blocks,
+        first.replicated,
         [[rank.layout, [plane.run_bytes for plane in rank.planes]] for rank in ranks],
     ]
     return hashlib.sha256(_encoder.encode(content)).digest()

@@ -90,6 +90,7 @@ class RegisterWorker(_Message):
     chunk_blocks: Positive  # blocks per chunk, from HelloReply.chunk_tokens
     identity: ModelIdentity
     layout: Text = ""  # how this rank's blocks are arranged: layers, shapes, strides, attention backends
+    replicated: bool = False  # all ranks hold the same bytes (MLA): rank 0 stores them, any rank loads them
 
 
 class UnregisterWorker(_Message):
@@ -198,7 +199,10 @@ class LookupReply(_Message):
 
 
 class Stored(_Message):
-    """`stored` chunks are READY for this rank; `skipped` were there or on their way; `starved` found no room."""
+    """`stored` chunks are READY for this rank; `skipped` were there or on their way; `starved` found no room.
+
+    Of replicated ranks all but rank 0 have everything skipped: what they hold is rank 0's to store.
+    """
 
     stored: int
     skipped: int

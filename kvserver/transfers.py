@@ -101,8 +101,13 @@ class Transfers:
         ids = chunk_count(request.keys) * per_chunk
         blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, ids, ids)
         _refuse_null_block(blocks)
-        plan = self._cache.plan_store(namespace, instance.world_size, worker.spec.rank, request.keys, worker.slot_bytes)
         instance.counts.stores += 1
+        if not worker.stores:
+            worker.words.fail_word(request.word, request.sequence)  # it will not be read
+            respond(Stored(stored=0, skipped=chunk_count(request.keys)))
+            return
+        slots = 1 if worker.spec.replicated else instance.world_size
+        plan = self._cache.plan_store(namespace, slots, worker.slot, request.keys, worker.slot_bytes)
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
             respond(Stored(stored=0, skipped=plan.skipped, starved=plan.starved))
@@ -150,7 +155,7 @@ class Transfers:
         assert worker.table is not None
         pages = array("I")
         for chunk in chunks:
-            slot = chunk.slots[worker.spec.rank]
+            slot = chunk.slots[worker.slot]
             assert slot is not None
             pages.extend(slot)
         number = self._copier.copy(

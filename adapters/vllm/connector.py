@@ -87,6 +87,20 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     return None
 
 
+def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether all ranks hold the same KV: MLA's latent has no heads that tensor parallelism could split."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if ranks == 1 or parallel.world_size != ranks:
+        return False
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)  # 0.32 and later: vLLM says it itself
+    if replicas is not None:
+        return bool(replicas == ranks)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers)
+
+
 class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -146,8 +160,14 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
             weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
         )
 
-    def _make_worker(self, link: Link | None) -> WorkerHalf:
-        return WorkerHalf(self._settings, link, can_quarantine=TransferResults is not None, fault=self._fault)
+    def _make_worker(self, link: Link | None, stores: bool = True) -> WorkerHalf:
+        return WorkerHalf(
+            self._settings,
+            link,
+            can_quarantine=TransferResults is not None,
+            stores=stores,
+            fault=self._fault,
+        )
 
     def _model_name(self) -> str:
         model = self._config.model_config
@@ -174,7 +194,7 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         message = self._registration(caches, attention_backends(self._config, list(kv_caches)))
         rank = self._config.parallel_config.rank
         link = Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message))
-        self.worker = self._make_worker(link)
+        self.worker = self._make_worker(link, rank == 0 or not replicated(self._config, self._caches_config))
         link.start(self._settings.connect_timeout_ms / 1000)
 
     def _registration(self, caches: SharedCaches, backends: str) -> Callable[[HelloReply, int], RegisterWorker]:
@@ -197,6 +217,7 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 chunk_blocks=max(1, hello.chunk_tokens // block_tokens),
                 identity=identity,
                 layout=f"{caches.layout} {backends}",
+                replicated=replicated(self._config, self._caches_config),
             )
 
         return message

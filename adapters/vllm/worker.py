@@ -64,16 +64,19 @@ class WorkerHalf:
         link: Link | None,
         *,
         can_quarantine: bool,
+        stores: bool = True,
         fault: Callable[[str, Exception], None],
     ) -> None:
         """`link` is None when this worker runs without cache; it still answers for every load it is given.
 
+        `stores` is False for a rank whose KV is what rank 0 stores.
         `fault` takes note of an exception of ours: (where, which).
         """
         self.counters: Counter[str] = Counter()
         self._settings = settings
         self._link = link
         self._can_quarantine = can_quarantine
+        self._stores_own = stores
         self._fault = fault
         self._session: Session | None = None
         self._free_words: list[int] = []
@@ -127,7 +130,7 @@ class WorkerHalf:
 
     def start_stores(self, plan: StepPlan) -> None:
         for store in plan.stores:
-            copy = self._begin(store, self._settings.store_timeout_ms)
+            copy = self._begin(store, self._settings.store_timeout_ms) if self._stores_own else None
             if copy is None:
                 self._report.ended_stores.append(store.store_id)
             else:

@@ -199,6 +199,7 @@ class Worker:
     world_size: int = 1
     identity: ModelIdentity = field(default_factory=identity)
     layout: str = "NHD"
+    replicated: bool = False
     connect_now: bool = True
 
     def __post_init__(self) -> None:
@@ -250,6 +251,7 @@ class Worker:
             chunk_blocks=self.chunk_blocks,
             identity=self.identity,
             layout=self.layout,
+            replicated=self.replicated,
         )
         return msgspec.structs.replace(message, **changes)
 

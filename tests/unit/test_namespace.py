@@ -39,6 +39,7 @@ SHAPES_THE_SLOT: dict[str, Any] = {
     "block_tokens": {"other blocks": 32},
     "chunk_blocks": {"other chunks": 8},
     "layout": {"other layout": "head-major"},
+    "replicated": {"one slot for all ranks": True},
 }
 LEAVES_THE_SLOT: dict[str, Any] = {
     "instance_id": "j",
@@ -121,7 +122,14 @@ def test_a_variant_separates_and_no_variant_does_not() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model_name", "x"), ("world_size", 3), ("num_blocks", 9), ("block_tokens", 32), ("chunk_blocks", 8)],
+    [
+        ("model_name", "x"),
+        ("world_size", 3),
+        ("num_blocks", 9),
+        ("block_tokens", 32),
+        ("chunk_blocks", 8),
+        ("replicated", True),
+    ],
 )
 def test_ranks_that_differ_are_told_where(field: str, value: Any) -> None:
     with pytest.raises(KVServerError, match=f"rank 1 says {field}={value!r}") as caught:
@@ -137,3 +145,14 @@ def test_ranks_of_two_models_are_told_where(field: str) -> None:
 
 def test_ranks_may_differ_in_their_planes() -> None:
     check_agreement(REGISTRATION, changed(rank=1, planes=[Plane(0, 0, 8, 8)], words=99))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("layout", "head-major", "layout='head-major'"), ("planes", [Plane(0, 0, 8, 8)], r"runs=\[8\]")],
+)
+def test_ranks_that_hold_the_same_bytes_must_arrange_them_alike(field: str, value: Any, said: str) -> None:
+    with pytest.raises(KVServerError, match=f"rank 1 says {said}"):
+        check_agreement(changed(replicated=True), changed(rank=1, replicated=True, **{field: value}))
+    moved = [Plane(0, 640, 128, 64), Plane(0, 0, 32, 16)]
+    check_agreement(changed(replicated=True), changed(rank=1, replicated=True, planes=moved))
