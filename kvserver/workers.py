@@ -41,11 +41,17 @@ class Workers:
         self._lifelines = lifelines
         self._clock = clock
         self._waiting: dict[int, Respond] = {}  # registration -> who asked to unregister
+        self._last_refusal = ""
 
     def register(self, request: RegisterWorker, respond: Respond) -> None:
+        """Begin to map the worker's memory; the reply comes when that is done. KVServerError if it may not stand."""
         attachment = self._lifelines.find(request.attachment)
-        self._instances.check(request)
-        self._check_geometry(request, len(attachment.fds))
+        try:
+            self._instances.check(request)
+            self._check_geometry(request, len(attachment.fds))
+        except KVServerError as error:
+            self._refused(request, error)
+            raise
         fds = attachment.claim()
         memory = [Mapping(fds[m.index], m.size_bytes) for m in request.memory]
         memory.append(Mapping(fds[-1], request.words * 8))
@@ -53,6 +59,12 @@ class Workers:
         worker.last_seen = self._clock()
         self.mappings += len(memory)
         worker.tickets.add(self._copier.map(MapTicket(worker, respond), memory))
+
+    def _refused(self, spec: RegisterWorker, error: KVServerError) -> None:
+        """Tell the operator, but not again at every attempt of an engine that keeps trying."""
+        refusal = f"worker {spec.instance_id}/{spec.rank} refused: {error.message}"
+        log.log(logging.DEBUG if refusal == self._last_refusal else logging.WARNING, "%s", refusal)
+        self._last_refusal = refusal
 
     def _check_geometry(self, request: RegisterWorker, fds: int) -> None:
         if sorted(m.index for m in request.memory) != list(range(fds - 1)):
@@ -100,7 +112,7 @@ class Workers:
             except ValueError as error:
                 raise KVServerError(ErrorCode.BAD_PLANES, str(error)) from None
         except KVServerError as error:
-            log.warning("worker %s/%d refused: %s", worker.spec.instance_id, worker.spec.rank, error)
+            self._refused(worker.spec, error)
             ticket.respond(Error(code=error.code.value, message=error.message))
             self.close(worker)
             return

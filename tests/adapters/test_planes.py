@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,7 +245,12 @@ def test_two_processes_describe_the_same_layout_alike():
     """Wherever their allocations lie: order and text come from the layers."""
     folders = json.dumps([__file__.rsplit("/", 1)[0], __file__.rsplit("/", 2)[0]])
     other = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folders], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", SCRIPT, folders],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert json.loads(other.stdout.splitlines()[-1]) == said_of_all()
 
