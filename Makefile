@@ -1,6 +1,7 @@
 # Everything a newcomer or CI runs. Each target sets up what it needs, from a clean checkout.
 #
 #   make run     the daemon with its defaults (KVSERVER_* apply)
+#   make demo    two real vLLM processes share a cache: cold against warm time to first token
 #   make test    all tests; those with a real vLLM too, in a venv of its own
 #   make check   formatting, lint, types
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
@@ -16,10 +17,13 @@ NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 
-.PHONY: run test test-core test-vllm check sanitize format docs clean FORCE
+.PHONY: run test test-core test-vllm check sanitize format docs demo clean FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
+
+demo: $(VENV)/.installed $(VENV_VLLM)/.installed
+	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python bench/demo.py $(ARGS)
 
 test: test-core
 	@if $(MAKE) $(VENV_VLLM)/.installed; then $(MAKE) test-vllm; \
