@@ -60,7 +60,7 @@ clean:
 	rm -rf $(VENV) $(VENV_VLLM) build dist
 
 # The editable install follows edits of files it knows: reinstall when the list of files changes, or native code.
-$(VENV)/.installed: $(NATIVE_SOURCES) tests/constraints.txt $(VENV)/.files
+$(VENV)/.installed: $(NATIVE_SOURCES) tests/constraints.txt tests/requirements.txt $(VENV)/.files
 	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/requirements.txt
 	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) --no-build-isolation -e .
 	touch $@

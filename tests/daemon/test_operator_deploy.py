@@ -1,0 +1,250 @@
+"""What `deploy/` says, done by hand: no container engine and no systemd runs here, but their steps can be taken."""
+
+from __future__ import annotations
+
+import configparser
+import ctypes
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.daemon import KVSERVER, Daemon, wait_until
+
+from kvserver import config
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
+PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN = 65, 1
+
+
+def instructions(path):
+    """(keyword, rest) of every instruction of a Dockerfile, comments and continuations resolved."""
+    text = "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
+    text = re.sub(r"\\\n\s*", "", text)
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
+
+
+def stages(path):
+    """The instructions after each FROM."""
+    found = []
+    for keyword, rest in instructions(path):
+        if keyword == "FROM":
+            found.append([])
+        if found:
+            found[-1].append((keyword, rest))
+    return found
+
+
+def context_files():
+    """What .dockerignore lets through: it shuts everything out and names exceptions."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    return [line[1:] for line in lines if line.startswith("!")]
+
+
+def copied(stage, folder):
+    """Carry out COPY instructions that name files of the sources."""
+    allowed = context_files()
+    for keyword, rest in stage:
+        if keyword != "COPY" or rest.startswith("--from"):
+            continue
+        *sources, target = rest.split()
+        for source in sources:
+            assert any(fnmatch.fnmatch(source, name) for name in allowed), f"{source} is not in the build's context"
+            goal = folder / target / source if target == "./" else folder / target
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, goal, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            else:
+                shutil.copy(ROOT / source, goal)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """The Dockerfile's own steps in a folder, all but those that install packages and users of a system."""
+    folder = tmp_path_factory.mktemp("image")
+    build, final = stages(DEPLOY / "Dockerfile")
+    (folder / "src").mkdir()
+    copied(build, folder / "src")
+    (folder / "bin").mkdir()
+    (folder / "bin/python").symlink_to(sys.executable)
+    taken = 0
+    for keyword, rest in build:
+        if keyword == "RUN" and not rest.startswith("apt-get"):
+            subprocess.run(
+                ["sh", "-ec", rest.replace("/opt/kvserver", str(folder / "opt/kvserver"))],
+                cwd=folder / "src",
+                env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"},
+                check=True,
+                timeout=500,
+            )
+            taken += 1
+    assert taken == 1
+    return folder, dict(final), environment(final)
+
+
+def environment(stage):
+    return dict(word.split("=", 1) for keyword, rest in stage if keyword == "ENV" for word in shlex.split(rest))
+
+
+def test_the_image_starts_a_daemon_that_passes_its_own_health_check(image):
+    folder, final, environ = image
+    kvserver = folder / "opt/kvserver/bin/kvserver"
+    settings = {name: value for name, value in environ.items() if name.startswith("KVSERVER_")}
+    assert settings.keys() <= {config.variable(name) for name in config.field_types()}
+    command = [str(kvserver), *json.loads(final["CMD"])]
+    assert json.loads(final["ENTRYPOINT"]) == ["kvserver"]
+    holder = Daemon()  # for a folder with a short name
+    settings |= {"KVSERVER_ENDPOINT": holder.endpoint, "KVSERVER_HTTP_HOST": "127.0.0.1", "KVSERVER_HTTP_PORT": "0"}
+    process = subprocess.Popen(
+        command, env={**os.environ, **settings, "KVSERVER_L1_SIZE": "64MiB"}, cwd="/", stdout=subprocess.PIPE, text=True
+    )
+    try:
+        ready = process.stdout.readline()
+        port = ready.split("http://127.0.0.1:")[1].split(",")[0]
+        words = json.loads(final["HEALTHCHECK"].split("CMD", 1)[1])
+        python = str(folder / "opt/kvserver/bin/python")
+
+        def healthy(at):
+            return subprocess.run([python, *words[1:]], env={"KVSERVER_HTTP_PORT": at}, capture_output=True).returncode
+
+        assert words[0] == "python"
+        assert healthy(port) == 0
+        process.send_signal(getattr(signal, final["STOPSIGNAL"]))
+        assert process.wait(10) == 0
+        assert healthy(port) != 0
+    finally:
+        process.kill()
+        process.stdout.close()
+        holder.close()
+
+
+def test_the_image_holds_neither_pip_nor_engines(image):
+    folder, _, _ = image
+    shown = subprocess.run(
+        [folder / "opt/kvserver/bin/python", "-c", "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"],
+        capture_output=True, text=True, check=True, cwd="/",
+    )  # fmt: skip
+    names = set(shown.stdout.lower().split())
+    assert "kvserver" in names
+    assert not names & {"pip", "torch", "vllm", "cmake", "nanobind"}
+
+
+def test_the_daemon_of_the_image_is_not_root():
+    final = stages(DEPLOY / "Dockerfile")[-1]
+    users = [rest for keyword, rest in final if keyword == "USER"]
+    assert users == ["kvserver"]
+    assert final.index(("USER", "kvserver")) < next(
+        i for i, (keyword, _) in enumerate(final) if keyword == "ENTRYPOINT"
+    )
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile"])
+def test_everything_that_a_dockerfile_copies_is_there_and_in_its_context(name, tmp_path):
+    for number, stage in enumerate(stages(DEPLOY / name)):
+        (tmp_path / str(number)).mkdir()
+        copied(stage, tmp_path / str(number))
+
+
+# ---- compose ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compose():
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def test_the_services_of_compose_share_the_folder_of_the_endpoint_and_the_user(compose):
+    services = compose["services"]
+    endpoint = environment(stages(DEPLOY / "Dockerfile")[-1])["KVSERVER_ENDPOINT"]
+    folder = str(Path(endpoint.removeprefix("ipc://")).parent)
+    for service in services.values():
+        assert f"socket:{folder}" in service["volumes"]
+        assert service["build"]["args"]["UID"] == "${KVSERVER_UID:-1000}"
+        assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    transfer = json.loads(services["vllm"]["command"][services["vllm"]["command"].index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"]["kvserver.endpoint"] == endpoint
+    assert (transfer["kv_connector"], transfer["kv_connector_module_path"]) == (
+        "KVServerConnector",
+        "kvserver.adapters.vllm",
+    )
+
+
+def test_the_shared_memory_of_compose_holds_the_kv_cache(compose):
+    vllm = compose["services"]["vllm"]
+    assert int(vllm["shm_size"].removesuffix("gb")) > int(vllm["environment"]["VLLM_CPU_KVCACHE_SPACE"])
+
+
+def test_compose_publishes_pages_to_this_machine_only_and_sets_what_is_a_setting(compose):
+    for service in compose["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        given = {name for name in service["environment"] if name.startswith("KVSERVER_")}
+        assert given <= {config.variable(name) for name in config.field_types()}
+
+
+# ---- systemd ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unit():
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str
+    parser.read(DEPLOY / "kvserver.service")
+    return parser
+
+
+def test_systemd_accepts_the_unit(tmp_path):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    text = (DEPLOY / "kvserver.service").read_text().replace("/opt/kvserver/bin/kvserver", KVSERVER)
+    (tmp_path / "kvserver.service").write_text(text)
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / "kvserver.service"], capture_output=True, text=True, timeout=60
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_unit_gives_the_daemon_the_folder_of_its_endpoint_and_its_limits(unit):
+    service = unit["Service"]
+    name, endpoint = service["Environment"].split("=", 1)
+    assert name == "KVSERVER_ENDPOINT"
+    assert Path(endpoint.removeprefix("ipc://")).parent == Path("/run") / service["RuntimeDirectory"]
+    assert service["RuntimeDirectoryMode"] == "0700"
+    assert (service["LimitMEMLOCK"], service["LimitNOFILE"]) == ("infinity", "65536")
+    assert service["User"] != "root"
+
+
+def test_a_daemon_that_cannot_start_as_configured_is_not_started_again(unit):
+    ended = subprocess.run([KVSERVER, "serve", "--l1-size", "much"], capture_output=True, timeout=20)
+    assert str(ended.returncode) == unit["Service"]["RestartPreventExitStatus"]
+
+
+def test_a_daemon_serves_without_new_privileges_and_executable_memory(make_daemon, make_worker, monkeypatch):
+    """Of the unit's restrictions those that a process can take upon itself and that could break it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(66, 0, 0, 0, 0) < 0:
+        pytest.skip("this kernel has no PR_SET_MDWE")
+    wrapper = (
+        f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_MDWE}, {PR_MDWE_REFUSE_EXEC_GAIN}, 0, 0, 0) == 0 "
+        "or sys.exit('refused'); os.umask(0o077); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    daemon = make_daemon(start=False)
+    plain = daemon.command()
+    monkeypatch.setattr(daemon, "command", lambda: [sys.executable, "-c", wrapper, *plain])
+    daemon.start()
+    make_worker(daemon).round_trip()
+    wait_until(lambda: daemon.http("/readyz")[0] == 200)
+    assert daemon.terminate() == 0
+
+
+def test_the_readme_of_deploy_names_every_file_of_it():
+    text = (DEPLOY / "README.md").read_text()
+    assert [path.name for path in DEPLOY.iterdir() if path.name != "README.md" and f"`{path.name}`" not in text] == []
