@@ -15,7 +15,7 @@ import copy
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,20 +112,30 @@ class Row:
 
 
 class Runner:
-    """One rank: KV tensors and a connector."""
+    """One rank: KV tensors of its layers and a connector. Ranks of equal salt hold the same KV."""
 
-    def __init__(self, connector: KVServerConnector, num_blocks: int, rank: int, register: bool) -> None:
+    def __init__(
+        self,
+        connector: KVServerConnector,
+        num_blocks: int,
+        rank: int,
+        register: bool,
+        layers: Sequence[int] = range(LAYERS),
+        salt: int | None = None,
+    ) -> None:
         self.connector = connector
         self.rank = rank
-        storage = torch.zeros(LAYERS, num_blocks, HEADS, BLOCK, WIDTH, dtype=torch.int64)
-        caches = {f"layers.{i}": layer for i, layer in enumerate(storage.unbind(0))}
+        storage = torch.zeros(len(layers), num_blocks, HEADS, BLOCK, WIDTH, dtype=torch.int64)
+        caches = {f"layers.{i}": layer for i, layer in zip(layers, storage.unbind(0), strict=True)}
         if register:
             connector.register_kv_caches(caches)
         self.kv = [layer.numpy().view(np.uint64) for layer in caches.values()]  # registering moves the memory
         shape = (HEADS, WIDTH)
         self.salts = [
-            np.array([hash((rank, i, j)) & _MASK for j in range(HEADS * WIDTH)], np.uint64).reshape(shape)
-            for i in range(LAYERS)
+            np.array(
+                [hash((rank if salt is None else salt, i, j)) & _MASK for j in range(HEADS * WIDTH)], np.uint64
+            ).reshape(shape)
+            for i in layers
         ]
 
     def slots(self, blocks: list[int], first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
@@ -284,7 +294,11 @@ class Engine:
         config = copy.copy(self.config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        return Runner(KVServerConnector(config, KVConnectorRole.WORKER, self.caches), self.num_blocks, rank, register)
+        connector = KVServerConnector(config, KVConnectorRole.WORKER, self.caches)
+        # The last stage of a pipeline has one layer more than the others.
+        stages = config.parallel_config.pipeline_parallel_size
+        layers = range(rank * LAYERS, (rank + 1) * LAYERS + (rank == stages - 1)) if stages > 1 else range(LAYERS)
+        return Runner(connector, self.num_blocks, rank, register, layers, 0 if self.caches.kv_tp_replicas > 1 else None)
 
     @property
     def connector(self) -> KVServerConnector:

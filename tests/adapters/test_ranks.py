@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from modelless import prompt
+from modelless import LAYERS, prompt
 from support.daemon import wait_until
+from vllm.config import ParallelConfig
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)
@@ -119,3 +120,79 @@ def test_a_store_counts_as_pending_until_both_ranks_ended_it(make_daemon, pair):
     assert not cold.connector.has_pending_push_work()
     assert daemon.status()["l1"]["chunks"] == 3
     assert pair(daemon).generate("warm", TOKENS).external == 3 * CHUNK
+
+
+# ---- ranks that hold the same KV (MLA) --------------------------------------------------------
+
+
+def same_on_all(config, caches):
+    caches.kv_tp_replicas = config.parallel_config.tensor_parallel_size
+
+
+def test_what_all_ranks_hold_is_stored_once_and_loaded_by_each(make_daemon, pair):
+    daemon = make_daemon()
+    cold = pair(daemon, adjust=same_on_all)
+    cold.generate("cold", TOKENS)
+    block_bytes = daemon.status()["instances"][0]["workers"][0]["block_bytes"]
+    once = 3 * CHUNK // 16 * block_bytes
+    assert daemon.status()["totals"]["stored_bytes"] == once
+    assert not cold.connector.has_pending_push_work(), "the rank that stores nothing said so"
+    warm = pair(daemon, adjust=same_on_all)
+    assert warm.generate("warm", TOKENS).external == 3 * CHUNK
+    assert daemon.status()["totals"]["loaded_bytes"] == 2 * once
+    assert [runner.connector.worker.counters["loaded"] for runner in warm.runners] == [1, 1]
+
+
+def test_the_same_ranks_without_that_word_share_nothing_with_them(make_daemon, pair):
+    daemon = make_daemon()
+    pair(daemon, adjust=same_on_all).generate("cold", TOKENS)
+    assert pair(daemon).generate("warm", TOKENS).external == 0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_rank_that_cannot_load_what_all_share_costs_the_hit(make_daemon, pair, failing):
+    daemon = make_daemon()
+    pair(daemon, adjust=same_on_all).generate("cold", TOKENS)
+    warm = pair(daemon, adjust=same_on_all)
+    half = warm.runners[failing].connector.worker
+    start = half.start_loads
+    half.start_loads = lambda plan: start(replace(plan, loads=[replace(load, keys=b"") for load in plan.loads]))
+    warm.generate("warm", TOKENS)
+    assert warm.received == ["warm"]
+
+
+# ---- ranks that hold other layers (a pipeline) ------------------------------------------------
+
+
+def pipeline(config, caches):
+    config.parallel_config = ParallelConfig(pipeline_parallel_size=2, distributed_executor_backend="mp")
+
+
+def test_stages_of_a_pipeline_store_and_load_their_own_layers(make_daemon, make_engine):
+    daemon = make_daemon()
+    make_engine(daemon, asynchronous=False, adjust=pipeline).generate("cold", TOKENS)
+    (instance,) = daemon.status()["instances"]
+    first, last = sorted(instance["workers"], key=lambda worker: worker["rank"])
+    assert last["block_bytes"] * LAYERS == first["block_bytes"] * (LAYERS + 1), "the last stage has a layer more"
+    warm = make_engine(daemon, asynchronous=False, adjust=pipeline)
+    assert warm.generate("warm", TOKENS).external == 3 * CHUNK
+    stored = daemon.status()["totals"]["stored_bytes"]
+    assert stored == 3 * CHUNK // 16 * (first["block_bytes"] + last["block_bytes"])
+    assert daemon.status()["totals"]["loaded_bytes"] == stored
+
+
+def test_a_pipeline_shares_nothing_with_tensor_parallel_ranks(make_daemon, make_engine, pair):
+    daemon = make_daemon()
+    make_engine(daemon, asynchronous=False, adjust=pipeline).generate("cold", TOKENS)
+    assert pair(daemon).generate("warm", TOKENS).external == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_chunk_that_one_stage_could_not_store_is_not_found(make_daemon, make_engine, stage):
+    daemon = make_daemon()
+    cold = make_engine(daemon, asynchronous=False, adjust=pipeline)
+    half = cold.runners[stage].connector.worker
+    start = half.start_stores
+    half.start_stores = lambda plan: start(replace(plan, stores=[replace(s, keys=b"") for s in plan.stores]))
+    cold.generate("cold", TOKENS)
+    assert make_engine(daemon, asynchronous=False, adjust=pipeline).generate("warm", TOKENS).external == 0

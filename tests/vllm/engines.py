@@ -33,6 +33,7 @@ class Engine:
         multiprocess: bool = False,
         extra: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         self.log = log
@@ -54,13 +55,15 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"kvserver.endpoint": endpoint} | (extra or {}),
             } | (transfer or {})
-        environ = os.environ | {
+        environ = {
+            **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": "1",
+            **(environ or {}),
         }
         self._log_file = log.open("w")
         self.process = subprocess.Popen(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,8 +16,10 @@ from safetensors.torch import save_file
 VOCAB = 1024
 
 
-def llama(folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 4, dtype: str = "bfloat16") -> Path:
-    """A Llama: 8 heads, 4 KV heads of 32, as `config.json` and safetensors in `folder`."""
+def llama(
+    folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 4, dtype: str = "bfloat16", **changes: Any
+) -> Path:
+    """A Llama: 8 heads, 4 KV heads of 32, as `config.json` and safetensors in `folder`. `changes` go to the config."""
     heads, kv_heads, head = hidden // 32, hidden // 64, 32
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -27,40 +30,118 @@ def llama(folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 4, dt
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
+        **_COMMON,
         "torch_dtype": dtype,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        **changes,
     }
-    generator = torch.Generator().manual_seed(seed)
-
-    def weight(rows: int, columns: int, gain: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * gain / math.sqrt(columns)).to(getattr(torch, dtype))
-
-    ones = torch.ones(hidden, dtype=getattr(torch, dtype))
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCAB, hidden, generator=generator).to(getattr(torch, dtype)),
-        "model.norm.weight": ones.clone(),
-        "lm_head.weight": weight(VOCAB, hidden, 3.0),
-    }
+    weights = Weights(seed, getattr(torch, dtype))
+    tensors = weights.ends(hidden)
     for i in range(layers):
         prefix = f"model.layers.{i}."
         tensors |= {
-            prefix + "self_attn.q_proj.weight": weight(heads * head, hidden, 2.5),
-            prefix + "self_attn.k_proj.weight": weight(kv_heads * head, hidden, 2.5),
-            prefix + "self_attn.v_proj.weight": weight(kv_heads * head, hidden, 1.5),
-            prefix + "self_attn.o_proj.weight": weight(hidden, heads * head, 1.5),
-            prefix + "mlp.gate_proj.weight": weight(hidden * 2, hidden, 1.0),
-            prefix + "mlp.up_proj.weight": weight(hidden * 2, hidden, 1.0),
-            prefix + "mlp.down_proj.weight": weight(hidden, hidden * 2, 1.0),
-            prefix + "input_layernorm.weight": ones.clone(),
-            prefix + "post_attention_layernorm.weight": ones.clone(),
+            prefix + "self_attn.q_proj.weight": weights.matrix(heads * head, hidden, 2.5),
+            prefix + "self_attn.k_proj.weight": weights.matrix(kv_heads * head, hidden, 2.5),
+            prefix + "self_attn.v_proj.weight": weights.matrix(kv_heads * head, hidden, 1.5),
+            prefix + "self_attn.o_proj.weight": weights.matrix(hidden, heads * head, 1.5),
+            **weights.rest(prefix, hidden),
         }
+    return _write(folder, config, tensors)
+
+
+def sliding(folder: Path, *, window: int, full_every: int = 0, layers: int = 4, **options: Any) -> Path:
+    """A Llama whose layers look back `window` tokens; with `full_every` n every n-th layer looks back to the start."""
+    types = [
+        "full_attention" if full_every and (i + 1) % full_every == 0 else "sliding_attention" for i in range(layers)
+    ]
+    return llama(folder, layers=layers, sliding_window=window, layer_types=types, **options)
+
+
+def deepseek(folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 3, dtype: str = "bfloat16") -> Path:
+    """A DeepSeek V2 without experts: MLA of 4 heads over one latent of 512 + 64 per token, sizes that vLLM insists on."""
+    heads, nope, rope, value, latent = 4, 32, 64, 32, 512
+    config = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 2,
+        "moe_intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": latent,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": layers,
+        "moe_layer_freq": 1,
+        **_COMMON,
+        "torch_dtype": dtype,
+    }
+    weights = Weights(seed, getattr(torch, dtype))
+    tensors = weights.ends(hidden)
+    for i in range(layers):
+        prefix = f"model.layers.{i}."
+        tensors |= {
+            prefix + "self_attn.q_proj.weight": weights.matrix(heads * (nope + rope), hidden, 2.5),
+            prefix + "self_attn.kv_a_proj_with_mqa.weight": weights.matrix(latent + rope, hidden, 2.5),
+            prefix + "self_attn.kv_a_layernorm.weight": weights.ones(latent),
+            prefix + "self_attn.kv_b_proj.weight": weights.matrix(heads * (nope + value), latent, 1.5),
+            prefix + "self_attn.o_proj.weight": weights.matrix(hidden, heads * value, 1.5),
+            **weights.rest(prefix, hidden),
+        }
+    return _write(folder, config, tensors)
+
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Weights:
+    """One seed's numbers, in the order they are asked for."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._dtype = dtype
+
+    def matrix(self, rows: int, columns: int, gain: float) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=self._generator) * gain / math.sqrt(columns)).to(self._dtype)
+
+    def ones(self, size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=self._dtype)
+
+    def ends(self, hidden: int) -> dict[str, torch.Tensor]:
+        """What stands before and after the layers."""
+        return {
+            "model.embed_tokens.weight": torch.randn(VOCAB, hidden, generator=self._generator).to(self._dtype),
+            "model.norm.weight": self.ones(hidden),
+            "lm_head.weight": self.matrix(VOCAB, hidden, 3.0),
+        }
+
+    def rest(self, prefix: str, hidden: int) -> dict[str, torch.Tensor]:
+        """A layer but for its attention."""
+        return {
+            prefix + "mlp.gate_proj.weight": self.matrix(hidden * 2, hidden, 1.0),
+            prefix + "mlp.up_proj.weight": self.matrix(hidden * 2, hidden, 1.0),
+            prefix + "mlp.down_proj.weight": self.matrix(hidden, hidden * 2, 1.0),
+            prefix + "input_layernorm.weight": self.ones(hidden),
+            prefix + "post_attention_layernorm.weight": self.ones(hidden),
+        }
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
