@@ -28,6 +28,7 @@ else:
     import tomli as tomllib
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+MIN_L1_BYTES = 64 * KiB  # one page of any size
 _UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -58,7 +59,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 60.0
     copy_threads: Annotated[int, Meta(ge=1, le=256, description="Native threads that copy blocks.")] = 2
     max_message_bytes: Annotated[
-        int, Meta(ge=4096, description="Larger messages get an error; sixteen times larger ones end the connection.")
+        int,
+        Meta(
+            ge=4096, le=GiB, description="Larger messages get an error; sixteen times larger ones end the connection."
+        ),
     ] = 4 * MiB
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line.")] = (
         "info"
@@ -203,8 +207,8 @@ def read(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Co
     except msgspec.ValidationError as error:
         raise ConfigError(_bad(*_field_and_reason(str(error)), values, sources)) from None
     try:
-        if settings.l1_size != "auto" and parse_size(settings.l1_size) == 0:
-            raise ValueError("L1 needs some memory")
+        if settings.l1_size != "auto" and parse_size(settings.l1_size) < MIN_L1_BYTES:
+            raise ValueError(f"L1 needs at least {MIN_L1_BYTES // KiB}KiB")
     except ValueError as error:
         raise ConfigError(_bad("l1_size", str(error), values, sources)) from None
     if not settings.endpoint:

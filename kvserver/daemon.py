@@ -6,6 +6,7 @@ requests.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import ipaddress
@@ -47,11 +48,12 @@ class Endpoint:
         self.url = url
         parts = urlsplit(url)
         if parts.scheme == "ipc":
+            _refuse_no_socket_path(url)
             self.fd_path = url.removeprefix("ipc://") + ".fd"
         elif parts.scheme == "tcp":
             _refuse_open_network(url, parts.hostname)
             folder = os.environ.get("XDG_RUNTIME_DIR", f"/tmp/kvserver-{os.getuid()}")
-            self.fd_path = f"{folder}/kvserver-{parts.port}.fd"
+            self.fd_path = f"{folder}/kvserver-{_port(url)}.fd"
         else:
             raise ConfigError(f"--endpoint {url!r}: give ipc:///path or tcp://127.0.0.1:port")
         if len(self.fd_path.encode()) > 100:
@@ -81,6 +83,22 @@ class Endpoint:
             Path(self.url.removeprefix("ipc://")).unlink(missing_ok=True)
         Path(self.fd_path).unlink(missing_ok=True)
         self._lock.close()
+
+
+def _refuse_no_socket_path(url: str) -> None:
+    path = url.removeprefix("ipc://")
+    if not path or path.startswith("@") or path.endswith("/") or Path(path).is_dir():
+        raise ConfigError(f"--endpoint {url!r}: name a file that may become a socket, as ipc:///run/kvserver/kv.sock")
+
+
+def _port(url: str) -> int:
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        port = None
+    if not port:
+        raise ConfigError(f"--endpoint {url!r}: give a port, as tcp://127.0.0.1:5557")
+    return port
 
 
 def _refuse_open_network(url: str, host: str | None) -> None:
@@ -136,15 +154,23 @@ def serve(configuration: Configuration) -> int:
         endpoint.bind(router)
         boot_id, token = secrets.token_hex(8), secrets.token_hex(16)
         lifelines = Lifelines(endpoint.fd_path, token)
-        device = cpu_device(l1_bytes, page_bytes, settings.copy_threads, settings.test_copy_delay_us)
+        try:
+            device = cpu_device(l1_bytes, page_bytes, settings.copy_threads, settings.test_copy_delay_us)
+        except (OSError, MemoryError, RuntimeError) as error:  # a limit of address space, of threads
+            raise ConfigError(
+                f"--l1-size {settings.l1_size} --copy-threads {settings.copy_threads}: {error or 'no memory'}; lower them "
+                "or raise the limits of this process (ulimit -v, ulimit -u)"
+            ) from None
         cache = Cache(PagePool(l1_bytes, page_bytes), POLICIES[settings.eviction_policy]())
         handlers = Handlers(settings, boot_id, token, cache, device, lifelines)
         server = Server(handlers, router, settings.max_message_bytes)
         try:
             pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
         except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            hint = "port 0 takes a free one" if taken else "give an address of this machine and a port you may use"
             raise ConfigError(
-                f"--http-host {settings.http_host} --http-port {settings.http_port}: {error}; 0 takes a free port"
+                f"--http-host {settings.http_host} --http-port {settings.http_port}: {error}; {hint}"
             ) from None
 
         def on_signal(number: int, _frame: FrameType | None) -> None:

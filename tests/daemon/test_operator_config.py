@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
+import tempfile
 
+import pytest
 from support.daemon import KVSERVER
 
 
@@ -45,3 +48,65 @@ def test_a_daemon_that_is_refused_names_the_place_of_the_bad_value(make_daemon, 
         assert ended.stderr == (
             f"kvserver: bad setting: --chunk-tokens 'many' (from {place}): Expected `int`, got `str`\n"
         )
+
+
+REFUSED = {
+    "an endpoint without a path": (["--endpoint", "ipc://"], "--endpoint 'ipc://': name a file"),
+    "an endpoint that is a folder": (["--endpoint", "ipc:///tmp"], "--endpoint 'ipc:///tmp': name a file"),
+    "an abstract endpoint": (["--endpoint", "ipc://@kv"], "--endpoint 'ipc://@kv': name a file"),
+    "tcp without a port": (["--endpoint", "tcp://127.0.0.1"], "--endpoint 'tcp://127.0.0.1': give a port"),
+    "tcp with a port that is none": (
+        ["--endpoint", "tcp://localhost:x"],
+        "--endpoint 'tcp://localhost:x': give a port",
+    ),
+    "tcp with a port too far": (["--endpoint", "tcp://127.0.0.1:99999"], "give a port, as tcp://127.0.0.1:5557"),
+    "an L1 smaller than a page": (["--l1-size", "4095"], "--l1-size '4095': L1 needs at least 64KiB"),
+    "messages larger than a machine": (
+        ["--max-message-bytes", "9" * 18],
+        f"--max-message-bytes '{'9' * 18}': Expected",
+    ),
+    "a host that nobody knows": (["--http-host", "nowhere.invalid"], "give an address of this machine"),
+    "an address of another machine": (["--http-host", "203.0.113.7"], "--http-host 203.0.113.7 --http-port 0: "),
+    "a file that is a folder": (["--config", "/tmp"], "--config /tmp: "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line_that_names_its_flag(name, short_folder):
+    words, told = REFUSED[name]
+    ended = serve(short_folder, *words)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert ended.stderr.startswith("kvserver: ")
+    assert told in ended.stderr
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_an_endpoint_in_a_folder_of_others_is_refused_with_its_flag(short_folder):
+    os.chmod(short_folder, 0o500)
+    ended = serve(short_folder)
+    assert (ended.returncode, "--endpoint 'ipc://" in ended.stderr) == (2, True)
+
+
+def test_a_machine_that_gives_no_memory_is_told_with_the_flags_to_lower(short_folder):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+    ended = serve(short_folder, "--l1-size", "2GiB", preexec_fn=limit)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "--l1-size 2GiB --copy-threads 2: " in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+@pytest.fixture
+def short_folder():
+    with tempfile.TemporaryDirectory(prefix="kvc-") as folder:
+        yield folder
+
+
+def serve(folder, *words, **options):
+    """`kvserver serve` that is to be refused."""
+    usual = ["--endpoint", f"ipc://{folder}/kv.sock", "--http-port", "0", "--l1-size", "64MiB"]
+    return subprocess.run(
+        [KVSERVER, "serve", *usual, *words], capture_output=True, text=True, timeout=20, cwd=folder, **options
+    )
