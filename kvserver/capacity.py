@@ -10,6 +10,10 @@ from pathlib import Path
 from kvserver.config import MiB, parse_size
 from kvserver.errors import ConfigError
 
+_VERSIONS = {  # controllers, as /proc/self/cgroup has them: where the folders lie; files of limit and use
+    "": ("", ("memory.max", "memory.current")),
+    "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+}
 _RESERVE_BYTES = 256 * MiB  # left to the rest of the machine by "auto" and by the check
 
 
@@ -17,26 +21,31 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
     """Bytes that this process may still use, and what sets that bound (the cgroup or the machine)."""
     meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     bound, source = int(meminfo["MemAvailable"].split()[0]) * 1024, "MemAvailable of the machine"
-    for folder in _cgroup_folders(root):
+    for folder, (limit, usage) in _cgroup_folders(root):
         try:
-            left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+            left = int((folder / limit).read_text()) - int((folder / usage).read_text())
         except (OSError, ValueError):  # no such file, or "max"
             continue
         if left < bound:
-            bound, source = left, f"memory.max of the cgroup {folder}"
+            bound, source = left, f"{limit} of the cgroup {folder}"
     return bound, source
 
 
-def _cgroup_folders(root: Path) -> list[Path]:
-    """This process's cgroup v2 folder and those above it."""
+def _cgroup_folders(root: Path) -> list[tuple[Path, tuple[str, str]]]:
+    """This process's cgroup folders of either version and those above them, with the files of limit and use."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    base = root / "sys/fs/cgroup"
-    path = next((line[3:] for line in lines if line.startswith("0::")), "/").lstrip("/")
-    folders = [base / path, *(base / path).parents]
-    return [folder for folder in folders if folder == base or base in folder.parents]
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        version = _VERSIONS.get(controllers)
+        if version is not None:
+            base = root / "sys/fs/cgroup" / version[0]
+            folder = base / path.lstrip("/")
+            found += [(f, version[1]) for f in (folder, *folder.parents) if f == base or base in f.parents]
+    return found
 
 
 def choose_l1_bytes(setting: str, root: Path = Path("/")) -> int:

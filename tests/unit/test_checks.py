@@ -82,6 +82,18 @@ def test_an_l1_that_the_cgroup_does_not_hold_is_a_problem_with_a_size_that_fits(
     is_problem(found, "--l1-size 20GiB", "memory.max of the cgroup", "kvserver serve --l1-size 2048MiB")
 
 
+def test_the_limit_of_a_cgroup_of_the_first_version_counts_too(tmp_path: Path) -> None:
+    """A container sees its own folder as the root of the hierarchy, under a path that is not there."""
+    write(tmp_path, "proc/meminfo", f"MemAvailable: {64 * GiB // 1024} kB\n")
+    write(tmp_path, "proc/self/cgroup", "9:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", str(4 * GiB))
+    write(tmp_path, "sys/fs/cgroup/memory/memory.usage_in_bytes", str(GiB))
+    found = checks.l1_memory(machine(tmp_path, settings={"l1_size": "3GiB"}))
+    is_problem(found, f"only {3 * GiB} are left by memory.limit_in_bytes of the cgroup", "sys/fs/cgroup/memory")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712")  # which is none
+    is_ok(checks.l1_memory(machine(tmp_path, settings={"l1_size": "3GiB"})), "MemAvailable")
+
+
 def test_a_low_limit_of_locked_memory_matters_only_beside_a_gpu(tmp_path: Path) -> None:
     low = {"rlimit": lambda which: (8 * MiB, 8 * MiB) if which == resource.RLIMIT_MEMLOCK else (0, 0)}
     is_ok(checks.locked_memory(machine(tmp_path, **low)), "at most 8 MiB")

@@ -1,7 +1,8 @@
-"""`make demo`, small: it shows hits and equal tokens, and leaves nothing behind."""
+"""`make demo`, small: it shows hits and equal tokens, and leaves nothing behind. And the doctor beside a real vLLM."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.daemon import wait_until
+from support.daemon import KVSERVER, wait_until
 
 DEMO = [sys.executable, str(Path(__file__).parent.parent.parent / "bench/demo.py")]
 SMALL = ["--layers", "2", "--hidden", "256", "--tokens", "700", "--prompts", "2"]
@@ -72,3 +73,13 @@ def test_a_demo_that_is_stopped_stops_its_daemon_and_engines(folder):
         demo.kill()
         demo.stdout.close()
     wait_until(lambda: processes_below(folder) == [], 10, "nothing runs any more")
+
+
+def test_the_doctor_finds_the_connector_in_vllms_environment():
+    ended = subprocess.run(
+        [KVSERVER, "doctor", "--json", "--http-port", "0", "--python", sys.executable],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    found = {row["check"]: row for row in json.loads(ended.stdout)}["vLLM"]
+    assert found["level"] == "ok", found
+    assert f"in {sys.executable}, and it imports the connector" in found["text"]
