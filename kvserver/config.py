@@ -174,7 +174,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="VALUE",
             help=argparse.SUPPRESS
             if field.name.startswith("test_")
-            else f"{texts[field.name]} (default: {field.default!r})".replace("%", "%%"),
+            else (texts[field.name] + (f" (default: {field.default})" if field.default != "" else "")).replace(
+                "%", "%%"
+            ),
         )
 
 

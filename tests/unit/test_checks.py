@@ -177,9 +177,12 @@ def test_the_folder_of_the_endpoint_must_be_ours(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     is_ok(checks_service.endpoint_folder(machine(tmp_path)), "is yours")
-    if folder.stat().st_uid:  # of root it is taken
-        found = checks_service.endpoint_folder(machine(tmp_path, uid=os.getuid() + 1))
-        is_problem(found, f"belongs to user {os.getuid()}", f"chown {os.getuid() + 1}")
+    if os.getuid() == 0:
+        os.chown(folder, 4711, -1)  # of root it would be taken
+    found = checks_service.endpoint_folder(machine(tmp_path, uid=4712))
+    is_problem(found, f"belongs to user {folder.stat().st_uid}", "chown 4712")
+    if os.getuid() == 0:
+        os.chown(folder, 0, -1)
     folder.chmod(0o777)
     is_problem(checks_service.endpoint_folder(machine(tmp_path)), "written by everybody", f"chmod 700 {folder}")
 
