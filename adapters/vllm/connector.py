@@ -87,6 +87,20 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     return None
 
 
+def whole_prompts_only(vllm_config: VllmConfig) -> bool:
+    """Whether a hit is right only if it leaves one token to compute.
+
+    vLLM's MLA for CPUs without AMX prefills as if nothing came before, and only decodes upon cached KV. It
+    therefore turns chunked prefill and prefix caching off by itself, but asks connectors all the same.
+    """
+    return bool(
+        vllm_config.device_config.device_type == "cpu"
+        and vllm_config.model_config.use_mla
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+
+
 def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether all ranks hold the same KV: MLA's latent has no heads that tensor parallelism could split."""
     parallel = vllm_config.parallel_config
@@ -156,6 +170,7 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
             block_tokens=spec.block_size,
             hash_block_tokens=getattr(self._caches_config, "hash_block_size", None) or spec.block_size,
             holds_back_tail="eagle" in method or "mtp" in method,
+            whole_prompts_only=whole_prompts_only(self._config),
             fault=self._fault,
             weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
         )

@@ -89,6 +89,7 @@ class SchedulerHalf:
         block_tokens: int,
         hash_block_tokens: int,
         holds_back_tail: bool,
+        whole_prompts_only: bool = False,
         fault: Callable[[str, Exception], None],
         weights_version: Any = lambda: "",
     ) -> None:
@@ -102,6 +103,7 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._hash_block_tokens = hash_block_tokens
         self._holds_back_tail = holds_back_tail
+        self._whole_prompts_only = whole_prompts_only  # the engine cannot prefill after a hit, only decode
         self._fault = fault  # takes note of an exception of ours: (where, which)
         self._weights_version = weights_version
         self._version_seen = self._weights = weights_version()
@@ -140,7 +142,7 @@ class SchedulerHalf:
         if state.hit_chunks is None and not self._answered(state):
             return None, False
         tokens = min((state.hit_chunks or 0) * self._chunk_tokens(), request.num_tokens - 1) - local_tokens
-        if tokens <= 0:
+        if tokens <= 0 or (self._whole_prompts_only and local_tokens + tokens < request.num_tokens - 1):
             return 0, False
         state.local_tokens = local_tokens
         return tokens, True

@@ -90,17 +90,21 @@ class Driver:
         return {"metrics": sums}
 
     def op_counters(self) -> dict[str, Any]:
-        """The connector's own counters and the pool's books; for an engine whose core lives in this process."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        """The connector's own counters and the pool's books; for an engine whose core lives in this process.
+
+        Of several ranks, which have processes of their own, only the scheduler's half is here.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         scheduler = self.engine.engine_core.engine_core.scheduler
-        connector, worker = scheduler.connector, get_kv_transfer_group()
+        connector = scheduler.connector
+        worker = get_kv_transfer_group() if has_kv_transfer_group() else connector
         pool = scheduler.kv_cache_manager.block_pool
         return {
             "scheduler": dict(connector.scheduler.counters) if connector.scheduler else {},
             "worker": dict(worker.worker.counters) if worker.worker else {},
             "connected": connector.scheduler is not None and connector.scheduler.connected,
-            "errors": dict(connector.errors + worker.errors),
+            "errors": dict(connector.errors + worker.errors if worker is not connector else connector.errors),
             "blocks_in_use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         }
 

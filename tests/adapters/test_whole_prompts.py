@@ -1,0 +1,43 @@
+"""An engine that cannot prefill upon cached KV, only decode (vLLM's MLA on plain CPUs): most hits would be wrong."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from kvserver.adapters.vllm import connector
+from kvserver.adapters.vllm.connector import whole_prompts_only
+from modelless import prompt
+
+CHUNK = 64
+
+
+@pytest.mark.parametrize(("length", "external"), [(2 * CHUNK + 1, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK - 1)])
+def test_a_hit_that_leaves_one_token_is_taken(make_daemon, make_engine, monkeypatch, length, external):
+    monkeypatch.setattr(connector, "whole_prompts_only", lambda config: True)
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", prompt(1, length))
+    assert make_engine(daemon).generate("warm", prompt(1, length)).external == external
+
+
+@pytest.mark.parametrize("length", [2 * CHUNK + 2, 3 * CHUNK - 1])
+def test_a_hit_that_leaves_more_is_a_miss(make_daemon, make_engine, monkeypatch, length):
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", prompt(1, length))
+    monkeypatch.setattr(connector, "whole_prompts_only", lambda config: True)
+    assert make_engine(daemon).generate("warm", prompt(1, length)).external == 0
+
+
+def engine(device: str = "cpu", mla: bool = True, chunked: bool = False, prefixes: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(use_mla=mla),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+    )
+
+
+def test_only_mla_on_cpus_where_vllm_reuses_no_prefix_itself_is_such_an_engine():
+    assert whole_prompts_only(engine())
+    others = [engine(device="cuda"), engine(mla=False), engine(chunked=True), engine(prefixes=True)]
+    assert not any(whole_prompts_only(other) for other in others)
