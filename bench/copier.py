@@ -1,6 +1,6 @@
 """The native copier alone: store and load of one request, against memcpy at the same thread count.
 
-    python bench/copier.py [--tokens 8192] [--rounds 9]
+python bench/copier.py [--tokens 8192] [--rounds 9]
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ class Rig:
 
     def gb_per_second(self, direction: Direction) -> float:
         began = time.perf_counter()
-        self.copier.submit_copy(
-            1, direction, self.table, self.ids, self.slot.tobytes(), len(self.slot), self.blocks
-        )
+        self.copier.submit_copy(1, direction, self.table, self.ids, self.slot.tobytes(), len(self.slot), self.blocks)
         self._wait()
         return self.payload / (time.perf_counter() - began) / 1e9
 
