@@ -1,0 +1,77 @@
+"""MLA with a real engine: the latent is stored and loaded like any KV.
+
+vLLM's MLA for plain CPUs prefills as if nothing came before; it decodes upon cached KV. So the prompt here is
+what the daemon has and one token, which is decoded: the same computation, on loaded KV, as the second step of the
+cold run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny_models
+from engines import TIMEOUTS, Engine, Engines, Prompt
+from support.daemon import Daemon
+from test_vllm_outputs import zero_l1
+
+Start = Callable[..., Daemon]
+Make = Callable[..., Prompt]
+LENGTH = 512
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    holder = Daemon()
+    model = tiny_models.deepseek(tmp_path_factory.mktemp("deepseek"))
+    group = Engines(model, tmp_path_factory.mktemp("mla"), holder.endpoint)
+    yield group
+    group.close()
+    holder.close()
+
+
+@pytest.fixture(params=[1], ids=["one rank"])
+def engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
+    return start(engines, request.param)
+
+
+def start(engines: Engines, ranks: int) -> Engine:
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 400}
+    options["extra"] = TIMEOUTS | {
+        "kvserver.lookup_timeout_ms": 5000
+    }  # two ranks keep both cores of a small machine busy
+    if ranks > 1:
+        options |= {"tensor_parallel_size": ranks, "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    return engines.get(f"{ranks} ranks", **options)
+
+
+def test_tokens_after_a_load_are_those_of_the_cold_run(engine: Engine, start_daemon: Start, prompt: Make) -> None:
+    start_daemon()
+    for seed in (400, 401, 402):
+        text = prompt(seed, LENGTH)
+        cold = engine.generate([text], max_tokens=17)[0]
+        engine.settle()
+        warm = engine.generate([text + cold["tokens"][:1]])[0]
+        assert (warm["cached_tokens"], warm["tokens"]) == (LENGTH, cold["tokens"][1:])
+
+
+def test_zeroed_bytes_give_other_tokens(engine: Engine, start_daemon: Start, prompt: Make) -> None:
+    daemon = start_daemon()
+    text = prompt(410, LENGTH)
+    cold = engine.generate([text], max_tokens=17)[0]
+    engine.settle()
+    assert zero_l1(daemon) > 1_000_000
+    warm = engine.generate([text + cold["tokens"][:1]])[0]
+    assert warm["cached_tokens"] == LENGTH
+    assert warm["tokens"] != cold["tokens"][1:], "the comparison would notice wrong KV"
+
+
+def test_a_hit_that_leaves_a_prefill_is_not_taken(engine: Engine, start_daemon: Start, prompt: Make) -> None:
+    """This engine would compute it as if nothing came before."""
+    start_daemon()
+    text = prompt(430, LENGTH + 100)
+    cold = engine.generate([text])[0]
+    engine.settle()
+    again = engine.generate([text])[0]
+    assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
