@@ -244,8 +244,13 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @fenced()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self.worker is not None:
+        if self.worker is None:
+            return
+        try:
             self.worker.start_loads(self._plan())
+        finally:
+            # A request waits for each load of the plan: what a fault kept from beginning has failed.
+            self.worker.answer_for_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return

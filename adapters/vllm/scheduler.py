@@ -1,7 +1,6 @@
 """The scheduler half: what to look up, load and store, and which blocks must not be touched.
 
-Owns: a small state per request, lookups in flight, stores not yet acknowledged, quarantined blocks.
-Refuses to know: memory, copies, tensors. Runs on the engine's scheduler thread: the only wait here is
+Owns: a small state per request and the lookups in flight. Refuses to know: memory, copies, tensors. Runs on the engine's scheduler thread: the only wait here is
 the poll for lookups, `lookup_poll_ms` per pass over all requests together, none with an open breaker.
 
 Hazard closed here: a block that is allocated anew while a store still reads it. The pool's hook sees
@@ -17,13 +16,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.identity import chain_start, lora_fingerprint
+from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
 from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StepReport, StoreSpec
 from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.variants import Variants
 
 from kvserver.errors import ErrorCode
 from kvserver.protocol import (
@@ -64,18 +64,6 @@ class RequestState:
     blocks: list[int] = field(default_factory=list)  # table, for vLLM before 0.29
 
 
-@dataclass(slots=True)
-class PendingStore:
-    block_ids: list[int]
-    ranks_left: int
-
-
-@dataclass(slots=True)
-class Quarantine:
-    block_ids: list[int]
-    ranks: int
-
-
 class SchedulerHalf:
     def __init__(
         self,
@@ -91,7 +79,7 @@ class SchedulerHalf:
         holds_back_tail: bool,
         whole_prompts_only: bool = False,
         fault: Callable[[str, Exception], None],
-        weights_version: Any = lambda: "",
+        weights_version: Callable[[], str] = lambda: "",
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._settings = settings
@@ -99,28 +87,21 @@ class SchedulerHalf:
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._model_name = model_name
-        self._world_size = world_size
         self._block_tokens = block_tokens
         self._hash_block_tokens = hash_block_tokens
         self._holds_back_tail = holds_back_tail
         self._whole_prompts_only = whole_prompts_only  # the engine cannot prefill after a hit, only decode
         self._fault = fault  # takes note of an exception of ours: (where, which)
-        self._weights_version = weights_version
-        self._version_seen = self._weights = weights_version()
-        self._epoch = 0
+        self._variants = Variants(f"{instance_id}/{incarnation}", weights_version)
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
-        self._chain = ""
-        self._loras: dict[tuple[int, str, str], str] = {}
         self._session: Session | None = None
         self._requests: dict[str, RequestState] = {}
         self._lookups: dict[int, RequestState] = {}
         self._ids = itertools.count(1)
         self._plan = StepPlan()
-        self._pending: dict[int, PendingStore] = {}
-        self._pending_until = 0.0  # by then the workers have said that all of them ended
-        self._readers: dict[int, set[int]] = {}  # block id -> pending stores that read it
-        self._quarantined: dict[int, Quarantine] = {}
+        self._pending = PendingStores(world_size)
         self._pool = PoolHook(self._allocated)
+        self._quarantine = Quarantine(self._pool)
         self._sequence = 0
         self._poll_left = settings.lookup_poll_ms / 1000
 
@@ -334,19 +315,14 @@ class SchedulerHalf:
         self._plan.stores.append(
             StoreSpec(store_id, state.request.request_id, state.variant, self._chunk_blocks(), keys, block_ids)
         )
-        self._pending[store_id] = PendingStore(block_ids, self._world_size)
-        self._pending_until = time.monotonic() + self._settings.store_timeout_ms / 1000 + _REPORT_SECONDS
-        for block_id in block_ids:
-            self._readers.setdefault(block_id, set()).add(store_id)
+        self._pending.add(store_id, block_ids, self._settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
         self.counters["stores"] += 1
 
     def _allocated(self, block_id: int) -> None:
         """Pool hook: the block will be overwritten, so whatever store still reads it must end first."""
-        readers = self._readers.get(block_id)
-        if readers:
-            for store_id in readers:
-                if store_id not in self._plan.settle_stores:
-                    self._plan.settle_stores.append(store_id)
+        for store_id in self._pending.readers(block_id):
+            if store_id not in self._plan.settle_stores:
+                self._plan.settle_stores.append(store_id)
 
     @property
     def connected(self) -> bool:
@@ -354,57 +330,24 @@ class SchedulerHalf:
 
     @property
     def has_pending_stores(self) -> bool:
-        """Whether an idle engine should step to hear of their end; not for ever, should that get lost."""
-        return bool(self._pending) and time.monotonic() < self._pending_until
+        return self._pending.awaited
 
     # ---- what workers say ---------------------------------------------------------------------
 
     def worker_report(self, report: StepReport) -> None:
         for load_id, block_ids in report.quarantined:
-            self._quarantine(load_id, block_ids)
+            if self._quarantine.add(load_id, block_ids):
+                self.counters["quarantined_blocks"] += len(block_ids)
+                log.warning("a load did not end in time; %d blocks stay out of use until it does", len(block_ids))
         for load_id in report.released:
-            self._release(load_id)
+            self._quarantine.release(load_id)
         for store_id in report.ended_stores:
-            self._store_ended(store_id)
+            self._pending.ended(store_id)
         for request_id in report.failed_loads:
             self.counters["failed_loads"] += 1
             if (state := self._requests.get(request_id)) is not None:
                 state.give_up = True
                 state.stored_chunks = 0
-
-    def _store_ended(self, store_id: int) -> None:
-        pending = self._pending.get(store_id)
-        if pending is None:
-            return
-        pending.ranks_left -= 1
-        if pending.ranks_left > 0:
-            return
-        del self._pending[store_id]
-        for block_id in pending.block_ids:
-            readers = self._readers[block_id]
-            readers.discard(store_id)
-            if not readers:
-                del self._readers[block_id]
-
-    def _quarantine(self, load_id: int, block_ids: list[int]) -> None:
-        """Hold the blocks: vLLM will free them, and the server may still write them."""
-        held = self._quarantined.get(load_id)
-        if held is not None:
-            held.ranks += 1
-            return
-        self._pool.pin(block_ids)
-        self._quarantined[load_id] = Quarantine(block_ids, 1)
-        self.counters["quarantined_blocks"] += len(block_ids)
-        log.warning("a load did not end in time; %d blocks stay out of use until it does", len(block_ids))
-
-    def _release(self, load_id: int) -> None:
-        held = self._quarantined.get(load_id)
-        if held is None:
-            return
-        held.ranks -= 1
-        if held.ranks == 0:
-            del self._quarantined[load_id]
-            self._pool.unpin(held.block_ids)
 
     # ---- end of requests, cache resets, shutdown ----------------------------------------------
 
@@ -434,13 +377,10 @@ class SchedulerHalf:
         vLLM resets its own blocks first, but not while requests use them: then they keep KV of the old
         weights, and nothing is stored until a reset has succeeded.
         """
-        self._epoch += 1
+        self._variants.weights_changed()
         self._clears_awaited = self._pool.clears + (not self._pool.unused)
         if not self._pool.unused:
             log.warning("the prefix cache was not reset while requests ran; nothing is stored until it is")
-        version = self._weights_version()
-        self._weights = version if version != self._version_seen else ""
-        self._version_seen = version
         for state in self._requests.values():
             self._forget_lookup(state)
             state.variant = self._variant_of(state.request)
@@ -477,23 +417,7 @@ class SchedulerHalf:
         return session if session is current else None
 
     def _variant_of(self, request: Request) -> str:
-        if not self._chain:
-            self._chain = chain_start(self._incarnation)
-        parts = [f"chain={self._chain}"]
-        if self._weights:
-            parts.append(f"weights={self._weights}")
-        elif self._epoch:
-            parts.append(f"epoch={self._instance_id}/{self._incarnation}/{self._epoch}")
-        if getattr(request, "lora_request", None) is not None:
-            parts.append(f"lora={self._lora(request.lora_request)}")
-        return " ".join(parts)
-
-    def _lora(self, lora: Any) -> str:
-        """The files as they were when the engine first used them, or reloaded them in place."""
-        known = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if known not in self._loras or getattr(lora, "load_inplace", False):
-            self._loras[known] = lora_fingerprint(lora)
-        return self._loras[known]
+        return self._variants.of(getattr(request, "lora_request", None))
 
     def _chunk_blocks(self) -> int:
         """REQUIRES: a session was seen."""

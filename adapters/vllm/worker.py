@@ -84,6 +84,7 @@ class WorkerHalf:
         self._loads: dict[int, Copy] = {}  # by load id
         self._stores: dict[int, Copy] = {}  # by store id
         self._by_number: dict[int, Copy] = {}  # requests of this session that await a reply
+        self._begun: set[int] = set()  # loads of this step's plan that are answered for
         self._report = StepReport()
         self._finished: set[str] = set()
         self._failed: set[str] = set()  # of those, failed as a whole
@@ -123,10 +124,18 @@ class WorkerHalf:
                 self._cancel_load(copy)
         for load in plan.loads:
             copy = self._begin(load, self._settings.load_timeout_ms) if load.keys else None
+            self._begun.add(load.load_id)
             if copy is None:
                 self._load_failed(load, quarantine=False)
             else:
                 self._loads[load.load_id] = copy
+
+    def answer_for_loads(self, plan: StepPlan) -> None:
+        """Fail the loads that start_loads did not come to."""
+        for load in plan.loads:
+            if load.load_id not in self._begun:
+                self._load_failed(load, quarantine=False)
+        self._begun.clear()
 
     def start_stores(self, plan: StepPlan) -> None:
         for store in plan.stores:

@@ -202,6 +202,27 @@ def test_a_fault_once_is_counted_logged_and_survived(make_daemon, make_engine, m
     assert caplog.text.count("a fault of ours") >= 1
 
 
+def test_a_fault_before_a_load_begins_fails_that_load_and_no_other(make_daemon, make_engine, monkeypatch):
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", TOKENS)
+    engine = make_engine(daemon, may_fail=True)
+    real = WorkerHalf.start_loads
+    faults = []
+
+    def faulty(self, plan):
+        if plan.loads and not faults:
+            faults.append(plan.loads[0].load_id)
+            raise ZeroDivisionError("a fault of ours")
+        return real(self, plan)
+
+    monkeypatch.setattr(WorkerHalf, "start_loads", faulty)
+    assert engine.generate("first", TOKENS).right
+    assert len(faults) == 1
+    assert engine.worker.worker.counters["failed_loads"] == 1
+    assert engine.generate("second", [*TOKENS[:-1], *prompt(99, 2 * CHUNK)]).right
+    assert engine.worker.worker.counters["failed_loads"] == 1
+
+
 @pytest.mark.parametrize("method", ["new_request", "matched_tokens", "plan_step", "start_stores", "settle"])
 def test_a_fault_that_stays_is_logged_once_and_the_engine_serves(make_daemon, make_engine, monkeypatch, caplog, method):
     half = WorkerHalf if method in ("start_stores", "settle") else SchedulerHalf

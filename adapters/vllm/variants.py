@@ -1,0 +1,51 @@
+"""What may differ between requests of one registration: weights and LoRA.
+
+Owns: the weights epoch, the LoRAs seen, and the text that goes with every key. Refuses to know: keys,
+and how the server hashes the text into a namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvserver.adapters.vllm.identity import chain_start, lora_fingerprint
+
+
+class Variants:
+    """`configured_version` reads `kvserver.weights_version` as it is now; `life` names this life of the engine."""
+
+    def __init__(self, life: str, configured_version: Callable[[], str]) -> None:
+        self._life = life
+        self._configured_version = configured_version
+        self._version_seen = self._version = configured_version()
+        self._epoch = 0
+        self._chain = ""
+        self._loras: dict[tuple[int, str, str], str] = {}
+
+    def weights_changed(self) -> None:
+        """To a private epoch, unless the configured version was set anew since the last change."""
+        self._epoch += 1
+        version = self._configured_version()
+        self._version = version if version != self._version_seen else ""
+        self._version_seen = version
+
+    def of(self, lora: Any) -> str:
+        """The text for requests with this LoRA (or None). REQUIRES: the engine core was built."""
+        if not self._chain:
+            self._chain = chain_start(self._life)
+        parts = [f"chain={self._chain}"]
+        if self._version:
+            parts.append(f"weights={self._version}")
+        elif self._epoch:
+            parts.append(f"epoch={self._life}/{self._epoch}")
+        if lora is not None:
+            parts.append(f"lora={self._lora(lora)}")
+        return " ".join(parts)
+
+    def _lora(self, lora: Any) -> str:
+        """The files as they were when the engine first used them, or reloaded them in place."""
+        known = (lora.lora_int_id, lora.lora_name, lora.lora_path)
+        if known not in self._loras or getattr(lora, "load_inplace", False):
+            self._loras[known] = lora_fingerprint(lora)
+        return self._loras[known]
