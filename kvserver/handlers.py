@@ -145,7 +145,7 @@ class Handlers:
         return LookupReply(hit_chunks=hits)
 
     def _report(self, request: ReportBlockAllocations) -> None:
-        instance = self.instances.instance(request.instance_id, request.incarnation)
+        instance = self._reporter(request)
         if len(request.records) % 4:
             raise KVServerError(
                 ErrorCode.BAD_RECORDS, f"{len(request.records)} bytes are no whole number of u32 records"
@@ -161,10 +161,20 @@ class Handlers:
         instance.counts.block_records += len(records)
 
     def _end_request(self, request: EndRequest) -> None:
-        instance = self.instances.instance(request.instance_id, request.incarnation)
+        instance = self._reporter(request)
         self._count_sequence(instance, request.sequence)
         instance.counts.ended_requests += 1
         self.cache.end_lease((request.instance_id, request.request_id))
+
+    def _reporter(self, request: ReportBlockAllocations | EndRequest) -> Instance:
+        """Identity is in the message and must be the registered one: figures of two models never mix."""
+        instance = self.instances.instance(request.instance_id, request.incarnation)
+        if request.model_name != instance.model_name:
+            raise KVServerError(
+                ErrorCode.UNKNOWN_INSTANCE,
+                f"instance {request.instance_id!r} registered model {instance.model_name!r}, not {request.model_name!r}",
+            )
+        return instance
 
     @staticmethod
     def _count_sequence(instance: Instance, sequence: int) -> None:

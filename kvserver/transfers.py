@@ -102,12 +102,11 @@ class Transfers:
         blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, ids, ids)
         _refuse_null_block(blocks)
         instance.counts.stores += 1
-        if not worker.stores:
-            worker.words.fail_word(request.word, request.sequence)  # it will not be read
-            respond(Stored(stored=0, skipped=chunk_count(request.keys)))
-            return
-        slots = 1 if worker.spec.replicated else instance.world_size
-        plan = self._cache.plan_store(namespace, slots, worker.slot, request.keys, worker.slot_bytes)
+        if worker.stores:
+            slots = 1 if worker.spec.replicated else instance.world_size
+            plan = self._cache.plan_store(namespace, slots, worker.slot, request.keys, worker.slot_bytes)
+        else:  # another rank stores what all of them hold
+            plan = StorePlan(worker.slot, skipped=chunk_count(request.keys))
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
             respond(Stored(stored=0, skipped=plan.skipped, starved=plan.starved))

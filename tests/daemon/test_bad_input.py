@@ -616,6 +616,16 @@ def test_notices_are_not_answered_and_are_counted(daemon, worker):
     assert daemon.books()["leases"] == 0
 
 
+@pytest.mark.parametrize("make", [report, end_request])
+def test_a_notice_for_another_model_than_the_registered_one_is_refused(daemon, worker, make):
+    stray = msgspec.structs.replace(make(worker, 0), model_name="another")
+    error = worker.reply_to(worker.send(stray), 5)
+    assert isinstance(error, Error)
+    assert error.code == "unknown_instance"
+    assert f"registered model {worker.model_name!r}, not 'another'" in error.message
+    assert requests_of(daemon, worker)["block_records"] == 0
+
+
 def test_gaps_in_the_sequence_of_notices_are_counted(daemon, worker):
     for sequence in (0, 1, 2, 5, 6, 6):  # two messages are missing, one comes twice
         worker.send(report(worker, sequence))

@@ -230,7 +230,8 @@ class Hostile:
         return False
 
     def _known(self, message: EndRequest | ReportBlockAllocations) -> bool:
-        return (message.instance_id, message.incarnation) == (self.worker.instance_id, self.worker.incarnation)
+        told = (message.instance_id, message.incarnation, message.model_name)
+        return told == (self.worker.instance_id, self.worker.incarnation, self.worker.model_name)
 
 
 def reply_id(frames: list[bytes]) -> bytes:
