@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from kvserver.adapters.vllm.blockpool import PoolHook
 
+_PASSES_TO_BEGIN = 2  # an asynchronous scheduler is a pass ahead of the step that computes
+
 
 @dataclass(slots=True)
 class _Store:
@@ -26,14 +28,24 @@ class PendingStores:
         self._ranks = ranks
         self._stores: dict[int, _Store] = {}
         self._readers: dict[int, set[int]] = {}  # block id -> stores that read it
+        self._seconds = 0.0
         self._until = 0.0
+        self._passes_to_begin = 0
 
     def add(self, store_id: int, block_ids: list[int], seconds: float) -> None:
-        """`seconds`: by then its end has been told, if it ever will."""
+        """`seconds` after it began its end has been told, if it ever will. It begins with this pass's step."""
         self._stores[store_id] = _Store(block_ids, self._ranks)
+        self._passes_to_begin = _PASSES_TO_BEGIN
+        self._seconds = seconds
         self._until = time.monotonic() + seconds
         for block_id in block_ids:
             self._readers.setdefault(block_id, set()).add(store_id)
+
+    def next_pass(self) -> None:
+        """A scheduler pass begins. The step of a store may have taken long to compute: only now its time begins."""
+        if self._passes_to_begin > 0:
+            self._passes_to_begin -= 1
+            self._until = time.monotonic() + self._seconds
 
     def readers(self, block_id: int) -> Iterable[int]:
         return self._readers.get(block_id, ())

@@ -245,6 +245,7 @@ class SchedulerHalf:
     def plan_step(self, output: SchedulerOutput) -> None:
         """Add this step's stores to the plan, and send what the block pool did. Ends a scheduler pass."""
         self._receive()
+        self._pending.next_pass()
         self._poll_left = self._settings.lookup_poll_ms / 1000
         session = self._usable()
         may_store = session is not None and self._pool.clears >= self._clears_awaited

@@ -1,4 +1,4 @@
-"""MLA with a real engine: the latent is stored and loaded like any KV.
+"""MLA: all ranks hold the same latent, so it is stored once and loaded by every rank.
 
 vLLM's MLA for plain CPUs prefills as if nothing came before; it decodes upon cached KV. So the prompt here is
 what the daemon has and one token, which is decoded: the same computation, on loaded KV, as the second step of the
@@ -31,19 +31,23 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     holder.close()
 
 
-@pytest.fixture(params=[1], ids=["one rank"])
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
 def engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
     return start(engines, request.param)
 
 
 def start(engines: Engines, ranks: int) -> Engine:
     options: dict[str, Any] = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 400}
-    options["extra"] = TIMEOUTS | {
-        "kvserver.lookup_timeout_ms": 5000
-    }  # two ranks keep both cores of a small machine busy
+    options["extra"] = TIMEOUTS
     if ranks > 1:
         options |= {"tensor_parallel_size": ranks, "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     return engines.get(f"{ranks} ranks", **options)
+
+
+def instance_of(daemon: Daemon, ranks: int) -> dict[str, Any]:
+    (found,) = [i for i in daemon.status()["instances"] if i["world_size"] == ranks]
+    assert isinstance(found, dict)
+    return found
 
 
 def test_tokens_after_a_load_are_those_of_the_cold_run(engine: Engine, start_daemon: Start, prompt: Make) -> None:
@@ -65,6 +69,20 @@ def test_zeroed_bytes_give_other_tokens(engine: Engine, start_daemon: Start, pro
     warm = engine.generate([text + cold["tokens"][:1]])[0]
     assert warm["cached_tokens"] == LENGTH
     assert warm["tokens"] != cold["tokens"][1:], "the comparison would notice wrong KV"
+
+
+def test_two_ranks_store_one_copy_and_both_load_it(engines: Engines, start_daemon: Start, prompt: Make) -> None:
+    engine = start(engines, 2)
+    daemon = start_daemon()
+    text = prompt(420, LENGTH)
+    cold = engine.generate([text], max_tokens=17)[0]
+    engine.settle()
+    block_bytes = instance_of(daemon, 2)["workers"][0]["block_bytes"]
+    once = LENGTH // 16 * block_bytes
+    assert daemon.status()["totals"]["stored_bytes"] == once
+    warm = engine.generate([text + cold["tokens"][:1]])[0]
+    assert (warm["cached_tokens"], warm["tokens"]) == (LENGTH, cold["tokens"][1:])
+    assert daemon.status()["totals"]["loaded_bytes"] == 2 * once
 
 
 def test_a_hit_that_leaves_a_prefill_is_not_taken(engine: Engine, start_daemon: Start, prompt: Make) -> None:
