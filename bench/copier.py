@@ -55,7 +55,7 @@ class Rig:
         size = num_blocks * geometry.block_bytes
         os.ftruncate(fd, size)
         page_bytes = page_bytes_for(20 << 30)
-        self.pool = PagePool(payload + page_bytes, page_bytes)
+        self.pool = PagePool(payload + payload // 16, page_bytes)
         self.region = HostRegion(self.pool.pages * page_bytes)
         self.copier = Copier(self.region, page_bytes, threads)
         memory = Mapping(os.dup(fd), size)
@@ -68,7 +68,8 @@ class Rig:
         ids = list(range(1, num_blocks))
         random.Random(0).shuffle(ids)
         self.ids = array("I", ids).tobytes()
-        slot = self.pool.take(self.pool.pages_for(payload))
+        self.pages = self.pool.pages_for(payload)
+        slot = self.pool.take(self.pages)
         assert slot is not None
         self.slot = slot
         self.payload = payload
@@ -80,7 +81,7 @@ class Rig:
 
     def gb_per_second(self, direction: Direction) -> float:
         began = time.perf_counter()
-        self.copier.submit_copy(1, direction, self.table, self.ids, self.slot.tobytes(), len(self.slot), self.blocks)
+        self.copier.submit_copy(1, direction, self.table, self.ids, self.slot, self.pages, self.blocks)
         self._wait()
         return self.payload / (time.perf_counter() - began) / 1e9
 

@@ -24,6 +24,15 @@ std::vector<uint32_t> to_u32(const nb::bytes& raw, const char* name) {
     return values;
 }
 
+std::vector<Extent> to_extents(const nb::bytes& raw) {
+    const std::vector<uint32_t> numbers = to_u32(raw, "extents");
+    if (numbers.size() % 2 != 0)
+        throw std::invalid_argument("extents: an odd number of integers, not pairs");
+    std::vector<Extent> extents(numbers.size() / 2);
+    for (size_t i = 0; i < extents.size(); ++i) extents[i] = {numbers[2 * i], numbers[2 * i + 1]};
+    return extents;
+}
+
 using Row = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>;
 
 std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> memories,
@@ -37,7 +46,7 @@ std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> mem
 
 void submit_copy(Copier& copier, uint64_t ticket, Direction direction,
                  std::shared_ptr<PlaneTable> planes, const nb::bytes& blocks,
-                 const nb::bytes& pages, uint32_t pages_per_slot, uint32_t blocks_per_slot,
+                 const nb::bytes& extents, uint32_t pages_per_slot, uint32_t blocks_per_slot,
                  uint32_t skip, std::shared_ptr<Mapping> word_memory, uint64_t word_index,
                  uint64_t sequence, uint64_t deadline_nanos) {
     auto job = std::make_shared<CopyJob>();
@@ -45,7 +54,7 @@ void submit_copy(Copier& copier, uint64_t ticket, Direction direction,
     job->direction = direction;
     job->planes = std::move(planes);
     job->blocks = to_u32(blocks, "blocks");
-    job->pages = to_u32(pages, "pages");
+    job->extents = to_extents(extents);
     job->pages_per_slot = pages_per_slot;
     job->blocks_per_slot = blocks_per_slot;
     job->skip = skip;
@@ -139,7 +148,7 @@ NB_MODULE(_native, m) {
              "page_bytes"_a, "threads"_a, "delay_micros"_a = 0)
         .def_prop_ro("completion_fd", &Copier::completion_fd)
         .def("submit_copy", &submit_copy, "ticket"_a, "direction"_a, "planes"_a, "blocks"_a,
-             "pages"_a, "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
+             "extents"_a, "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
              "word_memory"_a.none() = nb::none(), "word_index"_a = 0, "sequence"_a = 0,
              "deadline_nanos"_a = 0)
         .def("cancel", &Copier::cancel, "ticket"_a)

@@ -163,7 +163,16 @@ Copier::~Copier() {
 void Copier::submit(std::shared_ptr<CopyJob> job) {
     if (!job->planes || job->blocks.empty() || job->blocks_per_slot == 0)
         throw std::invalid_argument("a copy job needs planes, blocks and a slot size");
-    const uint64_t slots = job->pages_per_slot == 0 ? 0 : job->pages.size() / job->pages_per_slot;
+    uint64_t pages = 0;
+    job->extent_ends.clear();
+    for (const Extent& extent : job->extents) {
+        if (extent.count == 0 ||
+            uint64_t{extent.first} + extent.count > region_->size() / page_bytes_)
+            throw std::invalid_argument(std::to_string(extent.count) + " pages from page " +
+                                        std::to_string(extent.first) + " on do not lie in L1");
+        job->extent_ends.push_back(pages += extent.count);
+    }
+    const uint64_t slots = job->pages_per_slot == 0 ? 0 : pages / job->pages_per_slot;
     if (job->skip + job->blocks.size() > slots * job->blocks_per_slot)
         throw std::invalid_argument("a copy job names more blocks than its slots hold");
     const auto slot_bytes =
@@ -174,9 +183,6 @@ void Copier::submit(std::shared_ptr<CopyJob> job) {
         if (id >= job->planes->num_blocks())
             throw std::invalid_argument("block id " + std::to_string(id) + " of " +
                                         std::to_string(job->planes->num_blocks()));
-    for (uint32_t page : job->pages)
-        if (page >= region_->size() / page_bytes_)
-            throw std::invalid_argument("page " + std::to_string(page) + " lies outside L1");
     {
         std::lock_guard lock(mutex_);
         (job->direction == Direction::kLoad ? loads_ : stores_).push_back(std::move(job));
@@ -272,15 +278,22 @@ void Copier::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
 
 void Copier::copy_block(const CopyJob& job, uint64_t index) const {
     const uint64_t position = job.skip + index;
-    const uint32_t* pages = job.pages.data() + position / job.blocks_per_slot * job.pages_per_slot;
-    const uint64_t block_offset = position % job.blocks_per_slot * job.planes->block_bytes();
+    const uint64_t slot = position / job.blocks_per_slot;
+    // Where the block begins if the slots lay end to end, and the extent that holds its first byte.
+    const uint64_t begin = slot * job.pages_per_slot * page_bytes_ +
+                           position % job.blocks_per_slot * job.planes->block_bytes();
+    const auto ends = job.extent_ends.begin();
+    auto extent = static_cast<size_t>(
+        std::upper_bound(ends, job.extent_ends.end(), begin / page_bytes_) - ends);
     for (const Plane& plane : job.planes->planes()) {
         std::byte* l0 = plane.base + job.blocks[index] * plane.stride;
-        uint64_t offset = block_offset + plane.slot_offset;
+        uint64_t offset = begin + plane.slot_offset;
         for (uint64_t left = plane.run; left > 0;) {
-            const uint64_t in_page = offset % page_bytes_;
-            const uint64_t piece = std::min(left, page_bytes_ - in_page);
-            std::byte* l1 = region_->data() + pages[offset / page_bytes_] * page_bytes_ + in_page;
+            while (job.extent_ends[extent] * page_bytes_ <= offset) ++extent;
+            const uint64_t in_extent = job.extent_ends[extent] * page_bytes_ - offset;  // still
+            const uint64_t piece = std::min(left, in_extent);
+            const uint64_t last = uint64_t{job.extents[extent].first} + job.extents[extent].count;
+            std::byte* l1 = region_->data() + last * page_bytes_ - in_extent;
             if (job.direction == Direction::kStore)
                 copy_bytes(l1, l0, piece);
             else

@@ -6,8 +6,9 @@
 // Two kinds of memory:
 //   L0  an engine's KV cache, seen as planes. Block `id` of plane p is the `run` bytes at
 //       p.base + id * p.stride.
-//   L1  one region of equal pages. A slot is a list of pages; inside a slot, bytes are laid out
-//       [block][plane][run], so the bytes of one block are contiguous but for page boundaries.
+//   L1  one region of equal pages. A slot is a list of extents, runs of neighbouring pages; inside
+//       a slot, bytes are laid out [block][plane][run], so the bytes of one block are contiguous
+//       but where an extent ends.
 //
 // Who may write what: a store reads L0 and writes the pages of its slots; a load reads the pages
 // and writes L0. The caller (the server loop) keeps slots alive and unshared until the job's
@@ -155,15 +156,20 @@ class CompletionQueue {
 // ---- jobs -----------------------------------------------------------------------------------
 enum class Direction : uint8_t { kStore, kLoad };  // store: L0 -> L1, load: L1 -> L0
 
+struct Extent {
+    uint32_t first, count;  // pages
+};
+
 // One ticket's copy. Block i of `blocks` belongs to position skip + i of the slots laid end to
 // end, `blocks_per_slot` blocks each: a load that leaves the first n blocks alone sets skip = n.
-// REQUIRES: ids < planes->num_blocks(), none twice; pages index the region; word outlives it.
+// REQUIRES: ids < planes->num_blocks(), none twice; extents lie in the region; word outlives it.
 struct CopyJob {
     uint64_t ticket = 0;
     Direction direction = Direction::kStore;
     std::shared_ptr<PlaneTable> planes;
     std::vector<uint32_t> blocks;
-    std::vector<uint32_t> pages;  // pages_per_slot for each slot, slots in order
+    std::vector<Extent> extents;        // pages_per_slot for each slot, slots in order
+    std::vector<uint64_t> extent_ends;  // pages up to the end of each extent; set by submit()
     uint32_t pages_per_slot = 0;
     uint32_t blocks_per_slot = 0;
     uint32_t skip = 0;

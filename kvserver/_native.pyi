@@ -63,7 +63,7 @@ class Copier:
         direction: Direction,
         planes: PlaneTable,
         blocks: bytes,
-        pages: bytes,
+        extents: bytes,
         pages_per_slot: int,
         blocks_per_slot: int,
         skip: int = 0,

@@ -12,7 +12,6 @@ Rules kept here:
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -150,7 +149,7 @@ class Cache:
                 break
             if chunk is None:
                 chunk = self.index.add(namespace, key)
-            chunk.slots[rank] = slot
+            chunk.put_slot(rank, slot)
             chunk.filling |= bit
             chunk.pins += 1
             self.pins += 1
@@ -177,9 +176,8 @@ class Cache:
                     chunk.ready = True
                     published += 1
             else:
-                slot, chunk.slots[plan.rank] = chunk.slots[plan.rank], None
-                if slot is not None:
-                    self.pool.give(slot)
+                self.pool.give(chunk.slot(plan.rank))
+                chunk.put_slot(plan.rank, b"")
                 if not chunk.detached and not chunk.done and not chunk.filling:
                     self.index.remove(chunk)
         self._use(plan.prefix)
@@ -280,15 +278,12 @@ class Cache:
             self.policy.track(chunk)
 
     def _free(self, chunk: Chunk) -> None:
-        for rank, slot in enumerate(chunk.slots):
-            if slot is not None:
-                self.pool.give(slot)
-                chunk.slots[rank] = None
+        self.pool.give(chunk.take_slots())
         chunk.ready = False
         if chunk.queued:
             self.policy.forget(chunk)
 
-    def _take(self, pages: int) -> array[int] | None:
+    def _take(self, pages: int) -> bytes | None:
         """Pages for one slot, evicting as needed; None when nothing more may be evicted."""
         while (slot := self.pool.take(pages)) is None:
             if self._garbage:

@@ -30,7 +30,7 @@ class Device(Protocol):
         direction: Direction,
         planes: PlaneTable,
         blocks: bytes,
-        pages: bytes,
+        extents: bytes,
         pages_per_slot: int,
         blocks_per_slot: int,
         skip: int = 0,

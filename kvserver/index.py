@@ -12,8 +12,11 @@ pin is gone.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterator
+
+from kvserver.pool import page_count
 
 
 class Namespace:
@@ -36,13 +39,15 @@ class Chunk:
     """
 
     __slots__ = (
-        "done", "filling", "in_index", "key", "last_used", "leases", "namespace", "pins", "queued", "ready", "slots",
+        "_slots", "done", "filling", "in_index", "key", "last_used", "leases", "namespace", "pins", "queued", "ready",
     )  # fmt: skip
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         self.namespace = namespace
         self.key = key
-        self.slots: list[array[int] | None] = [None] * namespace.world_size
+        # One rank: its slot. More: u32 offsets in here of where each rank's slot ends, then the slots. An object a
+        # rank would cost more than all else of a chunk.
+        self._slots = b""
         self.done = 0
         self.filling = 0
         self.ready = False
@@ -56,9 +61,49 @@ class Chunk:
     def detached(self) -> bool:
         return self.namespace.cleared or not self.in_index
 
+    def slot(self, rank: int) -> bytes:
+        """The rank's slot, b"" if it has none."""
+        if self.namespace.world_size == 1 or not self._slots:
+            return self._slots
+        begin, end = self._bounds(rank)
+        return self._slots[begin:end]
+
+    def put_slot(self, rank: int, slot: bytes) -> None:
+        """Set the rank's slot; b"" takes it away."""
+        ranks = self.namespace.world_size
+        if ranks == 1:
+            self._slots = slot
+            return
+        if not self._slots:
+            self._slots = array("I", [4 * ranks] * ranks).tobytes()
+        begin, end = self._bounds(rank)
+        ends = array("I", self._slots[: 4 * ranks])
+        grown = len(slot) - (end - begin)
+        for later in range(rank, ranks):
+            ends[later] += grown
+        self._slots = ends.tobytes() + self._slots[4 * ranks : begin] + slot + self._slots[end:]
+
+    def take_slots(self) -> bytes:
+        """All ranks' slots joined; it holds none afterwards."""
+        slots, self._slots = self._joined, b""
+        return slots
+
     @property
     def page_count(self) -> int:
-        return sum(len(slot) for slot in self.slots if slot is not None)
+        return page_count(self._joined)
+
+    @property
+    def _joined(self) -> bytes:
+        ranks = self.namespace.world_size
+        return self._slots if ranks == 1 else self._slots[4 * ranks :]
+
+    def _bounds(self, rank: int) -> tuple[int, int]:
+        """Where in `_slots` the rank's slot lies. REQUIRES: several ranks, one of which has a slot."""
+        before = 4 * rank
+        begin = (
+            int.from_bytes(self._slots[before - 4 : before], sys.byteorder) if rank else 4 * self.namespace.world_size
+        )
+        return begin, int.from_bytes(self._slots[before : before + 4], sys.byteorder)
 
 
 class Index:

@@ -152,18 +152,13 @@ class Transfers:
     ) -> None:
         worker = ticket.worker
         assert worker.table is not None
-        pages = array("I")
-        for chunk in chunks:
-            slot = chunk.slots[worker.slot]
-            assert slot is not None
-            pages.extend(slot)
         number = self._copier.copy(
             ticket,
             direction,
             worker.table,
             blocks=blocks.tobytes(),
-            pages=pages.tobytes(),
-            pages_per_slot=len(pages) // len(chunks),
+            extents=b"".join([chunk.slot(worker.slot) for chunk in chunks]),
+            pages_per_slot=self._cache.pool.pages_for(worker.slot_bytes),
             blocks_per_slot=worker.spec.chunk_blocks,
             skip=skip,
             word_memory=worker.words,

@@ -86,11 +86,11 @@ class Workers:
                     ErrorCode.BAD_PLANES, f"plane {number} names memory {plane.memory} of {len(request.memory)}"
                 )
         slot_bytes = expected * sum(plane.run_bytes for plane in request.planes)
-        l1_bytes = self._cache.pool.pages * self._cache.pool.page_bytes
-        if slot_bytes > l1_bytes:
+        pool = self._cache.pool
+        if pool.pages_for(slot_bytes) > pool.pages:
             raise KVServerError(
                 ErrorCode.TOO_LARGE,
-                f"one chunk of this model takes {slot_bytes} bytes, L1 has {l1_bytes}; raise --l1-size or lower "
+                f"one chunk of this model takes {slot_bytes} bytes, L1 has {pool.pages * pool.page_bytes}; raise --l1-size or lower "
                 "--chunk-tokens",
             )
 

@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 
+from support.slots import pages_of
 from support.worker import Memory
 
 from kvserver import _native
@@ -88,7 +89,7 @@ class FakeDevice:
         direction: Direction,
         planes: PlaneTable,
         blocks: bytes,
-        pages: bytes,
+        extents: bytes,
         pages_per_slot: int,
         blocks_per_slot: int,
         skip: int = 0,
@@ -99,7 +100,7 @@ class FakeDevice:
     ) -> None:
         side = self._sides[id(word_memory)]
         assert side.mapped, "a copy of memory that is not mapped"
-        block_list, page_list = list(array("I", blocks)), list(array("I", pages))
+        block_list, page_list = list(array("I", blocks)), pages_of(extents)
         assert block_list, "a copy of nothing"
         assert len(set(block_list)) == len(block_list), "a block is named twice"
         assert max(block_list) < planes.num_blocks

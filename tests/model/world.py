@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.slots import pages_of
 from support.worker import Geometry, Memory, identity, ids, put
 
 from kvserver._native import Direction, Outcome, State, WordPage
@@ -668,8 +669,8 @@ class World:
             assert record is entry.chunk
             assert record.ready == entry.ready
             for rank, content in entry.done.items():
-                slot = record.slots[rank]
-                assert slot is not None
+                slot = pages_of(record.slot(rank))
+                assert slot
                 raw = b"".join(self.device.l1[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] for page in slot)
                 whole = b"".join(content)
                 assert raw[: len(whole)] == whole, "L1 holds other bytes than were stored"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from support.slots import slot_of
 from support.worker import Geometry, Memory, ids
 
 from kvserver._native import Copier, Direction, HostRegion, Mapping, Outcome, PlaneTable, WordPage
@@ -59,7 +60,7 @@ class Job:
     def arguments(self) -> dict[str, Any]:
         return {
             "blocks": ids(self.blocks),
-            "pages": ids(self.pages),
+            "extents": slot_of(self.pages),
             "pages_per_slot": self.pages_per_slot,
             "blocks_per_slot": self.blocks_per_slot,
             "skip": self.skip,

@@ -95,7 +95,7 @@ std::vector<PlaneTable::Row> awkward_planes(uint64_t& size) {
 }
 
 std::shared_ptr<CopyJob> job_of(uint64_t ticket, Direction direction, const Worker& worker,
-                                std::vector<uint32_t> blocks, std::vector<uint32_t> pages,
+                                std::vector<uint32_t> blocks, const std::vector<uint32_t>& pages,
                                 uint32_t word, uint64_t sequence) {
     auto job = std::make_shared<CopyJob>();
     job->ticket = ticket;
@@ -104,7 +104,7 @@ std::shared_ptr<CopyJob> job_of(uint64_t ticket, Direction direction, const Work
     job->blocks = std::move(blocks);
     job->pages_per_slot =
         static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
-    job->pages = std::move(pages);
+    for (uint32_t page : pages) job->extents.push_back({page, 1});
     job->blocks_per_slot = kPerSlot;
     job->word_memory = worker.words;
     job->word = worker.words->word(word);

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import struct
 from typing import Any
 
 import pytest
+from support.slots import slot_of
 from support.worker import awkward
 
 from kvserver._native import Copier, Direction, HostRegion, Mapping, Outcome, PlaneTable
@@ -113,11 +115,29 @@ def test_a_copy_outside_its_bounds_is_refused(device: Device, direction: Directi
     assert device.drain() == []
 
 
-@pytest.mark.parametrize("field", ["blocks", "pages"])
+@pytest.mark.parametrize("field", ["blocks", "extents"])
 def test_ids_that_are_no_whole_numbers_are_refused(device: Device, field: str) -> None:
     l0 = L0(device, flat(8, 64))
     arguments = {**Job([1], [0], 1, 1).arguments(), field: b"\0\0\0\0\0"}
     with pytest.raises(ValueError, match="multiple of 4"):
+        device.copier.submit_copy(1, Direction.STORE, l0.table, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [(0, 0), (0, 65), (63, 2), (64, 1), (1, (1 << 32) - 1), ((1 << 32) - 1, 1), ((1 << 32) - 1, (1 << 32) - 1)],
+)
+def test_an_extent_that_leaves_l1_is_refused(device: Device, first: int, count: int) -> None:
+    l0 = L0(device, flat(8, 64))
+    arguments = {**Job([1], [0], 1, 1).arguments(), "extents": struct.pack("=II", first, count)}
+    with pytest.raises(ValueError, match="do not lie in L1"):
+        device.copier.submit_copy(1, Direction.STORE, l0.table, **arguments)
+
+
+def test_half_an_extent_is_refused(device: Device) -> None:
+    l0 = L0(device, flat(8, 64))
+    arguments = {**Job([1], [0], 1, 1).arguments(), "extents": slot_of([0])[:4]}
+    with pytest.raises(ValueError, match="pairs"):
         device.copier.submit_copy(1, Direction.STORE, l0.table, **arguments)
 
 
@@ -131,7 +151,7 @@ def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
         assert device.map([vast, Mapping(os.dup(words.fd), 64)]).outcome == Outcome.DONE
         table = PlaneTable([vast], [(0, 0, 0, 1 << 45)] * 128, 1)
         with pytest.raises(ValueError, match="too few pages"):
-            device.copier.submit_copy(1, Direction.STORE, table, bytes(4), bytes(4), 1, 1 << 12)
+            device.copier.submit_copy(1, Direction.STORE, table, bytes(4), slot_of([0]), 1, 1 << 12)
     finally:
         os.close(fd)
         device.unmap([vast])

@@ -31,6 +31,18 @@ def random_geometry(rng: random.Random, page_bytes: int) -> Geometry:
     return Geometry(num_blocks, 16, tuple(sizes), tuple(planes))
 
 
+def scattered(rng: random.Random, pages: int, count: int) -> list[int]:
+    """`count` pages in runs of any length: single ones, neighbours, whole extents that hold several slots."""
+    longest = rng.choice([1, 4, pages])
+    runs, page = [], 0
+    while page < pages:
+        length = rng.randint(1, longest)
+        runs.append(range(page, min(page + length, pages)))
+        page += length
+    rng.shuffle(runs)
+    return [page for run in runs for page in run][:count]
+
+
 def random_job(rng: random.Random, device: Device, geometry: Geometry) -> Job | None:
     """Some blocks into some slots; None if L1 cannot hold even one slot."""
     blocks_per_slot = rng.randint(1, 5)
@@ -39,7 +51,7 @@ def random_job(rng: random.Random, device: Device, geometry: Geometry) -> Job | 
     if most == 0:
         return None
     slots = rng.randint(1, most)
-    pages = rng.sample(range(device.pages), slots * pages_per_slot)
+    pages = scattered(rng, device.pages, slots * pages_per_slot)
     room = slots * blocks_per_slot
     skip = rng.choice([0, rng.randrange(room)])
     count = rng.randint(1, min(room - skip, geometry.num_blocks))

@@ -6,12 +6,13 @@ import gc
 import hashlib
 
 import pytest
+from support.slots import pages_of
 
 from kvserver.cache import Cache, StorePlan
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import POLICIES
 from kvserver.index import Chunk
-from kvserver.pool import PagePool
+from kvserver.pool import PagePool, page_count
 from kvserver.protocol import KEY_BYTES
 
 PAGE = 4096
@@ -134,7 +135,7 @@ class TestReady:
         store(cache, "a", rank=0, world=2, pages=2)
         store(cache, "a", rank=1, world=2, pages=3)
         (chunk,) = cache.plan_load(NS, keys("a"))
-        assert [len(slot) for slot in chunk.slots if slot is not None] == [2, 3]
+        assert [page_count(chunk.slot(rank)) for rank in (0, 1)] == [2, 3]
         cache.finish_load([chunk])
 
 
@@ -406,8 +407,10 @@ class TestClear:
         free_all(cache)
         assert cache.pool.used_pages == 2
         store(cache, "xyz")
-        used = {page for chunk in loading for slot in chunk.slots if slot is not None for page in slot}
-        fresh = {page for chunk in cache.index for slot in chunk.slots if slot is not None for page in slot}
+        used = {page for chunk in loading for page in pages_of(chunk.slot(0))}
+        fresh = {page for chunk in cache.index for page in pages_of(chunk.slot(0))}
+        assert len(used) == 2
+        assert len(fresh) == 3
         assert not used & fresh, "pages under a reader were given away"
         cache.finish_load(loading)
         assert cache.pool.used_pages == 3

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
+import random
 
 import pytest
+from support.slots import pages_of, slot_of
 
 from kvserver.index import Index
 
@@ -74,9 +75,28 @@ def test_a_chunk_counts_the_pages_of_all_its_ranks() -> None:
     index = Index()
     chunk = index.add(index.find_or_make(ONE, 3), b"a")
     assert chunk.page_count == 0
-    chunk.slots[0] = array("I", [1, 2])
-    chunk.slots[2] = array("I", [3])
+    chunk.put_slot(0, slot_of([1, 2]))
+    chunk.put_slot(2, slot_of([3]))
     assert chunk.page_count == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_a_chunk_keeps_the_ranks_slots_apart_in_whatever_order_they_come_and_go(ranks: int) -> None:
+    rng = random.Random(ranks)
+    chunk = Index().add(Index().find_or_make(ONE, ranks), b"a")
+    expected: dict[int, list[int]] = {}
+    for _ in range(500):
+        rank = rng.randrange(ranks)
+        pages = rng.sample(range(1 << 20), rng.randint(0, 5))
+        chunk.put_slot(rank, slot_of(pages))
+        expected[rank] = pages
+        look = rng.randrange(ranks)
+        assert pages_of(chunk.slot(look)) == expected.get(look, [])
+        assert chunk.page_count == sum(map(len, expected.values()))
+    joined = [page for rank in sorted(expected) for page in expected[rank]]
+    assert pages_of(chunk.take_slots()) == joined
+    assert chunk.page_count == 0
+    assert chunk.slot(0) == b""
 
 
 def test_one_fingerprint_has_one_world_size() -> None:

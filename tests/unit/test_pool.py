@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from array import array
+import struct
+import tracemalloc
 
 import pytest
+from support.slots import pages_of
 
-from kvserver.pool import MAX_PAGE_BYTES, MIN_PAGE_BYTES, PagePool, page_bytes_for
+from kvserver.pool import MAX_PAGES, PagePool, extents, grain, page_bytes_for
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
 
 def test_fresh_pages_come_in_address_order() -> None:
     pool = PagePool(16 * 4096, 4096)
-    assert list(pool.take(3) or ()) == [0, 1, 2]
-    assert list(pool.take(2) or ()) == [3, 4]
+    assert pages_of(pool.take(3) or b"") == [0, 1, 2]
+    assert pages_of(pool.take(2) or b"") == [3, 4]
 
 
 def test_a_slot_that_does_not_fit_takes_nothing() -> None:
@@ -29,25 +31,104 @@ def test_the_rest_of_l1_that_is_no_whole_page_is_left_out() -> None:
     assert pool.pages == pool.free_pages == 3
 
 
+@pytest.mark.parametrize("l1_bytes", [0, 1, 4095])
+def test_an_l1_without_a_page_has_no_slot(l1_bytes: int) -> None:
+    assert PagePool(l1_bytes, 4096).take(1) is None
+
+
 @pytest.mark.parametrize(("slot_bytes", "pages"), [(1, 1), (4096, 1), (4097, 2), (10 * 4096, 10), (10 * 4096 + 1, 11)])
 def test_a_slot_is_rounded_up_to_pages(slot_bytes: int, pages: int) -> None:
     assert PagePool(MiB, 4096).pages_for(slot_bytes) == pages
+
+
+@pytest.mark.parametrize("pages", [1, 31, 32, 63, 64, 65, 100, 127, 128, 129, 1000, 8191, 8192, 8193, 1 << 20])
+def test_a_large_slot_is_rounded_up_to_its_grain_and_by_less_than_a_thirty_second(pages: int) -> None:
+    taken = PagePool(MiB, 4096).pages_for(pages * 4096)
+    assert taken % grain(pages) == 0
+    assert 0 <= (taken - pages) * 32 < max(pages, 32)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_page_is_ever_in_two_slots(seed: int) -> None:
     rng = random.Random(seed)
     pool = PagePool(200 * 4096, 4096)
-    slots: list[array[int]] = []
+    slots: list[bytes] = []
     for _ in range(3000):
         if slots and rng.random() < 0.5:
             pool.give(slots.pop(rng.randrange(len(slots))))
         elif (slot := pool.take(rng.randint(1, 20))) is not None:
             slots.append(slot)
-        held = [page for slot in slots for page in slot]
+        held = [page for slot in slots for page in pages_of(slot)]
         assert len(held) == len(set(held)) == pool.used_pages
         assert pool.free_pages + pool.used_pages == pool.pages == 200
         assert all(0 <= page < 200 for page in held)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slot_is_refused_only_when_too_few_pages_are_free(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = PagePool(1000 * 4096, 4096)
+    slots: list[bytes] = []
+    for _ in range(5000):
+        count = rng.choice([1, 3, 40, 100, 300])
+        slot = pool.take(count)
+        assert (slot is None) == (sum(len(pages_of(s)) for s in slots) + count > 1000)
+        if slot is not None:
+            assert len(pages_of(slot)) == count
+            slots.append(slot)
+        else:
+            pool.give(slots.pop(rng.randrange(len(slots))))
+
+
+def test_what_is_free_side_by_side_is_one_extent_again() -> None:
+    pool = PagePool(100 * 4096, 4096)
+    slots = [pool.take(10) or b"" for _ in range(10)]
+    random.Random(1).shuffle(slots)
+    for slot in slots:
+        pool.give(slot)
+    assert list(extents(pool.take(100) or b"")) == [(0, 100)]
+
+
+def test_slots_may_be_given_back_together() -> None:
+    pool = PagePool(100 * 4096, 4096)
+    pool.give(b"".join(pool.take(7) or b"" for _ in range(14)))
+    assert pool.free_pages == 100
+
+
+def test_slots_of_one_size_are_one_extent_each_whatever_was_freed() -> None:
+    rng = random.Random(1)
+    pool = PagePool(10_007 * 4096, 4096)
+    slots = []
+    while (slot := pool.take(48)) is not None:
+        slots.append(slot)
+    for _ in range(20_000):
+        if slots and rng.random() < 0.5:
+            pool.give(slots.pop(rng.randrange(len(slots))))
+        elif (slot := pool.take(48)) is not None:
+            assert len(list(extents(slot))) == 1
+            slots.append(slot)
+
+
+def test_a_slot_of_several_extents_takes_the_largest_there_are() -> None:
+    pool = PagePool(100 * 4096, 4096)
+    slots = [pool.take(count) or b"" for count in (5, 1, 20, 1, 10, 63)]
+    for free in (0, 2, 4):
+        pool.give(slots[free])
+    assert [count for _, count in extents(pool.take(32) or b"")] == [20, 10, 2]
+
+
+def test_large_slots_take_no_shreds_while_there_are_whole_grains() -> None:
+    pool = PagePool(4096 * 4096, 4096)
+    kept = []
+    while pool.free_pages:  # free extents of 63 and of 1 pages, one page between each two
+        for count in (63, 1, 1, 1):
+            slot = pool.take(min(count, pool.free_pages)) if pool.free_pages else None
+            kept.append((count, slot or b""))
+    for number, (_, slot) in enumerate(kept):
+        if number % 2 == 0:
+            pool.give(slot)
+    assert grain(512) == 16
+    assert all(count % 16 == 0 for _, count in extents(pool.take(512) or b""))
 
 
 def test_giving_back_more_than_was_taken_is_noticed() -> None:
@@ -60,13 +141,24 @@ def test_giving_back_more_than_was_taken_is_noticed() -> None:
         pool.give(again)
 
 
-@pytest.mark.parametrize("l1_bytes", [1, MiB, 64 * MiB, 256 * MiB, GiB, 3 * GiB, 20 * GiB, 4096 * GiB])
-def test_page_sizes_are_powers_of_two_within_bounds(l1_bytes: int) -> None:
+def test_books_of_a_very_large_l1_take_no_memory_until_it_is_used() -> None:
+    tracemalloc.start()
+    try:
+        pool = PagePool(512 * GiB, page_bytes_for(512 * GiB))
+        assert pool.pages == 512 * GiB // 4096
+        assert tracemalloc.get_traced_memory()[1] < 64 * KiB
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("l1_bytes", [1, MiB, 64 * MiB, 256 * MiB, GiB, 3 * GiB, 20 * GiB, 4096 * GiB, 1 << 50])
+def test_page_sizes_are_powers_of_two_and_every_page_has_a_number(l1_bytes: int) -> None:
     page = page_bytes_for(l1_bytes)
-    assert MIN_PAGE_BYTES <= page <= MAX_PAGE_BYTES
     assert page & (page - 1) == 0
+    assert l1_bytes // page <= MAX_PAGES
+    struct.pack("=I", MAX_PAGES)
 
 
 def test_a_larger_l1_never_gets_smaller_pages() -> None:
-    sizes = [page_bytes_for(1 << shift) for shift in range(20, 45)]
+    sizes = [page_bytes_for(1 << shift) for shift in range(20, 60)]
     assert sizes == sorted(sizes)
