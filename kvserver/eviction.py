@@ -39,35 +39,40 @@ class EvictionPolicy(Protocol):
 class LeastRecentlyUsed:
     """Exact LRU by `chunk.last_used`, repaired lazily.
 
-    A use only writes `last_used`, which never falls while an entry stands (but to 0: evict first). The heap may hold an
-    older value; an entry that proves stale when it reaches the top is put back with the present one.
-    So the top whose value is current is the true minimum.
+    A use only writes `last_used`, which never falls while an entry stands (but to 0: evict first). The heap is ordered
+    by `queued_at`, which may be an older value; an entry that proves stale when it reaches the top is put back with the
+    present one. So the top whose value is current is the true minimum. Ticks are unique; what was never used has
+    negative ones of this class's own, in the order it was tracked.
     """
 
     name = "lru"
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Chunk]] = []
-        self._serial = 0  # breaks ties, so that chunks are never compared
+        self._heap: list[Chunk] = []
+        self._unused = _FIRST
         self._forgotten = 0  # entries of forgotten chunks; their `queued` is False
 
     def track(self, chunk: Chunk) -> None:
         assert not chunk.queued
         chunk.queued = True
-        self._serial += 1
-        heapq.heappush(self._heap, (chunk.last_used, self._serial, chunk))
+        chunk.queued_at = chunk.last_used
+        if not chunk.last_used:
+            self._unused += 1
+            chunk.queued_at = self._unused
+        heapq.heappush(self._heap, chunk)
 
     def victim(self) -> Chunk | None:
         while self._heap:
-            last_used, serial, chunk = self._heap[0]
+            chunk = self._heap[0]
             if not chunk.queued:
                 heapq.heappop(self._heap)
                 self._forgotten -= 1
             elif chunk.detached or chunk.leases or chunk.pins:
                 heapq.heappop(self._heap)
                 chunk.queued = False
-            elif chunk.last_used > last_used:
-                heapq.heapreplace(self._heap, (chunk.last_used, serial, chunk))
+            elif chunk.last_used and chunk.last_used != chunk.queued_at:
+                chunk.queued_at = chunk.last_used
+                heapq.heapreplace(self._heap, chunk)
             else:
                 heapq.heappop(self._heap)
                 chunk.queued = False
@@ -79,12 +84,12 @@ class LeastRecentlyUsed:
         self._forgotten += 1
         # Its entry goes with the next sweep, which costs as much as what was forgotten since the last one.
         if self._forgotten > _SWEEP and self._forgotten > len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if entry[2].queued]
+            self._heap = [chunk for chunk in self._heap if chunk.queued]
             heapq.heapify(self._heap)
             self._forgotten = 0
 
     def reset(self) -> None:
-        for _, _, chunk in self._heap:
+        for chunk in self._heap:
             chunk.queued = False
         self._heap.clear()
         self._forgotten = 0
@@ -93,6 +98,7 @@ class LeastRecentlyUsed:
         return len(self._heap)
 
 
+_FIRST = -(1 << 62)  # before every tick
 _SWEEP = 1024  # forgotten entries below which a sweep is not worth it
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed}

@@ -39,7 +39,8 @@ class Chunk:
     """
 
     __slots__ = (
-        "_slots", "done", "filling", "in_index", "key", "last_used", "leases", "namespace", "pins", "queued", "ready",
+        "_slots", "done", "filling", "in_index", "key", "last_used", "leases", "namespace", "pins", "queued", "queued_at",
+        "ready",
     )  # fmt: skip
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
@@ -56,6 +57,11 @@ class Chunk:
         self.last_used = 0
         self.in_index = True
         self.queued = False  # has an entry in the eviction policy
+        self.queued_at = 0  # what the policy orders its entry by; the policy's alone
+
+    def __lt__(self, other: Chunk) -> bool:
+        """Before `other` in the eviction policy's heap, which holds chunks themselves to stay small."""
+        return self.queued_at < other.queued_at
 
     @property
     def detached(self) -> bool:
