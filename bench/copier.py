@@ -63,7 +63,7 @@ class Rig:
         word_page = Mapping(os.dup(words.fd), 8)
         self.copier.submit_map(0, [memory, word_page])
         self._wait()
-        rows = [(0, p * num_blocks * geometry.run, geometry.run, geometry.run) for p in range(geometry.planes)]
+        rows = [(0, p * num_blocks * geometry.run, geometry.run, geometry.run, 0) for p in range(geometry.planes)]
         self.table = PlaneTable([memory], rows, num_blocks)
         ids = list(range(1, num_blocks))
         random.Random(0).shuffle(ids)

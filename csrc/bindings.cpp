@@ -33,14 +33,14 @@ std::vector<Extent> to_extents(const nb::bytes& raw) {
     return extents;
 }
 
-using Row = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>;
+using Row = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
 
 std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> memories,
                                        const std::vector<Row>& rows, uint64_t num_blocks) {
     std::vector<PlaneTable::Row> converted;
     converted.reserve(rows.size());
-    for (const auto& [memory, offset, stride, run] : rows)
-        converted.push_back({memory, offset, stride, run});
+    for (const auto& [memory, offset, stride, run, group] : rows)
+        converted.push_back({memory, offset, stride, run, group});
     return std::make_shared<PlaneTable>(std::move(memories), converted, num_blocks);
 }
 
@@ -80,6 +80,8 @@ nb::list drain(Copier& copier) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    m.attr("NO_BLOCK") = kNoBlock;
+    m.attr("MAX_GROUPS") = kMaxGroups;
     nb::enum_<State>(m, "State", nb::is_arithmetic())
         .value("IDLE", State::kIdle)
         .value("PENDING", State::kPending)
@@ -116,7 +118,8 @@ NB_MODULE(_native, m) {
     nb::class_<PlaneTable>(m, "PlaneTable")
         .def(nb::new_(&make_table), "memories"_a, "rows"_a, "num_blocks"_a)
         .def_prop_ro("num_blocks", &PlaneTable::num_blocks)
-        .def_prop_ro("block_bytes", &PlaneTable::block_bytes);
+        .def_prop_ro("block_bytes", &PlaneTable::block_bytes)
+        .def_prop_ro("groups", &PlaneTable::groups);
     nb::class_<HostRegion>(m, "HostRegion")
         .def(nb::init<uint64_t>(), "size"_a)
         .def_prop_ro("size", &HostRegion::size);

@@ -135,6 +135,14 @@ bool cancelled(const CopyJob& job) {
 
 }  // namespace
 
+uint64_t CopyJob::bytes_at(uint64_t position) const {
+    const uint64_t groups = planes->groups();
+    uint64_t sum = 0;
+    for (uint64_t group = 0; group < groups; ++group)
+        if (blocks[position * groups + group] != kNoBlock) sum += planes->group_bytes(group);
+    return sum;
+}
+
 Copier::Copier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
                unsigned delay_micros)
     : region_(std::move(region)), page_bytes_(page_bytes), delay_micros_(delay_micros) {
@@ -163,6 +171,9 @@ Copier::~Copier() {
 void Copier::submit(std::shared_ptr<CopyJob> job) {
     if (!job->planes || job->blocks.empty() || job->blocks_per_slot == 0)
         throw std::invalid_argument("a copy job needs planes, blocks and a slot size");
+    const uint64_t groups = job->planes->groups();
+    if (job->blocks.size() % groups != 0)
+        throw std::invalid_argument("a copy job names blocks for a part of the groups");
     uint64_t pages = 0;
     job->extent_ends.clear();
     for (const Extent& extent : job->extents) {
@@ -172,15 +183,18 @@ void Copier::submit(std::shared_ptr<CopyJob> job) {
                                         std::to_string(extent.first) + " on do not lie in L1");
         job->extent_ends.push_back(pages += extent.count);
     }
-    const uint64_t slots = job->pages_per_slot == 0 ? 0 : pages / job->pages_per_slot;
-    if (job->skip + job->blocks.size() > slots * job->blocks_per_slot)
+    if (job->pages_per_slot == 0 || pages % job->pages_per_slot != 0)
+        throw std::invalid_argument("the extents of a copy job make no whole slots");
+    const uint64_t slots = pages / job->pages_per_slot;
+    if (job->skip + job->positions() > slots * job->blocks_per_slot)
         throw std::invalid_argument("a copy job names more blocks than its slots hold");
     const auto slot_bytes =
         static_cast<unsigned __int128>(job->blocks_per_slot) * job->planes->block_bytes();
     if (slot_bytes > static_cast<unsigned __int128>(job->pages_per_slot) * page_bytes_)
         throw std::invalid_argument("a slot has too few pages for its blocks");
+    const bool may_have_holes = groups > 1 && job->direction == Direction::kLoad;
     for (uint32_t id : job->blocks)
-        if (id >= job->planes->num_blocks())
+        if (id == kNoBlock ? !may_have_holes : id >= job->planes->num_blocks())
             throw std::invalid_argument("block id " + std::to_string(id) + " of " +
                                         std::to_string(job->planes->num_blocks()));
     {
@@ -236,7 +250,7 @@ void Copier::run_copies() {
         if (stopping_) return;
         std::shared_ptr<CopyJob> job = front_job();
         auto& queue = job->direction == Direction::kLoad ? loads_ : stores_;
-        const uint64_t total = job->blocks.size();
+        const uint64_t total = job->positions();
         const uint64_t first = job->next;
         if (first == 0 && !begin(*job)) {
             queue.pop_front();
@@ -272,7 +286,7 @@ void Copier::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
             job.stop = true;
             return;
         }
-        job.bytes += job.planes->block_bytes();
+        job.bytes += job.bytes_at(i);
     }
 }
 
@@ -285,8 +299,10 @@ void Copier::copy_block(const CopyJob& job, uint64_t index) const {
     const auto ends = job.extent_ends.begin();
     auto extent = static_cast<size_t>(
         std::upper_bound(ends, job.extent_ends.end(), begin / page_bytes_) - ends);
+    const uint32_t* ids = job.blocks.data() + index * job.planes->groups();
     for (const Plane& plane : job.planes->planes()) {
-        std::byte* l0 = plane.base + job.blocks[index] * plane.stride;
+        if (ids[plane.group] == kNoBlock) continue;
+        std::byte* l0 = plane.base + ids[plane.group] * plane.stride;
         uint64_t offset = begin + plane.slot_offset;
         for (uint64_t left = plane.run; left > 0;) {
             while (job.extent_ends[extent] * page_bytes_ <= offset) ++extent;

@@ -86,15 +86,24 @@ struct Plane {
     uint64_t stride;       // bytes from one block to the next
     uint64_t run;          // contiguous bytes of one block
     uint64_t slot_offset;  // where the run lies within a block's bytes in a slot
+    uint64_t group;        // which of a position's block ids names the block
 };
+
+// Where one group of a load has no block: its planes are left alone there.
+constexpr uint32_t kNoBlock = UINT32_MAX;
+constexpr uint64_t kMaxGroups = 64;
 
 // The planes of one registration, bounds-checked against the mappings once, here.
 // Keeps its mappings alive; whoever unmaps one must have settled every job on the table first.
+//
+// Planes belong to KV cache groups 0..groups()-1. Every group has a block of its own at each
+// position, and their planes may share memory. In a slot, a position's bytes are those of all
+// planes in order, whatever their group.
 class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
   public:
-    // One row per plane: index into `memories`, byte offset, stride, run.
+    // One row per plane: index into `memories`, byte offset, stride, run, group.
     struct Row {
-        uint64_t memory, offset, stride, run;
+        uint64_t memory, offset, stride, run, group = 0;
     };
     // Throws std::invalid_argument naming the plane and the numbers.
     PlaneTable(std::vector<std::shared_ptr<Mapping>> memories, const std::vector<Row>& rows,
@@ -102,7 +111,9 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
 
     const std::vector<Plane>& planes() const { return planes_; }
     uint64_t num_blocks() const { return num_blocks_; }
-    uint64_t block_bytes() const { return block_bytes_; }
+    uint64_t block_bytes() const { return block_bytes_; }  // of one position, over all groups
+    uint64_t groups() const { return group_bytes_.size(); }
+    uint64_t group_bytes(uint64_t group) const { return group_bytes_[group]; }
     bool intact() const;
 
   private:
@@ -110,6 +121,7 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
     std::vector<Plane> planes_;
     uint64_t num_blocks_;
     uint64_t block_bytes_ = 0;
+    std::vector<uint64_t> group_bytes_;
 };
 
 // The L1 region: private memory, touched lazily. Lives as long as the process serves.
@@ -160,9 +172,11 @@ struct Extent {
     uint32_t first, count;  // pages
 };
 
-// One ticket's copy. Block i of `blocks` belongs to position skip + i of the slots laid end to
-// end, `blocks_per_slot` blocks each: a load that leaves the first n blocks alone sets skip = n.
-// REQUIRES: ids < planes->num_blocks(), none twice; extents lie in the region; word outlives it.
+// One ticket's copy. `blocks` names one block per group for each position; the i-th of these belong
+// to position skip + i of the slots laid end to end, `blocks_per_slot` positions each: a load that
+// leaves the first n blocks alone sets skip = n. A load of several groups may have kNoBlock for
+// some. REQUIRES: ids < planes->num_blocks(), none twice; extents lie in the region; word outlives
+// it.
 struct CopyJob {
     uint64_t ticket = 0;
     Direction direction = Direction::kStore;
@@ -179,12 +193,15 @@ struct CopyJob {
     uint64_t deadline_nanos = 0;  // CLOCK_MONOTONIC; not started after it; 0 = none
 
     // Progress, written by copier threads only.
-    std::atomic<uint64_t> next{0};     // first block nobody took yet
-    std::atomic<uint64_t> settled{0};  // blocks copied or given up
+    std::atomic<uint64_t> next{0};     // first position nobody took yet
+    std::atomic<uint64_t> settled{0};  // positions copied or given up
     std::atomic<uint64_t> bytes{0};
     std::atomic<bool> stop{false};  // set by cancel() or by a failing thread
     std::atomic<bool> memory_lost{false};
     uint64_t started_nanos = 0;
+
+    uint64_t positions() const { return blocks.size() / planes->groups(); }
+    uint64_t bytes_at(uint64_t position) const;  // what is copied there
 };
 
 // The worker's side of the state words: a sealed memfd that is handed to the server.

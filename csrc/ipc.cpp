@@ -82,10 +82,20 @@ PlaneTable::PlaneTable(std::vector<std::shared_ptr<Mapping>> memories, const std
             throw std::invalid_argument(name + " has blocks that overlap: stride " +
                                         std::to_string(row.stride) + " < run " +
                                         std::to_string(row.run));
-        planes_.push_back({memory.data() + row.offset, row.stride, row.run, block_bytes_});
+        if (row.group >= kMaxGroups)
+            throw std::invalid_argument(name + " is of group " + std::to_string(row.group) +
+                                        ", there are at most " + std::to_string(kMaxGroups));
+        if (row.group >= group_bytes_.size()) group_bytes_.resize(row.group + 1);
+        group_bytes_[row.group] += row.run;
+        planes_.push_back(
+            {memory.data() + row.offset, row.stride, row.run, block_bytes_, row.group});
         block_bytes_ += row.run;
     }
     if (planes_.empty()) throw std::invalid_argument("a plane table needs at least one plane");
+    for (size_t group = 0; group < group_bytes_.size(); ++group)
+        if (group_bytes_[group] == 0)
+            throw std::invalid_argument("no plane is of group " + std::to_string(group) + " of " +
+                                        std::to_string(group_bytes_.size()));
 }
 
 bool PlaneTable::intact() const {

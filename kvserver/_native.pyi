@@ -2,6 +2,9 @@
 
 import enum
 
+NO_BLOCK: int
+MAX_GROUPS: int
+
 class State(enum.IntEnum):
     IDLE = 0
     PENDING = 1
@@ -32,11 +35,15 @@ class Mapping:
     def fail_word(self, index: int, sequence: int) -> bool: ...
 
 class PlaneTable:
-    def __init__(self, memories: list[Mapping], rows: list[tuple[int, int, int, int]], num_blocks: int) -> None: ...
+    def __init__(
+        self, memories: list[Mapping], rows: list[tuple[int, int, int, int, int]], num_blocks: int
+    ) -> None: ...
     @property
     def num_blocks(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
 
 class HostRegion:
     def __init__(self, size: int) -> None: ...

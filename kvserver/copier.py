@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvserver import _native
-from kvserver._native import Direction, Mapping, Outcome, PlaneTable
+from kvserver._native import NO_BLOCK, Direction, Mapping, Outcome, PlaneTable
 
-__all__ = ["Completion", "Copier", "Device", "Direction", "Mapping", "Outcome", "PlaneTable"]
+__all__ = ["NO_BLOCK", "Completion", "Copier", "Device", "Direction", "Mapping", "Outcome", "PlaneTable"]
 
 
 class Device(Protocol):

@@ -15,7 +15,7 @@ from kvserver.copier import Mapping, PlaneTable
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.lifeline import Attachment
 from kvserver.namespace import check_agreement, fingerprint, with_variant
-from kvserver.planes import block_bytes
+from kvserver.planes import block_bytes, group_count
 from kvserver.protocol import RegisterWorker
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
@@ -61,6 +61,7 @@ class Worker:
         self.closing = False
         self.unmapping = False
         self.last_seen = 0.0
+        self.groups = group_count(spec.planes)
         self.slot_bytes = block_bytes(spec.planes) * spec.chunk_blocks
         self.slot = 0 if spec.replicated else spec.rank  # which of a chunk's slots holds this rank's bytes
         self.stores = self.slot == spec.rank

@@ -28,8 +28,9 @@ def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
         _same(f"identity.{name}", getattr(first.identity, name), getattr(other.identity, name), first.rank, other.rank)
     if first.replicated:
         _same("layout", first.layout, other.layout, first.rank, other.rank)
-        runs = [[plane.run_bytes for plane in spec.planes] for spec in (first, other)]
-        _same("runs", runs[0], runs[1], first.rank, other.rank)
+        for name, value in (("runs", "run_bytes"), ("groups", "group")):
+            said = [[getattr(plane, value) for plane in spec.planes] for spec in (first, other)]
+            _same(name, said[0], said[1], first.rank, other.rank)
 
 
 def _same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> None:
@@ -38,7 +39,7 @@ def _same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> None:
 
 
 def fingerprint(ranks: list[RegisterWorker]) -> bytes:
-    """32 bytes over the identity, block and chunk tokens, what ranks share, and each rank's layout and run lengths.
+    """32 bytes over the identity, block and chunk tokens, what ranks share, and each rank's layout, groups and run lengths.
 
     REQUIRES: all ranks, in rank order, that agree. Addresses, block counts and strides stay out: they
     do not change what a slot holds.
@@ -50,7 +51,7 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
         first.block_tokens,
         first.chunk_blocks,
         first.replicated,
-        [[rank.layout, [plane.run_bytes for plane in rank.planes]] for rank in ranks],
+        [[rank.layout, [(plane.group, plane.run_bytes) for plane in rank.planes]] for rank in ranks],
     ]
     return hashlib.sha256(_encoder.encode(content)).digest()
 

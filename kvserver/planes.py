@@ -16,16 +16,21 @@ from kvserver.errors import ErrorCode, KVServerError
 
 assert array("I").itemsize == 4, "array('I') must be the 4-byte integer of the wire"
 
+MAX_GROUPS = 64
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class Plane(msgspec.Struct, frozen=True):
-    """Block `id` is the `run_bytes` bytes at `offset + id * stride_bytes` of memory number `memory`."""
+    """Block `id` is the `run_bytes` bytes at `offset + id * stride_bytes` of memory number `memory`.
+
+    `group` is the KV cache group whose blocks these are: a position has one block of each group.
+    """
 
     memory: Annotated[int, Meta(ge=0, le=4095)]
     offset: _Bytes
     stride_bytes: _Bytes
     run_bytes: Annotated[int, Meta(gt=0, le=1 << 62)]
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0
 
 
 def block_bytes(planes: list[Plane]) -> int:
@@ -33,10 +38,23 @@ def block_bytes(planes: list[Plane]) -> int:
     return sum(plane.run_bytes for plane in planes)
 
 
-def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int) -> array[int]:
+def group_count(planes: list[Plane]) -> int:
+    """How many groups these planes are of. KVServerError(BAD_PLANES) if one of 0 to the highest has no plane."""
+    present = {plane.group for plane in planes}
+    count = max(present) + 1
+    if len(present) < count:
+        missing = min(set(range(count)) - present)
+        raise KVServerError(
+            ErrorCode.BAD_PLANES, f"no plane is of group {missing}; groups are numbered from 0, and {count - 1} is one"
+        )
+    return count
+
+
+def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int, null_may_repeat: bool = False) -> array[int]:
     """Block ids from their wire form, little-endian u32.
 
-    KVServerError(BAD_BLOCKS) unless there are `least` to `most` ids, all below `num_blocks`, none twice.
+    KVServerError(BAD_BLOCKS) unless there are `least` to `most` ids, all below `num_blocks`, none twice; but
+    perhaps 0, the null block.
     """
     if len(raw) % 4 or not 4 * least <= len(raw) <= 4 * most:
         expected = f"{most}" if least == most else f"{least} to {most}"
@@ -50,7 +68,8 @@ def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int) -> array
         raise KVServerError(
             ErrorCode.BAD_BLOCKS, f"block id {max(ids)} is out of range: the worker registered {num_blocks} blocks"
         )
-    if len(set(ids)) != len(ids):
-        repeated = Counter(ids).most_common(1)[0][0]
+    nulls = ids.count(0) if null_may_repeat else 0
+    if len(set(ids)) + max(0, nulls - 1) != len(ids):
+        repeated = next(id for id, times in Counter(ids).most_common(2) if id or not null_may_repeat)
         raise KVServerError(ErrorCode.BAD_BLOCKS, f"block id {repeated} is named more than once")
     return ids

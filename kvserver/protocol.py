@@ -9,7 +9,7 @@ worker's lifeline.
 Owns: the structs, the version and the one decoder. Refuses to know: what any message means to the cache.
 
 Units: `*_ns` is CLOCK_MONOTONIC nanoseconds; `keys` is KEY_BYTES bytes per chunk; `block_ids` is
-little-endian u32 per block.
+little-endian u32, one per KV cache group for each block position: [position][group].
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ class _Copy(_Message):
 
 
 class Store(_Copy):
-    """Copy whole chunks from L0 to L1: chunk_blocks ids for each key."""
+    """Copy whole chunks from L0 to L1: chunk_blocks positions for each key."""
 
 
 class Retrieve(_Copy):
     """Copy chunks from L1 to L0.
 
-    `block_ids` leaves out the first `skip_blocks` blocks of the first chunk, and may leave out the last
-    blocks of the last one.
+    `block_ids` leaves out the first `skip_blocks` positions of the first chunk, and may leave out the last
+    ones of the last. Where there are several groups, id 0 leaves one group of a position alone, but not all.
     """
 
     skip_blocks: Small = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvserver.cache import Cache, StorePlan
-from kvserver.copier import Completion, Copier, Direction, Outcome
+from kvserver.copier import NO_BLOCK, Completion, Copier, Direction, Outcome
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.index import Chunk
 from kvserver.instances import Counts, Instance, Instances, Worker
@@ -97,7 +97,7 @@ class Transfers:
             raise
 
     def _store(self, request: Store, respond: Respond, worker: Worker, instance: Instance, namespace: bytes) -> None:
-        per_chunk = worker.spec.chunk_blocks
+        per_chunk = worker.spec.chunk_blocks * worker.groups
         ids = chunk_count(request.keys) * per_chunk
         blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, ids, ids)
         _refuse_null_block(blocks)
@@ -130,8 +130,12 @@ class Transfers:
             )
         most = chunks * worker.spec.chunk_blocks - request.skip_blocks
         least = max(1, most - worker.spec.chunk_blocks + 1)
-        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, least, most)
-        _refuse_null_block(blocks)
+        groups = worker.groups
+        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, least * groups, most * groups, groups > 1)
+        if groups == 1:
+            _refuse_null_block(blocks)
+        else:
+            blocks = _with_holes(blocks, groups)
         found = self._cache.plan_load(namespace, request.keys)
         instance.counts.loads += 1
         ticket = LoadTicket(worker, respond, found)
@@ -218,6 +222,21 @@ def check_chunk(chunk_blocks: int, spec: RegisterWorker) -> None:
 def _refuse_null_block(blocks: array[int]) -> None:
     if 0 in blocks:
         raise KVServerError(ErrorCode.BAD_BLOCKS, "block id 0 is the null block: it is never stored or loaded")
+
+
+def _with_holes(blocks: array[int], groups: int) -> array[int]:
+    """The ids of a load of several groups, null blocks as what the copier leaves out.
+
+    KVServerError(BAD_BLOCKS) unless there are whole positions, each with a block of at least one group.
+    """
+    if len(blocks) % groups:
+        raise KVServerError(ErrorCode.BAD_BLOCKS, f"{len(blocks)} block ids are no whole positions of {groups} groups")
+    if 0 not in blocks:
+        return blocks
+    columns = (blocks[group::groups] for group in range(groups))
+    if not all(map(any, zip(*columns, strict=True))):
+        raise KVServerError(ErrorCode.BAD_BLOCKS, "a position has the null block, id 0, in every group")
+    return array("I", (id or NO_BLOCK for id in blocks))
 
 
 def _failure(completion: Completion) -> Error:

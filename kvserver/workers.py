@@ -17,6 +17,7 @@ from kvserver.copier import Completion, Copier, Mapping, PlaneTable
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.instances import Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
+from kvserver.planes import block_bytes, group_count
 from kvserver.protocol import Error, Registered, RegisterWorker, Unregistered, UnregisterWorker
 from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket
 
@@ -85,7 +86,8 @@ class Workers:
                 raise KVServerError(
                     ErrorCode.BAD_PLANES, f"plane {number} names memory {plane.memory} of {len(request.memory)}"
                 )
-        slot_bytes = expected * sum(plane.run_bytes for plane in request.planes)
+        group_count(request.planes)
+        slot_bytes = expected * block_bytes(request.planes)
         pool = self._cache.pool
         if pool.pages_for(slot_bytes) > pool.pages:
             raise KVServerError(
@@ -106,7 +108,7 @@ class Workers:
         try:
             if not completion.done:
                 raise KVServerError(ErrorCode.BAD_MEMORY, completion.what)
-            rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes) for p in worker.spec.planes]
+            rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes, p.group) for p in worker.spec.planes]
             try:
                 worker.table = PlaneTable(worker.memory[:-1], rows, worker.spec.num_blocks)
             except ValueError as error:

@@ -16,7 +16,7 @@ from support.slots import pages_of
 from support.worker import Memory
 
 from kvserver import _native
-from kvserver._native import Direction, Mapping, Outcome, PlaneTable, State, WordPage
+from kvserver._native import NO_BLOCK, Direction, Mapping, Outcome, PlaneTable, State, WordPage
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Copy:
     ticket: int
     direction: Direction
     side: Side
-    blocks: list[int]
-    places: list[int]  # L1 address of every byte of every block, block after block
+    blocks: list[tuple[int, ...]]  # one of each group for each position
+    places: list[int]  # L1 address of every byte of every position, one after the other
     pages: list[int]
     word: int
     sequence: int
@@ -100,10 +100,14 @@ class FakeDevice:
     ) -> None:
         side = self._sides[id(word_memory)]
         assert side.mapped, "a copy of memory that is not mapped"
-        block_list, page_list = list(array("I", blocks)), pages_of(extents)
-        assert block_list, "a copy of nothing"
-        assert len(set(block_list)) == len(block_list), "a block is named twice"
-        assert max(block_list) < planes.num_blocks
+        ids, page_list = array("I", blocks), pages_of(extents)
+        named = [id for id in ids if id != NO_BLOCK]
+        assert named, "a copy of nothing"
+        assert len(set(named)) == len(named), "a block is named twice"
+        assert max(named) < planes.num_blocks
+        assert len(ids) % planes.groups == 0
+        assert len(named) == len(ids) or (direction == Direction.LOAD and planes.groups > 1), "a hole in a store"
+        block_list = list(zip(*(ids[group :: planes.groups] for group in range(planes.groups)), strict=True))
         assert len(page_list) % pages_per_slot == 0
         assert (max(page_list) + 1) * self.page_bytes <= len(self.l1)
         if direction == Direction.STORE:

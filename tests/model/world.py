@@ -17,7 +17,7 @@ from typing import Any
 from support.slots import pages_of
 from support.worker import Geometry, Memory, identity, ids, put
 
-from kvserver._native import Direction, Outcome, State, WordPage
+from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import Cache
 from kvserver.config import Settings
 from kvserver.errors import ErrorCode, KVServerError
@@ -82,6 +82,10 @@ LLAMA = Model("llama", Geometry(48, 32, (48 * 64 + 7,), (Plane(0, 3, 64, 17), Pl
 GEMMA = Model(
     "gemma", Geometry(64, 16, (64 * 20, 64 * 9), (Plane(1, 0, 9, 9), Plane(0, 0, 20, 11), Plane(0, 13, 20, 5))), 2
 )
+HYBRID = Model(  # two groups, whose planes lie over the same bytes
+    "hybrid", Geometry(80, 32, (80 * 40,), (Plane(0, 2, 40, 15, 1), Plane(0, 0, 40, 31), Plane(0, 18, 40, 22, 1))), 1
+)
+Position = tuple[int, ...]  # one block of each group
 
 
 class Call:
@@ -111,14 +115,14 @@ class Operation(Call):
     rank: Rank
     direction: Direction
     names: list[Name]
-    blocks: list[int]  # each belongs to the operation until `released`
+    blocks: list[Position]  # each belongs to the operation until `released`
     word: int
     sequence: int
     skip: int = 0
     ticket: int | None = None  # none was made: refused, or nothing to copy
     entries: list[tuple[Name, Entry, list[bytes]]] = field(default_factory=list)  # that it fills, with the content
     readers: list[Entry] = field(default_factory=list)
-    expected: dict[int, bytes] = field(default_factory=dict)  # block -> what a load must leave there
+    expected: dict[Position, bytes] = field(default_factory=dict)  # block -> what a load must leave there
     released: bool = False
 
     def __post_init__(self) -> None:
@@ -149,7 +153,18 @@ class Rank:
         self.image = [bytearray(image) for image in memory.image()]  # what it should hold
         self.free = set(range(1, memory.geometry.num_blocks))
 
-    def write(self, block: int, content: bytes) -> None:
+    def positions(self, count: int, rng: random.Random, holes: bool = False) -> list[Position] | None:
+        """Blocks of its own for so many positions; with holes not of every group, but of one."""
+        groups = self.engine.model.geometry.groups
+        if len(self.free) < count * groups:
+            return None
+        ids = rng.sample(sorted(self.free), count * groups)
+        positions = [tuple(ids[i : i + groups]) for i in range(0, len(ids), groups)]
+        if holes and groups > 1:
+            return [tuple(id if rng.random() < 0.7 else NO_BLOCK for id in p[:-1]) + p[-1:] for p in positions]
+        return positions
+
+    def write(self, block: Position, content: bytes) -> None:
         self.side.memory.write(block, content)
         put(self.engine.model.geometry, self.image, block, content)
 
@@ -228,7 +243,12 @@ class World:
         self.handlers = Handlers(
             settings, "boot", "token", self.cache, self.device, self.lifelines, clock=lambda: self.now
         )
-        self.engines = [Engine("llama-0", LLAMA), Engine("llama-1", LLAMA), Engine("gemma-0", GEMMA)]
+        self.engines = [
+            Engine("llama-0", LLAMA),
+            Engine("llama-1", LLAMA),
+            Engine("gemma-0", GEMMA),
+            Engine("hybrid-0", HYBRID),
+        ]
         self.operations: dict[int, Operation] = {}  # by ticket
         self.pending: list[tuple[Rank, Call]] = []  # registrations
         self.processes = list(self.ranks())  # whose memory is still open
@@ -392,13 +412,13 @@ class World:
         else:
             assert call.error in (ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.DUPLICATE_INSTANCE.value)
 
-    def arm(self, rank: Rank, direction: Direction, names: list[Name], blocks: list[int]) -> Operation | None:
+    def arm(self, rank: Rank, direction: Direction, names: list[Name], blocks: list[Position]) -> Operation | None:
         word = next(rank.words)
         if any(operation.word == word and not operation.released for operation in rank.operations):
             return None
         sequence = next(rank.sequences)
         rank.side.words.arm(word, sequence)
-        rank.free -= set(blocks)
+        rank.free.difference_update(*blocks)
         operation = Operation(rank, direction, names, blocks, word, sequence)
         rank.operations.append(operation)
         self.calls.append(operation)
@@ -411,7 +431,7 @@ class World:
             "request_id": "r",
             "chunk_blocks": operation.rank.engine.model.chunk_blocks,
             "keys": b"".join(key for _, key in operation.names),
-            "block_ids": ids(operation.blocks),
+            "block_ids": ids(0 if id == NO_BLOCK else id for position in operation.blocks for id in position),
             "word": operation.word,
             "sequence": operation.sequence,
             "deadline_ns": int((self.now + 60.0) * 1e9),
@@ -439,9 +459,8 @@ class World:
         model, space = rank.engine.model, rank.engine.namespace(variant)
         names = [(space, key) for key in keys]
         per_chunk = model.chunk_blocks
-        if len(rank.free) < len(keys) * per_chunk:
-            return
-        operation = self.arm(rank, Direction.STORE, names, self.rng.sample(sorted(rank.free), len(keys) * per_chunk))
+        blocks = rank.positions(len(keys) * per_chunk, self.rng)
+        operation = self.arm(rank, Direction.STORE, names, blocks) if blocks is not None else None
         if operation is None:
             return
         for block in operation.blocks:
@@ -499,9 +518,8 @@ class World:
         model, space = rank.engine.model, rank.engine.namespace(variant)
         names = [(space, key) for key in keys]
         count = len(keys) * model.chunk_blocks - skip - short
-        if count < 1 or len(rank.free) < count:
-            return
-        operation = self.arm(rank, Direction.LOAD, names, self.rng.sample(sorted(rank.free), count))
+        blocks = rank.positions(count, self.rng, holes=True) if count > 0 else None
+        operation = self.arm(rank, Direction.LOAD, names, blocks) if blocks is not None else None
         if operation is None:
             return
         operation.skip = skip
@@ -519,7 +537,10 @@ class World:
         assert operation.ticket is not None
         operation.readers = [entry for entry in entries if entry is not None]
         contents = [block for entry in operation.readers for block in entry.done[rank.number]]
-        operation.expected = dict(zip(operation.blocks, contents[skip : skip + count], strict=True))
+        operation.expected = {
+            position: without_holes(model.geometry, position, content)
+            for position, content in zip(operation.blocks, contents[skip : skip + count], strict=True)
+        }
         for entry in operation.readers:
             entry.readers += 1
 
@@ -547,7 +568,7 @@ class World:
                 content = rank.side.memory.read(block)
                 assert content == operation.expected[block], "a load left other bytes than were stored"
                 put(rank.engine.model.geometry, rank.image, block, content)
-        rank.free |= set(operation.blocks)
+        rank.free |= {id for position in operation.blocks for id in position if id != NO_BLOCK}
 
     def look_at_words(self, rank: Rank) -> None:
         """The engine sees which of its operations are over."""
@@ -692,6 +713,16 @@ class World:
         assert self.cache.pool.used_pages == 0
         self.lifelines.shut()
         logging.getLogger("kvserver").removeHandler(self._watcher)
+
+
+def without_holes(geometry: Geometry, position: Position, content: bytes) -> bytes:
+    """What is read where `content` was loaded: zeros for groups without a block."""
+    parts, done = [], 0
+    for plane in geometry.planes:
+        part = content[done : done + plane.run_bytes]
+        parts.append(part if position[plane.group] != NO_BLOCK else bytes(plane.run_bytes))
+        done += plane.run_bytes
+    return b"".join(parts)
 
 
 def descriptors() -> int:

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from support.slots import slot_of
@@ -43,15 +44,15 @@ class L0:
         ] + [Mapping(os.dup(self.words.fd), WORDS * 8)]
         end = device.map(self.mappings)
         assert end.outcome == Outcome.DONE, end.what
-        rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes) for p in geometry.planes]
+        rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes, p.group) for p in geometry.planes]
         self.table = PlaneTable(self.mappings[:-1], rows, geometry.num_blocks)
 
 
 @dataclass
 class Job:
-    """One copy's arguments: `pages` slot after slot, `blocks` from position `skip` on."""
+    """One copy's arguments: `pages` slot after slot, `blocks` from position `skip` on, a tuple each for groups."""
 
-    blocks: Sequence[int]
+    blocks: Sequence[Any]
     pages: Sequence[int]
     pages_per_slot: int
     blocks_per_slot: int
@@ -59,7 +60,7 @@ class Job:
 
     def arguments(self) -> dict[str, Any]:
         return {
-            "blocks": ids(self.blocks),
+            "blocks": ids(chain.from_iterable(b if isinstance(b, tuple) else (b,) for b in self.blocks)),
             "extents": slot_of(self.pages),
             "pages_per_slot": self.pages_per_slot,
             "blocks_per_slot": self.blocks_per_slot,
@@ -143,7 +144,7 @@ class Device:
         return l0.memory.image()[0]
 
 
-def slot_places(job: Job, block_bytes: int, page_bytes: int) -> Iterable[tuple[int, list[tuple[int, int]]]]:
+def slot_places(job: Job, block_bytes: int, page_bytes: int) -> Iterable[tuple[Any, list[tuple[int, int]]]]:
     """For each block of a job where its bytes lie in L1, byte by byte in runs: (block id, [(address, bytes)])."""
     for index, block in enumerate(job.blocks):
         slot, inner = divmod(job.skip + index, job.blocks_per_slot)

@@ -104,7 +104,14 @@ std::shared_ptr<CopyJob> job_of(uint64_t ticket, Direction direction, const Work
     job->blocks = std::move(blocks);
     job->pages_per_slot =
         static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
-    for (uint32_t page : pages) job->extents.push_back({page, 1});
+    for (uint32_t page : pages) {
+        const bool next =
+            !job->extents.empty() && job->extents.back().first + job->extents.back().count == page;
+        if (next)
+            ++job->extents.back().count;
+        else
+            job->extents.push_back({page, 1});
+    }
     job->blocks_per_slot = kPerSlot;
     job->word_memory = worker.words;
     job->word = worker.words->word(word);

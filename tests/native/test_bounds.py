@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from support.slots import slot_of
-from support.worker import awkward
+from support.worker import awkward, two_groups
 
-from kvserver._native import Copier, Direction, HostRegion, Mapping, Outcome, PlaneTable
+from kvserver._native import NO_BLOCK, Copier, Direction, HostRegion, Mapping, Outcome, PlaneTable
 
 from .rig import L0, Device, Job, flat
 
@@ -64,29 +64,46 @@ LEAVES = [
 
 @pytest.mark.parametrize(("row", "blocks"), FITS)
 def test_a_plane_within_its_memory_is_taken(mapped: Mapping, row: Any, blocks: int) -> None:
-    table = PlaneTable([mapped], [row], blocks)
+    table = PlaneTable([mapped], [(*row, 0)], blocks)
     assert (table.num_blocks, table.block_bytes) == (blocks, row[3])
 
 
 @pytest.mark.parametrize(("row", "blocks"), LEAVES)
 def test_a_plane_that_leaves_its_memory_is_refused(mapped: Mapping, row: Any, blocks: int) -> None:
     with pytest.raises(ValueError, match="plane"):
-        PlaneTable([mapped], [row], blocks)
+        PlaneTable([mapped], [(*row, 0)], blocks)
 
 
 def test_the_plane_that_is_wrong_is_named_with_its_numbers(mapped: Mapping) -> None:
     with pytest.raises(ValueError, match=r"plane 1 ends outside its memory of 4096 bytes .*offset 8, stride 512"):
-        PlaneTable([mapped], [(0, 0, 512, 512), (0, 8, 512, 512)], 8)
+        PlaneTable([mapped], [(0, 0, 512, 512, 0), (0, 8, 512, 512, 0)], 8)
 
 
 def test_planes_need_memory_that_is_mapped() -> None:
     with pytest.raises(ValueError, match="not mapped"):
-        PlaneTable([Mapping(os.memfd_create("m"), 4096)], [(0, 0, 64, 64)], 1)
+        PlaneTable([Mapping(os.memfd_create("m"), 4096)], [(0, 0, 64, 64, 0)], 1)
 
 
 def test_a_table_needs_planes(mapped: Mapping) -> None:
     with pytest.raises(ValueError, match="at least one plane"):
         PlaneTable([mapped], [], 1)
+
+
+@pytest.mark.parametrize("groups", [[1], [0, 2], [0, 63], [3, 1, 0]])
+def test_a_group_without_a_plane_is_refused(mapped: Mapping, groups: list[int]) -> None:
+    with pytest.raises(ValueError, match="no plane is of group"):
+        PlaneTable([mapped], [(0, 0, 64, 64, group) for group in groups], 8)
+
+
+@pytest.mark.parametrize("group", [64, TOP])
+def test_a_group_beyond_the_bound_is_refused(mapped: Mapping, group: int) -> None:
+    with pytest.raises(ValueError, match="plane 0 is of group"):
+        PlaneTable([mapped], [(0, 0, 64, 64, group)], 8)
+
+
+def test_a_table_counts_its_groups(mapped: Mapping) -> None:
+    table = PlaneTable([mapped], [(0, 0, 64, 64, group) for group in (1, 0, 2, 1)], 8)
+    assert (table.groups, table.block_bytes) == (3, 256)
 
 
 BAD_JOBS = {
@@ -113,6 +130,27 @@ def test_a_copy_outside_its_bounds_is_refused(device: Device, direction: Directi
     with pytest.raises(ValueError, match=r"copy job|slot|block|page"):
         device.submit(direction, l0, job)
     assert device.drain() == []
+
+
+BAD_GROUP_JOBS = {
+    "a position of one group only": (Direction.LOAD, [(1, 2), (3,)]),
+    "a position too many": (Direction.LOAD, [(1, 2), (3, 4), (5, 6)]),
+    "a hole in a store": (Direction.STORE, [(1, NO_BLOCK)]),
+    "a block out of range beside a hole": (Direction.LOAD, [(NO_BLOCK, 8)]),
+}
+
+
+@pytest.mark.parametrize(("direction", "blocks"), BAD_GROUP_JOBS.values(), ids=BAD_GROUP_JOBS)
+def test_a_copy_of_groups_outside_its_bounds_is_refused(device: Device, direction: Direction, blocks: Any) -> None:
+    l0 = L0(device, two_groups(num_blocks=8))
+    with pytest.raises(ValueError, match=r"copy job|block"):
+        device.submit(direction, l0, Job(blocks, range(6), 3, 1))
+
+
+def test_a_hole_where_there_is_one_group_is_refused(device: Device) -> None:
+    l0 = L0(device, flat(8, 64))
+    with pytest.raises(ValueError, match="block id"):
+        device.submit(Direction.LOAD, l0, Job([NO_BLOCK], [0], 1, 1))
 
 
 @pytest.mark.parametrize("field", ["blocks", "extents"])
@@ -149,7 +187,7 @@ def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
     try:
         words = L0(device, flat(1, 64)).words
         assert device.map([vast, Mapping(os.dup(words.fd), 64)]).outcome == Outcome.DONE
-        table = PlaneTable([vast], [(0, 0, 0, 1 << 45)] * 128, 1)
+        table = PlaneTable([vast], [(0, 0, 0, 1 << 45, 0)] * 128, 1)
         with pytest.raises(ValueError, match="too few pages"):
             device.copier.submit_copy(1, Direction.STORE, table, bytes(4), slot_of([0]), 1, 1 << 12)
     finally:

@@ -7,7 +7,7 @@ import random
 import pytest
 from support.worker import Geometry, Memory, awkward
 
-from kvserver._native import Direction, Outcome
+from kvserver._native import NO_BLOCK, Direction, Outcome
 from kvserver.planes import Plane
 
 from .rig import L0, Device, Job, flat, l0_after_load, l1_after_store
@@ -147,6 +147,63 @@ def test_a_load_may_leave_out_the_last_blocks() -> None:
     wanted = l0.memory.image_with(dict(zip(part.blocks, content[1:6], strict=True)))
     assert device.load(l0, part).outcome == Outcome.DONE
     assert l0.memory.image() == wanted
+
+
+def random_groups(rng: random.Random, groups: int) -> Geometry:
+    """Planes of several groups over the same bytes: runs of any length anywhere in a block's stride."""
+    num_blocks, stride = rng.randint(groups, 40), rng.randint(50, 6000)
+    planes = []
+    for group in [*range(groups), *(rng.randrange(groups) for _ in range(rng.randint(0, 4)))]:
+        begin = rng.randrange(stride)
+        planes.append(Plane(0, begin, stride, rng.randint(1, stride - begin), group))
+    rng.shuffle(planes)
+    return Geometry(num_blocks, 16, (num_blocks * stride,), tuple(planes))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_over_the_same_bytes_are_copied_block_by_block_and_holes_left_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    random.seed(seed)
+    device = Device(DEVICE_PAGES * 4, rng.choice([64, 509, 4096]), threads=rng.randint(1, 4))
+    l1 = device.fill_l1()
+    for step in range(20):
+        where = f"seed {seed} step {step}"
+        l0 = L0(device, random_groups(rng, rng.randint(2, 4)))
+        groups, size = l0.geometry.groups, l0.geometry.block_bytes
+        per_slot = rng.randint(1, 3)
+        pages_per_slot = -(-per_slot * size // device.page_bytes)
+        slots = min(device.pages // pages_per_slot, 4)
+        positions = min(slots * per_slot, l0.geometry.num_blocks // groups)
+        if not positions:
+            continue
+        pages = scattered(rng, device.pages, slots * pages_per_slot)
+
+        def blocks(count: int, l0: L0 = l0) -> list[tuple[int, ...]]:
+            ids = iter(rng.sample(range(l0.geometry.num_blocks), count * l0.geometry.groups))
+            return [tuple(next(ids) for _ in range(l0.geometry.groups)) for _ in range(count)]
+
+        job = Job(blocks(positions), pages, pages_per_slot, per_slot)
+        image, expected = l0.memory.image(), l1_after_store(l1, job, l0.memory, device.page_bytes)
+        assert device.store(l0, job).bytes == positions * size, where
+        l1 = device.read_l1()
+        assert l1 == expected, where
+        assert l0.memory.image() == image, where
+
+        l0.memory.fill()
+        skip = rng.randrange(positions)
+        holed = [
+            tuple(id if group == kept or rng.random() < 0.6 else NO_BLOCK for group, id in enumerate(ids))
+            for ids in blocks(positions - skip)
+            for kept in [rng.randrange(groups)]
+        ]
+        again = Job(holed, pages, pages_per_slot, per_slot, skip)
+        wanted = l0_after_load(l1, again, l0.memory, device.page_bytes)
+        end = device.load(l0, again)
+        assert end.outcome == Outcome.DONE, where
+        assert end.bytes == sum(p.run_bytes for ids in holed for p in l0.geometry.planes if ids[p.group] != NO_BLOCK)
+        assert l0.memory.image() == wanted, where
+        assert device.read_l1() == l1, where
+        device.unmap(l0.mappings)
 
 
 def test_the_last_block_of_a_plane_may_end_with_its_memory() -> None:

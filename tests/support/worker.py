@@ -12,13 +12,13 @@ import random
 import time
 import uuid
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
-from kvserver._native import State, WordPage
+from kvserver._native import NO_BLOCK, State, WordPage
 from kvserver.client import Attachment, Client, RequestFailed
 from kvserver.planes import Plane
 from kvserver.protocol import (
@@ -82,6 +82,10 @@ class Geometry:
     def block_bytes(self) -> int:
         return sum(plane.run_bytes for plane in self.planes)
 
+    @property
+    def groups(self) -> int:
+        return 1 + max(plane.group for plane in self.planes)
+
 
 def awkward(num_blocks: int = 64, block_tokens: int = 16, scale: int = 1) -> Geometry:
     """Two memories: a contiguous plane, two interleaved ones with gaps, one longer than an L1 page.
@@ -103,6 +107,24 @@ def awkward(num_blocks: int = 64, block_tokens: int = 16, scale: int = 1) -> Geo
     )
 
 
+def two_groups(num_blocks: int = 64, block_tokens: int = 16) -> Geometry:
+    """A hybrid model: the planes of both groups lie over the same bytes, cut in different ways."""
+    return Geometry(
+        num_blocks,
+        block_tokens,
+        sizes=(num_blocks * 6000 + 100,),
+        planes=(
+            Plane(0, 7, 6000, 2500, group=0),
+            Plane(0, 0, 6000, 1111, group=1),
+            Plane(0, 3000, 6000, 2999, group=0),
+            Plane(0, 1500, 6000, 4500, group=1),
+        ),
+    )
+
+
+Position = int | Sequence[int]  # the block of the only group, or one of each; NO_BLOCK for none
+
+
 class Memory:
     """The memfds of one geometry, filled with noise."""
 
@@ -120,29 +142,33 @@ class Memory:
         for view in self.maps:
             view[:] = random.randbytes(len(view))
 
-    def read(self, block: int) -> bytes:
-        """The bytes of one block over all planes."""
+    def read(self, position: Position) -> bytes:
+        """The bytes of one position over all planes; zeros where a group has no block."""
+        ids = [position] if isinstance(position, int) else position
         parts = []
         for plane in self.geometry.planes:
-            at = plane.offset + block * plane.stride_bytes
+            at = plane.offset + ids[plane.group] * plane.stride_bytes
+            if ids[plane.group] == NO_BLOCK:
+                parts.append(bytes(plane.run_bytes))
+                continue
             parts.append(self.maps[plane.memory][at : at + plane.run_bytes])
         return b"".join(parts)
 
-    def blocks(self, block_ids: Iterable[int]) -> list[bytes]:
-        return [self.read(block) for block in block_ids]
+    def blocks(self, positions: Iterable[Position]) -> list[bytes]:
+        return [self.read(position) for position in positions]
 
-    def write(self, block: int, content: bytes) -> None:
-        put(self.geometry, self.maps, block, content)
+    def write(self, position: Position, content: bytes) -> None:
+        put(self.geometry, self.maps, position, content)
 
     def image(self) -> list[bytes]:
         """A copy of every byte."""
         return [view[:] for view in self.maps]
 
-    def image_with(self, contents: dict[int, bytes]) -> list[bytes]:
-        """What image() would be if these blocks held these bytes and nothing else changed."""
+    def image_with(self, contents: Mapping[Any, bytes]) -> list[bytes]:
+        """What image() would be if these positions held these bytes and nothing else changed."""
         copies = [bytearray(view[:]) for view in self.maps]
-        for block, content in contents.items():
-            put(self.geometry, copies, block, content)
+        for position, content in contents.items():
+            put(self.geometry, copies, position, content)
         return [bytes(copy) for copy in copies]
 
     def truncate(self, memory: int = 0, size: int = 0) -> None:
@@ -157,12 +183,14 @@ class Memory:
             os.close(self.fds.pop())
 
 
-def put(geometry: Geometry, maps: Sequence[Any], block: int, content: bytes) -> None:
-    """Write one block's bytes over all planes into `maps`."""
+def put(geometry: Geometry, maps: Sequence[Any], position: Position, content: bytes) -> None:
+    """Write one position's bytes over all planes into `maps`, but for groups without a block."""
+    ids = [position] if isinstance(position, int) else position
     done = 0
     for plane in geometry.planes:
-        at = plane.offset + block * plane.stride_bytes
-        maps[plane.memory][at : at + plane.run_bytes] = content[done : done + plane.run_bytes]
+        if ids[plane.group] != NO_BLOCK:
+            at = plane.offset + ids[plane.group] * plane.stride_bytes
+            maps[plane.memory][at : at + plane.run_bytes] = content[done : done + plane.run_bytes]
         done += plane.run_bytes
 
 

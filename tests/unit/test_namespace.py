@@ -149,7 +149,11 @@ def test_ranks_may_differ_in_their_planes() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
-    [("layout", "head-major", "layout='head-major'"), ("planes", [Plane(0, 0, 8, 8)], r"runs=\[8\]")],
+    [
+        ("layout", "head-major", "layout='head-major'"),
+        ("planes", [Plane(0, 0, 8, 8)], r"runs=\[8\]"),
+        ("planes", [Plane(0, 0, 128, 64), Plane(0, 64, 32, 16, 1)], r"groups=\[0, 1\]"),
+    ],
 )
 def test_ranks_that_hold_the_same_bytes_must_arrange_them_alike(field: str, value: Any, said: str) -> None:
     with pytest.raises(KVServerError, match=f"rank 1 says {said}"):

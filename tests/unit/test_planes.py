@@ -9,8 +9,9 @@ from array import array
 import msgspec
 import pytest
 
+from kvserver import _native
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.planes import Plane, block_bytes, parse_block_ids
+from kvserver.planes import MAX_GROUPS, Plane, block_bytes, group_count, parse_block_ids
 
 
 def wire(*ids: int) -> bytes:
@@ -63,6 +64,33 @@ def test_finding_the_repeated_id_of_very_many_does_not_take_long() -> None:
 
 def test_the_bytes_of_a_block_are_those_of_all_planes() -> None:
     assert block_bytes([Plane(0, 0, 100, 10), Plane(3, 7, 5, 3)]) == 13
+
+
+def test_only_the_null_block_may_repeat_and_only_where_that_is_said() -> None:
+    holed = wire(0, 3, 0, 4, 0, 5)
+    assert parse_block_ids(holed, 9, 6, 6, null_may_repeat=True) == array("I", [0, 3, 0, 4, 0, 5])
+    assert "block id 0 " in refused(holed, 9, 6, 6)
+    with pytest.raises(KVServerError, match="block id 3 is named more than once"):
+        parse_block_ids(wire(0, 3, 0, 3, 0, 0), 9, 6, 6, null_may_repeat=True)
+
+
+@pytest.mark.parametrize(("groups", "count"), [([0], 1), ([0, 0, 0], 1), ([1, 0], 2), ([2, 0, 1, 2], 3)])
+def test_groups_are_counted_by_their_numbers(groups: list[int], count: int) -> None:
+    assert group_count([Plane(0, 0, 8, 8, group) for group in groups]) == count
+
+
+@pytest.mark.parametrize(("groups", "missing"), [([1], 0), ([0, 2], 1), ([3, 0, 1], 2)])
+def test_a_gap_in_the_groups_is_named(groups: list[int], missing: int) -> None:
+    with pytest.raises(KVServerError, match=f"no plane is of group {missing}") as caught:
+        group_count([Plane(0, 0, 8, 8, group) for group in groups])
+    assert caught.value.code is ErrorCode.BAD_PLANES
+
+
+def test_the_copier_takes_as_many_groups_as_a_registration_may_name() -> None:
+    assert _native.MAX_GROUPS == MAX_GROUPS
+    for group in (-1, MAX_GROUPS):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({"memory": 0, "offset": 0, "stride_bytes": 8, "run_bytes": 8, "group": group}, Plane)
 
 
 @pytest.mark.parametrize("field", ["memory", "offset", "stride_bytes", "run_bytes"])
