@@ -23,7 +23,12 @@ from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
 from kvserver.adapters.vllm.worker import WORDS, WorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
 
 from kvserver.protocol import HelloReply, RegisterWorker
 
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvserver")
 
-# 0.30 and later: failures are reported per request, which frees its blocks (quarantine needs that).
+# 0.30 and later: failures are reported per request, which frees its blocks.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,14 +79,19 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} > 1: ranks hold different tokens of a block"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"{len(groups)} KV cache groups; disable the hybrid KV cache manager"
-    kind = type(groups[0].kv_cache_spec).__name__
-    if "Mamba" in kind or "Cross" in kind or "Encoder" in kind:
-        return f"KV cache of kind {kind}"
-    if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and vllm_version() < (0, 29):
-        return f"KV cache of kind {kind} before vLLM 0.29, which frees blocks of running requests unseen"
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kinds = [type(spec).__name__ for spec in specs]
+    for kind in kinds:
+        if "Mamba" in kind or "Cross" in kind or "Encoder" in kind:
+            return f"KV cache of kind {kind}"
+        if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and TransferResults is None:
+            return f"KV cache of kind {kind} before vLLM 0.30, which would compute on null blocks after a failed load"
+    if not specs:
+        return "no KV cache"
+    if len(specs) > 1 and TransferResults is None:
+        return f"{len(specs)} KV cache groups before vLLM 0.30; disable the hybrid KV cache manager"
+    if len({spec.block_size for spec in specs}) > 1:
+        return f"KV cache groups {kinds} with blocks of different sizes; disable the hybrid KV cache manager"
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         return "kv_role must be kv_both"
     return None
@@ -115,7 +125,7 @@ def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers)
 
 
-class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.errors: Counter[str] = Counter()
@@ -179,7 +189,7 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return WorkerHalf(
             self._settings,
             link,
-            can_quarantine=TransferResults is not None,
+            fails_requests=TransferResults is not None,
             stores=stores,
             fault=self._fault,
         )
@@ -202,7 +212,8 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         try:
             shapes = {name: getattr(tensor, "ndim", 0) for name, tensor in kv_caches.items()}
             dims = block_dimensions(self._config, self._caches_config, shapes, vllm_version())
-            caches = share(kv_caches, self._caches_config.num_blocks, dims)
+            groups = [group.layer_names for group in self._caches_config.kv_cache_groups]
+            caches = share(kv_caches, self._caches_config.num_blocks, dims, groups)
         except (UnsupportedLayout, CannotShare) as error:
             log.warning("kvserver: this engine runs without cache: %s", error)
             return
@@ -311,7 +322,7 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
     @fenced()
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if self.scheduler is not None:
-            self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self.scheduler is None:
@@ -335,6 +346,12 @@ class KVServerConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self.scheduler is not None:
             self.scheduler.request_finished(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, block_ids[0])
+        return finished
 
     @fenced(False)
     def has_pending_push_work(self) -> bool:

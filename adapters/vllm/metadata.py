@@ -9,10 +9,15 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+NULL_BLOCK = 0  # vLLM's id for a block that a window left behind
+
 
 @dataclass(slots=True)
 class LoadSpec:
-    """Fill `block_ids` from the chunks `keys`, leaving out the first `skip_blocks` blocks of the first chunk."""
+    """Fill `block_ids` from the chunks `keys`, leaving out the first `skip_blocks` positions of the first chunk.
+
+    Ids, here and in a store, are [position][KV cache group]; a null block of a load is left out.
+    """
 
     load_id: int
     request_id: str

@@ -14,14 +14,14 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
 from kvserver.adapters.vllm.link import Link, Session
-from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StepReport, StoreSpec
+from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.variants import Variants
 
@@ -49,6 +49,17 @@ _REPORT_SECONDS = 1.0  # from a store's deadline until its end has come from the
 _RENEW = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.BAD_KEYS.value, ErrorCode.DUPLICATE_INSTANCE.value}
 
 
+# A request's block ids by KV cache group; the n-th of each belong to the same tokens.
+Tables: TypeAlias = Sequence[list[int]]
+
+
+def by_position(tables: Tables, first: int, last: int) -> list[int]:
+    """The ids of positions [first, last) as a copy names them: [position][group]."""
+    if len(tables) == 1:
+        return tables[0][first:last]
+    return [block_id for ids in zip(*(table[first:last] for table in tables), strict=True) for block_id in ids]
+
+
 @dataclass(slots=True)
 class RequestState:
     request: Request
@@ -61,7 +72,7 @@ class RequestState:
     admitted: bool = False  # vLLM has placed it
     give_up: bool = False  # a load failed: compute the rest
     stored_chunks: int = 0  # chunks before this one were stored or found
-    blocks: list[int] = field(default_factory=list)  # table, for vLLM before 0.29
+    tables: Tables = ()  # for vLLM before 0.29
 
 
 class SchedulerHalf:
@@ -203,30 +214,31 @@ class SchedulerHalf:
 
     # ---- loads --------------------------------------------------------------------------------
 
-    def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+    def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has placed the request; with external tokens, these are the blocks to load into."""
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        state.blocks = list(block_ids)
+        state.tables = [list(table) for table in tables]
         state.admitted = True
         if external_tokens <= 0:
             return
         try:
-            load = self._load_of(state, block_ids, external_tokens)
+            load = self._load_of(state, tables, external_tokens)
         except Exception as error:
             # The request waits for this load now, so it must be planned all the same: without keys it fails.
             self._fault("planning of a load", error)
-            load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", list(block_ids), 0)
+            every = [block_id for table in tables for block_id in table]
+            load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)
         state.load = load
         state.stored_chunks = max(state.stored_chunks, state.hit_chunks or 0)
         self._plan.loads.append(load)
         self.counters["loads"] += 1
 
-    def _load_of(self, state: RequestState, block_ids: list[int], external_tokens: int) -> LoadSpec:
+    def _load_of(self, state: RequestState, tables: Tables, external_tokens: int) -> LoadSpec:
         end = -(-(state.local_tokens + external_tokens) // self._block_tokens)
         first = state.local_tokens // self._block_tokens
-        while first < end and block_ids[first] == 0:  # a window's null blocks need nothing
+        while first < end and all(table[first] == NULL_BLOCK for table in tables):  # no window sees them
             first += 1
         per_chunk = self._chunk_blocks()
         first_chunk, last_chunk = first // per_chunk, -(-end // per_chunk)
@@ -236,7 +248,7 @@ class SchedulerHalf:
             variant=state.variant,
             chunk_blocks=per_chunk,
             keys=self._keys(state.request, first_chunk, last_chunk),
-            block_ids=block_ids[first:end],
+            block_ids=by_position(tables, first, end),
             skip_blocks=first % per_chunk,
         )
 
@@ -267,7 +279,7 @@ class SchedulerHalf:
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             if (state := self._requests.get(new.req_id)) is not None:
-                state.blocks = list(new.block_ids[0])
+                state.tables = [list(table) for table in new.block_ids]
             rows.append((new.req_id, new.num_computed_tokens + scheduled[new.req_id]))
         cached = output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids  # their tables are replaced
@@ -276,18 +288,20 @@ class SchedulerHalf:
         ):
             if (state := self._requests.get(request_id)) is not None:
                 if request_id in resumed:
-                    state.blocks = []
+                    state.tables = ()
                     state.stored_chunks = 0
                 if blocks is not None:
-                    state.blocks += blocks[0]
+                    tables = state.tables or [[] for _ in blocks]
+                    state.tables = [[*table, *more] for table, more in zip(tables, blocks, strict=True)]
             rows.append((request_id, computed + scheduled[request_id]))
         return rows
 
     def _plan_store(self, state: RequestState, computed: int, output: SchedulerOutput) -> None:
         """Store the chunks that this step completes. Hashes exist for confirmed tokens only, so rejected drafts never count."""
         request = state.request
-        blocks = self._table(state, output)
-        tokens = min(computed, len(blocks) * self._block_tokens, len(request.block_hashes) * self._hash_block_tokens)
+        tables = self._tables(state, output)
+        blocks = min((len(table) for table in tables), default=0)
+        tokens = min(computed, blocks * self._block_tokens, len(request.block_hashes) * self._hash_block_tokens)
         if self._holds_back_tail and tokens >= request.num_tokens:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
         end = tokens // self._chunk_tokens()
@@ -296,19 +310,20 @@ class SchedulerHalf:
         while first < end:
             # Chunks with null blocks (a window moved on) split the range.
             last = first
-            while last < end and 0 not in blocks[last * per_chunk : (last + 1) * per_chunk]:
+            while last < end and not any(NULL_BLOCK in t[last * per_chunk : (last + 1) * per_chunk] for t in tables):
                 last += 1
             if last > first:
-                self._add_store(state, first, last, blocks[first * per_chunk : last * per_chunk])
+                self._add_store(state, first, last, by_position(tables, first * per_chunk, last * per_chunk))
+            self.counters["chunks_left_by_window"] += last < end
             first = last + 1
         state.stored_chunks = max(state.stored_chunks, end)
 
-    def _table(self, state: RequestState, output: SchedulerOutput) -> list[int]:
+    def _tables(self, state: RequestState, output: SchedulerOutput) -> Tables:
         block_state = getattr(output, "kv_connector_block_state", None)
         if block_state is None:
-            return state.blocks
-        tables = block_state.get_block_ids(state.request.request_id)
-        return list(tables[0]) if tables is not None else []
+            return state.tables
+        tables: Tables | None = block_state.get_block_ids(state.request.request_id)
+        return tables if tables is not None else ()
 
     def _add_store(self, state: RequestState, first: int, last: int, block_ids: list[int]) -> None:
         store_id = next(self._ids)

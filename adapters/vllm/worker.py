@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvserver.adapters.vllm.link import Link, Session
-from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StepReport, StoreSpec
+from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
 from kvserver.adapters.vllm.settings import AdapterSettings
 
 from kvserver._native import State
@@ -63,19 +63,22 @@ class WorkerHalf:
         settings: AdapterSettings,
         link: Link | None,
         *,
-        can_quarantine: bool,
+        fails_requests: bool,
         stores: bool = True,
         fault: Callable[[str, Exception], None],
     ) -> None:
         """`link` is None when this worker runs without cache; it still answers for every load it is given.
 
+        `fails_requests`: vLLM takes a failed load as the whole request's, frees its blocks and begins anew, rather
+        than computing the failed blocks in place. Only that is right where a window's null blocks lie before them,
+        and only then can blocks be kept out of use.
         `stores` is False for a rank whose KV is what rank 0 stores.
         `fault` takes note of an exception of ours: (where, which).
         """
         self.counters: Counter[str] = Counter()
         self._settings = settings
         self._link = link
-        self._can_quarantine = can_quarantine
+        self._fails_requests = fails_requests
         self._stores_own = stores
         self._fault = fault
         self._session: Session | None = None
@@ -251,7 +254,7 @@ class WorkerHalf:
         if now > copy.deadline:
             self._cancel_load(copy)
             self._timed_out(copy)
-            if not copy.quarantined and self._can_quarantine and now > copy.deadline + _CANCEL_GRACE_SECONDS:
+            if not copy.quarantined and self._fails_requests and now > copy.deadline + _CANCEL_GRACE_SECONDS:
                 copy.quarantined = True
                 self._load_failed(spec, quarantine=True)
         return False
@@ -266,8 +269,9 @@ class WorkerHalf:
         self._report.failed_loads.append(spec.request_id)
         self.counters["failed_loads"] += 1
         if quarantine:
+            self._report.quarantined.append((spec.load_id, [i for i in spec.block_ids if i != NULL_BLOCK]))
+        if self._fails_requests:
             self._failed.add(spec.request_id)
-            self._report.quarantined.append((spec.load_id, spec.block_ids))
         else:
             self._invalid.update(spec.block_ids)
 
