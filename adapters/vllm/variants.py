@@ -6,6 +6,7 @@ and how the server hashes the text into a namespace.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,10 @@ class Variants:
         self._version_seen = version
 
     def of(self, lora: Any) -> str:
-        """The text for requests with this LoRA (or None). REQUIRES: the engine core was built."""
+        """The text for requests with this LoRA (or None): a digest, since every copy carries it.
+
+        REQUIRES: the engine core was built.
+        """
         if not self._chain:
             self._chain = chain_start(self._life)
         parts = [f"chain={self._chain}"]
@@ -41,7 +45,7 @@ class Variants:
             parts.append(f"epoch={self._life}/{self._epoch}")
         if lora is not None:
             parts.append(f"lora={self._lora(lora)}")
-        return " ".join(parts)
+        return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
 
     def _lora(self, lora: Any) -> str:
         """The files as they were when the engine first used them, or reloaded them in place."""

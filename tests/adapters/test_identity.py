@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 from kvserver.adapters.vllm.identity import lora_fingerprint, model_fingerprint, model_identity
+from kvserver.adapters.vllm.variants import Variants
 from model_folder import write_model
 from modelless import BLOCK, Engine, configure, prompt
 from vllm.lora.request import LoRARequest
+from vllm.v1.core import kv_cache_utils
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)
@@ -144,8 +146,6 @@ def test_engines_that_disagree_find_nothing_of_each_other(make_daemon, make_engi
 
 
 def test_engines_whose_hashes_start_elsewhere_find_nothing_of_each_other(make_daemon, make_engine, monkeypatch):
-    from vllm.v1.core import kv_cache_utils
-
     daemon = make_daemon()
     make_engine(daemon).generate("cold", TOKENS)
     other = make_engine(daemon)
@@ -211,3 +211,25 @@ def test_the_daemon_says_how_long_chunks_are(make_daemon, make_engine):
     make_engine(daemon).generate("cold", TOKENS)
     assert daemon.status()["instances"][0]["chunk_tokens"] == BLOCK
     assert make_engine(daemon).generate("warm", TOKENS).external == 8 * BLOCK
+
+
+# ---- variants ---------------------------------------------------------------------------------
+
+
+def test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart(monkeypatch, tmp_path):
+    version = ""
+    variants = Variants("life", lambda: version)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\1" * 32)
+    found = [variants.of(None), variants.of(lora(adapter(tmp_path / "one"))), Variants("life", lambda: "v1").of(None)]
+    variants.weights_changed()
+    found.append(variants.of(None))
+    variants.weights_changed()
+    found.append(variants.of(None))
+    version = "v2"
+    variants.weights_changed()
+    found.append(variants.of(None))
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\2" * 32)
+    found.append(Variants("life", lambda: version).of(None))
+    assert len(set(found)) == len(found)
+    assert {len(text) for text in found} == {32}  # every Store carries it: see tests/unit/test_wire_bytes.py
+    assert Variants("another life", lambda: "v2").of(None) == found[-1]
