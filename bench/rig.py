@@ -12,10 +12,11 @@ import uuid
 from array import array
 from pathlib import Path
 
-from kvserver._native import State, WordPage
+from kvserver._native import State, WordPage, pack_blocks
 from kvserver.client import Attachment, Client
 from kvserver.planes import Plane
 from kvserver.protocol import (
+    EndRequest,
     Lookup,
     LookupReply,
     ModelIdentity,
@@ -76,10 +77,13 @@ class BenchWorker:
         rank: int = 0,
         world_size: int = 1,
         incarnation: str = "bench",
+        request_id: str = "bench",
+        variant: str = "",
     ) -> None:
         self.client = Client(endpoint, timeout=120)
         self.instance_id = instance_id or uuid.uuid4().hex
         self.incarnation = incarnation
+        self.request_id, self.variant = request_id, variant
         hello = self.client.hello("bench")
         self.chunk_blocks = max(1, hello.chunk_tokens // block_tokens)
         size = planes * run * num_blocks
@@ -118,13 +122,13 @@ class BenchWorker:
         return request(
             boot_id=self.boot_id,
             registration=self.registration,
-            request_id="bench",
             chunk_blocks=self.chunk_blocks,
             keys=keys,
-            block_ids=block_ids.tobytes(),
+            block_ids=pack_blocks(block_ids.tobytes()),
             word=0,
             sequence=self._sequence,
             deadline_ns=time.monotonic_ns() + 120 * 10**9,
+            variant=self.variant,
         )
 
     def store(self, keys: bytes, block_ids: array[int]) -> None:
@@ -140,13 +144,26 @@ class BenchWorker:
         return Lookup(
             instance_id=self.instance_id,
             incarnation=self.incarnation,
-            request_id="bench",
+            request_id=self.request_id,
             chunk_blocks=self.chunk_blocks,
             keys=keys,
+            variant=self.variant,
         )
 
     def lookup(self, keys: bytes) -> int:
         return self.client.ask(self.lookup_message(keys), LookupReply).hit_chunks
+
+    def end_request(self) -> None:
+        """The lookup's lease ends; nothing answers."""
+        assert self.client.channel.send(
+            EndRequest(
+                instance_id=self.instance_id,
+                incarnation=self.incarnation,
+                model_name="bench",
+                sequence=0,
+                request_id=self.request_id,
+            )
+        )
 
 
 def make_keys(name: str, count: int) -> bytes:

@@ -4,15 +4,18 @@
 
 Columns: tokens asked for (256 per chunk, all hit), bytes of the request on the wire, p50 and p99 in
 milliseconds from before the send to after the decode, and the p50 of a ROUTER that sends the same
-frames back, in a process of its own.
+frames back, in a process of its own. First of all, what a prefill of 128k tokens sends.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import random
 import tempfile
+import threading
 import time
+import uuid
 from array import array
 from collections.abc import Callable
 
@@ -20,7 +23,7 @@ import zmq
 from common import percentile, table
 from rig import BenchDaemon, BenchWorker, make_keys
 
-from kvserver.protocol import encode
+from kvserver.protocol import KEY_BYTES, encode
 
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 32
@@ -81,6 +84,78 @@ def closed_loop(endpoint: str, instance_id: str, keys: bytes, started: object, s
             client.ask(message, LookupReply)
 
 
+class CountingRelay:
+    """Stands between a client and the daemon on sockets of its own, and counts what the client sends."""
+
+    def __init__(self, endpoint: str, folder: str) -> None:
+        self.endpoint = f"ipc://{folder}/relay"
+        self.messages = self.payload_bytes = 0
+        self._context = zmq.Context()
+        self._client, self._daemon = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
+        self._client.bind(self.endpoint)
+        self._daemon.connect(endpoint)
+        self._peer = b""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._client, zmq.POLLIN)
+        poller.register(self._daemon, zmq.POLLIN)
+        while not self._stop.is_set():
+            for socket, _ in poller.poll(100):
+                if socket is self._client:
+                    self._peer, *frames = self._client.recv_multipart()
+                    self.messages += 1
+                    self.payload_bytes += sum(len(frame) for frame in frames)
+                    self._daemon.send_multipart(frames)
+                else:
+                    self._client.send_multipart([self._peer, *self._daemon.recv_multipart()])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+PREFILL_TOKENS, STEP_TOKENS, PREFILL_BLOCK_TOKENS = 131072, 2048, 16
+
+
+def prefill_bytes(shuffled: bool) -> tuple[int, int]:
+    """(messages, bytes) that one prompt of 128k tokens sends in steps of 2k: one Lookup, the Stores, EndRequest."""
+    blocks = array("I", range(1, 1 + PREFILL_TOKENS // PREFILL_BLOCK_TOKENS))
+    if shuffled:
+        random.Random(1).shuffle(blocks)
+    keys = make_keys(f"prefill {shuffled}", PREFILL_TOKENS // CHUNK_TOKENS)
+    step_keys, step_blocks = STEP_TOKENS // CHUNK_TOKENS * KEY_BYTES, STEP_TOKENS // PREFILL_BLOCK_TOKENS
+    daemon = BenchDaemon(l1_size=64 << 20, chunk_tokens=CHUNK_TOKENS)
+    with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
+        relay = CountingRelay(daemon.endpoint, folder)
+        worker = BenchWorker(
+            relay.endpoint,
+            planes=1,
+            run=64,
+            num_blocks=len(blocks) + 1,
+            block_tokens=PREFILL_BLOCK_TOKENS,
+            incarnation=uuid.uuid4().hex,
+            request_id=f"cmpl-{uuid.uuid4().hex}-0",
+            variant=uuid.uuid4().hex,
+        )
+        messages, size = relay.messages, relay.payload_bytes
+        assert worker.lookup(keys) == 0
+        for step in range(PREFILL_TOKENS // STEP_TOKENS):
+            worker.store(
+                keys[step * step_keys : (step + 1) * step_keys], blocks[step * step_blocks : (step + 1) * step_blocks]
+            )
+        worker.end_request()
+        assert worker.lookup(keys) == len(keys) // KEY_BYTES
+        found = relay.messages - messages - 1, relay.payload_bytes - size - len(encode(worker.lookup_message(keys))) - 8
+        relay.close()
+    daemon.close()
+    return found
+
+
 def fill(worker: BenchWorker, name: str, count: int) -> bytes:
     """Store `count` chunks, in messages of 1024; returns their keys."""
     keys = make_keys(name, count)
@@ -96,6 +171,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--chunks", type=int, default=100_000)
     options = parser.parse_args()
+    prefills: list[list[object]] = []
+    for order in ("ascending", "shuffled"):
+        messages, sent = prefill_bytes(shuffled=order == "shuffled")
+        prefills.append([order, messages, PREFILL_TOKENS // CHUNK_TOKENS * KEY_BYTES * 2, sent])
+    print(table(["block ids of 128k tokens", "messages", "bytes of keys", "bytes in all"], prefills), end="\n\n")
     size = options.chunks * 4096 + (64 << 20)
     daemon = BenchDaemon(l1_size=size, chunk_tokens=CHUNK_TOKENS)
     idle_rss = daemon.rss_bytes()

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "block_runs.h"
 #include "core.h"
 
 namespace nb = nanobind;
@@ -68,6 +69,16 @@ void submit_copy(Copier& copier, uint64_t ticket, Direction direction,
     job->sequence = sequence;
     job->deadline_nanos = deadline_nanos;
     copier.submit(std::move(job));
+}
+
+nb::bytes pack_bytes(const nb::bytes& ids) {
+    const std::string packed = pack_blocks(to_u32(ids, "ids"));
+    return nb::bytes(packed.data(), packed.size());
+}
+
+nb::bytes unpack_bytes(const nb::bytes& packed, uint64_t most) {
+    const std::vector<uint32_t> ids = unpack_blocks({packed.c_str(), packed.size()}, most);
+    return nb::bytes(ids.data(), ids.size() * sizeof(uint32_t));
 }
 
 nb::list drain(Copier& copier) {
@@ -158,4 +169,7 @@ NB_MODULE(_native, m) {
         .def("submit_map", &Copier::submit_map, "ticket"_a, "mappings"_a)
         .def("submit_unmap", &Copier::submit_unmap, "ticket"_a, "mappings"_a)
         .def("drain", &drain);
+
+    m.def("pack_blocks", &pack_bytes, "ids"_a);
+    m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
 }

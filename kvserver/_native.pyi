@@ -25,6 +25,12 @@ class Outcome(enum.Enum):
     LATE = 3
     MEMORY_LOST = 4
 
+def pack_blocks(ids: bytes) -> bytes:
+    """Little-endian u32 ids as they travel: `csrc/block_runs.h` is the manual."""
+
+def unpack_blocks(packed: bytes, most: int) -> bytes:
+    """The reverse, for at most so many ids; ValueError says what is wrong with it."""
+
 class Mapping:
     def __init__(self, fd: int, size: int) -> None: ...
     @property

@@ -51,7 +51,7 @@ def group_count(planes: list[Plane]) -> int:
 
 
 def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int, null_may_repeat: bool = False) -> array[int]:
-    """Block ids from their wire form, little-endian u32.
+    """Block ids from little-endian u32, unpacked from their wire form.
 
     KVServerError(BAD_BLOCKS) unless there are `least` to `most` ids, all below `num_blocks`, none twice; but
     perhaps 0, the null block.
@@ -60,7 +60,7 @@ def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int, null_may
         expected = f"{most}" if least == most else f"{least} to {most}"
         raise KVServerError(
             ErrorCode.BAD_BLOCKS,
-            f"block_ids holds {len(raw)} bytes; {expected} blocks of 4 bytes each belong to these keys",
+            f"block_ids holds {len(raw)} bytes when unpacked; {expected} blocks of 4 bytes each belong to these keys",
         )
     ids = array("I")
     ids.frombytes(raw)

@@ -6,15 +6,25 @@ field `type`, the class name). A request gets exactly one reply, its own or `Err
 Unix socket `HelloReply.fd_path`, `Attach` hands over file descriptors; that connection is the
 worker's lifeline.
 
-Owns: the structs, the version and the one decoder. Refuses to know: what any message means to the cache.
+Two forms: Lookup, Store and Retrieve, of which a long prompt takes dozens, are msgpack arrays,
+`[type, field, ...]` in the order of the struct; every other message is a map by field names. Errors name
+fields in both.
 
-Units: `*_ns` is CLOCK_MONOTONIC nanoseconds; `keys` is KEY_BYTES bytes per chunk; `block_ids` is
-little-endian u32, one per KV cache group for each block position: [position][group].
+How a version may change without becoming another: a map gains fields with defaults anywhere, an array at
+its end only; whoever does not know a field ignores it, and one that is missing has its default. An array's
+fields never move, leave or change their meaning: that is a new PROTOCOL_VERSION.
+
+Owns: the structs, the version and the decoders. Refuses to know: what any message means to the cache.
+
+Units: `*_ns` is CLOCK_MONOTONIC nanoseconds; `keys` is KEY_BYTES bytes per chunk; `block_ids` is a list of
+u32 as `_native.pack_blocks` makes it, one per KV cache group for each block position: [position][group].
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -38,6 +48,10 @@ Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
 
 
 class _Message(msgspec.Struct, tag_field="type", tag=True):
+    pass
+
+
+class _ArrayMessage(msgspec.Struct, tag_field="type", tag=True, array_like=True):
     pass
 
 
@@ -98,7 +112,7 @@ class UnregisterWorker(_Message):
     registration: Unsigned
 
 
-class Lookup(_Message):
+class Lookup(_ArrayMessage):
     """How many of these chunks, from the first on, are READY; takes a lease on them for the request."""
 
     instance_id: Name
@@ -109,10 +123,9 @@ class Lookup(_Message):
     variant: Label = ""  # what may differ within one registration: start of the hash chain, weights epoch, LoRA
 
 
-class _Copy(_Message):
+class _Copy(_ArrayMessage):  # complete: a later field goes to the end of Store and of Retrieve
     boot_id: Label
     registration: Unsigned
-    request_id: Name
     chunk_blocks: Positive
     keys: Keys
     block_ids: bytes
@@ -242,39 +255,35 @@ class Attached(_Message):
 RECORD_OPERATION_SHIFT = 29
 RECORD_ALLOCATED, RECORD_ACCESSED, RECORD_RELEASED, RECORD_EVICTED, RECORD_CLEARED = range(5)
 
-Request: TypeAlias = (
-    Hello
-    | RegisterWorker
-    | UnregisterWorker
-    | Lookup
-    | Store
-    | Retrieve
-    | Clear
-    | Status
-    | ReportBlockAllocations
-    | EndRequest
-    | Heartbeat
+_ArrayRequest: TypeAlias = Lookup | Store | Retrieve
+_MapRequest: TypeAlias = (
+    Hello | RegisterWorker | UnregisterWorker | Clear | Status | ReportBlockAllocations | EndRequest | Heartbeat
 )
+Request: TypeAlias = _ArrayRequest | _MapRequest
 Notice = (ReportBlockAllocations, EndRequest, Heartbeat)
 Reply: TypeAlias = (
     HelloReply | Registered | Unregistered | LookupReply | Stored | Retrieved | Cleared | StatusReply | Error
 )
 
 T = TypeVar("T")
+_A_REQUEST = f"a request of protocol {PROTOCOL_VERSION}"
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_array_decoder: msgspec.msgpack.Decoder[_ArrayRequest] = msgspec.msgpack.Decoder(_ArrayRequest)
+_map_decoder: msgspec.msgpack.Decoder[_MapRequest] = msgspec.msgpack.Decoder(_MapRequest)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _attach_decoder = msgspec.msgpack.Decoder(Attach)
 _attach_reply_decoder: msgspec.msgpack.Decoder[Attached | Error] = msgspec.msgpack.Decoder(Attached | Error)
 
 
-def encode(message: _Message) -> bytes:
+def encode(message: _Message | _ArrayMessage) -> bytes:
     return _encoder.encode(message)
 
 
 def decode_request(raw: bytes) -> Request:
     """KVServerError(BAD_MESSAGE) says which field of which type is wrong."""
-    return _decode(_request_decoder, raw, "a request")
+    if raw[:1] in _ARRAY_BYTES:
+        return _decode(_array_decoder, raw, f"{_A_REQUEST} that is an array ({_ARRAY_NAMES})", _name_fields)
+    return _decode(_map_decoder, raw, f"{_A_REQUEST} that is a map")
 
 
 def decode_reply(raw: bytes) -> Reply:
@@ -283,18 +292,52 @@ def decode_reply(raw: bytes) -> Reply:
 
 def decode_attach(raw: bytes) -> Attach:
     """KVServerError(BAD_MESSAGE), as decode_request()."""
-    return _decode(_attach_decoder, raw, "an Attach")
+    return _decode(_attach_decoder, raw, f"an Attach of protocol {PROTOCOL_VERSION}")
 
 
 def decode_attach_reply(raw: bytes) -> Attached | Error:
     return _attach_reply_decoder.decode(raw)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], raw: bytes, what: str) -> T:
+def _decode(
+    decoder: msgspec.msgpack.Decoder[T],
+    raw: bytes,
+    what: str,
+    explain: Callable[[str, bytes], str] = lambda text, raw: text,
+) -> T:
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        text = str(error)
+        text = explain(str(error), raw)
         if len(text) > 400:  # it may quote the message, and a peer's megabytes must not come back as a reply
             text = f"{text[:200]} [...] {text[-100:]}"
-        raise KVServerError(ErrorCode.BAD_MESSAGE, f"not {what} of protocol {PROTOCOL_VERSION}: {text}") from None
+        raise KVServerError(ErrorCode.BAD_MESSAGE, f"not {what}: {text}") from None
+
+
+# ---- fields of arrays, by name ------------------------------------------------------------------
+
+
+class _Tag(msgspec.Struct, array_like=True):
+    """The first item of any array: the rest is passed over without being made."""
+
+    type: str
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_Tag)
+_ARRAY_FIELDS = {t.__name__: ("type", *t.__struct_fields__) for t in get_args(_ArrayRequest)}
+_ARRAY_NAMES = ", ".join(_ARRAY_FIELDS)
+_ARRAY_BYTES = {bytes([first]) for first in (*range(0x90, 0xA0), 0xDC, 0xDD)}  # that msgpack begins an array with
+
+
+def _name_fields(text: str, raw: bytes) -> str:
+    """The decoder's complaint, with names for positions: `$[4]` of a Store is `$.keys`."""
+    try:
+        names = _ARRAY_FIELDS.get(_tag_decoder.decode(raw).type, ("type",))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        names = ("type",)
+    if short := re.fullmatch(r"Expected `array` of at least length \d+, got (\d+)", text):
+        missing = int(short[1])
+        return f"Array is missing required field `{names[missing]}`" if missing < len(names) else text
+    return re.sub(
+        r"`\$\[(\d{1,3})\]`$", lambda at: f"`$.{names[int(at[1])]}`" if int(at[1]) < len(names) else at[0], text
+    )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvserver._native import unpack_blocks
 from kvserver.cache import Cache, StorePlan
 from kvserver.copier import NO_BLOCK, Completion, Copier, Direction, Outcome
 from kvserver.errors import ErrorCode, KVServerError
@@ -99,7 +100,7 @@ class Transfers:
     def _store(self, request: Store, respond: Respond, worker: Worker, instance: Instance, namespace: bytes) -> None:
         per_chunk = worker.spec.chunk_blocks * worker.groups
         ids = chunk_count(request.keys) * per_chunk
-        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, ids, ids)
+        blocks = _block_ids(request, worker.spec.num_blocks, ids, ids)
         _refuse_null_block(blocks)
         instance.counts.stores += 1
         if worker.stores:
@@ -131,7 +132,7 @@ class Transfers:
         most = chunks * worker.spec.chunk_blocks - request.skip_blocks
         least = max(1, most - worker.spec.chunk_blocks + 1)
         groups = worker.groups
-        blocks = parse_block_ids(request.block_ids, worker.spec.num_blocks, least * groups, most * groups, groups > 1)
+        blocks = _block_ids(request, worker.spec.num_blocks, least * groups, most * groups, groups > 1)
         if groups == 1:
             _refuse_null_block(blocks)
         else:
@@ -217,6 +218,21 @@ def check_chunk(chunk_blocks: int, spec: RegisterWorker) -> None:
         raise KVServerError(
             ErrorCode.BAD_KEYS, f"keys are per {chunk_blocks} blocks, the workers registered {spec.chunk_blocks}"
         )
+
+
+def _block_ids(
+    request: Store | Retrieve, num_blocks: int, least: int, most: int, null_may_repeat: bool = False
+) -> array[int]:
+    """Unpacked, and checked by parse_block_ids()."""
+    try:
+        raw = unpack_blocks(request.block_ids, most)
+    except ValueError as error:
+        raise KVServerError(
+            ErrorCode.BAD_BLOCKS,
+            f"block_ids of {len(request.block_ids)} bytes cannot be unpacked: {error}; at most {most} blocks belong to "
+            "these keys",
+        ) from None
+    return parse_block_ids(raw, num_blocks, least, most, null_may_repeat)
 
 
 def _refuse_null_block(blocks: array[int]) -> None:

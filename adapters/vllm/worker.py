@@ -26,7 +26,7 @@ from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
 from kvserver.adapters.vllm.settings import AdapterSettings
 
-from kvserver._native import State
+from kvserver._native import State, pack_blocks
 from kvserver.protocol import Error, Retrieve, Store
 
 log = logging.getLogger("vllm.kvserver")
@@ -169,10 +169,9 @@ class WorkerHalf:
         fields: dict[str, Any] = {
             "boot_id": session.hello.boot_id,
             "registration": session.registration,
-            "request_id": spec.request_id,
             "chunk_blocks": spec.chunk_blocks,
             "keys": spec.keys,
-            "block_ids": array("I", spec.block_ids).tobytes(),
+            "block_ids": pack_blocks(array("I", spec.block_ids).tobytes()),
             "word": word,
             "sequence": sequence,
             "deadline_ns": int(deadline * 1e9),

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from support.daemon import wait_until
 from support.raw import REQUEST_ID, RawPeer
-from support.worker import WORDS, Geometry, Worker, awkward, ids, make_keys
+from support.worker import WORDS, Geometry, Worker, awkward, ids, make_keys, wire_form
 
 from kvserver._native import State
 from kvserver.client import Attachment, RequestFailed
@@ -92,14 +92,7 @@ def test_an_error_carries_the_request_id_when_there_was_one(peer):
 
 # ---- messages ---------------------------------------------------------------------------------
 
-LOOKUP = {
-    "type": "Lookup",
-    "instance_id": "i",
-    "incarnation": "n",
-    "request_id": "r",
-    "chunk_blocks": 4,
-    "keys": bytes(KEY_BYTES),
-}
+LOOKUP = Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=4, keys=bytes(KEY_BYTES))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +107,12 @@ LOOKUP = {
         (b"\x81\xa4type\xa2\xff\xfe", ["not a request of protocol 1"]),  # not UTF-8
         (b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000, ["not a request of protocol 1"]),
         (42, ["Expected `object`, got `int`"]),
-        (["Hello", 1], ["Expected `object`, got `array`"]),
+        (["Hello", 1], ["array (Lookup, Store, Retrieve)", "Invalid value 'Hello'", "$.type"]),
+        ([], ["missing required field `type`"]),
+        ([7], ["Expected `str`", "$.type"]),
+        (["N" * 100_000], ["Invalid value 'NNN"]),
+        (wire_form(LOOKUP)[:4], ["missing required field `chunk_blocks`"]),
+        ({"type": "Lookup"}, ["map", "Invalid value 'Lookup'", "$.type"]),
         ({}, ["missing required field `type`"]),
         ({"type": "Nonsense"}, ["Invalid value 'Nonsense'", "$.type"]),
         ({"type": "N" * 100_000}, ["Invalid value 'NNN"]),
@@ -124,14 +122,17 @@ LOOKUP = {
         ({"type": "Hello", "protocol_version": "1"}, ["Expected `int`, got `str`", "$.protocol_version"]),
         ({"type": "Hello", "protocol_version": 1.5}, ["Expected `int`, got `float`"]),
         ({"type": "Hello", "protocol_version": None}, ["Expected `int`, got `None`"]),
-        ({**LOOKUP, "keys": "text"}, ["Expected `bytes`, got `str`", "$.keys"]),
-        ({**LOOKUP, "keys": [1, 2]}, ["Expected `bytes`, got `array`", "$.keys"]),
-        ({**LOOKUP, "keys": bytes((MAX_CHUNKS + 1) * KEY_BYTES)}, [f"length <= {MAX_CHUNKS * KEY_BYTES}", "$.keys"]),
-        ({**LOOKUP, "instance_id": ""}, ["length >= 1", "$.instance_id"]),
-        ({**LOOKUP, "instance_id": "i" * 513}, ["length <= 512", "$.instance_id"]),
-        ({**LOOKUP, "chunk_blocks": 0}, [">= 1", "$.chunk_blocks"]),
-        ({**LOOKUP, "chunk_blocks": -1}, [">= 1", "$.chunk_blocks"]),
-        ({**LOOKUP, "chunk_blocks": 2**63}, ["<= 2147483648", "$.chunk_blocks"]),
+        (wire_form(LOOKUP, keys="text"), ["Expected `bytes`, got `str`", "$.keys"]),
+        (wire_form(LOOKUP, keys=[1, 2]), ["Expected `bytes`, got `array`", "$.keys"]),
+        (
+            wire_form(LOOKUP, keys=bytes((MAX_CHUNKS + 1) * KEY_BYTES)),
+            [f"length <= {MAX_CHUNKS * KEY_BYTES}", "$.keys"],
+        ),
+        (wire_form(LOOKUP, instance_id=""), ["length >= 1", "$.instance_id"]),
+        (wire_form(LOOKUP, instance_id="i" * 513), ["length <= 512", "$.instance_id"]),
+        (wire_form(LOOKUP, chunk_blocks=0), [">= 1", "$.chunk_blocks"]),
+        (wire_form(LOOKUP, chunk_blocks=-1), [">= 1", "$.chunk_blocks"]),
+        (wire_form(LOOKUP, chunk_blocks=2**63), ["<= 2147483648", "$.chunk_blocks"]),
     ],
 )
 def test_an_unreadable_message_is_told_which_field_is_wrong(peer, content, words):
@@ -236,7 +237,7 @@ def copies(worker: Worker, keys: list[bytes], blocks: list[int], /, **changes: o
         ([1, 2, 3, 2**32 - 1], ["block id 4294967295 is out of range"]),
         ([1, 2, 3, 2], ["block id 2 is named more than once"]),
         ([1, 2, 3, 0], ["block id 0 is the null block"]),
-        ([1, 2, 3, 4, 5], ["holds 20 bytes", "4 blocks of 4 bytes"]),
+        ([1, 2, 3, 4, 5], ["more than 4 ids", "4 blocks"]),
         ([], ["holds 0 bytes", "4 blocks of 4 bytes"]),
     ],
 )
@@ -251,9 +252,18 @@ def test_a_store_of_part_of_a_chunk_is_refused(worker):
     assert_error(worker.error_of(worker.store_message(make_keys(1), [1, 2, 3])), "bad_blocks", "12 bytes", "4 blocks")
 
 
-def test_block_ids_that_are_no_whole_numbers_are_refused(worker):
-    for message in copies(worker, make_keys(1), [1, 2, 3, 4], block_ids=b"123456789012345"):
-        assert_error(worker.error_of(message), "bad_blocks", "15 bytes", "4 bytes each")
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"123456789012345", "neither ids nor runs"),
+        (b"\1\2", "cut off"),
+        (b"\1\2\x80\x80\x80\x80\x10", "more than 4 ids"),
+        (b"\0" + b"\xff" * 9, "too large"),
+    ],
+)
+def test_block_ids_that_cannot_be_unpacked_are_refused(worker, raw, words):
+    for message in copies(worker, make_keys(1), [1, 2, 3, 4], block_ids=raw):
+        assert_error(worker.error_of(message), "bad_blocks", f"{len(raw)} bytes", words, "4 blocks")
 
 
 def test_a_load_that_leaves_out_a_whole_chunk_is_refused(worker):

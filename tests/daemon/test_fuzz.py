@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 from support.raw import RawPeer
-from support.worker import Worker, awkward, ids, make_keys
+from support.worker import Worker, awkward, ids, make_keys, wire_form
 
 from kvserver.client import Attachment
 from kvserver.config import MiB
@@ -115,6 +115,8 @@ class Hostile:
         blocks = [self.random.choice((*range(70), 2**31, 2**32 - 1)) for _ in range(4 * len(keys))]
         make = self.random.choice((self.worker.store_message, self.worker.load_message))
         message = make(keys, blocks if self.random.random() < 0.5 else self._distinct(4 * len(keys)))
+        if self.random.random() < 0.3:
+            message.block_ids = self._hostile_ids()
         return self._with_edges(message)
 
     def hostile_registration(self) -> bytes:
@@ -130,6 +132,13 @@ class Hostile:
 
     def hostile_notice(self) -> bytes:
         return self._with_edges(self.random.choice(self._notices()))
+
+    def _hostile_ids(self) -> bytes:
+        """No packed ids, or ones that stand for very many."""
+        varints = [
+            self.random.choice((b"\0", b"\1", b"\x08", b"\xff" * 9 + b"\1", b"\xff\xff\xff\xff\x1f")) for _ in range(4)
+        ]
+        return self.random.choice((b"\0", b"\1", b"\2", b"", self.random.randbytes(3))) + b"".join(varints)
 
     # ---- what they are made of ----------------------------------------------------------------
 
@@ -147,7 +156,9 @@ class Hostile:
             case 4 | 5:
                 return self.random.choice(("Store", "Hello", "type", "x" * 600, "", "\u00e9\U0001f600"))
             case 6:
-                return [self._value(depth - 1) for _ in range(self.random.randrange(5))]
+                items = [self._value(depth - 1) for _ in range(self.random.randrange(5))]
+                tag = [self.random.choice(("Store", "Lookup", "Retrieve", "Clear"))]
+                return tag + items if self.random.random() < 0.5 else items
             case _:
                 names = ("type", "keys", "boot_id", "registration", "word", "planes", "other")
                 found = {self.random.choice(names): self._value(depth - 1) for _ in range(self.random.randrange(5))}
@@ -157,12 +168,10 @@ class Hostile:
 
     def _with_edges(self, message: Any) -> bytes:
         """Encode it with one or two integer fields replaced by hostile ones."""
-        content = {"type": type(message).__name__, **msgspec.structs.asdict(message)}
-        integers = [name for name, value in content.items() if isinstance(value, int)]
-        for name in self.random.sample(integers, min(len(integers), self.random.randint(0, 2))):
-            if name != "attachment":
-                content[name] = self.random.choice(EDGES)
-        return msgspec.msgpack.encode(content)
+        integers = [name for name, value in msgspec.structs.asdict(message).items() if isinstance(value, int)]
+        picked = self.random.sample(integers, min(len(integers), self.random.randint(0, 2)))
+        edges = {name: self.random.choice(EDGES) for name in picked if name != "attachment"}
+        return msgspec.msgpack.encode(wire_form(message, **edges))
 
     def _small_or_edge(self) -> int:
         return (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from support.slots import pages_of
-from support.worker import Geometry, Memory, identity, ids, put
+from support.worker import Geometry, Memory, identity, packed, put
 
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import Cache
@@ -428,10 +428,9 @@ class World:
         return {
             "boot_id": "boot",
             "registration": operation.rank.registration,
-            "request_id": "r",
             "chunk_blocks": operation.rank.engine.model.chunk_blocks,
             "keys": b"".join(key for _, key in operation.names),
-            "block_ids": ids(0 if id == NO_BLOCK else id for position in operation.blocks for id in position),
+            "block_ids": packed(0 if id == NO_BLOCK else id for position in operation.blocks for id in position),
             "word": operation.word,
             "sequence": operation.sequence,
             "deadline_ns": int((self.now + 60.0) * 1e9),

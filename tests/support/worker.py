@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvserver._native import NO_BLOCK, State, WordPage
+from kvserver._native import NO_BLOCK, State, WordPage, pack_blocks
 from kvserver.client import Attachment, Client, RequestFailed
 from kvserver.planes import Plane
 from kvserver.protocol import (
@@ -64,9 +64,21 @@ def make_keys(count: int, seed: object = None) -> list[bytes]:
     return [source.randbytes(KEY_BYTES) for _ in range(count)]
 
 
-def ids(blocks: Iterable[int]) -> bytes:
+def ids(numbers: Iterable[int]) -> bytes:
+    """Little-endian u32, as block-pool records travel."""
+    return array("I", numbers).tobytes()
+
+
+def packed(blocks: Iterable[int]) -> bytes:
     """Block ids as they travel."""
-    return array("I", blocks).tobytes()
+    return pack_blocks(ids(blocks))
+
+
+def wire_form(message: Any, **changes: Any) -> Any:
+    """What the message is on the wire, as builtins, with some fields changed to whatever."""
+    fields = {**msgspec.structs.asdict(message), **changes}
+    tag = type(message).__name__
+    return [tag, *fields.values()] if type(message).__struct_config__.array_like else {"type": tag, **fields}
 
 
 @dataclass(frozen=True)
@@ -357,9 +369,8 @@ class Worker:
         fields: dict[str, Any] = {
             "boot_id": self.hello.boot_id,
             "registration": self.number,
-            "request_id": "r",
             "keys": b"".join(keys),
-            "block_ids": ids(blocks),
+            "block_ids": packed(blocks),
             "chunk_blocks": self.chunk_blocks,
             "word": word,
             "sequence": sequence,

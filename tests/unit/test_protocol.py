@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from support.worker import identity
+from support.worker import identity, packed, wire_form
 
 from kvserver import protocol
 from kvserver.errors import ErrorCode, KVServerError
@@ -49,10 +49,9 @@ KEYS = bytes(range(KEY_BYTES)) * 2
 COPY: dict[str, Any] = {
     "boot_id": "b",
     "registration": 1,
-    "request_id": "r",
     "chunk_blocks": 4,
     "keys": KEYS,
-    "block_ids": bytes(32),
+    "block_ids": packed(range(1, 9)),
     "word": 3,
     "sequence": 1 << 40,
     "deadline_ns": (1 << 63) - 1,
@@ -108,7 +107,7 @@ def raw(**fields: Any) -> bytes:
 
 
 def changed(message: Any, **changes: Any) -> bytes:
-    return raw(**{**msgspec.to_builtins(message, builtin_types=(bytes,)), **changes})
+    return msgspec.msgpack.encode(wire_form(message, **changes))
 
 
 def refusal(payload: bytes) -> str:
@@ -145,7 +144,8 @@ def test_attachments_come_back_as_they_were_sent() -> None:
 
 @pytest.mark.parametrize("message", REQUESTS, ids=type_name)
 def test_the_type_of_a_message_is_its_name_on_the_wire(message: Any) -> None:
-    assert msgspec.msgpack.decode(encode(message))["type"] == type_name(message)
+    content = msgspec.msgpack.decode(encode(message))
+    assert (content[0] if isinstance(content, list) else content["type"]) == type_name(message)
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=type_name)
@@ -163,9 +163,12 @@ def test_a_missing_field_is_named(message: Any) -> None:
     for field in msgspec.structs.fields(message):
         if not field.required:
             continue
-        fields = msgspec.to_builtins(message, builtin_types=(bytes,))
-        del fields[field.name]
-        assert f"`{field.name}`" in refusal(raw(**fields))
+        content = wire_form(message)
+        if isinstance(content, list):  # what is missing of an array is missing from its end
+            del content[1 + [f.name for f in msgspec.structs.fields(message)].index(field.name) :]
+        else:
+            del content[field.name]
+        assert f"`{field.name}`" in refusal(msgspec.msgpack.encode(content))
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=type_name)
@@ -174,11 +177,40 @@ def test_a_field_of_a_wrong_type_is_named(message: Any) -> None:
         assert f"$.{field.name}" in refusal(changed(message, **{field.name: {"not": "this"}}))
 
 
+@pytest.mark.parametrize("message", REQUESTS, ids=type_name)
+def test_what_an_older_version_left_out_has_its_default(message: Any) -> None:
+    optional = {f.name: f.default for f in msgspec.structs.fields(message) if not f.required}
+    content = wire_form(message)
+    if isinstance(content, list):
+        content = content[: len(content) - len(optional)]
+    else:
+        content = {name: value for name, value in content.items() if name not in optional}
+    assert decode_request(msgspec.msgpack.encode(content)) == msgspec.structs.replace(message, **optional)
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=type_name)
+def test_a_message_in_the_other_form_is_told_which_form_is_which(message: Any) -> None:
+    content = wire_form(message)
+    if isinstance(content, list):
+        fields = msgspec.structs.fields(message)
+        other: Any = {"type": content[0], **{f.name: v for f, v in zip(fields, content[1:], strict=True)}}
+    else:
+        other = list(content.values())
+    refused = refusal(msgspec.msgpack.encode(other))
+    assert "array (Lookup, Store, Retrieve)" in refused if isinstance(other, list) else "map" in refused
+    assert type_name(message) in refused
+    assert "`$.type`" in refused
+
+
 ALIEN = {
     "nothing": b"",
     "a number": b"\x01",
     "a list": msgspec.msgpack.encode([1, 2]),
     "JSON": b'{"type": "Hello", "protocol_version": 1}',
+    "a list that names no type": msgspec.msgpack.encode([None, 1]),
+    "a list of a type that is a map": msgspec.msgpack.encode(["Hello", 1]),
+    "a list of a type that looks like a position": msgspec.msgpack.encode(["`$[" + "9" * 10_000 + "]`"]),
+    "an empty list": msgspec.msgpack.encode([]),
     "no type": raw(protocol_version=1),
     "an unknown type": raw(type="Helo", protocol_version=1),
     "a type that is a number": raw(type=7),
@@ -190,9 +222,13 @@ ALIEN = {
     "a text that claims 4 gigabytes": b"\x81\xa4type\xdb\xff\xff\xff\xff",
     "bytes that claim 4 gigabytes": b"\x81\xa4type\xc6\xff\xff\xff\xff",
     "a hundred thousand nested lists": b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000,
+    "a store of a hundred thousand nested lists": b"\x99\xa5Store" + b"\x91" * 100_000,
+    "a store that is cut off": encode(Store(**COPY))[:-3],
+    "a store whose type is not UTF-8": b"\x99\xa5\xff\xfe\xff\xfe\xff" + bytes(8),
     "a hundred thousand nested maps": b"\x82\xa4type\xa5Hello\xa1x" + b"\x81\xa1a" * 100_000,
     "an extension": b"\xc7\x04\x05abcd",
     "two messages": encode(Status()) * 2,
+    "two stores": encode(Store(**COPY)) * 2,
 }
 
 

@@ -1,0 +1,130 @@
+"""Block ids as they travel: whatever is packed comes back, and whatever else comes is refused in bounds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from support.worker import ids, packed
+
+from kvserver._native import pack_blocks, unpack_blocks
+
+TOP = 2**32 - 1
+LISTS: dict[str, list[int]] = {
+    "nothing": [],
+    "the null block": [0],
+    "the largest id": [TOP],
+    "both ends": [TOP, 0, TOP],
+    "ascending": [*range(1, 129)],
+    "descending": [*range(500, 300, -1)],
+    "descending to 0": [*range(5, -1, -1)],
+    "ascending to the largest": [*range(TOP - 5, TOP + 1)],
+    "one id many times": [7] * 50,
+    "up and down": [1, 2, 3, 2, 1, 0, 1, 2],
+}
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def refused(raw: bytes, most: int = 1000) -> str:
+    with pytest.raises(ValueError, match="byte ") as caught:
+        unpack_blocks(raw, most)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("blocks", LISTS.values(), ids=LISTS)
+def test_what_was_packed_comes_back(blocks: list[int]) -> None:
+    assert unpack_blocks(packed(blocks), len(blocks)) == ids(blocks)
+
+
+def pieces(rng: random.Random) -> list[int]:
+    """Runs, single ids and repetitions, anywhere in 32 bits."""
+    blocks: list[int] = []
+    for _ in range(rng.randrange(12)):
+        first, length = rng.randrange(2 ** rng.randint(1, 32)), rng.choice((1, 1, 2, 3, 40))
+        step = rng.choice((-1, 0, 1, 2))
+        blocks += (
+            [at for at in range(first, first + length * step, step or 1) if 0 <= at <= TOP]
+            if step
+            else [first] * length
+        )
+    return blocks
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_list_comes_back_and_takes_no_more_than_five_bytes_an_id(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(1000):
+        blocks = pieces(rng)
+        raw = packed(blocks)
+        assert unpack_blocks(raw, len(blocks)) == ids(blocks)
+        assert len(raw) <= 1 + 5 * len(blocks)
+        if blocks:
+            assert f"more than {len(blocks) - 1} ids" in refused(raw, len(blocks) - 1)
+
+
+@pytest.mark.parametrize("make", [lambda n: range(9, 9 + n), lambda n: range(9 + n, 9, -1)], ids=["up", "down"])
+def test_a_run_takes_a_few_bytes_however_long_it_is(make: Callable[[int], range]) -> None:
+    assert len(packed(make(100_000))) <= 8
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7])
+def test_only_whole_ids_are_packed(length: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 4"):
+        pack_blocks(bytes(length))
+
+
+HOSTILE = {
+    "an unknown form": (b"\2\2", "neither"),
+    "a form that is no number": (b"\xff", "cut off"),
+    "a number that is cut off": (b"\0\2\x80", "cut off"),
+    "a run without a length": (b"\1\2", "cut off"),
+    "a number of eleven bytes": (b"\0" + b"\xff" * 10 + b"\1", "too large"),
+    "a number that fills 64 bits": (b"\0" + varint(2**64 - 1), "too large"),
+    "a number spelt too long": (b"\0\x82\x00", "longer than it need be"),
+    "a length spelt too long": (b"\1\2\x82\x80\x00", "longer than it need be"),
+    "a run of none": (b"\1\2\0", "no ids"),
+    "a descending run of none": (b"\1\2\1", "no ids"),
+    "an id below 0": (b"\0" + varint(1), "32 bits"),
+    "an id above 32 bits": (b"\0" + varint(2 << 32), "32 bits"),
+    "a run that descends below 0": (b"\1" + varint(4 << 1) + varint(6 << 1 | 1), "32 bits"),
+    "a run that ascends above 32 bits": (b"\1" + varint(TOP << 1) + varint(2 << 1), "32 bits"),
+    "a run of four billion": (b"\1\2" + varint(TOP << 1), "more than 1000 ids"),
+    "the longest run there is a number for": (b"\1\2" + varint(2**35 - 1), "more than 1000 ids"),
+    "one id too many": (packed(range(1001)), "more than 1000 ids"),
+    "one single id too many": (b"\0" + b"\2" * 1001, "more than 1000 ids"),
+}
+
+
+@pytest.mark.parametrize(("raw", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_what_is_no_list_of_at_most_so_many_ids_is_refused(raw: bytes, words: str) -> None:
+    assert words in refused(raw)
+
+
+def test_as_many_ids_as_may_be_are_taken() -> None:
+    assert unpack_blocks(packed(range(1000)), 1000) == ids(range(1000))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_is_refused_or_is_ids_in_bounds(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20_000):
+        raw = bytearray(
+            rng.choice((packed(pieces(rng)[:50]), rng.randbytes(rng.randrange(40)), b"\1" + rng.randbytes(12)))
+        )
+        if raw and rng.random() < 0.5:
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+        try:
+            found = unpack_blocks(bytes(raw), 60)
+        except ValueError:
+            continue
+        assert len(found) % 4 == 0
+        assert len(found) <= 4 * 60
+        assert unpack_blocks(pack_blocks(found), 60) == found

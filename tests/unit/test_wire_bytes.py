@@ -1,0 +1,57 @@
+"""What a long prompt costs on the wire: a chunk's key, and little else."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+
+from support.worker import packed
+
+from kvserver.protocol import KEY_BYTES, REQUEST_ID_BYTES, EndRequest, Lookup, Request, Store, encode
+
+CHUNKS, CHUNK_BLOCKS, STORES = 512, 16, 64  # 128k tokens in steps of 2k; blocks of 16 tokens, chunks of 256
+KEYS = random.Random(1).randbytes(CHUNKS * KEY_BYTES)
+MODEL = "meta-llama/Llama-3.1-405B-Instruct"
+
+
+def prefill(blocks: list[int]) -> list[Request]:
+    """Every message of the prompt's life but the block-pool reports, with names of realistic length."""
+    instance_id, incarnation, variant = uuid.uuid4().hex, uuid.uuid4().hex, uuid.uuid4().hex
+    request_id = f"cmpl-{uuid.uuid4().hex}-0"
+    step_chunks = CHUNKS // STORES
+    step_blocks = step_chunks * CHUNK_BLOCKS
+    messages: list[Request] = [Lookup(instance_id, incarnation, request_id, CHUNK_BLOCKS, KEYS, variant)]
+    for step in range(STORES):
+        messages.append(
+            Store(
+                boot_id=uuid.uuid4().hex[:16],
+                registration=3,
+                chunk_blocks=CHUNK_BLOCKS,
+                keys=KEYS[step * step_chunks * KEY_BYTES : (step + 1) * step_chunks * KEY_BYTES],
+                block_ids=packed(blocks[step * step_blocks : (step + 1) * step_blocks]),
+                word=4000 - step,
+                sequence=100_000 + step,
+                deadline_ns=time.monotonic_ns() + 10**10,
+                variant=variant,
+            )
+        )
+    messages.append(EndRequest(instance_id, incarnation, MODEL, 100_000, request_id))
+    return messages
+
+
+def wire_bytes(messages: list[Request]) -> int:
+    return sum(REQUEST_ID_BYTES + len(encode(message)) for message in messages)
+
+
+def test_a_prefill_of_128k_tokens_sends_at_most_40000_bytes() -> None:
+    first = 20_000  # no step's ids are small
+    blocks = list(range(first, first + CHUNKS * CHUNK_BLOCKS))
+    assert wire_bytes(prefill(blocks)) <= 40_000
+    assert wire_bytes(prefill(blocks[::-1])) <= 40_000
+
+
+def test_fully_shuffled_blocks_cost_about_two_bytes_an_id() -> None:
+    blocks = list(range(1, 1 + CHUNKS * CHUNK_BLOCKS))
+    random.Random(1).shuffle(blocks)
+    assert wire_bytes(prefill(blocks)) <= 56_000
