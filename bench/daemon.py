@@ -27,12 +27,15 @@ PAYLOAD = BLOCKS * PLANES * RUN
 
 
 class Subject:
-    """A daemon with `threads` copy threads and a worker whose blocks are all stored under one prefix."""
+    """A daemon with `threads` copy threads and a worker whose blocks are all stored under one prefix.
 
-    def __init__(self, threads: int) -> None:
+    REQUIRES: planes and run make PAYLOAD.
+    """
+
+    def __init__(self, threads: int, planes: int = PLANES, run: int = RUN) -> None:
         self.daemon = BenchDaemon(l1_size=PAYLOAD + (64 << 20), chunk_tokens=256, copy_threads=threads)
         self.worker = BenchWorker(
-            self.daemon.endpoint, planes=PLANES, run=RUN, num_blocks=BLOCKS + 1, block_tokens=BLOCK_TOKENS
+            self.daemon.endpoint, planes=planes, run=run, num_blocks=BLOCKS + 1, block_tokens=BLOCK_TOKENS
         )
         self.ids = array("I", range(1, BLOCKS + 1))
         self._names = itertools.count()

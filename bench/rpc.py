@@ -13,7 +13,6 @@ import argparse
 import multiprocessing
 import random
 import tempfile
-import threading
 import time
 import uuid
 from array import array
@@ -21,7 +20,7 @@ from collections.abc import Callable
 
 import zmq
 from common import percentile, table
-from rig import BenchDaemon, BenchWorker, make_keys
+from rig import BenchDaemon, BenchWorker, CountingRelay, idle_cpu, make_keys, rss_bytes
 
 from kvserver.protocol import KEY_BYTES, encode
 
@@ -84,41 +83,6 @@ def closed_loop(endpoint: str, instance_id: str, keys: bytes, started: object, s
             client.ask(message, LookupReply)
 
 
-class CountingRelay:
-    """Stands between a client and the daemon on sockets of its own, and counts what the client sends."""
-
-    def __init__(self, endpoint: str, folder: str) -> None:
-        self.endpoint = f"ipc://{folder}/relay"
-        self.messages = self.payload_bytes = 0
-        self._context = zmq.Context()
-        self._client, self._daemon = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
-        self._client.bind(self.endpoint)
-        self._daemon.connect(endpoint)
-        self._peer = b""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._client, zmq.POLLIN)
-        poller.register(self._daemon, zmq.POLLIN)
-        while not self._stop.is_set():
-            for socket, _ in poller.poll(100):
-                if socket is self._client:
-                    self._peer, *frames = self._client.recv_multipart()
-                    self.messages += 1
-                    self.payload_bytes += sum(len(frame) for frame in frames)
-                    self._daemon.send_multipart(frames)
-                else:
-                    self._client.send_multipart([self._peer, *self._daemon.recv_multipart()])
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
-
-
 PREFILL_TOKENS, STEP_TOKENS, PREFILL_BLOCK_TOKENS = 131072, 2048, 16
 
 
@@ -178,19 +142,16 @@ def main() -> None:
     print(table(["block ids of 128k tokens", "messages", "bytes of keys", "bytes in all"], prefills), end="\n\n")
     size = options.chunks * 4096 + (64 << 20)
     daemon = BenchDaemon(l1_size=size, chunk_tokens=CHUNK_TOKENS)
-    idle_rss = daemon.rss_bytes()
-    idle_from, cpu = time.monotonic(), daemon.cpu_seconds()
-    time.sleep(3)
-    idle_cpu = (daemon.cpu_seconds() - cpu) / (time.monotonic() - idle_from)
+    idle_rss, idle = rss_bytes(daemon.process.pid), idle_cpu(daemon.process.pid)
     worker = BenchWorker(
         daemon.endpoint, planes=1, run=64, num_blocks=1024 * CHUNK_BLOCKS + 1, block_tokens=BLOCK_TOKENS
     )
     rows: list[list[object]] = []
     held = 0
     for step in (10_000, options.chunks):
-        before = daemon.rss_bytes()
+        before = rss_bytes(daemon.process.pid)
         fill(worker, f"fill {step}", step - held)
-        per_chunk = (daemon.rss_bytes() - before) / (step - held) - 4096
+        per_chunk = (rss_bytes(daemon.process.pid) - before) / (step - held) - 4096
         held = step
         for tokens in (1024, 8192, 131072):
             keys = fill(worker, f"hot {step} {tokens}", tokens // CHUNK_TOKENS)
@@ -212,7 +173,7 @@ def main() -> None:
     looper.terminate()
     looper.join()
     print(table(["chunks", "tokens", "wire bytes", "p50 ms", "p99 ms", "echo p50 ms"], rows))
-    print(f"start to ready {daemon.seconds_to_ready:.2f} s, idle RSS {idle_rss / 1e6:.0f} MB, idle CPU {idle_cpu:.1%}")
+    print(f"start to ready {daemon.seconds_to_ready:.2f} s, idle RSS {idle_rss / 1e6:.0f} MB, idle CPU {idle:.1%}")
     daemon.close()
 
 
