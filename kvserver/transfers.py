@@ -227,10 +227,10 @@ def _block_ids(
     try:
         raw = unpack_blocks(request.block_ids, most)
     except ValueError as error:
+        expected = f"{most}" if least == most else f"{least} to {most}"
         raise KVServerError(
             ErrorCode.BAD_BLOCKS,
-            f"block_ids of {len(request.block_ids)} bytes cannot be unpacked: {error}; at most {most} blocks belong to "
-            "these keys",
+            f"block_ids of {len(request.block_ids)} bytes cannot be unpacked: {error}; {expected} blocks belong to these keys",
         ) from None
     return parse_block_ids(raw, num_blocks, least, most, null_may_repeat)
 
