@@ -1,6 +1,6 @@
 """Lookups through a real daemon, from a client process, beside a bare echo of the same bytes.
 
-    python bench/rpc.py [--samples 2000] [--chunks 100000]
+    python bench/rpc.py [--samples 2000] [--chunks 1000000]
 
 Columns: tokens asked for (256 per chunk, all hit), bytes of the request on the wire, p50 and p99 in
 milliseconds from before the send to after the decode, and the p50 of a ROUTER that sends the same
@@ -120,27 +120,37 @@ def prefill_bytes(shuffled: bool) -> tuple[int, int]:
     return found
 
 
-def fill(worker: BenchWorker, name: str, count: int) -> bytes:
+def fill(ranks: list[BenchWorker], name: str, count: int) -> bytes:
     """Store `count` chunks, in messages of 1024; returns their keys."""
     keys = make_keys(name, count)
     for first in range(0, count, 1024):
         number = min(1024, count - first)
         ids = array("I", range(1, 1 + number * CHUNK_BLOCKS))
-        worker.store(keys[first * 32 : (first + number) * 32], ids)
+        for worker in ranks:
+            worker.store(keys[first * KEY_BYTES : (first + number) * KEY_BYTES], ids)
     return keys
+
+
+def lookup_row(ranks: list[BenchWorker], name: str, tokens: int, samples: int) -> list[object]:
+    """Wire bytes, p50, p99 and the echo's p50, of looking up what was just stored."""
+    keys = fill(ranks, f"{name} {tokens}", tokens // CHUNK_TOKENS)
+    assert ranks[0].lookup(keys) == tokens // CHUNK_TOKENS
+    wire = len(encode(ranks[0].lookup_message(keys))) + 8
+    times = samples_of(samples, lambda: ranks[0].lookup(keys))
+    return [wire, percentile(times, 0.5), percentile(times, 0.99), echo_p50(wire, samples)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--chunks", type=int, default=100_000)
+    parser.add_argument("--chunks", type=int, default=1_000_000)
     options = parser.parse_args()
     prefills: list[list[object]] = []
     for order in ("ascending", "shuffled"):
         messages, sent = prefill_bytes(shuffled=order == "shuffled")
         prefills.append([order, messages, PREFILL_TOKENS // CHUNK_TOKENS * KEY_BYTES * 2, sent])
     print(table(["block ids of 128k tokens", "messages", "bytes of keys", "bytes in all"], prefills), end="\n\n")
-    size = options.chunks * 4096 + (64 << 20)
+    size = options.chunks * 4096 + (128 << 20)
     daemon = BenchDaemon(l1_size=size, chunk_tokens=CHUNK_TOKENS)
     idle_rss, idle = rss_bytes(daemon.process.pid), idle_cpu(daemon.process.pid)
     worker = BenchWorker(
@@ -148,20 +158,29 @@ def main() -> None:
     )
     rows: list[list[object]] = []
     held = 0
-    for step in (10_000, options.chunks):
+    for step in sorted({10_000, 100_000, options.chunks}):
         before = rss_bytes(daemon.process.pid)
-        fill(worker, f"fill {step}", step - held)
+        fill([worker], f"fill {step}", step - held)
         per_chunk = (rss_bytes(daemon.process.pid) - before) / (step - held) - 4096
         held = step
-        for tokens in (1024, 8192, 131072):
-            keys = fill(worker, f"hot {step} {tokens}", tokens // CHUNK_TOKENS)
-            assert worker.lookup(keys) == tokens // CHUNK_TOKENS
-            wire = len(encode(worker.lookup_message(keys))) + 8
-            times = samples_of(options.samples, lambda k=keys: worker.lookup(k))
-            echo = echo_p50(wire, options.samples)
-            rows.append([step, tokens, wire, percentile(times, 0.5), percentile(times, 0.99), echo])
+        for tokens in (1024, 8192, PREFILL_TOKENS):
+            rows.append([step, 1, tokens, *lookup_row([worker], f"hot {step}", tokens, options.samples)])
         print(f"{step} chunks in L1: {per_chunk:.0f} bytes of resident memory per chunk beside its page")
-    keys = fill(worker, "beside", 512)
+    ranks = [
+        BenchWorker(
+            daemon.endpoint,
+            planes=1,
+            run=64,
+            num_blocks=1024 * CHUNK_BLOCKS + 1,
+            block_tokens=BLOCK_TOKENS,
+            instance_id="eight",
+            rank=rank,
+            world_size=8,
+        )
+        for rank in range(8)
+    ]
+    rows.append([held, 8, PREFILL_TOKENS, *lookup_row(ranks, "eight", PREFILL_TOKENS, options.samples)])
+    keys = fill([worker], "beside", 512)
     started = multiprocessing.Event()
     looper = multiprocessing.Process(
         target=closed_loop, args=(daemon.endpoint, worker.instance_id, keys, started, 60), daemon=True
@@ -169,10 +188,10 @@ def main() -> None:
     looper.start()
     started.wait(20)
     times = samples_of(options.samples, lambda: worker.lookup(keys[: 4 * 32]))
-    rows.append([held, "1024 beside 128k", "", percentile(times, 0.5), percentile(times, 0.99), ""])
+    rows.append([held, 1, "1024 beside 128k", "", percentile(times, 0.5), percentile(times, 0.99), ""])
     looper.terminate()
     looper.join()
-    print(table(["chunks", "tokens", "wire bytes", "p50 ms", "p99 ms", "echo p50 ms"], rows))
+    print(table(["chunks", "ranks", "tokens", "wire bytes", "p50 ms", "p99 ms", "echo p50 ms"], rows))
     print(f"start to ready {daemon.seconds_to_ready:.2f} s, idle RSS {idle_rss / 1e6:.0f} MB, idle CPU {idle:.1%}")
     daemon.close()
 

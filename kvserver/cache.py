@@ -12,6 +12,7 @@ Rules kept here:
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,8 +28,12 @@ Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 FREE_SLICE = 256  # detached chunks freed per loop turn
 
 
-def split_keys(keys: bytes) -> Iterator[bytes]:
-    return (keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES))
+_KEY = struct.Struct(f"{KEY_BYTES}s")
+
+
+def split_keys(keys: bytes) -> Iterator[tuple[bytes]]:
+    """One key after the other, each in a tuple: it runs for every chunk of every lookup, and nothing else is as fast."""
+    return _KEY.iter_unpack(keys)
 
 
 @dataclass(slots=True)
@@ -76,7 +81,7 @@ class Cache:
         namespace = self.index.find(namespace_id)
         if namespace is not None:
             get = namespace.chunks.get
-            for key in split_keys(keys):
+            for (key,) in split_keys(keys):
                 chunk = get(key)
                 if chunk is None or not chunk.ready:
                     break
@@ -91,10 +96,15 @@ class Cache:
         lease = self._leases.pop(owner, None)
         if lease is None:
             return
-        self._use(lease.chunks)
-        for chunk in lease.chunks:
+        tick = self._tick
+        for chunk in reversed(lease.chunks):  # as _use() and _settle() do, which as calls would take twice the time
+            if chunk.ready:
+                tick += 1
+                chunk.last_used = tick
             chunk.leases -= 1
-            self._settle(chunk)
+            if not (chunk.leases or chunk.queued):
+                self._settle(chunk)
+        self._tick = tick
 
     def expire_leases(self, now: float) -> int:
         expired = [owner for owner, lease in self._leases.items() if lease.deadline <= now]
@@ -130,7 +140,7 @@ class Cache:
         namespace = self.index.find_or_make(namespace_id, world_size)
         plan = StorePlan(rank)
         bit = 1 << rank
-        for position, key in enumerate(split_keys(keys)):
+        for position, (key,) in enumerate(split_keys(keys)):
             chunk = namespace.chunks.get(key)
             if chunk is not None and (chunk.done | chunk.filling) & bit:
                 self._use([chunk])  # so that the room for later chunks is taken elsewhere
@@ -194,7 +204,7 @@ class Cache:
         """
         namespace = self.index.find(namespace_id)
         known = namespace.chunks if namespace is not None else {}
-        found = [known.get(key) for key in split_keys(keys)]
+        found = [known.get(key) for (key,) in split_keys(keys)]
         chunks = [chunk for chunk in found if chunk is not None and chunk.ready]
         if len(chunks) != len(found):
             raise KVServerError(ErrorCode.NOT_FOUND, f"{len(found) - len(chunks)} of {len(found)} chunks are not READY")
