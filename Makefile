@@ -3,7 +3,7 @@
 #   make run     the daemon with its defaults (KVSERVER_* apply)
 #   make demo    two real vLLM processes share a cache: cold against warm time to first token
 #   make test    all tests; those with a real vLLM too, in a venv of its own
-#   make check   formatting, lint, types
+#   make check   formatting, lint (Dockerfiles too), types
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
 
@@ -40,6 +40,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h tests/native/*.cpp
+	$(VENV)/bin/hadolint --failure-threshold warning --ignore DL3008 deploy/*Dockerfile
 	rm -rf build/typing && mkdir -p build/typing && cp -r kvserver build/typing/ && cp -r adapters build/typing/kvserver/
 	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
 

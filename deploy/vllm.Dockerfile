@@ -6,6 +6,7 @@ ARG VLLM_IMAGE=vllm/vllm-openai-cpu:latest
 
 # Built where it runs: the native module is for one minor version of Python, and for the C library that it was linked with.
 FROM ${VLLM_IMAGE} AS build
+# hadolint ignore=DL3002
 USER root
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
@@ -22,6 +23,7 @@ USER root
 # The user of the daemon: the socket is for its user only.
 ARG UID=1000
 COPY --from=build /wheels /tmp/wheels
+# hadolint ignore=DL3013
 RUN python3 -m pip install --no-cache-dir --no-deps --no-index --find-links /tmp/wheels kvserver \
     && rm -rf /tmp/wheels \
     && install -d -m 700 -o ${UID} -g ${UID} /run/kvserver \
