@@ -10,6 +10,7 @@
 
 #include "block_runs.h"
 #include "core.h"
+#include "fake_device.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -45,7 +46,7 @@ std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> mem
     return std::make_shared<PlaneTable>(std::move(memories), converted, num_blocks);
 }
 
-void submit_copy(Copier& copier, uint64_t ticket, Direction direction,
+void submit_copy(Device& device, uint64_t ticket, Direction direction,
                  std::shared_ptr<PlaneTable> planes, const nb::bytes& blocks,
                  const nb::bytes& extents, uint32_t pages_per_slot, uint32_t blocks_per_slot,
                  uint32_t skip, std::shared_ptr<Mapping> word_memory, uint64_t word_index,
@@ -68,7 +69,8 @@ void submit_copy(Copier& copier, uint64_t ticket, Direction direction,
     }
     job->sequence = sequence;
     job->deadline_nanos = deadline_nanos;
-    copier.submit(std::move(job));
+    nb::gil_scoped_release released;
+    device.submit_copy(std::move(job));
 }
 
 nb::bytes pack_bytes(const nb::bytes& ids) {
@@ -81,12 +83,38 @@ nb::bytes unpack_bytes(const nb::bytes& packed, uint64_t most) {
     return nb::bytes(ids.data(), ids.size() * sizeof(uint32_t));
 }
 
-nb::list drain(Copier& copier) {
+nb::list drain(Device& device) {
+    std::vector<Completion> ends;
+    {
+        nb::gil_scoped_release released;
+        ends = device.drain();
+    }
     nb::list result;
-    for (Completion& c : copier.drain())
+    for (Completion& c : ends)
         result.append(nb::make_tuple(c.ticket, c.outcome, c.bytes, c.nanos, c.what));
     return result;
 }
+
+// Joining threads and unmapping memory take their time; Python must not stand still for it.
+template <typename T>
+struct DeleteWithoutGil {
+    void operator()(T* object) const {
+        if (!PyGILState_Check()) {
+            delete object;
+            return;
+        }
+        nb::gil_scoped_release released;
+        delete object;
+    }
+};
+
+template <typename T, typename... Arguments>
+std::shared_ptr<T> make_without_gil(Arguments... arguments) {
+    nb::gil_scoped_release released;
+    return {new T(std::move(arguments)...), DeleteWithoutGil<T>()};
+}
+
+using Released = nb::call_guard<nb::gil_scoped_release>;
 
 }  // namespace
 
@@ -109,7 +137,12 @@ NB_MODULE(_native, m) {
         .value("FAILED", Outcome::kFailed)
         .value("CANCELLED", Outcome::kCancelled)
         .value("LATE", Outcome::kLate)
-        .value("MEMORY_LOST", Outcome::kMemoryLost);
+        .value("MEMORY_LOST", Outcome::kMemoryLost)
+        .value("DEVICE_LOST", Outcome::kDeviceLost);
+    nb::enum_<FakeDevice::Order>(m, "Order")
+        .value("SUBMITTED", FakeDevice::Order::kSubmitted)
+        .value("REVERSED", FakeDevice::Order::kReversed)
+        .value("RANDOM", FakeDevice::Order::kRandom);
 
     nb::class_<Mapping>(m, "Mapping")
         .def(nb::new_([](int fd, uint64_t size) { return std::make_shared<Mapping>(fd, size); }),
@@ -132,7 +165,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("block_bytes", &PlaneTable::block_bytes)
         .def_prop_ro("groups", &PlaneTable::groups);
     nb::class_<HostRegion>(m, "HostRegion")
-        .def(nb::init<uint64_t>(), "size"_a)
+        .def(nb::new_(&make_without_gil<HostRegion, uint64_t>), "size"_a)
         .def_prop_ro("size", &HostRegion::size);
     nb::class_<WordPage>(m, "WordPage")
         .def(nb::init<uint64_t>(), "words"_a)
@@ -157,18 +190,49 @@ NB_MODULE(_native, m) {
                 return move_word(page.at(index), sequence, from, to);
             },
             "index"_a, "sequence"_a, "from_"_a, "to"_a);
-    nb::class_<Copier>(m, "Copier")
-        .def(nb::init<std::shared_ptr<HostRegion>, uint64_t, unsigned, unsigned>(), "region"_a,
-             "page_bytes"_a, "threads"_a, "delay_micros"_a = 0)
-        .def_prop_ro("completion_fd", &Copier::completion_fd)
+    nb::class_<Device>(m, "Device")
+        .def_prop_ro("completion_fd", &Device::completion_fd)
+        .def_prop_ro("lost", &Device::lost)
         .def("submit_copy", &submit_copy, "ticket"_a, "direction"_a, "planes"_a, "blocks"_a,
              "extents"_a, "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
              "word_memory"_a.none() = nb::none(), "word_index"_a = 0, "sequence"_a = 0,
              "deadline_nanos"_a = 0)
-        .def("cancel", &Copier::cancel, "ticket"_a)
-        .def("submit_map", &Copier::submit_map, "ticket"_a, "mappings"_a)
-        .def("submit_unmap", &Copier::submit_unmap, "ticket"_a, "mappings"_a)
+        .def("cancel", &Device::cancel, "ticket"_a, Released())
+        .def("submit_map", &Device::submit_map, "ticket"_a, "mappings"_a, Released())
+        .def("submit_unmap", &Device::submit_unmap, "ticket"_a, "mappings"_a, Released())
         .def("drain", &drain);
+    nb::class_<Copier, Device>(m, "Copier")
+        .def(nb::new_(&make_without_gil<Copier, std::shared_ptr<HostRegion>, uint64_t, unsigned,
+                                        unsigned>),
+             "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0);
+    nb::class_<FakeDevice, Device>(m, "FakeDevice")
+        .def(
+            "__init__",
+            [](FakeDevice* self, std::shared_ptr<HostRegion> region, uint64_t page_bytes,
+               uint64_t seed, double trouble, unsigned delay_micros) {
+                new (self)
+                    FakeDevice(std::move(region), page_bytes,
+                               {.seed = seed, .trouble = trouble, .delay_micros = delay_micros});
+            },
+            "region"_a, "page_bytes"_a, "seed"_a = 0, "trouble"_a = 0.0, "delay_micros"_a = 0)
+        .def_prop_ro("open", &FakeDevice::open)
+        .def("run", &FakeDevice::run, "ticket"_a, "blocks"_a, Released())
+        .def("release", &FakeDevice::release, "ticket"_a, Released())
+        .def("release_all", &FakeDevice::release_all, "order"_a = FakeDevice::Order::kSubmitted,
+             Released())
+        .def("fail", &FakeDevice::fail, "ticket"_a, "blocks"_a, "what"_a, Released())
+        .def("step", &FakeDevice::step, Released())
+        .def("lose", &FakeDevice::lose, "what"_a, Released())
+        .def("recover", &FakeDevice::recover, Released())
+        .def(
+            "read_l1",
+            [](const FakeDevice& device, uint64_t page) {
+                const L1& l1 = device.l1();
+                if (page >= l1.region->size() / l1.page_bytes)
+                    throw std::out_of_range("a page outside L1");
+                return nb::bytes(l1.region->data() + page * l1.page_bytes, l1.page_bytes);
+            },
+            "page"_a);
 
     m.def("pack_blocks", &pack_bytes, "ids"_a);
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);

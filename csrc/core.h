@@ -12,9 +12,9 @@
 //
 // Who may write what: a store reads L0 and writes the pages of its slots; a load reads the pages
 // and writes L0. The caller (the server loop) keeps slots alive and unshared until the job's
-// Completion was drained; it keeps mappings alive likewise. The copier never allocates L1.
+// Completion was drained; it keeps mappings alive likewise. A device never allocates L1.
 //
-// Threads: every public function may be called from any thread. Jobs are run by the copier's own
+// Threads: every public function may be called from any thread. Jobs are run by a device's own
 // threads, which never touch Python.
 #pragma once
 
@@ -25,6 +25,8 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -57,8 +59,9 @@ bool move_word(Word& word, uint64_t sequence, State from, State to);
 // ---- memory ---------------------------------------------------------------------------------
 // A file descriptor of another process, mapped shared. map() and unmap() may be slow: they are
 // run as jobs. The owner may truncate the file at any time, so every access must be guarded.
-// enable_shared_from_this, here and in PlaneTable: then a shared_ptr that comes from Python does
-// not hold the Python object, and a copier thread that drops the last one needs no GIL.
+// enable_shared_from_this, here and in what else Python hands over: then a shared_ptr that comes
+// from Python does not hold the Python object, and a copier thread that drops the last one needs no
+// GIL.
 class Mapping : public std::enable_shared_from_this<Mapping> {
   public:
     Mapping(int fd, uint64_t size);  // takes over fd
@@ -115,6 +118,7 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
     uint64_t groups() const { return group_bytes_.size(); }
     uint64_t group_bytes(uint64_t group) const { return group_bytes_[group]; }
     bool intact() const;
+    const std::vector<std::shared_ptr<Mapping>>& memories() const { return memories_; }
 
   private:
     std::vector<std::shared_ptr<Mapping>> memories_;
@@ -125,7 +129,7 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
 };
 
 // The L1 region: private memory, touched lazily. Lives as long as the process serves.
-class HostRegion {
+class HostRegion : public std::enable_shared_from_this<HostRegion> {
   public:
     explicit HostRegion(uint64_t size);  // throws std::runtime_error
     ~HostRegion();
@@ -140,7 +144,7 @@ class HostRegion {
 };
 
 // ---- completion -----------------------------------------------------------------------------
-enum class Outcome : uint8_t { kDone, kFailed, kCancelled, kLate, kMemoryLost };
+enum class Outcome : uint8_t { kDone, kFailed, kCancelled, kLate, kMemoryLost, kDeviceLost };
 
 struct Completion {
     uint64_t ticket;
@@ -183,7 +187,7 @@ struct CopyJob {
     std::shared_ptr<PlaneTable> planes;
     std::vector<uint32_t> blocks;
     std::vector<Extent> extents;        // pages_per_slot for each slot, slots in order
-    std::vector<uint64_t> extent_ends;  // pages up to the end of each extent; set by submit()
+    std::vector<uint64_t> extent_ends;  // pages up to the end of each extent; set by check_job()
     uint32_t pages_per_slot = 0;
     uint32_t blocks_per_slot = 0;
     uint32_t skip = 0;
@@ -192,7 +196,7 @@ struct CopyJob {
     uint64_t sequence = 0;
     uint64_t deadline_nanos = 0;  // CLOCK_MONOTONIC; not started after it; 0 = none
 
-    // Progress, written by copier threads only.
+    // Progress, written by the device only.
     std::atomic<uint64_t> next{0};     // first position nobody took yet
     std::atomic<uint64_t> settled{0};  // positions copied or given up
     std::atomic<uint64_t> bytes{0};
@@ -203,6 +207,81 @@ struct CopyJob {
     uint64_t positions() const { return blocks.size() / planes->groups(); }
     uint64_t bytes_at(uint64_t position) const;  // what is copied there
 };
+
+// One ticket's mappings: all are mapped (the last one is the sealed word page), or all unmapped.
+struct MapJob {
+    uint64_t ticket;
+    bool unmap;
+    std::vector<std::shared_ptr<Mapping>> mappings;
+};
+
+// ---- devices --------------------------------------------------------------------------------
+// What moves the bytes. Each backend is one: the CPU's threads, a GPU's streams, a test's stand-in.
+//
+// Tickets. Every ticket that a submit_ function took ends exactly once, by one Completion, also
+//   after cancel() and after the device was lost. A submit_ function that throws took nothing and
+//   moved no word. Ends come in any order: a device may run, finish and report tickets in whatever
+//   order suits it, loads and stores never wait for each other, and nobody may rely on a ticket
+//   that was submitted earlier. Tickets that are open when a device is destroyed do not end; from
+//   then on it writes nothing.
+// Words. By begin_job() before the first byte and by end_job() after the last one, nowhere else.
+//   The Completion is pushed after the word was moved. A word in PENDING that cannot begin is
+//   FAILED.
+// Cancel. cancel(), or the worker by the word, asks. Until the ticket ends the device may go on
+//   reading (a store) or writing (a load) the blocks and pages it was given; it must look at least
+//   once a block, or as often as its hardware lets it, and end the ticket as kCancelled, unless the
+//   whole copy had counted by then. Once the ticket ended it touches neither. An unknown ticket is
+//   ignored: it has ended.
+// Failure. A ticket that ends as anything but kDone may have moved any part of its bytes:
+//   `bytes` says how many, what lies in its pages and (for a load) blocks is garbage.
+// Loss. When the hardware is gone for good, every open ticket ends as kDeviceLost, after the
+//   device made sure that nothing of it still moves; later copies and maps end so at once. What is
+//   left to do for unmaps is done, and they end as kDone. lost() then says why.
+// Time. No function waits for a copy, a map or the hardware: all return at once and may be called
+//   by the loop. Only the destructor waits, for what runs to reach its next block.
+class Device {
+  public:
+    virtual ~Device() = default;
+
+    virtual int completion_fd() const = 0;  // readable while drain() would return something
+    virtual std::vector<Completion> drain() = 0;
+    virtual std::string lost() const = 0;  // why no copy can succeed any more; empty while it can
+
+    // Throws std::invalid_argument by check_job().
+    virtual void submit_copy(std::shared_ptr<CopyJob> job) = 0;
+    virtual void cancel(uint64_t ticket) = 0;
+    // A map that fails leaves nothing mapped.
+    // REQUIRES of an unmap: no open copy uses the mappings.
+    virtual void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) = 0;
+    virtual void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) = 0;
+};
+
+// What backends share. L1 as jobs address it:
+struct L1 {
+    std::shared_ptr<HostRegion> region;
+    uint64_t page_bytes;
+};
+
+void check_l1(const L1& l1);                 // throws std::invalid_argument
+void check_job(CopyJob& job, const L1& l1);  // likewise, naming the numbers; sets extent_ends
+bool cancelled(const CopyJob& job);          // by the worker
+// Claim the operation: PENDING -> RUNNING. If it may not begin, how it ended; not a byte moves
+// then.
+std::optional<Completion> begin_job(CopyJob& job);
+// End a job that did not begin. Its word becomes FAILED unless the worker cancelled it.
+Completion refuse_job(const CopyJob& job, Outcome outcome, std::string what);
+// End a job that began, once, after its last byte. `fault` is what broke it, if anything did.
+// Moving the word to DONE is what makes a copy count: after a worker's cancel that fails.
+Completion end_job(const CopyJob& job, Outcome fault = Outcome::kDone, std::string what = "");
+Completion run_map_job(const MapJob& job);
+// End a map that was not run because the device is lost: its descriptors are closed.
+Completion refuse_map_job(const MapJob& job, std::string what);
+
+// Copying by this thread (host_copy.cpp). False if the engine's memory is gone.
+// REQUIRES: install_sigbus_guard() was called, begin_job() let it begin.
+bool copy_block_guarded(const CopyJob& job, uint64_t index, const L1& l1);
+void finish_copies();  // before anyone is told that the copies of this thread happened
+void install_sigbus_guard();
 
 // The worker's side of the state words: a sealed memfd that is handed to the server.
 class WordPage {
@@ -221,41 +300,32 @@ class WordPage {
     Word* words_;
 };
 
-// Threads that copy. All of them help the job in front, loads before stores, so one large job
-// uses the whole machine and a small load never waits behind a large store for more than a batch.
-class Copier {
+// The CPU as a device: threads that copy. All of them help the job in front, loads before stores,
+// so one large job uses the whole machine and a small load never waits behind a large store for
+// more than a batch. Never lost.
+class Copier final : public Device {
   public:
     // delay_micros: pause before each block, so that tests can act in the middle of a copy.
     Copier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
            unsigned delay_micros);
-    ~Copier();  // stops; jobs not begun are dropped, running ones end at their next block
+    ~Copier() override;  // stops; jobs not begun are dropped, running ones end at their next block
 
-    int completion_fd() const { return completions_.fd(); }
-    std::vector<Completion> drain() { return completions_.drain(); }
-
-    void submit(std::shared_ptr<CopyJob> job);
-    void cancel(uint64_t ticket);  // ends at the next block; its completion still comes
-    // Map all (the last one is the sealed word page), or unmap all; one completion each.
-    void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings);
-    void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings);
+    int completion_fd() const override { return completions_.fd(); }
+    std::vector<Completion> drain() override { return completions_.drain(); }
+    std::string lost() const override { return {}; }
+    void submit_copy(std::shared_ptr<CopyJob> job) override;
+    void cancel(uint64_t ticket) override;
+    void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+    void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
 
   private:
-    struct MapJob {
-        uint64_t ticket;
-        bool unmap;
-        std::vector<std::shared_ptr<Mapping>> mappings;
-    };
-
+    void queue_map(MapJob job);
     void run_copies();
     void run_maps();
     std::shared_ptr<CopyJob> front_job();
-    bool begin(CopyJob& job);
     void copy_batch(CopyJob& job, uint64_t first, uint64_t last);
-    void copy_block(const CopyJob& job, uint64_t index) const;
-    void finish(CopyJob& job);
 
-    std::shared_ptr<HostRegion> region_;
-    const uint64_t page_bytes_;
+    const L1 l1_;
     const unsigned delay_micros_;
     CompletionQueue completions_;
 

@@ -1,7 +1,8 @@
 """Tickets: copies in flight, and how their end comes back to the loop.
 
 Owns: ticket numbers and the table of open tickets. Refuses to know: what a ticket's end means; the
-handlers decide that. The bytes are moved by native threads (`csrc/`), never under the GIL.
+handlers decide that. The bytes are moved by a native device (`csrc/core.h` is its contract), never under
+the GIL.
 
 A ticket ends exactly once, by a completion drained in the loop thread.
 """
@@ -10,43 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvserver import _native
-from kvserver._native import NO_BLOCK, Direction, Mapping, Outcome, PlaneTable
+from kvserver._native import NO_BLOCK, Device, Direction, Mapping, Outcome, PlaneTable
 
 __all__ = ["NO_BLOCK", "Completion", "Copier", "Device", "Direction", "Mapping", "Outcome", "PlaneTable"]
-
-
-class Device(Protocol):
-    """What moves the bytes: `_native.Copier`, or a stand-in whose completions a test controls."""
-
-    @property
-    def completion_fd(self) -> int: ...
-
-    def submit_copy(
-        self,
-        ticket: int,
-        direction: Direction,
-        planes: PlaneTable,
-        blocks: bytes,
-        extents: bytes,
-        pages_per_slot: int,
-        blocks_per_slot: int,
-        skip: int = 0,
-        word_memory: Mapping | None = None,
-        word_index: int = 0,
-        sequence: int = 0,
-        deadline_nanos: int = 0,
-    ) -> None: ...
-
-    def cancel(self, ticket: int) -> None: ...
-
-    def submit_map(self, ticket: int, mappings: list[Mapping]) -> None: ...
-
-    def submit_unmap(self, ticket: int, mappings: list[Mapping]) -> None: ...
-
-    def drain(self) -> list[tuple[int, Outcome, int, int, str]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +48,11 @@ class Copier(Generic[T]):
     @property
     def completion_fd(self) -> int:
         return self.device.completion_fd
+
+    @property
+    def lost(self) -> str:
+        """Why no copy can succeed any more; empty while it can."""
+        return self.device.lost
 
     @property
     def open_tickets(self) -> int:

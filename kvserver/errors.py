@@ -33,6 +33,7 @@ class ErrorCode(str, enum.Enum):
     NOT_FOUND = "not_found"  # a chunk to load is not, or no longer, READY
     CANCELLED = "cancelled"
     MEMORY_LOST = "memory_lost"  # the engine truncated memory it had registered
+    DEVICE_LOST = "device_lost"  # what copies for the server is gone; it answers, but nothing can be moved
     INTERNAL = "internal"
 
 

@@ -80,6 +80,7 @@ class Handlers:
         self.workers = Workers(settings, cache, self.copier, self.instances, lifelines, clock)
         self._token = token
         self._clock = clock
+        self._told_loss = ""
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class Handlers:
         check_chunk(request.chunk_blocks, spec)
         namespace = instance.namespace_of(request.variant)
         hits = 0
-        if namespace is not None:
+        if namespace is not None and not self.copier.lost:  # a hit that cannot be loaded only costs the engine
             owner = (request.instance_id, request.request_id)
             hits = self.cache.lookup(namespace, request.keys, owner, self._clock() + self.settings.lease_seconds)
         chunk_tokens = spec.chunk_blocks * spec.block_tokens
@@ -196,11 +197,18 @@ class Handlers:
 
     def settle(self) -> None:
         """Act on every ticket that has ended. Never raises: each ticket ends, whatever one of them does."""
+        self._tell_loss()
         for ticket, completion in self.copier.drain():
             try:
                 self._ended(ticket, completion)
             except Exception:
                 log.exception("while ending %s", type(ticket).__name__)
+
+    def _tell_loss(self) -> None:
+        lost = self.copier.lost
+        if lost and lost != self._told_loss:
+            log.critical("the device is lost: %s; no lookup hits from now on, restart this daemon", lost)
+        self._told_loss = lost
 
     def _ended(self, ticket: Ticket, completion: Completion) -> None:
         if isinstance(ticket, UnmapTicket):

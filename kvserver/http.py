@@ -77,7 +77,10 @@ class StatusPages(ThreadingHTTPServer):
     def not_ready(self) -> str | None:
         """Why this daemon should get no traffic, or None."""
         stuck = self.kvserver.seconds_since_turn
-        return f"the event loop has not turned for {stuck:.1f} s" if stuck > STUCK_SECONDS else None
+        if stuck > STUCK_SECONDS:
+            return f"the event loop has not turned for {stuck:.1f} s"
+        lost = self.kvserver.lost_device
+        return f"the device is lost: {lost}" if lost else None
 
 
 class _Handler(BaseHTTPRequestHandler):

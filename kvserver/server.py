@@ -114,6 +114,11 @@ class Server:
         """How long ago the loop last went round; large only if it hangs (it turns once a second when idle)."""
         return time.monotonic() - self._last_turn
 
+    @property
+    def lost_device(self) -> str:
+        """Why nothing can be copied any more; empty while it can."""
+        return self.handlers.copier.lost
+
     # ---- the loop -----------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -244,7 +249,7 @@ class Server:
             "version": __version__,
             "boot_id": self.handlers.boot_id,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
-            "ready": True,
+            "ready": not self.lost_device,
             "protocol_version": PROTOCOL_VERSION,
             "loop_lag_seconds": max(self._lag),
             **self.handlers.status(),

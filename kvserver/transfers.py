@@ -55,6 +55,7 @@ _FAILURES = {
     Outcome.CANCELLED: ErrorCode.CANCELLED,
     Outcome.LATE: ErrorCode.LATE,
     Outcome.MEMORY_LOST: ErrorCode.MEMORY_LOST,
+    Outcome.DEVICE_LOST: ErrorCode.DEVICE_LOST,
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kvserver.cache import Cache
 from kvserver.config import Settings
-from kvserver.copier import Completion, Copier, Mapping, PlaneTable
+from kvserver.copier import Completion, Copier, Mapping, Outcome, PlaneTable
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.instances import Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
@@ -107,7 +107,8 @@ class Workers:
             return
         try:
             if not completion.done:
-                raise KVServerError(ErrorCode.BAD_MEMORY, completion.what)
+                lost = completion.outcome == Outcome.DEVICE_LOST
+                raise KVServerError(ErrorCode.DEVICE_LOST if lost else ErrorCode.BAD_MEMORY, completion.what)
             rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes, p.group) for p in worker.spec.planes]
             try:
                 worker.table = PlaneTable(worker.memory[:-1], rows, worker.spec.num_blocks)

@@ -5,36 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import KVSERVER, Daemon, fetch, wait_until
 from support.raw import RawPeer
+from support.server import running_server
 from support.worker import make_keys
 
 from kvserver import __version__, http
 from kvserver._native import State
-from kvserver.cache import Cache
 from kvserver.capacity import available_memory, choose_l1_bytes
-from kvserver.config import GiB, MiB, Settings
+from kvserver.config import GiB, MiB
 from kvserver.copier import cpu_device
 from kvserver.errors import ConfigError
-from kvserver.eviction import LeastRecentlyUsed
-from kvserver.handlers import Handlers
-from kvserver.lifeline import Lifelines
-from kvserver.pool import PagePool
 from kvserver.protocol import PROTOCOL_VERSION, Lookup, Status, StatusReply, encode
-from kvserver.server import Server
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -429,7 +419,7 @@ def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(mo
     monkeypatch.setattr(http, "STUCK_SECONDS", 1.2)  # an idle loop turns once a second
     monkeypatch.setattr(http, "LOOP_DEADLINE_SECONDS", 0.2)
     release = threading.Event()
-    with running_server() as pages, contextlib.ExitStack() as at_end:
+    with running_server(cpu_device(MiB, 4096, 1, 0)) as pages, contextlib.ExitStack() as at_end:
         at_end.callback(release.set)  # whatever fails below
         assert get(pages, "/readyz") == (200, "ready\n")
         assert get(pages, "/status")[0] == 200
@@ -444,31 +434,6 @@ def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(mo
         release.set()
         wait_until(lambda: get(pages, "/readyz")[0] == 200)
         assert json.loads(get(pages, "/status")[1])["ready"] is True
-
-
-@contextlib.contextmanager
-def running_server() -> Iterator[http.StatusPages]:
-    """The daemon's parts with its loop in a thread of this process."""
-    folder = Path(tempfile.mkdtemp(prefix="kvs-"))
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.bind(f"ipc://{folder}/kv.sock")
-    lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
-    cache = Cache(PagePool(MiB, 4096), LeastRecentlyUsed())
-    handlers = Handlers(Settings(), "boot", "token", cache, cpu_device(MiB, 4096, 1, 0), lifelines)
-    pages = http.StatusPages(("127.0.0.1", 0), Server(handlers, router, MiB))
-    loop = threading.Thread(target=pages.kvserver.run)
-    loop.start()
-    pages.start()
-    try:
-        yield pages
-    finally:
-        pages.kvserver.stop()
-        loop.join()
-        pages.close()
-        lifelines.shut()
-        context.destroy(linger=0)
-        shutil.rmtree(folder)
 
 
 def get(pages: http.StatusPages, path: str, method: str = "GET") -> tuple[int, str]:

@@ -1,8 +1,8 @@
-"""Random stores, lookups, loads, cancels, clears and deaths against a plain dict, byte for byte.
+"""Random stores, lookups, loads, cancels, clears, deaths and losses against a plain dict, byte for byte.
 
 The server's own code decides everything: protocol structs, handlers, cache, instances and lifelines
-are real, memory is really mapped. Only the copies are made up, so that they end in any order, late,
-half done or not at all, and the clock.
+are real, memory is really mapped and copied. Faked is only the device, so that copies end in any order,
+late, half done or not at all, and the clock.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class Walk:
             self.unregister: 1,
             self.clear: 1,
             self.pass_time: 3,
+            world.fail_half: 1,
+            self.lose_device: 1,
+            self.replace_device: 6,
             self.rest: 1,
         }
 
@@ -145,6 +148,13 @@ class Walk:
     def pass_time(self) -> None:
         self.world.pass_time(self.rng.choice([0.1, 1.0, 5.0, 25.0]))
 
+    def lose_device(self) -> None:
+        if self.rng.random() < 0.3:
+            self.world.lose_device()
+
+    def replace_device(self) -> None:
+        self.world.device.recover()
+
     def rest(self) -> None:
         self.world.come_to_rest()
 
@@ -164,7 +174,7 @@ def test_a_random_walk_agrees_with_a_plain_dict(tmp_path: Path, seed: int, pages
     # The walk went where it should go, or it would prove nothing.
     floor = 100 if trouble == 0 else 30
     assert min(world.counts[name] for name in ("stored", "loaded", "hits", "cancels")) > floor, world.counts
-    assert min(world.counts[name] for name in ("deaths", "clears")) > 10, world.counts
+    assert min(world.counts[name] for name in ("deaths", "clears", "halves", "losses")) > 10, world.counts
     assert pages > 100 or world.counts["evicted"] > floor, world.counts
     del world
     gc.collect()
@@ -178,6 +188,7 @@ def test_a_store_that_is_cancelled_and_overwritten_while_it_runs_is_never_found(
     world.connect(engine.ranks[0])
     world.settle()
     while engine.ranks[0].state != "open":
+        world.device.step()
         world.settle()
     keys = engine.model.keys(0)[:3]
     world.store(engine.ranks[0], keys, "")

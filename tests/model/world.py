@@ -9,6 +9,7 @@ import os
 import random
 import select
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +53,8 @@ from kvserver.protocol import (
     encode,
 )
 
-from .fake_device import FakeDevice, Side
 from .plain import Entry, Name, Plain
+from .watched_device import Side, WatchedDevice
 
 WORDS = 128
 CHUNK_TOKENS = 64
@@ -149,7 +150,7 @@ class Rank:
         self.sequences = itertools.count(1)
         self.words = itertools.cycle(range(WORDS))
         memory = Memory(engine.model.geometry)
-        self.side = Side(memory, WordPage(WORDS), [])
+        self.side = Side(memory, WordPage(WORDS))
         self.image = [bytearray(image) for image in memory.image()]  # what it should hold
         self.free = set(range(1, memory.geometry.num_blocks))
 
@@ -234,9 +235,9 @@ class World:
 
     def __init__(self, folder: Path, seed: int, pages: int, trouble: float) -> None:
         self.rng = random.Random(seed)
-        self.now = 1000.0
+        self.now = time.monotonic() + 1e6  # by the device's clock no deadline passes but by trouble
         self.plain = Plain()
-        self.device = FakeDevice(pages * PAGE_BYTES, PAGE_BYTES, self.rng, trouble)
+        self.device = WatchedDevice(pages * PAGE_BYTES, PAGE_BYTES, seed + 1, trouble)
         self.cache = Cache(PagePool(pages * PAGE_BYTES, PAGE_BYTES), POLICIES["lru"]())
         self.lifelines = Lifelines(str(folder / "fd"), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
@@ -258,7 +259,20 @@ class World:
         self.calls: list[Call] = []  # all that want one reply by the time nothing is in flight
         self.incarnations = itertools.count()
         self.counts = dict.fromkeys(
-            ("stores", "stored", "loads", "loaded", "hits", "evicted", "deaths", "cancels", "clears"), 0
+            (
+                "stores",
+                "stored",
+                "loads",
+                "loaded",
+                "hits",
+                "evicted",
+                "deaths",
+                "cancels",
+                "clears",
+                "halves",
+                "losses",
+            ),
+            0,
         )
 
     # ---- plumbing -----------------------------------------------------------------------------
@@ -356,7 +370,7 @@ class World:
     def closed(self, rank: Rank) -> None:
         """The server takes no more from this worker."""
         rank.state = "gone"
-        assert all(job.stop for job in self.device.open.values() if job.side is rank.side), "it copies on for the dead"
+        assert all(job.cancelled for job in self.device.copies_of(rank.side)), "it copies on for the dead"
         if not rank.engine.known:
             self.plain.end_leases(lambda owner, _: owner[0] == rank.engine.instance_id)
 
@@ -377,7 +391,7 @@ class World:
         poll.register(rank.connection, select.POLLIN)
         if poll.poll(0):
             assert rank.connection.recv(16) == b""
-            assert not any(job.side is rank.side for job in self.device.open.values()), "it may still be written to"
+            assert not self.device.copies_of(rank.side), "it may still be written to"
             self.hang_up(rank)
 
     # ---- requests -----------------------------------------------------------------------------
@@ -392,8 +406,8 @@ class World:
             return 0
         reply = self.answer(request)
         assert isinstance(reply, LookupReply), reply
-        if not engine.ready:
-            assert reply.hit_chunks == 0, "a hit before all ranks stood"
+        if not engine.ready or self.device.lost:
+            assert reply.hit_chunks == 0, "a hit that nobody could load"
             return 0
         space = engine.namespace(variant)
         found = self.plain.hits((space, key) for key in keys)
@@ -583,6 +597,7 @@ class World:
     def settle(self) -> None:
         self.device.drained = []
         self.handlers.settle()
+        self.faults[:] = [fault for fault in self.faults if "the device is lost" not in fault]
         for ticket, outcome in self.device.drained:
             operation = self.operations.pop(ticket, None)
             if operation is not None:
@@ -595,6 +610,10 @@ class World:
             self.pending.remove((rank, call))
             if rank.state != "mapping":
                 assert call.error == ErrorCode.CANCELLED.value
+                continue
+            if call.error == ErrorCode.DEVICE_LOST.value:
+                assert self.counts["losses"]
+                self.closed(rank)
                 continue
             assert isinstance(call.reply, Registered), call.reply
             rank.registration = call.reply.registration
@@ -619,6 +638,8 @@ class World:
             self.counts["loaded"] += 1
         else:
             assert operation.error is not None
+        if outcome == Outcome.DEVICE_LOST:
+            assert operation.error == ErrorCode.DEVICE_LOST.value
         if outcome == Outcome.MEMORY_LOST and rank.state == "open":
             self.closed(rank)
 
@@ -632,6 +653,19 @@ class World:
         if engine is not None:
             base = engine.namespace("") if engine.ready else b""
         assert reply == Cleared(chunks=self.plain.clear(base))
+
+    def fail_half(self) -> None:
+        """Some copy fails with part of its bytes moved."""
+        copies = [number for number in self.device.open if number in self.operations]
+        if copies:
+            self.device.fail(self.rng.choice(copies), self.rng.randint(1, 4), "it broke half way")
+            self.counts["halves"] += 1
+
+    def lose_device(self) -> None:
+        """What is in flight fails; what comes after it, too, until somebody replaces the device."""
+        self.device.lose("it fell off the bus")
+        assert not self.device.open
+        self.counts["losses"] += 1
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -651,7 +685,8 @@ class World:
         """Let everything in flight end, then count the books and compare all that can be seen."""
         moving = True
         while moving:
-            self.device.finish_everything()
+            while self.device.open:
+                self.device.step()
             self.settle()
             for rank in self.ranks():
                 if rank.connection is not None:
@@ -691,7 +726,7 @@ class World:
             for rank, content in entry.done.items():
                 slot = pages_of(record.slot(rank))
                 assert slot
-                raw = b"".join(self.device.l1[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] for page in slot)
+                raw = b"".join(self.device.read_l1(page) for page in slot)
                 whole = b"".join(content)
                 assert raw[: len(whole)] == whole, "L1 holds other bytes than were stored"
 

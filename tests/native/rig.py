@@ -1,4 +1,4 @@
-"""L1 and its copier under test, engines' memory mapped into it, and the reference they are compared with."""
+"""L1 and its device under test, engines' memory mapped into it, and the reference they are compared with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from support.slots import slot_of
 from support.worker import Geometry, Memory, ids
 
-from kvserver._native import Copier, Direction, HostRegion, Mapping, Outcome, PlaneTable, WordPage
+from kvserver._native import Copier, Direction, FakeDevice, HostRegion, Mapping, Outcome, PlaneTable, WordPage
 from kvserver.planes import Plane
 
 WORDS = 64
@@ -69,12 +69,16 @@ class Job:
 
 
 class Device:
-    """A copier over an L1 of `pages` pages, whose tickets it numbers."""
+    """A device over an L1 of `pages` pages, whose tickets it numbers. On a fake one, waiting moves things."""
 
-    def __init__(self, pages: int = 64, page_bytes: int = 4096, threads: int = 2, delay_micros: int = 0) -> None:
+    def __init__(
+        self, pages: int = 64, page_bytes: int = 4096, threads: int = 2, delay_micros: int = 0, fake_seed: int = 0
+    ) -> None:
         self.pages = pages
         self.page_bytes = page_bytes
-        self.copier = Copier(HostRegion(pages * page_bytes), page_bytes, threads, delay_micros)
+        region = HostRegion(pages * page_bytes)
+        self.fake = FakeDevice(region, page_bytes, fake_seed, delay_micros=delay_micros) if fake_seed else None
+        self.copier = self.fake or Copier(region, page_bytes, threads, delay_micros)
         self.ended: dict[int, End] = {}
         self.tickets = 0
 
@@ -95,7 +99,10 @@ class Device:
         deadline = time.monotonic() + seconds
         while ticket not in self.ended:
             assert time.monotonic() < deadline, f"ticket {ticket} did not end within {seconds} s"
-            select.select([self.copier.completion_fd], [], [], 0.1)
+            if self.fake is not None:
+                self.fake.step()
+            else:
+                select.select([self.copier.completion_fd], [], [], 0.1)
             self.drain()
         return self.ended[ticket]
 

@@ -1,7 +1,8 @@
 // stress.cpp: the copier under sanitizers, without Python. `make sanitize` builds and runs it.
 //
 // Threads submit random stores and loads over one worker's memory, workers cancel some by their
-// words, the server cancels others, and one worker truncates its memory while it is copied.
+// words, the server cancels others, and one worker truncates its memory while it is copied. The
+// fake device is driven by several threads, fails, and is lost while they run its tickets.
 // Checked: every ticket completes exactly once, a DONE copy moved every byte, a load leaves all
 // other blocks alone.
 #include <sys/mman.h>
@@ -19,6 +20,7 @@
 #include <thread>
 
 #include "core.h"
+#include "fake_device.h"
 
 using namespace kvserver;
 
@@ -36,7 +38,7 @@ constexpr uint64_t kPage = 4096;
 constexpr uint32_t kBlocks = 64;
 constexpr uint32_t kPerSlot = 4;
 
-std::vector<Completion> wait(Copier& copier, size_t count) {
+std::vector<Completion> wait(Device& copier, size_t count) {
     std::vector<Completion> found;
     while (found.size() < count) {
         fd_set set;
@@ -50,6 +52,10 @@ std::vector<Completion> wait(Copier& copier, size_t count) {
     return found;
 }
 
+void release_if_fake(Device& device) {
+    if (auto* fake = dynamic_cast<FakeDevice*>(&device)) fake->release_all();
+}
+
 // A worker's memory as the server maps it, and as the worker itself sees it.
 struct Worker {
     int fd;
@@ -59,7 +65,7 @@ struct Worker {
     std::unique_ptr<WordPage> page;
     std::shared_ptr<PlaneTable> table;
 
-    Worker(Copier& copier, const std::vector<PlaneTable::Row>& rows, uint64_t bytes) : size(bytes) {
+    Worker(Device& copier, const std::vector<PlaneTable::Row>& rows, uint64_t bytes) : size(bytes) {
         fd = memfd_create("stress", 0);
         CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(size)) == 0);
         void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -69,11 +75,13 @@ struct Worker {
         memory = std::make_shared<Mapping>(dup(fd), size);
         words = std::make_shared<Mapping>(dup(page->fd()), 256 * 8);
         copier.submit_map(1, {memory, words});
+        release_if_fake(copier);
         CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
         table = std::make_shared<PlaneTable>(std::vector{memory}, rows, kBlocks);
     }
-    void close(Copier& copier) {
+    void close(Device& copier) {
         copier.submit_unmap(2, {memory, words});
+        release_if_fake(copier);
         wait(copier, 1);
         munmap(own, size);
         ::close(fd);
@@ -143,11 +151,11 @@ void random_copies(unsigned threads) {
 
         const std::vector<std::byte> before(worker.own, worker.own + size);
         worker.page->at(0).store(make_word(++sequence, State::kPending));
-        copier.submit(job_of(10, Direction::kStore, worker, from, pages, 0, sequence));
+        copier.submit_copy(job_of(10, Direction::kStore, worker, from, pages, 0, sequence));
         CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
         CHECK(worker.page->at(0) == make_word(sequence, State::kDone));
         worker.page->at(1).store(make_word(++sequence, State::kPending));
-        copier.submit(job_of(11, Direction::kLoad, worker, to, pages, 1, sequence));
+        copier.submit_copy(job_of(11, Direction::kLoad, worker, to, pages, 1, sequence));
         CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
 
         // Each target block equals its source; every byte that belongs to no target is as before.
@@ -181,7 +189,7 @@ void cancelled_copies(unsigned threads) {
             worker.page->at(n).store(make_word(++sequence, State::kPending));
             open[100 + n] = {n, sequence};
             const auto direction = n % 2 ? Direction::kStore : Direction::kLoad;
-            copier.submit(job_of(100 + n, direction, worker, ids, pages, n, sequence));
+            copier.submit_copy(job_of(100 + n, direction, worker, ids, pages, n, sequence));
         }
         std::thread worker_side([&, seed = random()] {
             std::mt19937 choice(seed);
@@ -233,13 +241,63 @@ void truncated_memory(unsigned threads) {
         std::iota(pages.begin(), pages.end(), 0);
         worker.page->at(0).store(make_word(1, State::kPending));
         const auto direction = round % 2 ? Direction::kStore : Direction::kLoad;
-        copier.submit(job_of(7, direction, worker, ids, pages, 0, 1));
+        copier.submit_copy(job_of(7, direction, worker, ids, pages, 0, 1));
         std::this_thread::sleep_for(std::chrono::microseconds(100 * (round % 10)));
         CHECK(ftruncate(worker.fd, 0) == 0);
         const Completion end = wait(copier, 1)[0];
         CHECK(end.outcome == Outcome::kMemoryLost || end.outcome == Outcome::kDone);
         worker.close(copier);
     }
+}
+
+// Tickets are run by several threads at once while one cancels, fails some and loses the device.
+void fake_copies(unsigned threads) {
+    auto region = std::make_shared<HostRegion>(1024 * kPage);
+    FakeDevice device(region, kPage, {.seed = threads, .trouble = 0.02});
+    uint64_t size = 0;
+    const auto rows = awkward_planes(size);
+    Worker worker(device, rows, size);
+    const auto pages_per_slot =
+        static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
+    std::mt19937 random(threads);
+    uint64_t sequence = 0;
+    for (int round = 0; round < 40; ++round) {
+        constexpr uint32_t kJobs = 6;
+        std::map<uint64_t, std::pair<uint32_t, uint64_t>> open;  // ticket -> word, sequence
+        for (uint32_t n = 0; n < kJobs; ++n) {
+            std::vector<uint32_t> ids(8), pages(2 * pages_per_slot);
+            std::iota(ids.begin(), ids.end(), n * 8);
+            std::iota(pages.begin(), pages.end(), n * 2 * pages_per_slot);
+            worker.page->at(n).store(make_word(++sequence, State::kPending));
+            open[100 + n] = {n, sequence};
+            const auto direction = n % 2 ? Direction::kStore : Direction::kLoad;
+            device.submit_copy(job_of(100 + n, direction, worker, ids, pages, n, sequence));
+        }
+        std::vector<std::thread> runners;
+        for (unsigned i = 0; i < threads; ++i)
+            runners.emplace_back([&] {
+                while (!device.open().empty()) device.step();
+            });
+        device.cancel(100 + random() % kJobs);
+        try {
+            device.fail(100 + random() % kJobs, 1 + random() % 4, "half way");
+        } catch (const std::invalid_argument&) {  // it runs, or has ended
+        }
+        const bool lost = random() % 3 == 0;
+        if (lost) device.lose("off the bus");
+        for (auto& runner : runners) runner.join();
+        std::set<uint64_t> ended;
+        for (const Completion& completion : wait(device, kJobs)) {
+            CHECK(ended.insert(completion.ticket).second);
+            const auto [word, number] = open.at(completion.ticket);
+            const bool done = completion.outcome == Outcome::kDone;
+            CHECK(worker.page->at(word) == make_word(number, done ? State::kDone : State::kFailed));
+            CHECK(lost || completion.outcome != Outcome::kDeviceLost);
+        }
+        CHECK(device.drain().empty());
+        device.recover();
+    }
+    worker.close(device);
 }
 
 }  // namespace
@@ -249,6 +307,7 @@ int main() {
         random_copies(threads);
         cancelled_copies(threads);
         truncated_memory(threads);
+        fake_copies(threads);
     }
     std::puts("stress: all checks held");
 }

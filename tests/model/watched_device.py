@@ -1,0 +1,80 @@
+"""The native fake device, and a note of what the server asked of it for whom."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from support.worker import Memory
+
+from kvserver import _native
+from kvserver._native import Direction, Mapping, Outcome, PlaneTable, WordPage
+
+
+@dataclass
+class Side:
+    """What the device may touch of one worker: the same memory that the server maps."""
+
+    memory: Memory
+    words: WordPage
+
+
+@dataclass
+class Copy:
+    ticket: int
+    direction: Direction
+    side: Side
+    blocks: list[tuple[int, ...]]  # one of each group for each position
+    cancelled: bool = False
+
+
+class WatchedDevice(_native.FakeDevice):
+    """REQUIRES: expect(side) before the worker of that side registers."""
+
+    def __init__(self, l1_bytes: int, page_bytes: int, seed: int, trouble: float) -> None:
+        super().__init__(_native.HostRegion(l1_bytes), page_bytes, seed, trouble)
+        self.newest: Copy | None = None
+        self.drained: list[tuple[int, Outcome]] = []  # by the last drain()
+        self._copies: dict[int, Copy] = {}
+        self._expected: deque[Side] = deque()
+        self._sides: dict[Mapping, Side] = {}  # by the word page
+
+    def expect(self, side: Side) -> None:
+        """The next map is this side's."""
+        self._expected.append(side)
+
+    def copies_of(self, side: Side) -> list[Copy]:
+        """Those that have not ended."""
+        still_open = set(self.open)
+        return [copy for number, copy in self._copies.items() if copy.side is side and number in still_open]
+
+    # ---- what the server calls ----------------------------------------------------------------
+
+    def submit_map(self, ticket: int, mappings: list[Mapping]) -> None:
+        self._sides[mappings[-1]] = self._expected.popleft()
+        super().submit_map(ticket, mappings)
+
+    def submit_unmap(self, ticket: int, mappings: list[Mapping]) -> None:
+        del self._sides[mappings[-1]]
+        super().submit_unmap(ticket, mappings)
+
+    def submit_copy(self, ticket: int, direction: Direction, planes: PlaneTable, blocks: bytes, **job: Any) -> None:  # type: ignore[override]
+        super().submit_copy(ticket, direction, planes, blocks, **job)
+        ids = array("I", blocks)
+        positions = list(zip(*(ids[group :: planes.groups] for group in range(planes.groups)), strict=True))
+        self.newest = Copy(ticket, direction, self._sides[job["word_memory"]], positions)
+        self._copies[ticket] = self.newest
+
+    def cancel(self, ticket: int) -> None:
+        super().cancel(ticket)
+        if ticket in self._copies:
+            self._copies[ticket].cancelled = True
+
+    def drain(self) -> list[tuple[int, Outcome, int, int, str]]:
+        ends = super().drain()
+        self.drained = [(number, outcome) for number, outcome, *_ in ends]
+        for number, _ in self.drained:
+            self._copies.pop(number, None)
+        return ends

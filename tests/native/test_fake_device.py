@@ -1,0 +1,190 @@
+"""What a test may make the fake device do, and what it holds against its caller."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support.daemon import wait_until
+
+from kvserver._native import Direction, FakeDevice, HostRegion, Order, Outcome, State
+
+from .rig import L0, Device, Job, flat
+
+STORE, LOAD = Direction.STORE, Direction.LOAD
+BOTH = pytest.mark.parametrize("direction", [STORE, LOAD])
+BLOCK = 4096
+
+
+def rig(delay_micros: int = 0) -> tuple[Device, FakeDevice, L0]:
+    """64 pages of noise and a worker of 64 blocks of a page each; word n belongs to block n."""
+    device = Device(64, BLOCK, delay_micros=delay_micros, fake_seed=7)
+    assert device.fake is not None
+    return device, device.fake, L0(device, flat(64, BLOCK))
+
+
+def submit(device: Device, l0: L0, direction: Direction, first: int, count: int = 4) -> int:
+    """A copy between the blocks and pages of these numbers."""
+    numbers = range(first, first + count)
+    return device.submit_with_word(direction, l0, Job(numbers, numbers, 1, 1), index=first)
+
+
+def drain_until(device: Device, tickets: list[int]) -> list[Outcome]:
+    """Without a step: they have ended, though some are heard of later."""
+    wait_until(lambda: device.drain() is None or set(tickets) <= set(device.ended))
+    return [device.ended[ticket].outcome for ticket in tickets]
+
+
+class TestEnds:
+    def test_nothing_moves_until_the_test_says_so(self) -> None:
+        device, fake, l0 = rig()
+        ticket = submit(device, l0, LOAD, 1)
+        image = l0.memory.image()
+        assert device.drain() == []
+        assert fake.open == [ticket]
+        assert l0.words.state(1) == State.PENDING
+        assert l0.memory.image() == image
+
+    def test_any_ticket_may_be_the_first_to_end(self) -> None:
+        device, fake, l0 = rig()
+        first, second, third = (submit(device, l0, LOAD, 1 + 4 * n) for n in range(3))
+        fake.release(second)
+        assert drain_until(device, [second]) == [Outcome.DONE]
+        assert fake.open == [first, third]
+        assert [l0.memory.read(block) for block in range(5, 9)] == [fake.read_l1(page) for page in range(5, 9)]
+        assert l0.words.state(1) == l0.words.state(9) == State.PENDING
+
+    def test_all_may_end_in_reverse(self) -> None:
+        device = Device(64, BLOCK, fake_seed=7)
+        plain = FakeDevice(HostRegion(64 * BLOCK), BLOCK)  # no seed: ends are heard of in their order
+        l0 = L0(device, flat(64, BLOCK))
+        for ticket in range(1, 6):
+            job = Job([ticket], [ticket], 1, 1)
+            plain.submit_copy(ticket, STORE, l0.table, **job.arguments())
+        plain.release_all(Order.REVERSED)
+        assert [end[0] for end in plain.drain()] == [5, 4, 3, 2, 1]
+
+    @BOTH
+    def test_a_copy_may_fail_half_way(self, direction: Direction) -> None:
+        device, fake, l0 = rig()
+        pages, blocks = [fake.read_l1(n) for n in range(1, 5)], l0.memory.blocks(range(1, 5))
+        ticket = submit(device, l0, direction, 1)
+        fake.fail(ticket, 3, "a bad day")
+        assert drain_until(device, [ticket]) == [Outcome.FAILED]
+        assert (device.ended[ticket].bytes, device.ended[ticket].what) == (3 * BLOCK, "a bad day")
+        assert l0.words.state(1) == State.FAILED
+        moved = blocks[:3] + pages[3:] if direction == STORE else pages[:3] + blocks[3:]
+        assert [fake.read_l1(n) for n in range(1, 5)] == (moved if direction == STORE else pages)
+        assert l0.memory.blocks(range(1, 5)) == (moved if direction == LOAD else blocks)
+
+    def test_a_ticket_that_ended_cannot_be_released_again(self) -> None:
+        device, fake, l0 = rig()
+        ticket = submit(device, l0, STORE, 1)
+        fake.release(ticket)
+        with pytest.raises(ValueError, match="not open"):
+            fake.release(ticket)
+
+
+class TestLoss:
+    def test_all_that_is_in_flight_ends_with_the_reason(self) -> None:
+        device, fake, l0 = rig()
+        tickets = [submit(device, l0, direction, 1 + 4 * n) for n, direction in enumerate([STORE, LOAD, STORE, LOAD])]
+        fake.run(tickets[2], 2)
+        fake.run(tickets[3], 2)
+        assert l0.words.move(13, 1, State.RUNNING, State.CANCELLING)
+        assert l0.words.move(5, 1, State.PENDING, State.CANCELLED)
+        image = l0.memory.image()
+        fake.lose("it fell off the bus")
+        assert drain_until(device, tickets) == [Outcome.DEVICE_LOST] * 4
+        assert {device.ended[ticket].what for ticket in tickets} == {"it fell off the bus"}
+        states = [l0.words.state(1 + 4 * n) for n in range(4)]
+        assert states == [State.FAILED, State.CANCELLED, State.FAILED, State.CANCELLED]
+        assert fake.open == []
+        assert fake.lost == "it fell off the bus"
+        assert l0.memory.image() == image
+
+    def test_what_comes_later_ends_so_at_once(self) -> None:
+        device, fake, l0 = rig()
+        fake.lose("gone")
+        assert drain_until(device, [submit(device, l0, STORE, 1)]) == [Outcome.DEVICE_LOST]
+        assert l0.words.state(1) == State.FAILED
+
+    def test_memory_can_still_be_unmapped(self) -> None:
+        device, fake, l0 = rig()
+        ticket = device.next_ticket()
+        fake.submit_unmap(ticket, l0.mappings)
+        fake.lose("gone")
+        assert drain_until(device, [ticket]) == [Outcome.DONE]
+        assert not any(mapping.mapped for mapping in l0.mappings)
+
+    def test_a_map_that_is_under_way_leaves_nothing_mapped(self) -> None:
+        device, fake, _ = rig()
+        other = L0(device, flat(4, BLOCK))
+        device.unmap(other.mappings)
+        ticket = device.next_ticket()
+        fake.submit_map(ticket, other.mappings)
+        fake.lose("gone")
+        assert drain_until(device, [ticket]) == [Outcome.DEVICE_LOST]
+        assert not any(mapping.mapped for mapping in other.mappings)
+
+    def test_a_copy_that_runs_meanwhile_ends_when_it_has_left_the_memory(self) -> None:
+        device, fake, l0 = rig(delay_micros=20_000)
+        ticket = submit(device, l0, LOAD, 1, 32)
+        runner = threading.Thread(target=lambda: fake.release(ticket))
+        runner.start()
+        wait_until(lambda: l0.words.state(1) == State.RUNNING)
+        fake.lose("gone")
+        assert drain_until(device, [ticket]) == [Outcome.DEVICE_LOST]
+        image = l0.memory.image()
+        runner.join()
+        assert l0.memory.image() == image
+        assert l0.words.state(1) == State.FAILED
+
+    def test_a_device_that_was_replaced_copies_again(self) -> None:
+        device, fake, l0 = rig()
+        fake.lose("gone")
+        fake.recover()
+        assert fake.lost == ""
+        assert device.store(l0, Job([1], [1], 1, 1)).outcome == Outcome.DONE
+
+
+class TestRulesOfTheCaller:
+    """What core.h REQUIRES: a device that copies for speed does not look."""
+
+    def test_a_block_is_named_once(self) -> None:
+        device, _, l0 = rig()
+        with pytest.raises(RuntimeError, match="named twice"):
+            device.submit(LOAD, l0, Job([1, 1], [0, 1], 1, 1))
+
+    def test_two_slots_of_a_store_share_no_page(self) -> None:
+        device, _, l0 = rig()
+        with pytest.raises(RuntimeError, match="two slots"):
+            device.submit(STORE, l0, Job([1, 2], [0, 0], 1, 1))
+
+    @pytest.mark.parametrize(("one", "other"), [(STORE, STORE), (STORE, LOAD), (LOAD, STORE)])
+    def test_a_page_under_a_copy_is_not_given_away(self, one: Direction, other: Direction) -> None:
+        device, fake, l0 = rig()
+        ticket = device.submit(one, l0, Job([1], [9], 1, 1))
+        with pytest.raises(RuntimeError, match="given away"):
+            device.submit(other, l0, Job([2], [9], 1, 1))
+        fake.release(ticket)
+        device.submit(other, l0, Job([2], [9], 1, 1))
+
+    def test_two_loads_may_read_one_page(self) -> None:
+        device, fake, l0 = rig()
+        device.submit(LOAD, l0, Job([1], [9], 1, 1))
+        device.submit(LOAD, l0, Job([2], [9], 1, 1))
+        fake.release_all()
+        assert l0.memory.read(1) == l0.memory.read(2) == fake.read_l1(9)
+
+    def test_memory_under_a_copy_is_not_unmapped(self) -> None:
+        device, fake, l0 = rig()
+        submit(device, l0, STORE, 1)
+        with pytest.raises(RuntimeError, match="unmapped under a copy"):
+            fake.submit_unmap(device.next_ticket(), l0.mappings)
+
+    def test_memory_that_is_not_mapped_is_not_copied(self) -> None:
+        device, _, l0 = rig()
+        device.unmap(l0.mappings)
+        with pytest.raises(RuntimeError, match="not mapped"):
+            device.submit(STORE, l0, Job([1], [0], 1, 1))

@@ -1,0 +1,51 @@
+"""The daemon's parts in this process, over real sockets, with a device of the test's choice."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from kvserver.cache import Cache
+from kvserver.config import MiB, Settings
+from kvserver.copier import Device
+from kvserver.eviction import LeastRecentlyUsed
+from kvserver.handlers import Handlers
+from kvserver.http import StatusPages
+from kvserver.lifeline import Lifelines
+from kvserver.pool import PagePool
+from kvserver.server import Server
+
+L1_BYTES, PAGE_BYTES = MiB, 4096
+
+
+@contextlib.contextmanager
+def running_server(device: Device) -> Iterator[StatusPages]:
+    """Its loop runs in a thread. REQUIRES: the device has L1_BYTES in pages of PAGE_BYTES."""
+    folder = Path(tempfile.mkdtemp(prefix="kvs-"))
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    endpoint = f"ipc://{folder}/kv.sock"
+    router.bind(endpoint)
+    lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
+    cache = Cache(PagePool(L1_BYTES, PAGE_BYTES), LeastRecentlyUsed())
+    settings = Settings(endpoint=endpoint, chunk_tokens=64)
+    handlers = Handlers(settings, "boot", "token", cache, device, lifelines)
+    pages = StatusPages(("127.0.0.1", 0), Server(handlers, router, MiB))
+    loop = threading.Thread(target=pages.kvserver.run)
+    loop.start()
+    pages.start()
+    try:
+        yield pages
+    finally:
+        pages.kvserver.stop()
+        loop.join()
+        pages.close()
+        lifelines.shut()
+        context.destroy(linger=0)
+        shutil.rmtree(folder)
