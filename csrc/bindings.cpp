@@ -165,8 +165,23 @@ NB_MODULE(_native, m) {
         .def_prop_ro("block_bytes", &PlaneTable::block_bytes)
         .def_prop_ro("groups", &PlaneTable::groups);
     nb::class_<HostRegion>(m, "HostRegion")
-        .def(nb::new_(&make_without_gil<HostRegion, uint64_t>), "size"_a)
-        .def_prop_ro("size", &HostRegion::size);
+        .def(nb::new_([](uint64_t size, uint64_t huge_page_bytes, bool transparent,
+                         std::vector<unsigned> nodes, bool bound) {
+                 return make_without_gil<HostRegion>(
+                     size, Placement{huge_page_bytes, transparent, std::move(nodes), bound});
+             }),
+             "size"_a, "huge_page_bytes"_a = 0, "transparent"_a = true,
+             "nodes"_a = std::vector<unsigned>(), "bound"_a = false)
+        .def_prop_ro("size", &HostRegion::size)
+        .def_prop_ro("numa_error", &HostRegion::numa_error)
+        .def_prop_ro("numa_policy", [](const HostRegion& region) {
+            const NumaPolicy policy = numa_policy_at(region.data());
+            return std::make_tuple(policy.mode, policy.nodes);
+        });
+    m.def("process_numa_policy", [] {
+        const NumaPolicy policy = numa_policy_at(nullptr);
+        return std::make_tuple(policy.mode, policy.nodes);
+    });
     nb::class_<WordPage>(m, "WordPage")
         .def(nb::init<uint64_t>(), "words"_a)
         .def_prop_ro("fd", &WordPage::fd)

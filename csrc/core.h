@@ -128,19 +128,38 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
     std::vector<uint64_t> group_bytes_;
 };
 
+// Where L1 lies. Explicit huge pages are reserved when it is mapped, or mapping fails: one that is
+// missing at the first touch would be a SIGBUS. Nodes are a wish: numa_error() says why it failed.
+struct Placement {
+    uint64_t huge_page_bytes = 0;  // of explicit ones; 0: none
+    bool transparent = true;       // if there are none, advise transparent ones or against them
+    std::vector<unsigned> nodes;   // interleave over these, or stay on it; none: leave it alone
+    bool bound = false;
+};
+
+// A memory policy as the kernel reports it; mode is "unknown" where asking is forbidden.
+struct NumaPolicy {
+    std::string mode;
+    std::vector<unsigned> nodes;
+};
+NumaPolicy numa_policy_at(const void* address);  // of that memory; of this thread if null
+
 // The L1 region: private memory, touched lazily. Lives as long as the process serves.
 class HostRegion : public std::enable_shared_from_this<HostRegion> {
   public:
-    explicit HostRegion(uint64_t size);  // throws std::runtime_error
+    explicit HostRegion(uint64_t size, const Placement& placement = {});  // std::runtime_error
     ~HostRegion();
     HostRegion(const HostRegion&) = delete;
     HostRegion& operator=(const HostRegion&) = delete;
     std::byte* data() const { return data_; }
     uint64_t size() const { return size_; }
+    const std::string& numa_error() const { return numa_error_; }
 
   private:
     std::byte* data_;
     uint64_t size_;
+    uint64_t mapped_bytes_;  // whole huge pages
+    std::string numa_error_;
 };
 
 // ---- completion -----------------------------------------------------------------------------

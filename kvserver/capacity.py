@@ -1,19 +1,18 @@
 """How much memory this process may still take, by the machine and by its cgroups.
 
-Owns: the size of L1. Refuses to know: what it is for.
+Owns: the size of L1 in ordinary memory, and how many huge pages are free. Refuses to know: what it is for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from kvserver.config import MiB, parse_size
+from kvserver.config import GiB, KiB, MiB, parse_size
 from kvserver.errors import ConfigError
 
-_VERSIONS = {  # controllers, as /proc/self/cgroup has them: where the folders lie; files of limit and use
-    "": ("", ("memory.max", "memory.current")),
-    "memory": ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
-}
+HUGE_PAGE_BYTES = {"2MiB": 2 * MiB, "1GiB": GiB}
+_CGROUP_NAMES = {2 * MiB: "2MB", GiB: "1GB"}
 _RESERVE_BYTES = 256 * MiB  # left to the rest of the machine by "auto" and by the check
 
 
@@ -21,18 +20,49 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
     """Bytes that this process may still use, and what sets that bound (the cgroup or the machine)."""
     meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     bound, source = int(meminfo["MemAvailable"].split()[0]) * 1024, "MemAvailable of the machine"
-    for folder, (limit, usage) in _cgroup_folders(root):
-        try:
-            left = int((folder / limit).read_text()) - int((folder / usage).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
+    for left, limit in _cgroup_room(root, "memory", "memory"):
         if left < bound:
-            bound, source = left, f"{limit} of the cgroup {folder}"
+            bound, source = left, limit
     return bound, source
 
 
-def _cgroup_folders(root: Path) -> list[tuple[Path, tuple[str, str]]]:
+def free_huge_bytes(page_bytes: int, root: Path = Path("/"), node: int | None = None) -> int:
+    """What this process may still take in explicit huge pages of one size, on one node if given."""
+    counts = []
+    for name in ("free_hugepages", "resv_hugepages"):
+        try:
+            counts.append(int((huge_page_folder(page_bytes, root) / name).read_text()))
+            if node is not None and name == "free_hugepages":
+                counts[0] = min(counts[0], int((huge_page_folder(page_bytes, root, node) / name).read_text()))
+        except (OSError, ValueError):
+            return 0
+    free, promised = counts
+    rooms = [left for left, _ in _cgroup_room(root, "hugetlb", f"hugetlb.{_CGROUP_NAMES[page_bytes]}")]
+    return max(0, min([(free - promised) * page_bytes, *rooms]))
+
+
+def huge_page_folder(page_bytes: int, root: Path = Path("/"), node: int | None = None) -> Path:
+    """Where the kernel counts explicit huge pages of one size."""
+    base = "sys/kernel/mm" if node is None else f"sys/devices/system/node/node{node}"
+    return root / base / "hugepages" / f"hugepages-{page_bytes // KiB}kB"
+
+
+def _cgroup_room(root: Path, controller: str, prefix: str) -> Iterator[tuple[int, str]]:
+    """What each limit of this process's cgroups leaves, of either version, and the limit's name."""
+    for folder, (limit, usage) in _cgroup_folders(root, controller):
+        try:
+            left = int((folder / f"{prefix}.{limit}").read_text()) - int((folder / f"{prefix}.{usage}").read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        yield left, f"{prefix}.{limit} of the cgroup {folder}"
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, str]]]:
     """This process's cgroup folders of either version and those above them, with the files of limit and use."""
+    versions = {  # controllers, as /proc/self/cgroup has them: where the folders lie; files of limit and use
+        "": ("", ("max", "current")),
+        controller: (controller, ("limit_in_bytes", "usage_in_bytes")),
+    }
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -40,7 +70,7 @@ def _cgroup_folders(root: Path) -> list[tuple[Path, tuple[str, str]]]:
     found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        version = _VERSIONS.get(controllers)
+        version = versions.get(controllers)
         if version is not None:
             base = root / "sys/fs/cgroup" / version[0]
             folder = base / path.lstrip("/")

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvserver.capacity import available_memory, choose_l1_bytes
+from kvserver.capacity import HUGE_PAGE_BYTES, available_memory
 from kvserver.config import GiB, MiB, Settings, field_types, variable
 from kvserver.errors import ConfigError
+from kvserver.placement import choose_l1, interleaved_nodes
 
 _DESCRIPTORS_PER_WORKER = 256
 _DEFAULT_KV_BYTES = 4 * GiB  # what is taken for the KV cache of an engine whose size is unknown
@@ -106,11 +107,17 @@ def shared_memory(machine: Machine) -> Finding:
 def l1_memory(machine: Machine) -> Finding:
     free, bound = available_memory(machine.root)
     try:
-        wanted = choose_l1_bytes(machine.settings.l1_size, machine.root)
+        wanted, placement = choose_l1(machine.settings, machine.root)
     except ConfigError as error:
         fits = max(64, free // 2 // MiB)
-        return problem(str(error), f"kvserver serve --l1-size {fits}MiB")
-    return ok(f"--l1-size {machine.settings.l1_size} is {size(wanted)} of {size(free)} left by {bound}")
+        explicit = machine.settings.l1_huge_pages in HUGE_PAGE_BYTES
+        flags = "--l1-huge-pages auto" if explicit else f"--l1-size {fits}MiB"
+        return problem(str(error), f"kvserver serve {flags}")
+    text = f"--l1-size {machine.settings.l1_size} is {size(wanted)}"
+    if placement.huge_page_bytes:
+        return ok(f"{text} in huge pages of {placement.pages} that are reserved")
+    pages = "small pages" if placement.pages == "off" else "transparent huge pages"
+    return ok(f"{text} of {size(free)} left by {bound}, in {pages}")
 
 
 def locked_memory(machine: Machine) -> Finding:
@@ -134,20 +141,28 @@ def huge_pages(machine: Machine) -> Finding:
         f"transparent ones: {chosen['enabled'] or 'none'} for anonymous memory, {chosen['shmem_enabled'] or 'none'} "
         f"for shared memory, {tmpfs[1] if tmpfs else 'never'} on /dev/shm; explicit ones: {explicit[1] if explicit else 0}"
     )
+    if machine.settings.l1_huge_pages in (*HUGE_PAGE_BYTES, "off"):
+        return ok(f"{text}; L1 does as --l1-huge-pages {machine.settings.l1_huge_pages} says")
     if chosen["enabled"] in ("", "never"):
         return warning(f"{text}; L1 lies in small pages", f"echo madvise | sudo tee /{folder}enabled")
     return ok(text)
 
 
 def numa(machine: Machine) -> Finding:
+    setting = machine.settings.l1_numa
     nodes = sorted(path.name for path in (machine.root / "sys/devices/system/node").glob("node[0-9]*"))
     if len(nodes) <= 1:
         return ok("one memory node")
     allowed = re.search(r"Mems_allowed_list:\s*(\S+)", machine.read("proc/self/status"))
     if allowed and allowed[1].isdecimal():
         return ok(f"{len(nodes)} memory nodes, this process is bound to node {allowed[1]}")
+    where = ", ".join(str(node) for node in interleaved_nodes(machine.root))
+    lies = {"auto": f"L1 is interleaved over {where}", "off": "the kernel chooses where L1 lies"}
+    text = f"{len(nodes)} memory nodes, {lies.get(setting, f'L1 stays on node {setting[5:]}')}"
+    if setting.startswith("bind:"):
+        return ok(text)
     return warning(
-        f"{len(nodes)} memory nodes: copies across them are slower",
+        f"{text}; copies across nodes are slower",
         "start the daemon and its engines on one node each: numactl --cpunodebind=0 --membind=0 kvserver serve",
     )
 

@@ -48,6 +48,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description='CPU memory for KV, as "20GiB" or "auto" (a quarter of what is free). Refused if not free.'),
     ] = "auto"
+    l1_huge_pages: Annotated[
+        Literal["auto", "transparent", "2MiB", "1GiB", "off"],
+        Meta(
+            description="Pages of L1. auto takes explicit huge pages if the operator reserved enough, else transparent ones; a "
+            "size takes explicit ones or refuses to start (then --l1-size auto is all that are free); off takes small ones."
+        ),
+    ] = "auto"
+    l1_numa: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|off|bind:\d{1,4})$",
+            description="Memory nodes of L1. auto interleaves over all nodes with processors, unless the daemon was started "
+            "under a memory policy (numactl); bind:N stays on node N, for engines that run there; off leaves it to the kernel.",
+        ),
+    ] = "auto"
     chunk_tokens: Annotated[
         int, Meta(ge=1, le=65536, description="Tokens per chunk: smaller finds shorter prefixes, larger is cheaper.")
     ] = 256

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvserver import _native
-from kvserver._native import NO_BLOCK, Device, Direction, Mapping, Outcome, PlaneTable
+from kvserver._native import NO_BLOCK, Device, Direction, HostRegion, Mapping, Outcome, PlaneTable
+from kvserver.placement import Placement
 
-__all__ = ["NO_BLOCK", "Completion", "Copier", "Device", "Direction", "Mapping", "Outcome", "PlaneTable"]
+__all__ = ["NO_BLOCK", "Completion", "Copier", "Device", "Direction", "HostRegion", "Mapping", "Outcome", "PlaneTable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,11 @@ class Copier(Generic[T]):
         return self._next
 
 
-def cpu_device(l1_bytes: int, page_bytes: int, threads: int, delay_micros: int) -> Device:
-    """L1 memory and the threads that copy to and from it."""
-    return _native.Copier(_native.HostRegion(l1_bytes), page_bytes, threads, delay_micros)
+def l1_region(size: int, placement: Placement) -> HostRegion:
+    """L1 memory. RuntimeError if it cannot be had; that the nodes are not heeded is no error: see `numa_error`."""
+    return HostRegion(size, placement.huge_page_bytes, placement.transparent, list(placement.nodes), placement.bound)
+
+
+def cpu_device(region: HostRegion, page_bytes: int, threads: int, delay_micros: int) -> Device:
+    """The threads that copy to and from L1."""
+    return _native.Copier(region, page_bytes, threads, delay_micros)

@@ -18,23 +18,25 @@ import secrets
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+import msgspec
 import zmq
 
-from kvserver import __version__
+from kvserver import __version__, _native
 from kvserver.cache import Cache
-from kvserver.capacity import choose_l1_bytes
 from kvserver.config import Configuration, Settings
-from kvserver.copier import cpu_device
+from kvserver.copier import HostRegion, cpu_device, l1_region
 from kvserver.errors import ConfigError
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.lifeline import Lifelines
+from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
 from kvserver.server import Server
 
@@ -140,8 +142,7 @@ def serve(configuration: Configuration) -> int:
     set_up_logging(settings)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker brings up to 251 descriptors
-    l1_bytes = choose_l1_bytes(settings.l1_size)
-    page_bytes = page_bytes_for(l1_bytes)
+    chosen = choose_l1(settings, own_policy=_has_numa_policy())
     endpoint = Endpoint(settings.endpoint)
     context = zmq.Context(io_threads=1)
     router = context.socket(zmq.ROUTER)
@@ -155,14 +156,16 @@ def serve(configuration: Configuration) -> int:
         boot_id, token = secrets.token_hex(8), secrets.token_hex(16)
         lifelines = Lifelines(endpoint.fd_path, token)
         try:
-            device = cpu_device(l1_bytes, page_bytes, settings.copy_threads, settings.test_copy_delay_us)
+            region, placement = _map_l1(settings, *chosen)
+            page_bytes = page_bytes_for(region.size)
+            device = cpu_device(region, page_bytes, settings.copy_threads, settings.test_copy_delay_us)
         except (OSError, MemoryError, RuntimeError) as error:  # a limit of address space, of threads
             raise ConfigError(
                 f"--l1-size {settings.l1_size} --copy-threads {settings.copy_threads}: {error or 'no memory'}; lower them "
                 "or raise the limits of this process (ulimit -v, ulimit -u)"
             ) from None
-        cache = Cache(PagePool(l1_bytes, page_bytes), POLICIES[settings.eviction_policy]())
-        handlers = Handlers(settings, boot_id, token, cache, device, lifelines)
+        cache = Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]())
+        handlers = Handlers(settings, boot_id, token, cache, device, lifelines, placement=placement)
         server = Server(handlers, router, settings.max_message_bytes)
         try:
             pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
@@ -185,7 +188,7 @@ def serve(configuration: Configuration) -> int:
         gc.disable()  # a full collection over a million chunks would stall the loop; see Server._keep_time
         print(
             f"kvserver {__version__} ready: endpoint {settings.endpoint}, http http://{settings.http_host}:{pages.port}, "
-            f"L1 {l1_bytes} bytes, chunks of {settings.chunk_tokens} tokens, boot {boot_id}",
+            f"L1 {region.size} bytes, chunks of {settings.chunk_tokens} tokens, boot {boot_id}",
             flush=True,
         )
         server.run()
@@ -199,6 +202,35 @@ def serve(configuration: Configuration) -> int:
         context.destroy(0)
     log.info("stopped")
     return 0
+
+
+def _has_numa_policy() -> bool:
+    """Whether somebody started this process under one; where asking is forbidden, nobody did."""
+    return _native.process_numa_policy()[0] not in ("default", "unknown")
+
+
+def _map_l1(settings: Settings, size: int, wanted: Placement) -> tuple[HostRegion, Placement]:
+    """L1 and where it really lies. ConfigError or RuntimeError if it cannot be had."""
+    try:
+        region = l1_region(size, wanted)
+    except RuntimeError as error:
+        if not wanted.huge_page_bytes:
+            raise
+        if settings.l1_huge_pages != "auto":
+            raise ConfigError(
+                f"--l1-huge-pages {settings.l1_huge_pages}: {error}; are enough reserved in /proc/sys/vm/nr_hugepages, and "
+                "free for this cgroup?"
+            ) from None
+        log.warning("L1 lies in ordinary memory: %s", error)  # somebody else took the huge pages meanwhile
+        ordinary = msgspec.structs.replace(settings, l1_huge_pages="transparent")
+        return _map_l1(ordinary, *choose_l1(ordinary, own_policy=_has_numa_policy()))
+    if region.numa_error:
+        log.warning(
+            "--l1-numa %s: %s; the kernel chooses the nodes of L1 (in a container: --cap-add SYS_NICE)",
+            settings.l1_numa, region.numa_error,
+        )  # fmt: skip
+        return region, replace(wanted, nodes=(), bound=False)
+    return region, wanted
 
 
 def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:

@@ -20,6 +20,7 @@ from kvserver.copier import Completion, Copier, Device, Outcome
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.instances import Instance, Instances
 from kvserver.lifeline import Lifelines
+from kvserver.placement import Placement
 from kvserver.protocol import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
@@ -55,6 +56,7 @@ from kvserver.transfers import (
 from kvserver.workers import Workers
 
 log = logging.getLogger(__name__)
+_NO_PLACEMENT = Placement()
 
 
 class Handlers:
@@ -69,6 +71,7 @@ class Handlers:
         device: Device,
         lifelines: Lifelines,
         clock: Callable[[], float] = time.monotonic,
+        placement: Placement = _NO_PLACEMENT,
     ) -> None:
         self.settings = settings
         self.boot_id = boot_id
@@ -78,6 +81,7 @@ class Handlers:
         self.lifelines = lifelines
         self.transfers = Transfers(cache, self.copier, self.instances, clock)
         self.workers = Workers(settings, cache, self.copier, self.instances, lifelines, clock)
+        self._placement = placement  # of L1, to be shown
         self._token = token
         self._clock = clock
         self._told_loss = ""
@@ -253,7 +257,7 @@ class Handlers:
         """The part of `/status` that this module knows."""
         now = self._clock()
         return {
-            "l1": l1_status(self.cache),
+            "l1": l1_status(self.cache, self._placement),
             "l2": [],
             "instances": [instance_status(instance, now) for instance in self.instances.by_id.values()],
             "totals": totals_status(self.instances),

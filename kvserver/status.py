@@ -10,11 +10,12 @@ from typing import Any
 from kvserver.cache import Cache
 from kvserver.copier import Copier
 from kvserver.instances import Instance, Instances
+from kvserver.placement import Placement
 from kvserver.transfers import Ticket
 from kvserver.workers import Workers
 
 
-def l1_status(cache: Cache) -> dict[str, Any]:
+def l1_status(cache: Cache, placement: Placement) -> dict[str, Any]:
     pool = cache.pool
     return {
         "size_bytes": pool.pages * pool.page_bytes,
@@ -23,6 +24,8 @@ def l1_status(cache: Cache) -> dict[str, Any]:
         "chunks": cache.index.chunk_count,
         "evictions": cache.evicted_chunks,
         "policy": cache.policy.name,
+        "huge_pages": placement.pages,
+        "numa_nodes": list(placement.nodes),
     }
 
 

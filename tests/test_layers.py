@@ -19,6 +19,7 @@ ORDER = [
     "errors",
     "config",
     "capacity",
+    "placement",
     "planes",
     "protocol",
     "namespace",
@@ -48,7 +49,7 @@ FREE = {"_native", "__init__"}
 ONLY = {  # modules that run inside engines, or must stay small
     "client": {"errors", "planes", "protocol"},
     "cli_status": set(),
-    "checks": {"errors", "config", "capacity"},  # both work where the native module does not
+    "checks": {"errors", "config", "capacity", "placement"},  # both work where the native module does not
     "checks_service": {"config", "protocol", "client", "checks"},
 }
 ADAPTERS_MAY = {"errors", "config", "planes", "protocol", "client"} | FREE  # config: the default endpoint

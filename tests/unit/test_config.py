@@ -63,6 +63,8 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
         "log_format": "json",
         "eviction_policy": "lru",
         "copy_threads": "3",
+        "l1_huge_pages": "2MiB",
+        "l1_numa": "bind:1",
     }.get(name, "8192")
     flag = "--" + name.replace("_", "-")
     by_flag = config.load(parsed(flag, value), {})
@@ -93,6 +95,8 @@ BAD = {
     "copy_threads": ["0", "-2"],
     "lease_seconds": ["0", "soon"],
     "l1_size": ["lots", "-1GiB", "GiB", "5 GiG", "0", "0GiB"],
+    "l1_huge_pages": ["4KiB", "yes", "2mib", ""],
+    "l1_numa": ["bind", "bind:", "bind:x", "bind:0-1", "bind:-1", "all", ""],
     "eviction_policy": ["random"],
     "log_level": ["loud"],
     "log_format": ["xml"],

@@ -1,0 +1,150 @@
+"""Where L1 lies: how large it is, in which pages and on which memory nodes.
+
+Owns: the choice, from the settings and what the machine has. Refuses to know: how memory is mapped
+(`csrc/host_pool.cpp`), how much ordinary memory is free (`capacity`).
+
+Explicit huge pages are reserved by the operator and taken when L1 is mapped, never when it is touched: a page
+that is missing then would be a SIGBUS in the middle of a copy.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvserver.capacity import HUGE_PAGE_BYTES, choose_l1_bytes, free_huge_bytes, huge_page_folder
+from kvserver.config import GiB, KiB, MiB, Settings, parse_size
+from kvserver.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Pages and nodes of L1."""
+
+    huge_page_bytes: int = 0  # of explicit ones; 0: none
+    transparent: bool = True  # if there are no explicit ones, ask the kernel for transparent ones
+    nodes: tuple[int, ...] = ()  # to interleave over, or the one to stay on; (): as the process's own policy says
+    bound: bool = False
+
+    @property
+    def pages(self) -> str:
+        """As `--l1-huge-pages` names them."""
+        names = {size: name for name, size in HUGE_PAGE_BYTES.items()}
+        return names.get(self.huge_page_bytes, "transparent" if self.transparent else "off")
+
+
+def choose_l1(settings: Settings, root: Path = Path("/"), own_policy: bool = False) -> tuple[int, Placement]:
+    """Bytes of L1 and where they lie. ConfigError says what cannot be had and how to get it.
+
+    own_policy: this process was started with a memory policy (numactl), which "auto" leaves alone.
+    """
+    nodes, bound = _choose_nodes(settings.l1_numa, root, own_policy)
+    node = nodes[0] if bound else None
+    if settings.l1_huge_pages in HUGE_PAGE_BYTES:
+        page_bytes = HUGE_PAGE_BYTES[settings.l1_huge_pages]
+        return _explicit_bytes(settings, page_bytes, node, root), Placement(page_bytes, False, nodes, bound)
+    explicit = settings.l1_huge_pages == "auto"
+    if explicit and settings.l1_size != "auto":
+        wanted = parse_size(settings.l1_size)
+        if page_bytes := _fitting_page(wanted, node, root):  # then ordinary memory need not be free
+            return wanted, Placement(page_bytes, False, nodes, bound)
+    size = choose_l1_bytes(settings.l1_size, root)
+    if node is not None:
+        _check_node(settings, node, size, root)
+    page_bytes = _fitting_page(size, node, root) if explicit else 0
+    return size, Placement(page_bytes, settings.l1_huge_pages != "off", nodes, bound)
+
+
+# ---- pages --------------------------------------------------------------------------------------
+
+
+def _fitting_page(size: int, node: int | None, root: Path) -> int:
+    """The explicit huge page that "auto" takes; 0 if there are too few. Large ones only if none is wasted."""
+    for page_bytes in (GiB, 2 * MiB):
+        whole = size % page_bytes == 0 or page_bytes < GiB
+        if whole and _pages(size, page_bytes) * page_bytes <= free_huge_bytes(page_bytes, root, node):
+            return page_bytes
+    return 0
+
+
+def _explicit_bytes(settings: Settings, page_bytes: int, node: int | None, root: Path) -> int:
+    """Of an L1 in explicit huge pages: "auto" is all that are free."""
+    free = free_huge_bytes(page_bytes, root, node)
+    size = free if settings.l1_size == "auto" else parse_size(settings.l1_size)
+    needed, had = _pages(max(size, 1), page_bytes), free // page_bytes
+    if needed <= had:
+        return size
+    folder = huge_page_folder(page_bytes, root, node)
+    place = "/proc/sys/vm/nr_hugepages" if page_bytes == 2 * MiB and node is None else f"{folder}/nr_hugepages"
+    total = _number(folder / "nr_hugepages") + needed - had
+    raise ConfigError(
+        f"--l1-huge-pages {settings.l1_huge_pages}: --l1-size {settings.l1_size} needs {needed} huge pages, {had} are free "
+        f"by {place} and the limits of this cgroup; reserve them: echo {total} | sudo tee {place}, "
+        "or give --l1-huge-pages auto"
+    )
+
+
+def _pages(size: int, page_bytes: int) -> int:
+    return -(-size // page_bytes)
+
+
+# ---- nodes --------------------------------------------------------------------------------------
+
+
+def memory_nodes(root: Path = Path("/")) -> list[int]:
+    """Nodes whose memory this process may use."""
+    base = root / "sys/devices/system/node"
+    nodes = {int(path.name[4:]) for path in base.glob("node[0-9]*")}
+    status = re.search(r"Mems_allowed_list:\s*(\S+)", _text(root / "proc/self/status"))
+    allowed = _node_list(status[1]) if status else nodes
+    return sorted(nodes & allowed & (_node_list(_text(base / "has_memory")) or nodes))
+
+
+def interleaved_nodes(root: Path = Path("/")) -> list[int]:
+    """Those of them that "auto" uses. Memory without processors is a GPU's, or far and slow."""
+    nodes = memory_nodes(root)
+    near = _node_list(_text(root / "sys/devices/system/node/has_cpu"))
+    return [node for node in nodes if not near or node in near]
+
+
+def _choose_nodes(setting: str, root: Path, own_policy: bool) -> tuple[tuple[int, ...], bool]:
+    if setting.startswith("bind:"):
+        node, nodes = int(setting.removeprefix("bind:")), memory_nodes(root)
+        if node not in nodes:
+            raise ConfigError(f"--l1-numa {setting}: this process may use memory of the nodes {nodes} only")
+        return (node,), True
+    nodes = interleaved_nodes(root) if setting == "auto" and not own_policy else []
+    return (tuple(nodes) if len(nodes) > 1 else ()), False
+
+
+def _check_node(settings: Settings, node: int, size: int, root: Path) -> None:
+    """A node that is full would get the process killed, not its L1 refused."""
+    text = _text(root / f"sys/devices/system/node/node{node}/meminfo")
+    kinds = dict(re.findall(r"Node \d+ (\S+):\s+(\d+) kB", text))
+    if not kinds:
+        return
+    free = sum(int(kinds.get(kind, 0)) for kind in ("MemFree", "Active(file)", "Inactive(file)")) * KiB
+    if size > free:
+        raise ConfigError(
+            f"--l1-numa {settings.l1_numa}: --l1-size {settings.l1_size} is {size} bytes, node {node} has {free} left; "
+            "lower --l1-size or give --l1-numa auto"
+        )
+
+
+def _node_list(text: str) -> set[int]:
+    """Of "0-1,3"."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {node for first, _, last in ranges for node in range(int(first), int(last or first) + 1)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,54 @@
+"""The pages and nodes of L1, as a daemon takes and shows them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from support.daemon import Daemon
+from support.worker import Worker
+
+from kvserver.capacity import free_huge_bytes
+from kvserver.config import MiB
+from kvserver.placement import interleaved_nodes, memory_nodes
+
+HUGE = 2 * MiB
+Make = Callable[..., Daemon]
+reserved = pytest.mark.skipif(free_huge_bytes(HUGE) < 8 * HUGE, reason="no huge pages: sysctl vm.nr_hugepages=16")
+
+
+def test_status_shows_pages_and_nodes(make_daemon: Make) -> None:
+    l1 = make_daemon(l1_huge_pages="transparent").status()["l1"]
+    nodes = interleaved_nodes()
+    assert l1["huge_pages"] == "transparent"
+    assert l1["numa_nodes"] in ([], nodes if len(nodes) > 1 else [])
+    assert make_daemon(l1_huge_pages="off", l1_numa="off").status()["l1"]["huge_pages"] == "off"
+
+
+def test_l1_may_stay_on_one_node(make_daemon: Make) -> None:
+    node = memory_nodes()[0]
+    daemon = make_daemon(l1_numa=f"bind:{node}")
+    told = "the kernel chooses the nodes" in daemon.log
+    assert daemon.status()["l1"]["numa_nodes"] == ([] if told else [node])
+
+
+def test_huge_pages_that_cannot_be_had_are_told_with_the_command(make_daemon: Make) -> None:
+    size = free_huge_bytes(HUGE) + HUGE
+    daemon = make_daemon(start=False, l1_huge_pages="2MiB", l1_size=size)
+    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.strip().splitlines()
+    for words in ("--l1-huge-pages 2MiB", "/proc/sys/vm/nr_hugepages", "sudo tee"):
+        assert words in line
+
+
+@reserved
+@pytest.mark.parametrize("setting", ["2MiB", "auto"])
+def test_reserved_huge_pages_serve(make_daemon: Make, setting: str) -> None:
+    before = free_huge_bytes(HUGE)
+    daemon = make_daemon(l1_huge_pages=setting, l1_size=8 * HUGE)
+    assert daemon.status()["l1"]["huge_pages"] == "2MiB"
+    assert free_huge_bytes(HUGE) == before - 8 * HUGE
+    with Worker(daemon.endpoint) as worker:
+        worker.round_trip()

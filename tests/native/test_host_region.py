@@ -1,0 +1,88 @@
+"""L1's memory: the pages it is made of and the nodes it lies on, as the kernel tells it."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+
+from kvserver._native import Copier, Direction, FakeDevice, HostRegion
+from kvserver.capacity import free_huge_bytes
+
+from .rig import L0, Device, Job, flat
+
+MiB = 1 << 20
+HUGE = 2 * MiB
+NODE = int(next(Path("/sys/devices/system/node").glob("node[0-9]*")).name[4:])  # any one
+reserved = pytest.mark.skipif(free_huge_bytes(HUGE) < 8 * HUGE, reason="no huge pages: sysctl vm.nr_hugepages=16")
+
+
+def flags_of_mappings(size: int) -> list[str]:
+    """VmFlags of the mappings that are so large."""
+    text = Path("/proc/self/smaps").read_text()
+    found = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?VmFlags: ([^\n]*)", text, re.MULTILINE | re.DOTALL)
+    return [flags for first, last, flags in found if int(last, 16) - int(first, 16) == size]
+
+
+class TestNodes:
+    def test_memory_is_the_kernels_to_place_unless_told(self) -> None:
+        assert HostRegion(MiB).numa_policy == ("default", [])
+        assert HostRegion(MiB).numa_error == ""
+
+    @pytest.mark.parametrize(("bound", "mode"), [(False, "interleave"), (True, "bind")])
+    def test_the_kernel_took_the_policy(self, bound: bool, mode: str) -> None:
+        region = HostRegion(MiB, nodes=[NODE], bound=bound)
+        if "not permitted" in region.numa_error:
+            pytest.skip("this container forbids mbind")
+        assert (region.numa_policy, region.numa_error) == ((mode, [NODE]), "")
+
+    @pytest.mark.parametrize("nodes", [[1023], [1024], [NODE, 1 << 30]])
+    def test_a_policy_that_the_kernel_refuses_is_told_and_the_memory_works(self, nodes: list[int]) -> None:
+        region = HostRegion(MiB, nodes=nodes, bound=True)
+        assert region.numa_error or set(region.numa_policy[1]) < set(nodes)
+        device = FakeDevice(region, 4096, seed=1)
+        assert len(set(device.read_l1(255))) > 16
+
+
+class TestPages:
+    @pytest.mark.parametrize(("transparent", "flag"), [(True, "hg"), (False, "nh")])
+    def test_transparent_pages_are_asked_for_or_refused(self, transparent: bool, flag: str) -> None:
+        size = 34 * MiB + 12288 + 4096 * transparent
+        region = HostRegion(size, transparent=transparent)
+        assert any(flag in flags.split() for flags in flags_of_mappings(size)), "the kernel knows no transparent pages"
+        del region
+
+    def test_pages_that_nobody_reserved_are_refused_when_mapped(self) -> None:
+        with pytest.raises(RuntimeError, match=r"in huge pages: "):
+            HostRegion(free_huge_bytes(HUGE) + HUGE, huge_page_bytes=HUGE)
+
+    @pytest.mark.parametrize("page_bytes", [1, 3, 4096 + 1, 3 * MiB, (1 << 64) - 1])
+    def test_no_page_has_such_a_size(self, page_bytes: int) -> None:
+        with pytest.raises(RuntimeError, match="huge page"):
+            HostRegion(MiB, huge_page_bytes=page_bytes)
+
+    @reserved
+    def test_reserved_pages_are_taken_at_once_and_given_back(self) -> None:
+        gc.collect()
+        before = free_huge_bytes(HUGE)
+        region = HostRegion(3 * HUGE - 5, huge_page_bytes=HUGE)
+        assert region.size == 3 * HUGE - 5
+        assert free_huge_bytes(HUGE) == before - 3 * HUGE
+        assert any("ht" in flags.split() for flags in flags_of_mappings(3 * HUGE))
+        del region
+        assert free_huge_bytes(HUGE) == before
+
+    @reserved
+    @pytest.mark.parametrize("nodes", [[], [NODE]])
+    def test_copies_go_through_reserved_pages_to_their_last_byte(self, nodes: list[int]) -> None:
+        device = Device(8 * HUGE // 4096)
+        device.copier = Copier(HostRegion(8 * HUGE, HUGE, False, nodes, False), 4096, 2)
+        l0 = L0(device, flat(3, HUGE))
+        content = l0.memory.blocks([1, 2])
+        job = Job([1, 2], [*range(512), *range(7 * 512, 8 * 512)], 512, 1)
+        assert device.wait(device.submit(Direction.STORE, l0, job)).bytes == 2 * HUGE
+        l0.memory.fill()
+        assert device.wait(device.submit(Direction.LOAD, l0, job)).bytes == 2 * HUGE
+        assert l0.memory.blocks([1, 2]) == content

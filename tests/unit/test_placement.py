@@ -1,0 +1,182 @@
+"""Which pages and nodes L1 takes, on machines made up of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserver.config import GiB, KiB, MiB, Settings
+from kvserver.errors import ConfigError
+from kvserver.placement import Placement, choose_l1, interleaved_nodes, memory_nodes
+
+
+class Machine:
+    """A root folder with ordinary memory; huge pages and nodes as told."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("proc/meminfo", f"MemAvailable: {8 * GiB // KiB} kB")
+
+    def write(self, path: str, text: object) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(f"{text}\n")
+
+    def huge(self, page_bytes: int, free: int, promised: int = 0, total: int | None = None, node: str = "") -> None:
+        folder = f"devices/system/node/{node}" if node else "kernel/mm"
+        base = f"sys/{folder}/hugepages/hugepages-{page_bytes // KiB}kB"
+        self.write(f"{base}/free_hugepages", free)
+        self.write(f"{base}/nr_hugepages", free if total is None else total)
+        if not node:
+            self.write(f"{base}/resv_hugepages", promised)
+
+    def nodes(self, count: int, allowed: str = "", has_cpu: str = "", free: int = 8 * GiB) -> None:
+        everywhere = f"0-{count - 1}"
+        for node in range(count):
+            text = f"Node {node} MemFree: {free // 2 // KiB} kB\nNode {node} Inactive(file): {free // 2 // KiB} kB\n"
+            self.write(f"sys/devices/system/node/node{node}/meminfo", text)
+        self.write("sys/devices/system/node/has_memory", everywhere)
+        self.write("sys/devices/system/node/has_cpu", has_cpu or everywhere)
+        self.write("proc/self/status", f"Name:\tx\nMems_allowed_list:\t{allowed or everywhere}")
+
+    def choose(self, own_policy: bool = False, **settings: Any) -> tuple[int, Placement]:
+        return choose_l1(Settings(**settings), self.root, own_policy)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+class TestPages:
+    def test_without_reserved_pages_auto_takes_transparent_ones(self, machine: Machine) -> None:
+        assert machine.choose() == (2 * GiB, Placement())
+        machine.huge(2 * MiB, free=0)
+        assert machine.choose(l1_size="1GiB")[1].pages == "transparent"
+
+    def test_auto_takes_reserved_pages_if_all_of_l1_fits(self, machine: Machine) -> None:
+        machine.huge(2 * MiB, free=512)
+        assert machine.choose(l1_size="1GiB") == (GiB, Placement(2 * MiB, transparent=False))
+        assert machine.choose(l1_size="1025MiB")[1].pages == "transparent"
+
+    def test_pages_that_are_promised_to_others_are_not_free(self, machine: Machine) -> None:
+        machine.huge(2 * MiB, free=512, promised=1)
+        assert machine.choose(l1_size="1GiB")[1].pages == "transparent"
+        assert machine.choose(l1_size="1022MiB")[1].pages == "2MiB"
+
+    def test_auto_takes_large_pages_only_if_it_fills_them(self, machine: Machine) -> None:
+        machine.huge(GiB, free=4)
+        machine.huge(2 * MiB, free=2048)
+        assert machine.choose(l1_size="3GiB")[1].pages == "1GiB"
+        assert machine.choose(l1_size="2.5GiB")[1].pages == "2MiB"
+
+    def test_reserved_pages_hold_an_l1_that_ordinary_memory_would_not(self, machine: Machine) -> None:
+        machine.huge(GiB, free=20)
+        assert machine.choose(l1_size="20GiB") == (20 * GiB, Placement(GiB, transparent=False))
+        with pytest.raises(ConfigError, match="MemAvailable"):
+            machine.choose(l1_size="20GiB", l1_huge_pages="transparent")
+
+    @pytest.mark.parametrize(("setting", "transparent"), [("transparent", True), ("off", False)])
+    def test_reserved_pages_are_left_to_others_if_one_says_so(
+        self, machine: Machine, setting: str, transparent: bool
+    ) -> None:
+        machine.huge(2 * MiB, free=5000)
+        assert machine.choose(l1_huge_pages=setting) == (2 * GiB, Placement(0, transparent))
+        assert machine.choose(l1_huge_pages=setting)[1].pages == setting
+
+    def test_an_explicit_size_that_cannot_be_had_names_the_command(self, machine: Machine) -> None:
+        machine.huge(2 * MiB, free=100, total=130)
+        with pytest.raises(ConfigError) as refused:
+            machine.choose(l1_size="1GiB", l1_huge_pages="2MiB")
+        for words in (
+            "--l1-huge-pages 2MiB",
+            "needs 512",
+            "100 are free",
+            "echo 542 | sudo tee /proc/sys/vm/nr_hugepages",
+        ):
+            assert words in str(refused.value)
+
+    def test_pages_of_another_size_have_a_file_of_their_own(self, machine: Machine) -> None:
+        with pytest.raises(ConfigError, match=r"echo 2 \| sudo tee .*hugepages-1048576kB/nr_hugepages"):
+            machine.choose(l1_size="1.5GiB", l1_huge_pages="1GiB")
+
+    def test_an_explicit_size_and_auto_is_all_that_is_reserved(self, machine: Machine) -> None:
+        machine.huge(2 * MiB, free=700, promised=100)
+        assert machine.choose(l1_huge_pages="2MiB")[0] == 1200 * MiB
+        machine.huge(2 * MiB, free=0)
+        with pytest.raises(ConfigError, match="nr_hugepages"):
+            machine.choose(l1_huge_pages="2MiB")
+
+    @pytest.mark.parametrize(
+        ("group", "folder", "limit", "usage"),
+        [("0::/kv", "kv", "max", "current"), ("7:hugetlb:/kv", "hugetlb/kv", "limit_in_bytes", "usage_in_bytes")],
+    )
+    def test_a_limit_of_the_cgroup_counts_because_the_kernel_would_kill(
+        self, machine: Machine, group: str, folder: str, limit: str, usage: str
+    ) -> None:
+        machine.huge(2 * MiB, free=5000)
+        machine.write("proc/self/cgroup", group)
+        machine.write(f"sys/fs/cgroup/{folder}/hugetlb.2MB.{limit}", GiB)
+        machine.write(f"sys/fs/cgroup/{folder}/hugetlb.2MB.{usage}", 2 * MiB)
+        assert machine.choose(l1_size="1GiB")[1].pages == "transparent"
+        assert machine.choose(l1_size="1022MiB")[1].pages == "2MiB"
+
+
+class TestNodes:
+    def test_one_node_is_left_alone(self, machine: Machine) -> None:
+        machine.nodes(1)
+        assert machine.choose()[1].nodes == ()
+
+    def test_a_machine_that_shows_no_nodes_is_left_alone(self, machine: Machine) -> None:
+        assert machine.choose()[1].nodes == ()
+
+    def test_several_nodes_share_l1(self, machine: Machine) -> None:
+        machine.nodes(2)
+        assert machine.choose()[1] == Placement(nodes=(0, 1))
+
+    def test_only_nodes_that_this_process_may_use_share_it(self, machine: Machine) -> None:
+        machine.nodes(4, allowed="0,2-3")
+        assert machine.choose()[1].nodes == (0, 2, 3)
+        machine.nodes(4, allowed="3")
+        assert machine.choose()[1].nodes == ()
+
+    def test_memory_without_processors_is_left_to_its_gpu(self, machine: Machine) -> None:
+        machine.nodes(6, has_cpu="0-1")
+        assert machine.choose()[1].nodes == (0, 1)
+        assert interleaved_nodes(machine.root) == [0, 1]
+        assert memory_nodes(machine.root) == [0, 1, 2, 3, 4, 5]
+
+    def test_a_process_that_was_bound_by_its_operator_stays_so(self, machine: Machine) -> None:
+        machine.nodes(2)
+        assert machine.choose(own_policy=True)[1].nodes == ()
+
+    def test_off_is_off(self, machine: Machine) -> None:
+        machine.nodes(2)
+        assert machine.choose(l1_numa="off")[1].nodes == ()
+
+    def test_l1_may_stay_on_one_node(self, machine: Machine) -> None:
+        machine.nodes(2)
+        assert machine.choose(l1_numa="bind:1")[1] == Placement(nodes=(1,), bound=True)
+
+    @pytest.mark.parametrize("node", [2, 9999])
+    def test_a_node_that_is_not_there_is_refused(self, machine: Machine, node: int) -> None:
+        machine.nodes(2)
+        with pytest.raises(ConfigError, match=rf"--l1-numa bind:{node}.*\[0, 1\]"):
+            machine.choose(l1_numa=f"bind:{node}")
+
+    def test_a_node_that_is_too_full_is_refused(self, machine: Machine) -> None:
+        machine.nodes(2, free=GiB)
+        with pytest.raises(ConfigError, match=f"node 1 has {GiB} left"):
+            machine.choose(l1_numa="bind:1", l1_size="1025MiB")
+        assert machine.choose(l1_numa="bind:1", l1_size="1GiB")[0] == GiB
+
+    def test_a_bound_l1_takes_only_the_huge_pages_of_its_node(self, machine: Machine) -> None:
+        machine.nodes(2)
+        machine.huge(2 * MiB, free=1000)
+        machine.huge(2 * MiB, free=400, node="node1")
+        machine.huge(2 * MiB, free=600, node="node0")
+        assert machine.choose(l1_numa="bind:1", l1_size="1GiB")[1].pages == "transparent"
+        assert machine.choose(l1_numa="bind:0", l1_size="1GiB")[1].pages == "2MiB"
+        with pytest.raises(ConfigError, match=r"echo 512 \| sudo tee .*/node1/hugepages"):
+            machine.choose(l1_numa="bind:1", l1_size="1GiB", l1_huge_pages="2MiB")
