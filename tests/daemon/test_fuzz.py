@@ -46,6 +46,7 @@ SEED = 20_260
 # The codes that these messages must keep reaching; the others need descriptors, ranks or memory that ends.
 REACHED = set(ErrorCode) - {
     ErrorCode.BAD_TOKEN,
+    ErrorCode.DEVICE_LOST,
     ErrorCode.INTERNAL,
     ErrorCode.MEMORY_LOST,
     ErrorCode.NOT_READY,
