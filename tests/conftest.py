@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon
+from support.leftovers import close_leftovers
 from support.worker import Worker
+
+
+@pytest.fixture(autouse=True)
+def leftovers() -> Iterator[None]:
+    """Whatever a failed test did not come to close."""
+    yield
+    close_leftovers()
 
 
 @pytest.fixture

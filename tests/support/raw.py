@@ -7,6 +7,8 @@ import zmq
 
 from kvserver.protocol import Error, Reply, decode_reply
 
+from .leftovers import closed, opened
+
 REQUEST_ID = b"\x01\x02\x03\x04\x05\x06\x07\x08"
 
 
@@ -15,6 +17,7 @@ class RawPeer:
 
     def __init__(self, endpoint: str, high_water_mark: int = 1000) -> None:
         self._context = zmq.Context()
+        opened(self)
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, high_water_mark)
@@ -44,6 +47,7 @@ class RawPeer:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+        closed(self)
 
     def __enter__(self) -> RawPeer:
         return self

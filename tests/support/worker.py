@@ -41,6 +41,8 @@ from kvserver.protocol import (
     UnregisterWorker,
 )
 
+from .leftovers import closed, opened
+
 R = TypeVar("R")
 WORDS = 256
 
@@ -249,6 +251,7 @@ class Worker:
         self.words = WordPage(WORDS)
         self.client = Client(self.endpoint, timeout=10)
         self.attachment: Attachment | None = None
+        opened(self)
         self.registered: Registered | None = None
         self._sequences = itertools.count(1)
         self._replies: dict[int, Reply] = {}
@@ -331,6 +334,7 @@ class Worker:
         self.hang_up()
         self.client.close()
         self.memory.close()
+        closed(self)
 
     def __enter__(self) -> Worker:
         return self
