@@ -2,6 +2,7 @@
 #
 #   make run     the daemon with its defaults (KVSERVER_* apply)
 #   make demo    two real vLLM processes share a cache: cold against warm time to first token
+#   make bench   all benchmarks; LMCache too where KVSERVER_PEER_PYTHON and KVSERVER_PEER_VLLM_PYTHON name it
 #   make test    all tests; those with a real vLLM too, in a venv of its own
 #   make check   formatting, lint (Dockerfiles too), types
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
@@ -17,13 +18,18 @@ NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 
-.PHONY: run test test-core test-vllm check sanitize format docs demo clean FORCE
+.PHONY: run test test-core test-vllm check sanitize format docs demo bench clean FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
 
 demo: $(VENV)/.installed $(VENV_VLLM)/.installed
 	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python bench/demo.py $(ARGS)
+
+# The machine should do nothing else. What they need of the peer's they say themselves.
+bench: $(VENV)/.installed $(VENV_VLLM)/.installed
+	for name in copier daemon rpc peers; do echo "== $$name"; $(VENV)/bin/python bench/$$name.py || exit 1; done
+	@echo "== engine"; KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python bench/engine.py
 
 test: test-core
 	@if $(MAKE) $(VENV_VLLM)/.installed; then $(MAKE) test-vllm; \

@@ -69,7 +69,7 @@ class Peer:
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         began = time.perf_counter()
         self.process = subprocess.Popen(
-            [str(Path(python).with_name("lmcache")), "server", *words],
+            [python, "-m", "lmcache.cli.main", "server", *words],
             stdout=self._log,
             stderr=self._log,
             env=self._environ,

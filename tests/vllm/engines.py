@@ -38,6 +38,7 @@ class Engine:
         extra: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
+        python: str = sys.executable,
         **options: Any,
     ) -> None:
         self.log = log
@@ -71,7 +72,7 @@ class Engine:
         }
         self._log_file = log.open("w")
         self.process = subprocess.Popen(
-            [*NICE, sys.executable, str(Path(__file__).with_name("engine_main.py")), json.dumps(arguments)],
+            [*NICE, python, str(Path(__file__).with_name("engine_main.py")), json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log_file,

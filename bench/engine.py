@@ -1,0 +1,168 @@
+"""Time to the first token of real vLLM engines on CPU: without connector, cold with ours, warm with ours.
+
+    KVSERVER_BIN=.venv/bin/kvserver .venv-vllm/bin/python bench/engine.py [--prompts 9] [--tokens 1500]
+
+Per model three engine processes, asked in turn with the same fresh prompt, OMP_NUM_THREADS=1 each: one
+without connector, one that stores the prompt, one that never saw it and loads it. Counters of vLLM must say
+that the warm engine took the tokens from the daemon, else the run fails. The ceiling of a warm answer is the
+engine without connector with as many tokens in its own prefix cache.
+
+With --peer-vllm-python (or KVSERVER_PEER_VLLM_PYTHON), an interpreter that has vLLM and LMCache both, the
+same prompts go to two engines with LMCache's multiprocess connector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/vllm")]
+os.environ.setdefault("KVSERVER_BIN", str(ROOT / ".venv/bin/kvserver"))  # before the import that reads it
+
+import tiny_models  # noqa: E402
+from common import table  # noqa: E402
+from engines import Engine, Engines  # noqa: E402
+from peers import Peer  # noqa: E402
+from support.daemon import Daemon, wait_until  # noqa: E402
+
+CHUNK_TOKENS = 256
+MODELS = {"4 x 256": {"layers": 4, "hidden": 256}, "12 x 1024": {"layers": 12, "hidden": 1024}}
+WARM_UPS = 2  # prompts that do not count: what a process does only once is not to be measured
+
+
+PEER_SETTLE_SECONDS = 1.0  # its connector does not say when a store has ended
+
+
+class Lane:
+    """One engine, and what it takes until the first token."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine.wait_ready()
+
+    def first_token(self, tokens: list[int], *, external: int = 0, local: int = 0) -> float:
+        """Milliseconds. AssertionError unless vLLM took so many tokens from outside and from its own cache."""
+        before = self._hits()
+        answer = self.engine.ask("generate", prompts=[tokens], max_tokens=1)
+        found = tuple(after - count for after, count in zip(self._hits(), before, strict=True))
+        assert found == (external, local), f"(external, local) hits were {found}, not {(external, local)}"
+        return 1000 * float(answer["seconds"])
+
+    def _hits(self) -> tuple[int, int]:
+        metrics = self.engine.metrics()
+        names = "vllm:external_prefix_cache_hits", "vllm:prefix_cache_hits"
+        external, local = (int(metrics.get(name, 0)) for name in names)
+        return external, local
+
+
+class Bench:
+    """The engines of one model, in turn."""
+
+    def __init__(self, stack: ExitStack, model: Path, folder: Path, prompt_tokens: int, peer_python: str) -> None:
+        self._tokens = prompt_tokens
+        self._hit = (prompt_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+        self._daemon = Daemon(l1_size="1GiB", chunk_tokens=CHUNK_TOKENS)
+        stack.callback(self._daemon.close)
+        self._daemon.start()
+        engines = Engines(model, folder, self._daemon.endpoint)
+        stack.callback(engines.close)
+        started = {name: engines.get(name) for name in ("cold", "warm")} | {"none": engines.get("none", endpoint=None)}
+        if peer_python:
+            options = peer_options(stack.enter_context(Peer(peer_python)), peer_python)
+            started |= {name: engines.get(name, **options) for name in ("peer cold", "peer warm")}
+        self._lanes = {name: Lane(engine) for name, engine in started.items()}
+        self._has_peer = bool(peer_python)
+        wait_until(lambda: sum(bool(i["namespace"]) for i in self._daemon.status()["instances"]) == 2, 30, "registered")
+        for name in ("cold", "warm"):
+            wait_until(lambda e=started[name]: e.counters()["connected"], 10, "the scheduler half connected")
+
+    def round(self, seed: int) -> dict[str, float]:
+        """Milliseconds by lane for one fresh prompt."""
+        tokens, other = prompt(seed, self._tokens), prompt(seed + 1_000_000, self._tokens)
+        found: dict[str, float] = {}
+        for name in ("none", "cold") if seed % 2 else ("cold", "none"):
+            found[name] = self._lanes[name].first_token(tokens)
+        self._lanes["cold"].engine.settle()  # KV goes to the daemon beside the engine, and after the answer
+        wait_until(lambda: self._daemon.books()["tickets"] == 0)
+        found["warm"] = self._lanes["warm"].first_token(tokens, external=self._hit)
+        found["own"] = self._lanes["none"].first_token(tokens[: self._hit] + other[self._hit :], local=self._hit)
+        if self._has_peer:
+            found["peer cold"] = self._lanes["peer cold"].first_token(tokens)
+            time.sleep(PEER_SETTLE_SECONDS)
+            found["peer warm"] = self._lanes["peer warm"].first_token(tokens, external=self._hit)
+        return found
+
+
+def peer_options(peer: Peer, python: str) -> dict[str, Any]:
+    """An engine of `engines.py` with LMCache's connector in place of ours."""
+    host, port = peer.url.rsplit(":", 1)
+    return {
+        "python": python,
+        "environ": {
+            "LMCACHE_MP_TRANSFER_MODE": "lmcache_driven",
+            "LMCACHE_DISABLE_BANNER": "1",
+            "PYTHONPATH": str(Path(__file__).with_name("peer_site")),
+        },
+        "transfer": {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_connector_extra_config": {"lmcache.mp.host": host, "lmcache.mp.port": int(port)},
+        },
+    }
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
+
+
+def medians(bench: Bench, prompts: int) -> dict[str, float]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for seed in range(WARM_UPS + prompts):
+        for name, milliseconds in bench.round(seed).items():
+            if seed >= WARM_UPS:
+                found[name].append(milliseconds)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=1500)
+    parser.add_argument("--peer-vllm-python", default=os.environ.get("KVSERVER_PEER_VLLM_PYTHON", ""))
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is stopped
+    rows: list[list[object]] = []
+    peers: list[list[object]] = []
+    for name, size in MODELS.items():
+        with tempfile.TemporaryDirectory(prefix="kvserver-bench-") as folder, ExitStack() as stack:
+            model = tiny_models.llama(Path(folder, "model"), **size)
+            bench = Bench(stack, model, Path(folder), options.tokens, options.peer_vllm_python)
+            ms = medians(bench, options.prompts)
+        ratios = ms["cold"] / ms["none"], ms["warm"] / ms["cold"], ms["warm"] / ms["own"]
+        rows.append([name, ms["none"], ms["cold"], ratios[0], ms["warm"], ratios[1], ms["own"], ratios[2]])
+        if "peer warm" in ms:
+            ratios = ms["peer cold"] / ms["none"], ms["warm"] / ms["peer warm"], ms["peer warm"] / ms["own"]
+            peers.append([name, ms["peer cold"], ratios[0], ms["peer warm"], ratios[1], ratios[2]])
+    print(f"time to first token, ms: {options.tokens} tokens, medians of {options.prompts} prompts, one thread each")
+    header = ["layers x hidden", "no connector", "cold", "cold/none", "warm", "warm/cold", "own cache", "warm/own"]
+    print(table(header, rows), end="\n\n")
+    if peers:
+        header = ["LMCache", "cold", "cold/none", "warm", "kvserver warm / LMCache warm", "warm/own"]
+        print(table(header, peers))
+    else:
+        print("LMCache's connector was not measured: no interpreter with vLLM and LMCache; see bench/README.md")
+
+
+if __name__ == "__main__":
+    main()
