@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -45,7 +46,8 @@ class Channel:
     """A DEALER socket whose every call returns at once. One thread uses it.
 
     A context of its own, no linger and IMMEDIATE: nothing queues for a server that is not there, and
-    nothing of it holds up the end of the process.
+    nothing of it holds up the end of the process. One that is dropped without close() is closed when it is
+    collected, the socket first: a context waits for its sockets, for ever.
     """
 
     def __init__(self, endpoint: str, high_water_mark: int = 256) -> None:
@@ -59,6 +61,8 @@ class Channel:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.connect(endpoint)
         self._numbers = itertools.count(1)
+        self._closed = weakref.finalize(self, _close, self._socket, self._context)
+        self._closed.atexit = False
 
     def send(self, request: Request) -> int | None:
         """The request's number, or None: no server, or its queue is full. Nothing was sent then."""
@@ -88,7 +92,12 @@ class Channel:
         return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLOUT))
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._closed()
+
+
+def _close(dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    dealer.close(0)
+    context.term()
 
 
 class Client:
