@@ -14,6 +14,7 @@ same prompts go to two engines with LMCache's multiprocess connector.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -36,7 +37,7 @@ from engines import Engine, Engines  # noqa: E402
 from peers import Peer  # noqa: E402
 from support.daemon import Daemon, wait_until  # noqa: E402
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 256, 32  # the default of both servers, and one block of these engines: ours again
 MODELS = {"4 x 256": {"layers": 4, "hidden": 256}, "12 x 1024": {"layers": 12, "hidden": 1024}}
 WARM_UPS = 2  # prompts that do not count: what a process does only once is not to be measured
 
@@ -70,8 +71,8 @@ class Bench:
 
     def __init__(self, stack: ExitStack, model: Path, folder: Path, prompt_tokens: int, peer_python: str) -> None:
         self._tokens = prompt_tokens
-        self._hit = (prompt_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
-        self._daemon = Daemon(l1_size="1GiB", chunk_tokens=CHUNK_TOKENS)
+        self._seeds = itertools.count()
+        self._daemon = Daemon(l1_size="1GiB", chunk_tokens=CHUNK_TOKENS[0])
         stack.callback(self._daemon.close)
         self._daemon.start()
         engines = Engines(model, folder, self._daemon.endpoint)
@@ -81,26 +82,44 @@ class Bench:
             options = peer_options(stack.enter_context(Peer(peer_python)), peer_python)
             started |= {name: engines.get(name, **options) for name in ("peer cold", "peer warm")}
         self._lanes = {name: Lane(engine) for name, engine in started.items()}
-        self._has_peer = bool(peer_python)
         wait_until(lambda: sum(bool(i["namespace"]) for i in self._daemon.status()["instances"]) == 2, 30, "registered")
         for name in ("cold", "warm"):
             wait_until(lambda e=started[name]: e.counters()["connected"], 10, "the scheduler half connected")
 
-    def round(self, seed: int) -> dict[str, float]:
+    def use_chunks_of(self, tokens: int) -> None:
+        """A daemon with chunks of this size. The engines find it by themselves; what they ask meanwhile may miss."""
+        self._daemon.kill()
+        self._daemon.flags["chunk_tokens"] = tokens
+        self._daemon.start()
+        wait_until(lambda: sum(bool(i["namespace"]) for i in self._daemon.status()["instances"]) == 2, 30, "registered")
+        for name in ("cold", "warm"):
+            engine = self._lanes[name].engine
+            for _ in range(2):
+                engine.generate([prompt(next(self._seeds), self._tokens)], max_tokens=1)
+                engine.settle()
+                time.sleep(1.5)
+
+    def round(self, chunk_tokens: int, with_peer: bool) -> dict[str, float]:
         """Milliseconds by lane for one fresh prompt."""
+        seed = next(self._seeds)
+        hit = self._whole(chunk_tokens)
         tokens, other = prompt(seed, self._tokens), prompt(seed + 1_000_000, self._tokens)
         found: dict[str, float] = {}
         for name in ("none", "cold") if seed % 2 else ("cold", "none"):
             found[name] = self._lanes[name].first_token(tokens)
         self._lanes["cold"].engine.settle()  # KV goes to the daemon beside the engine, and after the answer
         wait_until(lambda: self._daemon.books()["tickets"] == 0)
-        found["warm"] = self._lanes["warm"].first_token(tokens, external=self._hit)
-        found["own"] = self._lanes["none"].first_token(tokens[: self._hit] + other[self._hit :], local=self._hit)
-        if self._has_peer:
+        found["warm"] = self._lanes["warm"].first_token(tokens, external=hit)
+        found["own"] = self._lanes["none"].first_token(tokens[:hit] + other[hit:], local=hit)
+        if with_peer and "peer cold" in self._lanes:
             found["peer cold"] = self._lanes["peer cold"].first_token(tokens)
             time.sleep(PEER_SETTLE_SECONDS)
-            found["peer warm"] = self._lanes["peer warm"].first_token(tokens, external=self._hit)
+            found["peer warm"] = self._lanes["peer warm"].first_token(tokens, external=self._whole(CHUNK_TOKENS[0]))
         return found
+
+    def _whole(self, chunk_tokens: int) -> int:
+        """Tokens of a prompt's whole chunks; one token at least is always computed."""
+        return (self._tokens - 1) // chunk_tokens * chunk_tokens
 
 
 def peer_options(peer: Peer, python: str) -> dict[str, Any]:
@@ -126,11 +145,11 @@ def prompt(seed: int, length: int) -> list[int]:
     return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
 
 
-def medians(bench: Bench, prompts: int) -> dict[str, float]:
+def medians(bench: Bench, prompts: int, chunk_tokens: int, with_peer: bool) -> dict[str, float]:
     found: dict[str, list[float]] = defaultdict(list)
-    for seed in range(WARM_UPS + prompts):
-        for name, milliseconds in bench.round(seed).items():
-            if seed >= WARM_UPS:
+    for number in range(WARM_UPS + prompts):
+        for name, milliseconds in bench.round(chunk_tokens, with_peer).items():
+            if number >= WARM_UPS:
                 found[name].append(milliseconds)
     return {name: statistics.median(values) for name, values in found.items()}
 
@@ -148,17 +167,54 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="kvserver-bench-") as folder, ExitStack() as stack:
             model = tiny_models.llama(Path(folder, "model"), **size)
             bench = Bench(stack, model, Path(folder), options.tokens, options.peer_vllm_python)
-            ms = medians(bench, options.prompts)
-        ratios = ms["cold"] / ms["none"], ms["warm"] / ms["cold"], ms["warm"] / ms["own"]
-        rows.append([name, ms["none"], ms["cold"], ratios[0], ms["warm"], ratios[1], ms["own"], ratios[2]])
-        if "peer warm" in ms:
-            ratios = ms["peer cold"] / ms["none"], ms["warm"] / ms["peer warm"], ms["peer warm"] / ms["own"]
-            peers.append([name, ms["peer cold"], ratios[0], ms["peer warm"], ratios[1], ratios[2]])
+            peer: dict[str, float] = {}
+            for chunk in CHUNK_TOKENS:
+                if chunk != CHUNK_TOKENS[0]:
+                    bench.use_chunks_of(chunk)
+                ms = medians(bench, options.prompts, chunk, with_peer=chunk == CHUNK_TOKENS[0])
+                peer = peer or {lane: value for lane, value in ms.items() if lane.startswith("peer")}
+                ratios = ms["cold"] / ms["none"], ms["warm"] / ms["cold"], ms["warm"] / ms["own"]
+                beside = ms["warm"] / peer["peer warm"] if peer else "-"
+                rows.append(
+                    [
+                        name,
+                        chunk,
+                        ms["none"],
+                        ms["cold"],
+                        ratios[0],
+                        ms["warm"],
+                        ratios[1],
+                        ms["own"],
+                        ratios[2],
+                        beside,
+                    ]
+                )
+                if "peer warm" in ms:
+                    peers.append(
+                        [
+                            name,
+                            ms["peer cold"],
+                            ms["peer cold"] / ms["none"],
+                            ms["peer warm"],
+                            ms["peer warm"] / ms["own"],
+                        ]
+                    )
     print(f"time to first token, ms: {options.tokens} tokens, medians of {options.prompts} prompts, one thread each")
-    header = ["layers x hidden", "no connector", "cold", "cold/none", "warm", "warm/cold", "own cache", "warm/own"]
+    header = [
+        "model",
+        "chunk",
+        "none",
+        "cold",
+        "cold/none",
+        "warm",
+        "warm/cold",
+        "own cache",
+        "warm/own",
+        "warm/LMCache",
+    ]
     print(table(header, rows), end="\n\n")
     if peers:
-        header = ["LMCache", "cold", "cold/none", "warm", "kvserver warm / LMCache warm", "warm/own"]
+        header = ["LMCache, chunks of 256", "cold", "cold/none", "warm", "warm/own"]
         print(table(header, peers))
     else:
         print("LMCache's connector was not measured: no interpreter with vLLM and LMCache; see bench/README.md")

@@ -28,7 +28,8 @@ STORE_SECONDS = TIMEOUTS["kvserver.store_timeout_ms"] / 1000
 LOAD_SECONDS = 4
 TWO_RANKS: dict[str, Any] = {
     "dtype": "float32",
-    "extra": TIMEOUTS | {"kvserver.load_timeout_ms": 1000 * LOAD_SECONDS},
+    # Two ranks keep both cores of a small machine busy: an answer may take its time there.
+    "extra": TIMEOUTS | {"kvserver.load_timeout_ms": 1000 * LOAD_SECONDS, "kvserver.lookup_timeout_ms": 1000},
     "tensor_parallel_size": 2,
     "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
