@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ class Bench:
                 engine.settle()
                 time.sleep(1.5)
 
-    def round(self, chunk_tokens: int, with_peer: bool) -> dict[str, float]:
+    def round(self, chunk_tokens: int) -> dict[str, float]:
         """Milliseconds by lane for one fresh prompt."""
         seed = next(self._seeds)
         hit = self._whole(chunk_tokens)
@@ -111,7 +110,7 @@ class Bench:
         wait_until(lambda: self._daemon.books()["tickets"] == 0)
         found["warm"] = self._lanes["warm"].first_token(tokens, external=hit)
         found["own"] = self._lanes["none"].first_token(tokens[:hit] + other[hit:], local=hit)
-        if with_peer and "peer cold" in self._lanes:
+        if "peer cold" in self._lanes:
             found["peer cold"] = self._lanes["peer cold"].first_token(tokens)
             time.sleep(PEER_SETTLE_SECONDS)
             found["peer warm"] = self._lanes["peer warm"].first_token(tokens, external=self._whole(CHUNK_TOKENS[0]))
@@ -145,13 +144,43 @@ def prompt(seed: int, length: int) -> list[int]:
     return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
 
 
-def medians(bench: Bench, prompts: int, chunk_tokens: int, with_peer: bool) -> dict[str, float]:
-    found: dict[str, list[float]] = defaultdict(list)
-    for number in range(WARM_UPS + prompts):
-        for name, milliseconds in bench.round(chunk_tokens, with_peer).items():
-            if number >= WARM_UPS:
-                found[name].append(milliseconds)
-    return {name: statistics.median(values) for name, values in found.items()}
+class Rounds:
+    """What each lane took, prompt by prompt."""
+
+    def __init__(self, bench: Bench, prompts: int, chunk_tokens: int) -> None:
+        rounds = [bench.round(chunk_tokens) for _ in range(WARM_UPS + prompts)]
+        self._rounds = rounds[WARM_UPS:]
+
+    def ms(self, lane: str) -> float:
+        """The median."""
+        return statistics.median(each[lane] for each in self._rounds)
+
+    def ratio(self, lane: str, beside: str) -> float:
+        """The median of one lane's time over another's for the same prompt, a moment apart: the machine's pace cancels out."""
+        return statistics.median(each[lane] / each[beside] for each in self._rounds)
+
+
+OURS = ["model", "chunk", "none", "cold", "cold/none", "warm", "warm/cold", "own cache", "warm/own", "warm/LMCache"]
+PEER = ["LMCache, chunks of 256", "cold", "cold/none", "warm"]
+
+
+def measure(name: str, bench: Bench, prompts: int, with_peer: bool) -> tuple[list[list[object]], list[list[object]]]:
+    """Our rows of one model, and the peer's."""
+    ours: list[list[object]] = []
+    peers: list[list[object]] = []
+    for chunk in CHUNK_TOKENS:
+        if ours:
+            bench.use_chunks_of(chunk)
+        rounds = Rounds(bench, prompts, chunk)
+        ms, ratio = rounds.ms, rounds.ratio
+        beside = ratio("warm", "peer warm") if with_peer else "-"
+        ours.append([
+            name, chunk, ms("none"), ms("cold"), ratio("cold", "none"), ms("warm"), ratio("warm", "cold"),
+            ms("own"), ratio("warm", "own"), beside,
+        ])  # fmt: skip
+        if with_peer:
+            peers.append([name, ms("peer cold"), ratio("peer cold", "none"), ms("peer warm")])
+    return ours, peers
 
 
 def main() -> None:
@@ -167,55 +196,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="kvserver-bench-") as folder, ExitStack() as stack:
             model = tiny_models.llama(Path(folder, "model"), **size)
             bench = Bench(stack, model, Path(folder), options.tokens, options.peer_vllm_python)
-            peer: dict[str, float] = {}
-            for chunk in CHUNK_TOKENS:
-                if chunk != CHUNK_TOKENS[0]:
-                    bench.use_chunks_of(chunk)
-                ms = medians(bench, options.prompts, chunk, with_peer=chunk == CHUNK_TOKENS[0])
-                peer = peer or {lane: value for lane, value in ms.items() if lane.startswith("peer")}
-                ratios = ms["cold"] / ms["none"], ms["warm"] / ms["cold"], ms["warm"] / ms["own"]
-                beside = ms["warm"] / peer["peer warm"] if peer else "-"
-                rows.append(
-                    [
-                        name,
-                        chunk,
-                        ms["none"],
-                        ms["cold"],
-                        ratios[0],
-                        ms["warm"],
-                        ratios[1],
-                        ms["own"],
-                        ratios[2],
-                        beside,
-                    ]
-                )
-                if "peer warm" in ms:
-                    peers.append(
-                        [
-                            name,
-                            ms["peer cold"],
-                            ms["peer cold"] / ms["none"],
-                            ms["peer warm"],
-                            ms["peer warm"] / ms["own"],
-                        ]
-                    )
+            ours, theirs = measure(name, bench, options.prompts, bool(options.peer_vllm_python))
+            rows += ours
+            peers += theirs
     print(f"time to first token, ms: {options.tokens} tokens, medians of {options.prompts} prompts, one thread each")
-    header = [
-        "model",
-        "chunk",
-        "none",
-        "cold",
-        "cold/none",
-        "warm",
-        "warm/cold",
-        "own cache",
-        "warm/own",
-        "warm/LMCache",
-    ]
-    print(table(header, rows), end="\n\n")
-    if peers:
-        header = ["LMCache, chunks of 256", "cold", "cold/none", "warm", "warm/own"]
-        print(table(header, peers))
+    print(table(OURS, rows), end="\n\n")
+    if options.peer_vllm_python:
+        print(table(PEER, peers))
     else:
         print("LMCache's connector was not measured: no interpreter with vLLM and LMCache; see bench/README.md")
 
