@@ -17,9 +17,12 @@ from kvserver import cli_status
 
 @contextlib.contextmanager
 def watching(daemon, *words, stdout=subprocess.PIPE):
-    process = subprocess.Popen(
-        [KVSERVER, "status", "--http-port", str(daemon.http_port), "--watch", "0.2", *words], stdout=stdout, text=True
-    )
+    command = [KVSERVER, "status", "--http-port", str(daemon.http_port), "--watch", "0.2", *words]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
+    try:
+        process = subprocess.Popen(command, stdout=stdout, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         yield process
     finally:
