@@ -1,7 +1,8 @@
 """The scheduler half: what to look up, load and store, and which blocks must not be touched.
 
-Owns: a small state per request and the lookups in flight. Refuses to know: memory, copies, tensors. Runs on the engine's scheduler thread: the only wait here is
-the poll for lookups, `lookup_poll_ms` per pass over all requests together, none with an open breaker.
+Owns: a small state per request and the lookups in flight. Refuses to know: memory, copies, tensors. Runs on the
+engine's scheduler thread: the only wait here is the poll for lookups, `lookup_poll_ms` per pass over all requests
+together, none with an open breaker.
 
 Hazard closed here: a block that is allocated anew while a store still reads it. The pool's hook sees
 every allocation; the stores concerned go into the step's plan and end before the step computes.

@@ -99,6 +99,15 @@ def test_refused_where_a_failed_load_cannot_fail_its_request(
     assert_inert(halves)
 
 
+def test_a_chunk_that_a_short_window_left_before_it_was_whole_is_counted_and_not_stored(make_daemon, make_engine):
+    daemon = make_daemon()
+    engine = make_engine(daemon, window=40)
+    answer = engine.generate("grows", prompt(2, CHUNK), count=CHUNK + 10)
+    assert answer.right
+    assert engine.connector.scheduler.counters["chunks_left_by_window"] == 1
+    assert daemon.status()["l1"]["chunks"] == 1, "the prompt's, which one step computed"
+
+
 def test_a_sliding_window_is_served(make_daemon, make_engine):
     daemon = make_daemon()
     make_engine(daemon, window=40).generate("cold", TOKENS)
