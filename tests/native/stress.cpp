@@ -169,6 +169,25 @@ void random_copies(unsigned threads) {
     worker.close(copier);
 }
 
+constexpr uint32_t kJobs = 6;                                           // of one round
+using OpenTickets = std::map<uint64_t, std::pair<uint32_t, uint64_t>>;  // -> word, its sequence
+
+// Stores and loads in turn, each with blocks, pages and a word of its own; tickets from 100 on.
+OpenTickets submit_round(Device& device, Worker& worker, uint32_t pages_per_slot,
+                         uint64_t& sequence) {
+    OpenTickets open;
+    for (uint32_t n = 0; n < kJobs; ++n) {
+        std::vector<uint32_t> ids(8), pages(2 * pages_per_slot);
+        std::iota(ids.begin(), ids.end(), n * 8);
+        std::iota(pages.begin(), pages.end(), n * 2 * pages_per_slot);
+        worker.page->at(n).store(make_word(++sequence, State::kPending));
+        open[100 + n] = {n, sequence};
+        const auto direction = n % 2 ? Direction::kStore : Direction::kLoad;
+        device.submit_copy(job_of(100 + n, direction, worker, ids, pages, n, sequence));
+    }
+    return open;
+}
+
 void cancelled_copies(unsigned threads) {
     auto region = std::make_shared<HostRegion>(4096 * kPage);
     Copier copier(region, kPage, threads, 20);
@@ -180,17 +199,7 @@ void cancelled_copies(unsigned threads) {
     std::mt19937 random(threads);
     uint64_t sequence = 0;
     for (int round = 0; round < 40; ++round) {
-        constexpr uint32_t kJobs = 6;
-        std::map<uint64_t, std::pair<uint32_t, uint64_t>> open;  // ticket -> word, sequence
-        for (uint32_t n = 0; n < kJobs; ++n) {
-            std::vector<uint32_t> ids(8), pages(2 * pages_per_slot);
-            std::iota(ids.begin(), ids.end(), n * 8);
-            std::iota(pages.begin(), pages.end(), n * 2 * pages_per_slot);
-            worker.page->at(n).store(make_word(++sequence, State::kPending));
-            open[100 + n] = {n, sequence};
-            const auto direction = n % 2 ? Direction::kStore : Direction::kLoad;
-            copier.submit_copy(job_of(100 + n, direction, worker, ids, pages, n, sequence));
-        }
+        const OpenTickets open = submit_round(copier, worker, pages_per_slot, sequence);
         std::thread worker_side([&, seed = random()] {
             std::mt19937 choice(seed);
             for (const auto& [ticket, word] : open) {
@@ -262,17 +271,7 @@ void fake_copies(unsigned threads) {
     std::mt19937 random(threads);
     uint64_t sequence = 0;
     for (int round = 0; round < 40; ++round) {
-        constexpr uint32_t kJobs = 6;
-        std::map<uint64_t, std::pair<uint32_t, uint64_t>> open;  // ticket -> word, sequence
-        for (uint32_t n = 0; n < kJobs; ++n) {
-            std::vector<uint32_t> ids(8), pages(2 * pages_per_slot);
-            std::iota(ids.begin(), ids.end(), n * 8);
-            std::iota(pages.begin(), pages.end(), n * 2 * pages_per_slot);
-            worker.page->at(n).store(make_word(++sequence, State::kPending));
-            open[100 + n] = {n, sequence};
-            const auto direction = n % 2 ? Direction::kStore : Direction::kLoad;
-            device.submit_copy(job_of(100 + n, direction, worker, ids, pages, n, sequence));
-        }
+        const OpenTickets open = submit_round(device, worker, pages_per_slot, sequence);
         std::vector<std::thread> runners;
         for (unsigned i = 0; i < threads; ++i)
             runners.emplace_back([&] {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from engines import TIMEOUTS, Engine, Engines, Prompt
+from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon
 
 
@@ -23,11 +23,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    holder = Daemon()  # only for its folder: a short path for the endpoint
-    group = Engines(model, tmp_path_factory.mktemp("engines"), holder.endpoint)
-    yield group
-    group.close()
-    holder.close()
+    with engine_group(model, tmp_path_factory.mktemp("engines")) as group:
+        yield group
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,15 @@ class Engines:
     def close(self) -> None:
         for engine in self._engines.values():
             engine.close()
+
+
+@contextlib.contextmanager
+def engine_group(model: Path, folder: Path) -> Iterator[Engines]:
+    """Engines of one model on an endpoint of their own; they end with it."""
+    holder = Daemon()  # only for its folder: a short path for the endpoint
+    group = Engines(model, folder, holder.endpoint)
+    try:
+        yield group
+    finally:
+        group.close()
+        holder.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from engines import TIMEOUTS, Engine, Engines, Prompt
+from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon
 from test_vllm_outputs import zero_l1
 
@@ -23,12 +23,9 @@ LENGTH = 512
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    holder = Daemon()
     model = tiny_models.deepseek(tmp_path_factory.mktemp("deepseek"))
-    group = Engines(model, tmp_path_factory.mktemp("mla"), holder.endpoint)
-    yield group
-    group.close()
-    holder.close()
+    with engine_group(model, tmp_path_factory.mktemp("mla")) as group:
+        yield group
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import TIMEOUTS, Engine, Engines, Prompt
+from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon, wait_until
 from test_vllm_outputs import zero_l1
 
@@ -39,11 +39,8 @@ MOST_REGISTRATIONS = 64
 @pytest.fixture(scope="module")
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """A group of their own: the engines of other files need not stand in these daemons."""
-    holder = Daemon()
-    group = Engines(model, tmp_path_factory.mktemp("ranks"), holder.endpoint)
-    yield group
-    group.close()
-    holder.close()
+    with engine_group(model, tmp_path_factory.mktemp("ranks")) as group:
+        yield group
 
 
 @pytest.fixture

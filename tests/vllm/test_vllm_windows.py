@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import tiny_models
-from engines import TIMEOUTS, Engine, Engines, Prompt
+from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon, wait_until
 from test_vllm_outputs import zero_l1
 
@@ -37,11 +37,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    holder = Daemon()
-    group = Engines(MODELS[kind](tmp_path_factory.mktemp(kind)), tmp_path_factory.mktemp("windows"), holder.endpoint)
-    yield group
-    group.close()
-    holder.close()
+    with engine_group(MODELS[kind](tmp_path_factory.mktemp(kind)), tmp_path_factory.mktemp("windows")) as group:
+        yield group
 
 
 @pytest.fixture
