@@ -31,6 +31,8 @@
 #include <thread>
 #include <vector>
 
+#include "plane.h"
+
 namespace kvserver {
 
 // ---- the state word -------------------------------------------------------------------------
@@ -84,16 +86,6 @@ class Mapping : public std::enable_shared_from_this<Mapping> {
     std::byte* data_ = nullptr;
 };
 
-struct Plane {
-    std::byte* base;
-    uint64_t stride;       // bytes from one block to the next
-    uint64_t run;          // contiguous bytes of one block
-    uint64_t slot_offset;  // where the run lies within a block's bytes in a slot
-    uint64_t group;        // which of a position's block ids names the block
-};
-
-// Where one group of a load has no block: its planes are left alone there.
-constexpr uint32_t kNoBlock = UINT32_MAX;
 constexpr uint64_t kMaxGroups = 64;
 
 // The planes of one registration, bounds-checked against the mappings once, here.
@@ -189,8 +181,6 @@ class CompletionQueue {
 };
 
 // ---- jobs -----------------------------------------------------------------------------------
-enum class Direction : uint8_t { kStore, kLoad };  // store: L0 -> L1, load: L1 -> L0
-
 struct Extent {
     uint32_t first, count;  // pages
 };

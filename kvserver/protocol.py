@@ -44,6 +44,9 @@ Label = Annotated[str, Meta(max_length=512)]
 Small = Annotated[int, Meta(ge=0, le=1 << 20)]
 Positive = Annotated[int, Meta(gt=0, le=1 << 31)]
 Unsigned = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
+Size = Annotated[int, Meta(gt=0, le=1 << 62)]
+GpuHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
 Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
 
 
@@ -62,10 +65,37 @@ class SharedFd(_Message):
     """Memory behind the `index`-th descriptor that came with Attach."""
 
     index: Small
-    size_bytes: Annotated[int, Meta(gt=0, le=1 << 62)]
+    size_bytes: Size
 
 
-Memory: TypeAlias = SharedFd  # a tagged union once there are GPU handles
+class CudaIpc(_Message):
+    """`size_bytes` from `offset` on of an allocation of GPU `device`, by its base's cudaIpcMemHandle."""
+
+    device: Label  # UUID, "GPU-..."
+    handle: GpuHandle
+    offset: Bytes
+    size_bytes: Size
+
+
+class CudaVmmFd(_Message):
+    """Likewise of a cuMemCreate allocation that the `index`-th descriptor of Attach stands for."""
+
+    device: Label
+    index: Small
+    offset: Bytes
+    size_bytes: Size
+
+
+class CudaVmmFabric(_Message):
+    """Likewise by its fabric handle."""
+
+    device: Label
+    handle: GpuHandle
+    offset: Bytes
+    size_bytes: Size
+
+
+Memory: TypeAlias = SharedFd | CudaIpc | CudaVmmFd | CudaVmmFabric
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):

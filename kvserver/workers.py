@@ -18,7 +18,7 @@ from kvserver.errors import ErrorCode, KVServerError
 from kvserver.instances import Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
 from kvserver.planes import block_bytes, group_count
-from kvserver.protocol import Error, Registered, RegisterWorker, Unregistered, UnregisterWorker
+from kvserver.protocol import Error, Registered, RegisterWorker, SharedFd, Unregistered, UnregisterWorker
 from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,9 @@ class Workers:
         self._last_refusal = refusal
 
     def _check_geometry(self, request: RegisterWorker, fds: int) -> None:
+        for memory in request.memory:
+            if not isinstance(memory, SharedFd):
+                raise KVServerError(ErrorCode.BAD_MEMORY, f"{type(memory).__name__}: this daemon serves CPU memory only")
         if sorted(m.index for m in request.memory) != list(range(fds - 1)):
             raise KVServerError(
                 ErrorCode.BAD_MEMORY,

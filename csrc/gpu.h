@@ -1,0 +1,102 @@
+// gpu.h: what the server asks of one GPU, and nothing else of any CUDA library.
+//
+// Two implement it: CudaGpu (gpu_cuda.cpp) by the CUDA runtime and driver, and FakeGpu
+// (fake_gpu.h), whose memory is the host's and whose streams are threads, for tests and machines
+// without a GPU.
+//
+// Threads: every function but those of the handle table is called by native threads without the
+// GIL, from several at once; each calls enter() first. None is called by the server's loop.
+// Errors: every function that talks to the GPU throws GpuError. After a sticky one the context is
+// gone and nothing of it moves any more; the caller makes no further call to this Gpu.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "copy_blocks.h"
+
+namespace kvserver {
+
+struct GpuError : std::runtime_error {
+    GpuError(const std::string& what, bool sticky, bool out_of_memory = false)
+        : std::runtime_error(what), sticky(sticky), out_of_memory(out_of_memory) {}
+    bool sticky;         // every later call would fail: the context is gone
+    bool out_of_memory;  // of the GPU; worth a smaller try
+};
+
+struct Piece {  // of a copy between host and GPU memory
+    std::byte* to;
+    const std::byte* from;
+    uint64_t bytes;
+};
+
+// An engine's GPU memory, as it is handed over.
+struct GpuHandle {
+    enum class Kind : uint8_t { kIpc, kFd, kFabric };
+    Kind kind;
+    std::array<std::byte, 64> bytes{};  // kIpc, kFabric
+    int fd = -1;                        // kFd; the caller's
+};
+
+struct GpuMemory {
+    std::byte* data;
+    uint64_t size;  // of the whole allocation, as the driver says, not the peer
+};
+
+struct GpuInfo {
+    std::string uuid;  // "GPU-...", as nvidia-smi prints it
+    std::string name;
+    std::string pci;  // "0000:01:00.0"
+    uint64_t memory_bytes;
+};
+
+class Gpu : public std::enable_shared_from_this<Gpu> {
+  public:
+    using Stream = void*;
+    using Event = void*;
+    virtual ~Gpu() = default;
+
+    virtual std::string uuid() const = 0;
+
+    // Make this thread work with this GPU; the first one makes the context, which takes its time.
+    virtual void enter() = 0;
+
+    virtual std::byte* allocate(uint64_t bytes) = 0;  // GPU memory
+    virtual void free(std::byte* memory) = 0;
+    virtual std::byte* allocate_pinned(uint64_t bytes) = 0;  // host memory
+    virtual void free_pinned(std::byte* memory) = 0;
+    // Register host memory that is there; for all GPUs of this process.
+    virtual void pin(std::byte* memory, uint64_t bytes) = 0;
+    virtual void unpin(std::byte* memory) = 0;
+
+    // Another process's memory. REQUIRES: one close() each, after the last copy was waited for.
+    virtual GpuMemory open(const GpuHandle& handle) = 0;
+    virtual void close(std::byte* data) = 0;
+
+    virtual Stream make_stream() = 0;
+    virtual void free_stream(Stream stream) = 0;
+    virtual Event make_event() = 0;  // its waiters sleep, it takes the time
+    virtual void free_event(Event event) = 0;
+    virtual void record(Event event, Stream stream) = 0;
+    virtual void wait(Event event) = 0;  // until what was recorded happened
+    virtual uint64_t nanos_between(Event first, Event last) = 0;  // REQUIRES: both happened
+
+    // Queue on the stream, in order with what was queued before and after; return at once. The
+    // pieces of one call are in no order among themselves.
+    // REQUIRES: pieces of one call touch no byte twice; none spans two registrations of pin().
+    virtual void copy(Stream stream, const std::vector<Piece>& pieces) = 0;
+    virtual void copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) = 0;
+};
+
+// The GPUs that this process may use. GpuError says why there is none: no driver, or too old a one.
+std::vector<GpuInfo> cuda_gpus();
+// One of them by its UUID. Makes no context. GpuError if there is no such GPU.
+std::shared_ptr<Gpu> cuda_gpu(const std::string& uuid);
+bool built_with_cuda();
+
+}  // namespace kvserver
