@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common import MemcpyCeiling, alternate, median, table
 
-from kvserver._native import Copier, Direction, HostRegion, Mapping, Outcome, PlaneTable, WordPage
+from kvserver._native import Copier, Direction, FileMapping, HostRegion, Outcome, PlaneTable, WordMapping, WordPage
 from kvserver.pool import PagePool, page_bytes_for
 
 
@@ -58,9 +58,9 @@ class Rig:
         self.pool = PagePool(payload + payload // 16, page_bytes)
         self.region = HostRegion(self.pool.pages * page_bytes)
         self.copier = Copier(self.region, page_bytes, threads)
-        memory = Mapping(os.dup(fd), size)
+        memory = FileMapping(os.dup(fd), size)
         words = WordPage(1)
-        word_page = Mapping(os.dup(words.fd), 8)
+        word_page = WordMapping(os.dup(words.fd), 8)
         self.copier.submit_map(0, [memory, word_page])
         self._wait()
         rows = [(0, p * num_blocks * geometry.run, geometry.run, geometry.run, 0) for p in range(geometry.planes)]

@@ -49,7 +49,7 @@ std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> mem
 void submit_copy(Device& device, uint64_t ticket, Direction direction,
                  std::shared_ptr<PlaneTable> planes, const nb::bytes& blocks,
                  const nb::bytes& extents, uint32_t pages_per_slot, uint32_t blocks_per_slot,
-                 uint32_t skip, std::shared_ptr<Mapping> word_memory, uint64_t word_index,
+                 uint32_t skip, std::shared_ptr<WordMapping> word_memory, uint64_t word_index,
                  uint64_t sequence, uint64_t deadline_nanos) {
     auto job = std::make_shared<CopyJob>();
     job->ticket = ticket;
@@ -145,14 +145,20 @@ NB_MODULE(_native, m) {
         .value("RANDOM", FakeDevice::Order::kRandom);
 
     nb::class_<Mapping>(m, "Mapping")
-        .def(nb::new_([](int fd, uint64_t size) { return std::make_shared<Mapping>(fd, size); }),
-             "fd"_a, "size"_a)
         .def("intact", &Mapping::intact)
         .def_prop_ro("mapped", &Mapping::mapped)
-        .def_prop_ro("size", &Mapping::size)
+        .def_prop_ro("size", &Mapping::size);
+    nb::class_<FileMapping, Mapping>(m, "FileMapping")
+        .def(
+            nb::new_([](int fd, uint64_t size) { return std::make_shared<FileMapping>(fd, size); }),
+            "fd"_a, "size"_a);
+    nb::class_<WordMapping, Mapping>(m, "WordMapping")
+        .def(
+            nb::new_([](int fd, uint64_t size) { return std::make_shared<WordMapping>(fd, size); }),
+            "fd"_a, "size"_a)
         .def(
             "fail_word",
-            [](Mapping& page, uint64_t index, uint64_t sequence) {
+            [](WordMapping& page, uint64_t index, uint64_t sequence) {
                 Word* word = page.word(index);
                 if (word == nullptr) throw std::out_of_range("state word index");
                 return move_word(*word, sequence, State::kPending, State::kFailed);

@@ -1,8 +1,10 @@
 // completion.cpp: state words, clocks and the mailbox that tells the loop a job ended.
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <ctime>
 #include <system_error>
 #include <utility>
@@ -15,6 +17,14 @@ bool move_word(Word& word, uint64_t sequence, State from, State to) {
     uint64_t expected = make_word(sequence, from);
     return word.compare_exchange_strong(expected, make_word(sequence, to),
                                         std::memory_order_acq_rel);
+}
+
+void block_signals() {
+    sigset_t all;
+    sigfillset(&all);
+    sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGSEGV);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);
 }
 
 uint64_t monotonic_nanos() {

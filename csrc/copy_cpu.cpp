@@ -1,9 +1,6 @@
 // copy_cpu.cpp: the CPU as a device: threads, and the queues they take jobs from.
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <stdexcept>
 
 #include "core.h"
@@ -15,15 +12,6 @@ namespace {
 // Bytes a thread takes from a job at a time: large enough that the queue lock is cheap, small
 // enough that a load queued behind a store starts within a fraction of a millisecond.
 constexpr uint64_t kBatchBytes = 1 << 20;
-
-void block_all_signals() {
-    // Signals of the process are the main thread's; SIGBUS is synchronous and must stay ours.
-    sigset_t all;
-    sigfillset(&all);
-    sigdelset(&all, SIGBUS);
-    sigdelset(&all, SIGSEGV);
-    pthread_sigmask(SIG_SETMASK, &all, nullptr);
-}
 
 }  // namespace
 
@@ -53,6 +41,7 @@ Copier::~Copier() {
 
 void Copier::submit_copy(std::shared_ptr<CopyJob> job) {
     check_job(*job, l1_);
+    if (!job->planes->on_host()) throw std::invalid_argument("planes that are no host memory");
     {
         std::lock_guard lock(mutex_);
         (job->direction == Direction::kLoad ? loads_ : stores_).push_back(std::move(job));
@@ -78,7 +67,7 @@ std::shared_ptr<CopyJob> Copier::front_job() {
 }
 
 void Copier::run_copies() {
-    block_all_signals();
+    block_signals();
     std::unique_lock lock(mutex_);
     for (;;) {
         wake_.wait(lock, [this] { return stopping_ || !loads_.empty() || !stores_.empty(); });
@@ -145,7 +134,7 @@ void Copier::queue_map(MapJob job) {
 }
 
 void Copier::run_maps() {
-    block_all_signals();
+    block_signals();
     std::unique_lock lock(mutex_);
     for (;;) {
         wake_maps_.wait(lock, [this] { return stopping_ || !maps_.empty(); });

@@ -59,31 +59,53 @@ constexpr uint64_t make_word(uint64_t sequence, State state) {
 bool move_word(Word& word, uint64_t sequence, State from, State to);
 
 // ---- memory ---------------------------------------------------------------------------------
-// A file descriptor of another process, mapped shared. map() and unmap() may be slow: they are
-// run as jobs. The owner may truncate the file at any time, so every access must be guarded.
+// Memory that another process owns, mapped here: into the host's address space or a GPU's. map()
+// and unmap() may be slow: they are run as jobs, by the device that copies to it.
 // enable_shared_from_this, here and in what else Python hands over: then a shared_ptr that comes
 // from Python does not hold the Python object, and a copier thread that drops the last one needs no
 // GIL.
 class Mapping : public std::enable_shared_from_this<Mapping> {
   public:
-    Mapping(int fd, uint64_t size);  // takes over fd
-    ~Mapping();
+    explicit Mapping(uint64_t size) : size_(size) {}
+    virtual ~Mapping() = default;
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
-    void map(bool must_be_sealed);  // throws std::runtime_error with the reason
-    void unmap();                   // also closes the fd; idempotent
-    bool intact() const;            // false once the file is shorter than what was mapped
+    virtual void map() = 0;            // throws std::runtime_error with the reason
+    virtual void unmap() = 0;          // also gives back what it was made from; idempotent
+    virtual bool intact() const = 0;   // false once there is less than what was mapped
+    virtual bool on_host() const = 0;  // whether a host thread may touch data()
 
     std::byte* data() const { return data_; }
     uint64_t size() const { return size_; }
     bool mapped() const { return data_ != nullptr; }
-    Word* word(uint64_t index) const;  // null unless it is mapped and holds that word
 
-  private:
-    int fd_;
+  protected:
     uint64_t size_;
     std::byte* data_ = nullptr;
+};
+
+// A file descriptor, mapped shared. Its owner may truncate the file at any time, so every access
+// must be guarded.
+class FileMapping : public Mapping {
+  public:
+    FileMapping(int fd, uint64_t size);  // takes over fd
+    ~FileMapping() override;
+    void map() override;
+    void unmap() override;
+    bool intact() const override;
+    bool on_host() const override { return true; }
+
+  protected:
+    int fd_;
+};
+
+// A page of state words. They are read without a guard, so it must be sealed against shrinking.
+class WordMapping final : public FileMapping {
+  public:
+    using FileMapping::FileMapping;
+    void map() override;
+    Word* word(uint64_t index) const;  // null unless it is mapped and holds that word
 };
 
 constexpr uint64_t kMaxGroups = 64;
@@ -110,6 +132,7 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
     uint64_t groups() const { return group_bytes_.size(); }
     uint64_t group_bytes(uint64_t group) const { return group_bytes_[group]; }
     bool intact() const;
+    bool on_host() const;  // all of it
     const std::vector<std::shared_ptr<Mapping>>& memories() const { return memories_; }
 
   private:
@@ -146,6 +169,11 @@ class HostRegion : public std::enable_shared_from_this<HostRegion> {
     std::byte* data() const { return data_; }
     uint64_t size() const { return size_; }
     const std::string& numa_error() const { return numa_error_; }
+
+    // From the start on, so many bytes are pinned for GPUs, in registrations of kPinBytes that no
+    // copy may span. Only a Pinner moves it.
+    static constexpr uint64_t kPinBytes = 256ull << 20;
+    std::atomic<uint64_t> pinned_bytes{0};
 
   private:
     std::byte* data_;
@@ -200,7 +228,7 @@ struct CopyJob {
     uint32_t pages_per_slot = 0;
     uint32_t blocks_per_slot = 0;
     uint32_t skip = 0;
-    std::shared_ptr<Mapping> word_memory;  // keeps `word` mapped
+    std::shared_ptr<WordMapping> word_memory;  // keeps `word` mapped
     Word* word = nullptr;
     uint64_t sequence = 0;
     uint64_t deadline_nanos = 0;  // CLOCK_MONOTONIC; not started after it; 0 = none
@@ -217,7 +245,7 @@ struct CopyJob {
     uint64_t bytes_at(uint64_t position) const;  // what is copied there
 };
 
-// One ticket's mappings: all are mapped (the last one is the sealed word page), or all unmapped.
+// One ticket's mappings: all are mapped, or all unmapped.
 struct MapJob {
     uint64_t ticket;
     bool unmap;
@@ -350,5 +378,7 @@ class Copier final : public Device {
 };
 
 uint64_t monotonic_nanos();
+// Of a copying thread: signals are the main thread's. SIGBUS is synchronous and must stay ours.
+void block_signals();
 
 }  // namespace kvserver

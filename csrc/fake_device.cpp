@@ -85,7 +85,7 @@ void FakeDevice::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mappi
     for (const Shared& other : open_)
         if (other->copy)
             require(!overlap(other->copy->planes->memories(), mappings) &&
-                        !overlap({other->copy->word_memory}, mappings),
+                        !overlap<std::shared_ptr<Mapping>>({other->copy->word_memory}, mappings),
                     "memory was unmapped under a copy");
     take({.number = ticket, .copy = nullptr, .map = {ticket, true, std::move(mappings)}});
 }

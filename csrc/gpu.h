@@ -4,16 +4,19 @@
 // (fake_gpu.h), whose memory is the host's and whose streams are threads, for tests and machines
 // without a GPU.
 //
-// Threads: every function but those of the handle table is called by native threads without the
-// GIL, from several at once; each calls enter() first. None is called by the server's loop.
-// Errors: every function that talks to the GPU throws GpuError. After a sticky one the context is
-// gone and nothing of it moves any more; the caller makes no further call to this Gpu.
+// Threads: every virtual function is called by native threads without the GIL, from several at
+// once; each calls enter() first. None is called by the server's loop.
+// Errors: every function that talks to the GPU throws GpuError. After a sticky one, which fails all
+// later calls, lost() says why: the context is gone, nothing of it moves any more, and nobody makes
+// a further call.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -23,9 +26,8 @@
 namespace kvserver {
 
 struct GpuError : std::runtime_error {
-    GpuError(const std::string& what, bool sticky, bool out_of_memory = false)
-        : std::runtime_error(what), sticky(sticky), out_of_memory(out_of_memory) {}
-    bool sticky;         // every later call would fail: the context is gone
+    explicit GpuError(const std::string& what, bool no_memory = false)
+        : std::runtime_error(what), out_of_memory(no_memory) {}
     bool out_of_memory;  // of the GPU; worth a smaller try
 };
 
@@ -45,7 +47,7 @@ struct GpuHandle {
 
 struct GpuMemory {
     std::byte* data;
-    uint64_t size;  // of the whole allocation, as the driver says, not the peer
+    uint64_t size;  // as the driver says, not the peer
 };
 
 struct GpuInfo {
@@ -63,6 +65,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
     virtual std::string uuid() const = 0;
 
+    std::string lost() const;  // why no call can succeed any more; empty while it can
+    bool is_lost() const { return is_lost_; }
+
     // Make this thread work with this GPU; the first one makes the context, which takes its time.
     virtual void enter() = 0;
 
@@ -74,8 +79,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     virtual void pin(std::byte* memory, uint64_t bytes) = 0;
     virtual void unpin(std::byte* memory) = 0;
 
-    // Another process's memory. REQUIRES: one close() each, after the last copy was waited for.
-    virtual GpuMemory open(const GpuHandle& handle) = 0;
+    // Another process's memory, at least so many bytes of it. What was opened already is opened no
+    // second time. REQUIRES: one close() each, after the last copy was waited for.
+    virtual GpuMemory open(const GpuHandle& handle, uint64_t bytes) = 0;
     virtual void close(std::byte* data) = 0;
 
     virtual Stream make_stream() = 0;
@@ -86,11 +92,19 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     virtual void wait(Event event) = 0;  // until what was recorded happened
     virtual uint64_t nanos_between(Event first, Event last) = 0;  // REQUIRES: both happened
 
-    // Queue on the stream, in order with what was queued before and after; return at once. The
-    // pieces of one call are in no order among themselves.
-    // REQUIRES: pieces of one call touch no byte twice; none spans two registrations of pin().
-    virtual void copy(Stream stream, const std::vector<Piece>& pieces) = 0;
+    // Queue on the stream, in order with what was queued before and after. The pieces of one call
+    // are in no order among themselves. `pinned`: all host memory in it is; otherwise the call may
+    // take as long as the copy.
+    // REQUIRES: no byte is touched twice by one call; no piece spans two registrations of pin().
+    virtual void copy(Stream stream, const std::vector<Piece>& pieces, bool pinned) = 0;
     virtual void copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) = 0;
+
+    void lose(const std::string& why);  // the first reason stays
+
+  private:
+    std::atomic<bool> is_lost_{false};
+    mutable std::mutex mutex_;
+    std::string lost_;
 };
 
 // The GPUs that this process may use. GpuError says why there is none: no driver, or too old a one.

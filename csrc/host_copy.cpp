@@ -1,11 +1,10 @@
 // host_copy.cpp: the bytes of one block, moved by this thread between mapped memory and pages.
-#include <algorithm>
 #include <csetjmp>
 #include <csignal>
 #include <cstring>
 #include <mutex>
 
-#include "core.h"
+#include "slot_cursor.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -114,33 +113,19 @@ void copy_bytes(std::byte* to, const std::byte* from, uint64_t size) {
 #endif
 
 void copy_block(const CopyJob& job, uint64_t index, const L1& l1) {
-    const uint64_t position = job.skip + index;
-    const uint64_t slot = position / job.blocks_per_slot;
-    // Where the block begins if the slots lay end to end, and the extent that holds its first byte.
-    const uint64_t begin = slot * job.pages_per_slot * l1.page_bytes +
-                           position % job.blocks_per_slot * job.planes->block_bytes();
-    const auto ends = job.extent_ends.begin();
-    auto extent = static_cast<size_t>(
-        std::upper_bound(ends, job.extent_ends.end(), begin / l1.page_bytes) - ends);
+    SlotCursor cursor(job, l1, job.skip + index);
+    const uint64_t begin = cursor.start_of(job.skip + index);
     const uint32_t* ids = job.blocks.data() + index * job.planes->groups();
     for (const Plane& plane : job.planes->planes()) {
         if (ids[plane.group] == kNoBlock) continue;
         std::byte* l0 = plane.base + ids[plane.group] * plane.stride;
-        uint64_t offset = begin + plane.slot_offset;
-        for (uint64_t left = plane.run; left > 0;) {
-            while (job.extent_ends[extent] * l1.page_bytes <= offset) ++extent;
-            const uint64_t in_extent = job.extent_ends[extent] * l1.page_bytes - offset;  // still
-            const uint64_t piece = std::min(left, in_extent);
-            const uint64_t last = uint64_t{job.extents[extent].first} + job.extents[extent].count;
-            std::byte* at = l1.region->data() + last * l1.page_bytes - in_extent;
+        cursor.visit(begin + plane.slot_offset, plane.run, [&](std::byte* at, uint64_t piece) {
             if (job.direction == Direction::kStore)
                 copy_bytes(at, l0, piece);
             else
                 copy_bytes(l0, at, piece);
             l0 += piece;
-            offset += piece;
-            left -= piece;
-        }
+        });
     }
 }
 

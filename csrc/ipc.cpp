@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -13,24 +14,17 @@
 
 namespace kvserver {
 
-Mapping::Mapping(int fd, uint64_t size) : fd_(fd), size_(size) {}
+FileMapping::FileMapping(int fd, uint64_t size) : Mapping(size), fd_(fd) {}
 
-Mapping::~Mapping() { unmap(); }
+FileMapping::~FileMapping() { FileMapping::unmap(); }
 
-void Mapping::map(bool must_be_sealed) {
+void FileMapping::map() {
     struct stat info{};
     if (fstat(fd_, &info) != 0)
         throw std::runtime_error(std::string("fstat of shared memory: ") + strerror(errno));
     if (size_ == 0 || static_cast<uint64_t>(info.st_size) < size_)
         throw std::runtime_error("shared memory holds " + std::to_string(info.st_size) +
                                  " bytes, the registration says " + std::to_string(size_));
-    if (must_be_sealed) {
-        // State words are read without a guard, so their page must not shrink.
-        const int seals = fcntl(fd_, F_GET_SEALS);
-        if (seals < 0 || !(seals & F_SEAL_SHRINK))
-            throw std::runtime_error(
-                "the state word page must be a memfd sealed with F_SEAL_SHRINK");
-    }
     void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
     if (address == MAP_FAILED)
         throw std::runtime_error("mmap of " + std::to_string(size_) +
@@ -38,19 +32,26 @@ void Mapping::map(bool must_be_sealed) {
     data_ = static_cast<std::byte*>(address);
 }
 
-void Mapping::unmap() {
+void FileMapping::unmap() {
     if (data_ != nullptr) munmap(data_, size_);
     data_ = nullptr;
     if (fd_ >= 0) close(fd_);
     fd_ = -1;
 }
 
-bool Mapping::intact() const {
+bool FileMapping::intact() const {
     struct stat info{};
     return fd_ >= 0 && fstat(fd_, &info) == 0 && static_cast<uint64_t>(info.st_size) >= size_;
 }
 
-Word* Mapping::word(uint64_t index) const {
+void WordMapping::map() {
+    const int seals = fcntl(fd_, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK))
+        throw std::runtime_error("the state word page must be a memfd sealed with F_SEAL_SHRINK");
+    FileMapping::map();
+}
+
+Word* WordMapping::word(uint64_t index) const {
     if (!mapped() || index >= size_ / sizeof(Word)) return nullptr;
     return reinterpret_cast<Word*>(data_) + index;
 }
@@ -102,6 +103,11 @@ bool PlaneTable::intact() const {
     for (const auto& memory : memories_)
         if (!memory->intact()) return false;
     return true;
+}
+
+bool PlaneTable::on_host() const {
+    return std::all_of(memories_.begin(), memories_.end(),
+                       [](const auto& memory) { return memory->on_host(); });
 }
 
 WordPage::WordPage(uint64_t words) : count_(words) {

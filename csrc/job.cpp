@@ -126,12 +126,12 @@ Completion end_job(const CopyJob& job, Outcome fault, std::string what) {
 Completion run_map_job(const MapJob& job) {
     Completion end{job.ticket, Outcome::kDone, 0, monotonic_nanos(), ""};
     try {
-        for (size_t i = 0; i < job.mappings.size(); ++i) {
+        for (auto& mapping : job.mappings) {
             if (job.unmap)
-                job.mappings[i]->unmap();
+                mapping->unmap();
             else
-                job.mappings[i]->map(i + 1 == job.mappings.size());
-            end.bytes += job.mappings[i]->size();
+                mapping->map();
+            end.bytes += mapping->size();
         }
     } catch (const std::exception& error) {
         for (auto& mapping : job.mappings) mapping->unmap();

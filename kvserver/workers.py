@@ -54,8 +54,8 @@ class Workers:
             self._refused(request, error)
             raise
         fds = attachment.claim()
-        memory = [Mapping(fds[m.index], m.size_bytes) for m in request.memory]
-        memory.append(Mapping(fds[-1], request.words * 8))
+        memory = [FileMapping(fds[m.index], m.size_bytes) for m in request.memory]
+        memory.append(WordMapping(fds[-1], request.words * 8))
         worker = self._instances.add(request, attachment, memory)
         worker.last_seen = self._clock()
         self.mappings += len(memory)

@@ -14,7 +14,7 @@ from typing import Any
 from support.slots import slot_of
 from support.worker import Geometry, Memory, ids
 
-from kvserver._native import Copier, Direction, FakeDevice, HostRegion, Mapping, Outcome, PlaneTable, WordPage
+from kvserver._native import Copier, Direction, FakeDevice, FileMapping, HostRegion, Mapping, Outcome, PlaneTable, WordMapping, WordPage
 from kvserver.planes import Plane
 
 WORDS = 64
@@ -40,8 +40,8 @@ class L0:
         weakref.finalize(self, self.memory.close)
         self.words = WordPage(WORDS)
         self.mappings = [
-            Mapping(os.dup(fd), size) for fd, size in zip(self.memory.fds, geometry.sizes, strict=True)
-        ] + [Mapping(os.dup(self.words.fd), WORDS * 8)]
+            FileMapping(os.dup(fd), size) for fd, size in zip(self.memory.fds, geometry.sizes, strict=True)
+        ] + [WordMapping(os.dup(self.words.fd), WORDS * 8)]
         end = device.map(self.mappings)
         assert end.outcome == Outcome.DONE, end.what
         rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes, p.group) for p in geometry.planes]

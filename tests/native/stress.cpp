@@ -61,7 +61,8 @@ struct Worker {
     int fd;
     std::byte* own;
     uint64_t size;
-    std::shared_ptr<Mapping> memory, words;
+    std::shared_ptr<FileMapping> memory;
+    std::shared_ptr<WordMapping> words;
     std::unique_ptr<WordPage> page;
     std::shared_ptr<PlaneTable> table;
 
@@ -72,12 +73,13 @@ struct Worker {
         CHECK(address != MAP_FAILED);
         own = static_cast<std::byte*>(address);
         page = std::make_unique<WordPage>(256);
-        memory = std::make_shared<Mapping>(dup(fd), size);
-        words = std::make_shared<Mapping>(dup(page->fd()), 256 * 8);
+        memory = std::make_shared<FileMapping>(dup(fd), size);
+        words = std::make_shared<WordMapping>(dup(page->fd()), 256 * 8);
         copier.submit_map(1, {memory, words});
         release_if_fake(copier);
         CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
-        table = std::make_shared<PlaneTable>(std::vector{memory}, rows, kBlocks);
+        table = std::make_shared<PlaneTable>(
+            std::vector<std::shared_ptr<Mapping>>{memory}, rows, kBlocks);
     }
     void close(Device& copier) {
         copier.submit_unmap(2, {memory, words});

@@ -10,7 +10,7 @@ import pytest
 from support.slots import slot_of
 from support.worker import awkward, two_groups
 
-from kvserver._native import NO_BLOCK, Copier, Direction, HostRegion, Mapping, Outcome, PlaneTable
+from kvserver._native import NO_BLOCK, Copier, Direction, FileMapping, HostRegion, Outcome, PlaneTable, WordMapping
 
 from .rig import L0, Device, Job, flat
 
@@ -81,7 +81,7 @@ def test_the_plane_that_is_wrong_is_named_with_its_numbers(mapped: Mapping) -> N
 
 def test_planes_need_memory_that_is_mapped() -> None:
     with pytest.raises(ValueError, match="not mapped"):
-        PlaneTable([Mapping(os.memfd_create("m"), 4096)], [(0, 0, 64, 64, 0)], 1)
+        PlaneTable([FileMapping(os.memfd_create("m"), 4096)], [(0, 0, 64, 64, 0)], 1)
 
 
 def test_a_table_needs_planes(mapped: Mapping) -> None:
@@ -183,10 +183,10 @@ def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
     """128 planes of 2^45 bytes are 2^52 to a block; 2^12 of those are 2^64, which is 0 to a 64-bit product."""
     fd = os.memfd_create("vast")
     os.ftruncate(fd, 1 << 45)
-    vast = Mapping(os.dup(fd), 1 << 45)
+    vast = FileMapping(os.dup(fd), 1 << 45)
     try:
         words = L0(device, flat(1, 64)).words
-        assert device.map([vast, Mapping(os.dup(words.fd), 64)]).outcome == Outcome.DONE
+        assert device.map([vast, WordMapping(os.dup(words.fd), 64)]).outcome == Outcome.DONE
         table = PlaneTable([vast], [(0, 0, 0, 1 << 45, 0)] * 128, 1)
         with pytest.raises(ValueError, match="too few pages"):
             device.copier.submit_copy(1, Direction.STORE, table, bytes(4), slot_of([0]), 1, 1 << 12)
@@ -212,7 +212,7 @@ class TestMapping:
         words = L0(device, flat(1, 64)).words
         short = os.memfd_create("short")
         os.ftruncate(short, 4095)
-        first, last = Mapping(short, 4096), Mapping(os.dup(words.fd), 64)
+        first, last = FileMapping(short, 4096), WordMapping(os.dup(words.fd), 64)
         end = device.map([first, last])
         assert end.outcome == Outcome.FAILED
         assert "4095" in end.what
@@ -223,14 +223,14 @@ class TestMapping:
     def test_a_word_page_that_may_shrink_is_refused(self, device: Device) -> None:
         fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, 4096)
-        end = device.map([Mapping(fd, 4096)])
+        end = device.map([WordMapping(fd, 4096)])
         assert end.outcome == Outcome.FAILED
         assert "F_SEAL_SHRINK" in end.what
 
     def test_a_word_page_in_a_file_is_refused(self, device: Device, tmp_path: Any) -> None:
         path = tmp_path / "page"
         path.write_bytes(bytes(4096))
-        end = device.map([Mapping(os.open(path, os.O_RDWR), 4096)])
+        end = device.map([WordMapping(os.open(path, os.O_RDWR), 4096)])
         assert end.outcome == Outcome.FAILED
 
     @pytest.mark.parametrize("kind", ["pipe", "directory", "read-only"])
@@ -244,13 +244,13 @@ class TestMapping:
         else:
             (tmp_path / "file").write_bytes(bytes(16))
             fd = os.open(tmp_path / "file", os.O_RDONLY)
-        end = device.map([Mapping(fd, 16), Mapping(os.dup(words.fd), 64)])
+        end = device.map([FileMapping(fd, 16), WordMapping(os.dup(words.fd), 64)])
         assert end.outcome == Outcome.FAILED
         assert end.what
 
     def test_memory_of_an_impossible_size_is_refused(self, device: Device) -> None:
         for size in (0, 1 << 62, TOP):
-            assert device.map([Mapping(os.memfd_create("m"), size)]).outcome == Outcome.FAILED
+            assert device.map([FileMapping(os.memfd_create("m"), size)]).outcome == Outcome.FAILED
 
     def test_unmapping_closes_the_descriptors_and_may_be_repeated(self, device: Device) -> None:
         before = len(os.listdir("/proc/self/fd"))

@@ -18,7 +18,7 @@ import pytest
 from support.daemon import wait_until
 from support.worker import awkward, two_groups
 
-from kvserver._native import NO_BLOCK, Direction, Mapping, Order, Outcome, State, WordPage
+from kvserver._native import NO_BLOCK, Direction, FileMapping, Order, Outcome, State, WordMapping, WordPage
 
 from .rig import L0, Device, End, Job, flat, l0_after_load, l1_after_store
 
@@ -217,7 +217,7 @@ class TestMemory:
         device = make()
         whole, words = os.memfd_create("a"), os.memfd_create("b")
         os.ftruncate(whole, 4096)
-        mappings = [Mapping(whole, 4096), Mapping(words, 8)]
+        mappings = [FileMapping(whole, 4096), WordMapping(words, 8)]
         end = device.map(mappings)
         assert end.outcome == Outcome.FAILED
         assert "0 bytes" in end.what
@@ -234,7 +234,7 @@ class TestMemory:
         device = make()
         fd = os.memfd_create("words", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, 8)
-        assert "sealed" in device.map([Mapping(fd, 8)]).what
+        assert "sealed" in device.map([WordMapping(fd, 8)]).what
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -316,7 +316,7 @@ class TestPythonRunsOn:
         device = make(64, threads=1, delay_micros=300_000)
         l0 = L0(device, flat(9, 4096))
         words = WordPage(1)
-        spare = Mapping(os.dup(words.fd), 8)
+        spare = WordMapping(os.dup(words.fd), 8)
         ticket = device.submit_with_word(STORE, l0, Job(range(1, 9), range(8), 1, 1))
         runner = threading.Thread(target=lambda: device.fake and device.fake.run(ticket, 8))
         runner.start()

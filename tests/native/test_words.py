@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvserver._native import Direction, Mapping, Outcome, State, WordPage
+from kvserver._native import Direction, Outcome, State, WordMapping, WordPage
 
 from .rig import L0, Device, Job, flat
 
@@ -66,7 +66,7 @@ def test_words_outside_the_page_are_refused(index: int) -> None:
     ):
         with pytest.raises(IndexError):
             touch()
-    mapping = Mapping(os.dup(page.fd), 8 * 8)
+    mapping = WordMapping(os.dup(page.fd), 8 * 8)
     assert device.map([mapping]).outcome == Outcome.DONE
     with pytest.raises(IndexError):
         mapping.fail_word(index, 1)
@@ -77,7 +77,7 @@ def test_words_outside_the_page_are_refused(index: int) -> None:
 def test_a_word_page_that_is_not_mapped_is_refused() -> None:
     device = Device()
     l0 = L0(device, flat(4, 64))
-    mapping = Mapping(os.dup(l0.words.fd), 64 * 8)
+    mapping = WordMapping(os.dup(l0.words.fd), 64 * 8)
     with pytest.raises(IndexError):
         mapping.fail_word(0, 1)
     with pytest.raises(ValueError, match="state word"):
@@ -92,7 +92,7 @@ def test_a_page_of_an_impossible_size_is_refused(words: int) -> None:
 
 def test_the_server_may_refuse_only_what_is_pending() -> None:
     page = WordPage(1)
-    mapping = Mapping(os.dup(page.fd), 8)
+    mapping = WordMapping(os.dup(page.fd), 8)
     assert Device().map([mapping]).outcome == Outcome.DONE
     for state in State:
         bring_to(page, 0, 5, state)

@@ -1,0 +1,378 @@
+// fake_gpu.cpp: see fake_gpu.h.
+#include "fake_gpu.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "copy_blocks_host.h"
+#include "core.h"
+
+namespace kvserver {
+
+namespace {
+
+constexpr std::byte kPoison{0xdb};
+
+int descriptor_of(const GpuHandle& handle) {
+    if (handle.kind == GpuHandle::Kind::kFd) return dup(handle.fd);
+    if (handle.bytes.back() != std::byte{0}) return -1;
+    return ::open(reinterpret_cast<const char*>(handle.bytes.data()), O_RDWR | O_CLOEXEC);
+}
+
+std::string path_of(const GpuHandle& handle) {
+    if (handle.kind == GpuHandle::Kind::kFd) return "";
+    return reinterpret_cast<const char*>(handle.bytes.data());
+}
+
+}  // namespace
+
+FakeGpu::FakeGpu(std::string uuid, Options options) : uuid_(std::move(uuid)), options_(options) {}
+
+FakeGpu::~FakeGpu() {
+    {
+        std::lock_guard lock(mutex_);
+        for (Queue& queue : queues_) queue.over = true;
+        held_ = false;
+    }
+    wake_.notify_all();
+    for (Queue& queue : queues_)
+        if (queue.thread.joinable()) queue.thread.join();
+    for (auto& [data, opened] : opened_) munmap(data, opened.size);
+    for (auto& [data, bytes] : allocated_) ::operator delete(const_cast<std::byte*>(data));
+    for (auto& [data, bytes] : rings_) ::operator delete(const_cast<std::byte*>(data));
+}
+
+// ---- for the test ---------------------------------------------------------------------------
+
+void FakeGpu::hold() {
+    std::lock_guard lock(mutex_);
+    held_ = true;
+}
+
+void FakeGpu::resume() {
+    {
+        std::lock_guard lock(mutex_);
+        held_ = false;
+    }
+    wake_.notify_all();
+}
+
+void FakeGpu::fail_next(const std::string& call, const std::string& what, bool lost) {
+    std::lock_guard lock(mutex_);
+    failures_[call] = {what, lost};
+}
+
+void FakeGpu::die(const std::string& what) {
+    lose(what);
+}
+
+std::vector<std::string> FakeGpu::faults() const {
+    std::lock_guard lock(mutex_);
+    return faults_;
+}
+
+std::map<std::string, uint64_t> FakeGpu::calls() const {
+    std::lock_guard lock(mutex_);
+    return calls_;
+}
+
+uint64_t FakeGpu::open_memories() const {
+    std::lock_guard lock(mutex_);
+    return opened_.size();
+}
+
+uint64_t FakeGpu::allocated_bytes() const {
+    std::lock_guard lock(mutex_);
+    uint64_t sum = 0;
+    for (const auto& [data, bytes] : allocated_) sum += bytes;
+    return sum;
+}
+
+uint64_t FakeGpu::pinned_bytes() const {
+    std::lock_guard lock(mutex_);
+    uint64_t sum = 0;
+    for (const auto& [data, bytes] : pinned_) sum += bytes;
+    return sum;
+}
+
+// ---- rules ----------------------------------------------------------------------------------
+
+// What every call begins with. REQUIRES: mutex_ held.
+void FakeGpu::call(const std::string& name) {
+    ++calls_[name];
+    if (is_lost()) throw GpuError(name + ": the GPU is lost: " + lost());
+    require(name == "enter" || entered_.contains(std::this_thread::get_id()),
+            name + " by a thread that did not enter");
+    const auto failure = failures_.find(name);
+    if (failure == failures_.end()) return;
+    const Failure planned = failure->second;
+    failures_.erase(failure);
+    if (planned.lost) lose(planned.what);
+    throw GpuError(planned.what, planned.what == "out of memory");
+}
+
+// Until then, or until the GPU is lost, of which nobody wakes us.
+void FakeGpu::wait_for(const std::function<bool()>& happened, std::unique_lock<std::mutex>& lock) {
+    while (!happened() && !is_lost()) wake_.wait_for(lock, std::chrono::milliseconds(10));
+}
+
+// REQUIRES: mutex_ held.
+bool FakeGpu::require(bool kept, const std::string& rule) {
+    if (!kept) faults_.push_back(rule);
+    return kept;
+}
+
+bool FakeGpu::within(const Ranges& ranges, const std::byte* memory, uint64_t bytes) {
+    const auto next = ranges.upper_bound(memory);
+    if (next == ranges.begin()) return false;
+    const auto& [start, size] = *std::prev(next);
+    return memory + bytes <= start + size;
+}
+
+bool FakeGpu::touches(const Ranges& ranges, const std::byte* memory, uint64_t bytes) {
+    return std::any_of(ranges.begin(), ranges.end(), [&](const auto& range) {
+        return memory < range.first + range.second && range.first < memory + bytes;
+    });
+}
+
+bool FakeGpu::on_gpu(const std::byte* memory, uint64_t bytes) const {
+    return within(allocated_, memory, bytes) ||
+           std::any_of(opened_.begin(), opened_.end(), [&](const auto& opened) {
+               return memory >= opened.first &&
+                      memory + bytes <= opened.first + opened.second.size;
+           });
+}
+
+// Between the host and this GPU. REQUIRES: mutex_ held.
+bool FakeGpu::check(const Piece& piece, bool pinned) {
+    const bool to_gpu = on_gpu(piece.to, piece.bytes);
+    const std::byte* host = to_gpu ? piece.from : piece.to;
+    const bool whole = within(pinned_, host, piece.bytes) || within(rings_, host, piece.bytes);
+    return require(piece.bytes > 0, "a piece of no bytes") &&
+           require(to_gpu != on_gpu(piece.from, piece.bytes),
+                   "a piece that is not between the host and memory of this GPU") &&
+           require(whole || !touches(pinned_, host, piece.bytes),
+                   "a piece that spans two registrations") &&
+           require(whole || !pinned, "a piece said to be pinned");
+}
+
+// ---- memory ---------------------------------------------------------------------------------
+
+void FakeGpu::enter() {
+    std::lock_guard lock(mutex_);
+    call("enter");
+    entered_.insert(std::this_thread::get_id());
+}
+
+std::byte* FakeGpu::allocate(uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    call("allocate");
+    uint64_t used = bytes;
+    for (const auto& [data, size] : allocated_) used += size;
+    if (used > options_.memory_bytes) throw GpuError("out of memory", true);
+    auto* memory = static_cast<std::byte*>(::operator new(bytes));
+    std::fill_n(memory, bytes, kPoison);
+    allocated_[memory] = bytes;
+    return memory;
+}
+
+void FakeGpu::free(std::byte* memory) {
+    std::lock_guard lock(mutex_);
+    call("free");
+    if (require(allocated_.erase(memory) == 1, "what was freed was not allocated"))
+        ::operator delete(memory);
+}
+
+std::byte* FakeGpu::allocate_pinned(uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    call("allocate_pinned");
+    auto* memory = static_cast<std::byte*>(::operator new(bytes));
+    rings_[memory] = bytes;
+    return memory;
+}
+
+void FakeGpu::free_pinned(std::byte* memory) {
+    std::lock_guard lock(mutex_);
+    call("free_pinned");
+    if (require(rings_.erase(memory) == 1, "pinned memory that was freed was not allocated"))
+        ::operator delete(memory);
+}
+
+void FakeGpu::pin(std::byte* memory, uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    call("pin");
+    require(bytes <= 1ull << 30, "more than 1 GiB was pinned at once");
+    if (require(!touches(pinned_, memory, bytes), "memory was pinned twice"))
+        pinned_[memory] = bytes;
+}
+
+void FakeGpu::unpin(std::byte* memory) {
+    std::lock_guard lock(mutex_);
+    call("unpin");
+    require(pinned_.erase(memory) == 1, "what was unpinned was not pinned");
+}
+
+GpuMemory FakeGpu::open(const GpuHandle& handle, uint64_t) {
+    std::lock_guard lock(mutex_);
+    call("open");
+    const std::string path = path_of(handle);
+    for (auto& [data, opened] : opened_)
+        if (!path.empty() && opened.path == path) {
+            ++opened.count;
+            return {data, opened.size};
+        }
+    const int fd = descriptor_of(handle);
+    struct stat info{};
+    void* address = MAP_FAILED;
+    if (fd >= 0 && fstat(fd, &info) == 0 && info.st_size > 0)
+        address = mmap(nullptr, static_cast<size_t>(info.st_size), PROT_READ | PROT_WRITE,
+                       MAP_SHARED, fd, 0);
+    if (fd >= 0) ::close(fd);
+    if (address == MAP_FAILED) throw GpuError("cannot open this handle");
+    const auto size = static_cast<uint64_t>(info.st_size);
+    opened_[static_cast<std::byte*>(address)] = {path, size, 1};
+    return {static_cast<std::byte*>(address), size};
+}
+
+void FakeGpu::close(std::byte* data) {
+    std::lock_guard lock(mutex_);
+    call("close");
+    const auto found = opened_.find(data);
+    if (!require(found != opened_.end(), "what was closed was not open")) return;
+    if (--found->second.count > 0) return;
+    munmap(data, found->second.size);
+    opened_.erase(found);
+}
+
+// ---- streams --------------------------------------------------------------------------------
+
+Gpu::Stream FakeGpu::make_stream() {
+    std::lock_guard lock(mutex_);
+    call("make_stream");
+    Queue& queue = queues_.emplace_back();
+    queue.random.seed(options_.seed + queues_.size());
+    queue.thread = std::thread([this, &queue] { run(queue); });
+    return &queue;
+}
+
+void FakeGpu::free_stream(Stream stream) {
+    auto& queue = *static_cast<Queue*>(stream);
+    {
+        std::lock_guard lock(mutex_);
+        call("free_stream");
+        require(queue.work.empty() && !queue.busy, "a stream was freed with work in it");
+        queue.over = true;
+    }
+    wake_.notify_all();
+    queue.thread.join();
+    std::lock_guard lock(mutex_);
+    queues_.remove_if([&](const Queue& other) { return &other == &queue; });
+}
+
+void FakeGpu::run(Queue& queue) {
+    block_signals();
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_.wait(lock, [&] { return queue.over || (!queue.work.empty() && !held_); });
+        if (queue.over) return;
+        const std::function<void()> work = std::move(queue.work.front());
+        queue.work.pop_front();
+        queue.busy = true;
+        uint64_t micros = options_.delay_micros;
+        if (options_.seed != 0) micros += queue.random() % 200;
+        lock.unlock();
+        if (micros != 0) std::this_thread::sleep_for(std::chrono::microseconds(micros));
+        if (!is_lost()) work();
+        lock.lock();
+        queue.busy = false;
+        wake_.notify_all();
+    }
+}
+
+// REQUIRES: mutex_ held.
+void FakeGpu::enqueue(Stream stream, std::function<void()> work) {
+    static_cast<Queue*>(stream)->work.push_back(std::move(work));
+    wake_.notify_all();
+}
+
+Gpu::Event FakeGpu::make_event() {
+    std::lock_guard lock(mutex_);
+    call("make_event");
+    return &marks_.emplace_back();
+}
+
+void FakeGpu::free_event(Event event) {
+    std::lock_guard lock(mutex_);
+    call("free_event");
+    marks_.remove_if([&](const Mark& mark) { return &mark == event; });
+}
+
+void FakeGpu::record(Event event, Stream stream) {
+    std::lock_guard lock(mutex_);
+    call("record");
+    auto* mark = static_cast<Mark*>(event);
+    mark->recorded = true;
+    mark->happened = false;
+    enqueue(stream, [this, mark] {
+        std::lock_guard inner(mutex_);
+        mark->happened = true;
+        mark->nanos = monotonic_nanos();
+    });
+}
+
+void FakeGpu::wait(Event event) {
+    std::unique_lock lock(mutex_);
+    call("wait");
+    auto* mark = static_cast<Mark*>(event);
+    require(mark->recorded, "a wait for an event that was not recorded");
+    wait_for([&] { return mark->happened; }, lock);
+    if (is_lost()) throw GpuError("wait: the GPU is lost: " + lost());
+}
+
+uint64_t FakeGpu::nanos_between(Event first, Event last) {
+    std::lock_guard lock(mutex_);
+    call("nanos_between");
+    const auto *begin = static_cast<Mark*>(first), *end = static_cast<Mark*>(last);
+    require(begin->happened && end->happened, "the time to an event that has not happened");
+    return end->nanos > begin->nanos ? end->nanos - begin->nanos : 0;
+}
+
+void FakeGpu::copy(Stream stream, const std::vector<Piece>& pieces, bool pinned) {
+    std::unique_lock lock(mutex_);
+    call("copy");
+    for (const Piece& piece : pieces)
+        if (!check(piece, pinned)) return;
+    enqueue(stream, [this, pieces, pinned] {
+        for (const Piece& piece : pieces) {
+            {
+                std::lock_guard inner(mutex_);
+                if (!check(piece, pinned)) return;
+            }
+            std::memcpy(piece.to, piece.from, piece.bytes);
+        }
+    });
+    // As the driver does it: such a copy has left, or reached, host memory when the call returns.
+    auto& queue = *static_cast<Queue*>(stream);
+    if (!pinned) wait_for([&] { return queue.work.empty() && !queue.busy; }, lock);
+}
+
+void FakeGpu::copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) {
+    std::lock_guard lock(mutex_);
+    call("copy_blocks");
+    require(on_gpu(reinterpret_cast<const std::byte*>(blocks.planes),
+                   blocks.num_planes * sizeof(Plane)) &&
+                on_gpu(reinterpret_cast<const std::byte*>(blocks.blocks),
+                       uint64_t{blocks.positions} * blocks.groups * sizeof(uint32_t)) &&
+                on_gpu(blocks.packed, blocks.positions * blocks.position_bytes),
+            "a kernel was given memory that is not this GPU's");
+    enqueue(stream, [direction, blocks] { host_copy_blocks(direction, blocks); });
+}
+
+}  // namespace kvserver

@@ -1,0 +1,111 @@
+// gpu_copier.h: a GPU as a device.
+//
+// Two lanes, one for loads and one for stores, which share nothing and never wait for each other.
+// A job is cut into batches of bounded bytes; a lane keeps a few of them in flight, each in a slot
+// of its own with its own stream. Two ways to move a batch, chosen for each:
+//   DMA     one piece for each run (neighbours merged), by the copy engines: no SM, no staging.
+//   staged  a kernel gathers a store's runs into the slot's staging memory, and few large pieces go
+//           to L1; a load the other way round. While one slot's pieces move, another's kernel runs.
+//
+// Cancels and the state word are looked at before each batch. So up to kSlots batches more are read
+// (or written) after a cancel, and the ticket ends after them.
+//
+// Ordering: whoever sends a job has made sure that the engine's work on these blocks is done. No
+// stream here ever waits for another process.
+#pragma once
+
+#include "core.h"
+#include "gpu.h"
+
+namespace kvserver {
+
+// An engine's GPU memory: a window of one of its allocations.
+class GpuMapping final : public Mapping {
+  public:
+    // Takes over handle.fd.
+    GpuMapping(std::shared_ptr<Gpu> gpu, GpuHandle handle, uint64_t offset, uint64_t size);
+    ~GpuMapping() override;
+    void map() override;
+    void unmap() override;  // leaves a lost GPU alone: its driver has unmapped everything
+    bool intact() const override { return true; }  // its owner cannot take it back
+    bool on_host() const override { return false; }
+    const std::shared_ptr<Gpu>& gpu() const { return gpu_; }
+
+  private:
+    void close_fd();
+    const std::shared_ptr<Gpu> gpu_;
+    GpuHandle handle_;
+    const uint64_t offset_;
+    std::byte* opened_ = nullptr;
+};
+
+// What a lane moves at once, and how much of it is in flight. 8 MiB are ~160 us of PCIe 5 x16, long
+// against a launch (~5 us) and short against an engine's step; two slots overlap copy and kernel,
+// the others cover the time until the host looks again. Also what a load may wait for that arrives
+// behind a longer one: 32 MiB, ~0.6 ms.
+constexpr uint64_t kBatchBytes = 8ull << 20;
+constexpr unsigned kSlots = 4;
+constexpr uint64_t kLeastBatchBytes = 1ull << 20;  // of a GPU that is nearly full
+// Block ids that travel with a batch: the pinned ring of a lane has kSlots times so many.
+constexpr uint64_t kBatchIds = 16384;
+
+// Shorter runs than this are staged, unless there are few. Host to device by batched DMA on an
+// H100, PCIe 5: runs of 24 KiB 6.9 GB/s, of 28 KiB 44 GB/s (vLLM pull request 42212, issue 57555).
+// Device to host is taken to be alike until bench/gpu says otherwise.
+constexpr uint64_t kShortRunBytes = 28ull << 10;
+// So few pieces cost less by DMA (~1.5 us each) than a launch and one more hop.
+constexpr uint64_t kFewPieces = 8;
+
+enum class Way : uint8_t { kDma, kStaged };
+
+// What one lane did; any thread may read it.
+struct LaneCounts {
+    std::atomic<uint64_t> dma_bytes{0}, staged_bytes{0};
+    std::atomic<uint64_t> unpinned_bytes{0};  // of these, from or to L1 that is not pinned yet
+    std::atomic<uint64_t> staging_bytes{0};   // GPU memory it holds
+};
+
+struct GpuOptions {
+    uint64_t batch_bytes = kBatchBytes;
+    std::optional<Way> way = std::nullopt;  // always this one, where it can be
+};
+
+class Lane;
+
+class GpuCopier final : public Device {
+  public:
+    GpuCopier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, std::shared_ptr<Gpu> gpu,
+              GpuOptions options);
+    ~GpuCopier() override;
+
+    int completion_fd() const override { return completions_.fd(); }
+    std::vector<Completion> drain() override { return completions_.drain(); }
+    std::string lost() const override { return gpu_->lost(); }
+    void submit_copy(std::shared_ptr<CopyJob> job) override;
+    void cancel(uint64_t ticket) override;
+    void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+    void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+
+    const std::shared_ptr<Gpu>& gpu() const { return gpu_; }
+    const LaneCounts& counts(Direction direction) const;
+    uint64_t mapped_bytes() const { return mapped_bytes_; }
+
+  private:
+    void queue_map(MapJob job);
+    void run_maps();
+    Completion run_map(const MapJob& job);
+
+    const L1 l1_;
+    const std::shared_ptr<Gpu> gpu_;
+    CompletionQueue completions_;
+    std::unique_ptr<Lane> stores_, loads_;
+    std::atomic<uint64_t> mapped_bytes_{0};
+
+    std::mutex mutex_;  // guards what follows
+    std::condition_variable wake_;
+    std::deque<MapJob> maps_;
+    bool stopping_ = false;
+    std::thread map_thread_;
+};
+
+}  // namespace kvserver

@@ -1,0 +1,435 @@
+// gpu_lane.cpp: jobs into batches, batches onto streams, and their ends.
+#include "gpu_lane.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "slot_cursor.h"
+
+namespace kvserver {
+
+namespace {
+
+// Pieces between L1 and the GPU, neighbours merged, none across two registrations of L1.
+class Pieces {
+  public:
+    Pieces(const L1& l1, Direction direction)
+        : base_(l1.region->data()),
+          pinned_end_(base_ + l1.region->pinned_bytes),
+          direction_(direction) {}
+
+    void add(std::byte* in_l1, std::byte* on_gpu, uint64_t bytes) {
+        while (bytes > 0) {
+            const auto offset = static_cast<uint64_t>(in_l1 - base_);
+            const uint64_t piece =
+                std::min(bytes, HostRegion::kPinBytes - offset % HostRegion::kPinBytes);
+            const bool store = direction_ == Direction::kStore;
+            append({store ? in_l1 : on_gpu, store ? on_gpu : in_l1, piece},
+                   offset % HostRegion::kPinBytes == 0);
+            if (in_l1 + piece > pinned_end_) unpinned_ += piece;
+            in_l1 += piece;
+            on_gpu += piece;
+            bytes -= piece;
+        }
+    }
+
+    const std::vector<Piece>& list() const { return list_; }
+    uint64_t unpinned() const { return unpinned_; }
+    bool short_runs() const {
+        uint64_t bytes = 0;
+        for (const Piece& piece : list_) bytes += piece.bytes;
+        return list_.size() > kFewPieces && bytes / list_.size() < kShortRunBytes;
+    }
+
+  private:
+    void append(const Piece& piece, bool begins_registration) {
+        if (!list_.empty() && !begins_registration) {
+            Piece& last = list_.back();
+            if (last.to + last.bytes == piece.to && last.from + last.bytes == piece.from) {
+                last.bytes += piece.bytes;
+                return;
+            }
+        }
+        list_.push_back(piece);
+    }
+
+    std::byte* const base_;
+    std::byte* const pinned_end_;
+    const Direction direction_;
+    std::vector<Piece> list_;
+    uint64_t unpinned_ = 0;
+};
+
+// Of positions first..last-1 of a job: each run of each block by itself.
+Pieces run_pieces(const CopyJob& job, const L1& l1, uint64_t first, uint64_t last) {
+    Pieces pieces(l1, job.direction);
+    SlotCursor cursor(job, l1, job.skip + first);
+    for (uint64_t i = first; i < last; ++i) {
+        const uint64_t begin = cursor.start_of(job.skip + i);
+        const uint32_t* ids = job.blocks.data() + i * job.planes->groups();
+        for (const Plane& plane : job.planes->planes()) {
+            if (ids[plane.group] == kNoBlock) continue;
+            std::byte* on_gpu = plane.base + ids[plane.group] * plane.stride;
+            cursor.visit(begin + plane.slot_offset, plane.run, [&](std::byte* at, uint64_t bytes) {
+                pieces.add(at, on_gpu, bytes);
+                on_gpu += bytes;
+            });
+        }
+    }
+    return pieces;
+}
+
+// The same positions, packed end to end in `staging`.
+Pieces staged_pieces(const CopyJob& job, const L1& l1, uint64_t first, uint64_t last,
+                     std::byte* staging) {
+    Pieces pieces(l1, job.direction);
+    SlotCursor cursor(job, l1, job.skip + first);
+    const uint64_t block_bytes = job.planes->block_bytes();
+    for (uint64_t i = first; i < last; ++i)
+        cursor.visit(cursor.start_of(job.skip + i), block_bytes,
+                     [&](std::byte* at, uint64_t bytes) {
+                         pieces.add(at, staging, bytes);
+                         staging += bytes;
+                     });
+    return pieces;
+}
+
+}  // namespace
+
+Lane::Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options)
+    : l1_(l1),
+      gpu_(std::move(gpu)),
+      completions_(completions),
+      options_(options),
+      batch_bytes_(options.batch_bytes) {
+    submits_ = std::thread([this] { run_submits(); });
+    ends_ = std::thread([this] { run_ends(); });
+}
+
+Lane::~Lane() {
+    {
+        std::lock_guard lock(mutex_);
+        stopping_ = true;
+    }
+    wake_.notify_all();
+    submits_.join();
+    ends_.join();
+}
+
+void Lane::submit(std::shared_ptr<CopyJob> job) {
+    {
+        std::lock_guard lock(mutex_);
+        if (gpu_->is_lost()) {
+            completions_.push(refuse_job(*job, Outcome::kDeviceLost, gpu_->lost()));
+            return;
+        }
+        const bool one_batch =
+            job->positions() * job->planes->block_bytes() <= options_.batch_bytes;
+        auto flight = std::make_shared<Flight>();
+        open_[job->ticket] = flight;
+        flight->job = std::move(job);
+        (one_batch ? short_ : long_).push_back(std::move(flight));
+    }
+    wake_.notify_all();
+}
+
+void Lane::cancel(uint64_t ticket) {
+    std::lock_guard lock(mutex_);
+    if (auto found = open_.find(ticket); found != open_.end()) found->second->job->stop = true;
+}
+
+void Lane::gpu_lost() {
+    std::lock_guard lock(mutex_);
+    if (!gpu_->is_lost()) return;
+    for (auto& [ticket, flight] : open_)
+        completions_.push(flight->begun
+                              ? end_job(*flight->job, Outcome::kDeviceLost, gpu_->lost())
+                              : refuse_job(*flight->job, Outcome::kDeviceLost, gpu_->lost()));
+    open_.clear();
+    short_.clear();
+    long_.clear();
+}
+
+// ---- the submitting thread ------------------------------------------------------------------
+
+void Lane::run_submits() {
+    block_signals();
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_.wait(lock, [this] {
+            return stopping_ || (running_.size() < kSlots && !(short_.empty() && long_.empty()));
+        });
+        if (stopping_) break;
+        const Shared flight = next_job();
+        if (!advance(flight)) continue;
+        CopyJob& job = *flight->job;
+        const Batch batch{flight, job.next, batch_end(job), &slots_[turn_ % kSlots]};
+        job.next = batch.last;
+        flight->submitted = batch.last == job.positions();
+        if (!flight->submitted) long_.push_front(flight);
+        ++flight->in_flight;
+        lock.unlock();
+        std::string fault;
+        bool queued = false;
+        try {
+            prepare();
+            queued = true;
+            queue_batch(batch);
+        } catch (const GpuError& error) {
+            fault = error.what();
+        }
+        try {
+            if (queued && !gpu_->is_lost()) gpu_->record(batch.slot->done, batch.slot->stream);
+        } catch (const GpuError& error) {
+            gpu_->lose(std::string("what a stream still does is not known: ") + error.what());
+        }
+        if (gpu_->is_lost()) gpu_lost();
+        lock.lock();
+        if (gpu_->is_lost()) continue;
+        if (!fault.empty()) {
+            flight->fault = fault;
+            flight->submitted = true;
+            std::erase(long_, flight);
+        }
+        if (queued) {
+            ++turn_;
+            running_.push_back(batch);
+            wake_.notify_all();
+        } else {
+            settle(batch);
+        }
+    }
+    wake_.wait(lock, [this] { return running_.empty(); });
+    lock.unlock();
+    tear_down();
+    lock.lock();
+    submits_over_ = true;
+    wake_.notify_all();
+}
+
+// REQUIRES: mutex_ held, there is one.
+Lane::Shared Lane::next_job() {
+    const bool take_short = !short_.empty() && (long_.empty() || !short_had_turn_);
+    short_had_turn_ = take_short;
+    auto& queue = take_short ? short_ : long_;
+    Shared flight = std::move(queue.front());
+    queue.pop_front();
+    return flight;
+}
+
+// Begin it if need be. False if no batch of it is to be queued: then it has ended, or will.
+// REQUIRES: mutex_ held.
+bool Lane::advance(const Shared& flight) {
+    CopyJob& job = *flight->job;
+    if (!flight->begun) {
+        if (auto refused = begin_job(job)) {
+            open_.erase(job.ticket);
+            completions_.push(std::move(*refused));
+            return false;
+        }
+        flight->begun = true;
+    }
+    if (!job.stop && !cancelled(job)) return true;
+    job.stop = true;
+    flight->submitted = true;
+    end_if_over(flight);
+    return false;
+}
+
+uint64_t Lane::batch_end(const CopyJob& job) const {
+    const uint64_t most =
+        std::min(batch_bytes_ / job.planes->block_bytes(), kBatchIds / job.planes->groups());
+    return std::min(job.positions(), job.next + std::max<uint64_t>(1, most));
+}
+
+void Lane::queue_batch(const Batch& batch) {
+    const CopyJob& job = *batch.flight->job;
+    if (batch.first == 0) {
+        batch.flight->began = take_event();
+        gpu_->record(batch.flight->began, batch.slot->stream);
+    }
+    const Pieces pieces = run_pieces(job, l1_, batch.first, batch.last);
+    const bool staged = options_.way ? *options_.way == Way::kStaged : pieces.short_runs();
+    if (staged && batch.slot->staging == nullptr) prepare_staging();
+    const uint64_t bytes = (batch.last - batch.first) * job.planes->block_bytes();
+    if (staged && batch.slot->staging != nullptr && bytes <= counts_.staging_bytes / kSlots) {
+        queue_staged(batch);
+        return;
+    }
+    gpu_->copy(batch.slot->stream, pieces.list(), pieces.unpinned() == 0);
+    counts_.dma_bytes += bytes;
+    counts_.unpinned_bytes += pieces.unpinned();
+}
+
+void Lane::queue_staged(const Batch& batch) {
+    const CopyJob& job = *batch.flight->job;
+    Slot& slot = *batch.slot;
+    const uint64_t groups = job.planes->groups(), positions = batch.last - batch.first;
+    std::memcpy(slot.ids, job.blocks.data() + batch.first * groups,
+                positions * groups * sizeof(uint32_t));
+    const PackedBlocks packed{
+        .planes = planes_on_gpu(job.planes, slot),
+        .num_planes = static_cast<uint32_t>(job.planes->planes().size()),
+        .groups = static_cast<uint32_t>(groups),
+        .blocks = slot.gpu_ids,
+        .positions = static_cast<uint32_t>(positions),
+        .position_bytes = job.planes->block_bytes(),
+        .packed = slot.staging,
+    };
+    gpu_->copy(
+        slot.stream,
+        {{reinterpret_cast<std::byte*>(slot.gpu_ids), reinterpret_cast<const std::byte*>(slot.ids),
+          positions * groups * sizeof(uint32_t)}},
+        true);
+    const Pieces pieces = staged_pieces(job, l1_, batch.first, batch.last, slot.staging);
+    const bool pinned = pieces.unpinned() == 0;
+    if (job.direction == Direction::kLoad) gpu_->copy(slot.stream, pieces.list(), pinned);
+    gpu_->copy_blocks(slot.stream, job.direction, packed);
+    if (job.direction == Direction::kStore) gpu_->copy(slot.stream, pieces.list(), pinned);
+    counts_.staged_bytes += positions * packed.position_bytes;
+    counts_.unpinned_bytes += pieces.unpinned();
+}
+
+// Waits for the upload: once a registration.
+const Plane* Lane::planes_on_gpu(const std::shared_ptr<PlaneTable>& table, Slot& slot) {
+    GpuTable* spare = nullptr;
+    const uint64_t bytes = table->planes().size() * sizeof(Plane);
+    for (GpuTable& entry : tables_) {
+        const auto known = entry.table.lock();
+        if (known == table) return entry.planes;
+        if (known == nullptr && entry.capacity >= bytes) spare = &entry;
+    }
+    if (spare == nullptr) {
+        auto* memory = reinterpret_cast<Plane*>(gpu_->allocate(bytes));
+        spare = &tables_.emplace_back(GpuTable{{}, memory, bytes});
+    }
+    gpu_->copy(slot.stream,
+               {{reinterpret_cast<std::byte*>(spare->planes),
+                 reinterpret_cast<const std::byte*>(table->planes().data()), bytes}},
+               false);
+    gpu_->record(slot.done, slot.stream);
+    gpu_->wait(slot.done);
+    spare->table = table;
+    return spare->planes;
+}
+
+// Streams, events and the ring of ids. What an earlier try left missing is made.
+void Lane::prepare() {
+    if (prepared_) return;
+    gpu_->enter();
+    for (Slot& slot : slots_) {
+        if (slot.stream == nullptr) slot.stream = gpu_->make_stream();
+        if (slot.done == nullptr) slot.done = gpu_->make_event();
+        const uint64_t bytes = kBatchIds * sizeof(uint32_t);
+        if (slot.ids == nullptr)
+            slot.ids = reinterpret_cast<uint32_t*>(gpu_->allocate_pinned(bytes));
+        if (slot.gpu_ids == nullptr)
+            slot.gpu_ids = reinterpret_cast<uint32_t*>(gpu_->allocate(bytes));
+    }
+    prepared_ = true;
+}
+
+// As much as there is, down to kLeastBatchBytes; without any, all goes by DMA.
+void Lane::prepare_staging() {
+    if (no_staging_) return;
+    for (uint64_t bytes = batch_bytes_;; bytes /= 2) {
+        try {
+            for (Slot& slot : slots_) slot.staging = gpu_->allocate(bytes);
+            batch_bytes_ = bytes;
+            counts_.staging_bytes = bytes * kSlots;
+            return;
+        } catch (const GpuError& error) {
+            if (gpu_->is_lost() || !error.out_of_memory) throw;
+        }
+        for (Slot& slot : slots_)
+            if (std::byte* memory = std::exchange(slot.staging, nullptr)) gpu_->free(memory);
+        no_staging_ = bytes / 2 < std::min(kLeastBatchBytes, options_.batch_bytes);
+        if (no_staging_) return;
+    }
+}
+
+void Lane::tear_down() {
+    if (gpu_->is_lost() || !prepared_) return;
+    try {
+        for (Slot& slot : slots_) {
+            gpu_->free_stream(slot.stream);
+            gpu_->free_event(slot.done);
+            if (slot.staging != nullptr) gpu_->free(slot.staging);
+            gpu_->free_pinned(reinterpret_cast<std::byte*>(slot.ids));
+            gpu_->free(reinterpret_cast<std::byte*>(slot.gpu_ids));
+        }
+        for (GpuTable& entry : tables_) gpu_->free(reinterpret_cast<std::byte*>(entry.planes));
+        for (Gpu::Event event : events_) gpu_->free_event(event);
+    } catch (const GpuError& error) {
+        gpu_->lose(error.what());
+    }
+}
+
+Gpu::Event Lane::take_event() {
+    {
+        std::lock_guard lock(mutex_);
+        if (!events_.empty()) {
+            Gpu::Event event = events_.back();
+            events_.pop_back();
+            return event;
+        }
+    }
+    return gpu_->make_event();
+}
+
+// ---- the waiting thread ---------------------------------------------------------------------
+
+void Lane::run_ends() {
+    block_signals();
+    bool entered = false;
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_.wait(lock, [this] { return !running_.empty() || submits_over_; });
+        if (running_.empty()) return;
+        const Batch batch = running_.front();  // stays there: its slot is in use
+        lock.unlock();
+        uint64_t nanos = 0;
+        try {
+            if (!gpu_->is_lost()) {
+                if (!std::exchange(entered, true)) gpu_->enter();
+                gpu_->wait(batch.slot->done);
+                nanos = gpu_->nanos_between(batch.flight->began, batch.slot->done);
+            }
+        } catch (const GpuError& error) {
+            gpu_->lose(std::string("a copy's end cannot be told: ") + error.what());
+        }
+        if (gpu_->is_lost()) gpu_lost();
+        lock.lock();
+        running_.pop_front();
+        if (!gpu_->is_lost()) {
+            batch.flight->gpu_nanos = nanos;
+            settle(batch);
+        }
+        wake_.notify_all();
+    }
+}
+
+// Nothing of it moves any more. REQUIRES: mutex_ held.
+void Lane::settle(const Batch& batch) {
+    Flight& flight = *batch.flight;
+    --flight.in_flight;
+    if (flight.fault.empty())
+        for (uint64_t i = batch.first; i < batch.last; ++i)
+            flight.job->bytes += flight.job->bytes_at(i);
+    end_if_over(batch.flight);
+}
+
+// REQUIRES: mutex_ held.
+void Lane::end_if_over(const Shared& flight) {
+    if (!flight->submitted || flight->in_flight > 0) return;
+    if (open_.erase(flight->job->ticket) == 0) return;  // ended: the GPU was lost
+    const CopyJob& job = *flight->job;
+    Completion end =
+        flight->fault.empty() ? end_job(job) : end_job(job, Outcome::kFailed, flight->fault);
+    if (flight->gpu_nanos != 0) end.nanos = flight->gpu_nanos;
+    if (flight->began != nullptr) events_.push_back(flight->began);
+    completions_.push(std::move(end));
+}
+
+}  // namespace kvserver

@@ -1,0 +1,100 @@
+// gpu_lane.h: all copies of one direction between L1 and one GPU.
+#pragma once
+
+#include <array>
+#include <map>
+
+#include "gpu_copier.h"
+
+namespace kvserver {
+
+// Two threads. One takes jobs, cuts them into batches and queues these on the slots' streams, in
+// turn; the other waits for each batch's event, in the same order, and ends the jobs. A job of one
+// batch goes before the next batch of a longer one, every other time.
+//
+// A GPU that is lost: whoever notices ends every open job, once; then both threads only wait to be
+// stopped.
+class Lane {
+  public:
+    Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options);
+    ~Lane();                                    // what is in flight is waited for, the rest dropped
+    void submit(std::shared_ptr<CopyJob> job);  // REQUIRES: check_job() passed
+    void cancel(uint64_t ticket);
+    void gpu_lost();  // end every open job if it is
+    const LaneCounts& counts() const { return counts_; }
+
+  private:
+    // A job on its way. REQUIRES of all its members: mutex_ held.
+    struct Flight {
+        std::shared_ptr<CopyJob> job;
+        unsigned in_flight = 0;  // batches
+        bool begun = false;
+        bool submitted = false;  // no batch follows
+        std::string fault;       // why it failed, if it did
+        Gpu::Event began = nullptr;
+        uint64_t gpu_nanos = 0;
+    };
+    using Shared = std::shared_ptr<Flight>;
+
+    // What one batch at a time uses.
+    struct Slot {
+        Gpu::Stream stream = nullptr;
+        Gpu::Event done = nullptr;
+        std::byte* staging = nullptr;  // batch_bytes_, or null: DMA only
+        uint32_t* ids = nullptr;       // kBatchIds, pinned
+        uint32_t* gpu_ids = nullptr;
+    };
+    struct Batch {
+        Shared flight;
+        uint64_t first, last;  // positions of the job, from its own first one on
+        Slot* slot;
+    };
+    // The planes of a registration in GPU memory. An entry whose table is gone is used again.
+    struct GpuTable {
+        std::weak_ptr<PlaneTable> table;
+        Plane* planes;
+        uint64_t capacity;
+    };
+
+    void run_submits();
+    void run_ends();
+    Shared next_job();
+    bool advance(const Shared& flight);
+    uint64_t batch_end(const CopyJob& job) const;
+    void queue_batch(const Batch& batch);
+    void queue_staged(const Batch& batch);
+    const Plane* planes_on_gpu(const std::shared_ptr<PlaneTable>& table, Slot& slot);
+    void settle(const Batch& batch);
+    void end_if_over(const Shared& flight);
+    void prepare();
+    void prepare_staging();
+    void tear_down();
+    Gpu::Event take_event();
+
+    const L1 l1_;
+    const std::shared_ptr<Gpu> gpu_;
+    CompletionQueue& completions_;
+    const GpuOptions options_;
+    LaneCounts counts_;
+
+    // The submitting thread's.
+    bool prepared_ = false;
+    bool no_staging_ = false;
+    uint64_t batch_bytes_;
+    std::array<Slot, kSlots> slots_;
+    uint64_t turn_ = 0;
+    std::vector<GpuTable> tables_;
+
+    std::mutex mutex_;  // guards what follows
+    std::condition_variable wake_;
+    std::deque<Shared> short_, long_;  // not wholly submitted
+    bool short_had_turn_ = false;
+    std::map<uint64_t, Shared> open_;  // by ticket
+    std::deque<Batch> running_;        // in flight, oldest first
+    std::vector<Gpu::Event> events_;   // spare ones
+    bool stopping_ = false;
+    bool submits_over_ = false;
+    std::thread submits_, ends_;
+};
+
+}  // namespace kvserver
