@@ -1,4 +1,6 @@
 // bindings.cpp: kvserver._native. Converts, checks nothing that core.h checks already.
+#include "bindings.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -15,6 +17,8 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace kvserver;
+
+void bind_gpu(nb::module_& m);  // bindings_gpu.cpp
 
 namespace {
 
@@ -95,25 +99,6 @@ nb::list drain(Device& device) {
     return result;
 }
 
-// Joining threads and unmapping memory take their time; Python must not stand still for it.
-template <typename T>
-struct DeleteWithoutGil {
-    void operator()(T* object) const {
-        if (!PyGILState_Check()) {
-            delete object;
-            return;
-        }
-        nb::gil_scoped_release released;
-        delete object;
-    }
-};
-
-template <typename T, typename... Arguments>
-std::shared_ptr<T> make_without_gil(Arguments... arguments) {
-    nb::gil_scoped_release released;
-    return {new T(std::move(arguments)...), DeleteWithoutGil<T>()};
-}
-
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
 }  // namespace
@@ -179,6 +164,8 @@ NB_MODULE(_native, m) {
              "size"_a, "huge_page_bytes"_a = 0, "transparent"_a = true,
              "nodes"_a = std::vector<unsigned>(), "bound"_a = false)
         .def_prop_ro("size", &HostRegion::size)
+        .def_prop_ro("pinned_bytes",
+                     [](const HostRegion& region) { return region.pinned_bytes.load(); })
         .def_prop_ro("numa_error", &HostRegion::numa_error)
         .def_prop_ro("numa_policy", [](const HostRegion& region) {
             const NumaPolicy policy = numa_policy_at(region.data());
@@ -257,4 +244,5 @@ NB_MODULE(_native, m) {
 
     m.def("pack_blocks", &pack_bytes, "ids"_a);
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
+    bind_gpu(m);
 }

@@ -69,9 +69,7 @@ void FakeGpu::fail_next(const std::string& call, const std::string& what, bool l
     failures_[call] = {what, lost};
 }
 
-void FakeGpu::die(const std::string& what) {
-    lose(what);
-}
+void FakeGpu::die(const std::string& what) { lose(what); }
 
 std::vector<std::string> FakeGpu::faults() const {
     std::lock_guard lock(mutex_);
@@ -145,8 +143,7 @@ bool FakeGpu::touches(const Ranges& ranges, const std::byte* memory, uint64_t by
 bool FakeGpu::on_gpu(const std::byte* memory, uint64_t bytes) const {
     return within(allocated_, memory, bytes) ||
            std::any_of(opened_.begin(), opened_.end(), [&](const auto& opened) {
-               return memory >= opened.first &&
-                      memory + bytes <= opened.first + opened.second.size;
+               return memory >= opened.first && memory + bytes <= opened.first + opened.second.size;
            });
 }
 

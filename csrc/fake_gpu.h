@@ -1,8 +1,8 @@
 // fake_gpu.h: a simulated GPU for tests and for machines without one.
 //
-// Its memory is the host's, its streams are threads, its kernels are copy_blocks.cu compiled for the
-// host. What gpu.h only REQUIRES of callers is checked, when work is queued and again when it runs;
-// faults() says what was broken. Tests may hold its streams, make calls fail, and lose it.
+// Its memory is the host's, its streams are threads, its kernels are copy_blocks.cu compiled for
+// the host. What gpu.h only REQUIRES of callers is checked, when work is queued and again when it
+// runs; faults() says what was broken. Tests may hold its streams, make calls fail, and lose it.
 //
 // Memory of another process is a file: a descriptor (kFd), or a path in the handle's bytes, ended
 // by a zero (kIpc, kFabric).
@@ -24,8 +24,8 @@ namespace kvserver {
 class FakeGpu final : public Gpu {
   public:
     struct Options {
-        uint64_t seed = 0;              // not 0: each operation of a stream takes up to 200 us
-        unsigned delay_micros = 0;      // or exactly so long
+        uint64_t seed = 0;                // not 0: each operation of a stream takes up to 200 us
+        unsigned delay_micros = 0;        // or exactly so long
         uint64_t memory_bytes = 1 << 30;  // for allocate()
     };
     FakeGpu(std::string uuid, Options options);

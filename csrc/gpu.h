@@ -109,7 +109,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
 // The GPUs that this process may use. GpuError says why there is none: no driver, or too old a one.
 std::vector<GpuInfo> cuda_gpus();
-// One of them by its UUID. Makes no context. GpuError if there is no such GPU.
+// One by its UUID. Looks for it in the first enter(), which throws if there is none.
 std::shared_ptr<Gpu> cuda_gpu(const std::string& uuid);
 bool built_with_cuda();
 

@@ -13,7 +13,6 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
-COPY cmake cmake
 COPY csrc csrc
 COPY kvserver kvserver
 COPY adapters adapters

@@ -14,7 +14,22 @@ from typing import Any
 from support.slots import slot_of
 from support.worker import Geometry, Memory, ids
 
-from kvserver._native import Copier, Direction, FakeDevice, FileMapping, HostRegion, Mapping, Outcome, PlaneTable, WordMapping, WordPage
+from kvserver._native import (
+    Copier,
+    Direction,
+    FakeDevice,
+    FakeGpu,
+    FileMapping,
+    GpuCopier,
+    GpuMapping,
+    HostRegion,
+    Mapping,
+    Outcome,
+    PlaneTable,
+    Way,
+    WordMapping,
+    WordPage,
+)
 from kvserver.planes import Plane
 
 WORDS = 64
@@ -40,7 +55,7 @@ class L0:
         weakref.finalize(self, self.memory.close)
         self.words = WordPage(WORDS)
         self.mappings = [
-            FileMapping(os.dup(fd), size) for fd, size in zip(self.memory.fds, geometry.sizes, strict=True)
+            device.mapping(os.dup(fd), size) for fd, size in zip(self.memory.fds, geometry.sizes, strict=True)
         ] + [WordMapping(os.dup(self.words.fd), WORDS * 8)]
         end = device.map(self.mappings)
         assert end.outcome == Outcome.DONE, end.what
@@ -69,18 +84,38 @@ class Job:
 
 
 class Device:
-    """A device over an L1 of `pages` pages, whose tickets it numbers. On a fake one, waiting moves things."""
+    """A device over an L1 of `pages` pages, whose tickets it numbers. On a fake one, waiting moves things.
+
+    `gpu`: a simulated GPU, whose streams run by themselves; small batches, so that a copy has several.
+    """
 
     def __init__(
-        self, pages: int = 64, page_bytes: int = 4096, threads: int = 2, delay_micros: int = 0, fake_seed: int = 0
+        self,
+        pages: int = 64,
+        page_bytes: int = 4096,
+        threads: int = 2,
+        delay_micros: int = 0,
+        fake_seed: int = 0,
+        gpu: FakeGpu | None = None,
+        way: Way | None = None,
+        batch_bytes: int = 16384,
     ) -> None:
         self.pages = pages
         self.page_bytes = page_bytes
-        region = HostRegion(pages * page_bytes)
+        self.region = region = HostRegion(pages * page_bytes)
+        self.gpu = gpu
         self.fake = FakeDevice(region, page_bytes, fake_seed, delay_micros=delay_micros) if fake_seed else None
-        self.copier = self.fake or Copier(region, page_bytes, threads, delay_micros)
+        self.copier: Copier | FakeDevice | GpuCopier
+        if gpu is not None:
+            self.copier = GpuCopier(region, page_bytes, gpu, batch_bytes, way)
+        else:
+            self.copier = self.fake or Copier(region, page_bytes, threads, delay_micros)
         self.ended: dict[int, End] = {}
         self.tickets = 0
+
+    def mapping(self, fd: int, size: int) -> Mapping:
+        """An engine's memory, as this device takes it."""
+        return FileMapping(fd, size) if self.gpu is None else GpuMapping.by_fd(self.gpu, fd, 0, size)
 
     # ---- tickets ------------------------------------------------------------------------------
 

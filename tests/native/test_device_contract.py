@@ -1,6 +1,7 @@
-"""The contract of `csrc/core.h`, the same cases for every device: the CPU's threads and the fake one.
+"""The contract of `csrc/core.h`, the same cases for every device.
 
-A new backend joins by one more line in BACKENDS.
+The CPU's threads, the fake device, and a simulated GPU by each of its two ways. A new backend joins by one
+more line in BACKENDS.
 """
 
 from __future__ import annotations
@@ -11,30 +12,39 @@ import random
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import pytest
 from support.daemon import wait_until
 from support.worker import awkward, two_groups
 
-from kvserver._native import NO_BLOCK, Direction, FileMapping, Order, Outcome, State, WordMapping, WordPage
+from kvserver._native import NO_BLOCK, Direction, FakeGpu, Order, Outcome, State, Way, WordMapping, WordPage
 
 from .rig import L0, Device, End, Job, flat, l0_after_load, l1_after_store
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 BOTH = pytest.mark.parametrize("direction", [STORE, LOAD])
-BACKENDS = {"cpu": 0, "fake": 4711}  # seed of the fake one
+BACKENDS = ["cpu", "fake", "gpu-dma", "gpu-staged"]
+WAYS = {"gpu-dma": Way.DMA, "gpu-staged": Way.STAGED}
 
 Make: TypeAlias = Callable[..., Device]
 
 
 @pytest.fixture(params=BACKENDS)
-def make(request: pytest.FixtureRequest) -> Make:
-    def device(pages: int = 64, **options: int) -> Device:
-        return Device(pages, fake_seed=BACKENDS[request.param], **options)
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    gpus: list[FakeGpu] = []
 
-    return device
+    def device(pages: int = 64, delay_micros: int = 0, **options: int) -> Device:
+        if request.param in WAYS:
+            gpu = FakeGpu("GPU-0", 0 if delay_micros else 4711, delay_micros)
+            gpus.append(gpu)
+            return Device(pages, gpu=gpu, way=WAYS[request.param], **options)
+        return Device(pages, delay_micros=delay_micros, fake_seed=4711 if request.param == "fake" else 0, **options)
+
+    yield device
+    for gpu in gpus:
+        assert gpu.faults == []
 
 
 def ended(device: Device, ticket: int) -> End:
@@ -207,6 +217,8 @@ class TestMemory:
     @BOTH
     def test_memory_that_was_truncated_is_lost(self, make: Make, direction: Direction) -> None:
         device = make()
+        if device.gpu is not None:
+            pytest.skip("nobody can truncate a GPU's memory")
         l0 = L0(device, flat(9, 4096))
         l0.memory.truncate()
         end = ended(device, device.submit_with_word(direction, l0, Job(range(1, 9), range(8), 1, 1)))
@@ -217,10 +229,10 @@ class TestMemory:
         device = make()
         whole, words = os.memfd_create("a"), os.memfd_create("b")
         os.ftruncate(whole, 4096)
-        mappings = [FileMapping(whole, 4096), WordMapping(words, 8)]
+        mappings = [device.mapping(whole, 4096), WordMapping(words, 8)]
         end = device.map(mappings)
         assert end.outcome == Outcome.FAILED
-        assert "0 bytes" in end.what
+        assert "sealed" in end.what
         assert not any(mapping.mapped for mapping in mappings)
 
     def test_an_unmap_ends_whatever_was_mapped(self, make: Make) -> None:
