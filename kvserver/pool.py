@@ -1,8 +1,11 @@
-"""The pages of L1: which are free, nothing else.
+"""The pages of L1: which are free and which are pinned, nothing else.
 
 Owns: the free pages, as extents: runs of neighbouring pages, merged as soon as they touch. Refuses to know:
-what a page holds and who asked for it. One thread uses it.
+what a page holds, who asked for it and how memory is pinned. One thread uses it.
 Invariant: free_pages + used_pages == pages.
+
+Pages below `pinned_pages` are pinned for GPUs, whose copies are slower elsewhere: the others are used last.
+Where nothing is pinned, or all, there is one part and nothing to choose.
 
 A slot is `bytes`: its extents in the order its bytes run, each a pair of u32 (first page, pages) in the
 machine's byte order. Slots joined are extents, too. Nearly always a slot is one extent; where memory is
@@ -13,11 +16,13 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
 
 PAGE_BYTES = 4 << 10
 MAX_PAGES = 1 << 30  # page numbers are u32, on the way to the copier
 _GRAINS = 32  # a slot of many pages is rounded up by less than 1/32 of itself
+_REGION = 1 << 18  # pages, about what is pinned at a time
 
 _EXTENT = struct.Struct("=II")
 
@@ -57,13 +62,15 @@ class PagePool:
     def __init__(self, l1_bytes: int, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.pages = l1_bytes // page_bytes
-        self.free_pages = 0
-        self._count_at: dict[int, int] = {}  # first page of a free extent -> its pages
-        self._first_before: dict[int, int] = {}  # the page after a free extent -> its first page
-        self._by_count: dict[int, dict[int, None]] = {}  # pages -> first pages, the last freed last; none empty
-        self._counts: list[int] = []  # the keys of _by_count, sorted
+        self.pinned_pages = 0  # free extents never reach across it
+        self._pinned = _FreeExtents()
+        self._unpinned = _FreeExtents()
         if self.pages:
-            self._add(0, self.pages)
+            self._unpinned.give(0, self.pages)
+
+    @property
+    def free_pages(self) -> int:
+        return self._pinned.pages + self._unpinned.pages
 
     @property
     def used_pages(self) -> int:
@@ -74,40 +81,76 @@ class PagePool:
         return -(-pages // grain(pages)) * grain(pages)
 
     def take(self, count: int) -> bytes | None:
-        """A slot of `count` pages, or None and nothing taken: only if fewer are free."""
-        if count > self.free_pages:
-            return None
-        if count <= self._counts[-1]:
-            return _EXTENT.pack(self._cut(count), count)
-        return self._gather(count)
+        """A slot of `count` pages, or None and nothing taken: only if fewer are free.
+
+        Pinned, in several extents if need be; else in one that is not; else of both, the only new slot that spans them.
+        """
+        if count <= self._pinned.largest:
+            return _EXTENT.pack(self._pinned.cut(count), count)
+        if count <= self._pinned.pages:
+            return _gather(count, self._pinned)
+        if count <= self._unpinned.largest:
+            return _EXTENT.pack(self._unpinned.cut(count), count)
+        if count <= self.free_pages:
+            return _gather(count, self._pinned, self._unpinned)
+        return None
 
     def give(self, slot: bytes) -> None:
         """Take back slots. REQUIRES: they came from take() and are given back once."""
         for first, count in extents(slot):
-            assert first not in self._count_at, "a slot was freed twice"
-            before = self._first_before.get(first)
-            if before is not None:
-                self._remove(before, first - before)
-                first, count = before, first - before + count
-            after = self._count_at.get(first + count)
-            if after is not None:
-                self._remove(first + count, after)
-                count += after
-            self._add(first, count)
+            self._give(first, count)
         assert self.free_pages <= self.pages, "a slot was freed twice"
 
-    def _gather(self, count: int) -> bytes:
-        """A slot of several extents, largest first, in whole grains while there are such."""
-        least = grain(count)
-        pieces = []
-        while count:
-            largest = self._counts[-1]
-            piece = min(count, largest - largest % least or largest)
-            pieces.append(_EXTENT.pack(self._cut(piece), piece))
-            count -= piece
-        return b"".join(pieces)
+    def pin(self, pages: int) -> None:
+        """The first `pages` are pinned now; slots in use may reach across. REQUIRES: never fewer than before.
 
-    def _cut(self, count: int) -> int:
+        Costs O(free extents in what was pinned, and in the regions where that begins and ends).
+        """
+        assert self.pinned_pages <= pages <= self.pages, "pages are pinned from the first on"
+        moved = self._unpinned.remove_between(self.pinned_pages, pages)
+        self.pinned_pages = pages
+        for first, count in moved:
+            self._give(first, count)
+
+    def _give(self, first: int, count: int) -> None:
+        pinned = self.pinned_pages - first
+        if pinned <= 0:
+            self._unpinned.give(first, count)
+        elif pinned >= count:
+            self._pinned.give(first, count)
+        else:
+            self._pinned.give(first, pinned)
+            self._unpinned.give(first + pinned, count - pinned)
+
+
+def _gather(count: int, *parts: _FreeExtents) -> bytes:
+    """A slot of several extents, the largest first: whole grains of one part after the other, then what is left of each."""
+    least = grain(count)
+    pieces = []
+    while count:
+        part = next((part for part in parts if part.largest >= least), None) or next(p for p in parts if p.pages)
+        piece = min(count, part.largest - part.largest % least or part.largest)
+        pieces.append(_EXTENT.pack(part.cut(piece), piece))
+        count -= piece
+    return b"".join(pieces)
+
+
+class _FreeExtents:
+    """Free extents of one part of L1, found by where they begin and end and by how many pages they have."""
+
+    def __init__(self) -> None:
+        self.pages = 0
+        # first page of an extent -> its pages, region by region, to find those of a region
+        self._count_at: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._first_before: dict[int, int] = {}  # the page after an extent -> its first page
+        self._by_count: dict[int, dict[int, None]] = {}  # pages -> first pages, the last freed last; none empty
+        self._counts: list[int] = []  # the keys of _by_count, sorted
+
+    @property
+    def largest(self) -> int:
+        return self._counts[-1] if self._counts else 0
+
+    def cut(self, count: int) -> int:
         """Take `count` pages from the smallest extent that has them. REQUIRES: one has."""
         found = self._counts[bisect_left(self._counts, count)]
         first, _ = self._by_count[found].popitem()
@@ -116,10 +159,36 @@ class PagePool:
             self._add(first + count, found - count)
         return first
 
+    def give(self, first: int, count: int) -> None:
+        """Add an extent, merged with those that it touches."""
+        assert first not in self._count_at[first // _REGION], "a slot was freed twice"
+        before = self._first_before.get(first)
+        if before is not None:
+            self._remove(before, first - before)
+            first, count = before, first - before + count
+        after = self._count_at[(first + count) // _REGION].get(first + count)
+        if after is not None:
+            self._remove(first + count, after)
+            count += after
+        self._add(first, count)
+
+    def remove_between(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Remove and return the extents whose first page is in [begin, end)."""
+        regions = range(begin // _REGION, -(-end // _REGION))
+        found = [
+            (first, count)
+            for region in regions
+            for first, count in self._count_at[region].items()
+            if begin <= first < end
+        ]
+        for first, count in found:
+            self._remove(first, count)
+        return found
+
     def _add(self, first: int, count: int) -> None:
-        self._count_at[first] = count
+        self._count_at[first // _REGION][first] = count
         self._first_before[first + count] = first
-        self.free_pages += count
+        self.pages += count
         same = self._by_count.get(count)
         if same is None:
             self._by_count[count] = {first: None}
@@ -133,9 +202,9 @@ class PagePool:
 
     def _removed(self, first: int, count: int) -> None:
         """The rest of a removal. REQUIRES: `first` is out of `_by_count`."""
-        del self._count_at[first]
+        del self._count_at[first // _REGION][first]
         del self._first_before[first + count]
-        self.free_pages -= count
+        self.pages -= count
         if not self._by_count[count]:
             del self._by_count[count]
             del self._counts[bisect_left(self._counts, count)]

@@ -20,6 +20,7 @@ def l1_status(cache: Cache, placement: Placement) -> dict[str, Any]:
     return {
         "size_bytes": pool.pages * pool.page_bytes,
         "used_bytes": pool.used_pages * pool.page_bytes,
+        "pinned_bytes": pool.pinned_pages * pool.page_bytes,
         "page_bytes": pool.page_bytes,
         "chunks": cache.index.chunk_count,
         "evictions": cache.evicted_chunks,

@@ -216,7 +216,7 @@ def test_status_has_the_keys_of_the_public_surface(daemon, worker):
     worker.round_trip()
     status = daemon.status()
     assert status.keys() >= STATUS_KEYS
-    assert status["l1"].keys() >= {"size_bytes", "used_bytes", "chunks", "evictions", "policy"}
+    assert status["l1"].keys() >= {"size_bytes", "used_bytes", "pinned_bytes", "chunks", "evictions", "policy"}
     assert status["totals"].keys() >= TOTALS_KEYS
     (instance,) = status["instances"]
     assert instance.keys() >= INSTANCE_KEYS
@@ -256,7 +256,7 @@ def test_status_counts_what_happened(make_daemon, make_worker):
     )
     assert status["l1"]["chunks"] == 3
     assert 0 <= status["l1"]["used_bytes"] - 3 * worker.chunk_bytes < 3 * status["l1"]["page_bytes"]
-    assert status["l1"]["size_bytes"] == 16 * MiB
+    assert (status["l1"]["size_bytes"], status["l1"]["pinned_bytes"]) == (16 * MiB, 0)
     worker.unregister()
     assert daemon.status()["totals"].items() >= {"stored_bytes": 3 * worker.chunk_bytes, "failed_loads": 1}.items()
 

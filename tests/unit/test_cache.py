@@ -199,6 +199,23 @@ class TestEviction:
         assert cache.pool.free_pages == 0
         cache.audit()
 
+    def test_nobody_leaves_while_pages_are_free_that_are_not_pinned(self, cache: Cache) -> None:
+        cache.pool.pin(4)
+        for name in "abcdefghij":
+            store(cache, name)
+        assert (cache.evicted_chunks, cache.pool.free_pages) == (0, 0)
+        assert which(cache, "abcdefghij") == "abcdefghij"
+        store(cache, "k")
+        assert which(cache, "abk") == "bk"
+        cache.audit()
+
+    def test_a_chunk_lies_half_in_pinned_pages_rather_than_evict_another(self, cache: Cache) -> None:
+        cache.pool.pin(4)
+        store(cache, "ab", pages=3)  # one pinned page is left, and three others
+        store(cache, "c", pages=4)
+        assert which(cache, "abc") == "abc"
+        assert (cache.evicted_chunks, cache.pool.free_pages) == (0, 0)
+
     def test_later_chunks_of_a_prefix_leave_before_earlier_ones(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
         store(cache, "x", namespace=OTHER, pages=3)

@@ -162,3 +162,180 @@ def test_page_sizes_are_powers_of_two_and_every_page_has_a_number(l1_bytes: int)
 def test_a_larger_l1_never_gets_smaller_pages() -> None:
     sizes = [page_bytes_for(1 << shift) for shift in range(20, 60)]
     assert sizes == sorted(sizes)
+
+
+# ---- what is pinned, and what is not yet --------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pool_that_is_all_pinned_gives_what_one_gives_that_never_is(seed: int) -> None:
+    rng = random.Random(seed)
+    pools = [PagePool(1000 * 4096, 4096) for _ in range(2)]
+    pools[1].pin(1000)
+    slots: list[bytes] = []
+    for _ in range(3000):
+        if slots and rng.random() < 0.45:
+            slot = slots.pop(rng.randrange(len(slots)))
+            for pool in pools:
+                pool.give(slot)
+            continue
+        count = rng.choice([1, 7, 48, 200])
+        first, second = (pool.take(count) for pool in pools)
+        assert first == second
+        slots += [first] if first else []
+    assert pools[0].pinned_pages == 0
+
+
+def test_pages_that_are_not_pinned_are_used_last() -> None:
+    pool = PagePool(100 * 4096, 4096)
+    pool.pin(30)
+    taken = [list(extents(pool.take(10) or b"")) for _ in range(5)]
+    assert taken == [[(0, 10)], [(10, 10)], [(20, 10)], [(30, 10)], [(40, 10)]]
+
+
+def test_a_slot_is_gathered_from_pinned_pages_before_one_that_is_not_pinned_is_taken() -> None:
+    pool = PagePool(100 * 4096, 4096)
+    slots = [pool.take(10) or b"" for _ in range(5)]
+    pool.pin(50)
+    pool.give(slots[0])
+    pool.give(slots[2])
+    assert list(extents(pool.take(15) or b"")) == [(20, 10), (0, 5)]
+    assert list(extents(pool.take(15) or b"")) == [(50, 15)], "only 5 pinned pages are free"
+    assert list(extents(pool.take(5) or b"")) == [(5, 5)]
+
+
+def test_a_new_slot_spans_both_parts_only_if_neither_holds_it() -> None:
+    pool = PagePool(40 * 4096, 4096)
+    pool.pin(20)
+    assert list(extents(pool.take(40) or b"")) == [(0, 20), (20, 20)]
+
+
+def test_large_slots_take_no_shreds_of_the_pinned_part_while_the_other_has_whole_grains() -> None:
+    pool = PagePool(2000 * 4096, 4096)
+    slots = [pool.take(1) or b"" for _ in range(10)]  # a pinned shred at every other page
+    pool.pin(10)
+    for slot in slots[::2]:
+        pool.give(slot)
+    kept = pool.take(1000)  # one of 990 pages is left, and the shreds
+    assert list(extents(kept or b"")) == [(10, 1000)]
+    assert grain(992) == 16
+    taken = [count for _, count in extents(pool.take(992) or b"")]
+    assert taken[0] == 976
+    assert sum(taken) == 992
+
+
+def test_free_pages_are_one_extent_again_once_pinning_has_passed_them() -> None:
+    pool = PagePool(100 * 4096, 4096)
+    slots = [pool.take(10) or b"" for _ in range(10)]
+    pool.pin(35)
+    for slot in slots:
+        pool.give(slot)  # one reaches across
+    for pages in (36, 36, 99, 100):
+        pool.pin(pages)
+    assert pool.pinned_pages == pool.pages
+    assert list(extents(pool.take(100) or b"")) == [(0, 100)]
+
+
+def test_pinning_never_goes_back_or_past_the_end() -> None:
+    pool = PagePool(100 * 4096, 4096)
+    pool.pin(50)
+    for pages in (49, 101):
+        with pytest.raises(AssertionError, match="first on"):
+            pool.pin(pages)
+    assert pool.pinned_pages == 50
+
+
+def test_a_slot_that_pinning_reached_into_is_freed_once() -> None:
+    pool = PagePool(100 * 4096, 4096)
+    slot = pool.take(20) or b""
+    pool.pin(10)
+    pool.give(slot)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.give(slot)
+
+
+class Model:
+    """The same by its definition: a set of free pages, looked through from end to end."""
+
+    def __init__(self, pages: int) -> None:
+        self.free = set(range(pages))
+        self.pages = pages
+        self.pinned = 0
+
+    def runs(self, pinned: bool) -> list[int]:
+        """The sizes of the free extents of one part."""
+        part = range(self.pinned) if pinned else range(self.pinned, self.pages)
+        sizes, size = [], 0
+        for page in part:
+            size = size + 1 if page in self.free else 0
+            if size == 1:
+                sizes.append(0)
+            if size:
+                sizes[-1] = size
+        return sizes
+
+    def check_take(self, count: int, slot: bytes | None) -> None:
+        """That `slot` is one that may be had now, then take it."""
+        near, far = self.runs(pinned=True), self.runs(pinned=False)
+        if slot is None:
+            assert sum(near) + sum(far) < count
+            return
+        pages = pages_of(slot)
+        assert len(pages) == len(set(pages)) == count
+        assert self.free.issuperset(pages)
+        whole = len(list(extents(slot))) == 1
+        if sum(near) >= count:
+            assert max(pages) < self.pinned
+            assert whole == (max(near) >= count)
+        elif max(far, default=0) >= count:
+            assert min(pages) >= self.pinned
+            assert whole
+        else:
+            assert sum(page < self.pinned for page in pages) > 0 or not near
+        if whole:
+            part = near if pages[0] < self.pinned else far
+            assert self.extent_of(pages[0]) == min(size for size in part if size >= count), "not the best fit"
+        self.free.difference_update(pages)
+
+    def extent_of(self, page: int) -> int:
+        """Pages of the free extent that begins with `page`."""
+        limit = self.pinned if page < self.pinned else self.pages
+        assert page in (0, self.pinned) or page - 1 not in self.free
+        return next((last for last in range(page, limit) if last not in self.free), limit) - page
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_long_life_with_pinning_at_any_moment_is_as_the_plain_model_says(seed: int) -> None:
+    rng = random.Random(seed)
+    pages = rng.choice([60, 300])
+    pool, model = PagePool(pages * 4096, 4096), Model(pages)
+    slots: list[bytes] = []
+    for _ in range(1500):
+        chance = rng.random()
+        if chance < 0.01:
+            model.pinned = rng.randint(model.pinned, min(pages, model.pinned + pages // 5))
+            pool.pin(model.pinned)
+        elif slots and chance < 0.5:
+            slot = slots.pop(rng.randrange(len(slots)))
+            pool.give(slot)
+            model.free.update(pages_of(slot))
+        else:
+            count = rng.choice([1, 2, 5, 13, 40])
+            slot_or_none = pool.take(count)
+            model.check_take(count, slot_or_none)
+            slots += [slot_or_none] if slot_or_none else []
+        assert pool.free_pages == len(model.free)
+        assert pool.free_pages + pool.used_pages == pool.pages == pages
+    for slot in slots:
+        pool.give(slot)
+    pool.pin(pages)
+    assert list(extents(pool.take(pages) or b"")) == [(0, pages)], "nothing is lost"
+
+
+def test_pinning_a_large_l1_piece_by_piece_leaves_one_extent() -> None:
+    pool = PagePool(20 * GiB, 4096)
+    slots = [pool.take(rng) or b"" for rng in (100_000, 300_000, 1_000_000)]
+    for end in range(GiB // 4096, pool.pages + 1, GiB // 4096):
+        pool.pin(end)
+    pool.give(b"".join(slots))
+    assert list(extents(pool.take(pool.pages) or b"")) == [(0, pool.pages)]

@@ -1,0 +1,21 @@
+"""What `/status` says of L1."""
+
+from __future__ import annotations
+
+from kvserver.cache import Cache
+from kvserver.eviction import POLICIES
+from kvserver.placement import Placement
+from kvserver.pool import PagePool
+from kvserver.status import l1_status
+
+
+def test_pinned_bytes_grow_with_what_is_pinned_whatever_is_used() -> None:
+    pool = PagePool(10 * 4096, 4096)
+    cache = Cache(pool, POLICIES["lru"]())
+    assert l1_status(cache, Placement())["pinned_bytes"] == 0
+    pool.take(8)
+    pool.pin(3)
+    shown = l1_status(cache, Placement())
+    assert (shown["pinned_bytes"], shown["used_bytes"], shown["size_bytes"]) == (3 * 4096, 8 * 4096, 10 * 4096)
+    pool.pin(10)
+    assert l1_status(cache, Placement())["pinned_bytes"] == 10 * 4096
