@@ -63,6 +63,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "under a memory policy (numactl); bind:N stays on node N, for engines that run there; off leaves it to the kernel.",
         ),
     ] = "auto"
+    gpus: Annotated[
+        str,
+        Meta(
+            description="GPUs whose memory engines may register. auto: all that the driver shows, each with a CUDA context (about "
+            '0.5 GiB of its memory) from its first engine on; UUIDs, as `nvidia-smi -L` shows them, "GPU-...,GPU-...": only those, '
+            "ready and L1 pinned at the start; none: CPU memory only."
+        ),
+    ] = "auto"
+    pin: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description="Pinning of L1 for GPUs. auto pins it in the background as soon as a GPU is in use: it cannot be swapped "
+            "then; off never does, and copies to and from GPUs are slower."
+        ),
+    ] = "auto"
     chunk_tokens: Annotated[
         int, Meta(ge=1, le=65536, description="Tokens per chunk: smaller finds shorter prefixes, larger is cheaper.")
     ] = 256
@@ -86,6 +101,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     test_copy_delay_us: Annotated[
         int, Meta(ge=0, description="For tests: pause before each copied block, to act in the middle of a copy.")
     ] = 0
+    test_fake_gpus: Annotated[
+        int, Meta(ge=0, le=8, description="For tests: so many simulated GPUs, whose memory is the host's.")
+    ] = 0
 
 
 def parse_size(text: str) -> int:
@@ -94,6 +112,21 @@ def parse_size(text: str) -> int:
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is no size; write for example 20GiB, 512MiB or a number of bytes")
     return int(Decimal(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_gpus(text: str) -> tuple[str, ...]:
+    """The UUIDs in `gpus`, none of "auto" and "none". ValueError says what is accepted."""
+    if text in ("auto", "none"):
+        return ()
+    found = [part.strip() for part in text.split(",")]
+    for uuid in found:
+        if not re.fullmatch(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", uuid):
+            raise ValueError(
+                f"{uuid!r} is no UUID of a GPU; write auto, none or what `nvidia-smi -L` shows, joined by commas"
+            )
+        if found.count(uuid) > 1:
+            raise ValueError(f"{uuid} stands there twice")
+    return tuple(found)
 
 
 def default_endpoint() -> str:
@@ -223,15 +256,23 @@ def read(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Co
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_bad(*_field_and_reason(str(error)), values, sources)) from None
-    try:
-        if settings.l1_size != "auto" and parse_size(settings.l1_size) < MIN_L1_BYTES:
-            raise ValueError(f"L1 needs at least {MIN_L1_BYTES // KiB}KiB")
-    except ValueError as error:
-        raise ConfigError(_bad("l1_size", str(error), values, sources)) from None
+    for name, check in _CHECKS.items():
+        try:
+            check(getattr(settings, name))
+        except ValueError as error:
+            raise ConfigError(_bad(name, str(error), values, sources)) from None
     if not settings.endpoint:
         settings = msgspec.structs.replace(settings, endpoint=default_endpoint())
         sources.pop("endpoint", None)
     return Configuration(settings, sources)
+
+
+def _check_l1_size(text: str) -> None:
+    if text != "auto" and parse_size(text) < MIN_L1_BYTES:
+        raise ValueError(f"L1 needs at least {MIN_L1_BYTES // KiB}KiB")
+
+
+_CHECKS: dict[str, Callable[[str], object]] = {"l1_size": _check_l1_size, "gpus": parse_gpus}  # what a type cannot say
 
 
 def _read_toml(path: str, types: dict[str, type]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Where L1 lies: how large it is, in which pages and on which memory nodes.
 
-Owns: the choice, from the settings and what the machine has. Refuses to know: how memory is mapped
+Owns: the choice, from the settings and what the machine has, and which node a GPU is next to. Refuses to know: how memory is mapped
 (`csrc/host_pool.cpp`), how much ordinary memory is free (`capacity`).
 
 Explicit huge pages are reserved by the operator and taken when L1 is mapped, never when it is touched: a page
@@ -97,15 +97,26 @@ def memory_nodes(root: Path = Path("/")) -> list[int]:
     base = root / "sys/devices/system/node"
     nodes = {int(path.name[4:]) for path in base.glob("node[0-9]*")}
     status = re.search(r"Mems_allowed_list:\s*(\S+)", _text(root / "proc/self/status"))
-    allowed = _node_list(status[1]) if status else nodes
-    return sorted(nodes & allowed & (_node_list(_text(base / "has_memory")) or nodes))
+    allowed = _numbers(status[1]) if status else nodes
+    return sorted(nodes & allowed & (_numbers(_text(base / "has_memory")) or nodes))
 
 
 def interleaved_nodes(root: Path = Path("/")) -> list[int]:
     """Those of them that "auto" uses. Memory without processors is a GPU's, or far and slow."""
     nodes = memory_nodes(root)
-    near = _node_list(_text(root / "sys/devices/system/node/has_cpu"))
+    near = _numbers(_text(root / "sys/devices/system/node/has_cpu"))
     return [node for node in nodes if not near or node in near]
+
+
+def gpu_node(pci: str, root: Path = Path("/")) -> int | None:
+    """The memory node next to a GPU at `pci`, as 0000:1A:00.0; None if the machine does not say."""
+    text = _text(root / f"sys/bus/pci/devices/{pci.lower()}/numa_node").strip()
+    return int(text) if text.isdecimal() else None  # -1: it has none
+
+
+def node_cpus(node: int, root: Path = Path("/")) -> set[int]:
+    """The processors of a memory node."""
+    return _numbers(_text(root / f"sys/devices/system/node/node{node}/cpulist"))
 
 
 def _choose_nodes(setting: str, root: Path, own_policy: bool) -> tuple[tuple[int, ...], bool]:
@@ -132,10 +143,10 @@ def _check_node(settings: Settings, node: int, size: int, root: Path) -> None:
         )
 
 
-def _node_list(text: str) -> set[int]:
+def _numbers(text: str) -> set[int]:
     """Of "0-1,3"."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
-    return {node for first, _, last in ranges for node in range(int(first), int(last or first) + 1)}
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 def _text(path: Path) -> str:

@@ -12,9 +12,11 @@ import msgspec
 import pytest
 
 from kvserver import config
-from kvserver.config import GiB, KiB, MiB, Settings, parse_size
+from kvserver.config import GiB, KiB, MiB, Settings, parse_gpus, parse_size
 from kvserver.errors import ConfigError
 
+GPU = "GPU-9221d5d1-b60b-a624-bf14-0a1819cfda3b"
+OTHER_GPU = "GPU-00000000-0000-0000-0000-000000000001"
 NAMES = [field.name for field in msgspec.structs.fields(Settings)]
 
 
@@ -65,6 +67,9 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
         "copy_threads": "3",
         "l1_huge_pages": "2MiB",
         "l1_numa": "bind:1",
+        "gpus": "none",
+        "pin": "off",
+        "test_fake_gpus": "8",
     }.get(name, "8192")
     flag = "--" + name.replace("_", "-")
     by_flag = config.load(parsed(flag, value), {})
@@ -101,7 +106,10 @@ BAD = {
     "log_level": ["loud"],
     "log_format": ["xml"],
     "max_message_bytes": ["1"],
+    "gpus": ["all", "0", "0,1", "GPU-", "AUTO", "", f"{GPU},", f"{GPU},auto", f"{GPU},{GPU}", GPU.upper(), f"{GPU}0"],
+    "pin": ["on", "yes", ""],
     "test_copy_delay_us": ["-1"],
+    "test_fake_gpus": ["-1", "9", "two"],
 }
 
 
@@ -169,6 +177,33 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 def test_what_is_no_size_is_told_what_is(text: str) -> None:
     with pytest.raises(ValueError, match="for example 20GiB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "uuids"),
+    [
+        ("auto", ()),
+        ("none", ()),
+        (GPU, (GPU,)),
+        (f"{GPU},{OTHER_GPU}", (GPU, OTHER_GPU)),
+        (f" {GPU} , {OTHER_GPU}", (GPU, OTHER_GPU)),
+    ],
+)
+def test_gpus_are_named_by_their_uuids(text: str, uuids: tuple[str, ...]) -> None:
+    assert parse_gpus(config.load({"gpus": text}, {}).gpus) == uuids
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0,1", "'0' is no UUID of a GPU; write auto, none or what `nvidia-smi -L` shows"),
+        (f"{GPU},{GPU}", f"{GPU} stands there twice"),
+    ],
+)
+def test_what_names_no_gpu_is_told_what_does(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load({}, {"KVSERVER_GPUS": text})
+    assert str(caught.value).startswith(f"bad setting: --gpus {text!r} (from the environment KVSERVER_GPUS): {words}")
 
 
 # ---- where a value came from --------------------------------------------------------------------

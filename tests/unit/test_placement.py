@@ -9,7 +9,7 @@ import pytest
 
 from kvserver.config import GiB, KiB, MiB, Settings
 from kvserver.errors import ConfigError
-from kvserver.placement import Placement, choose_l1, interleaved_nodes, memory_nodes
+from kvserver.placement import Placement, choose_l1, gpu_node, interleaved_nodes, memory_nodes, node_cpus
 
 
 class Machine:
@@ -180,3 +180,35 @@ class TestNodes:
         assert machine.choose(l1_numa="bind:0", l1_size="1GiB")[1].pages == "2MiB"
         with pytest.raises(ConfigError, match=r"echo 512 \| sudo tee .*/node1/hugepages"):
             machine.choose(l1_numa="bind:1", l1_size="1GiB", l1_huge_pages="2MiB")
+
+
+class TestGpus:
+    def test_a_gpu_is_next_to_the_node_of_its_bus(self, machine: Machine) -> None:
+        machine.write("sys/bus/pci/devices/0000:1a:00.0/numa_node", 1)
+        assert gpu_node("0000:1A:00.0", machine.root) == 1, "the driver may write capitals"
+        assert gpu_node("0000:1a:00.0", machine.root) == 1
+
+    @pytest.mark.parametrize("text", ["-1", "", "none"])
+    def test_a_gpu_may_be_next_to_no_node(self, machine: Machine, text: str) -> None:
+        machine.write("sys/bus/pci/devices/0000:1a:00.0/numa_node", text)
+        assert gpu_node("0000:1a:00.0", machine.root) is None
+
+    def test_a_machine_without_that_bus_is_next_to_no_node(self, machine: Machine) -> None:
+        assert gpu_node("0000:1a:00.0", machine.root) is None
+
+    @pytest.mark.parametrize(
+        ("text", "cpus"),
+        [("0-3,8-11", {0, 1, 2, 3, 8, 9, 10, 11}), ("5", {5}), ("", set())],
+        ids=["two", "one", "none"],
+    )
+    def test_a_node_has_processors_or_none(self, machine: Machine, text: str, cpus: set[int]) -> None:
+        machine.write("sys/devices/system/node/node1/cpulist", text)
+        assert node_cpus(1, machine.root) == cpus
+
+    def test_a_node_that_is_not_there_has_none(self, machine: Machine) -> None:
+        assert node_cpus(7, machine.root) == set()
+
+    def test_l1_is_spread_over_all_nodes_wherever_the_gpus_are(self, machine: Machine) -> None:
+        machine.nodes(2)
+        machine.write("sys/bus/pci/devices/0000:1a:00.0/numa_node", 1)
+        assert machine.choose(gpus="auto")[1].nodes == (0, 1)
