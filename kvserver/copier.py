@@ -1,7 +1,7 @@
 """Tickets: copies in flight, and how their end comes back to the loop.
 
 Owns: ticket numbers and the table of open tickets. Refuses to know: what a ticket's end means; the
-handlers decide that. The bytes are moved by a native device (`csrc/core.h` is its contract), never under
+handlers decide that. The bytes are moved by native devices (`csrc/core.h` is their contract), never under
 the GIL.
 
 A ticket ends exactly once, by a completion drained in the loop thread.
@@ -14,10 +14,31 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvserver import _native
-from kvserver._native import NO_BLOCK, Device, Direction, HostRegion, Mapping, Outcome, PlaneTable
+from kvserver._native import (
+    NO_BLOCK,
+    Device,
+    Direction,
+    HostRegion,
+    Mapping,
+    Outcome,
+    PlaneTable,
+    WordMapping,
+)
+from kvserver.devices import Devices
 from kvserver.placement import Placement
 
-__all__ = ["NO_BLOCK", "Completion", "Copier", "Device", "Direction", "HostRegion", "Mapping", "Outcome", "PlaneTable"]
+__all__ = [
+    "NO_BLOCK",
+    "Completion",
+    "Copier",
+    "Device",
+    "Direction",
+    "HostRegion",
+    "Mapping",
+    "Outcome",
+    "PlaneTable",
+    "WordMapping",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,57 +60,55 @@ T = TypeVar("T")
 
 
 class Copier(Generic[T]):
-    """Open tickets of one device. `T` is what the caller wants back when a ticket ends."""
+    """Open tickets of all devices. `T` is what the caller wants back when a ticket ends."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._open: dict[int, T] = {}
+    def __init__(self, devices: Devices) -> None:
+        self.devices = devices
+        self._open: dict[int, tuple[Device, T]] = {}
         self._next = 0
 
     @property
-    def completion_fd(self) -> int:
-        return self.device.completion_fd
-
-    @property
-    def lost(self) -> str:
-        """Why no copy can succeed any more; empty while it can."""
-        return self.device.lost
+    def completion_fds(self) -> list[int]:
+        return [device.completion_fd for device in self.devices.all]
 
     @property
     def open_tickets(self) -> int:
         return len(self._open)
 
-    def copy(self, ticket: T, direction: Direction, planes: PlaneTable, **job: Any) -> int:
+    def copy(self, device: Device, ticket: T, direction: Direction, planes: PlaneTable, **job: Any) -> int:
         """Queue a copy; see `csrc/core.h` for the arguments. Returns the ticket's number."""
-        number = self._number(ticket)
+        number = self._number(device, ticket)
         try:
-            self.device.submit_copy(ticket=number, direction=direction, planes=planes, **job)
+            device.submit_copy(ticket=number, direction=direction, planes=planes, **job)
         except BaseException:
             del self._open[number]
             raise
         return number
 
-    def map(self, ticket: T, mappings: list[Mapping]) -> int:
-        number = self._number(ticket)
-        self.device.submit_map(number, mappings)
+    def map(self, device: Device, ticket: T, mappings: list[Mapping]) -> int:
+        number = self._number(device, ticket)
+        device.submit_map(number, mappings)
         return number
 
-    def unmap(self, ticket: T, mappings: list[Mapping]) -> int:
-        number = self._number(ticket)
-        self.device.submit_unmap(number, mappings)
+    def unmap(self, device: Device, ticket: T, mappings: list[Mapping]) -> int:
+        number = self._number(device, ticket)
+        device.submit_unmap(number, mappings)
         return number
 
     def cancel(self, number: int) -> None:
         """End it at its next block; its completion still comes."""
-        self.device.cancel(number)
+        device, _ = self._open[number]
+        device.cancel(number)
 
     def drain(self) -> Iterator[tuple[T, Completion]]:
-        for number, outcome, moved, nanos, what in self.device.drain():
-            yield self._open.pop(number), Completion(number, outcome, moved, nanos, what)
+        for device in self.devices.all:
+            for number, outcome, moved, nanos, what in device.drain():
+                _, ticket = self._open.pop(number)
+                yield ticket, Completion(number, outcome, moved, nanos, what)
 
-    def _number(self, ticket: T) -> int:
+    def _number(self, device: Device, ticket: T) -> int:
         self._next += 1
-        self._open[self._next] = ticket
+        self._open[self._next] = (device, ticket)
         return self._next
 
 

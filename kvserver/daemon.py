@@ -28,9 +28,11 @@ import msgspec
 import zmq
 
 from kvserver import __version__, _native
+from kvserver._native import Gpu
 from kvserver.cache import Cache
 from kvserver.config import Configuration, Settings
 from kvserver.copier import HostRegion, cpu_device, l1_region
+from kvserver.devices import Devices, GpuRules, OpenGpu
 from kvserver.errors import ConfigError
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
@@ -41,6 +43,8 @@ from kvserver.pool import PagePool, page_bytes_for
 from kvserver.server import Server
 
 log = logging.getLogger("kvserver")
+
+EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
 
 class Endpoint:
@@ -158,15 +162,18 @@ def serve(configuration: Configuration) -> int:
         try:
             region, placement = _map_l1(settings, *chosen)
             page_bytes = page_bytes_for(region.size)
-            device = cpu_device(region, page_bytes, settings.copy_threads, settings.test_copy_delay_us)
+            cpu = cpu_device(region, page_bytes, settings.copy_threads, settings.test_copy_delay_us)
         except (OSError, MemoryError, RuntimeError) as error:  # a limit of address space, of threads
             raise ConfigError(
                 f"--l1-size {settings.l1_size} --copy-threads {settings.copy_threads}: {error or 'no memory'}; lower them "
                 "or raise the limits of this process (ulimit -v, ulimit -u)"
             ) from None
+        rules = GpuRules(gpu_opener(settings), settings.gpus, settings.pin != "off")
+        devices = Devices(cpu, region, page_bytes, rules)
+        devices.make_ready()
         cache = Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]())
-        handlers = Handlers(settings, boot_id, token, cache, device, lifelines, placement=placement)
-        server = Server(handlers, router, settings.max_message_bytes)
+        handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, placement=placement)
+        server = Server(handlers, router, settings.max_message_bytes, stops_when_lost=True)
         try:
             pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
         except OSError as error:
@@ -194,6 +201,11 @@ def serve(configuration: Configuration) -> int:
         server.run()
         if not _drain(server):
             os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
+        if lost := devices.lost:
+            log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
+            endpoint.release()
+            logging.shutdown()
+            os._exit(EXIT_DEVICE_LOST)  # what the driver still has to say at exit may never end
         pages.close()
         lifelines.shut()
     finally:
@@ -202,6 +214,20 @@ def serve(configuration: Configuration) -> int:
         context.destroy(0)
     log.info("stopped")
     return 0
+
+
+def gpu_opener(settings: Settings) -> OpenGpu:
+    """How this daemon gets at a GPU by its UUID."""
+    if not settings.test_fake_gpus:
+        return _native.cuda_gpu
+    uuids = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(settings.test_fake_gpus)]
+
+    def fake(uuid: str) -> Gpu:
+        if uuid not in uuids:
+            raise RuntimeError(f"this process has no GPU {uuid}, it has {', '.join(uuids)}")
+        return _native.FakeGpu(uuid, delay_micros=settings.test_copy_delay_us)
+
+    return fake
 
 
 def _has_numa_policy() -> bool:

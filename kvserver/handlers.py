@@ -16,7 +16,8 @@ from typing import Any
 from kvserver import __version__
 from kvserver.cache import Cache
 from kvserver.config import Settings
-from kvserver.copier import Completion, Copier, Device, Outcome
+from kvserver.copier import Completion, Copier, Outcome
+from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.instances import Instance, Instances
 from kvserver.lifeline import Lifelines
@@ -68,7 +69,7 @@ class Handlers:
         boot_id: str,
         token: str,
         cache: Cache,
-        device: Device,
+        devices: Devices,
         lifelines: Lifelines,
         clock: Callable[[], float] = time.monotonic,
         placement: Placement = _NO_PLACEMENT,
@@ -76,7 +77,8 @@ class Handlers:
         self.settings = settings
         self.boot_id = boot_id
         self.cache = cache
-        self.copier: Copier[Ticket] = Copier(device)
+        self.copier: Copier[Ticket] = Copier(devices)
+        self.devices = devices
         self.instances = Instances()
         self.lifelines = lifelines
         self.transfers = Transfers(cache, self.copier, self.instances, clock)
@@ -138,7 +140,7 @@ class Handlers:
         check_chunk(request.chunk_blocks, spec)
         namespace = instance.namespace_of(request.variant)
         hits = 0
-        if namespace is not None and not self.copier.lost:  # a hit that cannot be loaded only costs the engine
+        if namespace is not None and not self.devices.lost:  # a hit that cannot be loaded only costs the engine
             owner = (request.instance_id, request.request_id)
             hits = self.cache.lookup(namespace, request.keys, owner, self._clock() + self.settings.lease_seconds)
         chunk_tokens = spec.chunk_blocks * spec.block_tokens
@@ -209,7 +211,7 @@ class Handlers:
                 log.exception("while ending %s", type(ticket).__name__)
 
     def _tell_loss(self) -> None:
-        lost = self.copier.lost
+        lost = self.devices.lost
         if lost and lost != self._told_loss:
             log.critical("the device is lost: %s; no lookup hits from now on, restart this daemon", lost)
         self._told_loss = lost
@@ -235,7 +237,8 @@ class Handlers:
     # ---- time ---------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a second or so: leases whose requests never ended."""
+        """Once a second or so: leases whose requests never ended, and what has been pinned."""
+        self.devices.tick(self.cache.pool)
         if expired := self.cache.expire_leases(self._clock()):
             log.debug("%d leases expired", expired)
 
@@ -245,7 +248,7 @@ class Handlers:
             return False
         self.cache.audit()
         assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
-        standing = sum(len(w.memory) for w in self.instances.by_registration.values())
+        standing = sum(len(w.mappings) for w in self.instances.by_registration.values())
         assert self.workers.mappings == standing, (
             f"{self.workers.mappings} mappings are open, workers stand on {standing}"
         )
@@ -259,7 +262,8 @@ class Handlers:
         return {
             "l1": l1_status(self.cache, self._placement),
             "l2": [],
-            "instances": [instance_status(instance, now) for instance in self.instances.by_id.values()],
+            "gpus": self.devices.status(),
+            "instances": [instance_status(instance, self.devices, now) for instance in self.instances.by_id.values()],
             "totals": totals_status(self.instances),
             "books": books_status(self.cache, self.copier, self.workers, len(self.lifelines)),
         }

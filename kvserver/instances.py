@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvserver.copier import Mapping, PlaneTable
+from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.lifeline import Attachment
 from kvserver.namespace import check_agreement, fingerprint, with_variant
@@ -51,11 +51,21 @@ class Counts:
 class Worker:
     """One rank. `table` is None until its memory was mapped."""
 
-    def __init__(self, registration: int, spec: RegisterWorker, attachment: Attachment, memory: list[Mapping]) -> None:
+    def __init__(
+        self,
+        registration: int,
+        spec: RegisterWorker,
+        attachment: Attachment,
+        device: Device,
+        memory: list[Mapping],
+        words: WordMapping,
+    ) -> None:
         self.registration = registration
         self.spec = spec
         self.attachment = attachment
-        self.memory = memory  # the state word page comes last
+        self.device = device  # copies for it
+        self.memory = memory
+        self.words = words
         self.table: PlaneTable | None = None
         self.tickets: set[int] = set()
         self.closing = False
@@ -67,8 +77,8 @@ class Worker:
         self.stores = self.slot == spec.rank
 
     @property
-    def words(self) -> Mapping:
-        return self.memory[-1]
+    def mappings(self) -> list[Mapping]:
+        return [*self.memory, self.words]
 
 
 @dataclass
@@ -127,14 +137,21 @@ class Instances:
             )
         check_agreement(instance.any_worker().spec, spec)
 
-    def add(self, spec: RegisterWorker, attachment: Attachment, memory: list[Mapping]) -> Worker:
+    def add(
+        self,
+        spec: RegisterWorker,
+        attachment: Attachment,
+        device: Device,
+        memory: list[Mapping],
+        words: WordMapping,
+    ) -> Worker:
         """REQUIRES: check(spec) passed."""
         instance = self.by_id.get(spec.instance_id)
         if instance is None:
             instance = Instance(spec.instance_id, spec.incarnation, spec.model_name, spec.world_size)
             self.by_id[spec.instance_id] = instance
         self._next += 1
-        worker = Worker(self._next, spec, attachment, memory)
+        worker = Worker(self._next, spec, attachment, device, memory, words)
         instance.workers[spec.rank] = worker
         self.by_registration[self._next] = worker
         attachment.registration = self._next

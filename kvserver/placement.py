@@ -119,6 +119,15 @@ def node_cpus(node: int, root: Path = Path("/")) -> set[int]:
     return _numbers(_text(root / f"sys/devices/system/node/node{node}/cpulist"))
 
 
+def gpu_cpus(uuid: str, root: Path = Path("/")) -> set[int]:
+    """The processors next to a GPU; none if the machine does not say."""
+    for path in (root / "proc/driver/nvidia/gpus").glob("*/information"):
+        if re.search(rf"GPU UUID:\s*{re.escape(uuid)}\s", _text(path) + "\n"):
+            node = gpu_node(path.parent.name, root)
+            return node_cpus(node, root) if node is not None else set()
+    return set()
+
+
 def _choose_nodes(setting: str, root: Path, own_policy: bool) -> tuple[tuple[int, ...], bool]:
     if setting.startswith("bind:"):
         node, nodes = int(setting.removeprefix("bind:")), memory_nodes(root)

@@ -65,8 +65,16 @@ class Call:
 class Server:
     """REQUIRES: `router` is bound; start() and stop() may come from any thread, the rest runs in the loop's."""
 
-    def __init__(self, handlers: Handlers, router: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        handlers: Handlers,
+        router: zmq.Socket[bytes],
+        max_message_bytes: int,
+        stops_when_lost: bool = False,
+    ) -> None:
+        """`stops_when_lost`: run() returns when a device is lost, as after stop()."""
         self.handlers = handlers
+        self._stops_when_lost = stops_when_lost
         self.rpc = Rpc()
         self.unbalanced = 0  # audits that failed
         self.undelivered = 0  # replies to peers that were gone or did not read
@@ -117,7 +125,7 @@ class Server:
     @property
     def lost_device(self) -> str:
         """Why nothing can be copied any more; empty while it can."""
-        return self.handlers.copier.lost
+        return self.handlers.devices.lost
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -126,21 +134,24 @@ class Server:
         poller = zmq.Poller()
         lifelines = self.handlers.lifelines
         poller.register(self._router, zmq.POLLIN)
-        for fd in (self._wake_read, self.handlers.copier.completion_fd, lifelines.listener_fd):
+        for fd in (self._wake_read, lifelines.listener_fd):
             poller.register(fd, zmq.POLLIN)
         watched: set[int] = set()
         more = False
         while not self._stopping:
-            for fd in watched ^ set(lifelines.connection_fds()):
+            wanted = {*lifelines.connection_fds(), *self.handlers.copier.completion_fds}
+            for fd in watched ^ wanted:
                 if fd in watched:
                     poller.unregister(fd)
                 else:
                     poller.register(fd, zmq.POLLIN)
-            watched = set(lifelines.connection_fds())
+            watched = wanted
             ready = dict(poller.poll(0 if more else _IDLE_POLL_MS))
             turn_began = time.monotonic()
             # Completions first: a lookup that follows a store's end must find its chunks.
             self.handlers.settle()
+            if self._stops_when_lost and self.lost_device:
+                self._stopping = True
             more = self._serve_requests()
             if lifelines.listener_fd in ready:
                 lifelines.accept()

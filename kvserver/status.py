@@ -9,6 +9,7 @@ from typing import Any
 
 from kvserver.cache import Cache
 from kvserver.copier import Copier
+from kvserver.devices import Devices
 from kvserver.instances import Instance, Instances
 from kvserver.placement import Placement
 from kvserver.transfers import Ticket
@@ -55,7 +56,7 @@ def books_status(cache: Cache, copier: Copier[Ticket], workers: Workers, attachm
     }
 
 
-def instance_status(instance: Instance, now: float) -> dict[str, Any]:
+def instance_status(instance: Instance, devices: Devices, now: float) -> dict[str, Any]:
     spec = instance.any_worker().spec
     counts = instance.counts
     return {
@@ -67,7 +68,8 @@ def instance_status(instance: Instance, now: float) -> dict[str, Any]:
         "workers": [
             {
                 "rank": rank,
-                "device": "cpu",
+                "device": devices.name(worker.device),
+                "mapped_bytes": sum(memory.size for memory in worker.memory if memory.mapped),
                 "planes": len(worker.spec.planes),
                 "block_bytes": worker.slot_bytes // worker.spec.chunk_blocks,
                 "num_blocks": worker.spec.num_blocks,

@@ -159,6 +159,7 @@ class Transfers:
         worker = ticket.worker
         assert worker.table is not None
         number = self._copier.copy(
+            worker.device,
             ticket,
             direction,
             worker.table,

@@ -13,12 +13,20 @@ from collections.abc import Callable
 
 from kvserver.cache import Cache
 from kvserver.config import Settings
-from kvserver.copier import Completion, Copier, Mapping, Outcome, PlaneTable
+from kvserver.copier import Completion, Copier, Outcome, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.instances import Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
 from kvserver.planes import block_bytes, group_count
-from kvserver.protocol import Error, Registered, RegisterWorker, SharedFd, Unregistered, UnregisterWorker
+from kvserver.protocol import (
+    CudaVmmFd,
+    Error,
+    Registered,
+    RegisterWorker,
+    SharedFd,
+    Unregistered,
+    UnregisterWorker,
+)
 from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)
@@ -38,6 +46,7 @@ class Workers:
         self._settings = settings
         self._cache = cache
         self._copier = copier
+        self._devices = copier.devices
         self._instances = instances
         self._lifelines = lifelines
         self._clock = clock
@@ -50,16 +59,16 @@ class Workers:
         try:
             self._instances.check(request)
             self._check_geometry(request, len(attachment.fds))
+            device = self._devices.serving(request.memory)
         except KVServerError as error:
             self._refused(request, error)
             raise
         fds = attachment.claim()
-        memory = [FileMapping(fds[m.index], m.size_bytes) for m in request.memory]
-        memory.append(WordMapping(fds[-1], request.words * 8))
-        worker = self._instances.add(request, attachment, memory)
+        memory = [self._devices.mapping(device, m, fds) for m in request.memory]
+        worker = self._instances.add(request, attachment, device, memory, WordMapping(fds[-1], request.words * 8))
         worker.last_seen = self._clock()
-        self.mappings += len(memory)
-        worker.tickets.add(self._copier.map(MapTicket(worker, respond), memory))
+        self.mappings += len(worker.mappings)
+        worker.tickets.add(self._copier.map(device, MapTicket(worker, respond), worker.mappings))
 
     def _refused(self, spec: RegisterWorker, error: KVServerError) -> None:
         """Tell the operator, but not again at every attempt of an engine that keeps trying."""
@@ -68,10 +77,8 @@ class Workers:
         self._last_refusal = refusal
 
     def _check_geometry(self, request: RegisterWorker, fds: int) -> None:
-        for memory in request.memory:
-            if not isinstance(memory, SharedFd):
-                raise KVServerError(ErrorCode.BAD_MEMORY, f"{type(memory).__name__}: this daemon serves CPU memory only")
-        if sorted(m.index for m in request.memory) != list(range(fds - 1)):
+        named = sorted(m.index for m in request.memory if isinstance(m, SharedFd | CudaVmmFd))
+        if named != list(range(fds - 1)):
             raise KVServerError(
                 ErrorCode.BAD_MEMORY,
                 f"{fds} descriptors came with Attach: memory must name each of 0 to {fds - 2} once, "
@@ -114,7 +121,7 @@ class Workers:
                 raise KVServerError(ErrorCode.DEVICE_LOST if lost else ErrorCode.BAD_MEMORY, completion.what)
             rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes, p.group) for p in worker.spec.planes]
             try:
-                worker.table = PlaneTable(worker.memory[:-1], rows, worker.spec.num_blocks)
+                worker.table = PlaneTable(worker.memory, rows, worker.spec.num_blocks)
             except ValueError as error:
                 raise KVServerError(ErrorCode.BAD_PLANES, str(error)) from None
         except KVServerError as error:
@@ -122,6 +129,7 @@ class Workers:
             ticket.respond(Error(code=error.code.value, message=error.message))
             self.close(worker)
             return
+        self._devices.in_use(worker.device)
         instance = self._instances.of(worker)
         instance.refresh_namespace()
         log.info(
@@ -161,11 +169,11 @@ class Workers:
         if worker.closing and not worker.tickets and not worker.unmapping:
             worker.unmapping = True
             worker.table = None
-            self._copier.unmap(UnmapTicket(worker), worker.memory)
+            self._copier.unmap(worker.device, UnmapTicket(worker), worker.mappings)
 
     def unmapped(self, ticket: UnmapTicket) -> None:
         worker = ticket.worker
-        self.mappings -= len(worker.memory)
+        self.mappings -= len(worker.mappings)
         self._lifelines.close(worker.attachment)
         respond = self._waiting.pop(worker.registration, None)
         if respond is not None:

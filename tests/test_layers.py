@@ -27,6 +27,7 @@ ORDER = [
     "index",
     "eviction",
     "cache",
+    "devices",
     "copier",
     "lifeline",
     "instances",

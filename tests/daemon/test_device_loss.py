@@ -14,6 +14,7 @@ from support.worker import Worker, make_keys
 
 from kvserver._native import FakeDevice, HostRegion, State
 from kvserver.client import RequestFailed
+from kvserver.devices import Devices
 from kvserver.http import StatusPages
 from kvserver.protocol import Error, Retrieved, Stored
 
@@ -56,7 +57,7 @@ class Machine:
 @pytest.fixture
 def machine() -> Iterator[Machine]:
     device = FakeDevice(HostRegion(L1_BYTES), PAGE_BYTES)
-    with running_server(device) as pages:
+    with running_server(Devices(device)) as pages:
         machine = Machine(device, pages)
         try:
             yield machine

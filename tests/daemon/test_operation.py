@@ -23,6 +23,7 @@ from kvserver._native import State
 from kvserver.capacity import available_memory, choose_l1_bytes
 from kvserver.config import GiB, MiB
 from kvserver.copier import HostRegion, cpu_device
+from kvserver.devices import Devices
 from kvserver.errors import ConfigError
 from kvserver.protocol import PROTOCOL_VERSION, Lookup, Status, StatusReply, encode
 
@@ -419,7 +420,7 @@ def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(mo
     monkeypatch.setattr(http, "STUCK_SECONDS", 1.2)  # an idle loop turns once a second
     monkeypatch.setattr(http, "LOOP_DEADLINE_SECONDS", 0.2)
     release = threading.Event()
-    with running_server(cpu_device(HostRegion(MiB), 4096, 1, 0)) as pages, contextlib.ExitStack() as at_end:
+    with running_server(Devices(cpu_device(HostRegion(MiB), 4096, 1, 0))) as pages, contextlib.ExitStack() as at_end:
         at_end.callback(release.set)  # whatever fails below
         assert get(pages, "/readyz") == (200, "ready\n")
         assert get(pages, "/status")[0] == 200

@@ -21,6 +21,7 @@ from support.worker import Geometry, Memory, identity, packed, put
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import Cache
 from kvserver.config import Settings
+from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
@@ -242,7 +243,7 @@ class World:
         self.lifelines = Lifelines(str(folder / "fd"), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
         self.handlers = Handlers(
-            settings, "boot", "token", self.cache, self.device, self.lifelines, clock=lambda: self.now
+            settings, "boot", "token", self.cache, Devices(self.device), self.lifelines, clock=lambda: self.now
         )
         self.engines = [
             Engine("llama-0", LLAMA),

@@ -10,7 +10,17 @@ import pytest
 from support.slots import slot_of
 from support.worker import awkward, two_groups
 
-from kvserver._native import NO_BLOCK, Copier, Direction, FileMapping, HostRegion, Outcome, PlaneTable, WordMapping
+from kvserver._native import (
+    NO_BLOCK,
+    Copier,
+    Direction,
+    FileMapping,
+    HostRegion,
+    Mapping,
+    Outcome,
+    PlaneTable,
+    WordMapping,
+)
 
 from .rig import L0, Device, Job, flat
 

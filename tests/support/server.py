@@ -13,7 +13,7 @@ import zmq
 
 from kvserver.cache import Cache
 from kvserver.config import MiB, Settings
-from kvserver.copier import Device
+from kvserver.devices import Devices
 from kvserver.eviction import LeastRecentlyUsed
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
@@ -25,8 +25,8 @@ L1_BYTES, PAGE_BYTES = MiB, 4096
 
 
 @contextlib.contextmanager
-def running_server(device: Device) -> Iterator[StatusPages]:
-    """Its loop runs in a thread. REQUIRES: the device has L1_BYTES in pages of PAGE_BYTES."""
+def running_server(devices: Devices) -> Iterator[StatusPages]:
+    """Its loop runs in a thread. REQUIRES: the devices have L1_BYTES in pages of PAGE_BYTES."""
     folder = Path(tempfile.mkdtemp(prefix="kvs-"))
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -35,7 +35,7 @@ def running_server(device: Device) -> Iterator[StatusPages]:
     lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
     cache = Cache(PagePool(L1_BYTES, PAGE_BYTES), LeastRecentlyUsed())
     settings = Settings(endpoint=endpoint, chunk_tokens=64)
-    handlers = Handlers(settings, "boot", "token", cache, device, lifelines)
+    handlers = Handlers(settings, "boot", "token", cache, devices, lifelines)
     pages = StatusPages(("127.0.0.1", 0), Server(handlers, router, MiB))
     loop = threading.Thread(target=pages.kvserver.run)
     loop.start()

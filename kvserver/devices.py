@@ -1,0 +1,189 @@
+"""What copies for which worker: the CPU's threads, and a device for each GPU whose memory engines hand over.
+
+Owns: the devices, when a GPU's is made, and the pinning of L1 for GPUs. Refuses to know: workers, tickets, and
+how bytes move (`csrc/core.h`, `csrc/gpu_copier.h`).
+
+No call waits for CUDA: a device's own threads look for its GPU and make the context when they first need it.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvserver._native import (
+    Device,
+    Direction,
+    FileMapping,
+    Gpu,
+    GpuCopier,
+    GpuMapping,
+    HostRegion,
+    Mapping,
+    Outcome,
+    Pinner,
+)
+from kvserver.config import parse_gpus
+from kvserver.errors import ConfigError, ErrorCode, KVServerError
+from kvserver.placement import gpu_cpus
+from kvserver.pool import PagePool
+from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd, Memory, SharedFd
+
+log = logging.getLogger(__name__)
+
+OpenGpu = Callable[[str], Gpu]
+_READY_SECONDS = 60.0  # for the contexts of GPUs that the settings name
+_TOUCHING_THREADS = 4
+
+
+@dataclass(frozen=True)
+class GpuRules:
+    """Which GPUs there may be, and how one is got at. RuntimeError of `open` says why it cannot be."""
+
+    open: OpenGpu
+    gpus: str = "auto"  # as the setting
+    pin: bool = True
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return parse_gpus(self.gpus)
+
+
+class Devices:
+    """REQUIRES: one thread uses it. `rules` is None where there is memory of the CPU only."""
+
+    def __init__(
+        self, cpu: Device, region: HostRegion | None = None, page_bytes: int = 0, rules: GpuRules | None = None
+    ) -> None:
+        self.cpu = cpu
+        self.gpus: dict[str, GpuCopier] = {}
+        self._region = region
+        self._page_bytes = page_bytes
+        self._rules = rules
+        self._pinner: Pinner | None = None
+        self._told_pinning = False
+
+    @property
+    def all(self) -> list[Device]:
+        return [self.cpu, *self.gpus.values()]
+
+    @property
+    def lost(self) -> str:
+        """Why one of them can copy no more; empty while all can."""
+        return next((device.lost for device in self.all if device.lost), "")
+
+    # ---- what a worker brings -------------------------------------------------------------------
+
+    def serving(self, memory: Sequence[Memory]) -> Device:
+        """The device for a worker with such memory. KVServerError(BAD_MEMORY) if there can be none."""
+        places = {"" if isinstance(piece, SharedFd) else piece.device for piece in memory}
+        if len(places) > 1:
+            raise KVServerError(ErrorCode.BAD_MEMORY, f"one worker's memory is of one device, not of {sorted(places)}")
+        uuid = places.pop()
+        return self._gpu(uuid) if uuid else self.cpu
+
+    @staticmethod
+    def mapping(device: Device, memory: Memory, fds: Sequence[int]) -> Mapping:
+        """What maps it, not mapped yet. It takes over the descriptor. REQUIRES: `device` serves it."""
+        if isinstance(memory, SharedFd):
+            return FileMapping(fds[memory.index], memory.size_bytes)
+        assert isinstance(device, GpuCopier)
+        match memory:
+            case CudaIpc():
+                return GpuMapping.by_ipc(device.gpu, memory.handle, memory.offset, memory.size_bytes)
+            case CudaVmmFd():
+                return GpuMapping.by_fd(device.gpu, fds[memory.index], memory.offset, memory.size_bytes)
+            case CudaVmmFabric():
+                return GpuMapping.by_fabric(device.gpu, memory.handle, memory.offset, memory.size_bytes)
+
+    def name(self, device: Device) -> str:
+        return device.gpu.uuid if isinstance(device, GpuCopier) else "cpu"
+
+    def _gpu(self, uuid: str) -> GpuCopier:
+        found = self.gpus.get(uuid)
+        if found is not None:
+            return found
+        rules = self._rules
+        if rules is None or rules.gpus == "none":
+            raise KVServerError(ErrorCode.BAD_MEMORY, "this daemon serves CPU memory only; give --gpus auto")
+        if rules.named and uuid not in rules.named:
+            raise KVServerError(ErrorCode.BAD_MEMORY, f"GPU {uuid} is not one of --gpus {rules.gpus}")
+        assert self._region is not None
+        try:
+            device = GpuCopier(self._region, self._page_bytes, rules.open(uuid))
+        except RuntimeError as error:
+            raise KVServerError(ErrorCode.BAD_MEMORY, str(error)) from None
+        self.gpus[uuid] = device
+        return device
+
+    # ---- time -----------------------------------------------------------------------------------
+
+    def make_ready(self) -> None:
+        """Make the GPUs that the settings name, and their contexts. Waits, so before the loop. ConfigError says why not."""
+        for uuid in self._rules.named if self._rules else ():
+            try:
+                device = self._gpu(uuid)
+            except KVServerError as error:
+                raise ConfigError(f"--gpus: {error.message}") from None
+            device.submit_map(0, [])
+            deadline = time.monotonic() + _READY_SECONDS
+            while not (ends := device.drain()):
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"--gpus: GPU {uuid} was not ready within {_READY_SECONDS:.0f} s")
+                select.select([device.completion_fd], [], [], 1.0)
+            _, outcome, _, _, what = ends[0]
+            if outcome != Outcome.DONE:
+                raise ConfigError(f"--gpus: {what}")
+            self.in_use(device)
+
+    def in_use(self, device: Device) -> None:
+        """The device has mapped something, so its GPU is there: L1 is pinned for it, and so for all others."""
+        if self._pinner is None and self._rules is not None and self._rules.pin and isinstance(device, GpuCopier):
+            assert self._region is not None
+            cpus = sorted(gpu_cpus(device.gpu.uuid))
+            self._pinner = Pinner(self._region, device.gpu, _TOUCHING_THREADS, cpus)
+
+    def tick(self, pool: PagePool) -> None:
+        """Let the pool know what has been pinned since."""
+        if self._region is None or self._pinner is None:
+            return
+        pinned = min(self._region.pinned_bytes // pool.page_bytes, pool.pages)
+        if pinned > pool.pinned_pages:
+            pool.pin(pinned)
+        if self._pinner.done and not self._told_pinning:
+            self._told_pinning = True
+            if error := self._pinner.error:
+                log.warning(
+                    "L1 is pinned up to %d of %d bytes only, copies with the rest are slower: %s; the limit of locked "
+                    "memory is %s (ulimit -l; docker: --ulimit memlock=-1, systemd: LimitMEMLOCK=infinity)",
+                    self._region.pinned_bytes, self._region.size, error, _memlock(),
+                )  # fmt: skip
+            else:
+                log.info("L1 is pinned: %d bytes, %.2f s in the driver", self._region.size, self._pinner.seconds)
+
+    # ---- status ---------------------------------------------------------------------------------
+
+    def status(self) -> list[dict[str, Any]]:
+        return [self._gpu_status(device) for device in self.gpus.values()]
+
+    def _gpu_status(self, device: GpuCopier) -> dict[str, Any]:
+        ways = {}
+        for name, direction in (("store", Direction.STORE), ("load", Direction.LOAD)):
+            dma, staged, unpinned, staging = device.counts(direction)
+            ways[name] = {
+                "dma_bytes": dma,
+                "staged_bytes": staged,
+                "unpinned_bytes": unpinned,
+                "staging_bytes": staging,
+            }
+        return {"device": device.gpu.uuid, "lost": device.lost, "mapped_bytes": device.mapped_bytes, **ways}
+
+
+def _memlock() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "none" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
