@@ -48,6 +48,7 @@ class Machine:
     python: str = ""  # the interpreter of vLLM's environment; "" if nobody named one
     uid: int = field(default_factory=os.getuid)
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+    access: Callable[[Path, int], bool] = os.access
     rlimit: Callable[[int], tuple[int, int]] = resource.getrlimit
     load: Callable[[str], object] = importlib.import_module
 
@@ -56,6 +57,13 @@ class Machine:
         try:
             return (self.root / path).read_text().strip()
         except (OSError, UnicodeDecodeError):
+            return ""
+
+    def link(self, path: str) -> str:
+        """Where a link leads, "" if it cannot be read."""
+        try:
+            return os.readlink(self.root / path)
+        except OSError:
             return ""
 
 
@@ -91,8 +99,9 @@ def shared_memory(machine: Machine) -> Finding:
     what = f"a KV cache of {size(needed)}" + (f" (VLLM_CPU_KVCACHE_SPACE={given})" if given else "")
     gigabytes = needed // GiB + 1
     if total < needed:
-        return problem(
-            f"/dev/shm has {size(total)}, {what} does not fit: the engine would run without cache",
+        grade = warning if uses_gpus(machine) else problem  # engines on GPUs put no KV cache there
+        return grade(
+            f"/dev/shm has {size(total)}, {what} does not fit: an engine on CPU would run without cache",
             f"mount -o remount,size={gigabytes}G /dev/shm; docker: --shm-size {gigabytes}g or --ipc=host; "
             "Kubernetes: an emptyDir of medium Memory",
         )
@@ -121,14 +130,24 @@ def l1_memory(machine: Machine) -> Finding:
 
 
 def locked_memory(machine: Machine) -> Finding:
+    """CUDA's manual names no limit of cudaHostRegister, and os_lock_user_pages() of NVIDIA's open kernel modules (R565)
+    asks for none; NCCL's manual still has containers raise it."""
     soft, _ = machine.rlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("unlimited")
     text = f"at most {size(soft)} may be locked"
-    if not _gpu_driver(machine):
-        return ok(f"{text}; only GPUs need more")
-    mend = "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1"
-    return warning(f"{text}, less than L1: it may not be pinned for GPUs", mend)
+    if not uses_gpus(machine) or machine.settings.pin == "off":
+        return ok(f"{text}; only pinning for GPUs might need more")
+    try:
+        wanted, _ = choose_l1(machine.settings, machine.root)
+    except ConfigError:
+        return ok(f"{text}; L1 itself cannot be had")
+    if wanted <= soft:
+        return ok(f"{text}, L1 is {size(wanted)}")
+    return ok(
+        f"{text}, L1 is {size(wanted)}: NVIDIA's driver is not known to ask for this limit; if the log says that L1 could not "
+        "be pinned, raise it first: ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1"
+    )
 
 
 def huge_pages(machine: Machine) -> Finding:
@@ -198,26 +217,8 @@ def container(machine: Machine) -> Finding:
         return ok("not in a container, as far as one can see")
     return ok(
         f"in a container ({kind}): engines of other containers need the folder of --endpoint as a shared volume and the "
-        "same user id; they need no common pid namespace, and each its own room in /dev/shm"
+        "same user id, those on CPU each its own room in /dev/shm"
     )
-
-
-def gpu_driver(machine: Machine) -> Finding:
-    found = _gpu_driver(machine)
-    if not found:
-        return ok("no GPU driver: CPU memory only")
-    return warning(
-        f"{found}; this version serves KV in CPU memory only: engines on a GPU run without cache",
-        "start the engines that should share KV on CPU",
-    )
-
-
-def _gpu_driver(machine: Machine) -> str:
-    text = machine.read("proc/driver/nvidia/version")
-    version = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", text)
-    if version:
-        return f"NVIDIA driver {version[1]}"
-    return "a GPU driver" if any((machine.root / path).exists() for path in ("dev/nvidiactl", "dev/dxg")) else ""
 
 
 def environment(machine: Machine) -> Finding:
@@ -229,3 +230,19 @@ def environment(machine: Machine) -> Finding:
             return warning(f"{name} is no setting and has no effect", f"write {near[0]}")
     used = sorted(known & set(machine.environ))
     return ok(f"set by {', '.join(used)}" if used else "no KVSERVER_* variables")
+
+
+# ---- what more than one check asks --------------------------------------------------------------
+
+
+def driver_version(machine: Machine) -> str:
+    """As people name it; "" if there is no GPU driver."""
+    version = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", machine.read("proc/driver/nvidia/version"))
+    if version:
+        return f"NVIDIA driver {version[1]}"
+    return "a GPU driver" if any((machine.root / path).exists() for path in ("dev/nvidiactl", "dev/dxg")) else ""
+
+
+def uses_gpus(machine: Machine) -> bool:
+    """Whether engines on GPUs may register."""
+    return machine.settings.gpus != "none" and bool(driver_version(machine))

@@ -1,6 +1,6 @@
 """`kvserver doctor`: run every check, show one line each, exit 1 if there is a problem.
 
-Owns: the order, the output and the exit code. Refuses to know: what is checked (`checks`, `checks_service`).
+Owns: the order, the output and the exit code. Refuses to know: what is checked (`checks` and its kin).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 
-from kvserver import __version__, checks, checks_service, config
+from kvserver import __version__, checks, checks_gpu, checks_service, config
 from kvserver.checks import Finding, Level, Machine, ok, problem, warning
 from kvserver.errors import ConfigError
 
@@ -23,7 +23,10 @@ CHECKS: dict[str, Check] = {
     "NUMA": checks.numa,
     "open files": checks.open_files,
     "container": checks.container,
-    "GPU": checks.gpu_driver,
+    "GPU driver": checks_gpu.driver,
+    "GPUs": checks_gpu.devices,
+    "GPU memory": checks_gpu.gpu_memory,
+    "namespaces": checks_gpu.namespaces,
     "environment": checks.environment,
     "native module": checks_service.native_module,
     "endpoint": checks_service.endpoint_folder,

@@ -41,6 +41,7 @@ ORDER = [
     "daemon",
     "client",
     "checks",
+    "checks_gpu",
     "checks_service",
     "doctor",
     "cli_status",
@@ -50,7 +51,8 @@ FREE = {"_native", "__init__"}
 ONLY = {  # modules that run inside engines, or must stay small
     "client": {"errors", "planes", "protocol"},
     "cli_status": set(),
-    "checks": {"errors", "config", "capacity", "placement"},  # both work where the native module does not
+    "checks": {"errors", "config", "capacity", "placement"},  # all work where the native module does not
+    "checks_gpu": {"config", "placement", "checks"},
     "checks_service": {"config", "protocol", "client", "checks"},
 }
 ADAPTERS_MAY = {"errors", "config", "planes", "protocol", "client"} | FREE  # config: the default endpoint
