@@ -130,7 +130,7 @@ def l1_memory(machine: Machine) -> Finding:
 
 
 def locked_memory(machine: Machine) -> Finding:
-    """CUDA's manual names no limit of cudaHostRegister, and os_lock_user_pages() of NVIDIA's open kernel modules (R565)
+    """CUDA's manual names no limit of cudaHostRegister, and os_lock_user_pages() of NVIDIA's open kernel modules
     asks for none; NCCL's manual still has containers raise it."""
     soft, _ = machine.rlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:

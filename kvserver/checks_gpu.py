@@ -15,7 +15,7 @@ from kvserver.checks import Finding, Machine, driver_version, ok, problem, size,
 from kvserver.config import GiB, MiB, parse_gpus
 from kvserver.placement import gpu_node
 
-OLDEST_DRIVER = 580  # of CUDA 13: table 3 of the CUDA 13.0 release notes
+OLDEST_DRIVER = 580  # that CUDA 13 runs with, by its release notes
 # An estimate. Reports say 200 to 700 MiB by GPU and driver (pytorch issues 28113 and 107667); ours has one kernel.
 _CONTEXT_BYTES = GiB // 2
 _STAGING_BYTES = 64 * MiB  # where the native module does not say
