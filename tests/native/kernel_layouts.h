@@ -119,7 +119,7 @@ inline void copy_by_strides(kvserver::Direction direction, const Layout& layout,
 // Every layout that engines use, for elements of that many bytes.
 inline std::vector<Layout> engine_layouts(uint64_t num_blocks, uint64_t element_bytes) {
     const Sizes sizes{{'B', num_blocks}, {'L', 3}, {'2', 2}, {'N', 16},
-                      {'H', 2},          {'1', 1}, {'C', 72}};
+                      {'H', 2},          {'1', 1}, {'C', 40}};
     constexpr int kLayers = 3;
     std::vector<Layout> layouts;
     auto add = [&](const char* name, int tensors, const std::string& order, uint64_t channels,
@@ -130,18 +130,18 @@ inline std::vector<Layout> engine_layouts(uint64_t num_blocks, uint64_t element_
         for (int i = 0; i < tensors; ++i) add_tensor(layout, order, own, element_bytes, padding);
         layouts.push_back(layout);
     };
-    add("cross-layer", 1, "BL2NHC", 72);
-    add("per-layer [2, NB, ...]", kLayers, "2BNHC", 72);
-    add("per-layer [NB, 2, ...]", kLayers, "B2NHC", 72);
+    add("cross-layer", 1, "BL2NHC", 40);
+    add("per-layer [2, NB, ...]", kLayers, "2BNHC", 40);
+    add("per-layer [NB, 2, ...]", kLayers, "B2NHC", 40);
     add("MLA", kLayers, "BNC", 576);
-    add("SGLang MHA", 2 * kLayers, "BNHC", 72);
+    add("SGLang MHA", 2 * kLayers, "BNHC", 40);
     add("SGLang MLA", kLayers, "BN1C", 576);
-    add("head-major", kLayers, "2HBNC", 72);
+    add("head-major", kLayers, "2HBNC", 40);
     for (const char* order : {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}) {
-        add(order, 1, order, 144);
+        add(order, 1, order, 80);
     }
-    add("padded pages", kLayers, "BNHC", 72, 256);
-    add("pages padded by an odd count", kLayers, "BNHC", 72, 77);
+    add("padded pages", kLayers, "BNHC", 40, 256);
+    add("pages padded by an odd count", kLayers, "BNHC", 40, 77);
 
     Layout indexed{"fp8 MLA with an indexer", {}};
     Layout hybrid{"two groups", {}, 0, 2};
