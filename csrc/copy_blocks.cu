@@ -8,8 +8,6 @@
 #include <cuda_runtime.h>
 #endif
 
-#include <algorithm>
-
 #include "copy_blocks.h"
 
 namespace kvserver {
@@ -118,9 +116,10 @@ cudaError_t launch(Direction direction, const PackedBlocks& job, cudaStream_t st
     if (error != cudaSuccess) return error;
 
     const uint64_t threads = job.positions * pieces_of_position(job) * kWarp;
+    const uint64_t needed = (threads + kThreads - 1) / kThreads;
     const uint64_t widest = static_cast<uint64_t>(sms) * kBlocksPerSm;
     cudaLaunchConfig_t config{};
-    config.gridDim.x = static_cast<uint32_t>(std::min((threads + kThreads - 1) / kThreads, widest));
+    config.gridDim.x = static_cast<uint32_t>(needed < widest ? needed : widest);
     config.blockDim.x = kThreads;
     config.stream = stream;
     return cudaLaunchKernelEx(&config,
