@@ -90,7 +90,7 @@ def gpu_memory(machine: Machine) -> Finding:
     """What the daemon takes of each GPU beside engines, which are told a share of all memory and not of what is free."""
     if not uses_gpus(machine):
         return ok("none is used")
-    needed = _CONTEXT_BYTES + int(getattr(_native(machine), "STAGING_BYTES", _STAGING_BYTES))
+    needed = _CONTEXT_BYTES + int(getattr(_native(machine), "GPU_STAGING_BYTES", _STAGING_BYTES))
     text = (
         f"the daemon takes about {size(needed)} of each GPU in use, {size(_CONTEXT_BYTES)} of them for its CUDA context "
         "by estimate"
@@ -170,6 +170,6 @@ def _built_with_cuda(machine: Machine) -> bool:
 def _memory_bytes(machine: Machine) -> list[int]:
     """Of the GPUs that CUDA shows; none if it does not say."""
     try:
-        return [int(gpu.memory_bytes) for gpu in _native(machine).cuda_gpus()]
+        return [memory_bytes for _uuid, _name, _pci, memory_bytes in _native(machine).cuda_gpus()]
     except Exception:
         return []

@@ -32,7 +32,7 @@ GPU Excluded:\t No
 
 def native(built: bool = True, memory: tuple[int, ...] = (), **values: int) -> Callable[[str], object]:
     """The native module of a build that sees GPUs with so much memory."""
-    gpus = [SimpleNamespace(memory_bytes=size) for size in memory]
+    gpus = [("GPU-0", "a GPU", "0000:01:00.0", size) for size in memory]
     module = SimpleNamespace(built_with_cuda=lambda: built, cuda_gpus=lambda: gpus, **values)
     return lambda name: module
 
@@ -198,7 +198,7 @@ def test_what_the_daemon_takes_of_a_gpu_is_told(gpus: World) -> None:
     says(checks_gpu.gpu_memory(gpus.machine()), Level.OK, "about 576 MiB", "by estimate", "not known")
     found = checks_gpu.gpu_memory(gpus.machine(native(memory=(80 * GiB,))))
     says(found, Level.OK, "leaves 6.4 GiB of 80.0 GiB")
-    says(checks_gpu.gpu_memory(gpus.machine(native(STAGING_BYTES=512 * MiB))), Level.OK, "about 1.0 GiB")
+    says(checks_gpu.gpu_memory(gpus.machine(native(GPU_STAGING_BYTES=512 * MiB))), Level.OK, "about 1.0 GiB")
 
 
 def test_a_small_gpu_has_no_room_beside_an_engine_with_defaults(gpus: World) -> None:
