@@ -14,7 +14,7 @@ VENV_VLLM := .venv-vllm
 PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
 PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
-NATIVE_SOURCES := $(sort $(wildcard csrc/* cmake/*) CMakeLists.txt pyproject.toml)
+NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 
