@@ -1,9 +1,9 @@
 // copy_blocks.cu: see copy_blocks.h. The same source is compiled for the host, see host_cuda.h.
 //
 // Work is cut into pieces of a run, one warp each. The piece numbers of a position follow from the
-// plane table alone: plane p's begin at slot_offset / kPieceBytes + p. That leaves every plane room
-// for its run, at most two pieces too many, whatever the mix of runs, and a binary search over the
-// planes finds a piece's own. No other table is needed.
+// plane table alone: plane p's begin at slot_offset / kPieceBytes + p. That gives every plane the
+// pieces of its run, or one more, whatever the mix of runs, and a binary search over the planes
+// finds a piece's own. No other table is needed.
 #ifndef KVSERVER_HOST_CUDA
 #include <cuda_runtime.h>
 #endif
@@ -17,7 +17,7 @@ namespace {
 // ---- launch configuration -------------------------------------------------------------------
 constexpr uint32_t kWarp = 32;
 // Loads that a thread has in flight before it stores. At 2 KiB a warp, and the warps below, an SM
-// has 96 KiB in flight; 4.8 TB/s of HBM at ~1 us latency over 132 SMs ask for ~36 KiB.
+// has 96 KiB in flight; an H200's 4.8 TB/s at ~1 us latency ask for ~36 KiB of each of 132 SMs.
 constexpr uint32_t kInFlight = 4;
 constexpr uint64_t kPieceBytes = kInFlight * kWarp * sizeof(uint4);  // 2 KiB: one round of a warp
 constexpr uint32_t kThreads = 256;

@@ -11,7 +11,7 @@ namespace kvserver {
 // One launch. `packed` holds `positions` positions of `position_bytes` each, laid out as in a slot:
 // [position][plane][run]. All pointers are of the GPU's memory.
 struct PackedBlocks {
-    const Plane* planes;
+    const Plane* planes;  // in the order of the slot: slot_offset is the sum of the runs before
     uint32_t num_planes;
     uint32_t groups;
     const uint32_t*

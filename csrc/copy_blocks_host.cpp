@@ -2,7 +2,7 @@
 #include "copy_blocks_host.h"
 
 #include "host_cuda.h"
-// after its stand-ins
+// in terms of it
 #include "copy_blocks.cu"
 
 namespace kvserver {

@@ -6,6 +6,9 @@ include(CheckLanguage)
 set(KVSERVER_CUDA_LEAST 12.8)  # the first to compile for sm_100
 set(KVSERVER_WITH_CUDA OFF)
 
+if(NOT CMAKE_CUDA_COMPILER)
+  unset(CMAKE_CUDA_COMPILER CACHE)  # of a build folder from before there was one
+endif()
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   file(GLOB kvserver_cuda_folders /usr/local/cuda /usr/local/cuda-*)
   find_program(KVSERVER_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS ${kvserver_cuda_folders} PATH_SUFFIXES bin)

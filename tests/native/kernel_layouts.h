@@ -2,6 +2,7 @@
 // a copy of blocks by strides alone that knows no planes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -157,4 +158,33 @@ inline std::vector<Layout> engine_layouts(uint64_t num_blocks, uint64_t element_
     layouts.push_back(indexed);
     layouts.push_back(hybrid);
     return layouts;
+}
+
+// A plane for each run; `padding` bytes lie behind each block of it.
+inline Layout of_runs(const std::string& name, const std::vector<uint64_t>& runs,
+                      uint64_t num_blocks, uint64_t padding, uint32_t groups = 1) {
+    Layout layout{name, {}, 0, groups};
+    for (size_t i = 0; i < runs.size(); ++i) {
+        add_tensor(layout, "BC", {{'B', num_blocks}, {'C', runs[i]}}, 1, padding,
+                   static_cast<uint32_t>(i % groups));
+    }
+    return layout;
+}
+
+// Around every count of vectors at which a warp's loop changes its course, for each vector.
+inline std::vector<uint64_t> boundary_runs() {
+    std::vector<uint64_t> runs;
+    for (uint64_t vector : {16, 8, 4, 1}) {
+        for (uint64_t vectors : {1, 2, 32, 64, 96, 128, 160, 256, 512}) {
+            const uint64_t boundary = vectors * vector;
+            for (uint64_t run : {boundary - vector, boundary, boundary + vector}) {
+                for (uint64_t odd : {run - 1, run, run + 1}) {
+                    if (odd > 0 && odd < 1 << 20) runs.push_back(odd);
+                }
+            }
+        }
+    }
+    std::sort(runs.begin(), runs.end());
+    runs.erase(std::unique(runs.begin(), runs.end()), runs.end());
+    return runs;
 }

@@ -157,34 +157,6 @@ void misaligned_layouts() {
     }
 }
 
-Layout of_runs(const std::string& name, const std::vector<uint64_t>& runs, uint64_t num_blocks,
-               uint64_t padding, uint32_t groups = 1) {
-    Layout layout{name, {}, 0, groups};
-    for (size_t i = 0; i < runs.size(); ++i) {
-        add_tensor(layout, "BC", {{'B', num_blocks}, {'C', runs[i]}}, 1, padding,
-                   static_cast<uint32_t>(i % groups));
-    }
-    return layout;
-}
-
-// Around every count of vectors at which a warp's loop changes its course, for each vector.
-std::vector<uint64_t> boundary_runs() {
-    std::vector<uint64_t> runs;
-    for (uint64_t vector : {16, 8, 4, 1}) {
-        for (uint64_t vectors : {1, 2, 32, 64, 96, 128, 160, 256, 512}) {
-            const uint64_t boundary = vectors * vector;
-            for (uint64_t run : {boundary - vector, boundary, boundary + vector}) {
-                for (uint64_t odd : {run - 1, run, run + 1}) {
-                    if (odd > 0 && odd < 1 << 20) runs.push_back(odd);
-                }
-            }
-        }
-    }
-    std::sort(runs.begin(), runs.end());
-    runs.erase(std::unique(runs.begin(), runs.end()), runs.end());
-    return runs;
-}
-
 void boundaries() {
     const std::vector<uint64_t> runs = boundary_runs();
     for (uint64_t run : runs) {
