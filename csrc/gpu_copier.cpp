@@ -79,9 +79,7 @@ GpuCopier::~GpuCopier() {
         stopping_ = true;
     }
     wake_.notify_all();
-    stores_.reset();
-    loads_.reset();
-    map_thread_.join();
+    map_thread_.join();  // it knows the lanes
 }
 
 void GpuCopier::submit_copy(std::shared_ptr<CopyJob> job) {

@@ -387,14 +387,15 @@ void Lane::run_ends() {
     for (;;) {
         wake_.wait(lock, [this] { return !running_.empty() || submits_over_; });
         if (running_.empty()) return;
-        const Batch batch = running_.front();  // stays there: its slot is in use
+        const Batch batch = running_.front();            // stays there: its slot is in use
+        const bool timed = batch.flight->fault.empty();  // else `began` may not have been recorded
         lock.unlock();
         uint64_t nanos = 0;
         try {
             if (!gpu_->is_lost()) {
                 if (!std::exchange(entered, true)) gpu_->enter();
                 gpu_->wait(batch.slot->done);
-                nanos = gpu_->nanos_between(batch.flight->began, batch.slot->done);
+                if (timed) nanos = gpu_->nanos_between(batch.flight->began, batch.slot->done);
             }
         } catch (const GpuError& error) {
             gpu_->lose(std::string("a copy's end cannot be told: ") + error.what());

@@ -12,6 +12,7 @@ import logging
 import resource
 import select
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,8 @@ class Devices:
     ) -> None:
         self.cpu = cpu
         self.gpus: dict[str, GpuCopier] = {}
+        self._found: set[str] = set()  # those of them that are there
+        self._workers: Counter[str] = Counter()  # of each, whose memory is or was to be mapped
         self._region = region
         self._page_bytes = page_bytes
         self._rules = rules
@@ -139,11 +142,25 @@ class Devices:
             _, outcome, _, _, what = ends[0]
             if outcome != Outcome.DONE:
                 raise ConfigError(f"--gpus: {what}")
-            self.in_use(device)
+            self.found(device)
 
-    def in_use(self, device: Device) -> None:
+    def joined(self, device: Device) -> None:
+        """One more worker is served by it."""
+        self._workers[self.name(device)] += 1
+
+    def left(self, device: Device) -> None:
+        """One of these is gone, its memory unmapped. A GPU that was never found is not kept for nobody."""
+        name = self.name(device)
+        self._workers[name] -= 1
+        if not self._workers[name] and device is not self.cpu and name not in self._found:
+            del self.gpus[name]
+
+    def found(self, device: Device) -> None:
         """The device has mapped something, so its GPU is there: L1 is pinned for it, and so for all others."""
-        if self._pinner is None and self._rules is not None and self._rules.pin and isinstance(device, GpuCopier):
+        if not isinstance(device, GpuCopier):
+            return
+        self._found.add(device.gpu.uuid)
+        if self._pinner is None and self._rules is not None and self._rules.pin:
             assert self._region is not None
             cpus = sorted(gpu_cpus(device.gpu.uuid))
             self._pinner = Pinner(self._region, device.gpu, _TOUCHING_THREADS, cpus)

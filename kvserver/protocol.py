@@ -46,6 +46,7 @@ Positive = Annotated[int, Meta(gt=0, le=1 << 31)]
 Unsigned = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 Size = Annotated[int, Meta(gt=0, le=1 << 62)]
+GpuUuid = Annotated[str, Meta(pattern="^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 GpuHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
 Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
 
@@ -71,7 +72,7 @@ class SharedFd(_Message):
 class CudaIpc(_Message):
     """`size_bytes` from `offset` on of an allocation of GPU `device`, by its base's cudaIpcMemHandle."""
 
-    device: Label  # UUID, "GPU-..."
+    device: GpuUuid
     handle: GpuHandle
     offset: Bytes
     size_bytes: Size
@@ -80,7 +81,7 @@ class CudaIpc(_Message):
 class CudaVmmFd(_Message):
     """Likewise of a cuMemCreate allocation that the `index`-th descriptor of Attach stands for."""
 
-    device: Label
+    device: GpuUuid
     index: Small
     offset: Bytes
     size_bytes: Size
@@ -89,7 +90,7 @@ class CudaVmmFd(_Message):
 class CudaVmmFabric(_Message):
     """Likewise by its fabric handle."""
 
-    device: Label
+    device: GpuUuid
     handle: GpuHandle
     offset: Bytes
     size_bytes: Size

@@ -67,6 +67,7 @@ class Workers:
         memory = [self._devices.mapping(device, m, fds) for m in request.memory]
         worker = self._instances.add(request, attachment, device, memory, WordMapping(fds[-1], request.words * 8))
         worker.last_seen = self._clock()
+        self._devices.joined(device)
         self.mappings += len(worker.mappings)
         worker.tickets.add(self._copier.map(device, MapTicket(worker, respond), worker.mappings))
 
@@ -129,7 +130,7 @@ class Workers:
             ticket.respond(Error(code=error.code.value, message=error.message))
             self.close(worker)
             return
-        self._devices.in_use(worker.device)
+        self._devices.found(worker.device)
         instance = self._instances.of(worker)
         instance.refresh_namespace()
         log.info(
@@ -174,6 +175,7 @@ class Workers:
     def unmapped(self, ticket: UnmapTicket) -> None:
         worker = ticket.worker
         self.mappings -= len(worker.mappings)
+        self._devices.left(worker.device)
         self._lifelines.close(worker.attachment)
         respond = self._waiting.pop(worker.registration, None)
         if respond is not None:

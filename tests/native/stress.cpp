@@ -2,9 +2,10 @@
 //
 // Threads submit random stores and loads over one worker's memory, workers cancel some by their
 // words, the server cancels others, and one worker truncates its memory while it is copied. The
-// fake device is driven by several threads, fails, and is lost while they run its tickets.
-// Checked: every ticket completes exactly once, a DONE copy moved every byte, a load leaves all
-// other blocks alone.
+// same over a simulated GPU, by DMA and staged, which is pinned for meanwhile and dies under its
+// copies. The fake device is driven by several threads, fails, and is lost while they run its
+// tickets. Checked: every ticket completes exactly once, a DONE copy moved every byte, a load
+// leaves all other blocks alone.
 #include <sys/mman.h>
 #include <sys/select.h>
 #include <unistd.h>
@@ -21,6 +22,9 @@
 
 #include "core.h"
 #include "fake_device.h"
+#include "fake_gpu.h"
+#include "gpu_copier.h"
+#include "pinner.h"
 
 using namespace kvserver;
 
@@ -61,7 +65,7 @@ struct Worker {
     int fd;
     std::byte* own;
     uint64_t size;
-    std::shared_ptr<FileMapping> memory;
+    std::shared_ptr<Mapping> memory;
     std::shared_ptr<WordMapping> words;
     std::unique_ptr<WordPage> page;
     std::shared_ptr<PlaneTable> table;
@@ -73,13 +77,17 @@ struct Worker {
         CHECK(address != MAP_FAILED);
         own = static_cast<std::byte*>(address);
         page = std::make_unique<WordPage>(256);
-        memory = std::make_shared<FileMapping>(dup(fd), size);
+        if (auto* gpu = dynamic_cast<GpuCopier*>(&copier))
+            memory = std::make_shared<GpuMapping>(
+                gpu->gpu(), GpuHandle{.kind = GpuHandle::Kind::kFd, .fd = dup(fd)}, 0, size);
+        else
+            memory = std::make_shared<FileMapping>(dup(fd), size);
         words = std::make_shared<WordMapping>(dup(page->fd()), 256 * 8);
         copier.submit_map(1, {memory, words});
         release_if_fake(copier);
         CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
-        table = std::make_shared<PlaneTable>(
-            std::vector<std::shared_ptr<Mapping>>{memory}, rows, kBlocks);
+        table = std::make_shared<PlaneTable>(std::vector<std::shared_ptr<Mapping>>{memory}, rows,
+                                             kBlocks);
     }
     void close(Device& copier) {
         copier.submit_unmap(2, {memory, words});
@@ -129,9 +137,7 @@ std::shared_ptr<CopyJob> job_of(uint64_t ticket, Direction direction, const Work
     return job;
 }
 
-void random_copies(unsigned threads) {
-    auto region = std::make_shared<HostRegion>(1024 * kPage);
-    Copier copier(region, kPage, threads, 0);
+void random_copies(Device& copier, unsigned threads) {
     uint64_t size = 0;
     const auto rows = awkward_planes(size);
     Worker worker(copier, rows, size);
@@ -190,9 +196,7 @@ OpenTickets submit_round(Device& device, Worker& worker, uint32_t pages_per_slot
     return open;
 }
 
-void cancelled_copies(unsigned threads) {
-    auto region = std::make_shared<HostRegion>(4096 * kPage);
-    Copier copier(region, kPage, threads, 20);
+void cancelled_copies(Device& copier, unsigned threads) {
     uint64_t size = 0;
     const auto rows = awkward_planes(size);
     Worker worker(copier, rows, size);
@@ -301,12 +305,67 @@ void fake_copies(unsigned threads) {
     worker.close(device);
 }
 
+std::shared_ptr<HostRegion> new_region() { return std::make_shared<HostRegion>(4096 * kPage); }
+
+void cpu_copies(unsigned threads) {
+    Copier quick(new_region(), kPage, threads, 0), slow(new_region(), kPage, threads, 20);
+    random_copies(quick, threads);
+    cancelled_copies(slow, threads);
+}
+
+void gpu_copies(unsigned seed) {
+    for (const Way way : {Way::kDma, Way::kStaged}) {
+        auto gpu = std::make_shared<FakeGpu>("GPU-0", FakeGpu::Options{.seed = seed});
+        const auto region = new_region();
+        {
+            GpuCopier copier(region, kPage, gpu, {.batch_bytes = 40'000, .way = way});
+            Pinner pinner(region, gpu, 2, {});
+            random_copies(copier, seed);
+            cancelled_copies(copier, seed);
+        }
+        for (const std::string& fault : gpu->faults()) std::fprintf(stderr, "%s\n", fault.c_str());
+        CHECK(gpu->faults().empty());
+        CHECK(gpu->open_memories() == 0 && gpu->pinned_bytes() == 0);
+    }
+}
+
+// It dies while copies are queued, under way and cancelled.
+void dying_gpu(unsigned seed) {
+    std::mt19937 random(seed);
+    for (int round = 0; round < 20; ++round) {
+        auto gpu = std::make_shared<FakeGpu>("GPU-0", FakeGpu::Options{.seed = random()});
+        GpuCopier copier(new_region(), kPage, gpu, {.batch_bytes = 40'000});
+        uint64_t size = 0, sequence = 0;
+        const auto rows = awkward_planes(size);
+        Worker worker(copier, rows, size);
+        const auto pages_per_slot =
+            static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
+        const OpenTickets open = submit_round(copier, worker, pages_per_slot, sequence);
+        std::thread killer([&, micros = random() % 3000] {
+            std::this_thread::sleep_for(std::chrono::microseconds(micros));
+            gpu->die("off the bus");
+        });
+        copier.cancel(100 + random() % kJobs);
+        std::set<uint64_t> ended;
+        for (const Completion& completion : wait(copier, kJobs)) {
+            CHECK(ended.insert(completion.ticket).second);
+            const auto [word, number] = open.at(completion.ticket);
+            const bool done = completion.outcome == Outcome::kDone;
+            CHECK(worker.page->at(word) == make_word(number, done ? State::kDone : State::kFailed));
+        }
+        killer.join();
+        CHECK(copier.lost() == "off the bus");
+        worker.close(copier);
+    }
+}
+
 }  // namespace
 
 int main() {
     for (unsigned threads : {1u, 2u, 4u}) {
-        random_copies(threads);
-        cancelled_copies(threads);
+        cpu_copies(threads);
+        gpu_copies(threads);
+        dying_gpu(threads);
         truncated_memory(threads);
         fake_copies(threads);
     }
