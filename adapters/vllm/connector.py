@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import vllm
 from kvserver.adapters.vllm.backends import attention_backends, block_dimensions
+from kvserver.adapters.vllm.exporter import CannotShare
 from kvserver.adapters.vllm.identity import model_identity
 from kvserver.adapters.vllm.link import Link, Registration
-from kvserver.adapters.vllm.memory import CannotShare, SharedCaches, share
+from kvserver.adapters.vllm.memory import SharedCaches, share
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from kvserver.adapters.vllm.planes import UnsupportedLayout
 from kvserver.adapters.vllm.scheduler import SchedulerHalf

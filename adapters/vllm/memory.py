@@ -1,18 +1,20 @@
-"""The KV cache's memory, in a form that another process can map.
+"""The KV cache as registered memories and planes.
 
-Owns: moving CPU storages into shared memory in place, and the table of registered memories. Refuses
-to know: sockets, and what the memory means.
+Owns: which storages there are, where each layer lies in which registered memory, and the text of the layout. Refuses
+to know: how memory is handed over (`exporter`), sockets, and what the memory means.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
+from kvserver.adapters.vllm.cuda_memory import CudaMemory
+from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter, Window
+from kvserver.adapters.vllm.host_memory import HostMemory
 from kvserver.adapters.vllm.planes import (
     UnsupportedLayout,
     describe,
@@ -23,24 +25,28 @@ from kvserver.adapters.vllm.planes import (
 )
 
 from kvserver.planes import Plane
-from kvserver.protocol import SharedFd
-
-SHM = "/dev/shm"
-_SPARE_BYTES = 1 << 20
-
-
-class CannotShare(Exception):
-    """The memory cannot be handed to the daemon; the message says what to change."""
+from kvserver.protocol import Memory
 
 
 @dataclass(frozen=True)
 class SharedCaches:
-    """`fds[i]` is memory number i. The descriptors stay open as long as this object is used."""
+    """`fds` are sent with Attach, in this order, and closed when the registration ends."""
 
     fds: list[int]
-    memory: list[SharedFd]
+    memory: list[Memory]
     planes: list[Plane]
     layout: str
+
+
+def exporter_for(devices: Iterable[torch.device]) -> MakeExporter:
+    """How memory on these devices is shared. CannotShare unless it is all of one kind."""
+    distinct = sorted({str(device) for device in devices})
+    if len(distinct) != 1:
+        raise CannotShare(f"the KV cache of one worker lies on several devices: {' and '.join(distinct)}")
+    kind = distinct[0].split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise CannotShare(f"the KV cache lies on {distinct[0]}; memory of cpu and cuda devices can be shared")
+    return CudaMemory if kind == "cuda" else HostMemory
 
 
 def share(
@@ -48,47 +54,40 @@ def share(
     num_blocks: int,
     block_dims: Mapping[str, int | None] | None = None,
     groups: Sequence[Sequence[str]] = (),
+    make_exporter: MakeExporter | None = None,
 ) -> SharedCaches:
     """Share all layers' storages. CannotShare or UnsupportedLayout before anything was moved.
 
     `block_dims` says which dimension of a layer counts blocks, where the engine knows. `groups` are the
     layers of each KV cache group; those of several groups may lie in the same memory. None = all are of one.
+    `make_exporter` is what the tensors' device asks for, unless given.
     """
-    known = block_dims or {}
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedLayout(f"layer {name} has no single KV cache tensor")
-        if tensor.device.type != "cpu":
-            raise CannotShare(f"layer {name} lives on {tensor.device}; this version serves CPU memory")
-    storages: dict[int, torch.UntypedStorage] = {}
-    for tensor in kv_caches.values():
-        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
-    numbers = {base: number for number, base in enumerate(storages)}
+    make = make_exporter or exporter_for(tensor.device for tensor in kv_caches.values())
+    storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in kv_caches.values())}
+    exporter = make(list(storages.values()))
+    known = block_dims or {}
     planes: list[Plane] = []
     texts: list[str] = []
     for group, layers in enumerate(_layers_of_groups(kv_caches, groups)):
         pieces = in_slot_order(
-            tensor_planes(
-                tensor,
-                num_blocks,
-                numbers[tensor.untyped_storage().data_ptr()],
-                tensor.data_ptr() - tensor.untyped_storage().data_ptr(),
-                known.get(name),
-            )
+            tensor_planes(tensor, num_blocks, *_place_in(exporter.windows, tensor), known.get(name))
             for name, tensor in layers.items()
         )
         planes += [msgspec.structs.replace(plane, group=group) for plane in merge(pieces, num_blocks)]
         texts += [describe(name, tensor, num_blocks, known.get(name)) for name, tensor in layers.items()]
         texts.append(describe_order(pieces))
     layout = hashlib.sha256(";".join(texts).encode()).hexdigest()
-    _check_room(sum(s.nbytes() for s in storages.values() if not s.is_shared()))
-    fds: list[int] = []
-    memory: list[SharedFd] = []
-    for storage in storages.values():
-        fd, size = storage._share_fd_cpu_()
-        memory.append(SharedFd(index=len(fds), size_bytes=size))
-        fds.append(os.dup(fd))
-    return SharedCaches(fds, memory, planes, layout)
+    exported = exporter.export()
+    return SharedCaches(exported.fds, exported.memory, planes, layout)
+
+
+def _place_in(windows: Sequence[Window], tensor: torch.Tensor) -> tuple[int, int]:
+    """(memory number, offset there) of a tensor's first byte."""
+    address = tensor.data_ptr()
+    return next((i, address - window.start) for i, window in enumerate(windows) if window.holds(address))
 
 
 def _layers_of_groups(
@@ -113,14 +112,3 @@ def _distinct(layers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _check_room(size: int) -> None:
-    """Writing past the end of a full tmpfs kills the process, so look first."""
-    stat = os.statvfs(SHM)
-    free = stat.f_bavail * stat.f_frsize
-    if size + _SPARE_BYTES > free:
-        raise CannotShare(
-            f"{SHM} has {free} bytes free and the KV cache needs {size}; enlarge it "
-            "(docker: --shm-size or --ipc=host, Kubernetes: an emptyDir of medium Memory)"
-        )

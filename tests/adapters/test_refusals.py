@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvserver.adapters.vllm import connector, memory
+from kvserver.adapters.vllm import connector, host_memory
 from kvserver.adapters.vllm.link import Link
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.worker import WorkerHalf
@@ -136,7 +136,7 @@ def test_keys_of_others_are_left_alone(make_daemon, make_engine):
 
 
 def test_a_shm_that_is_too_small_is_found_before_it_is_touched(make_daemon, make_engine, monkeypatch, warnings_of):
-    monkeypatch.setattr(memory.os, "statvfs", lambda path: SimpleNamespace(f_bavail=16, f_frsize=4096))
+    monkeypatch.setattr(host_memory.os, "statvfs", lambda path: SimpleNamespace(f_bavail=16, f_frsize=4096))
     daemon = make_daemon()
     engine = make_engine(daemon)
     assert engine.generate("a", TOKENS).external == 0

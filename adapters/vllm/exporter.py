@@ -1,0 +1,54 @@
+"""What it takes to hand memory to another process: `Exporter`, kept by `host_memory` and `cuda_memory`.
+
+Owns: the contract. Refuses to know: tensors, planes, and how any kind of memory is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from kvserver.protocol import Memory
+
+
+class CannotShare(Exception):
+    """The memory cannot be handed to the daemon; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """One registered memory: `size` bytes from address `start` on, of the allocation that begins at `base`."""
+
+    base: int
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+    def holds(self, address: int) -> bool:
+        return self.start <= address < self.end
+
+
+@dataclass(frozen=True)
+class Exported:
+    """`fds` are to be sent in this order and closed when the registration ends."""
+
+    memory: list[Memory]
+    fds: list[int]
+
+
+class Exporter(Protocol):
+    """The storages of one KV cache. Made without moving anything, or CannotShare."""
+
+    windows: list[Window]  # each storage lies in one of them
+
+    def export(self) -> Exported:
+        """One memory for each window, in their order. CannotShare."""
+
+
+MakeExporter: TypeAlias = Callable[[Sequence[torch.UntypedStorage]], Exporter]
