@@ -87,6 +87,13 @@ class Channel:
         """Wait for a reply to come, at most so long."""
         return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLIN))
 
+    def wait_or(self, wake: int) -> None:
+        """Wait for a reply to come, or until the descriptor `wake` is readable."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(wake, zmq.POLLIN)
+        poller.poll()
+
     def wait_writable(self, seconds: float) -> bool:
         """Wait for a connection to be there, at most so long."""
         return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLOUT))

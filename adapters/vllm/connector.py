@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import vllm
 from kvserver.adapters.vllm.backends import attention_backends, block_dimensions
 from kvserver.adapters.vllm.exporter import CannotShare
@@ -19,6 +20,7 @@ from kvserver.adapters.vllm.identity import model_identity
 from kvserver.adapters.vllm.link import Link, Registration
 from kvserver.adapters.vllm.memory import SharedCaches, share
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
+from kvserver.adapters.vllm.outbox import DirectOutbox, OrderedOutbox, Outbox
 from kvserver.adapters.vllm.planes import UnsupportedLayout
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
@@ -34,7 +36,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvserver.protocol import HelloReply, RegisterWorker
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
@@ -74,6 +75,10 @@ def vllm_version() -> tuple[int, int]:
     return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
+class StillWritten(Exception):
+    """The KV cache must not go: a load that the daemon did not end may still write into it."""
+
+
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why this engine runs without cache, or None."""
     parallel = vllm_config.parallel_config
@@ -93,9 +98,23 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
         return f"{len(specs)} KV cache groups before vLLM 0.30; disable the hybrid KV cache manager"
     if len({spec.block_size for spec in specs}) > 1:
         return f"KV cache groups {kinds} with blocks of different sizes; disable the hybrid KV cache manager"
+    if getattr(vllm_config, "use_v2_model_runner", False) and written_early(kv_cache_config):
+        return "vLLM writes new blocks before stores that read them can be ended; set VLLM_USE_V2_MODEL_RUNNER=0"
+    if vllm_config.model_config.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        return "sleep mode before vLLM 0.33, which takes the KV cache away without a word to its connector"
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         return "kv_role must be kv_both"
     return None
+
+
+def written_early(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM zeroes new blocks, or copies into them what was partly hit, as the first thing of a step.
+
+    Its model runner V2 does that before it calls handle_preemptions.
+    """
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    hash_block_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_tokens < block_tokens)
 
 
 def whole_prompts_only(vllm_config: VllmConfig) -> bool:
@@ -139,6 +158,9 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # engine and the same in all its processes.
         self._instance_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = str(vllm_config.instance_id) or self._instance_id
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._registered = False
+        self._asleep = False  # between unregister_kv_caches and restore_kv_caches
         self._refusal: str | None = "the connector could not be set up"
         self._set_up(role)
 
@@ -158,7 +180,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if hasattr(transfer, "kv_load_failure_policy"):
             transfer.kv_load_failure_policy = self._settings.load_failure_policy
         if role == KVConnectorRole.WORKER:
-            self.worker = self._make_worker(None)
+            self.worker = self._make_worker(None, DirectOutbox())
         if self._refusal is not None:
             log.warning("kvserver: this engine runs without cache: %s", self._refusal)
         elif role == KVConnectorRole.SCHEDULER:
@@ -186,10 +208,11 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
         )
 
-    def _make_worker(self, link: Link | None, stores: bool = True) -> WorkerHalf:
+    def _make_worker(self, link: Link | None, outbox: Outbox, stores: bool = True) -> WorkerHalf:
         return WorkerHalf(
             self._settings,
             link,
+            outbox,
             fails_requests=TransferResults is not None,
             stores=stores,
             fault=self._fault,
@@ -210,6 +233,24 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._refusal is not None:
             return
+        self._kv_caches = kv_caches
+        link = self._make_link()
+        if link is None:
+            return
+        stores = self._config.parallel_config.rank == 0 or not replicated(self._config, self._caches_config)
+        self.worker = self._make_worker(link, self.make_outbox(), stores)
+        self._registered = True
+        link.start(self._settings.connect_timeout_ms / 1000)
+
+    def make_outbox(self) -> Outbox:
+        """Messages wait for the engine's work where that goes on after the engine's thread has queued it."""
+        if any(tensor.is_cuda for tensor in self._kv_caches.values()):
+            return OrderedOutbox(lambda: torch.cuda.Event(blocking=True))
+        return DirectOutbox()
+
+    def _make_link(self) -> Link | None:
+        """To a daemon with which the KV cache is to be registered, as it lies in memory now. None: it cannot be."""
+        kv_caches = self._kv_caches
         try:
             shapes = {name: getattr(tensor, "ndim", 0) for name, tensor in kv_caches.items()}
             dims = block_dimensions(self._config, self._caches_config, shapes, vllm_version())
@@ -217,12 +258,43 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             caches = share(kv_caches, self._caches_config.num_blocks, dims, groups)
         except (UnsupportedLayout, CannotShare) as error:
             log.warning("kvserver: this engine runs without cache: %s", error)
-            return
+            return None
         message = self._registration(caches, attention_backends(self._config, list(kv_caches)))
         rank = self._config.parallel_config.rank
-        link = Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message))
-        self.worker = self._make_worker(link, rank == 0 or not replicated(self._config, self._caches_config))
-        link.start(self._settings.connect_timeout_ms / 1000)
+        return Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message))
+
+    def unregister_kv_caches(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM 0.33 and later, before sleep: the memory goes. StillWritten if it must not; vLLM's sleep fails then.
+
+        Returns once the daemon has closed its mappings. If it does not in time and no load runs, it can only read,
+        and what it reads is not published: the memory may go, but is not free before the daemon has let go.
+        """
+        if not self._unregister():
+            raise StillWritten("kvserver does not answer, and a load may still write into the KV cache; try again")
+
+    @fenced(False)
+    def _unregister(self) -> bool:
+        """Whether the memory may go."""
+        if self.worker is None:
+            return True
+        self._asleep = self._registered
+        seconds = self._settings.unregister_timeout_ms / 1000
+        if self.worker.detach(seconds):
+            return True
+        if not self.worker.being_written:
+            log.warning("kvserver did not let go of the KV cache within %.1f s; it stays taken until it does", seconds)
+        return not self.worker.being_written
+
+    @fenced()
+    def restore_kv_caches(self, *args: Any, **kwargs: Any) -> None:
+        """After sleep: the memory is there again, at the same addresses, but perhaps not the same memory."""
+        if self.worker is None or not self._asleep:
+            return
+        self._asleep = False
+        link = self._make_link()
+        if link is not None:
+            self.worker.attach(link)
+            link.start(self._settings.connect_timeout_ms / 1000)
 
     def _registration(self, caches: SharedCaches, backends: str) -> Callable[[HelloReply, int], RegisterWorker]:
         identity = model_identity(self._config, self._incarnation)

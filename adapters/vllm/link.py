@@ -43,8 +43,8 @@ _RETRY_SECONDS = (0.1, 1.0)  # first and largest pause between attempts
 class Session:
     """One daemon process as seen by one half of one engine.
 
-    `ended` is set once and for all, by the link's thread. `channel` is the engine thread's: it alone
-    uses and closes it.
+    `ended` is set once and for all, by the link's thread: nobody reads or writes the registered memory any
+    more. `channel` is the outbox's of a worker, the engine thread's of a scheduler, who alone uses and closes it.
     """
 
     hello: HelloReply
@@ -121,15 +121,22 @@ class Link:
         session = self.session
         return session if session is not None and not session.ended.is_set() and not self.breaker.open else None
 
-    def stop(self, wait_seconds: float = 1.0) -> None:
-        """Unregister and end the thread; waits at most so long, then leaves it to die with the process."""
+    def stop(self, wait_seconds: float = 1.0) -> bool:
+        """Unregister and end the thread, which takes until the server has closed its mappings.
+
+        Waits at most so long, and says whether that was enough. If not, the thread goes on, at most until the
+        process ends, and the server may read and write as before; may be called again. REQUIRES: start().
+        """
         self._stopping = True
         self._wake()
         self._thread.join(wait_seconds)
-        if not self._thread.is_alive() and not self._closed:
+        if self._thread.is_alive():
+            return False
+        if not self._closed:
             self._closed = True
             for fd in (self._wake_read, self._wake_write, *(self._registration.fds if self._registration else ())):
                 os.close(fd)
+        return True
 
     # ---- the thread ---------------------------------------------------------------------------
 
@@ -242,12 +249,16 @@ class Link:
             self._wait(None, left)
 
     def _hang_up(self, session: Session) -> None:
+        """Returns when the server has closed its mappings or is gone; if it hangs, then never."""
         if session.attachment is None:
             return
-        if self._stopping and session.attachment.alive():
+        bye = UnregisterWorker(boot_id=session.hello.boot_id, registration=session.registration)
+        while session.attachment.alive():
             with contextlib.suppress(RequestFailed, OSError, TimeoutError), Client(self._endpoint, 1.0) as client:
-                bye = UnregisterWorker(boot_id=session.hello.boot_id, registration=session.registration)
                 client.ask(bye, Unregistered)
+                break
+            # Not answered, or it heard us before: the server ends the connection when it has closed the mappings.
+            self._wait(session.attachment, _RETRY_SECONDS[1])
         session.attachment.close()
 
     def _wake(self) -> None:

@@ -54,6 +54,13 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_ms: Annotated[
         float, Meta(gt=0, description="How long the engine's start waits for its registration.")
     ] = 5_000.0
+    unregister_timeout_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long sleep mode waits for the daemon to let go of the KV cache. Then: sleep fails if a load may still write, else the GPU memory is free once the daemon lets go.",
+        ),
+    ] = 5_000.0
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(

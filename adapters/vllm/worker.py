@@ -2,11 +2,13 @@
 
 Owns: the copies in flight of one rank. Refuses to know: requests' tokens and the scheduler's state.
 Runs on the engine's worker thread. Its only waits: `settle_ms` per step for stores whose blocks are
-about to be overwritten, and one millisecond in a step that computes nothing.
+about to be overwritten, one millisecond in a step that computes nothing, and detach().
+
+A message may stay in the outbox until the engine's own work on its blocks is done: it is PENDING until then.
 
 Who may still write after a wait ended (DESIGN's rule 1):
-- store: the server only reads; after our CANCELLED it will not publish what it read.
-- load, PENDING -> CANCELLED: nobody, the server never began.
+- store: the server only reads; after our CANCELLED it will not publish what it read, or never hears of it.
+- load, PENDING -> CANCELLED: nobody, the server never began and will not.
 - load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its
   process is gone. Until then the blocks stay quarantined: failed for the request, unused by anyone.
 """
@@ -19,11 +21,12 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from kvserver.adapters.vllm.copies import Copy
 from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
+from kvserver.adapters.vllm.outbox import Message, NotSent, Outbox
 from kvserver.adapters.vllm.settings import AdapterSettings
 
 from kvserver._native import State, pack_blocks
@@ -33,28 +36,8 @@ log = logging.getLogger("vllm.kvserver")
 
 WORDS = 4096  # copies in flight at once
 _IDLE_WAIT_SECONDS = 0.001
+_SHUT_SECONDS = 1.0
 _CANCEL_GRACE_SECONDS = 0.25  # how long a cancelled load may take to be acknowledged before quarantine
-
-
-@dataclass(slots=True)
-class Copy:
-    """One store or load in flight: its state word in its session's page, and when we stop waiting."""
-
-    spec: StoreSpec | LoadSpec
-    session: Session
-    word: int
-    sequence: int
-    deadline: float
-    quarantined: bool = False
-    timed_out: bool = False
-
-    def state(self) -> State:
-        assert self.session.words is not None
-        return self.session.words.state(self.word)
-
-    def move(self, from_: State, to: State) -> bool:
-        assert self.session.words is not None
-        return self.session.words.move(self.word, self.sequence, from_, to)
 
 
 class WorkerHalf:
@@ -62,6 +45,7 @@ class WorkerHalf:
         self,
         settings: AdapterSettings,
         link: Link | None,
+        outbox: Outbox,
         *,
         fails_requests: bool,
         stores: bool = True,
@@ -78,6 +62,8 @@ class WorkerHalf:
         self.counters: Counter[str] = Counter()
         self._settings = settings
         self._link = link
+        self._leaving: list[Link] = []  # after detach(), until the server let go
+        self._outbox = outbox
         self._fails_requests = fails_requests
         self._stores_own = stores
         self._fault = fault
@@ -86,7 +72,7 @@ class WorkerHalf:
         self._sequences = itertools.count(1)
         self._loads: dict[int, Copy] = {}  # by load id
         self._stores: dict[int, Copy] = {}  # by store id
-        self._by_number: dict[int, Copy] = {}  # requests of this session that await a reply
+        self._by_sequence: dict[int, Copy] = {}  # of this session, that await their answer
         self._begun: set[int] = set()  # loads of this step's plan that are answered for
         self._report = StepReport()
         self._finished: set[str] = set()
@@ -101,30 +87,20 @@ class WorkerHalf:
         if not waiting:
             return
         deadline = time.monotonic() + (self._settings.settle_ms / 1000 if self._usable() is not None else 0)
-        while any(self._reading(copy) for copy in waiting) and (left := deadline - time.monotonic()) > 0:
-            if self._session is None or not self._session.channel.wait(left):
-                break
+        while any(copy.open for copy in waiting) and (left := deadline - time.monotonic()) > 0:
+            self._outbox.wait(left)
             self._receive()
         for copy in waiting:
-            if self._reading(copy):
-                self._cancel_store(copy)
+            if copy.open:
+                copy.cancel()
                 self.counters["stores_cancelled_for_reuse"] += 1
-
-    @staticmethod
-    def _reading(copy: Copy) -> bool:
-        return copy.state() in (State.PENDING, State.RUNNING)
-
-    def _cancel_store(self, copy: Copy) -> None:
-        """Afterwards the server will not publish it, whenever it looks."""
-        if not copy.move(State.PENDING, State.CANCELLED):
-            copy.move(State.RUNNING, State.CANCELLED)
 
     # ---- copies begin -------------------------------------------------------------------------
 
     def start_loads(self, plan: StepPlan) -> None:
         for load_id in plan.abort_loads:
             if (copy := self._loads.get(load_id)) is not None:
-                self._cancel_load(copy)
+                copy.cancel()
         for load in plan.loads:
             copy = self._begin(load, self._settings.load_timeout_ms) if load.keys else None
             self._begun.add(load.load_id)
@@ -162,31 +138,36 @@ class WorkerHalf:
         if session is None or session.words is None or not self._free_words:
             self.counters["unsent"] += 1
             return None
-        word, sequence = self._free_words.pop(), next(self._sequences)
         deadline = time.monotonic() + timeout_ms / 1000
-        copy = Copy(spec, session, word, sequence, deadline)
-        session.words.arm(word, sequence)
+        copy = Copy(spec, session, self._free_words.pop(), next(self._sequences), deadline)
+        session.words.arm(copy.word, copy.sequence)
+        posted = False
+        try:
+            posted = self._outbox.post(self._message(copy))
+        finally:
+            if not posted:
+                self._free_words.append(copy.word)
+        if not posted:
+            self.counters["unsent"] += 1
+            return None
+        self._by_sequence[copy.sequence] = copy
+        return copy
+
+    @staticmethod
+    def _message(copy: Copy) -> Message:
+        spec = copy.spec
         fields: dict[str, Any] = {
-            "boot_id": session.hello.boot_id,
-            "registration": session.registration,
+            "boot_id": copy.session.hello.boot_id,
+            "registration": copy.session.registration,
             "chunk_blocks": spec.chunk_blocks,
             "keys": spec.keys,
             "block_ids": pack_blocks(array("I", spec.block_ids).tobytes()),
-            "word": word,
-            "sequence": sequence,
-            "deadline_ns": int(deadline * 1e9),
+            "word": copy.word,
+            "sequence": copy.sequence,
+            "deadline_ns": int(copy.deadline * 1e9),
             "variant": spec.variant,
         }
-        if isinstance(spec, LoadSpec):
-            number = session.channel.send(Retrieve(**fields, skip_blocks=spec.skip_blocks))
-        else:
-            number = session.channel.send(Store(**fields))
-        if number is None:
-            self._free_words.append(word)
-            self.counters["unsent"] += 1
-            return None
-        self._by_number[number] = copy
-        return copy
+        return Retrieve(**fields, skip_blocks=spec.skip_blocks) if isinstance(spec, LoadSpec) else Store(**fields)
 
     # ---- copies end ---------------------------------------------------------------------------
 
@@ -197,8 +178,8 @@ class WorkerHalf:
         self._usable()
         self._receive()
         if idle and self._session is not None and self._link is not None and not self._link.breaker.open:
-            if any(copy.state() in (State.PENDING, State.RUNNING) for copy in self._copies()):
-                self._session.channel.wait(_IDLE_WAIT_SECONDS)
+            if any(copy.open for copy in self._copies()):
+                self._outbox.wait(_IDLE_WAIT_SECONDS)
                 self._receive()
         elif idle:
             time.sleep(_IDLE_WAIT_SECONDS)  # only deadlines are left to wait for
@@ -221,7 +202,7 @@ class WorkerHalf:
         if copy.session.ended.is_set() or copy.state() in (State.CANCELLED, State.FAILED):
             return True
         if now > copy.deadline:
-            self._cancel_store(copy)
+            copy.cancel()
             self._timed_out(copy)
             return True
         return False
@@ -251,17 +232,12 @@ class WorkerHalf:
                 self._load_failed(spec, quarantine=False)
             return True
         if now > copy.deadline:
-            self._cancel_load(copy)
+            copy.cancel()
             self._timed_out(copy)
             if not copy.quarantined and self._fails_requests and now > copy.deadline + _CANCEL_GRACE_SECONDS:
                 copy.quarantined = True
                 self._load_failed(spec, quarantine=True)
         return False
-
-    def _cancel_load(self, copy: Copy) -> None:
-        """Nobody wants it any more; a running one still has to be acknowledged."""
-        if not copy.move(State.PENDING, State.CANCELLED):
-            copy.move(State.RUNNING, State.CANCELLING)
 
     def _load_failed(self, spec: LoadSpec, quarantine: bool) -> None:
         self._finished.add(spec.request_id)
@@ -275,33 +251,47 @@ class WorkerHalf:
             self._invalid.update(spec.block_ids)
 
     def _timed_out(self, copy: Copy) -> None:
-        if not copy.timed_out and self._link is not None:
-            copy.timed_out = True
-            self.counters["timeouts"] += 1
-            self._link.breaker.timed_out()
+        if copy.timed_out or self._link is None:
+            return
+        copy.timed_out = True
+        if self._outbox.holds(copy.sequence):
+            return  # the daemon was not even asked
+        self.counters["timeouts"] += 1
+        self._link.breaker.timed_out()
 
     def _end(self, copy: Copy) -> None:
         if copy.session is self._session:
             self._free_words.append(copy.word)
 
     def _receive(self) -> None:
-        """Take every reply. A store's reply is its end: only then are its chunks to be found."""
+        """Take every answer. A store's answer is its end: only then are its chunks to be found."""
         if self._session is None or self._link is None:
             return
-        for number, reply in self._session.channel.receive():
-            self._link.breaker.answered()
-            copy = self._by_number.pop(number, None)
-            if isinstance(reply, Error):
-                self._refused(reply)
+        for sequence, answer in self._outbox.receive():
+            copy = self._by_sequence.pop(sequence, None)
+            if isinstance(answer, NotSent):
+                self._not_sent(answer)
+            else:
+                self._link.breaker.answered()
+            if isinstance(answer, Error):
+                self._refused(answer)
             if copy is None:
                 continue
             if isinstance(copy.spec, StoreSpec):
                 if self._stores.pop(copy.spec.store_id, None) is not None:
                     self._end(copy)
                     self._report.ended_stores.append(copy.spec.store_id)
-            elif isinstance(reply, Error):
+            elif isinstance(answer, Error):
                 # Refused before the server knew the word: it is ours to end.
                 copy.move(State.PENDING, State.CANCELLED)
+
+    def _not_sent(self, answer: NotSent) -> None:
+        self.counters[f"not_sent_{answer.reason}"] += 1
+        if answer.error is not None:
+            try:
+                raise answer.error
+            except Exception as error:
+                self._fault("waiting for the engine's own work", error)
 
     def _refused(self, error: Error) -> None:
         self.counters[f"refused_{error.code}"] += 1
@@ -326,18 +316,36 @@ class WorkerHalf:
         report, self._report = self._report, StepReport()
         return report
 
-    def shut(self) -> None:
-        """Cancel what may be cancelled; the link unregisters, which ends the rest."""
+    # ---- the memory comes and goes ------------------------------------------------------------
+
+    def detach(self, seconds: float) -> bool:
+        """Cancel every copy and unregister; without cache from then on, until attach().
+
+        Waits at most so long for the server to close its mappings, and says whether it has: from then on it
+        neither reads nor writes. May be called again.
+        """
         for copy in self._copies():
-            if isinstance(copy.spec, StoreSpec):
-                self._cancel_store(copy)
-            else:
-                self._cancel_load(copy)
+            copy.cancel()
         if self._link is not None:
-            self._link.stop()
-        if self._session is not None:
-            self._session.channel.close()
-            self._session = None
+            self._leaving.append(self._link)
+            self._link = None
+        deadline = time.monotonic() + seconds
+        self._leaving = [link for link in self._leaving if not link.stop(max(0, deadline - time.monotonic()))]
+        self._adopt(None)
+        return not self._leaving
+
+    def attach(self, link: Link) -> None:
+        """Go on with this link. REQUIRES: detached."""
+        self._link = link
+
+    @property
+    def being_written(self) -> bool:
+        """Whether the server may still write into the KV cache."""
+        return any(copy.writing for copy in self._loads.values())
+
+    def shut(self) -> None:
+        self.detach(_SHUT_SECONDS)
+        self._outbox.close()
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -347,9 +355,11 @@ class WorkerHalf:
             return None
         current = self._link.session
         if current is not self._session:
-            if self._session is not None:
-                self._session.channel.close()
-            self._session = current
-            self._by_number.clear()
-            self._free_words = list(range(WORDS)) if current is not None else []
+            self._adopt(current)
         return self._link.usable()
+
+    def _adopt(self, session: Session | None) -> None:
+        self._outbox.adopt(session)
+        self._session = session
+        self._by_sequence.clear()
+        self._free_words = list(range(WORDS)) if session is not None else []

@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from kvserver.adapters.vllm import KVServerConnector
+from late_gpu import LateGpu
 from model_folder import write_model
 from modelless import Adjust, Engine, configure
 from support.daemon import Daemon
@@ -37,10 +38,11 @@ def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
         may_fail: bool = False,
         register: bool = True,
         runner: int = 1,
+        gpu: LateGpu | None = None,
         **options: Any,
     ) -> Engine:
         endpoint = daemon if isinstance(daemon, str) else daemon.endpoint
-        engines.append(Engine(*configure(folder or model_folder, endpoint, **options), register, runner))
+        engines.append(Engine(*configure(folder or model_folder, endpoint, **options), register, runner, gpu))
         if may_fail:
             forgiven.append(engines[-1])
         return engines[-1]

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StoreSpec
+from late_gpu import LateGpu
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -125,6 +127,7 @@ class Runner:
     ) -> None:
         self.connector = connector
         self.rank = rank
+        self.launch: Callable[[Callable[[], None]], None] = lambda work: work()  # on a GPU: queued
         storage = torch.zeros(len(layers), num_blocks, HEADS, BLOCK, WIDTH, dtype=torch.int64)
         caches = {f"layers.{i}": layer for i, layer in zip(layers, storage.unbind(0), strict=True)}
         if register:
@@ -157,6 +160,13 @@ class Runner:
         for kv, salt in zip(self.kv, self.salts, strict=True):
             bad |= (kv[ids, :, offsets] != values[:, None, None] ^ salt).any(axis=(1, 2))
         return [first + int(i) for i in np.flatnonzero(bad & (ids != 0))]
+
+    def check(self, name: str, blocks: list[int], computed: int, numbers: list[int]) -> None:
+        wrong = self.wrong(blocks, 0, numbers)
+        assert not wrong, (
+            f"rank {self.rank}: request {name} attends to foreign KV at tokens {wrong[:5]}... of "
+            f"{len(numbers)}, {computed} were computed before, blocks {blocks}"
+        )
 
     def connector_output(self, output: SchedulerOutput) -> KVConnectorOutput:
         """What vLLM's runner collects after the forward, in its order."""
@@ -256,8 +266,19 @@ def configure(
 class Engine:
     """close() at the end."""
 
-    def __init__(self, config: VllmConfig, caches: KVCacheConfig, register: bool = True, runner: int = 1) -> None:
-        """`register` the KV caches or forget to; `runner`: which generation of vLLM's model runners is played."""
+    def __init__(
+        self,
+        config: VllmConfig,
+        caches: KVCacheConfig,
+        register: bool = True,
+        runner: int = 1,
+        gpu: LateGpu | None = None,
+    ) -> None:
+        """`register` the KV caches or forget to; `runner`: which generation of vLLM's model runners is played.
+
+        With a `gpu` the forward only queues its work there.
+        """
+        self.gpu = gpu
         self.config = config
         self.caches = caches
         self.weights = 0
@@ -294,11 +315,15 @@ class Engine:
         config = copy.copy(self.config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        connector = KVServerConnector(config, KVConnectorRole.WORKER, self.caches)
+        kind = self.gpu.connector if self.gpu is not None else KVServerConnector
+        connector = kind(config, KVConnectorRole.WORKER, self.caches)
         # The last stage of a pipeline has one layer more than the others.
         stages = config.parallel_config.pipeline_parallel_size
         layers = range(rank * LAYERS, (rank + 1) * LAYERS + (rank == stages - 1)) if stages > 1 else range(LAYERS)
-        return Runner(connector, self.num_blocks, rank, register, layers, 0 if self.caches.kv_tp_replicas > 1 else None)
+        made = Runner(connector, self.num_blocks, rank, register, layers, 0 if self.caches.kv_tp_replicas > 1 else None)
+        if self.gpu is not None:
+            made.launch = self.gpu.queue
+        return made
 
     @property
     def connector(self) -> KVServerConnector:
@@ -455,16 +480,13 @@ class Engine:
             inputs[name] = [*row.tokens[: row.computed + len(known)], *drafts]
             numbers[name] = row.numbers(inputs[name], self.weights)
             for runner in self.runners:
-                runner.write(row.blocks, row.computed, numbers[name][row.computed :])
+                fresh = numbers[name][row.computed :]
+                runner.launch(partial(runner.write, list(row.blocks), row.computed, fresh))
         sampled: list[list[int]] = []
         for name, count in output.num_scheduled_tokens.items():
             row = self.rows[name]
             for runner in self.runners:
-                wrong = runner.wrong(row.blocks, 0, numbers[name])
-                assert not wrong, (
-                    f"rank {runner.rank}: request {name} attends to foreign KV at tokens {wrong[:5]}... of "
-                    f"{len(numbers[name])}, {row.computed} were computed before, blocks {row.blocks}"
-                )
+                runner.launch(partial(runner.check, name, list(row.blocks), row.computed, numbers[name]))
             sampled.append(self._sample(row, inputs[name], numbers[name], count))
         names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
@@ -538,3 +560,5 @@ class Engine:
         with ThreadPoolExecutor(len(ends)) as threads:  # each waits a second if the daemon is gone
             for done in [threads.submit(end) for end in ends]:
                 done.result()
+        if self.gpu is not None:
+            self.gpu.close()

@@ -7,6 +7,7 @@ import time
 import pytest
 from kvserver.adapters.vllm.hazards import PendingStores
 from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan
+from kvserver.adapters.vllm.outbox import DirectOutbox
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.worker import WorkerHalf
 
@@ -35,7 +36,11 @@ def test_a_failed_load_is_told_as_this_vllm_takes_it(fails_requests):
     """Its blocks before 0.30, since then the request. Either way the request's load is over, once."""
     faults = []
     worker = WorkerHalf(
-        AdapterSettings(), None, fails_requests=fails_requests, fault=lambda *fault: faults.append(fault)
+        AdapterSettings(),
+        None,
+        DirectOutbox(),
+        fails_requests=fails_requests,
+        fault=lambda *fault: faults.append(fault),
     )
     worker.start_loads(StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, [5, 6, 7, 8], 0)]))
     assert worker.take_finished() == ({"r"}, {"r"} if fails_requests else set())

@@ -10,6 +10,7 @@ import random
 import time
 
 import pytest
+from late_gpu import LateGpu
 from modelless import Engine, prompt
 from support.daemon import wait_until
 
@@ -46,6 +47,8 @@ class Chaos:
         self.daemon.thaw()
         self.frozen_until = 0.0
         self.engine.run(30, until=lambda: not self.engine.busy)
+        if self.engine.gpu is not None:
+            self.engine.gpu.finish()
         wait_until(lambda: self.engine.generate_free("tick") == self.engine.num_blocks - 1, 10)
         self.engine.run()
 
@@ -97,12 +100,20 @@ class Chaos:
         (4, {"asynchronous": True, "world_size": 2}),
         (5, {"asynchronous": False, "max_tokens_per_step": 64}),
         (6, {"asynchronous": True, "max_tokens_per_step": 96, "runner": 2}),
+        (7, {"asynchronous": True, "late": True}),
+        (8, {"asynchronous": False, "max_tokens_per_step": 96, "late": True, "world_size": 2}),
     ],
 )
 def test_a_random_run_ends_with_right_tokens_and_full_books(make_daemon, make_engine, seed, options):
+    """`late`: the forward's work happens on a GPU, some time after its step."""
     daemon = make_daemon(test_copy_delay_us=1000, l1_size="1MiB")
+    gpu = None
+    if "late" in options:
+        options = {name: value for name, value in options.items() if name != "late"}
+        pace = random.Random(seed)
+        gpu = LateGpu(pause=lambda: time.sleep(pace.choice([0, 0, 0, 0.0001, 0.002])))
     timeouts = {"kvserver.load_timeout_ms": 120, "kvserver.store_timeout_ms": 200, "kvserver.settle_ms": 2}
-    engine = make_engine(daemon, num_blocks=70, extra=timeouts, **options)
+    engine = make_engine(daemon, num_blocks=70, extra=timeouts, gpu=gpu, **options)
     chaos = Chaos(seed, engine, daemon)
     chaos.run()
     assert {name: answer for name, answer in engine.answers.items() if not answer.right} == {}
@@ -111,7 +122,8 @@ def test_a_random_run_ends_with_right_tokens_and_full_books(make_daemon, make_en
         f"seed {seed}: {len(engine.answers)} requests, {len(engine.loads)} loads, "
         f"{chaos.loaded} of them loaded, {engine.preemptions} preemptions, "
         f"{engine.worker.worker.counters['stores_cancelled_for_reuse']} stores cancelled for reuse, "
-        f"{engine.connector.scheduler.counters['quarantined_blocks']} blocks quarantined, {chaos.happened}"
+        f"{engine.connector.scheduler.counters['quarantined_blocks']} blocks quarantined, {chaos.happened}, "
+        f"not sent { ({name: n for name, n in engine.worker.worker.counters.items() if name.startswith('not_sent')}) }"
     )
     assert chaos.loaded >= LOADS
     daemon.wait_for_books(tickets=0, pins=0)

@@ -16,6 +16,7 @@ from kvserver.adapters.vllm.link import Link
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.worker import WorkerHalf
 from modelless import BLOCK, prompt
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
 from kvserver.client import Channel
@@ -66,12 +67,17 @@ def consumer_only(config, caches):
     config.kv_transfer_config.kv_role = "kv_consumer"
 
 
+def sleeps(config, caches):
+    config.model_config.enable_sleep_mode = True
+
+
 REFUSED = {
     "decode_context_parallel_size > 1": with_parallel("decode_context_parallel_size"),
     "prefill_context_parallel_size > 1": with_parallel("prefill_context_parallel_size"),
     "kv_role must be kv_both": consumer_only,
     "blocks of different sizes": blocks_of_two_sizes,
     "KV cache of kind MambaSpec": with_states,
+    "sleep mode before vLLM 0.33": sleeps,
 }
 
 
@@ -83,6 +89,34 @@ def test_what_is_not_supported_is_refused_by_both_halves(make_daemon, make_halve
     assert all(reason in said for said in warnings_of())
     assert_inert(halves)
     assert daemon.status()["instances"] == []
+
+
+def two_precisions(config, caches):
+    first = caches.kv_cache_groups[0]
+    other = dataclasses.replace(first.kv_cache_spec, dtype=torch.float64)
+    caches.kv_cache_groups.append(KVCacheGroupSpec(["layers.9"], other))
+
+
+def partial_hits(config, caches):
+    caches.hash_block_size = BLOCK // 2
+
+
+@pytest.mark.parametrize("adjust", [two_precisions, partial_hits])
+def test_blocks_that_are_written_before_their_stores_can_be_ended_are_refused(
+    make_daemon, make_halves, warnings_of, monkeypatch, adjust
+):
+    """Model runner V2 zeroes or copies new blocks, then calls handle_preemptions."""
+    daemon = make_daemon()
+    make_halves(daemon, adjust)
+    assert warnings_of() == []
+
+    def second_runner(config, caches):
+        adjust(config, caches)
+        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+
+    assert_inert(make_halves(daemon, second_runner))
+    assert len(warnings_of()) == 2
+    assert all("set VLLM_USE_V2_MODEL_RUNNER=0" in said for said in warnings_of())
 
 
 @pytest.mark.parametrize(

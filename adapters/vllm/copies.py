@@ -1,0 +1,53 @@
+"""One copy in flight, and how its state word may be moved from here.
+
+Owns: the worker's side of the state machine in `csrc/core.h`. Refuses to know: when a copy is given up, and
+what is told about its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvserver.adapters.vllm.link import Session
+from kvserver.adapters.vllm.metadata import LoadSpec, StoreSpec
+
+from kvserver._native import State
+
+
+@dataclass(slots=True)
+class Copy:
+    """One store or load: its state word in its session's page, and when we stop waiting."""
+
+    spec: StoreSpec | LoadSpec
+    session: Session
+    word: int
+    sequence: int
+    deadline: float
+    quarantined: bool = False
+    timed_out: bool = False
+
+    def state(self) -> State:
+        assert self.session.words is not None
+        return self.session.words.state(self.word)
+
+    def move(self, from_: State, to: State) -> bool:
+        assert self.session.words is not None
+        return self.session.words.move(self.word, self.sequence, from_, to)
+
+    @property
+    def open(self) -> bool:
+        """Whether the server has begun, or still may."""
+        return self.state() in (State.PENDING, State.RUNNING) and not self.session.ended.is_set()
+
+    @property
+    def writing(self) -> bool:
+        """Whether the server may be writing the blocks of this load."""
+        return self.state() in (State.RUNNING, State.CANCELLING) and not self.session.ended.is_set()
+
+    def cancel(self) -> None:
+        """Nobody wants it any more.
+
+        A store: the server will not publish it, whenever it looks. A load that runs still has to be acknowledged.
+        """
+        if not self.move(State.PENDING, State.CANCELLED):
+            self.move(State.RUNNING, State.CANCELLED if isinstance(self.spec, StoreSpec) else State.CANCELLING)

@@ -1,0 +1,281 @@
+"""Stores and Retrieves on their way to the daemon, and the answers on their way back.
+
+A copy may begin only when the engine's own work on its blocks is done. On CPUs it is done when the step has
+run: `DirectOutbox` sends at once. A GPU works later than the engine's thread queues: `OrderedOutbox` marks
+the place by an event, and a thread of its own waits for the event, without the GIL, and then sends. So nobody
+waits for another process's work on the GPU, and the engine's thread waits for no event.
+
+Owns: the session's channel, and the order of messages. Refuses to know: stores and loads, what a copy's end means.
+
+Who may still write while a message waits here, or after it was dropped: nobody of ours, the daemon has not
+heard of it. One whose word was cancelled just as it was sent is refused by the word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from kvserver.adapters.vllm.link import Session
+
+from kvserver._native import State
+from kvserver.protocol import Reply, Retrieve, Store
+
+_LOOK_SECONDS = 0.0005  # state words may move while the thread is asleep in an event
+_CLOSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class NotSent:
+    """Why a message that was posted never left."""
+
+    reason: str  # cancelled, late, gone, full, failed
+    error: Exception | None = None  # what the engine's own work ended with, or we
+
+
+Message: TypeAlias = Store | Retrieve
+Answer: TypeAlias = Reply | NotSent
+
+
+class Outbox(Protocol):
+    """Used by the engine's thread alone."""
+
+    def adopt(self, session: Session | None) -> None:
+        """Speak in this session from now on, or in none; the channel of the one before is closed."""
+
+    def post(self, message: Message) -> bool:
+        """Send it after the work that was queued so far. False if it cannot be sent; what marking raises.
+
+        REQUIRES: its word is armed in the adopted session's page.
+        """
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        """What has come: (the message's sequence, or 0, and its answer). One for each message of a session that lives."""
+
+    def wait(self, seconds: float) -> None:
+        """Until an answer came or a state word may have moved, at most so long."""
+
+    def holds(self, sequence: int) -> bool:
+        """Whether this message still waits here for work of the engine."""
+
+    def close(self) -> None:
+        """Waits for nothing that may never come."""
+
+
+class DirectOutbox:
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._sequences: dict[int, int] = {}  # by request number
+
+    def adopt(self, session: Session | None) -> None:
+        if self._session is not None:
+            self._session.channel.close()
+        self._session = session
+        self._sequences.clear()
+
+    def post(self, message: Message) -> bool:
+        number = self._session.channel.send(message) if self._session is not None else None
+        if number is None:
+            return False
+        self._sequences[number] = message.sequence
+        return True
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        replies = self._session.channel.receive() if self._session is not None else ()
+        return [(self._sequences.pop(number, 0), reply) for number, reply in replies]
+
+    def wait(self, seconds: float) -> None:
+        if self._session is None:
+            time.sleep(seconds)
+        else:
+            self._session.channel.wait(max(seconds, 0.001))
+
+    def holds(self, sequence: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.adopt(None)
+
+
+class WorkEvent(Protocol):
+    """As torch.cuda.Event is one."""
+
+    def record(self) -> None:
+        """After the work queued so far on the current stream."""
+
+    def synchronize(self) -> None:
+        """Wait for that, without the GIL."""
+
+
+@dataclass(frozen=True)
+class _Letter:
+    session: Session
+    message: Message
+    event: WorkEvent
+
+    def is_wanted(self) -> bool:
+        """Whether its word still stands as it was armed."""
+        words, word = self.session.words, self.message
+        return words is not None and words.move(word.word, word.sequence, State.PENDING, State.PENDING)
+
+    def cancel(self) -> None:
+        if self.session.words is not None:
+            self.session.words.move(self.message.word, self.message.sequence, State.PENDING, State.CANCELLED)
+
+
+@dataclass(frozen=True)
+class _Adopt:
+    session: Session | None
+
+
+class OrderedOutbox:
+    """First in, first out. The two threads share four things, whose single operations are whole under the GIL:
+
+    `_tasks` (engine appends, thread takes), `_answers` (the reverse), `_held` (engine adds, thread discards) and
+    `_closing`. All else is one thread's. The thread may be asleep for ever in an event of a GPU that hangs: it is
+    a daemon thread, close() leaves it, and its channel dies with the process.
+    """
+
+    def __init__(self, make_event: Callable[[], WorkEvent]) -> None:
+        self._make_event = make_event
+        self._session: Session | None = None  # the engine's thread's
+        self._tasks: deque[_Letter | _Adopt] = deque()
+        self._answers: deque[tuple[int, Answer]] = deque()
+        self._held: set[int] = set()
+        self._closing = False
+        self._came = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._courier = _Courier(self._wake, self._say)
+        self._thread = threading.Thread(target=self._run, name="kvserver-outbox", daemon=True)
+        self._thread.start()
+
+    # ---- the engine's thread ------------------------------------------------------------------
+
+    def adopt(self, session: Session | None) -> None:
+        self._session = session
+        self._give(_Adopt(session))
+
+    def post(self, message: Message) -> bool:
+        if self._session is None:
+            return False
+        event = self._make_event()
+        event.record()
+        self._held.add(message.sequence)
+        self._give(_Letter(self._session, message, event))
+        return True
+
+    def _give(self, task: _Letter | _Adopt) -> None:
+        if not self._closing:
+            self._tasks.append(task)
+            os.eventfd_write(self._wake, 1)
+
+    def receive(self) -> list[tuple[int, Answer]]:
+        self._came.clear()
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def wait(self, seconds: float) -> None:
+        self._came.wait(min(seconds, _LOOK_SECONDS))
+
+    def holds(self, sequence: int) -> bool:
+        return sequence in self._held
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            if not self._tasks:
+                self._courier.collect(wait=True)
+                continue
+            task = self._tasks.popleft()
+            if isinstance(task, _Adopt):
+                self._courier.adopt(task.session)
+            else:
+                self._deliver(task)
+                self._courier.collect(wait=False)
+        self._courier.adopt(None)
+
+    def _deliver(self, letter: _Letter) -> None:
+        sequence = letter.message.sequence
+        try:
+            letter.event.synchronize()
+            if not self._closing and (refusal := self._courier.send(letter)) is not None:
+                self._say(sequence, refusal)
+        except Exception as error:
+            letter.cancel()
+            self._say(sequence, NotSent("failed", error))
+        finally:
+            self._held.discard(sequence)
+
+    def _say(self, sequence: int, answer: Answer) -> None:
+        self._answers.append((sequence, answer))
+        self._came.set()
+
+
+class _Courier:
+    """The thread's half of the channel: sends what is still wanted, hands over replies."""
+
+    def __init__(self, wake: int, say: Callable[[int, Answer], None]) -> None:
+        self._wake = wake
+        self._say = say
+        self._session: Session | None = None
+        self._sequences: dict[int, int] = {}  # by request number
+
+    def adopt(self, session: Session | None) -> None:
+        if self._session is not None:
+            self._session.channel.close()
+        self._session = session
+        self._sequences.clear()
+
+    def send(self, letter: _Letter) -> NotSent | None:
+        """None if it was sent; else the word is CANCELLED."""
+        session, message = self._session, letter.message
+        if not letter.is_wanted():
+            return NotSent("cancelled")
+        if session is not letter.session or session.ended.is_set():
+            letter.cancel()
+            return NotSent("gone")
+        if time.monotonic_ns() > message.deadline_ns:
+            letter.cancel()
+            return NotSent("late")
+        number = session.channel.send(message)
+        if number is None:
+            letter.cancel()
+            return NotSent("full")
+        self._sequences[number] = message.sequence
+        return None
+
+    def collect(self, wait: bool) -> None:
+        """Hand over the replies that came; `wait` for one, or to be woken."""
+        session = self._session
+        if wait and session is None:
+            poller = select.poll()  # not select(): an engine may have thousands of descriptors
+            poller.register(self._wake, select.POLLIN)
+            poller.poll()
+        elif wait and session is not None:
+            session.channel.wait_or(self._wake)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        if session is None:
+            return
+        try:
+            for number, reply in session.channel.receive():
+                self._say(self._sequences.pop(number, 0), reply)
+        except Exception as error:  # nothing that this channel says can be understood
+            self._say(0, NotSent("failed", error))
+            self.adopt(None)

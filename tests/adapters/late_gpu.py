@@ -1,0 +1,100 @@
+"""A GPU's stream over CPU memory: what an engine queues happens later, in order, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvserver.adapters.vllm import KVServerConnector
+from kvserver.adapters.vllm.outbox import DirectOutbox, OrderedOutbox, Outbox
+
+_MOST_QUEUED = 40  # an engine does not run ahead without end
+
+
+class LateEvent:
+    """As torch.cuda.Event."""
+
+    def __init__(self, gpu: LateGpu) -> None:
+        self._gpu = gpu
+        self._fired = threading.Event()
+
+    def record(self) -> None:
+        if self._gpu.broken == "record":
+            raise RuntimeError("the GPU is broken")
+        self._gpu.queue(self._fired.set)
+
+    def synchronize(self) -> None:
+        self._gpu.waited += 1
+        if self._gpu.broken == "synchronize":
+            raise RuntimeError("the GPU is broken")
+        self._fired.wait()
+
+
+class LateGpu:
+    """Works at once until it is held; `pause` is called before each piece of work."""
+
+    def __init__(self, held: bool = False, ordered: bool = True, pause: Callable[[], None] = lambda: None) -> None:
+        """`ordered` is False for the control: an adapter that knows nothing of streams."""
+        self.broken = ""  # "record" or "synchronize": what raises
+        self.waited = 0  # events that somebody began to wait for
+        self.errors: list[BaseException] = []
+        self._pause = pause
+        self._work: deque[Callable[[], None]] = deque()
+        self._held = held
+        self._closed = False
+        self._changed = threading.Condition()
+
+        class Connector(KVServerConnector):
+            def make_outbox(connector) -> Outbox:
+                return OrderedOutbox(lambda: LateEvent(self)) if ordered else DirectOutbox()
+
+        self.connector = Connector
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def queue(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._held or len(self._work) < _MOST_QUEUED)
+            self._work.append(work)
+            self._changed.notify_all()
+
+    def hold(self) -> None:
+        with self._changed:
+            self._held = True
+
+    def release(self) -> None:
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Do all that is queued; AssertionError of the first check that failed."""
+        self.release()
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._work, 20)
+        for error in self.errors:
+            raise error
+
+    def close(self) -> None:
+        self.finish()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._work and not self._held))
+                if self._closed:
+                    return
+                work = self._work[0]
+            self._pause()
+            try:
+                work()
+            except AssertionError as error:
+                self.errors.append(error)
+            with self._changed:
+                self._work.popleft()
+                self._changed.notify_all()

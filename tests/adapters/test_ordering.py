@@ -1,0 +1,291 @@
+"""On a GPU a copy may begin only when the engine's own work on its blocks is done, which is later than its step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from late_gpu import LateGpu
+from modelless import Engine, prompt
+from support.daemon import wait_until
+
+from kvserver.client import Channel
+from kvserver.protocol import Retrieve, Store
+
+CHUNK = 64
+TOKENS = prompt(1, 4 * CHUNK + 10)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The stores and loads that left this process, as they left."""
+    messages: list[Store | Retrieve] = []
+    send = Channel.send
+
+    def noted(self, request):
+        if isinstance(request, Store | Retrieve):
+            messages.append(request)
+        return send(self, request)
+
+    monkeypatch.setattr(Channel, "send", noted)
+    return messages
+
+
+def asked(daemon) -> int:
+    """Stores and loads that the daemon has heard of."""
+    return sum(i["requests"]["stores"] + i["requests"]["loads"] for i in daemon.status()["instances"])
+
+
+def counted(engine: Engine, name: str) -> int:
+    return engine.worker.worker.counters[name]
+
+
+def begin_store(engine: Engine, name: str = "first", tokens: list[int] = TOKENS) -> None:
+    """Serve a request whose store waits for the GPU. REQUIRES: it is held."""
+    answer = engine.add(name, tokens, count=1)
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert engine.connector.has_pending_push_work()
+
+
+def begin_load(engine: Engine):
+    """Submit TOKENS, which the daemon holds, until their load waits for the GPU. REQUIRES: it is held."""
+    answer = engine.add("warm", TOKENS)
+    engine.run(until=lambda: bool(engine.loads) and engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS")
+    return answer
+
+
+@pytest.fixture
+def stored(make_daemon, make_engine):
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", TOKENS)
+    return daemon
+
+
+# ---- nothing goes before its event ------------------------------------------------------------
+
+
+def test_a_store_waits_for_the_forward_that_writes_its_blocks(make_daemon, make_engine, sent):
+    daemon = make_daemon()
+    gpu = LateGpu(held=True)
+    engine = make_engine(daemon, gpu=gpu)
+    begin_store(engine)
+    wait_until(lambda: engine.step() or gpu.waited, 10)
+    assert sent == []
+    assert asked(daemon) == 0
+    gpu.release()
+    engine.run()
+    assert asked(daemon) == 1
+    assert make_engine(daemon).generate("warm", TOKENS).external == 4 * CHUNK
+
+
+def test_a_load_waits_for_the_work_that_its_blocks_were_in(stored, make_engine, sent):
+    before = asked(stored)
+    sent.clear()
+    gpu = LateGpu(held=True)
+    engine = make_engine(stored, gpu=gpu)
+    answer = begin_load(engine)
+    wait_until(lambda: engine.step() or gpu.waited, 10)
+    assert sent == []
+    assert asked(stored) == before
+    assert engine.received == []
+    gpu.release()
+    engine.run()
+    assert answer.right
+    assert engine.received == ["warm"]
+    assert counted(engine, "loaded") == 1
+
+
+def test_without_the_order_this_rig_would_see_foreign_bytes(make_daemon, make_engine):
+    """The control: a store that begins with its step copies what the blocks held before."""
+    daemon = make_daemon()
+    gpu = LateGpu(held=True, ordered=False)
+    engine = make_engine(daemon, gpu=gpu)
+    begin_store(engine)
+    engine.run()
+    gpu.release()
+    with pytest.raises(AssertionError, match="attends to foreign KV"):
+        make_engine(daemon).generate("warm", TOKENS)
+
+
+def test_messages_leave_in_the_order_of_their_work(make_daemon, make_engine, sent):
+    daemon = make_daemon()
+    gpu = LateGpu(held=True)
+    engine = make_engine(daemon, gpu=gpu)
+    for i in range(4):
+        begin_store(engine, f"r{i}", prompt(i, 2 * CHUNK))
+    assert sent == []
+    gpu.release()
+    engine.run()
+    assert len(sent) == 4
+    assert [message.sequence for message in sent] == sorted(message.sequence for message in sent)
+
+
+# ---- while it waits ---------------------------------------------------------------------------
+
+
+def test_a_store_whose_blocks_are_given_away_is_never_sent(make_daemon, make_engine, sent):
+    daemon = make_daemon()
+    gpu = LateGpu(held=True)
+    engine = make_engine(daemon, gpu=gpu, num_blocks=23, extra={"kvserver.settle_ms": 1})
+    begin_store(engine)
+    (first,) = engine.stores
+    other = engine.add("other", prompt(2, 4 * CHUNK + 50), count=3)
+    engine.run(until=lambda: other.finish_reason is not None)
+    assert any(plan.settle_stores for plan in engine.plans)
+    assert counted(engine, "stores_cancelled_for_reuse") == 1
+    gpu.release()
+    engine.run()
+    assert first.keys not in {message.keys for message in sent}
+    assert counted(engine, "not_sent_cancelled") == 1
+    assert make_engine(daemon).generate("warm", TOKENS).external == 0
+    assert make_engine(daemon).generate("warm", other.prompt).external > 0
+
+
+def test_settling_waits_for_a_store_whose_work_is_done_in_time(make_daemon, make_engine):
+    daemon = make_daemon()
+    gpu = LateGpu(held=True)
+    engine = make_engine(daemon, gpu=gpu, num_blocks=23, extra={"kvserver.settle_ms": 10_000})
+    begin_store(engine)
+    other = engine.add("other", prompt(2, 4 * CHUNK + 50), count=3)
+    engine.before_step = lambda plan: gpu.release() if plan.settle_stores else None
+    engine.run()
+    assert other.right
+    assert counted(engine, "stores_cancelled_for_reuse") == 0
+    assert make_engine(daemon).generate("warm", TOKENS).external == 4 * CHUNK
+
+
+def test_a_load_that_is_aborted_is_never_sent(stored, make_engine, sent):
+    gpu = LateGpu(held=True)
+    sent.clear()
+    engine = make_engine(stored, gpu=gpu)
+    begin_load(engine)
+    engine.abort("warm")
+    engine.run(until=lambda: engine.received == ["warm"])
+    gpu.release()
+    engine.run()
+    assert [message for message in sent if isinstance(message, Retrieve)] == []
+
+
+def test_a_store_that_waits_beyond_its_deadline_is_not_the_daemons_fault(make_daemon, make_engine, sent):
+    daemon = make_daemon()
+    gpu = LateGpu(held=True)
+    engine = make_engine(daemon, gpu=gpu, extra={"kvserver.store_timeout_ms": 50})
+    for i in range(4):
+        begin_store(engine, f"r{i}", prompt(i, 2 * CHUNK))
+    engine.run()
+    assert sent == []
+    assert counted(engine, "timeouts") == 0, "three would open the breaker"
+    gpu.finish()
+    begin = prompt(9, 2 * CHUNK)
+    engine.generate("next", begin)
+    assert make_engine(daemon).generate("warm", begin).external > 0
+
+
+def test_a_message_whose_deadline_passed_is_not_sent_when_its_event_fires(make_daemon, make_engine, sent):
+    """Also if the engine made no step that would have cancelled it."""
+    gpu = LateGpu(held=True)
+    engine = make_engine(make_daemon(), gpu=gpu, extra={"kvserver.store_timeout_ms": 300})
+    begin_store(engine)
+    handed_over = time.monotonic()
+    wait_until(lambda: time.monotonic() > handed_over + 0.3, 10)
+    gpu.finish()
+    engine.run()
+    assert sent == []
+    assert counted(engine, "not_sent_late") == 1
+
+
+def test_a_load_that_waits_beyond_its_deadline_is_computed(stored, make_engine, sent):
+    gpu = LateGpu(held=True)
+    sent.clear()
+    engine = make_engine(stored, gpu=gpu, extra={"kvserver.load_timeout_ms": 50})
+    answer = begin_load(engine)
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert answer.right
+    assert engine.received == ["warm"]
+    gpu.release()
+    engine.run()
+    assert [message for message in sent if isinstance(message, Retrieve)] == []
+
+
+@pytest.mark.parametrize("broken", ["record", "synchronize"])
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_an_event_that_raises_fails_its_copy(stored, make_engine, sent, broken, kind):
+    gpu = LateGpu()
+    engine = make_engine(stored, gpu=gpu, may_fail=True)
+    gpu.broken = broken
+    sent.clear()
+    answer = engine.generate("a", TOKENS if kind == "load" else prompt(5, 3 * CHUNK))
+    assert answer.right
+    assert sent == []
+    where = f"beginning of a {kind}" if broken == "record" else "waiting for the engine's own work"
+    assert engine.errors()[f"{where}: RuntimeError"] >= 1
+    gpu.broken = ""
+    engine.generate("b", prompt(6, 3 * CHUNK))
+    assert sent
+
+
+def test_the_daemon_restarts_while_copies_wait(stored, make_engine, sent):
+    gpu = LateGpu(held=True)
+    sent.clear()
+    engine = make_engine(stored, gpu=gpu)
+    answer = begin_load(engine)
+    begin_store(engine, "store", prompt(3, 2 * CHUNK))
+    stored.kill()
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert engine.received == ["warm"]
+    stored.start()
+    wait_until(lambda: any(i["namespace"] for i in stored.status()["instances"]), 20, "registered again")
+    gpu.finish()
+    engine.run()
+    assert asked(stored) == len(sent), "the new daemon heard of what was meant for it"
+    names = (f"r{i}" for i in range(1000))
+    again = prompt(4, 2 * CHUNK)
+    wait_until(lambda: engine.generate(next(names), again) and stored.status()["l1"]["chunks"], 20)
+    assert make_engine(stored).generate("other", again).external > 0
+
+
+# ---- a GPU that hangs -------------------------------------------------------------------------
+
+
+def test_an_event_that_never_fires_does_not_hold_up_shutdown(make_daemon, make_engine, sent):
+    daemon = make_daemon()
+    gpu = LateGpu(held=True)
+    engine = make_engine(daemon, gpu=gpu)
+    begin_store(engine)
+    wait_until(lambda: gpu.waited, 10)
+    engine.worker.shutdown()
+    daemon.wait_for_books(mappings=0)
+    gpu.finish()
+    assert sent == []
+
+
+def test_an_event_that_never_fires_does_not_hold_up_the_end_of_the_process(tmp_path):
+    program = f"""
+import threading
+from kvserver._native import WordPage
+from kvserver.adapters.vllm.link import Session
+from kvserver.adapters.vllm.outbox import OrderedOutbox
+from kvserver.client import Channel
+from kvserver.protocol import HelloReply, Store
+
+entered = threading.Event()
+class Event:
+    def record(self): pass
+    def synchronize(self):
+        entered.set()
+        threading.Event().wait()
+
+hello = HelloReply(protocol_version=1, server_version="", boot_id="", chunk_tokens=1, fd_path="", token="")
+session = Session(hello, Channel("ipc://{tmp_path}/nobody"), words=WordPage(4))
+session.words.arm(0, 1)
+outbox = OrderedOutbox(Event)
+outbox.adopt(session)
+outbox.post(Store(boot_id="", registration=1, chunk_blocks=1, keys=b"", block_ids=b"", word=0, sequence=1, deadline_ns=0))
+entered.wait()
+outbox.close()
+print("closed")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr
