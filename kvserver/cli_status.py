@@ -83,6 +83,7 @@ def table(status: dict[str, Any]) -> str:
         f"moved  {size(totals['stored_bytes'])} stored, {size(totals['loaded_bytes'])} loaded, "
         f"{totals['failed_stores']} failed stores, {totals['failed_loads']} failed loads, {totals['errors']} errors",
     ]
+    lines += [_gpu(gpu, l1) for gpu in status["gpus"]]
     if "stale_seconds" in status:
         lines.append(
             f"STALE  the event loop has not answered for {status['stale_seconds']:.1f} s; this is the last it said"
@@ -101,6 +102,18 @@ def table(status: dict[str, Any]) -> str:
     else:
         lines.append("no engine is connected")
     return "\n".join(lines)
+
+
+def _gpu(gpu: dict[str, Any], l1: dict[str, Any]) -> str:
+    """Whose memory is mapped, which way it is copied, and whether L1 is pinned for it."""
+    if gpu["lost"]:
+        return f"GPU    {gpu['device']} is LOST: {gpu['lost']}"
+    ways = [
+        f"{done} {size(gpu[lane]['dma_bytes'])} by DMA, {size(gpu[lane]['staged_bytes'])} staged"
+        for lane, done in (("store", "stored"), ("load", "loaded"))
+    ]
+    pinned = rate(l1["pinned_bytes"], l1["size_bytes"])
+    return f"GPU    {gpu['device']}: {size(gpu['mapped_bytes'])} mapped; {'; '.join(ways)}; L1 {pinned} pinned"
 
 
 def _row(instance: dict[str, Any]) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class _Collector:
 
     def collect(self) -> Iterable[Metric]:
         yield from self._l1()
+        yield from self._gpus()
         yield from self._instances()
         yield from self._rpcs()
         yield _gauge(
@@ -84,8 +85,28 @@ class _Collector:
         l1 = self._status["l1"]
         yield _gauge("kvserver_l1_size_bytes", "Memory of L1.", l1["size_bytes"])
         yield _gauge("kvserver_l1_used_bytes", "Memory of L1 that holds chunks.", l1["used_bytes"])
+        yield _gauge("kvserver_l1_pinned_bytes", "Memory of L1 that is pinned for GPUs.", l1["pinned_bytes"])
         yield _gauge("kvserver_l1_chunks", "Chunks in L1, also those being filled.", l1["chunks"])
         yield CounterMetricFamily("kvserver_l1_evicted_chunks", "Chunks evicted from L1.", value=l1["evictions"])
+
+    def _gpus(self) -> Iterable[Metric]:
+        mapped = GaugeMetricFamily("kvserver_gpu_mapped_bytes", "Memory of engines, mapped.", labels=["device"])
+        copied = CounterMetricFamily(
+            "kvserver_gpu_copied_bytes",
+            "Bytes between L1 and a GPU, by DMA of each run or staged by kernels.",
+            labels=["device", "direction", "way"],
+        )
+        unpinned = CounterMetricFamily(
+            "kvserver_gpu_unpinned_bytes", "Those of L1 that was not pinned.", labels=["device", "direction"]
+        )
+        for gpu in self._status["gpus"]:
+            mapped.add_metric([gpu["device"]], gpu["mapped_bytes"])
+            for direction in ("store", "load"):
+                lane = gpu[direction]
+                for way in ("dma", "staged"):
+                    copied.add_metric([gpu["device"], direction, way], lane[f"{way}_bytes"])
+                unpinned.add_metric([gpu["device"], direction], lane["unpinned_bytes"])
+        yield from (mapped, copied, unpinned)
 
     def _instances(self) -> Iterable[Metric]:
         rows = [

@@ -364,10 +364,10 @@ void dying_gpu(unsigned seed) {
 int main() {
     for (unsigned threads : {1u, 2u, 4u}) {
         cpu_copies(threads);
-        gpu_copies(threads);
-        dying_gpu(threads);
         truncated_memory(threads);
         fake_copies(threads);
     }
+    gpu_copies(1);
+    dying_gpu(1);
     std::puts("stress: all checks held");
 }

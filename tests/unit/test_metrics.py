@@ -24,6 +24,10 @@ FROM_THE_START = {
     "kvserver_l1_evicted_chunks": "counter",
     "kvserver_rpc_seconds": "histogram",
     "kvserver_rpc_errors": "counter",
+    "kvserver_l1_pinned_bytes": "gauge",
+    "kvserver_gpu_mapped_bytes": "gauge",
+    "kvserver_gpu_copied_bytes": "counter",
+    "kvserver_gpu_unpinned_bytes": "counter",
     "kvserver_loop_lag_seconds": "gauge",
     "kvserver_build_info": "gauge",
 }
@@ -35,7 +39,15 @@ def counts(**values: int) -> dict[str, int]:
 
 def status(*instances: dict[str, Any]) -> dict[str, Any]:
     return {
-        "l1": {"size_bytes": 1000, "used_bytes": 600, "chunks": 3, "evictions": 7},
+        "l1": {"size_bytes": 1000, "used_bytes": 600, "chunks": 3, "evictions": 7, "pinned_bytes": 500},
+        "gpus": [
+            {
+                "device": "GPU-0",
+                "mapped_bytes": 70,
+                "store": {"dma_bytes": 1, "staged_bytes": 2, "unpinned_bytes": 3},
+                "load": {"dma_bytes": 4, "staged_bytes": 5, "unpinned_bytes": 6},
+            }
+        ],
         "loop_lag_seconds": 0.25,
         "instances": list(instances),
     }
@@ -66,10 +78,25 @@ def test_l1_and_build_are_told() -> None:
     found = families(status(), metrics.Rpc())
     assert value(found["kvserver_l1_size_bytes"]) == 1000
     assert value(found["kvserver_l1_used_bytes"]) == 600
+    assert value(found["kvserver_l1_pinned_bytes"]) == 500
     assert value(found["kvserver_l1_chunks"]) == 3
     assert value(found["kvserver_l1_evicted_chunks"], "_total") == 7
     assert value(found["kvserver_loop_lag_seconds"]) == 0.25
     assert value(found["kvserver_build_info"], version=__version__) == 1
+
+
+def test_each_gpu_tells_which_way_its_bytes_went() -> None:
+    found = families(status(), metrics.Rpc())
+    assert value(found["kvserver_gpu_mapped_bytes"], device="GPU-0") == 70
+    for direction, way, expected in [
+        ("store", "dma", 1),
+        ("store", "staged", 2),
+        ("load", "dma", 4),
+        ("load", "staged", 5),
+    ]:
+        of = found["kvserver_gpu_copied_bytes"]
+        assert value(of, "_total", device="GPU-0", direction=direction, way=way) == expected
+    assert value(found["kvserver_gpu_unpinned_bytes"], "_total", device="GPU-0", direction="load") == 6
 
 
 def test_each_instance_has_its_own_series_in_base_units() -> None:
