@@ -149,7 +149,8 @@ def test_a_watch_of_no_sensible_interval_is_refused(seconds):
 def status_with(**changes):
     return {
         "version": "1", "ready": True, "uptime_seconds": 90061, "boot_id": "b",
-        "l1": {"size_bytes": 4096, "used_bytes": 1024, "chunks": 1, "evictions": 0, "policy": "lru"},
+        "l1": {"size_bytes": 4096, "used_bytes": 1024, "pinned_bytes": 1024, "chunks": 1, "evictions": 0, "policy": "lru"},
+        "gpus": [],
         "totals": {"lookup_tokens": 0, "hit_tokens": 0, "stored_bytes": 0, "loaded_bytes": 0, "failed_stores": 0,
                    "failed_loads": 0, "errors": 0},
         "books": {"unbalanced": 0, "tickets": 3}, "instances": [],
@@ -171,3 +172,15 @@ def test_numbers_are_shown_as_people_read_them():
     assert "[#####...............] 1.0 KiB of 4.0 KiB" in cli_status.table(status_with())
     assert "up 1 d 1 h" in cli_status.table(status_with())
     assert [cli_status.duration(s) for s in (5.2, 65, 3700)] == ["5 s", "1 min 5 s", "1 h 1 min"]
+
+
+def test_a_gpu_has_a_line_that_tells_which_way_its_bytes_went():
+    lane = {"dma_bytes": 2048, "staged_bytes": 0}
+    gpu = {"device": "GPU-0", "lost": "", "mapped_bytes": 1 << 20, "store": lane, "load": {**lane, "staged_bytes": 3}}
+    lost = {**gpu, "device": "GPU-1", "lost": "Xid 79"}
+    lines = cli_status.table(status_with(gpus=[gpu, lost])).splitlines()
+    assert (
+        "GPU    GPU-0: 1.0 MiB mapped; stored 2.0 KiB by DMA, 0 B staged; loaded 2.0 KiB by DMA, 3 B staged; L1 25.0% pinned"
+        in lines
+    )
+    assert "GPU    GPU-1 is LOST: Xid 79" in lines

@@ -148,7 +148,7 @@ class TestPinning:
         device = Device(64, gpu=gpu)
         l1 = device.fill_l1()
         pinner = Pinner(device.region, gpu, 2)
-        wait_until(lambda: pinner.done)
+        wait_until(lambda pinner=pinner: pinner.done)
         assert (pinner.error, device.region.pinned_bytes, gpu.registered_bytes) == ("", 64 * 4096, 64 * 4096)
         assert device.read_l1() == l1
         before = counts(device, STORE)["unpinned"]
