@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import vllm
 from kvserver.adapters.vllm.backends import attention_backends, block_dimensions
-from kvserver.adapters.vllm.exporter import CannotShare
+from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
 from kvserver.adapters.vllm.identity import model_identity
 from kvserver.adapters.vllm.link import Link, Registration
 from kvserver.adapters.vllm.memory import SharedCaches, share
@@ -146,6 +146,8 @@ def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
 
 
 class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    make_exporter: MakeExporter | None = None  # None: what the memory's device asks for
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.errors: Counter[str] = Counter()
@@ -255,7 +257,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shapes = {name: getattr(tensor, "ndim", 0) for name, tensor in kv_caches.items()}
             dims = block_dimensions(self._config, self._caches_config, shapes, vllm_version())
             groups = [group.layer_names for group in self._caches_config.kv_cache_groups]
-            caches = share(kv_caches, self._caches_config.num_blocks, dims, groups)
+            caches = share(kv_caches, self._caches_config.num_blocks, dims, groups, self.make_exporter)
         except (UnsupportedLayout, CannotShare) as error:
             log.warning("kvserver: this engine runs without cache: %s", error)
             return None
