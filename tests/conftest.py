@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.daemon import Daemon
+from support.daemon import GPUS, Daemon
 from support.leftovers import close_leftovers
 from support.worker import Worker
 
@@ -18,13 +18,32 @@ def leftovers() -> Iterator[None]:
     close_leftovers()
 
 
+@pytest.fixture(scope="module")
+def device(request: pytest.FixtureRequest) -> str:
+    """Where engines' memory lies: "cpu", or "gpu", a simulated one, for the modules that are `on_each_device`."""
+    place: str = getattr(request, "param", "cpu")
+    return place
+
+
+@pytest.fixture(scope="module")
+def gpu(device: str) -> str:
+    """The UUID of the GPU whose memory workers have; empty for the CPU."""
+    return GPUS[0] if device == "gpu" else ""
+
+
+@pytest.fixture(scope="module")
+def gpu_flags(gpu: str) -> dict[str, Any]:
+    """What a daemon needs to serve it."""
+    return {"test_fake_gpus": len(GPUS)} if gpu else {}
+
+
 @pytest.fixture
-def make_daemon() -> Iterator[Callable[..., Daemon]]:
+def make_daemon(gpu_flags: dict[str, Any]) -> Iterator[Callable[..., Daemon]]:
     """Start a daemon with these flags; it ends with the test."""
     daemons: list[Daemon] = []
 
     def make(start: bool = True, **flags: Any) -> Daemon:
-        daemons.append(Daemon(**flags))
+        daemons.append(Daemon(**{**gpu_flags, **flags}))
         return daemons[-1].start() if start else daemons[-1]
 
     yield make
@@ -33,12 +52,12 @@ def make_daemon() -> Iterator[Callable[..., Daemon]]:
 
 
 @pytest.fixture
-def make_worker() -> Iterator[Callable[..., Worker]]:
+def make_worker(gpu: str) -> Iterator[Callable[..., Worker]]:
     """Connect a worker to a daemon; it hangs up with the test."""
     workers: list[Worker] = []
 
     def make(daemon: Daemon, **options: Any) -> Worker:
-        workers.append(Worker(daemon.endpoint, **options))
+        workers.append(Worker(daemon.endpoint, **{"gpu": gpu, **options}))
         return workers[-1]
 
     yield make
@@ -47,8 +66,8 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 
 
 @pytest.fixture(scope="module")
-def module_daemon() -> Iterator[Daemon]:
-    daemon = Daemon(l1_size="16MiB").start()
+def module_daemon(gpu_flags: dict[str, Any]) -> Iterator[Daemon]:
+    daemon = Daemon(l1_size="16MiB", **gpu_flags).start()
     yield daemon
     if daemon.running():
         daemon.audit()

@@ -10,6 +10,7 @@ from itertools import chain
 import msgspec
 import pytest
 from support.daemon import Daemon
+from support.devices import on_each_device
 from support.worker import Worker, make_keys, two_groups
 
 from kvserver._native import NO_BLOCK, State
@@ -17,6 +18,7 @@ from kvserver.client import RequestFailed
 from kvserver.planes import Plane
 from kvserver.protocol import Error, Stored
 
+pytestmark = on_each_device
 CHUNK = 4  # positions
 
 

@@ -6,12 +6,14 @@ import uuid
 
 import pytest
 from support.daemon import wait_until
+from support.devices import on_each_device
 from support.worker import awkward, make_keys
 
 from kvserver._native import State
 from kvserver.client import RequestFailed
 from kvserver.protocol import Error, Retrieved, Stored
 
+pytestmark = on_each_device
 SLOW = 100_000  # microseconds a block
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.devices import on_each_device
 from support.worker import Geometry, awkward, identity, make_keys
 
 from kvserver.client import RequestFailed
 from kvserver.planes import Plane
 from kvserver.protocol import Clear, Cleared, Lookup, LookupReply, Stored
 
+pytestmark = on_each_device
 WHOLE = Geometry(40, 16, sizes=(40 * 512,), planes=(Plane(0, 0, 512, 512),))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(2)]  # of --test-fake-gpus 2
 KVSERVER = os.environ.get("KVSERVER_BIN") or str(Path(sys.executable).parent / "kvserver")
 
 
@@ -39,6 +40,11 @@ def fetch(url: str, method: str = "GET", timeout: float = 5.0) -> tuple[int, str
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def pin_l1(daemon: Daemon) -> None:
+    """Wait until its L1 is pinned. REQUIRES: a GPU is in use."""
+    wait_until(lambda: (l1 := daemon.status()["l1"])["pinned_bytes"] == l1["size_bytes"], what="L1 is pinned")
 
 
 class Daemon:

@@ -23,6 +23,9 @@ from kvserver.client import Attachment, Client, RequestFailed
 from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
+    CudaIpc,
+    CudaVmmFabric,
+    CudaVmmFd,
     Error,
     HelloReply,
     Lookup,
@@ -45,6 +48,7 @@ from .leftovers import closed, opened
 
 R = TypeVar("R")
 WORDS = 256
+GpuMemory = CudaIpc | CudaVmmFd | CudaVmmFabric
 
 
 def identity(**changes: Any) -> ModelIdentity:
@@ -208,6 +212,11 @@ def put(geometry: Geometry, maps: Sequence[Any], position: Position, content: by
         done += plane.run_bytes
 
 
+def gpu_handle(fd: int) -> bytes:
+    """How a simulated GPU of another process finds this memory."""
+    return f"/proc/{os.getpid()}/fd/{fd}".encode().ljust(64, b"\0")
+
+
 @dataclass
 class Operation:
     """A store or load that was sent; its reply has perhaps not come."""
@@ -230,7 +239,10 @@ class Operation:
 
 @dataclass
 class Worker:
-    """One rank of a test engine. connect() says Hello, attaches and registers."""
+    """One rank of a test engine. connect() says Hello, attaches and registers.
+
+    `gpu`: the UUID of the simulated GPU whose memory it says it has, handed over as `handles`.
+    """
 
     endpoint: str
     geometry: Geometry = field(default_factory=awkward)
@@ -242,6 +254,8 @@ class Worker:
     identity: ModelIdentity = field(default_factory=identity)
     layout: str = "NHD"
     replicated: bool = False
+    gpu: str = ""
+    handles: type[GpuMemory] = CudaVmmFd
     connect_now: bool = True
 
     def __post_init__(self) -> None:
@@ -270,9 +284,10 @@ class Worker:
         return self
 
     def attach(self, fds: list[int] | None = None) -> Attachment:
-        """Hand over descriptors: all memories, then the word page."""
+        """Hand over descriptors: all memories unless handles name them, then the word page."""
         self.hello: HelloReply = self.client.hello("test")
-        fds = [*self.memory.fds, self.words.fd] if fds is None else fds
+        named = self.gpu and self.handles is not CudaVmmFd
+        fds = [*([] if named else self.memory.fds), self.words.fd] if fds is None else fds
         self.attachment = Attachment(self.hello.fd_path, self.hello.token, fds)
         return self.attachment
 
@@ -286,7 +301,7 @@ class Worker:
             rank=self.rank,
             world_size=self.world_size,
             attachment=self.attachment.number,
-            memory=[SharedFd(index=i, size_bytes=size) for i, size in enumerate(self.geometry.sizes)],
+            memory=[self.window(i, 0, size) for i, size in enumerate(self.geometry.sizes)],
             words=WORDS,
             planes=list(self.geometry.planes),
             num_blocks=self.geometry.num_blocks,
@@ -297,6 +312,14 @@ class Worker:
             replicated=self.replicated,
         )
         return msgspec.structs.replace(message, **changes)
+
+    def window(self, number: int, offset: int, size: int) -> SharedFd | GpuMemory:
+        """So many bytes of memory `number`, as it is registered. REQUIRES: offset 0 unless on a GPU."""
+        if not self.gpu:
+            return SharedFd(index=number, size_bytes=size)
+        if self.handles is CudaVmmFd:
+            return CudaVmmFd(device=self.gpu, index=number, offset=offset, size_bytes=size)
+        return self.handles(device=self.gpu, handle=gpu_handle(self.memory.fds[number]), offset=offset, size_bytes=size)
 
     @property
     def chunk_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""A worker in a process of its own, for tests that kill it. Usage: python -m support.worker_process ENDPOINT ID
+"""A worker in a process of its own, for tests that kill it. Usage: python -m support.worker_process ENDPOINT ID [GPU]
 
 It stores `CHUNKS` chunks, leases them, begins a store of others and a load, says "copying" and waits.
 """
@@ -16,7 +16,7 @@ UNFINISHED = make_keys(CHUNKS, seed="left unfinished by the victim")
 
 
 def main() -> None:
-    worker = Worker(sys.argv[1], instance_id=sys.argv[2])
+    worker = Worker(sys.argv[1], instance_id=sys.argv[2], gpu="".join(sys.argv[3:]))
     worker.store(STORED, worker.blocks_for(CHUNKS))
     worker.lookup(STORED)
     worker.begin_store(UNFINISHED, worker.blocks_for(CHUNKS, first=20))
