@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -123,8 +124,10 @@ void FakeGpu::wait_for(const std::function<bool()>& happened, std::unique_lock<s
 
 // REQUIRES: mutex_ held.
 bool FakeGpu::require(bool kept, const std::string& rule) {
-    if (!kept) faults_.push_back(rule);
-    return kept;
+    if (kept) return true;
+    faults_.push_back(rule);
+    std::fprintf(stderr, "a simulated GPU was misused: %s\n", rule.c_str());
+    return false;
 }
 
 bool FakeGpu::within(const Ranges& ranges, const std::byte* memory, uint64_t bytes) {

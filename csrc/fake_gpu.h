@@ -2,7 +2,8 @@
 //
 // Its memory is the host's, its streams are threads, its kernels are copy_blocks.cu compiled for
 // the host. What gpu.h only REQUIRES of callers is checked, when work is queued and again when it
-// runs; faults() says what was broken. Tests may hold its streams, make calls fail, and lose it.
+// runs; faults(), and standard error, say what was broken. Tests may hold its streams, make calls
+// fail, and lose it.
 //
 // Memory of another process is a file: a descriptor (kFd), or a path in the handle's bytes, ended
 // by a zero (kIpc, kFabric).

@@ -84,11 +84,12 @@ class Devices:
 
     def serving(self, memory: Sequence[Memory]) -> Device:
         """The device for a worker with such memory. KVServerError(BAD_MEMORY) if there can be none."""
-        places = {"" if isinstance(piece, SharedFd) else piece.device for piece in memory}
+        places = {None if isinstance(piece, SharedFd) else piece.device for piece in memory}
         if len(places) > 1:
-            raise KVServerError(ErrorCode.BAD_MEMORY, f"one worker's memory is of one device, not of {sorted(places)}")
+            named = sorted("cpu" if place is None else place for place in places)
+            raise KVServerError(ErrorCode.BAD_MEMORY, f"one worker's memory is of one device, not of {named}")
         uuid = places.pop()
-        return self._gpu(uuid) if uuid else self.cpu
+        return self.cpu if uuid is None else self._gpu(uuid)
 
     @staticmethod
     def mapping(device: Device, memory: Memory, fds: Sequence[int]) -> Mapping:

@@ -47,8 +47,12 @@ def make_daemon(gpu_flags: dict[str, Any]) -> Iterator[Callable[..., Daemon]]:
         return daemons[-1].start() if start else daemons[-1]
 
     yield make
-    for daemon in daemons:
-        daemon.close()
+    try:
+        for daemon in daemons:
+            daemon.check_gpus()
+    finally:
+        for daemon in daemons:
+            daemon.close()
 
 
 @pytest.fixture

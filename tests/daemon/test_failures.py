@@ -12,9 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.daemon import Daemon, wait_until
+from support.daemon import Daemon, pin_l1, wait_until
+from support.devices import on_each_device
 from support.raw import REQUEST_ID, RawPeer
 from support.worker import Operation, Worker, make_keys
 from support.worker_process import CHUNKS, STORED, UNFINISHED
@@ -23,12 +25,18 @@ from kvserver._native import State
 from kvserver.client import RequestFailed
 from kvserver.protocol import Error, Retrieved, Status, Stored, Unregistered, UnregisterWorker, encode
 
-COPY_DELAY_US = 10_000  # per block: three chunks take 120 ms, time enough to act in the middle
+pytestmark = on_each_device
+# Per block, or per operation of a GPU's stream: three chunks take 120 or 150 ms, time enough to act in the middle.
+COPY_DELAY_US = {"cpu": 10_000, "gpu": 30_000}
+AT_ONCE = 4  # copies of one direction: copying threads, or batches that a lane has in flight
 
 
 @pytest.fixture(scope="module")
-def slow_module_daemon() -> Iterator[Daemon]:
-    daemon = Daemon(l1_size="16MiB", test_copy_delay_us=COPY_DELAY_US, copy_threads=2).start()
+def slow_module_daemon(device: str, gpu: str, gpu_flags: dict[str, Any]) -> Iterator[Daemon]:
+    gpu_flags = {**gpu_flags, "gpus": gpu} if gpu else {}
+    daemon = Daemon(l1_size="16MiB", test_copy_delay_us=COPY_DELAY_US[device], copy_threads=AT_ONCE, **gpu_flags).start()
+    if gpu:
+        pin_l1(daemon)  # until then one copy at a time
     yield daemon
     if daemon.running():
         daemon.audit()
@@ -58,10 +66,10 @@ def wait_for_state(operation: Operation, state: State) -> None:
 
 
 @pytest.fixture
-def victim(slow: Daemon) -> Iterator[subprocess.Popen[str]]:
+def victim(slow: Daemon, gpu: str) -> Iterator[subprocess.Popen[str]]:
     """A real worker process in the middle of a store and a load."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "support.worker_process", slow.endpoint, "victim"],
+        [sys.executable, "-m", "support.worker_process", slow.endpoint, "victim", gpu],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         stdout=subprocess.PIPE,
         text=True,
@@ -107,10 +115,10 @@ def test_a_worker_that_leaves_while_its_memory_is_mapped_leaves_nothing(slow, ma
     assert slow.open_memfds() == 0
 
 
-def test_workers_that_come_and_go_do_not_stop_the_daemon(slow):
+def test_workers_that_come_and_go_do_not_stop_the_daemon(slow, gpu):
     """Native threads once waited for the GIL with the queue locked: a few dozen workers were enough."""
     for _ in range(150):
-        with Worker(slow.endpoint) as worker:
+        with Worker(slow.endpoint, gpu=gpu) as worker:
             worker.begin_store(make_keys(1), worker.blocks_for(1))
     slow.wait_for_clean_books()
 
@@ -132,8 +140,14 @@ def test_a_store_that_failed_on_one_rank_publishes_nothing_and_can_be_repeated(s
 # ---- memory that is taken away ----------------------------------------------------------------
 
 
+@pytest.fixture
+def on_host(device: str) -> None:
+    if device == "gpu":
+        pytest.skip("the owner of GPU memory cannot take it back: the driver holds it while it is mapped")
+
+
 @pytest.mark.parametrize("memory", [0, 1])
-def test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing(slow, make_worker, memory):
+def test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing(slow, make_worker, on_host, memory):
     worker, other = make_worker(slow), make_worker(slow)
     keys = make_keys(3)
     store = worker.begin_store(keys, worker.blocks_for(3))
@@ -148,7 +162,7 @@ def test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothin
     other.round_trip()
 
 
-def test_memory_truncated_during_a_load_drops_the_instance_and_keeps_the_chunks(slow, make_worker):
+def test_memory_truncated_during_a_load_drops_the_instance_and_keeps_the_chunks(slow, make_worker, on_host):
     worker, other = make_worker(slow), make_worker(slow)
     keys = make_keys(3)
     content = other.memory.blocks(other.blocks_for(3))
@@ -163,7 +177,7 @@ def test_memory_truncated_during_a_load_drops_the_instance_and_keeps_the_chunks(
     assert other.memory.blocks(other.blocks_for(3, first=9)) == content
 
 
-def test_memory_truncated_under_several_copies_is_unmapped_once_they_have_ended(slow, make_worker):
+def test_memory_truncated_under_several_copies_is_unmapped_once_they_have_ended(slow, make_worker, on_host):
     """The last copy that ended so once left the mappings open."""
     worker, other = make_worker(slow), make_worker(slow)
     keys = make_keys(3)
@@ -181,7 +195,7 @@ def test_memory_truncated_under_several_copies_is_unmapped_once_they_have_ended(
     slow.wait_for_books(attachments=1, mappings=3, tickets=0)
 
 
-def test_memory_truncated_behind_the_blocks_of_a_store_is_noticed(slow, make_worker):
+def test_memory_truncated_behind_the_blocks_of_a_store_is_noticed(slow, make_worker, on_host):
     worker = make_worker(slow)
     worker.memory.truncate(1, worker.geometry.sizes[1] - 1)
     assert_failed(worker.begin_store(make_keys(1), worker.blocks_for(1)), "memory_lost")
@@ -231,12 +245,12 @@ def test_loads_that_a_frozen_daemon_holds_can_be_given_up_by_the_rule(slow, make
     worker = make_worker(slow)
     keys = make_keys(3)
     worker.store(keys, worker.blocks_for(3))
-    running = [worker.begin_load(keys, worker.blocks_for(3, first=first)) for first in (13, 26)]
+    running = [worker.begin_load(keys, worker.blocks_for(3, first=1 + 12 * i)) for i in range(AT_ONCE)]
     for load in running:
         wait_for_state(load, State.RUNNING)
-    pending_blocks = worker.blocks_for(3, first=40)
+    pending_blocks = worker.blocks_for(3, first=50)
     pending = worker.begin_load(keys, pending_blocks)
-    slow.wait_for_books(tickets=3)
+    slow.wait_for_books(tickets=AT_ONCE + 1)
     slow.freeze()
     try:
         assert not pending.move(State.RUNNING, State.CANCELLING)
@@ -263,16 +277,17 @@ def test_loads_that_a_frozen_daemon_holds_can_be_given_up_by_the_rule(slow, make
 
 def test_stores_that_a_frozen_daemon_holds_can_be_cancelled_and_their_blocks_reused(slow, make_worker):
     worker = make_worker(slow)
-    keys = make_keys(9)
-    stores = [worker.begin_store(keys[i : i + 3], worker.blocks_for(3, first=1 + 4 * i)) for i in (0, 3, 6)]
-    for store in stores[:2]:
+    keys = make_keys(3 * (AT_ONCE + 1))
+    firsts = range(0, len(keys), 3)
+    stores = [worker.begin_store(keys[i : i + 3], worker.blocks_for(3, first=1 + 4 * i)) for i in firsts]
+    for store in stores[:-1]:
         wait_for_state(store, State.RUNNING)
-    slow.wait_for_books(tickets=3)
+    slow.wait_for_books(tickets=len(stores))
     slow.freeze()
     try:
-        for store in stores[:2]:
+        for store in stores[:-1]:
             assert store.move(State.RUNNING, State.CANCELLED)
-        assert stores[2].move(State.PENDING, State.CANCELLED)
+        assert stores[-1].move(State.PENDING, State.CANCELLED)
         worker.memory.fill()
         image = worker.memory.image()
     finally:
@@ -326,10 +341,10 @@ def test_copies_whose_deadline_passes_in_the_queue_are_dropped(slow, make_worker
     worker = make_worker(slow)
     keys = make_keys(3)
     worker.store(keys, worker.blocks_for(3))
-    busy = [worker.begin_load(keys, worker.blocks_for(3, first=first)) for first in (13, 26)]
+    busy = [worker.begin_load(keys, worker.blocks_for(3, first=1 + 12 * i)) for i in range(AT_ONCE)]
     for load in busy:
         wait_for_state(load, State.RUNNING)
-    blocks = worker.blocks_for(3, first=40)
+    blocks = worker.blocks_for(3, first=50)
     untouched = worker.memory.blocks(blocks)
     late = worker.begin_load(keys, blocks, deadline_ns=time.monotonic_ns() + 10_000_000)
     assert_failed(late, "late")
@@ -374,8 +389,8 @@ def test_a_restarted_daemon_refuses_what_was_meant_for_the_last_one(make_daemon,
     worker.round_trip()
 
 
-def test_a_killed_daemon_ends_the_lifeline_and_writes_no_more(make_daemon, make_worker):
-    daemon = make_daemon(test_copy_delay_us=COPY_DELAY_US)
+def test_a_killed_daemon_ends_the_lifeline_and_writes_no_more(make_daemon, make_worker, device):
+    daemon = make_daemon(test_copy_delay_us=COPY_DELAY_US[device])
     worker = make_worker(daemon)
     keys = make_keys(3)
     worker.store(keys, worker.blocks_for(3))
@@ -394,8 +409,9 @@ def test_a_killed_daemon_ends_the_lifeline_and_writes_no_more(make_daemon, make_
 
 
 def test_a_client_that_never_reads_its_replies_stops_nobody_else(make_daemon, make_worker):
-    daemon = make_daemon()
+    daemon = make_daemon(l1_size="1MiB")
     worker = make_worker(daemon)
+    worker.round_trip()  # a GPU's staging memory is the host's here
     before = daemon.rss_bytes()
     with RawPeer(daemon.endpoint, high_water_mark=10) as deaf:
         message = encode(Status())

@@ -153,17 +153,24 @@ class Daemon:
     def clear_and_check(self) -> None:
         """Between two tests that share it: it runs, and when cleared holds nothing for anybody."""
         assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
+        self.check_gpus()
         assert self.http("/cache/clear", "POST")[0] == 200
         self.wait_for_clean_books()
         self.wait_for_books(used_pages=0)
         assert self.open_memfds() == 0
         assert self.mapped_memfds() == []
+        assert all(gpu["mapped_bytes"] == 0 for gpu in self.status()["gpus"])
+
+    def check_gpus(self) -> None:
+        """Simulated GPUs tell what they may only be asked for (csrc/gpu.h), and was asked otherwise."""
+        assert "was misused" not in self.log, self.log[-4000:]
 
     def audit(self) -> None:
         """Leave it alone until it has counted its books again, which it does after a second of quiet."""
         time.sleep(1.3)  # asking it would end the quiet
         assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
         assert self.books()["unbalanced"] == 0, self.log[-4000:]
+        self.check_gpus()
 
     # ---- its process --------------------------------------------------------------------------
 

@@ -280,7 +280,11 @@ class Worker:
 
     def connect(self) -> Worker:
         self.attach()
-        self.registered = self.ask(self.registration(), Registered)
+        return self.register()
+
+    def register(self, **changes: Any) -> Worker:
+        """REQUIRES: attach()."""
+        self.registered = self.ask(self.registration(**changes), Registered)
         return self
 
     def attach(self, fds: list[int] | None = None) -> Attachment:
