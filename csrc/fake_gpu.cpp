@@ -34,6 +34,9 @@ std::string path_of(const GpuHandle& handle) {
 
 }  // namespace
 
+std::mutex FakeGpu::all_pinned_mutex_;
+FakeGpu::Ranges FakeGpu::all_pinned_;
+
 FakeGpu::FakeGpu(std::string uuid, Options options) : uuid_(std::move(uuid)), options_(options) {}
 
 FakeGpu::~FakeGpu() {
@@ -45,6 +48,10 @@ FakeGpu::~FakeGpu() {
     wake_.notify_all();
     for (Queue& queue : queues_)
         if (queue.thread.joinable()) queue.thread.join();
+    {
+        std::lock_guard lock(all_pinned_mutex_);
+        for (auto& [data, bytes] : pinned_) all_pinned_.erase(data);
+    }
     for (auto& [data, opened] : opened_) munmap(data, opened.size);
     for (auto& [data, bytes] : allocated_) ::operator delete(const_cast<std::byte*>(data));
     for (auto& [data, bytes] : rings_) ::operator delete(const_cast<std::byte*>(data));
@@ -154,11 +161,12 @@ bool FakeGpu::on_gpu(const std::byte* memory, uint64_t bytes) const {
 bool FakeGpu::check(const Piece& piece, bool pinned) {
     const bool to_gpu = on_gpu(piece.to, piece.bytes);
     const std::byte* host = to_gpu ? piece.from : piece.to;
-    const bool whole = within(pinned_, host, piece.bytes) || within(rings_, host, piece.bytes);
+    std::lock_guard lock(all_pinned_mutex_);
+    const bool whole = within(all_pinned_, host, piece.bytes) || within(rings_, host, piece.bytes);
     return require(piece.bytes > 0, "a piece of no bytes") &&
            require(to_gpu != on_gpu(piece.from, piece.bytes),
                    "a piece that is not between the host and memory of this GPU") &&
-           require(whole || !touches(pinned_, host, piece.bytes),
+           require(whole || !touches(all_pinned_, host, piece.bytes),
                    "a piece that spans two registrations") &&
            require(whole || !pinned, "a piece said to be pinned");
 }
@@ -209,14 +217,17 @@ void FakeGpu::pin(std::byte* memory, uint64_t bytes) {
     std::lock_guard lock(mutex_);
     call("pin");
     require(bytes <= 1ull << 30, "more than 1 GiB was pinned at once");
-    if (require(!touches(pinned_, memory, bytes), "memory was pinned twice"))
-        pinned_[memory] = bytes;
+    std::lock_guard all_lock(all_pinned_mutex_);
+    if (require(!touches(all_pinned_, memory, bytes), "memory was pinned twice"))
+        pinned_[memory] = all_pinned_[memory] = bytes;
 }
 
 void FakeGpu::unpin(std::byte* memory) {
     std::lock_guard lock(mutex_);
     call("unpin");
-    require(pinned_.erase(memory) == 1, "what was unpinned was not pinned");
+    std::lock_guard all_lock(all_pinned_mutex_);
+    if (require(pinned_.erase(memory) == 1, "what was unpinned was not pinned"))
+        all_pinned_.erase(memory);
 }
 
 GpuMemory FakeGpu::open(const GpuHandle& handle, uint64_t) {

@@ -96,13 +96,17 @@ class FakeGpu final : public Gpu {
     static bool within(const Ranges& ranges, const std::byte* memory, uint64_t bytes);
     static bool touches(const Ranges& ranges, const std::byte* memory, uint64_t bytes);
 
+    static std::mutex all_pinned_mutex_;  // the last one taken; guards all_pinned_
+    static Ranges all_pinned_;            // host memory that any GPU of this process registered
+
     const std::string uuid_;
     const Options options_;
     mutable std::mutex mutex_;  // guards what follows; never held while bytes move
     std::condition_variable wake_;
     std::list<Queue> queues_;
     std::list<Mark> marks_;
-    Ranges allocated_, pinned_, rings_;  // GPU memory; registered host memory; allocated pinned
+    Ranges allocated_, rings_;  // GPU memory; host memory allocated pinned
+    Ranges pinned_;             // host memory that this GPU registered
     std::map<std::byte*, Opened> opened_;
     std::set<std::thread::id> entered_;
     std::map<std::string, Failure> failures_;

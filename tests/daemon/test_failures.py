@@ -34,7 +34,9 @@ AT_ONCE = 4  # copies of one direction: copying threads, or batches that a lane 
 @pytest.fixture(scope="module")
 def slow_module_daemon(device: str, gpu: str, gpu_flags: dict[str, Any]) -> Iterator[Daemon]:
     gpu_flags = {**gpu_flags, "gpus": gpu} if gpu else {}
-    daemon = Daemon(l1_size="16MiB", test_copy_delay_us=COPY_DELAY_US[device], copy_threads=AT_ONCE, **gpu_flags).start()
+    daemon = Daemon(
+        l1_size="16MiB", test_copy_delay_us=COPY_DELAY_US[device], copy_threads=AT_ONCE, **gpu_flags
+    ).start()
     if gpu:
         pin_l1(daemon)  # until then one copy at a time
     yield daemon

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 from support.daemon import GPUS, Daemon, pin_l1, wait_until
-from support.worker import Geometry, Worker, awkward, gpu_handle, make_keys, wire_form
+from support.raw import RawPeer
+from support.worker import Geometry, Worker, awkward, gpu_handle, make_keys
 
 from kvserver._native import State
 from kvserver.client import RequestFailed
 from kvserver.config import GiB, KiB, MiB
 from kvserver.planes import Plane
 from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd, Error, Retrieved, SharedFd, Stored, encode
-from support.raw import RawPeer
 
 MakeDaemon = Callable[..., Daemon]
 MakeWorker = Callable[..., Worker]
@@ -38,7 +38,11 @@ def device() -> str:
 
 def on_gpu(daemon: Daemon, uuid: str = GPUS[0]) -> dict[str, Any]:
     """What /status says of a GPU; zeros before it was used."""
-    nothing = {"mapped_bytes": 0, "store": {"dma_bytes": 0, "staged_bytes": 0}, "load": {"dma_bytes": 0, "staged_bytes": 0}}
+    nothing = {
+        "mapped_bytes": 0,
+        "store": {"dma_bytes": 0, "staged_bytes": 0},
+        "load": {"dma_bytes": 0, "staged_bytes": 0},
+    }
     return next((gpu for gpu in daemon.status()["gpus"] if gpu["device"] == uuid), nothing)
 
 
@@ -160,3 +164,273 @@ def test_a_gpu_that_the_settings_leave_out_is_refused_and_others_are_served(
     assert refused.value.code == "bad_memory"
     make_worker(daemon, gpu="" if gpus == "none" else gpus).round_trip()
     assert engine_memories(daemon) == 2
+
+
+# ---- several engines, ranks and GPUs ------------------------------------------------------------
+
+
+def test_ranks_on_two_gpus_have_their_slots_in_one_chunk(daemon: Daemon, make_worker: MakeWorker) -> None:
+    same = {"instance_id": "two-gpus", "incarnation": "a", "world_size": 2}
+    ranks = [make_worker(daemon, rank=rank, gpu=uuid, **same) for rank, uuid in enumerate(GPUS)]
+    (instance,) = daemon.status()["instances"]
+    assert [rank["device"] for rank in instance["workers"]] == GPUS
+    keys, target = make_keys(2), ranks[0].blocks_for(2, first=30)
+    contents = [rank.memory.blocks(rank.blocks_for(2)) for rank in ranks]
+    for rank in ranks:
+        assert rank.lookup(keys) == 0
+        assert rank.store(keys, rank.blocks_for(2)).stored == 2
+    for rank, content in zip(ranks, contents, strict=True):
+        assert rank.lookup(keys) == 2
+        rank.load(keys, target)
+        assert rank.memory.blocks(target) == content
+    assert daemon.status()["l1"]["chunks"] == 2
+    assert all(on_gpu(daemon, uuid)["load"]["staged_bytes"] > 0 for uuid in GPUS)
+
+
+@pytest.mark.parametrize(("first", "second"), [("", GPUS[0]), (GPUS[0], ""), (GPUS[0], GPUS[1])])
+def test_engines_of_one_model_share_chunks_whatever_device_they_run_on(
+    daemon: Daemon, make_worker: MakeWorker, first: str, second: str
+) -> None:
+    """A namespace is of what a slot holds; a layout that says how a device arranges its blocks keeps them apart."""
+    one, other = make_worker(daemon, gpu=first), make_worker(daemon, gpu=second)
+    apart = make_worker(daemon, gpu=second, layout="HND")
+    keys, target = make_keys(3), list(reversed(other.blocks_for(3, first=30)))
+    content = one.memory.blocks(one.blocks_for(3))
+    one.store(keys, one.blocks_for(3))
+    assert (other.lookup(keys), apart.lookup(keys)) == (3, 0)
+    expected = other.memory.image_with(dict(zip(target, content, strict=True)))
+    other.load(keys, target)
+    assert other.memory.image() == expected
+
+
+def test_a_hung_engine_holds_up_neither_copies_nor_unmaps_of_others(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    """Its process is stopped with a store and a load under way: what a GPU has opened needs nothing of it."""
+    daemon = make_daemon(test_copy_delay_us=20_000)
+    other = make_worker(daemon)
+    hung = subprocess.Popen(
+        [sys.executable, "-m", "support.worker_process", daemon.endpoint, "hung", GPUS[0]],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert hung.stdout is not None
+        assert hung.stdout.readline() == "copying\n"
+        hung.send_signal(signal.SIGSTOP)
+        other.round_trip()
+        size = on_gpu(daemon)["mapped_bytes"]
+        other.unregister()
+        assert on_gpu(daemon)["mapped_bytes"] == size - sum(other.geometry.sizes)
+        other.connect().round_trip()
+        daemon.wait_for_books(tickets=0, attachments=2)
+    finally:
+        hung.kill()
+        hung.wait()
+        hung.stdout.close()
+    daemon.wait_for_books(attachments=1, pins=0)
+    assert on_gpu(daemon)["mapped_bytes"] == sum(other.geometry.sizes)
+
+
+# ---- copies of many batches ---------------------------------------------------------------------
+
+# Four chunks are 16 blocks of 4 MiB: 8 batches, of which 4 are in flight.
+LARGE = Geometry(17, 16, sizes=(17 * 4 * MiB,), planes=(Plane(0, 0, 4 * MiB, 4 * MiB),))
+
+
+@pytest.fixture(scope="module")
+def slow_module_daemon() -> Iterator[Daemon]:
+    daemon = Daemon(l1_size="128MiB", test_fake_gpus=2, gpus=GPUS[0], test_copy_delay_us=SLOW).start()
+    pin_l1(daemon)
+    yield daemon
+    daemon.audit()
+    daemon.close()
+
+
+@pytest.fixture
+def slow(slow_module_daemon: Daemon) -> Iterator[Daemon]:
+    yield slow_module_daemon
+    slow_module_daemon.clear_and_check()
+
+
+@pytest.fixture
+def large(slow: Daemon, make_worker: MakeWorker) -> Worker:
+    return make_worker(slow, geometry=LARGE)
+
+
+def test_a_running_store_that_is_cancelled_reads_on_for_some_batches_and_is_never_found(
+    slow: Daemon, large: Worker
+) -> None:
+    keys = make_keys(4)
+    store = large.begin_store(keys, large.blocks_for(4))
+    wait_until(lambda: store.state == State.RUNNING)
+    assert store.move(State.RUNNING, State.CANCELLED)
+    large.memory.write(1, bytes(4 * MiB))  # at once: whatever was read of it goes nowhere
+    assert code_of(store.reply()) == "cancelled"
+    assert large.lookup(keys) == 0
+    moved = on_gpu(slow)["store"]["dma_bytes"]
+    assert 0 < moved < 64 * MiB, "the batches after those in flight are left out"
+    slow.wait_for_books(tickets=0, pins=0, used_pages=0)
+
+
+def test_a_running_load_that_is_cancelled_writes_on_for_some_batches_until_it_says_cancelled(
+    slow: Daemon, large: Worker
+) -> None:
+    keys = make_keys(4)
+    large.store(keys, large.blocks_for(4))
+    large.memory.fill()
+    untouched = large.memory.read(16)
+    load = large.begin_load(keys, large.blocks_for(4))
+    wait_until(lambda: load.state == State.RUNNING)
+    assert load.move(State.RUNNING, State.CANCELLING)
+    wait_until(lambda: load.state == State.CANCELLED)
+    image = large.memory.image()  # every block is the engine's again
+    assert large.memory.read(16) == untouched, "the batches after those in flight are left out"
+    assert code_of(load.reply()) == "cancelled"
+    slow.wait_for_books(tickets=0, pins=0)
+    assert large.memory.image() == image
+    assert large.lookup(keys) == 4
+
+
+def test_a_running_load_whose_deadline_passes_goes_on_until_its_word_says_done(slow: Daemon, large: Worker) -> None:
+    keys = make_keys(4)
+    content = large.memory.blocks(large.blocks_for(4))
+    large.store(keys, large.blocks_for(4))
+    large.memory.fill()
+    deadline = time.monotonic_ns() + 2 * SLOW * 1000
+    load = large.begin_load(keys, large.blocks_for(4), deadline_ns=deadline)
+    wait_until(lambda: load.state == State.RUNNING)
+    assert load.reply() == Retrieved(chunks=4)
+    assert time.monotonic_ns() > deadline
+    assert load.state == State.DONE
+    assert large.memory.blocks(large.blocks_for(4)) == content
+
+
+def test_loads_that_a_daemon_stopped_past_their_deadline_holds_are_whole_or_given_up(
+    slow: Daemon, make_worker: MakeWorker
+) -> None:
+    """RUNNING says that blocks may be written at any time, whatever the clock says."""
+    worker, keys = make_worker(slow), make_keys(3)
+    worker.round_trip()  # a lane's first copy of a registration takes longer
+    content = worker.memory.blocks(worker.blocks_for(3))
+    worker.store(keys, worker.blocks_for(3))
+    kept, given_up = worker.blocks_for(3, first=20), worker.blocks_for(3, first=40)
+    deadline = time.monotonic_ns() + 2 * SLOW * 1000
+    loads = [worker.begin_load(keys, blocks, deadline_ns=deadline) for blocks in (kept, given_up)]
+    for load in loads:
+        wait_until(lambda load=load: load.state == State.RUNNING)
+    slow.freeze()
+    try:
+        wait_until(lambda: time.monotonic_ns() > deadline)
+        assert [load.state for load in loads] == [State.RUNNING] * 2
+        assert loads[1].move(State.RUNNING, State.CANCELLING)
+    finally:
+        slow.thaw()
+    assert loads[0].reply() == Retrieved(chunks=3)
+    assert loads[0].state == State.DONE
+    wait_until(lambda: loads[1].state == State.CANCELLED)
+    image = worker.memory.image()
+    assert worker.memory.blocks(kept) == content
+    assert code_of(loads[1].reply()) == "cancelled"
+    slow.wait_for_books(tickets=0, pins=0)
+    assert worker.memory.image() == image
+
+
+def test_unregister_is_answered_when_the_gpu_memory_is_closed(slow: Daemon, large: Worker) -> None:
+    keys = make_keys(8)
+    copies = [large.begin_store(keys[at : at + 4], large.blocks_for(4)) for at in (0, 4)]
+    wait_until(lambda: copies[0].state == State.RUNNING)
+    large.unregister()
+    image = large.memory.image()
+    assert on_gpu(slow)["mapped_bytes"] == engine_memories(slow) == 0
+    assert [code_of(copy.reply()) for copy in copies] == ["cancelled"] * 2
+    assert [copy.state for copy in copies] == [State.FAILED] * 2
+    assert large.memory.image() == image
+    assert large.connect().lookup(keys) == 0
+
+
+def code_of(reply: object) -> str:
+    assert isinstance(reply, Error), reply
+    return reply.code
+
+
+# ---- L1 is pinned -------------------------------------------------------------------------------
+
+
+def test_l1_is_pinned_in_the_background_once_a_gpu_is_in_use(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    make_worker(daemon, gpu="").round_trip()
+    assert daemon.status()["gpus"] == []
+    worker = make_worker(daemon)
+    pin_l1(daemon)
+    before = on_gpu(daemon)
+    worker.round_trip()
+    assert on_gpu(daemon)["store"]["unpinned_bytes"] == before["store"]["unpinned_bytes"] == 0
+    assert "L1 is pinned: " in daemon.log
+
+
+def test_without_pinning_copies_are_served_from_memory_that_is_not(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon(pin="off")
+    worker = make_worker(daemon)
+    worker.round_trip()
+    gpu = on_gpu(daemon)
+    assert [gpu[way]["unpinned_bytes"] for way in ("store", "load")] == [worker.chunk_bytes] * 2
+    ticks = daemon.status()["uptime_seconds"] + 2.5  # what is pinned is looked at once a second
+    wait_until(lambda: daemon.status()["uptime_seconds"] > ticks)
+    assert daemon.status()["l1"]["pinned_bytes"] == 0
+
+
+def test_a_large_l1_serves_while_it_is_being_pinned(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon(l1_size=2 * GiB, l1_huge_pages="off")
+    worker = make_worker(daemon, geometry=WIDE)
+    worker.round_trip()
+    assert on_gpu(daemon)["store"]["unpinned_bytes"] > 0, "it did not wait for the first region"
+    while daemon.status()["l1"]["pinned_bytes"] < 2 * GiB:
+        worker.round_trip()
+    before = on_gpu(daemon)
+    worker.round_trip()
+    assert on_gpu(daemon)["load"]["unpinned_bytes"] == before["load"]["unpinned_bytes"]
+
+
+def test_gpus_that_the_settings_name_are_ready_at_the_start(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon(gpus=",".join(GPUS))
+    assert [gpu["device"] for gpu in daemon.status()["gpus"]] == GPUS
+    pin_l1(daemon)
+    make_worker(daemon, gpu=GPUS[1]).round_trip()
+
+
+def test_a_gpu_that_is_not_there_refuses_the_start(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon(start=False, gpus=f"{GPUS[0]},{NOWHERE}")
+    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.strip().splitlines()
+    assert line.endswith(f"--gpus: this process has no GPU {NOWHERE}, it has {', '.join(GPUS)}")
+
+
+# ---- which way the bytes go ---------------------------------------------------------------------
+
+WIDE = Geometry(
+    40,
+    16,
+    sizes=(3 * 40 * 64 * KiB,),
+    planes=tuple(Plane(0, i, 3 * 64 * KiB, 64 * KiB) for i in range(0, 3 * 64 * KiB, 64 * KiB)),
+)
+
+
+@pytest.mark.parametrize(("geometry", "way"), [(awkward(), "staged_bytes"), (WIDE, "dma_bytes")], ids=["short", "wide"])
+def test_status_tells_which_way_the_bytes_went(
+    make_daemon: MakeDaemon, make_worker: MakeWorker, geometry: Geometry, way: str
+) -> None:
+    """Short runs are staged, runs of 64 KiB go by DMA."""
+    daemon = make_daemon()
+    worker, keys = make_worker(daemon, geometry=geometry), make_keys(2)
+    assert worker.store(keys, worker.blocks_for(2)) == Stored(stored=2, skipped=0)
+    worker.load(keys, list(reversed(worker.blocks_for(2, first=20))))
+    gpu, size = on_gpu(daemon), 2 * worker.chunk_bytes
+    for direction in ("store", "load"):
+        ways = {name: gpu[direction][name] for name in ("dma_bytes", "staged_bytes")}
+        assert ways == {"dma_bytes": 0, "staged_bytes": 0, way: size}
+        assert (gpu[direction]["staging_bytes"] > 0) == (way == "staged_bytes")
