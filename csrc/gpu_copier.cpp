@@ -147,8 +147,9 @@ Completion GpuCopier::run_map(const MapJob& job) {
         end = run_map_job(job);
     } catch (const GpuError& error) {
         end = refuse_map_job(job, error.what());
-        end.outcome = gpu_->is_lost() ? Outcome::kDeviceLost : Outcome::kFailed;
+        end.outcome = Outcome::kFailed;
     }
+    if (end.outcome == Outcome::kFailed && gpu_->is_lost()) end.outcome = Outcome::kDeviceLost;
     for (const auto& mapping : job.mappings)
         if (mapping->mapped() && !mapping->on_host()) after += mapping->size();
     mapped_bytes_ += after - before;
