@@ -4,6 +4,8 @@
 #   make demo    two real vLLM processes share a cache: cold against warm time to first token
 #   make bench   all benchmarks; LMCache too where KVSERVER_PEER_PYTHON and KVSERVER_PEER_VLLM_PYTHON name it
 #   make test    all tests; those with a real vLLM too, in a venv of its own
+#   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
+#   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
 #   make check   formatting, lint (Dockerfiles too), types
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
@@ -18,7 +20,7 @@ NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 
-.PHONY: run test test-core test-vllm check sanitize format docs demo bench clean FORCE
+.PHONY: run test test-core test-vllm test-gpu check sanitize format docs demo bench bench-gpu clean FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -36,7 +38,14 @@ test: test-core
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
 test-core: $(VENV)/.installed
-	$(VENV)/bin/$(PYTEST) --ignore=tests/vllm --ignore=tests/adapters $(ARGS)
+	$(VENV)/bin/$(PYTEST) --ignore=tests/vllm --ignore=tests/adapters --ignore=tests/gpu $(ARGS)
+
+# Engines there need torch. Without a GPU all is skipped; KVSERVER_SIMULATED_GPU=1 runs it without GPU and torch.
+test-gpu:
+	PYTHON=$(PYTHON) bash bench/gpu_all.sh tests $(ARGS)
+
+bench-gpu:
+	PYTHON=$(PYTHON) bash bench/gpu_all.sh all $(ARGS)
 
 # The engine tests run in vLLM's own environment and start the daemon of $(VENV).
 test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed

@@ -13,7 +13,7 @@ import pytest
 import torch
 from kvserver.adapters.vllm.memory import share
 from support.daemon import Daemon
-from support.worker import Geometry, Worker, make_keys
+from support.worker import Geometry, SharedMemory, Worker, make_keys
 
 from kvserver.protocol import Retrieved, Stored
 
@@ -148,7 +148,7 @@ class Engine(Worker):
         geometry = Geometry(blocks, N, sizes, tuple(self.caches.planes))
         super().__init__(endpoint, geometry, layout=self.caches.layout, connect_now=False)
         self.memory.close()
-        self.memory.fds = list(self.caches.fds)  # closed with it
+        self.memory.pieces = [SharedMemory(size, fd) for size, fd in zip(sizes, self.caches.fds, strict=True)]
         self.memory.maps = []
         self.connect()
 

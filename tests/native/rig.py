@@ -6,20 +6,20 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from support.slots import slot_of
-from support.worker import Geometry, Memory, ids
+from support.worker import Geometry, Memory, Piece, SharedMemory, ids
 
 from kvserver._native import (
     Copier,
     Direction,
     FakeDevice,
-    FakeGpu,
     FileMapping,
+    Gpu,
     GpuCopier,
     GpuMapping,
     HostRegion,
@@ -51,7 +51,7 @@ class L0:
 
     def __init__(self, device: Device, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.memory = Memory(geometry)
+        self.memory = Memory(geometry, device.allocate)
         weakref.finalize(self, self.memory.close)
         self.words = WordPage(WORDS)
         self.mappings = [
@@ -86,7 +86,8 @@ class Job:
 class Device:
     """A device over an L1 of `pages` pages, whose tickets it numbers. On a fake one, waiting moves things.
 
-    `gpu`: a simulated GPU, whose streams run by themselves; small batches, so that a copy has several.
+    `gpu`: a real or simulated one, whose streams run by themselves; small batches, so that a copy has several.
+    `allocate`: engines' memory; each piece of it has one descriptor.
     """
 
     def __init__(
@@ -96,14 +97,16 @@ class Device:
         threads: int = 2,
         delay_micros: int = 0,
         fake_seed: int = 0,
-        gpu: FakeGpu | None = None,
+        gpu: Gpu | None = None,
         way: Way | None = None,
         batch_bytes: int = 16384,
+        allocate: Callable[[int], Piece] = SharedMemory,
     ) -> None:
         self.pages = pages
         self.page_bytes = page_bytes
         self.region = region = HostRegion(pages * page_bytes)
         self.gpu = gpu
+        self.allocate = allocate
         self.fake = FakeDevice(region, page_bytes, fake_seed, delay_micros=delay_micros) if fake_seed else None
         self.copier: Copier | FakeDevice | GpuCopier
         if gpu is not None:

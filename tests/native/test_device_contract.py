@@ -1,7 +1,7 @@
 """The contract of `csrc/core.h`, the same cases for every device.
 
-The CPU's threads, the fake device, and a simulated GPU by each of its two ways. A new backend joins by one
-more line in BACKENDS.
+The CPU's threads, the fake device, a simulated GPU by each of its two ways, and a real one likewise where there is one.
+A new backend joins by one more line in BACKENDS.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from typing import TypeAlias
 
 import pytest
 from support.daemon import wait_until
+from support.gpu_memory import VmmMemory, real_gpu
 from support.worker import awkward, two_groups
 
-from kvserver._native import NO_BLOCK, Direction, FakeGpu, Order, Outcome, State, Way, WordMapping, WordPage
+from kvserver._native import NO_BLOCK, Direction, FakeGpu, Order, Outcome, State, Way, WordMapping, WordPage, cuda_gpu
 
 from .rig import L0, Device, End, Job, flat, l0_after_load, l1_after_store
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 BOTH = pytest.mark.parametrize("direction", [STORE, LOAD])
-BACKENDS = ["cpu", "fake", "gpu-dma", "gpu-staged"]
-WAYS = {"gpu-dma": Way.DMA, "gpu-staged": Way.STAGED}
+BACKENDS = ["cpu", "fake", "gpu-dma", "gpu-staged"] + (["cuda-dma", "cuda-staged"] if real_gpu() else [])
+WAYS = {"gpu-dma": Way.DMA, "gpu-staged": Way.STAGED, "cuda-dma": Way.DMA, "cuda-staged": Way.STAGED}
 
 Make: TypeAlias = Callable[..., Device]
 
@@ -36,6 +37,8 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     gpus: list[FakeGpu] = []
 
     def device(pages: int = 64, delay_micros: int = 0, **options: int) -> Device:
+        if request.param.startswith("cuda"):
+            return Device(pages, gpu=cuda_gpu(real_gpu()), way=WAYS[request.param], allocate=VmmMemory, **options)
         if request.param in WAYS:
             gpu = FakeGpu("GPU-0", 0 if delay_micros else 4711, delay_micros)
             gpus.append(gpu)
@@ -45,6 +48,17 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     yield device
     for gpu in gpus:
         assert gpu.faults == []
+
+
+def long_copy(make: Make, blocks: int, delay_micros: int) -> tuple[Device, L0, Job]:
+    """A copy that takes a while: by delays, or on a real GPU by its size."""
+    device = make(blocks + 1, threads=1, delay_micros=delay_micros)
+    block_bytes = 4096
+    if device.gpu is not None and not isinstance(device.gpu, FakeGpu):
+        blocks, block_bytes = 200, 2 << 20
+        device = make(blocks + 1, page_bytes=block_bytes, batch_bytes=8 << 20)
+    job = Job(range(1, blocks + 1), range(blocks), 1, 1)
+    return device, L0(device, flat(blocks + 1, block_bytes)), job
 
 
 def ended(device: Device, ticket: int) -> End:
@@ -171,9 +185,8 @@ class TestRefusals:
 class TestCancels:
     def begun(self, make: Make, direction: Direction) -> tuple[Device, L0, int]:
         """A copy that runs and is far from its end."""
-        device = make(200, threads=1, delay_micros=2000)
-        l0 = L0(device, flat(201, 4096))
-        ticket = device.submit_with_word(direction, l0, Job(range(1, 201), range(200), 1, 1))
+        device, l0, job = long_copy(make, 200, 2000)
+        ticket = device.submit_with_word(direction, l0, job)
         if device.fake is not None:
             device.fake.run(ticket, 3)
         wait_until(lambda: l0.words.state(0) == State.RUNNING, what="RUNNING")
@@ -185,7 +198,7 @@ class TestCancels:
         device.copier.cancel(ticket)
         end = ended(device, ticket)
         assert (end.outcome, l0.words.state(0)) == (Outcome.CANCELLED, State.FAILED)
-        assert end.bytes < 200 * 4096
+        assert end.bytes < 200 * l0.geometry.block_bytes
 
     def test_a_store_that_its_worker_cancelled_never_counts(self, make: Make) -> None:
         device, l0, ticket = self.begun(make, STORE)
@@ -227,13 +240,13 @@ class TestMemory:
 
     def test_a_map_that_fails_leaves_nothing_mapped(self, make: Make) -> None:
         device = make()
-        whole, words = os.memfd_create("a"), os.memfd_create("b")
-        os.ftruncate(whole, 4096)
-        mappings = [device.mapping(whole, 4096), WordMapping(words, 8)]
+        whole, words = device.allocate(4096), os.memfd_create("b")
+        mappings = [device.mapping(os.dup(whole.fds[0]), 4096), WordMapping(words, 8)]
         end = device.map(mappings)
         assert end.outcome == Outcome.FAILED
         assert "sealed" in end.what
         assert not any(mapping.mapped for mapping in mappings)
+        whole.close()
 
     def test_an_unmap_ends_whatever_was_mapped(self, make: Make) -> None:
         device = make()
@@ -325,15 +338,14 @@ class TestPythonRunsOn:
 
     def test_no_call_waits_for_a_copy_that_runs(self, make: Make) -> None:
         """Each returns while a block is still under way."""
-        device = make(64, threads=1, delay_micros=300_000)
-        l0 = L0(device, flat(9, 4096))
+        device, l0, job = long_copy(make, 8, 300_000)
         words = WordPage(1)
         spare = WordMapping(os.dup(words.fd), 8)
-        ticket = device.submit_with_word(STORE, l0, Job(range(1, 9), range(8), 1, 1))
+        ticket = device.submit_with_word(STORE, l0, job)
         runner = threading.Thread(target=lambda: device.fake and device.fake.run(ticket, 8))
         runner.start()
         wait_until(lambda: l0.words.state(0) == State.RUNNING)
-        device.submit(STORE, l0, Job([1], [63], 1, 1))
+        device.submit(STORE, l0, Job([1], [len(job.pages)], 1, 1))
         device.copier.submit_map(1001, [spare])
         device.copier.cancel(ticket)
         device.copier.drain()

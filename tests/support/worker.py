@@ -12,12 +12,13 @@ import random
 import time
 import uuid
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from kvserver import protocol
 from kvserver._native import NO_BLOCK, State, WordPage, pack_blocks
 from kvserver.client import Attachment, Client, RequestFailed
 from kvserver.planes import Plane
@@ -143,22 +144,63 @@ def two_groups(num_blocks: int = 64, block_tokens: int = 16) -> Geometry:
 Position = int | Sequence[int]  # the block of the only group, or one of each; NO_BLOCK for none
 
 
-class Memory:
-    """The memfds of one geometry, filled with noise."""
+class Piece(Protocol):
+    """One memory of an engine: `view` reads and writes its bytes by slices, `fds` are handed over for it."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    view: Any
+    fds: list[int]
+
+    def described(self, index: int) -> protocol.Memory:
+        """As it is registered; its descriptor is the `index`-th."""
+
+    def fill(self) -> None:
+        """New noise everywhere."""
+
+    def close(self) -> None: ...
+
+
+class SharedMemory:
+    """A memfd: a new one, or the caller's, which it takes over."""
+
+    def __init__(self, size: int, fd: int | None = None) -> None:
+        self.fds = [os.memfd_create("test-kv") if fd is None else fd]
+        if fd is None:
+            os.ftruncate(self.fds[0], size)
+        self.view = mmap.mmap(self.fds[0], size)
+
+    def described(self, index: int) -> protocol.Memory:
+        return SharedFd(index=index, size_bytes=len(self.view))
+
+    def fill(self) -> None:
+        self.view[:] = random.randbytes(len(self.view))
+
+    def close(self) -> None:
+        self.view.close()
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+class Memory:
+    """The memories of one geometry, filled with noise."""
+
+    def __init__(self, geometry: Geometry, allocate: Callable[[int], Piece] = SharedMemory) -> None:
         self.geometry = geometry
-        self.fds = [os.memfd_create("test-kv") for _ in geometry.sizes]
-        self.maps: list[mmap.mmap] = []
-        for fd, size in zip(self.fds, geometry.sizes, strict=True):
-            os.ftruncate(fd, size)
-            self.maps.append(mmap.mmap(fd, size))
+        self.pieces = [allocate(size) for size in geometry.sizes]
+        self.maps = [piece.view for piece in self.pieces]
         self.fill()
+
+    @property
+    def fds(self) -> list[int]:
+        return [fd for piece in self.pieces for fd in piece.fds]
+
+    def described(self) -> list[protocol.Memory]:
+        before = itertools.accumulate((len(piece.fds) for piece in self.pieces), initial=0)
+        return [piece.described(index) for piece, index in zip(self.pieces, before, strict=False)]
 
     def fill(self) -> None:
         """New noise everywhere, also between the planes."""
-        for view in self.maps:
-            view[:] = random.randbytes(len(view))
+        for piece in self.pieces:
+            piece.fill()
 
     def read(self, position: Position) -> bytes:
         """The bytes of one position over all planes; zeros where a group has no block."""
@@ -195,10 +237,8 @@ class Memory:
 
     def close(self) -> None:
         """Idempotent."""
-        for view in self.maps:
-            view.close()
-        while self.fds:
-            os.close(self.fds.pop())
+        for piece in self.pieces:
+            piece.close()
 
 
 def put(geometry: Geometry, maps: Sequence[Any], position: Position, content: bytes) -> None:
@@ -257,11 +297,12 @@ class Worker:
     gpu: str = ""
     handles: type[GpuMemory] = CudaVmmFd
     connect_now: bool = True
+    allocate: Callable[[int], Piece] = SharedMemory
 
     def __post_init__(self) -> None:
         self.instance_id = self.instance_id or f"engine-{uuid.uuid4().hex[:12]}"
         self.incarnation = self.incarnation or uuid.uuid4().hex
-        self.memory = Memory(self.geometry)
+        self.memory = Memory(self.geometry, self.allocate)
         self.words = WordPage(WORDS)
         self.client = Client(self.endpoint, timeout=10)
         self.attachment: Attachment | None = None
@@ -305,7 +346,7 @@ class Worker:
             rank=self.rank,
             world_size=self.world_size,
             attachment=self.attachment.number,
-            memory=[self.window(i, 0, size) for i, size in enumerate(self.geometry.sizes)],
+            memory=self._gpu_memory() if self.gpu else self.memory.described(),
             words=WORDS,
             planes=list(self.geometry.planes),
             num_blocks=self.geometry.num_blocks,
@@ -317,10 +358,11 @@ class Worker:
         )
         return msgspec.structs.replace(message, **changes)
 
-    def window(self, number: int, offset: int, size: int) -> SharedFd | GpuMemory:
-        """So many bytes of memory `number`, as it is registered. REQUIRES: offset 0 unless on a GPU."""
-        if not self.gpu:
-            return SharedFd(index=number, size_bytes=size)
+    def _gpu_memory(self) -> list[GpuMemory]:
+        return [self.window(i, 0, size) for i, size in enumerate(self.geometry.sizes)]
+
+    def window(self, number: int, offset: int, size: int) -> GpuMemory:
+        """So many bytes of memory `number`, as it is registered. REQUIRES: on a GPU."""
         if self.handles is CudaVmmFd:
             return CudaVmmFd(device=self.gpu, index=number, offset=offset, size_bytes=size)
         return self.handles(device=self.gpu, handle=gpu_handle(self.memory.fds[number]), offset=offset, size_bytes=size)

@@ -1,0 +1,58 @@
+"""These tests need a GPU: a real one, or KVSERVER_SIMULATED_GPU=1. KVSERVER_REQUIRE_GPU=1 makes its absence a failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.daemon import Daemon, wait_until
+from support.gpu_memory import SIMULATED, daemon_flags, found
+
+from .engine import Engine
+
+HERE = os.path.dirname(__file__)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    uuid, why_not = found()
+    for item in items:
+        if not uuid and str(item.path).startswith(HERE):
+            item.add_marker(pytest.mark.skip(reason=why_not))
+
+
+def pytest_sessionstart() -> None:
+    if os.environ.get("KVSERVER_REQUIRE_GPU") == "1":
+        assert not SIMULATED, "KVSERVER_REQUIRE_GPU=1 asks for a real GPU"
+        assert found()[0], found()[1]
+
+
+@pytest.fixture(scope="module")
+def gpu_daemon() -> Iterator[Daemon]:
+    """One daemon for a module, with room for what its engines store."""
+    daemon = Daemon(l1_size="96MiB" if SIMULATED else "8GiB", **daemon_flags()).start()
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., Engine]]:
+    """Start an engine process that registers with a daemon; it ends with the test."""
+    engines: list[Engine] = []
+
+    def make(daemon: Daemon, **options: object) -> Engine:
+        engines.append(Engine(daemon.endpoint, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def daemon(gpu_daemon: Daemon) -> Iterator[Daemon]:
+    """After every test it runs, holds nothing for anybody, and is cleared."""
+    yield gpu_daemon
+    assert gpu_daemon.running(), gpu_daemon.log[-4000:]
+    gpu_daemon.http("/cache/clear", "POST")
+    wait_until(lambda: gpu_daemon.books()["tickets"] == 0)
