@@ -60,6 +60,7 @@ void bind_fake_gpu(nb::module_& m) {
 void bind_gpu(nb::module_& m) {
     m.attr("GPU_BATCH_BYTES") = kBatchBytes;
     m.attr("GPU_STAGING_BYTES") = 2 * kSlots * kBatchBytes;  // both directions
+    m.attr("GPU_SHORT_RUN_BYTES") = kShortRunBytes;
     m.attr("PIN_BYTES") = HostRegion::kPinBytes;
     m.def("built_with_cuda", &built_with_cuda);
     m.def(

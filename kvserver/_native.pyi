@@ -144,6 +144,7 @@ class FakeDevice(Device):
 
 GPU_BATCH_BYTES: int
 GPU_STAGING_BYTES: int
+GPU_SHORT_RUN_BYTES: int
 PIN_BYTES: int
 
 class Way(enum.Enum):

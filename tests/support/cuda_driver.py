@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_uint64, c_ubyte, c_ushort, c_void_p
+from ctypes import byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from typing import Any
 
 _PINNED, _DEVICE, _POSIX_FD, _READ_WRITE = 1, 1, 1, 3
