@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class Run:
     options: argparse.Namespace
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     @property
     def simulated(self) -> bool:
@@ -109,10 +111,9 @@ def peers(run: Run) -> None:
     for geometry in geometries(run.simulated)[::2]:
         transfer = Transfer(run.board, geometry, 512 if run.simulated else 8192)
         others: dict[str, Any] = {"by_tokens": ByTokens(run.board, transfer)}
-        try:
-            others["over_pcie"] = OverPcie(run.board, transfer)
-        except Exception as error:  # torch may refuse a tensor of host memory
-            run.left_out.append(f"a kernel over pinned memory, {geometry.name}: {error}")
+        over_pcie = try_over_pcie(run, transfer)
+        if over_pcie is not None:
+            others["over_pcie"] = over_pcie
         for name, direction in ONE_WAY.items():
             measures = {other: rate_of(functools.partial(peer.run, direction)) for other, peer in others.items()}
             row = run.add("peers", geometry=geometry.name, run=geometry.run, tokens=transfer.blocks * geometry.block_tokens,
@@ -120,6 +121,17 @@ def peers(run: Run) -> None:
                               transfer.gb_per_second, "chosen", direction), **measures))  # fmt: skip
             for other in others:
                 row[f"gain_over_{other}"] = row["chosen"]["median"] / row[other]["median"]
+
+
+def try_over_pcie(run: Run, transfer: Transfer) -> OverPcie | None:
+    """torch may refuse a tensor of host memory."""
+    try:
+        found = OverPcie(run.board, transfer)
+        found.run(STORE)
+    except Exception as error:
+        run.left_out.append(f"a kernel over pinned memory, {transfer.geometry.name}: {error}")
+        return None
+    return found
 
 
 def rate_of(copy: Callable[[], int]) -> Callable[[], float]:
@@ -197,18 +209,16 @@ class Neighbour:
 
 def neighbours(run: Run, neighbour: Neighbour) -> None:
     """How much longer another process' work takes while we copy, by each way at the same rate."""
-    seconds = 0.02 if run.simulated else 0.3
+    seconds = 0.02 if run.simulated else 0.25
     for geometry in geometries(run.simulated)[0:4:2]:
         transfer = Transfer(run.board, geometry, 256 if run.simulated else 2048)
+        over_pcie = None if torch is None else try_over_pcie(run, transfer)
         copies: dict[str, dict[str, Callable[[], int]]] = {name: {} for name in ONE_WAY}
         for name, direction in ONE_WAY.items():
             for way in ("dma", "staged"):
                 copies[name][way] = functools.partial(moved, transfer, way, direction)
-            if torch is not None:
-                try:
-                    copies[name]["over_pcie"] = functools.partial(OverPcie(run.board, transfer).run, direction)
-                except Exception as error:
-                    run.left_out.append(f"neighbours of a kernel over pinned memory: {error}")
+            if over_pcie is not None:
+                copies[name]["over_pcie"] = functools.partial(over_pcie.run, direction)
         for name, ways in copies.items():
             rate = 0.8 * min(statistics.median(rate_of(copy)() for _ in range(5)) for copy in ways.values())
             for work in ("decode", "matmul"):
@@ -224,15 +234,15 @@ def moved(transfer: Transfer, way: str, direction: Direction) -> int:
 def slowdowns(
     run: Run, neighbour: Neighbour, work: str, ways: dict[str, Callable[[], int]], rate: float, seconds: float
 ) -> dict[str, Any]:
-    """{way: the median turn's time over that of the quiet turn before}, with the rates that were reached."""
+    """{way: the median turn's time over that of the round's quiet turns}, with the rates that were reached."""
     found: dict[str, dict[str, list[float]]] = {way: {"slowdown": [], "p99": [], "rate": []} for way in ways}
     quiet_ms = []
     for _ in range(run.options.rounds):
+        quiet = neighbour.milliseconds(work, seconds)
+        quiet_ms.append(statistics.median(quiet))
         for way, copy in ways.items():
-            quiet = neighbour.milliseconds(work, seconds)
             with Paced(copy, rate) as paced:
                 beside = neighbour.milliseconds(work, seconds)
-            quiet_ms.append(statistics.median(quiet))
             found[way]["slowdown"].append(statistics.median(beside) / statistics.median(quiet))
             found[way]["p99"].append(percentile(beside, 0.99) / statistics.median(quiet))
             found[way]["rate"].append(paced.gb_per_second)
@@ -335,11 +345,16 @@ def main() -> None:
         if time.monotonic() - began > options.seconds:
             run.left_out.append(f"{name}: --seconds {options.seconds:.0f} were over")
             continue
-        if name in WITH_NEIGHBOUR:
-            neighbour = neighbour or Neighbour(options.simulated)
-            SECTIONS[name](run, neighbour)
-        else:
-            SECTIONS[name](run)
+        try:
+            if name in WITH_NEIGHBOUR:
+                neighbour = neighbour or Neighbour(options.simulated)
+                SECTIONS[name](run, neighbour)
+            else:
+                SECTIONS[name](run)
+        except Exception:  # the others are worth having
+            traceback.print_exc()
+            run.failed.append(name)
+            run.left_out.append(f"{name}: it failed, see above")
         print(f"{name}: done after {time.monotonic() - began:.0f} s", file=sys.stderr)
         write(run)
     if neighbour is not None:
@@ -348,6 +363,7 @@ def main() -> None:
         print("SIMULATED: these figures say nothing about speed")
     print(tables(run))
     board.close()
+    sys.exit(bool(run.failed))
 
 
 def write(run: Run) -> None:

@@ -49,6 +49,14 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def engine(gpu_daemon: Daemon) -> Iterator[Engine]:
+    """One that no test kills."""
+    found = Engine(gpu_daemon.endpoint)
+    yield found
+    found.close()
+
+
 @pytest.fixture
 def daemon(gpu_daemon: Daemon) -> Iterator[Daemon]:
     """After every test it runs, holds nothing for anybody, and is cleared."""

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.leftovers import closed, opened
-
 TESTS = Path(__file__).parent.parent
 
 
@@ -21,7 +19,6 @@ class Engine:
     def __init__(self, endpoint: str, **options: Any) -> None:
         command = [sys.executable, "-m", "gpu.engine_process", endpoint, *map(str, options.values())]
         self.process = subprocess.Popen(command, cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        opened(self)
         assert self._answer() == "ready"
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -55,4 +52,3 @@ class Engine:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None and not pipe.closed:
                 pipe.close()
-        closed(self)
