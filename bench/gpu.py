@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import select
 import statistics
 import subprocess
 import sys
@@ -170,8 +171,6 @@ def chunks(run: Run) -> None:
 
 def drained(board: Board, way: str) -> set[int]:
     """Tickets that ended; waits for one."""
-    import select
-
     device = board.devices[way]
     select.select([device.completion_fd], [], [])
     return {end[0] for end in device.drain()}

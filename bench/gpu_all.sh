@@ -12,6 +12,7 @@ what=${1:-all}
 shift || true
 PYTHON=$(command -v "${PYTHON:-python3}")
 export OUT=${OUT:-$PWD/build/gpu} PYTHONUNBUFFERED=1
+[ "$what" = tests ] || [ "${KVSERVER_SIMULATED_GPU:-}" = 1 ] || export KVSERVER_REQUIRE_GPU=1
 mkdir -p "$OUT"
 
 # ---- an environment that sees PYTHON's packages, which may itself be a venv -------------------

@@ -6,6 +6,8 @@ descriptor, as it would map another process's. `Board(simulated=True)` is the sa
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
 import select
 import sys
@@ -100,7 +102,7 @@ class Board:
         self.page_bytes = page_bytes_for(l1_bytes)
         self.region = HostRegion(l1_bytes)
         self.kv = (SimulatedVmmMemory if simulated else VmmMemory)(kv_bytes)
-        self.mapping = GpuMapping.by_fd(self.gpu, dup(self.kv.fds[0]), 0, kv_bytes)
+        self.mapping = GpuMapping.by_fd(self.gpu, os.dup(self.kv.fds[0]), 0, kv_bytes)
         self.devices = {name: GpuCopier(self.region, self.page_bytes, self.gpu, way=way) for name, way in WAYS.items()}
         self._tickets = iter(range(1, 1 << 60))
         self.wait(self.devices["dma"], self._map())
@@ -156,12 +158,6 @@ class Board:
         del self.pinner
 
 
-def dup(fd: int) -> int:
-    import os
-
-    return os.dup(fd)
-
-
 class Transfer:
     """One request of so many tokens each way: two sets of shuffled blocks, two slots.
 
@@ -183,10 +179,14 @@ class Transfer:
         self.pages = pool.pages_for(self.payload)
         self.slots = {direction: pool.take(self.pages) for direction in (STORE, LOAD)}
         assert None not in self.slots.values(), "L1 is too small"
+        board.wait(board.devices["dma"], {self._submit("dma", STORE, LOAD)})  # what a load loads is noise, too
 
     def submit(self, way: str, direction: Direction) -> int:
+        return self._submit(way, direction, direction)
+
+    def _submit(self, way: str, direction: Direction, which: Direction) -> int:
         ticket = self.board.next_ticket()
-        blocks, slot = array("I", self.ids[direction]).tobytes(), self.slots[direction]
+        blocks, slot = array("I", self.ids[which]).tobytes(), self.slots[which]
         assert slot is not None
         self.board.devices[way].submit_copy(ticket, direction, self.table, blocks, slot, self.pages, self.blocks)
         return ticket
@@ -234,8 +234,6 @@ class Ceiling:
         return self._size * len(directions) / (time.perf_counter() - began) / 1e9
 
     def _copy_on_host(self, directions: tuple[Direction, ...]) -> None:
-        import ctypes
-
         def copy(direction: Direction) -> None:
             to, from_ = self._buffers[direction]
             ctypes.memmove(to.address, from_.address, self._size)
