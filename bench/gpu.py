@@ -2,7 +2,7 @@
 
     python bench/gpu.py [--out FILE.json] [--only SECTION,...] [--rounds 5] [--seconds 200] [--simulated]
 
-Sections: transfers, runs, peers, chunks, neighbours, pinning. A section that begins after --seconds is left out, and says
+Sections: transfers, runs, neighbours, chunks, daemon, peers, pinning. A section that begins after --seconds is left out, and says
 so. --simulated runs the same code over the simulated GPU with tiny sizes: its figures mean nothing.
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import alternate, percentile, table
+from gpu_daemon import Served
 from gpu_peers import ByTokens, OverPcie
 from gpu_rig import LOAD, STORE, WAYS, Board, Ceiling, Direction, Geometry, Paced, Transfer, geometries, torch
 
@@ -169,6 +170,22 @@ def chunks(run: Run) -> None:
                     p50_ms=percentile(times, 0.5), p99_ms=percentile(times, 0.99), samples=len(times))  # fmt: skip
 
 
+def daemon(run: Run) -> None:
+    """Through a real daemon: a whole request each way, and single chunks."""
+    for geometry in geometries(run.simulated)[::2]:
+        served = Served(run.board, geometry, 512 if run.simulated else 8192)
+        figures = {
+            "store": run.compare((STORE,), store=served.store)["store"],
+            "load": run.compare((LOAD,), load=served.load)["load"],
+        }
+        top = statistics.median(run.ceiling.gb_per_second(LOAD) for _ in range(run.options.rounds))
+        times = [served.load_chunk() for _ in range(20 if run.simulated else 1000)]
+        served.close()
+        run.add("daemon", geometry=geometry.name, bytes=served.payload, **figures, chunk_bytes=served.chunk_bytes,
+                at_ceiling_ms=served.chunk_bytes / top / 1e6, p50_ms=percentile(times, 0.5),
+                p99_ms=percentile(times, 0.99), samples=len(times))  # fmt: skip
+
+
 def drained(board: Board, way: str) -> set[int]:
     """Tickets that ended; waits for one."""
     device = board.devices[way]
@@ -270,7 +287,7 @@ def pinning(run: Run, neighbour: Neighbour) -> None:
 # ---- the end ----------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[..., None]] = {
-    "transfers": transfers, "runs": runs, "neighbours": neighbours, "chunks": chunks, "peers": peers, "pinning": pinning,
+    "transfers": transfers, "runs": runs, "neighbours": neighbours, "chunks": chunks, "daemon": daemon, "peers": peers, "pinning": pinning,
 }  # fmt: skip
 WITH_NEIGHBOUR = {"neighbours", "pinning"}
 
@@ -303,6 +320,9 @@ def tables(run: Run) -> str:
     part("one chunk", "chunks", ["geometry", "beside stores", "MiB", "at the ceiling ms", "p50 ms", "p99 ms"],
          lambda r: [r["geometry"], r["beside_stores"], r["bytes"] >> 20, r["at_ceiling_ms"], r["p50_ms"],
                     r["p99_ms"]])  # fmt: skip
+    part("through a daemon", "daemon", ["geometry", "store", "load", "chunk MiB", "at the ceiling ms", "p50 ms", "p99 ms"],
+         lambda r: [r["geometry"], cell(r["store"]), cell(r["load"]), r["chunk_bytes"] >> 20, r["at_ceiling_ms"],
+                    r["p50_ms"], r["p99_ms"]])  # fmt: skip
     part("another process' work takes longer by (factor; rate reached / aimed at)", "neighbours",
          ["geometry", "direction", "work", "quiet ms", "GB/s", "dma", "staged", "over PCIe"],
          lambda r: [r["geometry"], r["direction"], r["work"], r["quiet_ms"], r["target"],

@@ -34,7 +34,7 @@ echo "built in $((SECONDS - began)) s"
 echo "date    $(date -u +%Y-%m-%dT%H:%MZ)"
 echo "commit  ${KVSERVER_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sed 's/^/device  /' || true
-$env/bin/python -c 'import kvserver._native as n; print("cuda   ", n.built_with_cuda())'
+(cd tests && python -c 'import kvserver._native as n; print("cuda   ", n.built_with_cuda())')
 
 status=0
 if [ "$what" != bench ]; then

@@ -41,7 +41,7 @@ from kvserver.pool import PagePool, page_bytes_for
 try:
     import torch
 except ImportError:
-    torch = None  # type: ignore[assignment]
+    torch = None
 
 WAYS = {"dma": Way.DMA, "staged": Way.STAGED, "chosen": None}
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -97,6 +97,8 @@ class Board:
 
     def __init__(self, simulated: bool, l1_bytes: int, kv_bytes: int) -> None:
         self.simulated = simulated
+        self.uuid: str
+        self.name: str
         self.uuid, self.name = (FAKE_UUID, "simulated") if simulated else _native.cuda_gpus()[0][:2]
         self.gpu = FakeGpu(self.uuid) if simulated else _native.cuda_gpu(self.uuid)
         self.page_bytes = page_bytes_for(l1_bytes)

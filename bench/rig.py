@@ -23,6 +23,7 @@ from kvserver.protocol import (
     EndRequest,
     Lookup,
     LookupReply,
+    Memory,
     ModelIdentity,
     Registered,
     RegisterWorker,
@@ -58,8 +59,21 @@ class BenchDaemon:
         self.folder.cleanup()
 
 
+def shared_memory(size: int) -> tuple[int, SharedFd]:
+    """Noise."""
+    fd = os.memfd_create("bench-kv")
+    os.ftruncate(fd, size)
+    piece = os.urandom(1 << 20)
+    for offset in range(0, size, len(piece)):
+        os.pwrite(fd, piece[: size - offset], offset)
+    return fd, SharedFd(index=0, size_bytes=size)
+
+
 class BenchWorker:
-    """One rank of one instance: `planes` planes of `run` bytes for each of `num_blocks` blocks, touched."""
+    """One rank of one instance: `planes` planes of `run` bytes for each of `num_blocks` blocks, touched.
+
+    They lie in shared memory of its own, or in `memory`: what hands it over, and as what it is registered.
+    """
 
     def __init__(
         self,
@@ -75,6 +89,7 @@ class BenchWorker:
         incarnation: str = "bench",
         request_id: str = "bench",
         variant: str = "",
+        memory: tuple[int, Memory] | None = None,
     ) -> None:
         self.client = Client(endpoint, timeout=120)
         self.instance_id = instance_id or uuid.uuid4().hex
@@ -82,15 +97,11 @@ class BenchWorker:
         self.request_id, self.variant = request_id, variant
         hello = self.client.hello("bench")
         self.chunk_blocks = max(1, hello.chunk_tokens // block_tokens)
-        size = planes * run * num_blocks
-        fd = os.memfd_create("bench-kv")
-        os.ftruncate(fd, size)
-        piece = os.urandom(1 << 20)
-        for offset in range(0, size, len(piece)):
-            os.pwrite(fd, piece[: size - offset], offset)
+        fd, described = memory or shared_memory(planes * run * num_blocks)
         self.words = WordPage(1)
         self._attachment = Attachment(hello.fd_path, hello.token, [fd, self.words.fd])
-        os.close(fd)
+        if memory is None:
+            os.close(fd)
         self.boot_id = hello.boot_id
         self.registration = self.client.ask(
             RegisterWorker(
@@ -100,7 +111,7 @@ class BenchWorker:
                 rank=rank,
                 world_size=world_size,
                 attachment=self._attachment.number,
-                memory=[SharedFd(index=0, size_bytes=size)],
+                memory=[described],
                 words=1,
                 planes=[Plane(0, p * num_blocks * run, run, run) for p in range(planes)],
                 num_blocks=num_blocks,

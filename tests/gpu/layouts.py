@@ -24,7 +24,8 @@ class Layout:
     def add(self, order: str, channels: int, element_bytes: int, padding: int = 0, group: int = 0) -> None:
         """A contiguous tensor but for `padding` bytes behind each B. `order` names its dimensions, outermost first."""
         sizes = {**SIZES, "B": self.num_blocks, "C": channels}
-        stride, block_stride, dims = element_bytes, 0, []
+        stride, block_stride = element_bytes, 0
+        dims: list[tuple[int, int]] = []  # size, stride
         for name in reversed(order):
             if name == "B":
                 stride += padding

@@ -1,0 +1,74 @@
+"""A real daemon with a GPU, and a worker in this process whose KV lies on it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from array import array
+
+from gpu_rig import Board, Geometry
+from rig import BenchDaemon, BenchWorker, make_keys
+
+from kvserver.protocol import Clear, Cleared, Status, StatusReply
+
+CHUNK_TOKENS = 256
+
+
+class Served:
+    """One request of so many tokens, in whole chunks. REQUIRES: the board's KV has room for it; one that is served."""
+
+    def __init__(self, board: Board, geometry: Geometry, tokens: int) -> None:
+        self.chunks, self.blocks = tokens // CHUNK_TOKENS, geometry.blocks(tokens)
+        self.payload = self.blocks * geometry.block_bytes
+        self.chunk_bytes = self.payload // self.chunks
+        flags = {"test_fake_gpus": 1} if board.simulated else {}
+        self.daemon = BenchDaemon(l1_size=2 * self.payload, chunk_tokens=CHUNK_TOKENS, **flags)
+        self.worker = BenchWorker(
+            self.daemon.endpoint,
+            planes=geometry.planes,
+            run=geometry.run,
+            num_blocks=self.blocks + 1,
+            block_tokens=geometry.block_tokens,
+            memory=(board.kv.fds[0], board.kv.described(0)),
+        )
+        self._ids = array("I", range(1, self.blocks + 1))
+        self._names = itertools.count()
+        self._keys = b""
+        self._wait_until_pinned()
+
+    def _wait_until_pinned(self) -> None:
+        """Store until no byte of it goes to L1 that is not pinned."""
+        for _ in range(200):
+            before = self._unpinned_bytes()
+            self.store()
+            if self._unpinned_bytes() == before:
+                return
+            time.sleep(0.1)
+        raise RuntimeError("L1 was not pinned")
+
+    def _unpinned_bytes(self) -> int:
+        (gpu,) = self.worker.client.ask(Status(), StatusReply).status["gpus"]
+        return int(gpu["store"]["unpinned_bytes"])
+
+    def store(self) -> float:
+        """GB/s, from the send to the reply. The chunks of the store before are forgotten first."""
+        self.worker.client.ask(Clear(), Cleared)
+        self._keys = make_keys(f"{next(self._names)}", self.chunks)
+        began = time.perf_counter()
+        self.worker.store(self._keys, self._ids)
+        return self.payload / (time.perf_counter() - began) / 1e9
+
+    def load(self) -> float:
+        began = time.perf_counter()
+        self.worker.load(self._keys, self._ids)
+        return self.payload / (time.perf_counter() - began) / 1e9
+
+    def load_chunk(self) -> float:
+        """Milliseconds."""
+        began = time.perf_counter()
+        self.worker.load(self._keys[:32], self._ids[: self.blocks // self.chunks])
+        return (time.perf_counter() - began) * 1000
+
+    def close(self) -> None:
+        self.worker.client.close()
+        self.daemon.close()
