@@ -242,9 +242,9 @@ def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
     copies += [worker.begin_load(keys, worker.blocks_for(1, first=1 + 4 * i)) for i in range(6)]
     wait_until(lambda: State.RUNNING in [copy.state for copy in copies])
     (tmp_path / "die").touch()
+    replies = [copy.reply() for copy in copies]
     assert mortal.process is not None
     assert mortal.process.wait(10) == 3
-    replies = [copy.reply() for copy in copies]
     assert {reply.code for reply in replies if isinstance(reply, Error)} == {"device_lost"}
     for copy, reply in zip(copies, replies, strict=True):
         assert copy.state == (State.FAILED if isinstance(reply, Error) else State.DONE)

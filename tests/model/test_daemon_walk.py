@@ -6,10 +6,11 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon, wait_until
+from support.daemon import GPUS, Daemon, wait_until
 from support.worker import Operation, Worker, awkward, identity
 
 from kvserver._native import State
@@ -27,8 +28,8 @@ Content = tuple[bytes, ...]  # the blocks of one chunk
 class Engine:
     """The workers of one instance, and the blocks they may use."""
 
-    def __init__(self, endpoint: str, name: str, world: int, model: str) -> None:
-        self.name, self.world, self.model = name, world, model
+    def __init__(self, endpoint: str, name: str, world: int, model: str, gpu: str) -> None:
+        self.name, self.world, self.model, self.gpu = name, world, model, gpu
         self.endpoint = endpoint
         self.life = 0
         self.workers: list[Worker] = []
@@ -51,6 +52,7 @@ class Engine:
                 world_size=self.world,
                 identity=identity(model=self.model),
                 geometry=awkward(),
+                gpu=self.gpu,
             )
         except RequestFailed as failure:
             if failure.code != ErrorCode.DUPLICATE_INSTANCE.value:
@@ -65,15 +67,16 @@ class Engine:
 class Walk:
     """What was stored whole, by (model, key, rank): usually one content, more only where replies cannot tell."""
 
-    def __init__(self, daemon: Daemon, seed: int) -> None:
+    def __init__(self, daemon: Daemon, seed: int, gpus: Sequence[str]) -> None:
+        """`gpus`: where each of the engines runs; "" is the CPU."""
         self.daemon = daemon
         self.rng = random.Random(seed)
         self.seed = seed
         self.whole: dict[tuple[str, bytes, int], set[Content]] = {}
         self.engines = [
-            Engine(daemon.endpoint, "one", 1, "test-model@0123"),
-            Engine(daemon.endpoint, "other", 1, "test-model@0123"),  # shares with the first
-            Engine(daemon.endpoint, "pair", 2, "another-model"),
+            Engine(daemon.endpoint, "one", 1, "test-model@0123", gpus[0]),
+            Engine(daemon.endpoint, "other", 1, "test-model@0123", gpus[1]),  # shares with the first
+            Engine(daemon.endpoint, "pair", 2, "another-model", gpus[2]),
         ]
         self.victim: subprocess.Popen[str] | None = None
         self.victims = 0
@@ -211,7 +214,7 @@ class Walk:
             return
         self.victims += 1
         first, seed = self.rng.randrange(CHAIN - 3), self.rng.randrange(1 << 30)
-        words = [self.daemon.endpoint, f"victim-{self.victims}", str(seed), str(first), "3"]
+        words = [self.daemon.endpoint, f"victim-{self.victims}", str(seed), str(first), "3", self.engines[0].gpu]
         self.victim = subprocess.Popen(
             [sys.executable, "-m", "model.victim", *words],
             stdout=subprocess.PIPE,
@@ -257,11 +260,12 @@ class Walk:
             engine.die()
 
 
+@pytest.mark.parametrize("gpus", [("", "", ""), (GPUS[0], "", GPUS[1])], ids=["on the CPU", "on GPUs too"])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_random_walk_with_a_real_daemon_agrees_with_a_plain_dict(seed: int) -> None:
-    daemon = Daemon(l1_size="1MiB", test_copy_delay_us=50, lease_seconds=2)
+def test_a_random_walk_with_a_real_daemon_agrees_with_a_plain_dict(seed: int, gpus: tuple[str, ...]) -> None:
+    daemon = Daemon(l1_size="1MiB", test_copy_delay_us=50, lease_seconds=2, test_fake_gpus=2)
     try:
-        walk = Walk(daemon.start(), seed)
+        walk = Walk(daemon.start(), seed, gpus)
         try:
             walk.run(STEPS)
         except BaseException:
@@ -272,10 +276,12 @@ def test_a_random_walk_with_a_real_daemon_agrees_with_a_plain_dict(seed: int) ->
         assert min(walk.counts.values()) > 3, walk.counts
         daemon.wait_for_clean_books()
         assert daemon.status()["l1"]["evictions"] > 20
+        assert {gpu["device"] for gpu in daemon.status()["gpus"] if gpu["load"]["staged_bytes"]} == {*gpus} - {""}
         assert daemon.http("/cache/clear", "POST")[0] == 200
         daemon.wait_for_books(used_pages=0)
         assert daemon.mapped_memfds() == []
         assert daemon.open_memfds() == 0
         assert "Traceback" not in daemon.log
+        daemon.check_gpus()
     finally:
         daemon.close()

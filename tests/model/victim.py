@@ -1,4 +1,4 @@
-"""An engine that is killed in the middle of a store. Usage: python -m model.victim ENDPOINT ID SEED FIRST COUNT
+"""An engine that is killed in the middle of a store. Usage: python -m model.victim ENDPOINT ID SEED FIRST COUNT GPU
 
 It fills its memory from the seed, begins to store chunks FIRST to FIRST + COUNT of the chain of that
 seed, says "copying" and waits for its end. Its parent can work out every byte that it stored.
@@ -28,8 +28,8 @@ def contents(seed: int, chunks: int, chunk_blocks: int, block_bytes: int) -> lis
 
 def main() -> None:
     endpoint, instance_id = sys.argv[1:3]
-    seed, first, count = map(int, sys.argv[3:])
-    worker = Worker(endpoint, instance_id=instance_id)
+    seed, first, count = map(int, sys.argv[3:6])
+    worker = Worker(endpoint, instance_id=instance_id, gpu=sys.argv[6])
     blocks = worker.blocks_for(count)
     for block, content in zip(
         blocks, contents(seed, count, worker.chunk_blocks, worker.geometry.block_bytes), strict=True
