@@ -110,8 +110,6 @@ BAD_MEMORY: dict[str, tuple[Callable[[Worker], list[Any]], str]] = {
     "a window that begins beyond the allocation": (lambda w: [ipc(w, 0), ipc(w, 1, offset=1 << 40)], "holds"),
     "a window beyond all numbers": (lambda w: [ipc(w, 0, offset=(1 << 62) - 1), ipc(w, 1)], "holds"),
     "a GPU that is not there": (lambda w: [ipc(w, 0, gpu=NOWHERE), ipc(w, 1, gpu=NOWHERE)], f"no GPU {NOWHERE}"),
-    "a UUID that is none": (lambda w: [ipc(w, 0, gpu="GPU 0"), ipc(w, 1, gpu="GPU 0")], "no GPU GPU 0"),
-    "no UUID": (lambda w: [ipc(w, 0, gpu=""), ipc(w, 1, gpu="")], "no GPU "),
     "memory of two GPUs": (lambda w: [ipc(w, 0), ipc(w, 1, gpu=GPUS[1])], "is of one device"),
     "memory of the CPU and of a GPU": (lambda w: [SharedFd(index=0, size_bytes=4096), ipc(w, 1)], "is of one device"),
     "a handle that opens nothing": (lambda w: [ipc(w, 0), CudaIpc(w.gpu, bytes(64), 0, 4096)], "cannot open"),
@@ -150,6 +148,25 @@ def test_a_handle_has_64_bytes(daemon: Daemon, make_worker: MakeWorker, kind: ty
     with RawPeer(daemon.endpoint) as raw:
         error = raw.error_of(encode(worker.registration(memory=[memory])))
     assert (error.code, "64" in error.message) == ("bad_message", True), error.message
+
+
+@pytest.mark.parametrize("uuid", ["", "GPU 0", "GPU-0", "cpu", NOWHERE.upper(), NOWHERE + "0"])
+def test_a_gpu_is_named_by_its_uuid(daemon: Daemon, make_worker: MakeWorker, uuid: str) -> None:
+    worker = make_worker(daemon, handles=CudaIpc, connect_now=False)
+    worker.attach([worker.words.fd])
+    error = worker.error_of(worker.registration(memory=[ipc(worker, 0, gpu=uuid)]))
+    assert (error.code, "device" in error.message) == ("bad_message", True), error.message
+
+
+def test_gpus_that_are_not_there_leave_nothing_behind(daemon: Daemon, make_worker: MakeWorker) -> None:
+    make_worker(daemon).round_trip()
+    threads = len(os.listdir(f"/proc/{daemon.pid}/task"))
+    for number in range(20):
+        with pytest.raises(RequestFailed, match="this process has no GPU"):
+            make_worker(daemon, gpu=f"GPU-00000000-0000-0000-0001-{number:012d}")
+    daemon.wait_for_books(mappings=1 + len(awkward().sizes))
+    assert [gpu["device"] for gpu in daemon.status()["gpus"]] == [GPUS[0]]
+    assert len(os.listdir(f"/proc/{daemon.pid}/task")) <= threads + 1
 
 
 @pytest.mark.parametrize(
