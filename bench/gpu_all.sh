@@ -31,10 +31,12 @@ pip install --no-deps --no-build-isolation --force-reinstall -C build-dir=build/
 echo "built in $((SECONDS - began)) s"
 
 # ---- what it runs on --------------------------------------------------------------------------
+{
 echo "date    $(date -u +%Y-%m-%dT%H:%MZ)"
 echo "commit  ${KVSERVER_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sed 's/^/device  /' || true
 (cd tests && python -c 'import kvserver._native as n; print("cuda   ", n.built_with_cuda())')
+} | tee "$OUT/machine.log"
 
 status=0
 if [ "$what" != bench ]; then
