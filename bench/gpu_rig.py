@@ -45,6 +45,7 @@ except ImportError:
 
 WAYS = {"dma": Way.DMA, "staged": Way.STAGED, "chosen": None}
 STORE, LOAD = Direction.STORE, Direction.LOAD
+ONE_WAY = {"store": STORE, "load": LOAD}
 
 
 @dataclass(frozen=True)
