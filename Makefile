@@ -5,6 +5,7 @@
 #   make bench   all benchmarks; LMCache too where KVSERVER_PEER_PYTHON and KVSERVER_PEER_VLLM_PYTHON name it
 #   make test    all tests; those with a real vLLM too, in a venv of its own
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
+#   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
 #   make check   formatting, lint (Dockerfiles too), types
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
@@ -20,7 +21,7 @@ NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 
-.PHONY: run test test-core test-vllm test-gpu check sanitize format docs demo bench bench-gpu clean FORCE
+.PHONY: run test test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs demo bench bench-gpu clean FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -33,16 +34,19 @@ bench: $(VENV)/.installed $(VENV_VLLM)/.installed
 	for name in copier daemon rpc index_memory peers; do echo "== $$name"; $(VENV)/bin/python bench/$$name.py || exit 1; done
 	@echo "== engine"; KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python bench/engine.py
 
-test: test-core
+test: test-core test-gpu-simulated
 	@if $(MAKE) $(VENV_VLLM)/.installed; then $(MAKE) test-vllm; \
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
 test-core: $(VENV)/.installed
 	$(VENV)/bin/$(PYTEST) --ignore=tests/vllm --ignore=tests/adapters --ignore=tests/gpu $(ARGS)
 
-# Engines there need torch. Without a GPU all is skipped; KVSERVER_SIMULATED_GPU=1 runs it without GPU and torch.
+# Engines there need torch. Without a GPU all is skipped.
 test-gpu:
 	PYTHON=$(PYTHON) bash bench/gpu_all.sh tests $(ARGS)
+
+test-gpu-simulated: $(VENV)/.installed
+	KVSERVER_SIMULATED_GPU=1 $(VENV)/bin/$(PYTEST) tests/gpu $(ARGS)
 
 bench-gpu:
 	PYTHON=$(PYTHON) bash bench/gpu_all.sh all $(ARGS)
