@@ -5,97 +5,9 @@
 #include <cstring>
 #include <utility>
 
-#include "slot_cursor.h"
+#include "pieces.h"
 
 namespace kvserver {
-
-namespace {
-
-// Pieces between L1 and the GPU, neighbours merged, none across two registrations of L1.
-class Pieces {
-  public:
-    Pieces(const L1& l1, Direction direction)
-        : base_(l1.region->data()),
-          pinned_end_(base_ + l1.region->pinned_bytes),
-          direction_(direction) {}
-
-    void add(std::byte* in_l1, std::byte* on_gpu, uint64_t bytes) {
-        while (bytes > 0) {
-            const auto offset = static_cast<uint64_t>(in_l1 - base_);
-            const uint64_t piece =
-                std::min(bytes, HostRegion::kPinBytes - offset % HostRegion::kPinBytes);
-            const bool store = direction_ == Direction::kStore;
-            append({store ? in_l1 : on_gpu, store ? on_gpu : in_l1, piece},
-                   offset % HostRegion::kPinBytes == 0);
-            if (in_l1 + piece > pinned_end_) unpinned_ += piece;
-            in_l1 += piece;
-            on_gpu += piece;
-            bytes -= piece;
-        }
-    }
-
-    const std::vector<Piece>& list() const { return list_; }
-    uint64_t unpinned() const { return unpinned_; }
-    bool short_runs() const {
-        uint64_t bytes = 0;
-        for (const Piece& piece : list_) bytes += piece.bytes;
-        return list_.size() > kFewPieces && bytes / list_.size() < kShortRunBytes;
-    }
-
-  private:
-    void append(const Piece& piece, bool begins_registration) {
-        if (!list_.empty() && !begins_registration) {
-            Piece& last = list_.back();
-            if (last.to + last.bytes == piece.to && last.from + last.bytes == piece.from) {
-                last.bytes += piece.bytes;
-                return;
-            }
-        }
-        list_.push_back(piece);
-    }
-
-    std::byte* const base_;
-    std::byte* const pinned_end_;
-    const Direction direction_;
-    std::vector<Piece> list_;
-    uint64_t unpinned_ = 0;
-};
-
-// Of positions first..last-1 of a job: each run of each block by itself.
-Pieces run_pieces(const CopyJob& job, const L1& l1, uint64_t first, uint64_t last) {
-    Pieces pieces(l1, job.direction);
-    SlotCursor cursor(job, l1, job.skip + first);
-    for (uint64_t i = first; i < last; ++i) {
-        const uint64_t begin = cursor.start_of(job.skip + i);
-        const uint32_t* ids = job.blocks.data() + i * job.planes->groups();
-        for (const Plane& plane : job.planes->planes()) {
-            if (ids[plane.group] == kNoBlock) continue;
-            std::byte* on_gpu = plane.base + ids[plane.group] * plane.stride;
-            cursor.visit(begin + plane.slot_offset, plane.run, [&](std::byte* at, uint64_t bytes) {
-                pieces.add(at, on_gpu, bytes);
-                on_gpu += bytes;
-            });
-        }
-    }
-    return pieces;
-}
-
-// The same positions, packed end to end in `staging`.
-Pieces staged_pieces(const CopyJob& job, const L1& l1, uint64_t first, uint64_t last,
-                     std::byte* staging) {
-    Pieces pieces(l1, job.direction);
-    SlotCursor cursor(job, l1, job.skip + first);
-    const uint64_t block_bytes = job.planes->block_bytes();
-    for (uint64_t i = first; i < last; ++i)
-        cursor.visit(cursor.start_of(job.skip + i), block_bytes,
-                     [&](std::byte* at, uint64_t bytes) {
-                         pieces.add(at, staging, bytes);
-                         staging += bytes;
-                     });
-    return pieces;
-}
-
-}  // namespace
 
 Lane::Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options)
     : l1_(l1),
@@ -170,29 +82,16 @@ void Lane::run_submits() {
         if (!flight->submitted) long_.push_front(flight);
         ++flight->in_flight;
         lock.unlock();
-        std::string fault;
-        bool queued = false;
-        try {
-            prepare();
-            queued = true;
-            queue_batch(batch);
-        } catch (const GpuError& error) {
-            fault = error.what();
-        }
-        try {
-            if (queued && !gpu_->is_lost()) gpu_->record(batch.slot->done, batch.slot->stream);
-        } catch (const GpuError& error) {
-            gpu_->lose(std::string("what a stream still does is not known: ") + error.what());
-        }
+        const Queued queued = try_queue(batch);
         if (gpu_->is_lost()) gpu_lost();
         lock.lock();
         if (gpu_->is_lost()) continue;
-        if (!fault.empty()) {
-            flight->fault = fault;
+        if (!queued.fault.empty()) {
+            flight->fault = queued.fault;
             flight->submitted = true;
             std::erase(long_, flight);
         }
-        if (queued) {
+        if (queued.in_flight) {
             ++turn_;
             running_.push_back(batch);
             wake_.notify_all();
@@ -241,6 +140,25 @@ uint64_t Lane::batch_end(const CopyJob& job) const {
     const uint64_t most =
         std::min(batch_bytes_ / job.planes->block_bytes(), kBatchIds / job.planes->groups());
     return std::min(job.positions(), job.next + std::max<uint64_t>(1, most));
+}
+
+// What was queued of a batch that failed is waited for as if it had not.
+Lane::Queued Lane::try_queue(const Batch& batch) {
+    Queued queued{false, ""};
+    try {
+        prepare();
+        queued.in_flight = true;
+        queue_batch(batch);
+    } catch (const GpuError& error) {
+        queued.fault = error.what();
+    }
+    try {
+        if (queued.in_flight && !gpu_->is_lost())
+            gpu_->record(batch.slot->done, batch.slot->stream);
+    } catch (const GpuError& error) {
+        gpu_->lose(std::string("what a stream still does is not known: ") + error.what());
+    }
+    return queued;
 }
 
 void Lane::queue_batch(const Batch& batch) {

@@ -49,6 +49,10 @@ class Lane {
         uint64_t first, last;  // positions of the job, from its own first one on
         Slot* slot;
     };
+    struct Queued {
+        bool in_flight;     // some of it may move: its slot's event tells when it no longer does
+        std::string fault;  // why not all of it
+    };
     // The planes of a registration in GPU memory. An entry whose table is gone is used again.
     struct GpuTable {
         std::weak_ptr<PlaneTable> table;
@@ -61,6 +65,7 @@ class Lane {
     Shared next_job();
     bool advance(const Shared& flight);
     uint64_t batch_end(const CopyJob& job) const;
+    Queued try_queue(const Batch& batch);
     void queue_batch(const Batch& batch);
     void queue_staged(const Batch& batch);
     const Plane* planes_on_gpu(const std::shared_ptr<PlaneTable>& table, Slot& slot);
