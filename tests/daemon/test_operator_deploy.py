@@ -20,6 +20,7 @@ import yaml
 from support.daemon import KVSERVER, Daemon, wait_until
 
 from kvserver import config
+from kvserver.daemon import EXIT_DEVICE_LOST
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -71,7 +72,7 @@ def copied(stage, folder):
 def image(tmp_path_factory):
     """The Dockerfile's own steps in a folder, all but those that install packages and users of a system."""
     folder = tmp_path_factory.mktemp("image")
-    build, final = stages(DEPLOY / "Dockerfile")
+    _cuda, build, final = stages(DEPLOY / "Dockerfile")
     (folder / "src").mkdir()
     copied(build, folder / "src")
     (folder / "bin").mkdir()
@@ -201,14 +202,19 @@ def unit():
     return parser
 
 
-def test_systemd_accepts_the_unit(tmp_path):
+@pytest.mark.parametrize("gpu", [False, True])
+def test_systemd_accepts_the_unit(tmp_path, gpu):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze")
     text = (DEPLOY / "kvserver.service").read_text().replace("/opt/kvserver/bin/kvserver", KVSERVER)
     (tmp_path / "kvserver.service").write_text(text)
+    if gpu:
+        (tmp_path / "kvserver.service.d").mkdir()
+        shutil.copy(DEPLOY / "kvserver-gpu.conf", tmp_path / "kvserver.service.d/gpu.conf")
     checked = subprocess.run(
-        ["systemd-analyze", "verify", tmp_path / "kvserver.service"], capture_output=True, text=True, timeout=60
-    )
+        ["systemd-analyze", "verify", tmp_path / "kvserver.service"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
+    )  # fmt: skip
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
@@ -220,6 +226,11 @@ def test_the_unit_gives_the_daemon_the_folder_of_its_endpoint_and_its_limits(uni
     assert service["RuntimeDirectoryMode"] == "0700"
     assert (service["LimitMEMLOCK"], service["LimitNOFILE"]) == ("infinity", "65536")
     assert service["User"] != "root"
+
+
+def test_a_daemon_that_lost_its_gpu_is_started_again(unit):
+    assert unit["Service"]["Restart"] == "on-failure"
+    assert str(EXIT_DEVICE_LOST) not in unit["Service"]["RestartPreventExitStatus"].split()
 
 
 def test_a_daemon_that_cannot_start_as_configured_is_not_started_again(unit):
