@@ -131,6 +131,13 @@ cudaError_t launch(Direction direction, const PackedBlocks& job, cudaStream_t st
 }  // namespace
 
 #ifndef KVSERVER_HOST_CUDA
+int load_copy_blocks() {
+    cudaFuncAttributes found{};
+    const cudaError_t error = cudaFuncGetAttributes(&found, copy_blocks<Direction::kStore>);
+    if (error != cudaSuccess) return error;
+    return cudaFuncGetAttributes(&found, copy_blocks<Direction::kLoad>);
+}
+
 int launch_copy_blocks(Direction direction, const PackedBlocks& blocks, CUstream_st* stream) {
     return launch(direction, blocks, stream);
 }

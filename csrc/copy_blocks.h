@@ -29,4 +29,8 @@ struct PackedBlocks {
 // caller; the kernels are short and as wide as the GPU, since other processes wait for them).
 int launch_copy_blocks(Direction direction, const PackedBlocks& blocks, CUstream_st* stream);
 
+// Bring the kernels onto the current GPU, which the first launch would do otherwise, and say as a
+// cudaError_t if this GPU cannot run them. Slow.
+int load_copy_blocks();
+
 }  // namespace kvserver

@@ -144,7 +144,10 @@ class CudaGpu final : public Gpu {
         std::lock_guard lock(mutex_);
         if (ordinal_ < 0) ordinal_ = find_ordinal();
         CHECK(cudaSetDevice(ordinal_));
-        if (batch_ == nullptr) batch_ = DRIVER(cuMemcpyBatchAsync, 12080);
+        if (entered_) return;
+        CHECK(load_copy_blocks());
+        batch_ = DRIVER(cuMemcpyBatchAsync, 12080);
+        entered_ = true;
     }
 
     std::byte* allocate(uint64_t bytes) override {
@@ -341,6 +344,7 @@ class CudaGpu final : public Gpu {
     const std::string uuid_;
     std::mutex mutex_;  // guards what follows; held over slow calls, but by no copying thread
     int ordinal_ = -1;
+    bool entered_ = false;
     PFN_cuMemcpyBatchAsync_v12080 batch_ = nullptr;
     std::vector<Opened> opened_;
 };
