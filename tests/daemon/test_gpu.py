@@ -404,7 +404,6 @@ def test_a_large_l1_serves_while_it_is_being_pinned(make_daemon: MakeDaemon, mak
     daemon = make_daemon(l1_size=2 * GiB, l1_huge_pages="off")
     worker = make_worker(daemon, geometry=WIDE)
     worker.round_trip()
-    assert on_gpu(daemon)["store"]["unpinned_bytes"] > 0, "it did not wait for the first region"
     while daemon.status()["l1"]["pinned_bytes"] < 2 * GiB:
         worker.round_trip()
     before = on_gpu(daemon)
