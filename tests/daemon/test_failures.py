@@ -26,8 +26,8 @@ from kvserver.client import RequestFailed
 from kvserver.protocol import Error, Retrieved, Status, Stored, Unregistered, UnregisterWorker, encode
 
 pytestmark = on_each_device
-# Per block, or per operation of a GPU's stream: three chunks take 120 or 150 ms, time enough to act in the middle.
-COPY_DELAY_US = {"cpu": 10_000, "gpu": 30_000}
+# Per block, or per operation of a GPU's stream: three chunks take 120 or 300 ms, time enough to act in the middle.
+COPY_DELAY_US = {"cpu": 10_000, "gpu": 60_000}
 AT_ONCE = 4  # copies of one direction: copying threads, or batches that a lane has in flight
 
 

@@ -28,7 +28,7 @@ from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd, Error, Retrieve
 MakeDaemon = Callable[..., Daemon]
 MakeWorker = Callable[..., Worker]
 each_handle = pytest.mark.parametrize("handles", [CudaIpc, CudaVmmFd, CudaVmmFabric])
-SLOW = 100_000  # microseconds an operation of a stream
+SLOW = 200_000  # microseconds an operation of a stream
 
 
 @pytest.fixture(scope="module")

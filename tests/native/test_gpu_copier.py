@@ -310,8 +310,10 @@ class TestFailures:
 
     def assert_quiet(self, device: Device, gpu: FakeGpu, l0: L0, job: Job) -> None:
         """Whatever comes after the loss makes no call; unmaps are done, and say so."""
-        time.sleep(0.02)  # a thread may have been on its way into a call
-        before = gpu.calls
+        before: dict[str, int] = {}
+        while before != gpu.calls:  # a thread may have been on its way into a call
+            before = gpu.calls
+            time.sleep(0.1)
         assert device.store(l0, job).outcome == device.load(l0, job).outcome == Outcome.DEVICE_LOST
         assert device.map([]).outcome == Outcome.DEVICE_LOST
         assert device.unmap(l0.mappings).outcome == Outcome.DONE
