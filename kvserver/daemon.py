@@ -44,6 +44,7 @@ from kvserver.server import Server
 
 log = logging.getLogger("kvserver")
 
+_LAST_WORDS_MS = 100  # for replies on their way to engines when a device is lost
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
 
@@ -203,6 +204,7 @@ def serve(configuration: Configuration) -> int:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
         if lost := devices.lost:
             log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
+            context.destroy(_LAST_WORDS_MS)
             endpoint.release()
             logging.shutdown()
             os._exit(EXIT_DEVICE_LOST)  # what the driver still has to say at exit may never end
