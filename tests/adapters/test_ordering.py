@@ -287,5 +287,5 @@ entered.wait()
 outbox.close()
 print("closed")
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr

@@ -25,13 +25,13 @@ def wake(engine) -> None:
         runner.connector.restore_kv_caches()
 
 
-@pytest.mark.parametrize("gpu", [False, True], ids=["direct", "ordered"])
+@pytest.mark.parametrize("late", [False, True], ids=["direct", "ordered"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_unregistering_the_daemon_maps_nothing_and_after_restoring_it_serves(
-    make_daemon, make_engine, ranks, gpu
+    make_daemon, make_engine, ranks, late
 ):
     daemon = make_daemon()
-    engine = make_engine(daemon, world_size=ranks, gpu=LateGpu() if gpu else None)
+    engine = make_engine(daemon, world_size=ranks, gpu=LateGpu() if late else None)
     engine.generate("cold", TOKENS)
     sleep(engine)
     assert daemon.books()["mappings"] == 0
