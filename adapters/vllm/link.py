@@ -65,7 +65,10 @@ class Registration:
 
 
 class Breaker:
-    """Counts waits that ran out in a row; any answer closes it. Used by one engine thread and the link's."""
+    """Counts waits that ran out in a row; any answer closes it. Used by one engine thread and the link's.
+
+    Whoever has the first answer closes it: the link's thread, or the engine's by a late reply.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._failures = 0
@@ -76,7 +79,9 @@ class Breaker:
         return self._failures >= BREAKER_LIMIT
 
     def answered(self) -> None:
-        self._failures = 0
+        was_open, self._failures = self.open, 0
+        if was_open:
+            log.info("kvserver answers again")
 
     def timed_out(self) -> None:
         self._failures += 1
@@ -219,7 +224,6 @@ class Link:
                 pause = _RETRY_SECONDS[0]
             elif boot_id := self._boot_id():
                 self._refresh = boot_id != session.hello.boot_id
-                log.info("%s: kvserver answers again", self._name)
                 self.breaker.answered()
             elif session.attachment is None and not self._stopping:
                 pause = min(pause * 2, _RETRY_SECONDS[1])

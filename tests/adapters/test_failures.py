@@ -304,9 +304,9 @@ def test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker
     assert half.counters["lookups"] == sent
     assert time.monotonic() - began < 1.0
 
-    daemon.thaw()
     names = (f"again{i}" for i in range(10_000))
     caplog.set_level(logging.INFO)
+    daemon.thaw()
     wait_until(lambda: engine.generate(next(names), prompt(72, 5)) and "answers again" in caplog.text, 20)
     assert engine.generate("warm", TOKENS).external == 4 * CHUNK
     assert continuation(TOKENS, 4) == engine.answers["warm"].tokens
