@@ -30,6 +30,7 @@ class ErrorCode(str, enum.Enum):
     BAD_KEYS = "bad_keys"
     BAD_BLOCKS = "bad_blocks"
     BAD_RECORDS = "bad_records"
+    REPORT_GAP = "report_gap"  # reports were lost; the server wants the engine's full state
     NOT_FOUND = "not_found"  # a chunk to load is not, or no longer, READY
     CANCELLED = "cancelled"
     MEMORY_LOST = "memory_lost"  # the engine truncated memory it had registered

@@ -25,11 +25,12 @@ from kvserver.placement import Placement
 from kvserver.protocol import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
-    RECORD_CLEARED,
+    RECORD_HELD,
     RECORD_OPERATION_SHIFT,
     Clear,
     Cleared,
     EndRequest,
+    ExactRecords,
     Heartbeat,
     Hello,
     HelloReply,
@@ -41,6 +42,7 @@ from kvserver.protocol import (
     Retrieve,
     Store,
     UnregisterWorker,
+    payload_of,
 )
 from kvserver.status import books_status, instance_status, l1_status, totals_status
 from kvserver.transfers import (
@@ -153,16 +155,16 @@ class Handlers:
 
     def _report(self, request: ReportBlockAllocations) -> None:
         instance = self._reporter(request)
-        if len(request.records) % 4:
-            raise KVServerError(
-                ErrorCode.BAD_RECORDS, f"{len(request.records)} bytes are no whole number of u32 records"
-            )
+        payload = payload_of(request)
+        raw = payload.records if isinstance(payload, ExactRecords) else b""
+        if len(raw) % 4:
+            raise KVServerError(ErrorCode.BAD_RECORDS, f"{len(raw)} bytes are no whole number of u32 records")
         records = array("I")
-        records.frombytes(request.records)
-        if records and max(records) >> RECORD_OPERATION_SHIFT > RECORD_CLEARED:
+        records.frombytes(raw)
+        if records and max(records) >> RECORD_OPERATION_SHIFT > RECORD_HELD:
             raise KVServerError(
                 ErrorCode.BAD_RECORDS,
-                f"operation {max(records) >> RECORD_OPERATION_SHIFT} is not 0 to {RECORD_CLEARED}",
+                f"operation {max(records) >> RECORD_OPERATION_SHIFT} is not 0 to {RECORD_HELD}",
             )
         self._count_sequence(instance, request.sequence)
         instance.counts.block_records += len(records)

@@ -23,6 +23,7 @@ u32 as `_native.pack_blocks` makes it, one per KV cache group for each block pos
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
@@ -32,8 +33,8 @@ from msgspec import Meta
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.planes import Plane
 
-PROTOCOL_VERSION = 1
-OLDEST_PROTOCOL_VERSION = 1  # the server also speaks the version before its own, once there is one
+PROTOCOL_VERSION = 2
+OLDEST_PROTOCOL_VERSION = 1  # whose ReportBlockAllocations has records and time_ns and no payload; all else is alike
 KEY_BYTES = 32
 MAX_CHUNKS = 16384  # keys in one message
 REQUEST_ID_BYTES = 8
@@ -152,6 +153,8 @@ class Lookup(_ArrayMessage):
     chunk_blocks: Positive
     keys: Keys
     variant: Label = ""  # what may differ within one registration: start of the hash chain, weights epoch, LoRA
+    tokens: Unsigned = 0  # of the whole prompt, also those beyond the last full chunk; 0: not told
+    traceparent: Label = ""  # W3C trace context of the request, if the engine was sent one
 
 
 class _Copy(_ArrayMessage):  # complete: a later field goes to the end of Store and of Retrieve
@@ -169,6 +172,8 @@ class _Copy(_ArrayMessage):  # complete: a later field goes to the end of Store 
 class Store(_Copy):
     """Copy whole chunks from L0 to L1: chunk_blocks positions for each key."""
 
+    request_id: Label = ""  # only where HelloReply.traces
+
 
 class Retrieve(_Copy):
     """Copy chunks from L1 to L0.
@@ -178,6 +183,7 @@ class Retrieve(_Copy):
     """
 
     skip_blocks: Small = 0
+    request_id: Label = ""  # only where HelloReply.traces
 
 
 class Clear(_Message):
@@ -193,16 +199,67 @@ class Status(_Message):
 # ---- notices ----------------------------------------------------------------------------------
 
 
+class ExactRecords(_Message):
+    """What one block pool did: u32 little-endian `operation << 29 | block_id` (RECORD_*), in order.
+
+    `marks` says when: 16 bytes each, u64 little-endian (number of the first record meant, monotonic ns), ascending
+    from record 0; each is the time of all records up to the next mark. With `full` the server forgets what it knew
+    of the pool before it reads the records, which begin with the pool's whole state.
+    """
+
+    records: bytes
+    marks: bytes
+    pool: Small = 0
+    full: bool = False
+
+
+class Held(msgspec.Struct, tag_field="type", tag="held", array_like=True):
+    """A request owns these blocks: table positions [first_index, ...) of one KV cache group.
+
+    `contents` names what is in the full ones, 8 bytes each from the first on; fewer than blocks where the last ones
+    are partial. Engines without hashes leave it empty and give the u32 `tokens` of the positions instead.
+    """
+
+    request_id: Name
+    group: Small
+    first_index: Small
+    block_ids: bytes  # as pack_blocks() makes them
+    blocks: Small  # how many those are
+    contents: bytes = b""
+    tokens: bytes = b""
+
+
+class Released(msgspec.Struct, tag_field="type", tag="released", array_like=True):
+    """A request no longer owns these blocks: it was preempted, or its table was replaced."""
+
+    request_id: Name
+    block_ids: bytes
+    blocks: Small
+
+
+class ReportedBlocks(_Message):
+    """For engines whose pool cannot be watched: who holds which block with which content."""
+
+    time_ns: Unsigned
+    block_tokens: Positive
+    records: Annotated[list[Held | Released], Meta(max_length=16384)]
+    full: bool = False  # as in ExactRecords
+
+
 class ReportBlockAllocations(_Message):
-    """What the engine's block pool did: u32 records `operation << 29 | block_id`, in order."""
+    """What the engine's blocks did, exact or reported; an instance never mixes the two.
+
+    REPORT_GAP answers it where the server lost track (a gap in `sequence`, an overflow of its own): the engine
+    should send its full state next.
+    """
 
     instance_id: Name
     incarnation: Name
     model_name: Name
     sequence: Unsigned  # counts this and EndRequest, from 0, without gaps
-    time_ns: Unsigned
-    records: bytes
-    pool: Small = 0
+    payload: ExactRecords | ReportedBlocks | None = None
+    records: bytes = b""  # version 1: ExactRecords of pool 0, all at time_ns
+    time_ns: Unsigned = 0
 
 
 class EndRequest(_Message):
@@ -211,6 +268,7 @@ class EndRequest(_Message):
     model_name: Name
     sequence: Unsigned
     request_id: Name
+    prefill_tokens_per_second: Annotated[float, Meta(ge=0)] = 0.0  # the engine's present speed, if it knows
 
 
 class Heartbeat(_Message):
@@ -227,6 +285,7 @@ class HelloReply(_Message):
     chunk_tokens: int
     fd_path: str
     token: str
+    traces: bool = False  # whether requests should be named in Store and Retrieve
 
 
 class Registered(_Message):
@@ -284,7 +343,14 @@ class Attached(_Message):
 # ---- block-pool records -----------------------------------------------------------------------
 
 RECORD_OPERATION_SHIFT = 29
-RECORD_ALLOCATED, RECORD_ACCESSED, RECORD_RELEASED, RECORD_EVICTED, RECORD_CLEARED = range(5)
+MARK = struct.Struct("<QQ")  # of ExactRecords.marks: number of the first record meant, monotonic ns
+RECORD_ALLOCATED = 0  # given out: one owner; whatever it held before has ended
+RECORD_ACCESSED = 1  # one owner more, of what it holds
+RECORD_RELEASED = 2  # one owner less
+RECORD_EVICTED = 3  # what it holds can no longer be found
+RECORD_CLEARED = 4  # no block holds anything any more; the block id means nothing
+RECORD_PRESENT = 5  # full state: it holds something, since nobody knows when
+RECORD_HELD = 6  # full state: and has one owner more
 
 _ArrayRequest: TypeAlias = Lookup | Store | Retrieve
 _MapRequest: TypeAlias = (
@@ -297,6 +363,7 @@ Reply: TypeAlias = (
 )
 
 T = TypeVar("T")
+Payload: TypeAlias = ExactRecords | ReportedBlocks
 _A_REQUEST = f"a request of protocol {PROTOCOL_VERSION}"
 _encoder = msgspec.msgpack.Encoder()
 _array_decoder: msgspec.msgpack.Decoder[_ArrayRequest] = msgspec.msgpack.Decoder(_ArrayRequest)
@@ -315,6 +382,13 @@ def decode_request(raw: bytes) -> Request:
     if raw[:1] in _ARRAY_BYTES:
         return _decode(_array_decoder, raw, f"{_A_REQUEST} that is an array ({_ARRAY_NAMES})", _name_fields)
     return _decode(_map_decoder, raw, f"{_A_REQUEST} that is a map")
+
+
+def payload_of(report: ReportBlockAllocations) -> Payload:
+    """Also of version 1, which has only records of one moment."""
+    if report.payload is not None:
+        return report.payload
+    return ExactRecords(records=report.records, marks=MARK.pack(0, report.time_ns))
 
 
 def decode_reply(raw: bytes) -> Reply:

@@ -22,6 +22,8 @@ ORDER = [
     "placement",
     "planes",
     "protocol",
+    "events",
+    "families",
     "namespace",
     "pool",
     "index",
