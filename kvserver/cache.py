@@ -21,11 +21,13 @@ from typing import TypeAlias
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import EvictionPolicy
 from kvserver.index import Chunk, Index
+from kvserver.misses import EvictedKeys, MissReason
 from kvserver.pool import PagePool
 from kvserver.protocol import KEY_BYTES
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 FREE_SLICE = 256  # detached chunks freed per loop turn
+_NAMESPACES_ASKED = 64  # for a chunk that a lookup missed
 
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
@@ -48,13 +50,16 @@ class Lease:
 class StorePlan:
     """What one rank's store should copy. `positions[i]` is which of the store's keys `chunks[i]` is.
 
-    `prefix` is all chunks of the store in key order, also the skipped ones: they age together.
+    `prefix` is all chunks of the store in key order, also the skipped ones: they age together. `evicted` left L1 to
+    make room, as (namespace id, key); `ready` became so when the plan was finished.
     """
 
     rank: int
     prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    ready: list[Chunk] = field(default_factory=list)
+    evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
     skipped: int = 0
     starved: int = 0
 
@@ -65,9 +70,12 @@ class Cache:
         self.policy = policy
         self.index = Index()
         self.evicted_chunks = 0
+        self.evicted_pages = 0
+        self.cleared_chunks = 0
         self.pins = 0  # over all chunks; equals what open plans hold
         self._leases: dict[Owner, Lease] = {}
         self._garbage: deque[Iterator[Chunk]] = deque()
+        self._evicted_keys = EvictedKeys()
         self._tick = 0
 
     # ---- lookup and leases --------------------------------------------------------------------
@@ -91,6 +99,15 @@ class Cache:
         if found:
             self._leases[owner] = Lease(deadline, found)
         return len(found)
+
+    def why_missed(self, namespace_id: bytes, key: bytes) -> MissReason:
+        """REQUIRES: the chunk is not READY there."""
+        namespace = self.index.find(namespace_id)
+        if namespace is not None and key in namespace.chunks:
+            return MissReason.FILLING
+        if (namespace_id, key) in self._evicted_keys:
+            return MissReason.EVICTED
+        return MissReason.OTHER_NAMESPACE if self.index.holds(key, _NAMESPACES_ASKED) else MissReason.NEVER_STORED
 
     def end_lease(self, owner: Owner) -> None:
         lease = self._leases.pop(owner, None)
@@ -149,7 +166,7 @@ class Cache:
                 continue
             if chunk is not None:
                 chunk.pins += 1  # making room must not evict the chunk that needs it
-            slot = self._take(pages)
+            slot = self._take(pages, plan)
             if chunk is not None:
                 chunk.pins -= 1
             if slot is None:
@@ -172,10 +189,9 @@ class Cache:
     def finish_store(self, plan: StorePlan, copied: bool) -> int:
         """Publish the plan's chunks if `copied` (every byte of this rank), else give their slots back.
 
-        Returns how many became READY.
+        Returns how many became READY; they are in `plan.ready`.
         """
         bit = 1 << plan.rank
-        published = 0
         for chunk in plan.chunks:
             chunk.filling &= ~bit
             chunk.pins -= 1
@@ -184,7 +200,7 @@ class Cache:
                 chunk.done |= bit
                 if chunk.done == (1 << chunk.namespace.world_size) - 1:
                     chunk.ready = True
-                    published += 1
+                    plan.ready.append(chunk)
             else:
                 self.pool.give(chunk.slot(plan.rank))
                 chunk.put_slot(plan.rank, b"")
@@ -193,7 +209,7 @@ class Cache:
         self._use(plan.prefix)
         for chunk in plan.chunks:
             self._settle(chunk)
-        return published
+        return len(plan.ready)
 
     # ---- load ---------------------------------------------------------------------------------
 
@@ -231,7 +247,9 @@ class Cache:
                 self._garbage.append(iter(namespace.chunks.values()))
         if self.index.chunk_count == 0:
             self.policy.reset()
-        return before - self.index.chunk_count
+        cleared = before - self.index.chunk_count
+        self.cleared_chunks += cleared
+        return cleared
 
     def free_garbage(self, limit: int = FREE_SLICE) -> bool:
         """Free up to `limit` detached chunks; True while more are left."""
@@ -293,8 +311,8 @@ class Cache:
         if chunk.queued:
             self.policy.forget(chunk)
 
-    def _take(self, pages: int) -> bytes | None:
-        """Pages for one slot, evicting as needed; None when nothing more may be evicted."""
+    def _take(self, pages: int, plan: StorePlan) -> bytes | None:
+        """Pages for one slot, evicting as needed for the plan; None when nothing more may be evicted."""
         while (slot := self.pool.take(pages)) is None:
             if self._garbage:
                 self.free_garbage(1)
@@ -303,6 +321,9 @@ class Cache:
             if victim is None:
                 return None
             self.index.remove(victim)
-            self._free(victim)
             self.evicted_chunks += 1
+            self.evicted_pages += victim.page_count
+            self._free(victim)
+            plan.evicted.append((victim.namespace.id, victim.key))
+            self._evicted_keys.add(victim.namespace.id, victim.key)
         return slot

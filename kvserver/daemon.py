@@ -34,9 +34,11 @@ from kvserver.config import Configuration, Settings
 from kvserver.copier import HostRegion, cpu_device, l1_region
 from kvserver.devices import Devices, GpuRules, OpenGpu
 from kvserver.errors import ConfigError
+from kvserver.events import Bus
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
+from kvserver.l1 import L1Lives
 from kvserver.lifeline import Lifelines
 from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
@@ -44,6 +46,7 @@ from kvserver.server import Server
 
 log = logging.getLogger("kvserver")
 
+_LAST_EVENTS_SECONDS = 2.0  # for what is queued when the daemon stops
 _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is lost
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
@@ -173,7 +176,9 @@ def serve(configuration: Configuration) -> int:
         devices = Devices(cpu, region, page_bytes, rules)
         devices.make_ready()
         cache = Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]())
-        handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, placement=placement)
+        l1 = L1Lives(settings.metrics_sample_rate)
+        bus = Bus([l1])
+        handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, placement=placement, bus=bus)
         server = Server(handlers, router, settings.max_message_bytes, stops_when_lost=True)
         try:
             pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
@@ -190,6 +195,7 @@ def serve(configuration: Configuration) -> int:
 
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
+        bus.start()
         pages.start()
         gc.collect()
         gc.freeze()
@@ -202,6 +208,7 @@ def serve(configuration: Configuration) -> int:
         server.run()
         if not _drain(server):
             os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
+        bus.close(_LAST_EVENTS_SECONDS)
         if lost := devices.lost:
             log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
             context.destroy(_LAST_WORDS_MS)

@@ -132,8 +132,9 @@ class ErrorSent(_Event, frozen=True):
 
 
 class ChunksStored(_Event, frozen=True):
-    """Became READY. `keys` is KEY_BYTES each."""
+    """Became READY by a store of the instance. `keys` is KEY_BYTES each."""
 
+    instance_id: str
     model_name: str
     namespace: bytes
     keys: bytes
@@ -141,8 +142,9 @@ class ChunksStored(_Event, frozen=True):
 
 
 class ChunksLoaded(_Event, frozen=True):
-    """Were copied to an engine, whole: an access."""
+    """Were copied to the instance: an access."""
 
+    instance_id: str
     model_name: str
     namespace: bytes
     keys: bytes
@@ -246,7 +248,8 @@ class Bus:
         return {
             "published": sum(self.published.values()),
             "dropped": sum(self.dropped.values()),
-            "dropped_types": {name: count for name, count in self.dropped.items() if count},
+            "published_types": dict(self.published),
+            "dropped_types": dict(self.dropped),
             "queue_depth": self._cost_in - self._cost_out,
             "lag_seconds": round(self.lag_seconds, 6),
             "subscribers": [

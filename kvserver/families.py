@@ -5,8 +5,15 @@ Owns: the shape. Refuses to know: where figures come from (`metrics`) and how th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import Enum
+
+# How long KV stays somewhere: the buckets of vLLM's own KV cache residency histograms.
+RESIDENCY_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
+    1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0,
+)  # fmt: skip
 
 
 class Kind(Enum):
@@ -21,6 +28,22 @@ class Buckets:
 
     counts: list[int]
     sum: float
+
+
+class Histogram:
+    """Counts as they come. One thread observes; `figures()` is a copy."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self._sum += value
+
+    def figures(self) -> Buckets:
+        return Buckets(list(self._counts), self._sum)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +18,18 @@ from kvserver.config import Settings
 from kvserver.copier import Completion, Copier, Outcome
 from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.instances import Instance, Instances
+from kvserver.events import Bus, L1Cleared, LookupEnded
+from kvserver.instances import Instances
 from kvserver.lifeline import Lifelines
+from kvserver.misses import MissReason
 from kvserver.placement import Placement
 from kvserver.protocol import (
+    KEY_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
-    RECORD_HELD,
-    RECORD_OPERATION_SHIFT,
     Clear,
     Cleared,
     EndRequest,
-    ExactRecords,
     Heartbeat,
     Hello,
     HelloReply,
@@ -42,9 +41,9 @@ from kvserver.protocol import (
     Retrieve,
     Store,
     UnregisterWorker,
-    payload_of,
 )
-from kvserver.status import books_status, instance_status, l1_status, totals_status
+from kvserver.reports import Reports
+from kvserver.status import books_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.transfers import (
     LoadTicket,
     MapTicket,
@@ -75,7 +74,14 @@ class Handlers:
         lifelines: Lifelines,
         clock: Callable[[], float] = time.monotonic,
         placement: Placement = _NO_PLACEMENT,
+        bus: Bus | None = None,
+        l0_unsure: Callable[[str], bool] = lambda instance_id: False,
+        traces: bool = False,
     ) -> None:
+        """`l0_unsure`: whether an instance's block reports no longer add up; any thread's state, asked by the loop.
+
+        `traces`: engines should name requests in their messages, somebody follows them.
+        """
         self.settings = settings
         self.boot_id = boot_id
         self.cache = cache
@@ -83,8 +89,11 @@ class Handlers:
         self.devices = devices
         self.instances = Instances()
         self.lifelines = lifelines
-        self.transfers = Transfers(cache, self.copier, self.instances, clock)
-        self.workers = Workers(settings, cache, self.copier, self.instances, lifelines, clock)
+        self.bus = bus or Bus()
+        self.transfers = Transfers(cache, self.copier, self.instances, clock, self.bus)
+        self.workers = Workers(settings, cache, self.copier, self.instances, lifelines, clock, self.bus)
+        self.reports = Reports(cache, self.instances, clock, self.bus, l0_unsure)
+        self._traces = traces
         self._placement = placement  # of L1, to be shown
         self._token = token
         self._clock = clock
@@ -104,9 +113,9 @@ class Handlers:
                 self._check_boot(request.boot_id)
                 self.transfers.begin(request, respond)
             case ReportBlockAllocations():
-                self._report(request)
+                self.reports.blocks(request)
             case EndRequest():
-                self._end_request(request)
+                self.reports.request_ended(request)
             case Heartbeat():
                 self._check_boot(request.boot_id)
             case Hello():
@@ -133,9 +142,11 @@ class Handlers:
             chunk_tokens=self.settings.chunk_tokens,
             fd_path=self.lifelines.path,
             token=self._token,
+            traces=self._traces,
         )
 
     def _lookup(self, request: Lookup) -> LookupReply:
+        began_ns = self._now_ns()
         instance = self.instances.instance(request.instance_id, request.incarnation)
         chunks = chunk_count(request.keys)
         spec = instance.any_worker().spec
@@ -151,55 +162,39 @@ class Handlers:
         counts.hits += hits > 0
         counts.lookup_tokens += chunks * chunk_tokens
         counts.hit_tokens += hits * chunk_tokens
+        if hits < chunks:
+            counts.missed_tokens[self._why_missed(namespace, request.keys, hits)] += (chunks - hits) * chunk_tokens
+        if request.tokens > chunks * chunk_tokens:
+            counts.missed_tokens[MissReason.PARTIAL_CHUNK] += request.tokens - chunks * chunk_tokens
+        self.bus.publish(
+            LookupEnded(
+                self._now_ns(), instance.instance_id, instance.model_name, request.request_id,
+                began_ns, chunks, hits, chunk_tokens, request.traceparent,
+            )
+        )  # fmt: skip
         return LookupReply(hit_chunks=hits)
 
-    def _report(self, request: ReportBlockAllocations) -> None:
-        instance = self._reporter(request)
-        payload = payload_of(request)
-        raw = payload.records if isinstance(payload, ExactRecords) else b""
-        if len(raw) % 4:
-            raise KVServerError(ErrorCode.BAD_RECORDS, f"{len(raw)} bytes are no whole number of u32 records")
-        records = array("I")
-        records.frombytes(raw)
-        if records and max(records) >> RECORD_OPERATION_SHIFT > RECORD_HELD:
-            raise KVServerError(
-                ErrorCode.BAD_RECORDS,
-                f"operation {max(records) >> RECORD_OPERATION_SHIFT} is not 0 to {RECORD_HELD}",
-            )
-        self._count_sequence(instance, request.sequence)
-        instance.counts.block_records += len(records)
-
-    def _end_request(self, request: EndRequest) -> None:
-        instance = self._reporter(request)
-        self._count_sequence(instance, request.sequence)
-        instance.counts.ended_requests += 1
-        self.cache.end_lease((request.instance_id, request.request_id))
-
-    def _reporter(self, request: ReportBlockAllocations | EndRequest) -> Instance:
-        """Identity is in the message and must be the registered one: figures of two models never mix."""
-        instance = self.instances.instance(request.instance_id, request.incarnation)
-        if request.model_name != instance.model_name:
-            raise KVServerError(
-                ErrorCode.UNKNOWN_INSTANCE,
-                f"instance {request.instance_id!r} registered model {instance.model_name!r}, not {request.model_name!r}",
-            )
-        return instance
-
-    @staticmethod
-    def _count_sequence(instance: Instance, sequence: int) -> None:
-        if instance.next_sequence is not None and sequence != instance.next_sequence:
-            instance.counts.sequence_gaps += 1
-        instance.next_sequence = sequence + 1
+    def _why_missed(self, namespace: bytes | None, keys: bytes, first: int) -> MissReason:
+        if namespace is None or self.devices.lost:
+            return MissReason.UNAVAILABLE
+        return self.cache.why_missed(namespace, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES])
 
     def _clear(self, request: Clear) -> Cleared:
         if not request.instance_id:
-            return Cleared(chunks=self.cache.clear())
+            return Cleared(chunks=self.clear())
         instance = self.instances.by_id.get(request.instance_id)
         if instance is None:
             raise KVServerError(ErrorCode.UNKNOWN_INSTANCE, f"instance {request.instance_id!r} is not registered")
         if instance.namespace is None:
             return Cleared(chunks=0)
-        return Cleared(chunks=self.cache.clear(instance.namespace))
+        return Cleared(chunks=self.clear(instance.namespace))
+
+    def clear(self, base: bytes = b"") -> int:
+        """Forget the namespaces that begin with `base`; how many chunks that were."""
+        chunks = self.cache.clear(base)
+        self.bus.publish(L1Cleared(self._now_ns(), base, chunks))
+        log.info("%d chunks cleared", chunks)
+        return chunks
 
     # ---- completions --------------------------------------------------------------------------
 
@@ -233,14 +228,15 @@ class Handlers:
                 self.transfers.load_ended(ticket, completion)
         if completion.outcome == Outcome.MEMORY_LOST:
             log.warning("worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what)
-            self.workers.close(worker)
+            self.workers.close(worker, died=True)
         self.workers.unmap_if_settled(worker)
 
     # ---- time ---------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a second or so: leases whose requests never ended, and what has been pinned."""
+        """Once a second or so: leases whose requests never ended, instances long gone, and what has been pinned."""
         self.devices.tick(self.cache.pool)
+        self.instances.forget_departed(self._clock())
         if expired := self.cache.expire_leases(self._clock()):
             log.debug("%d leases expired", expired)
 
@@ -266,11 +262,16 @@ class Handlers:
             "l2": [],
             "gpus": self.devices.status(),
             "instances": [instance_status(instance, self.devices, now) for instance in self.instances.by_id.values()],
+            "departed": [departed_status(departed, now) for departed in self.instances.departed.values()],
             "totals": totals_status(self.instances),
+            "events": self.bus.status(),
             "books": books_status(self.cache, self.copier, self.workers, len(self.lifelines)),
         }
 
     # ---- inside -------------------------------------------------------------------------------
+
+    def _now_ns(self) -> int:
+        return int(self._clock() * 1e9)
 
     def _check_boot(self, boot_id: str) -> None:
         if boot_id != self.boot_id:

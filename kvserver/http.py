@@ -79,8 +79,7 @@ class StatusPages(ThreadingHTTPServer):
         stuck = self.kvserver.seconds_since_turn
         if stuck > STUCK_SECONDS:
             return f"the event loop has not turned for {stuck:.1f} s"
-        lost = self.kvserver.lost_device
-        return f"the device is lost: {lost}" if lost else None
+        return self.kvserver.failure or None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -134,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(self.server.settings, indent=2) + "\n", "application/json")
 
     def _clear(self) -> None:
-        chunks = self.server.ask(self.server.kvserver.handlers.cache.clear)
+        chunks = self.server.ask(self.server.kvserver.handlers.clear)
         self._send(200, json.dumps({"chunks": chunks}), "application/json")
 
     def _page(self) -> None:

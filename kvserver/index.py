@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator
+from itertools import islice
 
 from kvserver.pool import page_count
 
@@ -121,6 +122,10 @@ class Index:
 
     def find(self, id: bytes) -> Namespace | None:
         return self._namespaces.get(id)
+
+    def holds(self, key: bytes, most: int) -> bool:
+        """Whether one of the first `most` namespaces has the key."""
+        return any(key in namespace.chunks for namespace in islice(self._namespaces.values(), most))
 
     def find_or_make(self, id: bytes, world_size: int) -> Namespace:
         """The namespace; a new one is not kept until its first chunk is added."""

@@ -9,16 +9,19 @@ agree. A worker that is closing takes no new requests; its memory is unmapped wh
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.lifeline import Attachment
+from kvserver.misses import MissReason
 from kvserver.namespace import check_agreement, fingerprint, with_variant
 from kvserver.planes import block_bytes, group_count
 from kvserver.protocol import RegisterWorker
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
+DEPARTED_SECONDS = 300.0  # an instance's counters go on being shown, and go on if it comes back
 
 
 @dataclass(slots=True)
@@ -39,9 +42,14 @@ class Counts:
     load_nanos: int = 0
     failed_stores: int = 0
     failed_loads: int = 0
+    avoided_chunks: int = 0  # that a store found in L1, or on their way
+    starved_chunks: int = 0  # that found no room
+    saved_tokens: int = 0  # whose KV was loaded instead of computed
+    saved_seconds: float = 0.0  # what that would have taken, as far as the engine told its speed
     block_records: int = 0
     ended_requests: int = 0
     sequence_gaps: int = 0
+    missed_tokens: Counter[MissReason] = field(default_factory=Counter)
 
     def add(self, other: Counts) -> None:
         for name in self.__slots__:
@@ -91,6 +99,9 @@ class Instance:
     namespace: bytes | None = None
     counts: Counts = field(default_factory=Counts)
     next_sequence: int | None = None  # of ReportBlockAllocations and EndRequest
+    report_gap: bool = False  # some were lost, and the full state has not come since
+    l0_source: str = "none"  # or exact, or reported: how it tells what its blocks do
+    prefill_speed: float = 0.0  # tokens a second, as the engine told it last
     _variants: dict[str, bytes] = field(default_factory=dict)
 
     def namespace_of(self, variant: str) -> bytes | None:
@@ -114,13 +125,24 @@ class Instance:
         self._variants.clear()
 
 
+@dataclass
+class Departed:
+    """What an instance that is no more asked for and got."""
+
+    instance_id: str
+    model_name: str
+    counts: Counts
+    gone_at: float
+
+
 class Instances:
     """All of them, by instance id, and all workers by registration number."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Instance] = {}
         self.by_registration: dict[int, Worker] = {}
-        self.gone = Counts()  # sums over instances that are no more
+        self.departed: dict[tuple[str, str], Departed] = {}  # by id and model, for DEPARTED_SECONDS
+        self._gone = Counts()  # sums over those before them
         self._next = 0
 
     def check(self, spec: RegisterWorker) -> None:
@@ -149,6 +171,9 @@ class Instances:
         instance = self.by_id.get(spec.instance_id)
         if instance is None:
             instance = Instance(spec.instance_id, spec.incarnation, spec.model_name, spec.world_size)
+            before = self.departed.pop((spec.instance_id, spec.model_name), None)
+            if before is not None:
+                instance.counts = before.counts
             self.by_id[spec.instance_id] = instance
         self._next += 1
         worker = Worker(self._next, spec, attachment, device, memory, words)
@@ -157,7 +182,7 @@ class Instances:
         attachment.registration = self._next
         return worker
 
-    def remove(self, worker: Worker) -> Instance | None:
+    def remove(self, worker: Worker, now: float) -> Instance | None:
         """Take the worker out; returns its instance if that ended with it."""
         del self.by_registration[worker.registration]
         instance = self.by_id[worker.spec.instance_id]
@@ -166,8 +191,23 @@ class Instances:
         if instance.workers:
             return None
         del self.by_id[instance.instance_id]
-        self.gone.add(instance.counts)
+        name = (instance.instance_id, instance.model_name)
+        self.departed[name] = Departed(*name, instance.counts, now)
         return instance
+
+    def forget_departed(self, now: float) -> None:
+        for name, departed in list(self.departed.items()):
+            if now - departed.gone_at > DEPARTED_SECONDS:
+                self._gone.add(departed.counts)
+                del self.departed[name]
+
+    def counts_of(self, spec: RegisterWorker) -> Counts:
+        """Of the worker's instance, also when that is gone."""
+        instance = self.by_id.get(spec.instance_id)
+        if instance is not None:
+            return instance.counts
+        departed = self.departed.get((spec.instance_id, spec.model_name))
+        return departed.counts if departed is not None else self._gone
 
     def instance(self, instance_id: str, incarnation: str) -> Instance:
         """KVServerError(UNKNOWN_INSTANCE or DUPLICATE_INSTANCE) says why not."""
@@ -190,9 +230,11 @@ class Instances:
 
     def totals(self) -> Counts:
         sums = Counts()
-        sums.add(self.gone)
+        sums.add(self._gone)
         for instance in self.by_id.values():
             sums.add(instance.counts)
+        for departed in self.departed.values():
+            sums.add(departed.counts)
         return sums
 
     @staticmethod

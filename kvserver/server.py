@@ -23,6 +23,7 @@ import zmq
 
 from kvserver import __version__
 from kvserver.errors import ErrorCode, KVServerError
+from kvserver.events import ErrorSent
 from kvserver.handlers import Handlers
 from kvserver.metrics import Rpc
 from kvserver.protocol import (
@@ -127,6 +128,13 @@ class Server:
         """Why nothing can be copied any more; empty while it can."""
         return self.handlers.devices.lost
 
+    @property
+    def failure(self) -> str:
+        """Why this daemon should get no traffic; empty while all is well."""
+        if lost := self.lost_device:
+            return f"the device is lost: {lost}"
+        return self.handlers.bus.failure
+
     # ---- the loop -----------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -207,6 +215,7 @@ class Server:
         """Send without waiting: a peer that is gone or does not read loses its replies, nobody else's."""
         if isinstance(reply, Error):
             self.rpc.errors[reply.code] += 1
+            self.handlers.bus.publish(ErrorSent(time.monotonic_ns(), call.type_name, reply.code))
             log.debug("%s: %s: %s", call.type_name, reply.code, reply.message)
         self.rpc.observe(call.type_name, time.monotonic() - call.started)
         try:
@@ -260,7 +269,7 @@ class Server:
             "version": __version__,
             "boot_id": self.handlers.boot_id,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
-            "ready": not self.lost_device,
+            "ready": not self.failure,
             "protocol_version": PROTOCOL_VERSION,
             "loop_lag_seconds": max(self._lag),
             **self.handlers.status(),

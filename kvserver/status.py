@@ -10,7 +10,8 @@ from typing import Any
 from kvserver.cache import Cache
 from kvserver.copier import Copier
 from kvserver.devices import Devices
-from kvserver.instances import Instance, Instances
+from kvserver.instances import Counts, Departed, Instance, Instances
+from kvserver.misses import MissReason
 from kvserver.placement import Placement
 from kvserver.transfers import Ticket
 from kvserver.workers import Workers
@@ -25,6 +26,8 @@ def l1_status(cache: Cache, placement: Placement) -> dict[str, Any]:
         "page_bytes": pool.page_bytes,
         "chunks": cache.index.chunk_count,
         "evictions": cache.evicted_chunks,
+        "evicted_bytes": cache.evicted_pages * pool.page_bytes,
+        "cleared_chunks": cache.cleared_chunks,
         "policy": cache.policy.name,
         "huge_pages": placement.pages,
         "numa_nodes": list(placement.nodes),
@@ -64,7 +67,7 @@ def instance_status(instance: Instance, devices: Devices, now: float) -> dict[st
         "model_name": instance.model_name,
         "namespace": instance.namespace.hex() if instance.namespace is not None else "",
         "world_size": instance.world_size,
-        "l0_source": "exact" if counts.block_records else "none",
+        "l0_source": instance.l0_source,
         "workers": [
             {
                 "rank": rank,
@@ -81,5 +84,21 @@ def instance_status(instance: Instance, devices: Devices, now: float) -> dict[st
         ],
         "block_tokens": spec.block_tokens,
         "chunk_tokens": spec.block_tokens * spec.chunk_blocks,
-        "requests": {name: getattr(counts, name) for name in counts.__slots__},
+        "requests": counts_status(counts),
     }
+
+
+def departed_status(departed: Departed, now: float) -> dict[str, Any]:
+    """Of an instance that is gone: what its series in /metrics still show."""
+    return {
+        "instance_id": departed.instance_id,
+        "model_name": departed.model_name,
+        "gone_seconds": round(now - departed.gone_at, 3),
+        "requests": counts_status(departed.counts),
+    }
+
+
+def counts_status(counts: Counts) -> dict[str, Any]:
+    figures = {name: getattr(counts, name) for name in counts.__slots__}
+    figures["missed_tokens"] = {reason.value: counts.missed_tokens[reason] for reason in MissReason}
+    return figures

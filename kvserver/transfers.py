@@ -15,8 +15,9 @@ from kvserver._native import unpack_blocks
 from kvserver.cache import Cache, StorePlan
 from kvserver.copier import NO_BLOCK, Completion, Copier, Direction, Outcome
 from kvserver.errors import ErrorCode, KVServerError
+from kvserver.events import Bus, ChunksEvicted, ChunksLoaded, ChunksStored, CopyBegan, CopyEnded
 from kvserver.index import Chunk
-from kvserver.instances import Counts, Instance, Instances, Worker
+from kvserver.instances import Instance, Instances, Worker
 from kvserver.planes import parse_block_ids
 from kvserver.protocol import KEY_BYTES, Error, RegisterWorker, Reply, Retrieve, Retrieved, Store, Stored
 
@@ -27,14 +28,26 @@ Respond: TypeAlias = Callable[[Reply], None]
 class StoreTicket:
     worker: Worker
     respond: Respond
+    request_id: str
+    namespace: bytes
     plan: StorePlan
+    began_ns: int = 0
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.plan.chunks
 
 
 @dataclass(slots=True)
 class LoadTicket:
     worker: Worker
     respond: Respond
+    request_id: str
+    namespace: bytes
+    keys: bytes
+    tokens: int  # whose KV is loaded
     chunks: list[Chunk]
+    began_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -50,6 +63,7 @@ class UnmapTicket:
 
 Ticket: TypeAlias = StoreTicket | LoadTicket | MapTicket | UnmapTicket
 
+_DIRECTIONS = {Direction.STORE: "store", Direction.LOAD: "load"}
 _FAILURES = {
     Outcome.FAILED: ErrorCode.INTERNAL,
     Outcome.CANCELLED: ErrorCode.CANCELLED,
@@ -60,7 +74,10 @@ _FAILURES = {
 
 
 class Transfers:
-    def __init__(self, cache: Cache, copier: Copier[Ticket], instances: Instances, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, cache: Cache, copier: Copier[Ticket], instances: Instances, clock: Callable[[], float], bus: Bus
+    ) -> None:
+        self._bus = bus
         self._cache = cache
         self._copier = copier
         self._instances = instances
@@ -109,6 +126,9 @@ class Transfers:
             plan = self._cache.plan_store(namespace, slots, worker.slot, request.keys, worker.slot_bytes)
         else:  # another rank stores what all of them hold
             plan = StorePlan(worker.slot, skipped=chunk_count(request.keys))
+        instance.counts.starved_chunks += plan.starved
+        instance.counts.avoided_chunks += plan.skipped if worker.stores else 0
+        self._tell_evictions(plan)
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
             respond(Stored(stored=0, skipped=plan.skipped, starved=plan.starved))
@@ -116,7 +136,7 @@ class Transfers:
         wanted = array("I")
         for position in plan.positions:
             wanted.extend(blocks[position * per_chunk : (position + 1) * per_chunk])
-        ticket = StoreTicket(worker, respond, plan)
+        ticket = StoreTicket(worker, respond, request.request_id, namespace, plan)
         try:
             self._submit(request, ticket, Direction.STORE, wanted, plan.chunks, 0)
         except BaseException:
@@ -140,7 +160,8 @@ class Transfers:
             blocks = _with_holes(blocks, groups)
         found = self._cache.plan_load(namespace, request.keys)
         instance.counts.loads += 1
-        ticket = LoadTicket(worker, respond, found)
+        tokens = len(blocks) // groups * worker.spec.block_tokens
+        ticket = LoadTicket(worker, respond, request.request_id, namespace, request.keys, tokens, found)
         try:
             self._submit(request, ticket, Direction.LOAD, blocks, found, request.skip_blocks)
         except BaseException:
@@ -174,11 +195,28 @@ class Transfers:
             deadline_nanos=request.deadline_ns,
         )
         worker.tickets.add(number)
+        ticket.began_ns = self._now_ns()
+        spec = worker.spec
+        self._bus.publish(
+            CopyBegan(
+                ticket.began_ns, spec.instance_id, spec.model_name, spec.rank, _DIRECTIONS[direction],
+                ticket.request_id, len(chunks),
+            )
+        )  # fmt: skip
 
     def store_ended(self, ticket: StoreTicket, completion: Completion) -> None:
         copied = completion.done and not ticket.worker.closing
         self._cache.finish_store(ticket.plan, copied)
-        counts = self._counts_of(ticket.worker)
+        self._tell_end(ticket, completion, Direction.STORE)
+        if ready := ticket.plan.ready:
+            spec = ticket.worker.spec
+            keys = b"".join([chunk.key for chunk in ready])
+            chunk_bytes = ready[0].page_count * self._cache.pool.page_bytes
+            self._bus.publish(
+                ChunksStored(self._now_ns(), spec.instance_id, spec.model_name, ticket.namespace, keys, chunk_bytes),
+                len(keys),
+            )
+        counts = self._instances.counts_of(ticket.worker.spec)
         if not copied:
             counts.failed_stores += 1
             ticket.respond(_failure(completion))
@@ -191,7 +229,8 @@ class Transfers:
 
     def load_ended(self, ticket: LoadTicket, completion: Completion) -> None:
         self._cache.finish_load(ticket.chunks)
-        counts = self._counts_of(ticket.worker)
+        self._tell_end(ticket, completion, Direction.LOAD)
+        counts = self._instances.counts_of(ticket.worker.spec)
         if not completion.done:
             counts.failed_loads += 1
             ticket.respond(_failure(completion))
@@ -199,11 +238,35 @@ class Transfers:
         counts.loaded_chunks += len(ticket.chunks)
         counts.loaded_bytes += completion.bytes
         counts.load_nanos += completion.nanos
+        spec = ticket.worker.spec
+        if spec.rank == 0:  # the ranks of an engine save the same prefill
+            counts.saved_tokens += ticket.tokens
+            instance = self._instances.by_id.get(spec.instance_id)
+            if instance is not None and instance.prefill_speed:
+                counts.saved_seconds += ticket.tokens / instance.prefill_speed
+            self._bus.publish(
+                ChunksLoaded(self._now_ns(), spec.instance_id, spec.model_name, ticket.namespace, ticket.keys),
+                len(ticket.keys),
+            )
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))
 
-    def _counts_of(self, worker: Worker) -> Counts:
-        instance = self._instances.by_id.get(worker.spec.instance_id)
-        return instance.counts if instance is not None else self._instances.gone
+    def _tell_evictions(self, plan: StorePlan) -> None:
+        for namespace in {namespace for namespace, _ in plan.evicted}:
+            keys = b"".join([key for owner, key in plan.evicted if owner == namespace])
+            self._bus.publish(ChunksEvicted(self._now_ns(), namespace, keys), len(keys))
+
+    def _tell_end(self, ticket: StoreTicket | LoadTicket, completion: Completion, direction: Direction) -> None:
+        spec = ticket.worker.spec
+        self._bus.publish(
+            CopyEnded(
+                self._now_ns(), spec.instance_id, spec.model_name, spec.rank, _DIRECTIONS[direction],
+                ticket.request_id, ticket.began_ns, len(ticket.chunks),
+                completion.bytes, completion.nanos, completion.outcome.name.lower(),
+            )
+        )  # fmt: skip
+
+    def _now_ns(self) -> int:
+        return int(self._clock() * 1e9)
 
 
 def chunk_count(keys: bytes) -> int:

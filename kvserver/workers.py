@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 from kvserver.cache import Cache
 from kvserver.config import Settings
-from kvserver.copier import Completion, Copier, Outcome, PlaneTable, WordMapping
+from kvserver.copier import Completion, Copier, Device, Outcome, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
+from kvserver.events import Bus, InstanceCame, InstanceGone, WorkerCame, WorkerGone
 from kvserver.instances import Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
 from kvserver.planes import block_bytes, group_count
@@ -41,7 +42,9 @@ class Workers:
         instances: Instances,
         lifelines: Lifelines,
         clock: Callable[[], float],
+        bus: Bus,
     ) -> None:
+        self._bus = bus
         self.mappings = 0  # open mappings of engine memory
         self._settings = settings
         self._cache = cache
@@ -65,11 +68,24 @@ class Workers:
             raise
         fds = attachment.claim()
         memory = [self._devices.mapping(device, m, fds) for m in request.memory]
+        came = request.instance_id not in self._instances.by_id
         worker = self._instances.add(request, attachment, device, memory, WordMapping(fds[-1], request.words * 8))
         worker.last_seen = self._clock()
+        self._tell_arrival(request, device, came)
         self._devices.joined(device)
         self.mappings += len(worker.mappings)
         worker.tickets.add(self._copier.map(device, MapTicket(worker, respond), worker.mappings))
+
+    def _tell_arrival(self, spec: RegisterWorker, device: Device, first: bool) -> None:
+        now_ns = int(self._clock() * 1e9)
+        if first:
+            self._bus.publish(
+                InstanceCame(
+                    now_ns, spec.instance_id, spec.model_name, spec.incarnation, spec.num_blocks, spec.block_tokens
+                )
+            )
+        name = self._devices.name(device)
+        self._bus.publish(WorkerCame(now_ns, spec.instance_id, spec.model_name, spec.rank, name))
 
     def _refused(self, spec: RegisterWorker, error: KVServerError) -> None:
         """Tell the operator, but not again at every attempt of an engine that keeps trying."""
@@ -146,14 +162,17 @@ class Workers:
         self._waiting[worker.registration] = respond
         self.close(worker)
 
-    def close(self, worker: Worker) -> None:
+    def close(self, worker: Worker, died: bool = False) -> None:
         """End a worker: no new requests, its copies end at their next block, then its memory is unmapped."""
         if worker.closing:
             return
         worker.closing = True
-        ended = self._instances.remove(worker)
+        spec, now_ns = worker.spec, int(self._clock() * 1e9)
+        ended = self._instances.remove(worker, self._clock())
+        self._bus.publish(WorkerGone(now_ns, spec.instance_id, spec.model_name, spec.rank, died))
         if ended is not None:
             self._cache.end_leases_of(ended.instance_id)
+            self._bus.publish(InstanceGone(now_ns, ended.instance_id, ended.model_name, ended.incarnation, died))
             log.info("instance %s is gone", ended.instance_id)
         for number in worker.tickets:
             self._copier.cancel(number)
@@ -164,7 +183,7 @@ class Workers:
         worker = self._instances.by_registration.get(attachment.registration or 0)
         if worker is not None:
             log.info("worker %s/%d: connection ended", worker.spec.instance_id, worker.spec.rank)
-            self.close(worker)
+            self.close(worker, died=True)
 
     def unmap_if_settled(self, worker: Worker) -> None:
         if worker.closing and not worker.tickets and not worker.unmapping:

@@ -101,11 +101,11 @@ LOOKUP = Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=4
         (b"", ["truncated"]),
         (HELLO[:-3], ["truncated"]),
         (HELLO + b"\x00", ["trailing"]),
-        (b"\xc1\xff\xfe", ["not a request of protocol 1"]),
-        (b"GET / HTTP/1.1\r\n\r\n", ["not a request of protocol 1"]),
-        (b"\x80\x04\x95\x0b\x00.", ["not a request of protocol 1"]),  # a pickle
-        (b"\x81\xa4type\xa2\xff\xfe", ["not a request of protocol 1"]),  # not UTF-8
-        (b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000, ["not a request of protocol 1"]),
+        (b"\xc1\xff\xfe", ["not a request of protocol 2"]),
+        (b"GET / HTTP/1.1\r\n\r\n", ["not a request of protocol 2"]),
+        (b"\x80\x04\x95\x0b\x00.", ["not a request of protocol 2"]),  # a pickle
+        (b"\x81\xa4type\xa2\xff\xfe", ["not a request of protocol 2"]),  # not UTF-8
+        (b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000, ["not a request of protocol 2"]),
         (42, ["Expected `object`, got `int`"]),
         (["Hello", 1], ["array (Lookup, Store, Retrieve)", "Invalid value 'Hello'", "$.type"]),
         ([], ["missing required field `type`"]),
@@ -647,5 +647,5 @@ def test_gaps_in_the_sequence_of_notices_are_counted(daemon, worker):
 def test_bad_records_are_told_what_is_expected(worker):
     error = worker.error_of(report(worker, 0, b"12345"))
     assert_error(error, "bad_records", "5 bytes", "u32")
-    error = worker.error_of(report(worker, 0, ids([5 << 29])))
-    assert_error(error, "bad_records", "operation 5", "0 to 4")
+    error = worker.error_of(report(worker, 0, ids([7 << 29])))
+    assert_error(error, "bad_records", "operation 7", "0 to 6")

@@ -1,0 +1,154 @@
+"""How long chunks live in L1, how long they lie idle before they go, how soon they are used again.
+
+Of a sample of the chunks, decided once per life of a chunk by a keyed hash; everything else about L1 is counted
+exactly elsewhere. Owns: the lives and the histograms. Refuses to know: slots, leases, who is evicted and why. Runs in
+the bus's thread; `families()` may be called from any.
+
+Words: METRICS.md. A life is told under the instance that stored the chunk, a use under the one that loaded it. Chunks
+outlive engines: what happens after the instance's series have ended is told under instance_id "".
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvserver.cache import split_keys
+from kvserver.events import (
+    ChunksEvicted,
+    ChunksLoaded,
+    ChunksStored,
+    Event,
+    InstanceCame,
+    InstanceGone,
+    L1Cleared,
+)
+from kvserver.families import RESIDENCY_SECONDS, Family, Histogram, Kind
+from kvserver.instances import DEPARTED_SECONDS
+
+_HISTOGRAMS = {
+    "kvserver_l1_chunk_residency_seconds": "READY to eviction.",
+    "kvserver_l1_chunk_idle_before_evict_seconds": "Last load, or READY, to eviction.",
+    "kvserver_l1_chunk_reuse_gap_seconds": "From one load of a chunk to the next, the first from READY.",
+    "kvserver_l1_hit_age_seconds": "READY to a load.",
+}
+Name = tuple[str, str]  # instance id, model name
+
+
+@dataclass(slots=True)
+class _Life:
+    owner: Name
+    ready_ns: int
+    used_ns: int
+
+
+class L1Lives:
+    """A subscriber of the bus."""
+
+    name = "l1"
+
+    def __init__(self, sample_rate: float, secret: bytes | None = None) -> None:
+        self._below = int(sample_rate * 2**64)  # a life whose hash is below is sampled
+        self._secret = secret or secrets.token_bytes(16)
+        self._lives: dict[bytes, dict[bytes, _Life]] = {}  # by namespace and key
+        self._instances: dict[Name, int] = {}  # when it went; 0: it is there
+        self._figures: dict[str, dict[Name, Histogram]] = {name: {} for name in _HISTOGRAMS}
+        self._lock = threading.Lock()  # of the figures
+
+    @property
+    def tracked(self) -> int:
+        return sum(map(len, self._lives.values()))
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case ChunksStored():
+                self._stored(event)
+            case ChunksLoaded():
+                self._loaded(event)
+            case ChunksEvicted():
+                self._evicted(event)
+            case L1Cleared():
+                for namespace in [n for n in self._lives if n.startswith(event.namespace)]:
+                    del self._lives[namespace]
+            case InstanceCame() | InstanceGone():
+                gone_ns = event.time_ns if isinstance(event, InstanceGone) else 0
+                with self._lock:
+                    self._instances[event.instance_id, event.model_name] = gone_ns
+            case _:
+                return
+
+    def families(self, now_ns: int) -> list[Family]:
+        """All, also when empty."""
+        with self._lock:
+            self._forget_instances(now_ns)
+            return [
+                Family(
+                    name,
+                    text,
+                    Kind.HISTOGRAM,
+                    ("instance_id", "model_name"),
+                    [(owner, histogram.figures()) for owner, histogram in self._figures[name].items()],
+                    RESIDENCY_SECONDS,
+                )
+                for name, text in _HISTOGRAMS.items()
+            ]
+
+    def close(self) -> None:
+        self._lives.clear()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _stored(self, event: ChunksStored) -> None:
+        lives = self._lives.setdefault(event.namespace, {})
+        for (key,) in split_keys(event.keys):
+            if self._sampled(event.namespace, key, event.time_ns):
+                lives[key] = _Life((event.instance_id, event.model_name), event.time_ns, event.time_ns)
+            else:
+                lives.pop(key, None)  # a former life whose end was not told
+        if not lives:
+            del self._lives[event.namespace]
+
+    def _sampled(self, namespace: bytes, key: bytes, time_ns: int) -> bool:
+        text = namespace + key + time_ns.to_bytes(8, "little")
+        return int.from_bytes(blake2b(text, key=self._secret, digest_size=8).digest(), "little") < self._below
+
+    def _loaded(self, event: ChunksLoaded) -> None:
+        lives = self._lives.get(event.namespace)
+        if not lives:
+            return
+        found = [life for (key,) in split_keys(event.keys) if (life := lives.get(key)) is not None]
+        with self._lock:
+            for life in found:
+                user = (event.instance_id, event.model_name)
+                self._observe("kvserver_l1_chunk_reuse_gap_seconds", user, event.time_ns - life.used_ns)
+                self._observe("kvserver_l1_hit_age_seconds", user, event.time_ns - life.ready_ns)
+                life.used_ns = event.time_ns
+
+    def _evicted(self, event: ChunksEvicted) -> None:
+        lives = self._lives.get(event.namespace)
+        if not lives:
+            return
+        ended = [life for (key,) in split_keys(event.keys) if (life := lives.pop(key, None)) is not None]
+        if not lives:
+            del self._lives[event.namespace]
+        with self._lock:
+            for life in ended:
+                self._observe("kvserver_l1_chunk_residency_seconds", life.owner, event.time_ns - life.ready_ns)
+                self._observe("kvserver_l1_chunk_idle_before_evict_seconds", life.owner, event.time_ns - life.used_ns)
+
+    def _observe(self, name: str, owner: Name, nanos: int) -> None:
+        if owner not in self._instances:
+            owner = ("", owner[1])
+        histogram = self._figures[name].get(owner)
+        if histogram is None:
+            histogram = self._figures[name][owner] = Histogram(RESIDENCY_SECONDS)
+        histogram.observe(nanos * 1e-9)
+
+    def _forget_instances(self, now_ns: int) -> None:
+        for owner, gone_ns in list(self._instances.items()):
+            if gone_ns and now_ns - gone_ns > DEPARTED_SECONDS * 1e9:
+                del self._instances[owner]
+                for histograms in self._figures.values():
+                    histograms.pop(owner, None)

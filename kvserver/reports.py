@@ -1,0 +1,144 @@
+"""What engines tell of their own blocks and requests: notices, answered only on error.
+
+Owns: their checks and their sequence. Refuses to know: what blocks do with it (`l0`, by way of the bus).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from kvserver._native import unpack_blocks
+from kvserver.cache import Cache
+from kvserver.errors import ErrorCode, KVServerError
+from kvserver.events import BlockReport, Bus, RequestEnded
+from kvserver.instances import Instance, Instances
+from kvserver.protocol import (
+    EndRequest,
+    ExactRecords,
+    Held,
+    Payload,
+    ReportBlockAllocations,
+    ReportedBlocks,
+    payload_of,
+)
+
+
+def check_records(records: bytes, marks: bytes, num_blocks: int) -> None:  # TEMP
+    if len(records) % 4:
+        raise ValueError(f"{len(records)} bytes are no whole number of u32 records")
+    found = array("I", records)
+    if found and max(found) >> 29 > 6:
+        raise ValueError(f"operation {max(found) >> 29} is not 0 to 6")
+
+
+_CONTENT_BYTES = 8
+_TOKEN_BYTES = 4
+
+
+class Reports:
+    def __init__(
+        self,
+        cache: Cache,
+        instances: Instances,
+        clock: Callable[[], float],
+        bus: Bus,
+        unsure: Callable[[str], bool],
+    ) -> None:
+        """`unsure`: whether what came so far of an instance no longer adds up."""
+        self._cache = cache
+        self._instances = instances
+        self._clock = clock
+        self._bus = bus
+        self._unsure = unsure
+
+    def blocks(self, request: ReportBlockAllocations) -> None:
+        instance = self._reporter(request)
+        payload = payload_of(request)
+        source = "exact" if isinstance(payload, ExactRecords) else "reported"
+        if instance.l0_source not in ("none", source):
+            raise KVServerError(
+                ErrorCode.BAD_RECORDS,
+                f"instance {instance.instance_id!r} sent {instance.l0_source} records before; these are {source}",
+            )
+        records, size = checked(payload, instance.any_worker().spec.num_blocks)
+        instance.l0_source = source
+        instance.counts.block_records += records
+        self._bus.publish(
+            BlockReport(self._now_ns(), instance.instance_id, instance.model_name, request.sequence, payload), size
+        )
+        self._count_sequence(instance, request.sequence)
+        if payload.full:
+            instance.report_gap = False
+        elif instance.report_gap or self._unsure(instance.instance_id):
+            raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")
+
+    def request_ended(self, request: EndRequest) -> None:
+        instance = self._reporter(request)
+        instance.counts.ended_requests += 1
+        instance.prefill_speed = request.prefill_tokens_per_second or instance.prefill_speed
+        self._cache.end_lease((request.instance_id, request.request_id))
+        self._bus.publish(
+            RequestEnded(
+                self._now_ns(), instance.instance_id, instance.model_name, request.sequence, request.request_id
+            )
+        )
+        self._count_sequence(instance, request.sequence)
+
+    def _reporter(self, request: ReportBlockAllocations | EndRequest) -> Instance:
+        """Identity is in the message and must be the registered one: figures of two models never mix."""
+        instance = self._instances.instance(request.instance_id, request.incarnation)
+        if request.model_name != instance.model_name:
+            raise KVServerError(
+                ErrorCode.UNKNOWN_INSTANCE,
+                f"instance {request.instance_id!r} registered model {instance.model_name!r}, not {request.model_name!r}",
+            )
+        return instance
+
+    @staticmethod
+    def _count_sequence(instance: Instance, sequence: int) -> None:
+        if instance.next_sequence is not None and sequence != instance.next_sequence:
+            instance.counts.sequence_gaps += 1
+            instance.report_gap = True
+        instance.next_sequence = sequence + 1
+
+    def _now_ns(self) -> int:
+        return int(self._clock() * 1e9)
+
+
+def checked(payload: Payload, num_blocks: int) -> tuple[int, int]:
+    """(records, bytes) of it. KVServerError(BAD_RECORDS) if it cannot be read, or names blocks that are not."""
+    try:
+        if isinstance(payload, ExactRecords):
+            check_records(payload.records, payload.marks, num_blocks)
+            return len(payload.records) // 4, len(payload.records) + len(payload.marks)
+        return _check_reported(payload, num_blocks)
+    except ValueError as error:
+        raise KVServerError(ErrorCode.BAD_RECORDS, str(error)) from None
+
+
+def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int]:
+    records = size = 0
+    for record in payload.records:
+        blocks = array("I", unpack_blocks(record.block_ids, record.blocks))
+        if len(blocks) != record.blocks:
+            raise ValueError(f"{len(blocks)} block ids where {record.blocks} are announced")
+        if blocks and max(blocks) >= num_blocks:
+            raise ValueError(f"block id {max(blocks)} of an engine with {num_blocks} blocks")
+        if isinstance(record, Held):
+            _check_held(record, payload.block_tokens)
+            size += len(record.contents) + len(record.tokens)
+        records += len(blocks)
+        size += len(record.block_ids)
+    return records, size
+
+
+def _check_held(record: Held, block_tokens: int) -> None:
+    most = record.blocks * _CONTENT_BYTES
+    if len(record.contents) % _CONTENT_BYTES or len(record.contents) > most:
+        raise ValueError(
+            f"contents of {len(record.contents)} bytes: {_CONTENT_BYTES} for each full block, at most {most}"
+        )
+    most = record.blocks * block_tokens * _TOKEN_BYTES
+    if len(record.tokens) % _TOKEN_BYTES or len(record.tokens) > most:
+        raise ValueError(f"tokens of {len(record.tokens)} bytes: {_TOKEN_BYTES} for each, at most {most}")

@@ -1,0 +1,200 @@
+"""The life of chunks in L1: each figure by hand, with times that the test gives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
+from kvserver.families import RESIDENCY_SECONDS, Buckets
+from kvserver.instances import DEPARTED_SECONDS
+from kvserver.l1 import L1Lives
+
+SECOND = 1_000_000_000
+RESIDENCY = "kvserver_l1_chunk_residency_seconds"
+IDLE = "kvserver_l1_chunk_idle_before_evict_seconds"
+GAP = "kvserver_l1_chunk_reuse_gap_seconds"
+AGE = "kvserver_l1_hit_age_seconds"
+NS, OTHER = b"n" * 32, b"o" * 32
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def keys(*numbers: int) -> bytes:
+    return b"".join(map(key, numbers))
+
+
+class World:
+    """One tracker and a clock in seconds."""
+
+    def __init__(self, rate: float = 1.0) -> None:
+        self.lives = L1Lives(rate)
+        self.now = 1000.0
+        self.came("i")
+
+    @property
+    def ns(self) -> int:
+        return int(self.now * SECOND)
+
+    def came(self, instance: str, model: str = "m") -> None:
+        self.lives.handle(InstanceCame(self.ns, instance, model, "x", 100, 16))
+
+    def gone(self, instance: str, model: str = "m") -> None:
+        self.lives.handle(InstanceGone(self.ns, instance, model, "x", True))
+
+    def stored(self, *numbers: int, instance: str = "i", namespace: bytes = NS) -> None:
+        self.lives.handle(ChunksStored(self.ns, instance, "m", namespace, keys(*numbers), 4096))
+
+    def loaded(self, *numbers: int, instance: str = "i", namespace: bytes = NS) -> None:
+        self.lives.handle(ChunksLoaded(self.ns, instance, "m", namespace, keys(*numbers)))
+
+    def evicted(self, *numbers: int, namespace: bytes = NS) -> None:
+        self.lives.handle(ChunksEvicted(self.ns, namespace, keys(*numbers)))
+
+    def figures(self, name: str) -> dict[str, tuple[int, float]]:
+        """{instance: (count, sum)} of one histogram."""
+        found = {}
+        for family in self.lives.families(self.ns):
+            for (instance, model), figure in family.points:
+                assert model == "m"
+                assert isinstance(figure, Buckets)
+                if family.name == name:
+                    found[instance] = (sum(figure.counts), pytest.approx(figure.sum))
+        return found
+
+
+def test_families_exist_before_anything_happened() -> None:
+    families = L1Lives(1.0).families(0)
+    assert [family.name for family in families] == [RESIDENCY, IDLE, GAP, AGE]
+    assert all(family.bounds == RESIDENCY_SECONDS and not family.points for family in families)
+
+
+def test_residency_is_from_ready_to_eviction_and_idle_from_the_last_load() -> None:
+    world = World()
+    world.stored(1)
+    world.now += 5
+    world.loaded(1)
+    world.now += 2
+    world.evicted(1)
+    assert world.figures(RESIDENCY) == {"i": (1, 7.0)}
+    assert world.figures(IDLE) == {"i": (1, 2.0)}
+
+
+def test_a_chunk_that_was_never_loaded_was_idle_all_its_life() -> None:
+    world = World()
+    world.stored(1)
+    world.now += 3
+    world.evicted(1)
+    assert world.figures(IDLE) == world.figures(RESIDENCY) == {"i": (1, 3.0)}
+    assert world.figures(GAP) == {}
+
+
+def test_each_gap_is_told_when_it_happens_the_first_from_ready() -> None:
+    world = World()
+    world.stored(1)
+    for pause in (1, 10, 100):
+        world.now += pause
+        world.loaded(1)
+    assert world.figures(GAP) == {"i": (3, 111.0)}
+    assert world.figures(AGE) == {"i": (3, 1 + 11 + 111.0)}
+
+
+def test_a_life_is_told_under_who_stored_and_a_use_under_who_loaded() -> None:
+    world = World()
+    world.came("j")
+    world.stored(1)
+    world.now += 4
+    world.loaded(1, instance="j")
+    world.now += 4
+    world.evicted(1)
+    assert world.figures(GAP) == {"j": (1, 4.0)}
+    assert world.figures(RESIDENCY) == {"i": (1, 8.0)}
+
+
+def test_a_clear_ends_lives_without_evictions() -> None:
+    world = World()
+    world.stored(1, 2)
+    world.stored(3, namespace=OTHER)
+    world.lives.handle(L1Cleared(world.ns, NS[:16], 2))
+    assert world.lives.tracked == 1
+    world.evicted(1, 2)
+    assert world.figures(RESIDENCY) == {}
+    world.lives.handle(L1Cleared(world.ns, b"", 1))
+    assert world.lives.tracked == 0
+
+
+def test_a_chunk_that_comes_again_has_a_fresh_life() -> None:
+    world = World()
+    world.stored(1)
+    world.now += 50
+    world.evicted(1)
+    world.stored(1)
+    world.now += 1
+    world.loaded(1)
+    assert world.figures(GAP) == {"i": (1, 1.0)}
+
+
+def test_namespaces_do_not_mix() -> None:
+    world = World()
+    world.stored(1)
+    world.now += 1
+    world.stored(1, namespace=OTHER)
+    world.now += 1
+    world.evicted(1)
+    assert world.figures(RESIDENCY) == {"i": (1, 2.0)}
+    assert world.lives.tracked == 1
+
+
+def test_series_end_five_minutes_after_the_instance_and_later_lives_have_no_instance() -> None:
+    world = World()
+    world.stored(1, 2)
+    world.evicted(1)
+    world.gone("i")
+    world.now += DEPARTED_SECONDS - 1
+    assert set(world.figures(RESIDENCY)) == {"i"}
+    world.now += 2
+    assert world.figures(RESIDENCY) == {}
+    world.evicted(2)
+    assert set(world.figures(RESIDENCY)) == {""}
+
+
+def test_an_instance_that_comes_back_in_time_goes_on_counting() -> None:
+    world = World()
+    world.stored(1)
+    world.evicted(1)
+    world.gone("i")
+    world.now += DEPARTED_SECONDS - 1
+    world.came("i")
+    world.now += DEPARTED_SECONDS
+    assert world.figures(RESIDENCY)["i"][0] == 1
+
+
+def test_a_sample_is_of_lives_and_of_the_right_size() -> None:
+    world, rate, chunks = World(0.1), 0.1, 20_000
+    order = random.Random(1).sample(range(chunks), chunks)
+    for number in order:
+        world.stored(number)
+    sampled = world.lives.tracked
+    deviation = (chunks * rate * (1 - rate)) ** 0.5
+    assert abs(sampled - chunks * rate) < 6 * deviation
+    world.now += 1
+    world.evicted(*order)
+    assert world.figures(RESIDENCY) == {"i": (sampled, float(sampled))}
+    assert world.lives.tracked == 0
+
+
+def test_who_is_sampled_is_not_the_clients_choice() -> None:
+    """The hash is keyed: the same keys at the same times give another sample to another tracker."""
+    picks = []
+    for _ in range(2):
+        world = World(0.5)
+        picked = []
+        for number in range(200):
+            before = world.lives.tracked
+            world.stored(number)
+            picked.append(world.lives.tracked > before)
+        picks.append(picked)
+    assert picks[0] != picks[1]
