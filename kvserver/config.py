@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -98,6 +99,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "info"
     )
     log_format: Annotated[Literal["text", "json"], Meta(description="One line of text or of JSON per event.")] = "text"
+    metrics_sample_rate: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of the lives of blocks and chunks whose times are in the histograms. Counters and gauges are exact "
+            "at any rate; 1 remembers every life, which takes memory and time.",
+        ),
+    ] = 0.01
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="OpenTelemetry collector that metrics and traces are sent to: http(s)://host:port for OTLP over HTTP (to "
+            "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS. Headers come from "
+            "OTEL_EXPORTER_OTLP_HEADERS. Without one nothing is sent; with one the daemon takes some 25 MB and half a second more."
+        ),
+    ] = ""
+    otlp_interval_seconds: Annotated[
+        float, Meta(ge=0.1, le=3600, description="Pause between two sendings of the metrics.")
+    ] = 15.0
+    trace_sample_rate: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of requests that are traced, of those whose engine was sent no trace context: where there is one, it decides.",
+        ),
+    ] = 0.01
     test_copy_delay_us: Annotated[
         int, Meta(ge=0, description="For tests: pause before each copied block, to act in the middle of a copy.")
     ] = 0
@@ -127,6 +156,27 @@ def parse_gpus(text: str) -> tuple[str, ...]:
         if found.count(uuid) > 1:
             raise ValueError(f"{uuid} stands there twice")
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class OtlpEndpoint:
+    """A collector. `base` is a URL without a slash at its end, or for gRPC host:port."""
+
+    grpc: bool
+    base: str
+
+
+def parse_otlp_endpoint(text: str) -> OtlpEndpoint | None:
+    """None of "". ValueError says what is accepted."""
+    if not text:
+        return None
+    parts = urlsplit(text)
+    port, rest = parts.port, parts.path.strip("/")  # the port raises ValueError
+    if parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment:
+        return OtlpEndpoint(False, text.rstrip("/"))
+    if parts.scheme == "grpc" and parts.hostname and port and not rest and not parts.query:
+        return OtlpEndpoint(True, parts.netloc)
+    raise ValueError("write http://host:port, https://host:port or grpc://host:port")
 
 
 def default_endpoint() -> str:
@@ -272,7 +322,11 @@ def _check_l1_size(text: str) -> None:
         raise ValueError(f"L1 needs at least {MIN_L1_BYTES // KiB}KiB")
 
 
-_CHECKS: dict[str, Callable[[str], object]] = {"l1_size": _check_l1_size, "gpus": parse_gpus}  # what a type cannot say
+_CHECKS: dict[str, Callable[[str], object]] = {  # what a type cannot say
+    "l1_size": _check_l1_size,
+    "gpus": parse_gpus,
+    "otlp_endpoint": parse_otlp_endpoint,
+}
 
 
 def _read_toml(path: str, types: dict[str, type]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def serve(configuration: Configuration) -> int:
         handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, placement=placement, bus=bus)
         server = Server(handlers, router, settings.max_message_bytes, stops_when_lost=True)
         try:
-            pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
+            pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table(), [l1])
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             hint = "port 0 takes a free one" if taken else "give an address of this machine and a port you may use"

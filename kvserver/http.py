@@ -10,12 +10,14 @@ import html
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvserver import metrics
+from kvserver.families import Family
 from kvserver.server import Server
 
 log = logging.getLogger(__name__)
@@ -25,17 +27,30 @@ LOOP_DEADLINE_SECONDS = 1.0  # how long a page waits for the loop
 STUCK_SECONDS = 5.0  # a loop that did not turn for so long is not ready
 
 
+class Lifecycle(Protocol):
+    """Has metric families, and may be asked by any thread."""
+
+    def families(self, now_ns: int) -> list[Family]: ...
+
+
 class StatusPages(ThreadingHTTPServer):
     """Serves in its own daemon threads from start() until close()."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], server: Server, settings: Mapping[str, Any] = {}) -> None:
-        """`settings` is what `/config` shows."""
+    def __init__(
+        self,
+        address: tuple[str, int],
+        server: Server,
+        settings: Mapping[str, Any] = {},
+        lifecycles: Sequence[Lifecycle] = (),
+    ) -> None:
+        """`settings` is what `/config` shows; `lifecycles` have families of their own, by the time in nanoseconds."""
         super().__init__(address, _Handler)
         self.kvserver = server
         self.settings = settings
+        self._lifecycles = lifecycles
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
 
@@ -64,6 +79,12 @@ class StatusPages(ThreadingHTTPServer):
             self._last = status, rpc
         return status, rpc
 
+    def families(self) -> list[Family]:
+        """The metrics of a snapshot()."""
+        now_ns = time.monotonic_ns()
+        more = [family for lifecycle in self._lifecycles for family in lifecycle.families(now_ns)]
+        return metrics.families(*self.snapshot(), more)
+
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` in the loop. TimeoutError if that did not begin in time; it will not then."""
         future = self.kvserver.call(function)
@@ -73,6 +94,10 @@ class StatusPages(ThreadingHTTPServer):
             if future.cancel():
                 raise TimeoutError("the event loop does not answer") from None
             return future.result()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Of one page: mostly a client that went away."""
+        log.debug("http %s", client_address, exc_info=True)
 
     def not_ready(self) -> str | None:
         """Why this daemon should get no traffic, or None."""
@@ -120,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(self.server.snapshot()[0]), "application/json")
 
     def _metrics(self) -> None:
-        self._send(200, metrics.render(*self.server.snapshot()), "text/plain; version=0.0.4; charset=utf-8")
+        self._send(200, metrics.render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")
 
     def _livez(self) -> None:
         self._send(200, "alive\n")

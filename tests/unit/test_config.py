@@ -70,6 +70,10 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
         "gpus": "none",
         "pin": "off",
         "test_fake_gpus": "8",
+        "metrics_sample_rate": "0.5",
+        "trace_sample_rate": "0.25",
+        "otlp_endpoint": "grpc://localhost:4317",
+        "otlp_interval_seconds": "2.5",
     }.get(name, "8192")
     flag = "--" + name.replace("_", "-")
     by_flag = config.load(parsed(flag, value), {})
@@ -110,6 +114,18 @@ BAD = {
     "pin": ["on", "yes", ""],
     "test_copy_delay_us": ["-1"],
     "test_fake_gpus": ["-1", "9", "two"],
+    "metrics_sample_rate": ["0", "-0.1", "1.1", "all", "nan"],
+    "trace_sample_rate": ["-0.1", "1.1", "some", "nan"],
+    "otlp_interval_seconds": ["0", "-1", "often"],
+    "otlp_endpoint": [
+        "localhost:4317",
+        "http://",
+        "ftp://h:1",
+        "grpc://h",
+        "grpc://h:1/x",
+        "http://h:port",
+        "http://h?x=1",
+    ],
 }
 
 

@@ -8,7 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver import __version__, metrics
+from kvserver.events import Bus
 from kvserver.instances import Counts
+from kvserver.status import counts_status
 
 FROM_THE_START = {
     "kvserver_lookup_requests": "counter",
@@ -28,18 +30,42 @@ FROM_THE_START = {
     "kvserver_gpu_mapped_bytes": "gauge",
     "kvserver_gpu_copied_bytes": "counter",
     "kvserver_gpu_unpinned_bytes": "counter",
+    "kvserver_l1_evicted_bytes": "counter",
+    "kvserver_l1_cleared_chunks": "counter",
+    "kvserver_l1_stored_chunks": "counter",
+    "kvserver_l1_loaded_chunks": "counter",
+    "kvserver_l1_stores_avoided_chunks": "counter",
+    "kvserver_l1_starved_chunks": "counter",
+    "kvserver_lookup_missed_tokens": "counter",
+    "kvserver_saved_prefill_tokens": "counter",
+    "kvserver_saved_prefill_seconds": "counter",
+    "kvserver_events_published": "counter",
+    "kvserver_events_dropped": "counter",
+    "kvserver_events_queue_depth": "gauge",
+    "kvserver_events_lag_seconds": "gauge",
+    "kvserver_events_subscriber_errors": "counter",
+    "kvserver_metrics_sample_rate": "gauge",
     "kvserver_loop_lag_seconds": "gauge",
     "kvserver_build_info": "gauge",
 }
 
 
-def counts(**values: int) -> dict[str, int]:
-    return {name: values.get(name, 0) for name in Counts.__slots__}
+def counts(**values: Any) -> dict[str, Any]:
+    """What `/status` says of an instance's requests."""
+    return counts_status(Counts()) | values
 
 
 def status(*instances: dict[str, Any]) -> dict[str, Any]:
     return {
-        "l1": {"size_bytes": 1000, "used_bytes": 600, "chunks": 3, "evictions": 7, "pinned_bytes": 500},
+        "l1": {
+            "size_bytes": 1000,
+            "used_bytes": 600,
+            "chunks": 3,
+            "evictions": 7,
+            "pinned_bytes": 500,
+            "evicted_bytes": 70,
+            "cleared_chunks": 2,
+        },
         "gpus": [
             {
                 "device": "GPU-0",
@@ -49,12 +75,15 @@ def status(*instances: dict[str, Any]) -> dict[str, Any]:
             }
         ],
         "loop_lag_seconds": 0.25,
+        "metrics_sample_rate": 0.01,
+        "events": Bus().status(),
+        "departed": [],
         "instances": list(instances),
     }
 
 
 def families(status: dict[str, Any], rpc: metrics.Rpc) -> dict[str, Any]:
-    text = metrics.render(status, rpc.snapshot()).decode()
+    text = metrics.render(metrics.families(status, rpc.snapshot())).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
