@@ -10,27 +10,25 @@ import errno
 import fcntl
 import gc
 import ipaddress
-import json
 import logging
 import os
 import resource
 import secrets
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
-from kvserver import __version__, _native
+from kvserver import __version__, _native, metrics
 from kvserver._native import Gpu
 from kvserver.cache import Cache
-from kvserver.config import Configuration, Settings
+from kvserver.config import Configuration, Settings, parse_otlp_endpoint
 from kvserver.copier import HostRegion, cpu_device, l1_region
 from kvserver.devices import Devices, GpuRules, OpenGpu
 from kvserver.errors import ConfigError
@@ -40,9 +38,13 @@ from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.l1 import L1Lives
 from kvserver.lifeline import Lifelines
+from kvserver.logs import set_up_logging
 from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
 from kvserver.server import Server
+
+if TYPE_CHECKING:
+    from kvserver.otlp import OtlpMetrics
 
 log = logging.getLogger("kvserver")
 
@@ -122,28 +124,6 @@ def _refuse_open_network(url: str, host: str | None) -> None:
         )
 
 
-class JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def set_up_logging(settings: Settings) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    if settings.log_format == "json":
-        handler.setFormatter(JsonLines())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
-
-
 def serve(configuration: Configuration) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if it cannot start."""
     settings = configuration.settings
@@ -196,7 +176,11 @@ def serve(configuration: Configuration) -> int:
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
         bus.start()
+        sender = _metrics_sender(settings, boot_id, pages)
         pages.start()
+        if sender is not None:
+            server.parts["otlp"] = sender.status
+            sender.start()
         gc.collect()
         gc.freeze()
         gc.disable()  # a full collection over a million chunks would stall the loop; see Server._keep_time
@@ -215,6 +199,8 @@ def serve(configuration: Configuration) -> int:
             endpoint.release()
             logging.shutdown()
             os._exit(EXIT_DEVICE_LOST)  # what the driver still has to say at exit may never end
+        if sender is not None:
+            sender.close(metrics.families(server.snapshot(), server.rpc.snapshot()))
         pages.close()
         lifelines.shut()
     finally:
@@ -223,6 +209,15 @@ def serve(configuration: Configuration) -> int:
         context.destroy(0)
     log.info("stopped")
     return 0
+
+
+def _metrics_sender(settings: Settings, boot_id: str, pages: StatusPages) -> OtlpMetrics | None:
+    endpoint = parse_otlp_endpoint(settings.otlp_endpoint)
+    if endpoint is None:
+        return None
+    from kvserver import otlp
+
+    return otlp.OtlpMetrics(endpoint, otlp.resource(boot_id), pages.families, settings.otlp_interval_seconds)
 
 
 def gpu_opener(settings: Settings) -> OpenGpu:

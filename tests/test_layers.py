@@ -18,6 +18,7 @@ ADAPTERS = ROOT / "adapters"
 ORDER = [
     "errors",
     "config",
+    "logs",
     "capacity",
     "placement",
     "planes",
@@ -40,6 +41,8 @@ ORDER = [
     "reports",
     "status",
     "metrics",
+    "otlp",
+    "tracing",
     "handlers",
     "server",
     "http",
@@ -61,7 +64,10 @@ ONLY = {  # modules that run inside engines, or must stay small
     "checks_service": {"config", "protocol", "client", "checks"},
 }
 ADAPTERS_MAY = {"errors", "config", "planes", "protocol", "client"} | FREE  # config: the default endpoint
-DEFERRED = {("__main__", "daemon"), ("__main__", "doctor")}  # so that `kvserver status` starts fast
+DEFERRED = {
+    *(("__main__", "daemon"), ("__main__", "doctor")),  # so that `kvserver status` starts fast
+    *(("daemon", "otlp"), ("daemon", "tracing")),  # so that a daemon without a collector is small
+}
 BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
 
 Import = tuple[str, bool]  # dotted name, inside a function
@@ -145,6 +151,13 @@ def test_importing_the_server_loads_no_engine(module: str) -> None:
     roots = {name.split(".")[0] for name in loaded.stdout.split()}
     assert not roots & (BANNED - {"pickle", "marshal"}), "torch, vLLM and numpy belong to engines"  # stdlib loads some
     assert not {name for name in loaded.stdout.split() if name.startswith("kvserver.adapters")}
+
+
+def test_a_daemon_loads_opentelemetry_only_for_a_collector() -> None:
+    program = "import sys, kvserver.daemon; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert "kvserver.metrics" in loaded.stdout.split()
+    assert not {name.split(".")[0] for name in loaded.stdout.split()} & {"opentelemetry", "google", "grpc", "requests"}
 
 
 def test_importing_the_client_loads_nothing_of_the_server() -> None:

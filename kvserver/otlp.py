@@ -1,0 +1,222 @@
+"""What leaves for an OpenTelemetry collector: the metrics, and for traces the way there.
+
+Owns: the thread that asks for the families and sends them, the exporters, what became of what was sent. Refuses to know:
+where figures come from. A collector that is down or hangs costs a counted failure: only threads of this module wait.
+
+Only a daemon with an endpoint imports it, for what it imports takes time and memory. Families without points are not
+sent: OTLP has no form for them that collectors take.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import requests
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from kvserver import __version__
+from kvserver.config import OtlpEndpoint
+from kvserver.families import Buckets, Family, Kind
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 5  # for connecting, and for the answer
+CLOSE_SECONDS = 2.0  # for the last values at the end of the daemon
+_UNITS = {"seconds": "s", "bytes": "By"}  # by the last word of a name
+
+
+# ---- what becomes of it -----------------------------------------------------------------------
+
+
+class _Said(logging.Handler):
+    """The exporters' log lines, kept per thread: all they tell about a failure, and too many of them to be shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_thread = threading.local()
+        logger = logging.getLogger("opentelemetry")
+        logger.addHandler(self)
+        logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._of_thread.text = record.getMessage()
+
+    def take(self) -> str:
+        """What this thread has heard last, once."""
+        text: str = getattr(self._of_thread, "text", "")
+        self._of_thread.text = ""
+        return text
+
+
+_said = _Said()
+
+
+class Link:
+    """What became of what was sent. An outage is logged once, and its end. Written by one thread."""
+
+    def __init__(self, what: str) -> None:
+        self.sent = 0
+        self.failed = 0
+        self.last_error = ""
+        self._what = what
+        self._down = False
+
+    def attempt(self, send: Callable[[], bool], count: int = 1) -> bool:
+        """Whether `send` did it. Whatever it raises is a failure."""
+        _said.take()
+        try:
+            ok, error = send(), ""
+        except Exception as caught:
+            ok, error = False, f"{type(caught).__name__}: {caught}"
+        if ok:
+            self.sent += count
+        else:
+            self.failed += count
+            self.last_error = (_said.take() or error or self.last_error)[:500]
+        if ok == self._down:
+            self._down = not ok
+            log.warning("%s arrive again", self._what) if ok else log.warning(
+                "%s do not arrive (told once, until they do again): %s", self._what, self.last_error
+            )
+        return ok
+
+    def status(self) -> dict[str, Any]:
+        return {"sent": self.sent, "failed": self.failed, "last_error": self.last_error}
+
+
+# ---- the way there ----------------------------------------------------------------------------
+
+
+class _Session(requests.Session):
+    """Its errors are fresh ones: those of urllib3 hold the whole message in reference cycles, and what finds cycles is
+    off in a daemon. They are not retried either: the next values come soon."""
+
+    def request(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().request(*args, **kwargs)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        raise OSError(text)
+
+
+def metric_exporter(endpoint: OtlpEndpoint) -> MetricExporter:
+    if endpoint.grpc:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as OverGrpc
+
+        return OverGrpc(endpoint=endpoint.base, insecure=True, timeout=ANSWER_SECONDS)
+    return OTLPMetricExporter(f"{endpoint.base}/v1/metrics", timeout=ANSWER_SECONDS, session=_Session())
+
+
+def span_exporter(endpoint: OtlpEndpoint) -> SpanExporter:
+    if endpoint.grpc:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
+
+        return OverGrpc(endpoint=endpoint.base, insecure=True, timeout=ANSWER_SECONDS)
+    return OTLPSpanExporter(f"{endpoint.base}/v1/traces", timeout=ANSWER_SECONDS, session=_Session())
+
+
+def resource(boot_id: str) -> Resource:
+    """Who sends. OTEL_RESOURCE_ATTRIBUTES adds to it."""
+    return Resource.create({"service.name": "kvserver", "service.version": __version__, "service.instance.id": boot_id})
+
+
+# ---- metrics ----------------------------------------------------------------------------------
+
+
+class OtlpMetrics:
+    """Sends what `read` returns, at once and then every interval, from start() until close()."""
+
+    def __init__(
+        self, endpoint: OtlpEndpoint, sender: Resource, read: Callable[[], Iterable[Family]], interval_seconds: float
+    ) -> None:
+        self._endpoint = endpoint
+        self._exporter = metric_exporter(endpoint)
+        self._sender = sender
+        self._read = read
+        self._interval = interval_seconds
+        self._began_ns = time.time_ns()
+        self._link = Link("metrics over OTLP")
+        self._stop = threading.Event()
+        self._last: Iterable[Family] = ()
+        self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, last: Iterable[Family]) -> None:
+        """Send these as well, then end; gives up after CLOSE_SECONDS."""
+        self._last = last
+        self._stop.set()
+        self._thread.join(CLOSE_SECONDS)
+        self._exporter.shutdown(timeout_millis=100)
+
+    def status(self) -> dict[str, Any]:
+        return {"endpoint": self._endpoint.base, **self._link.status()}
+
+    def _run(self) -> None:
+        self._send(self._read)
+        while not self._stop.wait(self._interval):
+            self._send(self._read)
+        self._send(lambda: self._last)
+
+    def _send(self, read: Callable[[], Iterable[Family]]) -> None:
+        def send() -> bool:
+            data = metrics_data(read(), self._sender, self._began_ns, time.time_ns())
+            return self._exporter.export(data) is MetricExportResult.SUCCESS
+
+        self._link.attempt(send)
+
+
+def metrics_data(families: Iterable[Family], sender: Resource, began_ns: int, now_ns: int) -> MetricsData:
+    """Wall times. `began_ns`: since when counters count."""
+    metrics = [_metric(family, began_ns, now_ns) for family in families if family.points]
+    scope = ScopeMetrics(InstrumentationScope("kvserver", __version__), metrics, "")
+    return MetricsData([ResourceMetrics(sender, [scope], "")])
+
+
+def _metric(family: Family, began_ns: int, now_ns: int) -> Metric:
+    points = [(dict(zip(family.labels, labels, strict=True)), figure) for labels, figure in family.points]
+    if family.kind is Kind.HISTOGRAM:
+        lives = [_histogram(labels, cast(Buckets, f), family.bounds, began_ns, now_ns) for labels, f in points]
+        data: Histogram | Gauge | Sum = Histogram(lives, AggregationTemporality.CUMULATIVE)
+    else:
+        numbers = [
+            NumberDataPoint(labels, began_ns, now_ns, figure)
+            for labels, figure in points
+            if not isinstance(figure, Buckets) and math.isfinite(figure)
+        ]
+        counts = family.kind is Kind.COUNTER
+        data = Sum(numbers, AggregationTemporality.CUMULATIVE, is_monotonic=True) if counts else Gauge(numbers)
+    return Metric(family.name, family.help, _UNITS.get(family.name.rpartition("_")[2], ""), data)
+
+
+def _histogram(
+    labels: Mapping[str, str], buckets: Buckets, bounds: tuple[float, ...], began_ns: int, now_ns: int
+) -> HistogramDataPoint:
+    unknown = cast(float, None)  # the least and the largest; optional in OTLP, and the encoder leaves None out
+    return HistogramDataPoint(
+        labels, began_ns, now_ns, sum(buckets.counts), buckets.sum, buckets.counts, bounds, min=unknown, max=unknown
+    )

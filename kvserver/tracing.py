@@ -1,0 +1,179 @@
+"""A span for each traced request, with children for its lookups, stores and loads.
+
+A request begins with its first lookup, whose trace context is the parent, and ends when the engine says so or is gone.
+Copies that end later still belong to it. What is not sampled is not remembered.
+
+Owns: the open requests, the span processor. Refuses to know: how spans get to the collector (`otlp`). Runs in the bus's
+thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvserver import __version__
+from kvserver.events import CopyEnded, Event, InstanceGone, LookupEnded, RequestEnded
+from kvserver.otlp import CLOSE_SECONDS, Link
+
+MOST_REQUESTS = 4096  # remembered, traced ones only; beyond them the oldest is forgotten
+
+
+@dataclass(slots=True)
+class _Request:
+    span: Span
+    wall_ns: int  # what wall time was ahead of monotonic time when it began: its spans agree, whatever the clock does
+    ended: bool = False  # remembered on, for copies that end late
+
+
+class _Counted(SpanExporter):
+    """Another exporter, and what became of its spans."""
+
+    def __init__(self, exporter: SpanExporter, link: Link) -> None:
+        self._exporter = exporter
+        self._link = link
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        done = self._link.attempt(lambda: self._exporter.export(spans) is SpanExportResult.SUCCESS, len(spans))
+        return SpanExportResult.SUCCESS if done else SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class Traces:
+    """A subscriber of the bus."""
+
+    name = "traces"
+
+    def __init__(
+        self, exporter: SpanExporter, sender: Resource, sample_rate: float, most_requests: int = MOST_REQUESTS
+    ) -> None:
+        self.forgotten = 0  # requests that did not end while they were remembered: their own span is not sent
+        self._spans = 0  # ended; those not sent, failed or waiting were too many for the processor
+        self._most = most_requests
+        self._link = Link("traces over OTLP")
+        self._requests: OrderedDict[tuple[str, str], _Request] = OrderedDict()  # by instance id and request id
+        self._context = TraceContextTextMapPropagator()
+        sampler = ParentBased(TraceIdRatioBased(sample_rate))
+        self._provider = TracerProvider(sampler, sender, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(_Counted(exporter, self._link)))
+        self._tracer = self._provider.get_tracer("kvserver", __version__)
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case LookupEnded():
+                self._looked_up(event)
+            case CopyEnded():
+                self._copied(event)
+            case RequestEnded():
+                self._end((event.instance_id, event.request_id), event.time_ns)
+            case InstanceGone():
+                for name in [name for name in self._requests if name[0] == event.instance_id]:
+                    self._end(name, event.time_ns, "the engine is gone")
+                    del self._requests[name]
+            case _:
+                return
+
+    def close(self) -> None:
+        """What is open ends here. Sends what waits; gives up after CLOSE_SECONDS."""
+        for name in list(self._requests):
+            self._end(name, time.monotonic_ns(), "the daemon stopped")
+        self._requests.clear()
+        ending = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECONDS)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "requests": len(self._requests),
+            "forgotten": self.forgotten,
+            "spans": self._spans,
+            **self._link.status(),
+        }
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _looked_up(self, event: LookupEnded) -> None:
+        name = (event.instance_id, event.request_id)
+        found = {
+            "chunks": event.chunks,
+            "hit_chunks": event.hit_chunks,
+            "tokens": event.chunks * event.chunk_tokens,
+            "hit_tokens": event.hit_chunks * event.chunk_tokens,
+        }
+        request = self._requests.get(name)
+        if request is None or request.ended:
+            request = self._begin(name, event, found)
+        if request is not None:
+            self._child(request, "lookup", event.began_ns, event.time_ns, found)
+
+    def _begin(self, name: tuple[str, str], event: LookupEnded, found: Mapping[str, int]) -> _Request | None:
+        """None if it is not sampled."""
+        wall_ns = time.time_ns() - time.monotonic_ns()
+        span = self._tracer.start_span(
+            "request",
+            self._context.extract({"traceparent": event.traceparent}) if event.traceparent else None,
+            SpanKind.SERVER,
+            {"instance_id": name[0], "request_id": name[1], "model_name": event.model_name, **found},
+            start_time=event.began_ns + wall_ns,
+        )
+        self._requests.pop(name, None)
+        if not span.is_recording():
+            return None
+        if len(self._requests) >= self._most:
+            _, oldest = self._requests.popitem(last=False)
+            self.forgotten += not oldest.ended
+        request = self._requests[name] = _Request(span, wall_ns)
+        return request
+
+    def _copied(self, event: CopyEnded) -> None:
+        request = self._requests.get((event.instance_id, event.request_id))
+        if request is None:
+            return
+        figures: dict[str, str | int] = {
+            "rank": event.rank,
+            "chunks": event.chunks,
+            "bytes": event.bytes,
+            "device_ns": event.device_ns,
+            "outcome": event.outcome,
+        }
+        failure = "" if event.outcome == "done" else event.outcome
+        self._child(request, event.direction, event.began_ns, event.time_ns, figures, failure)
+
+    def _child(
+        self,
+        request: _Request,
+        name: str,
+        began_ns: int,
+        ended_ns: int,
+        figures: Mapping[str, str | int],
+        failure: str = "",
+    ) -> None:
+        parent = set_span_in_context(request.span)
+        span = self._tracer.start_span(name, parent, attributes=figures, start_time=began_ns + request.wall_ns)
+        if failure:
+            span.set_status(Status(StatusCode.ERROR, failure))
+        span.end(ended_ns + request.wall_ns)
+        self._spans += 1
+
+    def _end(self, name: tuple[str, str], time_ns: int, failure: str = "") -> None:
+        request = self._requests.get(name)
+        if request is None or request.ended:
+            return
+        request.ended = True
+        if failure:
+            request.span.set_status(Status(StatusCode.ERROR, failure))
+        request.span.end(time_ns + request.wall_ns)
+        self._spans += 1
