@@ -32,23 +32,18 @@ from kvserver.config import Configuration, Settings, parse_otlp_endpoint
 from kvserver.copier import HostRegion, cpu_device, l1_region
 from kvserver.devices import Devices, GpuRules, OpenGpu
 from kvserver.errors import ConfigError
-from kvserver.events import Bus
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
-from kvserver.l1 import L1Lives
 from kvserver.lifeline import Lifelines
 from kvserver.logs import set_up_logging
 from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
 from kvserver.server import Server
-
-if TYPE_CHECKING:
-    from kvserver.otlp import OtlpMetrics
+from kvserver.watchers import Watchers
 
 log = logging.getLogger("kvserver")
 
-_LAST_EVENTS_SECONDS = 2.0  # for what is queued when the daemon stops
 _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is lost
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
@@ -156,12 +151,11 @@ def serve(configuration: Configuration) -> int:
         devices = Devices(cpu, region, page_bytes, rules)
         devices.make_ready()
         cache = Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]())
-        l1 = L1Lives(settings.metrics_sample_rate)
-        bus = Bus([l1])
-        handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, placement=placement, bus=bus)
+        watchers = Watchers(settings, boot_id)
+        handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, watchers, placement=placement)
         server = Server(handlers, router, settings.max_message_bytes, stops_when_lost=True)
         try:
-            pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table(), [l1])
+            pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             hint = "port 0 takes a free one" if taken else "give an address of this machine and a port you may use"
@@ -175,12 +169,8 @@ def serve(configuration: Configuration) -> int:
 
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
-        bus.start()
-        sender = _metrics_sender(settings, boot_id, pages)
+        watchers.start(pages.families)
         pages.start()
-        if sender is not None:
-            server.parts["otlp"] = sender.status
-            sender.start()
         gc.collect()
         gc.freeze()
         gc.disable()  # a full collection over a million chunks would stall the loop; see Server._keep_time
@@ -192,15 +182,13 @@ def serve(configuration: Configuration) -> int:
         server.run()
         if not _drain(server):
             os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
-        bus.close(_LAST_EVENTS_SECONDS)
+        watchers.close(watchers.families(server.snapshot(), server.rpc.snapshot()))
         if lost := devices.lost:
             log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
             context.destroy(_LAST_WORDS_MS)
             endpoint.release()
             logging.shutdown()
             os._exit(EXIT_DEVICE_LOST)  # what the driver still has to say at exit may never end
-        if sender is not None:
-            sender.close(metrics.families(server.snapshot(), server.rpc.snapshot()))
         pages.close()
         lifelines.shut()
     finally:
@@ -209,15 +197,6 @@ def serve(configuration: Configuration) -> int:
         context.destroy(0)
     log.info("stopped")
     return 0
-
-
-def _metrics_sender(settings: Settings, boot_id: str, pages: StatusPages) -> OtlpMetrics | None:
-    endpoint = parse_otlp_endpoint(settings.otlp_endpoint)
-    if endpoint is None:
-        return None
-    from kvserver import otlp
-
-    return otlp.OtlpMetrics(endpoint, otlp.resource(boot_id), pages.families, settings.otlp_interval_seconds)
 
 
 def gpu_opener(settings: Settings) -> OpenGpu:

@@ -18,7 +18,7 @@ from kvserver.config import Settings
 from kvserver.copier import Completion, Copier, Outcome
 from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.events import Bus, L1Cleared, LookupEnded
+from kvserver.events import L1Cleared, LookupEnded
 from kvserver.instances import Instances
 from kvserver.lifeline import Lifelines
 from kvserver.misses import MissReason
@@ -55,6 +55,7 @@ from kvserver.transfers import (
     check_chunk,
     chunk_count,
 )
+from kvserver.watchers import Watchers
 from kvserver.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -72,16 +73,10 @@ class Handlers:
         cache: Cache,
         devices: Devices,
         lifelines: Lifelines,
+        watchers: Watchers,
         clock: Callable[[], float] = time.monotonic,
         placement: Placement = _NO_PLACEMENT,
-        bus: Bus | None = None,
-        l0_unsure: Callable[[str], bool] = lambda instance_id: False,
-        traces: bool = False,
     ) -> None:
-        """`l0_unsure`: whether an instance's block reports no longer add up; any thread's state, asked by the loop.
-
-        `traces`: engines should name requests in their messages, somebody follows them.
-        """
         self.settings = settings
         self.boot_id = boot_id
         self.cache = cache
@@ -89,11 +84,11 @@ class Handlers:
         self.devices = devices
         self.instances = Instances()
         self.lifelines = lifelines
-        self.bus = bus or Bus()
+        self.watchers = watchers
+        self.bus = watchers.bus
         self.transfers = Transfers(cache, self.copier, self.instances, clock, self.bus)
         self.workers = Workers(settings, cache, self.copier, self.instances, lifelines, clock, self.bus)
-        self.reports = Reports(cache, self.instances, clock, self.bus, l0_unsure)
-        self._traces = traces
+        self.reports = Reports(cache, self.instances, clock, self.bus, watchers.l0.is_unsure)
         self._placement = placement  # of L1, to be shown
         self._token = token
         self._clock = clock
@@ -142,7 +137,7 @@ class Handlers:
             chunk_tokens=self.settings.chunk_tokens,
             fd_path=self.lifelines.path,
             token=self._token,
-            traces=self._traces,
+            traces=self.watchers.traces is not None,
         )
 
     def _lookup(self, request: Lookup) -> LookupReply:
@@ -265,6 +260,7 @@ class Handlers:
             "departed": [departed_status(departed, now) for departed in self.instances.departed.values()],
             "totals": totals_status(self.instances),
             "events": self.bus.status(),
+            **self.watchers.status(),
             "books": books_status(self.cache, self.copier, self.workers, len(self.lifelines)),
         }
 

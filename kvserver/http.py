@@ -10,11 +10,10 @@ import html
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvserver import metrics
 from kvserver.families import Family
@@ -27,30 +26,17 @@ LOOP_DEADLINE_SECONDS = 1.0  # how long a page waits for the loop
 STUCK_SECONDS = 5.0  # a loop that did not turn for so long is not ready
 
 
-class Lifecycle(Protocol):
-    """Has metric families, and may be asked by any thread."""
-
-    def families(self, now_ns: int) -> list[Family]: ...
-
-
 class StatusPages(ThreadingHTTPServer):
     """Serves in its own daemon threads from start() until close()."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        server: Server,
-        settings: Mapping[str, Any] = {},
-        lifecycles: Sequence[Lifecycle] = (),
-    ) -> None:
-        """`settings` is what `/config` shows; `lifecycles` have families of their own, by the time in nanoseconds."""
+    def __init__(self, address: tuple[str, int], server: Server, settings: Mapping[str, Any] = {}) -> None:
+        """`settings` is what `/config` shows."""
         super().__init__(address, _Handler)
         self.kvserver = server
         self.settings = settings
-        self._lifecycles = lifecycles
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
 
@@ -81,9 +67,7 @@ class StatusPages(ThreadingHTTPServer):
 
     def families(self) -> list[Family]:
         """The metrics of a snapshot()."""
-        now_ns = time.monotonic_ns()
-        more = [family for lifecycle in self._lifecycles for family in lifecycle.families(now_ns)]
-        return metrics.families(*self.snapshot(), more)
+        return self.kvserver.handlers.watchers.families(*self.snapshot())
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` in the loop. TimeoutError if that did not begin in time; it will not then."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -44,14 +46,16 @@ class _Life:
     used_ns: int
 
 
-class L1Lives:
+class L1:
     """A subscriber of the bus."""
 
     name = "l1"
 
-    def __init__(self, sample_rate: float, secret: bytes | None = None) -> None:
+    def __init__(self, sample_rate: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """`clock` is CLOCK_MONOTONIC nanoseconds."""
+        self._clock = clock
         self._below = int(sample_rate * 2**64)  # a life whose hash is below is sampled
-        self._secret = secret or secrets.token_bytes(16)
+        self._secret = secrets.token_bytes(16)
         self._lives: dict[bytes, dict[bytes, _Life]] = {}  # by namespace and key
         self._instances: dict[Name, int] = {}  # when it went; 0: it is there
         self._figures: dict[str, dict[Name, Histogram]] = {name: {} for name in _HISTOGRAMS}
@@ -79,10 +83,10 @@ class L1Lives:
             case _:
                 return
 
-    def families(self, now_ns: int) -> list[Family]:
+    def families(self) -> list[Family]:
         """All, also when empty."""
         with self._lock:
-            self._forget_instances(now_ns)
+            self._forget_instances(self._clock())
             return [
                 Family(
                     name,

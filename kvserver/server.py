@@ -75,8 +75,6 @@ class Server:
     ) -> None:
         """`stops_when_lost`: run() returns when a device is lost, as after stop()."""
         self.handlers = handlers
-        # Of /status, what others know; asked in the loop, so they are quick.
-        self.parts: dict[str, Callable[[], Any]] = {}
         self._stops_when_lost = stops_when_lost
         self.rpc = Rpc()
         self.unbalanced = 0  # audits that failed
@@ -276,7 +274,6 @@ class Server:
             "loop_lag_seconds": max(self._lag),
             "metrics_sample_rate": self.handlers.settings.metrics_sample_rate,
             **self.handlers.status(),
-            **{name: part() for name, part in self.parts.items()},
         }
         status["totals"]["errors"] = sum(self.rpc.errors.values())
         status["totals"]["undelivered_replies"] = self.undelivered

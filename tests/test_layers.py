@@ -43,6 +43,7 @@ ORDER = [
     "metrics",
     "otlp",
     "tracing",
+    "watchers",
     "handlers",
     "server",
     "http",
@@ -66,7 +67,7 @@ ONLY = {  # modules that run inside engines, or must stay small
 ADAPTERS_MAY = {"errors", "config", "planes", "protocol", "client"} | FREE  # config: the default endpoint
 DEFERRED = {
     *(("__main__", "daemon"), ("__main__", "doctor")),  # so that `kvserver status` starts fast
-    *(("daemon", "otlp"), ("daemon", "tracing")),  # so that a daemon without a collector is small
+    *(("watchers", "otlp"), ("watchers", "tracing")),  # so that a daemon without a collector is small
 }
 BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
 

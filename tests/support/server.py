@@ -20,6 +20,7 @@ from kvserver.http import StatusPages
 from kvserver.lifeline import Lifelines
 from kvserver.pool import PagePool
 from kvserver.server import Server
+from kvserver.watchers import Watchers
 
 L1_BYTES, PAGE_BYTES = MiB, 4096
 
@@ -35,9 +36,11 @@ def running_server(devices: Devices) -> Iterator[StatusPages]:
     lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
     cache = Cache(PagePool(L1_BYTES, PAGE_BYTES), LeastRecentlyUsed())
     settings = Settings(endpoint=endpoint, chunk_tokens=64)
-    handlers = Handlers(settings, "boot", "token", cache, devices, lifelines)
+    watchers = Watchers(settings, "boot")
+    handlers = Handlers(settings, "boot", "token", cache, devices, lifelines, watchers)
     pages = StatusPages(("127.0.0.1", 0), Server(handlers, router, MiB))
     loop = threading.Thread(target=pages.kvserver.run)
+    watchers.start(pages.families)
     loop.start()
     pages.start()
     try:
@@ -45,6 +48,7 @@ def running_server(devices: Devices) -> Iterator[StatusPages]:
     finally:
         pages.kvserver.stop()
         loop.join()
+        watchers.close([])
         pages.close()
         lifelines.shut()
         context.destroy(linger=0)

@@ -9,7 +9,7 @@ import pytest
 from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
 from kvserver.families import RESIDENCY_SECONDS, Buckets
 from kvserver.instances import DEPARTED_SECONDS
-from kvserver.l1 import L1Lives
+from kvserver.l1 import L1
 
 SECOND = 1_000_000_000
 RESIDENCY = "kvserver_l1_chunk_residency_seconds"
@@ -31,8 +31,8 @@ class World:
     """One tracker and a clock in seconds."""
 
     def __init__(self, rate: float = 1.0) -> None:
-        self.lives = L1Lives(rate)
         self.now = 1000.0
+        self.lives = L1(rate, clock=lambda: self.ns)
         self.came("i")
 
     @property
@@ -57,7 +57,7 @@ class World:
     def figures(self, name: str) -> dict[str, tuple[int, float]]:
         """{instance: (count, sum)} of one histogram."""
         found = {}
-        for family in self.lives.families(self.ns):
+        for family in self.lives.families():
             for (instance, model), figure in family.points:
                 assert model == "m"
                 assert isinstance(figure, Buckets)
@@ -67,7 +67,7 @@ class World:
 
 
 def test_families_exist_before_anything_happened() -> None:
-    families = L1Lives(1.0).families(0)
+    families = L1(1.0).families()
     assert [family.name for family in families] == [RESIDENCY, IDLE, GAP, AGE]
     assert all(family.bounds == RESIDENCY_SECONDS and not family.points for family in families)
 
