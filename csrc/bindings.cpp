@@ -18,7 +18,8 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace kvserver;
 
-void bind_gpu(nb::module_& m);  // bindings_gpu.cpp
+void bind_gpu(nb::module_& m);    // bindings_gpu.cpp
+void bind_lives(nb::module_& m);  // bindings_lives.cpp
 
 namespace {
 
@@ -245,4 +246,5 @@ NB_MODULE(_native, m) {
     m.def("pack_blocks", &pack_bytes, "ids"_a);
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
     bind_gpu(m);
+    bind_lives(m);
 }

@@ -25,6 +25,8 @@ ORDER = [
     "protocol",
     "events",
     "families",
+    "holdings",
+    "l0",
     "namespace",
     "pool",
     "index",

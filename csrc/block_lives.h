@@ -1,0 +1,186 @@
+// block_lives.h: the lives of an engine's L0 blocks.
+//
+// A life is one stay of one content in one block. It begins when the block is given out and ends
+// when that content can no longer be found: evicted (it was cached), recycled (it never was, and
+// the block was given out again), cleared (all of the pool at once) or lost (its end was not seen).
+// The owners of a block are the requests that use it now; a block that nobody owns is released, and
+// may be found again (a reuse) until its life ends.
+//
+// What is observed when, of lives in the sample:
+//   reuse_gap           at each access: from the access before it, the first from the allocation
+//   lifetime            at the end by eviction or recycling: from the allocation
+//   idle_before_evict   likewise: since the last owner left; 0 if somebody still owns it
+//   since_last_access   likewise: since the last access or the allocation
+// What began unseen is not observed: a life that was there when the watching began has no lifetime,
+// and no gap, idle time or time since an access before one was seen. Counters and gauges are exact.
+//
+// Two ways to know; REQUIRES: one pool is watched in one way only:
+//   exact      apply(): what the engine's block pool did, in order
+//   reported   hold(), release(), end_request(): which request holds which block with what content
+//
+// Times are CLOCK_MONOTONIC nanoseconds, 0: not known. Where a time is before an earlier one, the
+// span is 0. Block 0 is the engine's null block and is passed over.
+//
+// Threads: every function may be called from any thread; all pools of one LifeFigures share its
+// mutex, for one call each.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace kvserver {
+
+// A record is a little-endian u32: operation << kRecordShift | block.
+constexpr uint32_t kRecordShift = 29;
+enum class Record : uint32_t {
+    kAllocated,  // given out, one owner; what it held before is recycled unless it was evicted
+    kAccessed,   // one owner more, of what it holds
+    kReleased,   // one owner less
+    kEvicted,    // what it holds can no longer be found; owners may remain
+    kCleared,    // all lives of the pool end; the block means nothing, owners remain
+    kPresent,    // state: it holds something, since nobody knows when, and has no owner
+    kHeld,       // state: one owner more
+};
+
+// When: the time of all records from this one up to the next mark's.
+struct Mark {
+    uint64_t record, time_ns;
+};
+
+// Throws std::invalid_argument, which says what and where, unless `records` are known operations on
+// blocks below num_blocks and `marks` (16 bytes each, little-endian) name records in ascending
+// order, the first one record 0, and their times do not descend.
+void check_records(std::string_view records, std::string_view marks, uint64_t num_blocks);
+
+// counts[i] is of (bounds[i-1], bounds[i]], the last one of what is above every bound.
+struct LifeHistogram {
+    std::vector<uint64_t> counts;
+    double sum = 0;  // seconds
+};
+
+struct LifeSnapshot {
+    uint64_t allocations = 0;
+    uint64_t reuses = 0;           // accesses of blocks that nobody owned
+    uint64_t shared_accesses = 0;  // and of blocks that somebody did
+    uint64_t evictions = 0, recycled = 0, cleared = 0, lost = 0;  // how lives ended
+    uint64_t active_blocks = 0;                                   // somebody owns them
+    uint64_t released_blocks = 0;  // nobody does, but their lives go on
+    LifeHistogram lifetime, idle_before_evict, since_last_access, reuse_gap;
+};
+
+// What is known of all pools of one instance and model, also of those that are gone.
+class LifeFigures : public std::enable_shared_from_this<LifeFigures> {
+  public:
+    // Seconds, ascending; throws std::invalid_argument.
+    explicit LifeFigures(std::vector<double> bounds);
+    LifeSnapshot read() const;  // all of one moment
+
+  private:
+    friend class BlockLives;
+    void observe(LifeHistogram& histogram, uint64_t nanos);
+
+    const std::vector<double> bounds_;
+    mutable std::mutex mutex_;
+    LifeSnapshot figures_;
+};
+
+// One pool. A pool that is destroyed ends as by end_all().
+class BlockLives {
+  public:
+    // Each life is in the sample with probability sample_rate, decided at its birth by a hash of
+    // seed, block and the number of the block's life. Memory is touched as blocks are first used.
+    // Throws std::invalid_argument, or std::bad_alloc.
+    BlockLives(std::shared_ptr<LifeFigures> figures, uint64_t num_blocks, double sample_rate,
+               uint64_t seed);
+    ~BlockLives();
+    BlockLives(const BlockLives&) = delete;
+    BlockLives& operator=(const BlockLives&) = delete;
+
+    // Throws by check_records(), and nothing is applied then.
+    void apply(std::string_view records, std::string_view marks);
+
+    // `blocks` are u32, `contents` u64 names of what is in the first ones: the others are partial.
+    // 0 names nothing either. Of a block that
+    //   has no life             a life begins
+    //   the request owns        a partial one may fill, in the same life; the same content is no
+    //                           news
+    //   has the same content    the request becomes an owner: a shared access, or a reuse if nobody
+    //                           was; contents of two groups are never the same
+    //   else                    its life ends, evicted if it had a content, else recycled; another
+    //                           begins, with this owner only
+    // With `watched` false this is state, as of Record::kPresent and kHeld: lives begin unseen and
+    // owners are no accesses. Throws std::invalid_argument, and nothing is applied then.
+    void hold(uint64_t request, uint32_t group, std::string_view blocks, std::string_view contents,
+              uint64_t time_ns, bool watched = true);
+    // Those of them that the request owns.
+    void release(uint64_t request, std::string_view blocks, uint64_t time_ns);
+    // All that it owns.
+    void end_request(uint64_t request, uint64_t time_ns);
+
+    // Nothing is known of the pool any more: all lives are lost, nobody owns anything.
+    void end_all();
+
+    uint64_t num_blocks() const { return num_blocks_; }
+    size_t requests() const;  // that own blocks
+
+    static size_t bytes_per_block() { return sizeof(Block); }
+
+  private:
+    struct Block {
+        uint64_t born_ns;
+        uint64_t accessed_ns;  // or born
+        uint64_t released_ns;
+        uint64_t content;  // reported: 0 while partial
+        uint64_t owner;    // reported: one of them, the others are in others_
+        uint32_t owners;
+        uint32_t life : 30;  // how many it has had
+        uint32_t alive : 1;
+        uint32_t sampled : 1;
+    };
+    static_assert(sizeof(Block) <= 64);
+    struct Free {
+        void operator()(Block* blocks) const;
+    };
+    struct Holding {
+        std::vector<uint32_t> blocks;  // also some that it owns no longer, or twice
+        size_t owned = 0;
+    };
+    using End = uint64_t LifeSnapshot::*;
+
+    Block& touch(uint32_t id);
+    uint64_t& gauge(const Block& block);
+    void step(Record operation, uint32_t id, uint64_t now);
+    void begin(Block& block, uint32_t id, uint64_t now);
+    void access(Block& block, uint64_t now);
+    void observe_end(const Block& block, uint64_t now);
+    void end(Block& block, End how, uint64_t now);
+    void forget(Block& block, End how);
+    void forget_all(End how);
+    void lose_all();
+
+    void hold_one(uint64_t request, uint32_t id, uint64_t content, uint64_t now, bool watched);
+    bool owned_by(const Block& block, uint32_t id, uint64_t request) const;
+    void own(Block& block, uint32_t id, uint64_t request);
+    void disown(Block& block, uint32_t id, uint64_t request, uint64_t now);
+    void disown_all(Block& block, uint32_t id, uint64_t now);
+    void disown_if_owned(uint32_t id, uint64_t request, uint64_t now);
+    void let_go(uint64_t request);
+
+    const std::shared_ptr<LifeFigures> shared_;
+    LifeSnapshot& figures_;  // shared_'s, under its mutex, as all that follows
+    const uint64_t num_blocks_;
+    const uint64_t sample_below_;  // of 2^53
+    const uint64_t seed_;
+    std::unique_ptr<Block[], Free> blocks_;
+    uint64_t touched_ = 0;  // blocks from here on were never used
+    uint64_t nowhere_ = 0;  // counts blocks with neither a life nor an owner, to no end
+    std::unordered_map<uint32_t, std::vector<uint64_t>> others_;  // by block
+    std::unordered_map<uint64_t, Holding> requests_;
+};
+
+}  // namespace kvserver

@@ -1,0 +1,111 @@
+"""What an engine's requests hold, for engines that report it: numbers for requests, names for contents.
+
+Owns: the number of each request that has not ended, and the content ids of engines that send tokens instead.
+Refuses to know: what becomes of the blocks (`_native.BlockLives`).
+
+A content id of tokens is the 8-byte BLAKE2b of the id before it, in the same request and group, and the block's
+tokens. It is taken from position 0 on, where the id before is empty; or, where the engine left positions out, from a
+hash of the position: then equal tokens at equal positions are taken for equal contents, whatever stands before them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from kvserver._native import BlockLives, unpack_blocks
+from kvserver.protocol import Held, Released, ReportedBlocks
+
+CONTENT_BYTES = 8
+TOKEN_BYTES = 4
+MAX_REQUESTS = 1 << 16  # that have not ended, of one instance
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Content ids of positions [first, ...) of one request and group."""
+
+    first: int = 0
+    contents: bytearray = field(default_factory=bytearray)
+
+    def extend(self, index: int, tokens: bytes, block_tokens: int) -> bytes:
+        """The ids of the whole blocks in `tokens`, which begin at position `index`. What was known from there on goes."""
+        known = index - self.first
+        if not 0 <= known * CONTENT_BYTES <= len(self.contents):
+            self.first, known = index, 0
+        del self.contents[known * CONTENT_BYTES :]
+        size = block_tokens * TOKEN_BYTES
+        before = bytes(self.contents[-CONTENT_BYTES:]) or self._root()
+        for begin in range(0, len(tokens) - size + 1, size):
+            before = _digest(before + tokens[begin : begin + size])
+            self.contents += before
+        return bytes(self.contents[known * CONTENT_BYTES :])
+
+    def _root(self) -> bytes:
+        return _digest(b"position %d" % self.first) if self.first else b""
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=CONTENT_BYTES).digest()
+
+
+@dataclass(slots=True)
+class _Request:
+    number: int
+    chains: dict[int, _Chain] = field(default_factory=dict)  # by group
+
+
+class Holdings:
+    """Applies what requests hold to the lives of one pool."""
+
+    def __init__(self, lives: BlockLives) -> None:
+        self._lives = lives
+        self._requests: dict[str, _Request] = {}
+        self._numbered = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def apply(self, payload: ReportedBlocks) -> None:
+        """ValueError: what came before the wrong record is applied. With `full` all of it is state."""
+        for record in payload.records:
+            blocks = unpack_blocks(record.block_ids, record.blocks)
+            if len(blocks) != 4 * record.blocks:
+                raise ValueError(f"{len(blocks) // 4} block ids where {record.blocks} were announced")
+            if isinstance(record, Released):
+                self._release(record, blocks, payload.time_ns)
+                continue
+            request = self._request(record.request_id)
+            contents = self._contents(request, record, payload.block_tokens)
+            self._lives.hold(request.number, record.group, blocks, contents, payload.time_ns, not payload.full)
+
+    def end(self, request_id: str, time_ns: int) -> None:
+        if (request := self._requests.pop(request_id, None)) is not None:
+            self._lives.end_request(request.number, time_ns)
+
+    def clear(self) -> None:
+        """Nobody holds anything."""
+        self._requests.clear()
+        self._lives.end_all()
+
+    def _release(self, record: Released, blocks: bytes, time_ns: int) -> None:
+        if (request := self._requests.get(record.request_id)) is not None:
+            self._lives.release(request.number, blocks, time_ns)
+
+    def _request(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            if len(self._requests) >= MAX_REQUESTS:
+                raise ValueError(f"more than {MAX_REQUESTS} requests hold blocks and none of them ends")
+            self._numbered += 1
+            request = self._requests[request_id] = _Request(self._numbered)
+        return request
+
+    @staticmethod
+    def _contents(request: _Request, held: Held, block_tokens: int) -> bytes:
+        if held.contents or not held.tokens:
+            return held.contents
+        if len(held.tokens) > held.blocks * block_tokens * TOKEN_BYTES:
+            raise ValueError(f"{len(held.tokens)} bytes of tokens in {held.blocks} blocks of {block_tokens} tokens")
+        chain = request.chains.setdefault(held.group, _Chain(held.first_index))
+        return chain.extend(held.first_index, held.tokens, block_tokens)

@@ -1,0 +1,290 @@
+"""The lives of L0 blocks, by scheduler instance and model: a subscriber of the event bus.
+
+Owns: for each instance its figures, one `_native.BlockLives` a pool, and whether the reports are complete. Refuses to
+know: how reports travel, what a life is (csrc/block_lives.h), how figures leave the process.
+
+Reports are counted by `sequence`. Where one is missing the instance is unsure: lives end as lost, for their true end
+may be what is missing. What comes then is followed all the same, as far as it says when it began; the gauges are
+right again when the full state of each pool has come. An engine that comes back is unsure likewise.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from kvserver._native import BlockLives, LifeFigures, LifeSnapshot
+from kvserver.events import BlockReport, Event, InstanceCame, InstanceGone, RequestEnded
+from kvserver.families import Buckets, Family, Kind
+from kvserver.holdings import Holdings
+from kvserver.protocol import ExactRecords, Payload, ReportedBlocks
+
+KEPT_SECONDS = 300  # the figures of an instance that is gone
+MAX_POOLS = 64  # of one instance
+# vLLM's buckets for how long KV blocks stay (KV_CACHE_RESIDENCY_BUCKETS in vllm/v1/metrics/buckets.py).
+RESIDENCY_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+    1200.0, 1800.0,
+)  # fmt: skip
+LABELS = ("instance_id", "model_name")
+
+
+class Figures(NamedTuple):
+    """Of one instance and model, of one moment but for what the event thread does between two fields."""
+
+    lives: LifeSnapshot
+    report_gaps: int
+    records: int
+    unsure: bool
+
+    @property
+    def tracked_blocks(self) -> int:
+        return self.lives.active_blocks + self.lives.released_blocks
+
+
+# Where a figure is found in Figures, and what it tells; its metric is named by the last part.
+_COUNTERS = {
+    "lives.allocations": "L0 blocks given out.",
+    "lives.reuses": "Accesses of L0 blocks that nobody owned.",
+    "lives.shared_accesses": "Accesses of L0 blocks that somebody owned.",
+    "lives.evictions": "Lives of L0 blocks that ended with cached content.",
+    "lives.recycled": "Lives of L0 blocks that were never cached and ended as the block was given out again.",
+    "lives.cleared": "Lives of L0 blocks that a clear of the engine's cache ended.",
+    "lives.lost": "Lives of L0 blocks whose end was not seen: a gap, a restart, a death.",
+    "report_gaps": "Sequence gaps in the engine's reports.",
+    "records": "Records of L0 blocks received.",
+}
+_GAUGES = {
+    "lives.active_blocks": "L0 blocks that requests own.",
+    "lives.released_blocks": "L0 blocks that nobody owns and whose lives go on.",
+    "tracked_blocks": "L0 blocks that are active or released.",
+    "unsure": "1 while reports are missing and the engine's full state has not come.",
+}
+_HISTOGRAMS = {
+    "lives.lifetime": "Allocation of an L0 block to its eviction or recycling.",
+    "lives.idle_before_evict": "Last release of an L0 block to the end of its life; 0 if it was still owned.",
+    "lives.since_last_access": "Last access or allocation of an L0 block to the end of its life.",
+    "lives.reuse_gap": "Access of an L0 block since the access before it, the first since its allocation.",
+}
+_PLAIN = [(Kind.COUNTER, *row) for row in _COUNTERS.items()] + [(Kind.GAUGE, *row) for row in _GAUGES.items()]
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+class _Instance:
+    """One instance and model, through all its incarnations. Written by the event thread only."""
+
+    def __init__(self) -> None:
+        self.figures = LifeFigures(list(RESIDENCY_SECONDS))
+        self.incarnation = ""
+        self.num_blocks = 0
+        self.gone_ns: int | None = None
+        self.source = ""  # "exact" or "reported", once it has reported
+        self.refused = 0  # reports of the other source
+        self.report_gaps = 0
+        self.records = 0
+        self.unsure: frozenset[int] = frozenset()  # pools whose full state is missing
+        self.next_sequence: int | None = None
+        self.pools: dict[int, BlockLives] = {}
+        self.holdings: Holdings | None = None  # of the one pool of a reported source
+
+    def read(self) -> Figures:
+        return Figures(self.figures.read(), self.report_gaps, self.records, bool(self.unsure))
+
+    def end_all(self) -> None:
+        for lives in self.pools.values():
+            lives.end_all()
+        if self.holdings is not None:
+            self.holdings.clear()
+
+    def lose_track(self) -> None:
+        self.end_all()
+        self.unsure = frozenset(self.pools or {0})
+
+    def follow(self, sequence: int) -> None:
+        """REQUIRES: called for every report and every request's end, before it is applied."""
+        if self.next_sequence is not None and sequence != self.next_sequence:
+            self.report_gaps += 1
+            self.lose_track()
+        self.next_sequence = sequence + 1
+
+    def forget_pools(self) -> None:
+        """Its process is gone, or another: all lives are lost."""
+        self.end_all()
+        self.pools.clear()
+        self.holdings = None
+        self.next_sequence = None
+        self.unsure = frozenset()
+        self.source = ""
+
+
+class L0:
+    """handle() and close() are the event thread's; all else may be called from any thread.
+
+    `clock` is CLOCK_MONOTONIC nanoseconds. Every pool draws the key of its sampling from `seed`.
+    """
+
+    name = "l0"
+
+    def __init__(
+        self, sample_rate: float, seed: int | None = None, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._sample_rate = sample_rate
+        self._seeds = random.Random(seed)
+        self._clock = clock
+        self._lock = threading.Lock()  # guards which instances there are, not what is in them
+        self._instances: dict[tuple[str, str], _Instance] = {}
+        self._present: dict[str, _Instance] = {}  # by instance id: those that are not gone; read without the lock too
+
+    # ---- the event thread's -------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """ValueError: a report was refused, by what says why, and its instance is unsure."""
+        match event:
+            case BlockReport():
+                self._report(self._reporter(event), event)
+            case RequestEnded():
+                instance = self._reporter(event)
+                instance.follow(event.sequence)
+                if instance.holdings is not None:
+                    instance.holdings.end(event.request_id, event.time_ns)
+            case InstanceCame():
+                self._came(event)
+            case InstanceGone():
+                self._gone(event)
+
+    def close(self) -> None:
+        """Nothing to do: what is known can be read as before."""
+
+    def _came(self, event: InstanceCame) -> None:
+        self._expire()
+        key = (event.instance_id, event.model_name)
+        with self._lock:
+            known = self._instances.get(key)
+            instance = known or self._instances.setdefault(key, _Instance())
+            before = self._present.get(event.instance_id)
+            self._present[event.instance_id] = instance
+        if before is instance and instance.incarnation == event.incarnation:
+            return
+        if before is not None and before is not instance:  # it is another model now
+            self._end(before)
+        instance.forget_pools()
+        instance.gone_ns = None
+        instance.incarnation, instance.num_blocks = event.incarnation, event.num_blocks
+        if known is not None:
+            instance.lose_track()
+
+    def _gone(self, event: InstanceGone) -> None:
+        instance = self._present.get(event.instance_id)
+        if instance is not None and instance.incarnation == event.incarnation:
+            with self._lock:
+                del self._present[event.instance_id]
+            self._end(instance)
+
+    def _end(self, instance: _Instance) -> None:
+        instance.forget_pools()
+        instance.gone_ns = self._clock()
+
+    def _reporter(self, event: BlockReport | RequestEnded) -> _Instance:
+        instance = self._instances.get((event.instance_id, event.model_name))
+        if instance is None or instance.gone_ns is not None:
+            raise LookupError(f"instance {event.instance_id!r} of model {event.model_name!r} is not there")
+        return instance
+
+    def _report(self, instance: _Instance, event: BlockReport) -> None:
+        instance.follow(event.sequence)
+        payload = event.payload
+        source = "exact" if isinstance(payload, ExactRecords) else "reported"
+        if instance.source not in ("", source):
+            instance.refused += 1
+            return
+        instance.source = source
+        try:
+            self._apply(instance, payload)
+        except ValueError:
+            instance.lose_track()
+            raise
+
+    def _apply(self, instance: _Instance, payload: Payload) -> None:
+        pool = payload.pool if isinstance(payload, ExactRecords) else 0
+        lives = instance.pools[pool] if pool in instance.pools else self._new_pool(instance, pool)
+        if isinstance(payload, ReportedBlocks):
+            instance.records += len(payload.records)
+            if instance.holdings is None:
+                instance.holdings = Holdings(lives)
+            if payload.full:
+                instance.holdings.clear()
+            instance.holdings.apply(payload)
+        else:
+            instance.records += len(payload.records) // 4
+            if payload.full:
+                lives.end_all()
+            lives.apply(payload.records, payload.marks)
+        if payload.full:
+            instance.unsure -= {pool}
+
+    def _new_pool(self, instance: _Instance, pool: int) -> BlockLives:
+        if len(instance.pools) >= MAX_POOLS:
+            raise ValueError(f"more than {MAX_POOLS} block pools")
+        seed = self._seeds.getrandbits(64)
+        lives = BlockLives(instance.figures, instance.num_blocks, self._sample_rate, seed)
+        instance.pools[pool] = lives
+        return lives
+
+    # ---- from any thread ----------------------------------------------------------------------
+
+    def is_unsure(self, instance_id: str) -> bool:
+        """Whether the full state of a pool is wanted from it."""
+        instance = self._present.get(instance_id)
+        return instance is not None and bool(instance.unsure)
+
+    def sources(self) -> dict[str, str]:
+        """How each instance that has reported does it: "exact" or "reported"."""
+        with self._lock:
+            return {id: instance.source for id, instance in self._present.items() if instance.source}
+
+    def status(self, instance_id: str) -> dict[str, Any]:
+        """What `/status` shows of an instance; nothing if it is not there."""
+        instance = self._present.get(instance_id)
+        if instance is None:
+            return {}
+        found = instance.read()
+        return {
+            **{_name(path): attrgetter(path)(found) for _, path, _ in _PLAIN},
+            "refused_reports": instance.refused,
+            "source": instance.source,
+        }
+
+    def families(self) -> list[Family]:
+        self._expire()
+        with self._lock:
+            instances = list(self._instances.items())
+        found = [(labels, instance.read()) for labels, instance in instances]
+        families = []
+        for kind, path, text in _PLAIN:
+            plain = Family(f"kvserver_l0_{_name(path)}", text, kind, LABELS)
+            for labels, figures in found:
+                plain.add(int(attrgetter(path)(figures)), *labels)
+            families.append(plain)
+        for path, text in _HISTOGRAMS.items():
+            name = f"kvserver_l0_block_{_name(path)}_seconds"
+            histogram = Family(name, text, Kind.HISTOGRAM, LABELS, bounds=RESIDENCY_SECONDS)
+            for labels, figures in found:
+                of = attrgetter(path)(figures)
+                histogram.add(Buckets(of.counts, of.sum), *labels)
+            families.append(histogram)
+        return families
+
+    def _expire(self) -> None:
+        """Figures of instances that are gone for long."""
+        until = self._clock() - KEPT_SECONDS * 1_000_000_000
+        with self._lock:
+            for key, instance in list(self._instances.items()):
+                if instance.gone_ns is not None and instance.gone_ns <= until:
+                    del self._instances[key]
