@@ -1,0 +1,156 @@
+"""Events of made-up engines for a real L0, and its figures as every exporter reads them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvserver._native import pack_blocks
+from kvserver.events import BlockReport, InstanceCame, InstanceGone, RequestEnded
+from kvserver.families import Buckets
+from kvserver.l0 import L0
+from kvserver.protocol import (
+    MARK,
+    RECORD_ACCESSED,
+    RECORD_ALLOCATED,
+    RECORD_CLEARED,
+    RECORD_EVICTED,
+    RECORD_HELD,
+    RECORD_OPERATION_SHIFT,
+    RECORD_PRESENT,
+    RECORD_RELEASED,
+    ExactRecords,
+    Held,
+    Payload,
+    Released,
+    ReportedBlocks,
+)
+
+SECOND = 1_000_000_000
+HISTOGRAMS = ("lifetime", "idle_before_evict", "since_last_access", "reuse_gap")
+ENDS = ("evictions", "recycled", "cleared", "lost")
+COUNTERS = ("allocations", "reuses", "shared_accesses", *ENDS)
+GAUGES = ("active_blocks", "released_blocks", "tracked_blocks")
+Moment = tuple[float, Sequence[int]]  # seconds, the records of that time
+
+
+def ns(seconds: float) -> int:
+    return round(seconds * SECOND)
+
+
+def allocated(*blocks: int) -> list[int]:
+    return [RECORD_ALLOCATED << RECORD_OPERATION_SHIFT | block for block in blocks]
+
+
+def accessed(*blocks: int) -> list[int]:
+    return [RECORD_ACCESSED << RECORD_OPERATION_SHIFT | block for block in blocks]
+
+
+def released(*blocks: int) -> list[int]:
+    return [RECORD_RELEASED << RECORD_OPERATION_SHIFT | block for block in blocks]
+
+
+def evicted(*blocks: int) -> list[int]:
+    return [RECORD_EVICTED << RECORD_OPERATION_SHIFT | block for block in blocks]
+
+
+def cleared() -> list[int]:
+    return [RECORD_CLEARED << RECORD_OPERATION_SHIFT]
+
+
+def present(*blocks: int) -> list[int]:
+    return [RECORD_PRESENT << RECORD_OPERATION_SHIFT | block for block in blocks]
+
+
+def held(*blocks: int) -> list[int]:
+    return [RECORD_HELD << RECORD_OPERATION_SHIFT | block for block in blocks]
+
+
+def exact(*moments: Moment, full: bool = False, pool: int = 0) -> ExactRecords:
+    records, marks = array("I"), b""
+    for seconds, of in moments:
+        marks += MARK.pack(len(records), ns(seconds))
+        records.extend(of)
+    return ExactRecords(records.tobytes(), marks, pool, full)
+
+
+def hold(
+    request: str,
+    blocks: Iterable[int],
+    contents: Iterable[int] = (),
+    tokens: Iterable[int] = (),
+    group: int = 0,
+    first: int = 0,
+) -> Held:
+    ids = array("I", blocks)
+    names = array("Q", contents).tobytes()
+    return Held(request, group, first, pack_blocks(ids.tobytes()), len(ids), names, array("I", tokens).tobytes())
+
+
+def release(request: str, blocks: Iterable[int]) -> Released:
+    ids = array("I", blocks)
+    return Released(request, pack_blocks(ids.tobytes()), len(ids))
+
+
+class Engine:
+    """One instance's events, in sequence. Its figures are L0's families for its id and model."""
+
+    def __init__(
+        self,
+        l0: L0,
+        instance_id: str = "engine",
+        model_name: str = "model",
+        incarnation: str = "first",
+        num_blocks: int = 64,
+        block_tokens: int = 4,
+    ) -> None:
+        self.l0 = l0
+        self.names = (instance_id, model_name)
+        self.incarnation = incarnation
+        self.num_blocks, self.block_tokens = num_blocks, block_tokens
+        self.sequence = 0
+        self.come()
+
+    def come(self) -> None:
+        self.l0.handle(InstanceCame(0, *self.names, self.incarnation, self.num_blocks, self.block_tokens))
+
+    def go(self, died: bool = True) -> None:
+        self.l0.handle(InstanceGone(0, *self.names, self.incarnation, died))
+
+    def restart(self) -> None:
+        """Another process of the same id, of which nothing was heard yet."""
+        self.incarnation += "+"
+        self.sequence = 0
+        self.come()
+
+    def report(self, payload: Payload) -> None:
+        self.sequence += 1
+        self.l0.handle(BlockReport(0, *self.names, self.sequence - 1, payload))
+
+    def did(self, *moments: Moment, full: bool = False, pool: int = 0) -> None:
+        self.report(exact(*moments, full=full, pool=pool))
+
+    def holds(self, seconds: float, *records: Held | Released, full: bool = False) -> None:
+        self.report(ReportedBlocks(ns(seconds), self.block_tokens, list(records), full))
+
+    def ended(self, seconds: float, request: str) -> None:
+        self.sequence += 1
+        self.l0.handle(RequestEnded(ns(seconds), *self.names, self.sequence - 1, request))
+
+    def _point(self, family: str) -> Any:
+        (found,) = [f for f in self.l0.families() if f.name == family]
+        (point,) = [figure for labels, figure in found.points if labels == self.names]
+        return point
+
+    def figure(self, name: str) -> int:
+        return int(self._point(f"kvserver_l0_{name}"))
+
+    def seconds(self, name: str) -> tuple[int, float]:
+        """How many were observed, and their sum."""
+        buckets: Buckets = self._point(f"kvserver_l0_block_{name}_seconds")
+        return sum(buckets.counts), round(buckets.sum, 9)
+
+    def counts(self) -> dict[str, int]:
+        """Counters and gauges that are not 0."""
+        return {name: self.figure(name) for name in (*COUNTERS, *GAUGES) if self.figure(name)}
