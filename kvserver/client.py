@@ -16,7 +16,9 @@ from typing import TypeVar
 
 import zmq
 
+from kvserver.errors import ErrorCode
 from kvserver.protocol import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Attach,
     Attached,
@@ -134,7 +136,15 @@ class Client:
         raise TimeoutError(f"kvserver at {self.endpoint} did not answer {type(request).__name__} in time")
 
     def hello(self, name: str = "client") -> HelloReply:
-        return self.ask(Hello(protocol_version=PROTOCOL_VERSION, client=name), HelloReply)
+        """The reply says which protocol was agreed on: ours, or the newest before it that the server speaks."""
+        version = PROTOCOL_VERSION
+        while True:
+            try:
+                return self.ask(Hello(protocol_version=version, client=name), HelloReply)
+            except RequestFailed as refusal:
+                if refusal.code != ErrorCode.VERSION_MISMATCH or version == OLDEST_PROTOCOL_VERSION:
+                    raise
+                version -= 1
 
     def close(self) -> None:
         self.channel.close()

@@ -1,21 +1,31 @@
-"""The hook into vLLM's block pool: sees every allocation, access, release and eviction.
+"""The hook into vLLM's block pool: sees every allocation, access, release and eviction, and when.
 
-Owns: the forwarding metrics collector and the pins of quarantined blocks. Refuses to know: stores,
-loads and messages. Cost: well under a microsecond per event on the scheduler thread.
+Owns: the forwarding metrics collector, the records that nobody took yet, and the pins of quarantined blocks. Refuses
+to know: stores, loads and messages. Runs on the scheduler's thread; cost: well under a microsecond per event.
+
+Pins are ours, not the engine's: no record and no full state tells of them.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvserver.adapters.vllm.metadata import NULL_BLOCK
+
 from kvserver.protocol import (
+    MARK,
     RECORD_ACCESSED,
     RECORD_ALLOCATED,
     RECORD_CLEARED,
     RECORD_EVICTED,
+    RECORD_HELD,
     RECORD_OPERATION_SHIFT,
+    RECORD_PRESENT,
     RECORD_RELEASED,
 )
 
@@ -23,47 +33,126 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+MARK_NS = 200_000  # a record's time is at most so much late: a life, of two times, is within 1 ms of the engine's own
+MAX_RECORDS = 1 << 16  # kept for somebody to take, give or take what happens within one mark; 256 KiB of records
+
 _ALLOCATED = RECORD_ALLOCATED << RECORD_OPERATION_SHIFT
 _ACCESSED = RECORD_ACCESSED << RECORD_OPERATION_SHIFT
 _RELEASED = RECORD_RELEASED << RECORD_OPERATION_SHIFT
 _EVICTED = RECORD_EVICTED << RECORD_OPERATION_SHIFT
 _CLEARED = RECORD_CLEARED << RECORD_OPERATION_SHIFT
+_PRESENT = RECORD_PRESENT << RECORD_OPERATION_SHIFT
+_HELD = RECORD_HELD << RECORD_OPERATION_SHIFT
+
+
+@dataclass(frozen=True)
+class Records:
+    """As ExactRecords has them."""
+
+    records: bytes
+    marks: bytes
 
 
 class PoolHook:
     """Stands in the pool's `metrics_collector` slot and passes everything on to the one that was there."""
 
-    def __init__(self, on_allocated: Callable[[int], None]) -> None:
+    def __init__(self, on_allocated: Callable[[int], None], clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clears = 0  # how often the engine forgot all blocks, which it does only while none is in use
         self.unused = True  # no block was given out since then
+        self.lost = False  # records were dropped: whoever takes needs a full state
         self._on_allocated = on_allocated
+        self._clock = clock
         self._records = array("I")
+        self._append = self._records.append
+        self._marks = array("Q")  # (number of a record, its time) in turn
+        self._next_mark = 0  # when the time has moved enough for another
+        self._whole = False  # the records began with an empty pool
+        self._pins: Counter[int] = Counter()
         self._inner: Any = None
         self._pool: BlockPool | None = None
         self._muted = False
 
     def install(self, pool: BlockPool) -> None:
         """Bind to the pool. Once per pool; a later call moves the hook."""
+        self.lost = self._pool is not None
+        self._drop()
         self._pool = pool
+        self._whole = not self._state()
         self._inner = pool.metrics_collector
         pool.metrics_collector = self
-        free = pool.free_blocks
+        pool.free_blocks = self._releasing(pool, pool.free_blocks)
+        if hasattr(pool, "unpin_blocks"):  # newer vLLMs' other way to release
+            pool.unpin_blocks = self._releasing(pool, pool.unpin_blocks)
 
-        def free_blocks(ordered_blocks: Iterable[KVCacheBlock], *args: Any, **kwargs: Any) -> None:
+    def _releasing(self, pool: BlockPool, release: Callable[..., None]) -> Callable[..., None]:
+        ours = (None, pool)  # newer vLLMs pass blocks of several pools, which go on to their own
+
+        def release_blocks(ordered_blocks: Iterable[KVCacheBlock], *args: Any, **kwargs: Any) -> None:
             blocks = list(ordered_blocks)
             if not self._muted:
-                self._records.extend([_RELEASED | block.block_id for block in blocks])
-            free(blocks, *args, **kwargs)
+                now = self._clock()
+                if now >= self._next_mark:
+                    self._mark(now)
+                self._records.extend(
+                    [_RELEASED | b.block_id for b in blocks if b.block_id and getattr(b, "pool", None) in ours]
+                )
+            release(blocks, *args, **kwargs)
 
-        pool.free_blocks = free_blocks
+        return release_blocks
 
-    def take_records(self) -> array[int]:
-        records, self._records = self._records, array("I")
-        return records
+    # ---- what happened ------------------------------------------------------------------------
+
+    def take(self) -> Records:
+        """What happened since the last time. REQUIRES: not `lost`."""
+        taken = Records(self._records.tobytes(), self._marks.tobytes())
+        self._drop()
+        return taken
+
+    def take_full(self) -> list[Records]:
+        """What makes the pool's present state out of nothing, MAX_RECORDS at most in each.
+
+        The first ones may be what happened since the pool was new. Else: for each block that holds something
+        PRESENT, and one HELD per owner. What nobody took is dropped.
+        """
+        self.lost = False
+        if self._whole:
+            return [self.take()]
+        self._drop()
+        state, mark = self._state(), MARK.pack(0, self._clock())
+        parts = range(0, max(len(state), 1), MAX_RECORDS)
+        return [Records(state[at : at + MAX_RECORDS].tobytes(), mark) for at in parts]
+
+    def _state(self) -> array[int]:
+        found = array("I")
+        for block in self._pool.blocks if self._pool is not None else ():
+            number = block.block_id
+            owners = block.ref_cnt - self._pins[number] if self._pins else block.ref_cnt
+            if number != NULL_BLOCK and (owners > 0 or _holds_content(block)):
+                found.append(_PRESENT | number)
+                found.extend([_HELD | number] * owners)
+        return found
+
+    def _mark(self, now: int) -> None:
+        """The next record's time is `now`."""
+        if len(self._records) >= MAX_RECORDS:
+            self._drop()
+            self.lost = True
+        self._marks.append(len(self._records))
+        self._marks.append(now)
+        self._next_mark = now + MARK_NS
+
+    def _drop(self) -> None:
+        del self._records[:]
+        del self._marks[:]
+        self._next_mark = 0
+        self._whole = False
+
+    # ---- pins ---------------------------------------------------------------------------------
 
     def pin(self, block_ids: list[int]) -> None:
         """Take a reference, so that the blocks are not given to anyone."""
         assert self._pool is not None
+        self._pins.update(block_ids)
         self._muted = True
         try:
             self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
@@ -72,6 +161,7 @@ class PoolHook:
 
     def unpin(self, block_ids: list[int]) -> None:
         assert self._pool is not None
+        self._pins -= Counter(block_ids)
         self._muted = True
         try:
             self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
@@ -81,8 +171,11 @@ class PoolHook:
     # ---- vLLM's collector interface -----------------------------------------------------------
 
     def on_block_allocated(self, block: KVCacheBlock) -> None:
+        now = self._clock()
+        if now >= self._next_mark:
+            self._mark(now)
+        self._append(_ALLOCATED | block.block_id)
         self.unused = False
-        self._records.append(_ALLOCATED | block.block_id)
         self._on_allocated(block.block_id)
         if self._inner is not None:
             self._inner.on_block_allocated(block)
@@ -90,19 +183,31 @@ class PoolHook:
     def on_block_accessed(self, block: KVCacheBlock) -> None:
         if self._muted:
             return
-        self._records.append(_ACCESSED | block.block_id)
+        if block.block_id:
+            now = self._clock()
+            if now >= self._next_mark:
+                self._mark(now)
+            self._append(_ACCESSED | block.block_id)
         if self._inner is not None:
             self._inner.on_block_accessed(block)
 
     def on_block_evicted(self, block: KVCacheBlock) -> None:
-        self._records.append(_EVICTED | block.block_id)
+        """vLLM calls it for every block that it gives out, too: one without content is recycled, not evicted."""
+        if _holds_content(block):
+            now = self._clock()
+            if now >= self._next_mark:
+                self._mark(now)
+            self._append(_EVICTED | block.block_id)
         if self._inner is not None:
             self._inner.on_block_evicted(block)
 
     def reset(self) -> None:
         self.clears += 1
         self.unused = True
-        self._records.append(_CLEARED)
+        now = self._clock()
+        if now >= self._next_mark:
+            self._mark(now)
+        self._append(_CLEARED)
         if self._inner is not None:
             self._inner.reset()
 
@@ -112,3 +217,8 @@ class PoolHook:
         if inner is None:
             raise AttributeError(name)
         return getattr(inner, name)
+
+
+def _holds_content(block: KVCacheBlock) -> bool:
+    """Whether it has a hash; a vLLM that names it differently is believed to have one."""
+    return getattr(block, "block_hash", True) is not None

@@ -437,7 +437,14 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.reset_cache() if self.scheduler is not None else True
 
     def take_events(self) -> Iterable[Any]:
+        """vLLM asks once for each step, when it has taken the step's outputs."""
+        self._step_ended()
         return ()
+
+    @fenced()
+    def _step_ended(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step_ended()
 
     @fenced()
     def shutdown(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,21 +22,13 @@ from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
 from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
+from kvserver.adapters.vllm.reports import Reports
 from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
 
 from kvserver.errors import ErrorCode
-from kvserver.protocol import (
-    KEY_BYTES,
-    EndRequest,
-    Error,
-    Lookup,
-    LookupReply,
-    ReportBlockAllocations,
-)
-from kvserver.protocol import (
-    Request as Message,
-)
+from kvserver.protocol import KEY_BYTES, Error, Lookup, LookupReply
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -47,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvserver")
 
 _REPORT_SECONDS = 1.0  # from a store's deadline until its end has come from the workers
+_LONGEST_TRACEPARENT = 512  # as the protocol has it
 _RENEW = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.BAD_KEYS.value, ErrorCode.DUPLICATE_INSTANCE.value}
 
 
@@ -59,6 +51,14 @@ def by_position(tables: Tables, first: int, last: int) -> list[int]:
     if len(tables) == 1:
         return tables[0][first:last]
     return [block_id for ids in zip(*(table[first:last] for table in tables), strict=True) for block_id in ids]
+
+
+def traceparent(request: Request) -> str:
+    """Of the headers that came with the request; empty if there is none."""
+    for name, value in (getattr(request, "trace_headers", None) or {}).items():
+        if name.lower() == "traceparent" and len(value) <= _LONGEST_TRACEPARENT:
+            return str(value)
+    return ""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,6 @@ class SchedulerHalf:
         self._link = link
         self._instance_id = instance_id
         self._incarnation = incarnation
-        self._model_name = model_name
         self._block_tokens = block_tokens
         self._hash_block_tokens = hash_block_tokens
         self._holds_back_tail = holds_back_tail
@@ -114,7 +113,8 @@ class SchedulerHalf:
         self._pending = PendingStores(world_size)
         self._pool = PoolHook(self._allocated)
         self._quarantine = Quarantine(self._pool)
-        self._sequence = 0
+        self._reports = Reports(instance_id, incarnation, model_name, self._pool, self.counters)
+        self._speed = PrefillSpeed()
         self._poll_left = settings.lookup_poll_ms / 1000
 
     # ---- lookup -------------------------------------------------------------------------------
@@ -156,6 +156,8 @@ class SchedulerHalf:
                     chunk_blocks=self._chunk_blocks(),
                     keys=keys,
                     variant=state.variant,
+                    tokens=state.request.num_tokens,
+                    traceparent=traceparent(state.request),
                 )
             )
             self.counters["lookups" if number is not None else "unsent"] += 1
@@ -195,13 +197,14 @@ class SchedulerHalf:
             self._link.breaker.answered()
             state = self._lookups.pop(number, None)
             if isinstance(reply, Error):
-                self._refused(reply)
+                self._refused(number, reply)
             if state is None:
                 continue
             state.lookup = None
             state.hit_chunks = reply.hit_chunks if isinstance(reply, LookupReply) else 0
 
-    def _refused(self, error: Error) -> None:
+    def _refused(self, number: int, error: Error) -> None:
+        self._reports.refused(number, error)
         self.counters[f"refused_{error.code}"] += 1
         if self.counters[f"refused_{error.code}"] == 1:
             log.warning("kvserver refused a message of the scheduler: %s: %s", error.code, error.message)
@@ -262,11 +265,21 @@ class SchedulerHalf:
         self._poll_left = self._settings.lookup_poll_ms / 1000
         session = self._usable()
         may_store = session is not None and self._pool.clears >= self._clears_awaited
+        prompt_tokens = 0
         for request_id, computed in self._scheduled(output):
             state = self._requests.get(request_id)
             if state is not None and may_store:
                 self._plan_store(state, computed, output)
-        self._report_blocks(session)
+            if state is not None:
+                before = computed - output.num_scheduled_tokens[request_id]
+                prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
+        if session is not None:
+            self._reports.send_blocks(session)
+        self._speed.planned(prompt_tokens)
+
+    def step_ended(self) -> None:
+        """vLLM has taken the outputs of the oldest step that was planned."""
+        self._speed.ended()
 
     def take_plan(self, idle: bool) -> StepPlan:
         """The plan, whole or as far as it got: a load in it must reach the worker, which alone can end it."""
@@ -377,16 +390,7 @@ class SchedulerHalf:
             self._plan.abort_loads.append(state.load.load_id)  # a no-op unless it still runs
         session = self._usable()
         if session is not None:
-            self._send_notice(
-                session,
-                EndRequest(
-                    instance_id=self._instance_id,
-                    incarnation=self._incarnation,
-                    model_name=self._model_name,
-                    sequence=self._sequence,
-                    request_id=request.request_id,
-                ),
-            )
+            self._reports.end_request(session, request.request_id, self._speed.tokens_per_second)
 
     def reset_cache(self) -> bool:
         """The weights may have changed: nothing stored so far may be found, until a version says so.
@@ -431,6 +435,7 @@ class SchedulerHalf:
             if self._session is not None:
                 self._session.channel.close()
             self._session = current
+            self._reports.begin()
         return session if session is current else None
 
     def _variant_of(self, request: Request) -> str:
@@ -451,24 +456,3 @@ class SchedulerHalf:
         step = self._chunk_tokens() // self._hash_block_tokens
         hashes = request.block_hashes[(first + 1) * step - 1 : last * step : step]
         return b"".join(bytes(h).ljust(KEY_BYTES, b"\0") for h in hashes)
-
-    def _report_blocks(self, session: Session | None) -> None:
-        records = self._pool.take_records()
-        if records and session is not None:
-            self._send_notice(
-                session,
-                ReportBlockAllocations(
-                    instance_id=self._instance_id,
-                    incarnation=self._incarnation,
-                    model_name=self._model_name,
-                    sequence=self._sequence,
-                    time_ns=time.monotonic_ns(),
-                    records=array("I", records).tobytes(),
-                ),
-            )
-
-    def _send_notice(self, session: Session, notice: Message) -> None:
-        """A notice that cannot be sent is lost; the gap in the sequence tells the server."""
-        self._sequence += 1
-        if session.channel.send(notice) is None:
-            self.counters["unsent"] += 1

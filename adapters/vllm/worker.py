@@ -166,6 +166,7 @@ class WorkerHalf:
             "sequence": copy.sequence,
             "deadline_ns": int(copy.deadline * 1e9),
             "variant": spec.variant,
+            "request_id": spec.request_id if copy.session.hello.traces else "",
         }
         return Retrieve(**fields, skip_blocks=spec.skip_blocks) if isinstance(spec, LoadSpec) else Store(**fields)
 

@@ -1,0 +1,103 @@
+"""What the scheduler half tells the daemon unasked: what the block pool did, and which requests ended.
+
+Owns: the sequence of these notices, and when a full state is due: at the start of a session, when records or a notice
+were lost, when the daemon says so. Refuses to know: lookups, loads, stores, and what a daemon makes of a report.
+
+A pass sends one report at most; only a full state takes several where one message cannot hold it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from kvserver.adapters.vllm.blockpool import PoolHook, Records
+from kvserver.adapters.vllm.link import Session
+
+from kvserver.errors import ErrorCode
+from kvserver.protocol import EndRequest, Error, ExactRecords, ReportBlockAllocations
+
+_FULL_STATES_SINCE = 2  # the protocol version
+_LOST = {ErrorCode.REPORT_GAP.value, ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.DUPLICATE_INSTANCE.value}
+_REST = 50  # times what a full state took: a daemon that always wants another costs 2% of the engine's thread
+
+
+class Reports:
+    """begin() for each session, before its first notice."""
+
+    def __init__(
+        self, instance_id: str, incarnation: str, model_name: str, pool: PoolHook, counters: Counter[str]
+    ) -> None:
+        self._sender: dict[str, Any] = {
+            "instance_id": instance_id,
+            "incarnation": incarnation,
+            "model_name": model_name,
+        }
+        self._pool = pool
+        self._counters = counters
+        self._sequence = 0
+        self._full_due = True
+        self._full_number = 0  # the last full state's: what was refused before it no longer matters
+        self._full_after = 0.0
+
+    def begin(self) -> None:
+        self._full_due = True
+        self._full_number = 0
+        self._full_after = 0.0
+
+    def refused(self, number: int, error: Error) -> None:
+        """Of whatever message: a daemon that does not know the instance does not know its blocks either."""
+        if error.code in _LOST and number >= self._full_number:
+            self._full_due = True
+
+    def end_request(self, session: Session, request_id: str, prefill_speed: float) -> None:
+        end = EndRequest(
+            **self._sender,
+            sequence=self._sequence,
+            request_id=request_id,
+            prefill_tokens_per_second=prefill_speed,
+        )
+        self._send(session, end)
+
+    def send_blocks(self, session: Session) -> None:
+        """What the pool did since the last pass, or a full state. Ends a scheduler pass."""
+        if session.hello.protocol_version < _FULL_STATES_SINCE:
+            self._send_old(session)
+        elif not (self._full_due or self._pool.lost):
+            if (taken := self._pool.take()).records:
+                self._send_records(session, taken, full=False)
+        elif (began := time.monotonic()) >= self._full_after:
+            self._send_full(session)
+            now = time.monotonic()
+            self._full_after = now + _REST * (now - began)
+
+    def _send_full(self, session: Session) -> None:
+        first, *others = self._pool.take_full()
+        self._full_due = False
+        self._counters["full_states"] += 1
+        self._full_number = self._send_records(session, first, full=True) or 0
+        for part in others:
+            self._send_records(session, part, full=False)
+
+    def _send_records(self, session: Session, taken: Records, full: bool) -> int | None:
+        payload = ExactRecords(records=taken.records, marks=taken.marks, full=full)
+        return self._send(session, ReportBlockAllocations(**self._sender, sequence=self._sequence, payload=payload))
+
+    def _send_old(self, session: Session) -> None:
+        """Version 1 counts records, whatever was before them."""
+        self._pool.lost = False
+        if records := self._pool.take().records:
+            report = ReportBlockAllocations(
+                **self._sender, sequence=self._sequence, records=records, time_ns=time.monotonic_ns()
+            )
+            self._send(session, report)
+
+    def _send(self, session: Session, notice: ReportBlockAllocations | EndRequest) -> int | None:
+        """One that cannot be sent is lost, and leaves a gap in the sequence."""
+        self._sequence += 1
+        number = session.channel.send(notice)
+        if number is None:
+            self._counters["unsent"] += 1
+            self._full_due = True
+        return number
