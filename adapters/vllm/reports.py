@@ -97,7 +97,7 @@ class Reports:
         """One that cannot be sent is lost, and leaves a gap in the sequence."""
         self._sequence += 1
         number = session.channel.send(notice)
+        self._counters["notices" if number is not None else "unsent"] += 1
         if number is None:
-            self._counters["unsent"] += 1
             self._full_due = True
         return number

@@ -1,0 +1,172 @@
+"""An obvious model of block records, and a real vLLM block pool at random work to compare it with."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kvserver.adapters.vllm.blockpool import PoolHook, Records
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kvserver.protocol import (
+    MARK,
+    RECORD_ACCESSED,
+    RECORD_ALLOCATED,
+    RECORD_CLEARED,
+    RECORD_EVICTED,
+    RECORD_HELD,
+    RECORD_OPERATION_SHIFT,
+    RECORD_PRESENT,
+    RECORD_RELEASED,
+    ExactRecords,
+    ReportBlockAllocations,
+)
+
+BLOCK = 16
+
+
+def unpack(records: bytes) -> list[tuple[int, int]]:
+    """(operation, block id) of each."""
+    numbers = array("I")
+    numbers.frombytes(records)
+    return [(n >> RECORD_OPERATION_SHIFT, n & ((1 << RECORD_OPERATION_SHIFT) - 1)) for n in numbers]
+
+
+def timed(records: bytes, marks: bytes) -> Iterator[tuple[int, int, int]]:
+    """(time, operation, block id) of each; the marks must be as the protocol says."""
+    when = list(MARK.iter_unpack(marks))
+    assert not records or when[0][0] == 0
+    assert when == sorted(set(when))
+    for number, (operation, block) in enumerate(unpack(records)):
+        while len(when) > 1 and when[1][0] <= number:
+            when.pop(0)
+        yield when[0][1], operation, block
+
+
+class Replay:
+    """What follows from records: who owns blocks, and which hold something, or might, of which a record has told."""
+
+    def __init__(self) -> None:
+        self.owners: Counter[int] = Counter()
+        self.live: set[int] = set()
+
+    def take(self, records: bytes) -> Replay:
+        for operation, block in unpack(records):
+            match operation:
+                case _ if operation == RECORD_ALLOCATED:
+                    assert not self.owners[block], f"block {block} was given out while somebody owned it"
+                    self.owners[block] = 1
+                    self.live.add(block)
+                case _ if operation in (RECORD_ACCESSED, RECORD_HELD):
+                    assert block in self.live
+                    self.owners[block] += 1
+                case _ if operation == RECORD_RELEASED:
+                    assert self.owners[block], f"block {block} was released by nobody"
+                    self.owners[block] -= 1
+                case _ if operation == RECORD_EVICTED:
+                    assert block in self.live
+                    self.live.discard(block)
+                case _ if operation == RECORD_CLEARED:
+                    assert not +self.owners
+                    self.live.clear()
+                case _ if operation == RECORD_PRESENT:
+                    assert block not in self.live
+                    self.live.add(block)
+        return self
+
+    def take_reports(self, reports: Iterable[ReportBlockAllocations]) -> Replay:
+        for report in reports:
+            assert isinstance(report.payload, ExactRecords)
+            if report.payload.full:
+                self.owners.clear()
+                self.live.clear()
+            self.take(report.payload.records)
+        return self
+
+    def agrees_with(self, pool: BlockPool, pins: Iterable[int] = ()) -> bool:
+        """Owners alike; a live block that the pool says is free holds what it was allocated for, but uncached."""
+        pinned = Counter(pins)
+        owners = {b.block_id: b.ref_cnt - pinned[b.block_id] for b in pool.blocks[1:]}
+        assert {block: count for block, count in owners.items() if count} == dict(+self.owners)
+        cached = {b.block_id for b in pool.blocks[1:] if b.block_hash is not None}
+        assert cached <= self.live, "a block that can be found was said to be gone"
+        return True
+
+
+class Churn:
+    """A pool at work: requests that share prefixes take, share, cache and free its blocks."""
+
+    def __init__(self, seed: int, blocks: int = 40, clock: Any = None, caching: bool = True) -> None:
+        init_none_hash(sha256)
+        self.random = random.Random(seed)
+        self.pool = BlockPool(blocks, caching, BLOCK)
+        self.hook = PoolHook(lambda block: None, *([clock] if clock else []))
+        self.hook.install(self.pool)
+        self.held: list[list[Any]] = []  # the blocks of each request that runs
+        self.pins: list[list[int]] = []
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._names = 0
+
+    def request(self, family: int, length: int) -> Request:
+        self._names += 1
+        tokens = [3 + (family * 97 + i * i) % 900 for i in range(length * BLOCK)]
+        return Request(f"r{self._names}", tokens, SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
+
+    def begin(self, family: int, length: int, cached: int | None = None) -> list[Any] | None:
+        """A request of so many blocks, the first `cached` of which can be found later. None: no room."""
+        request = self.request(family, length)
+        hits: list[Any] = []
+        for block_hash in request.block_hashes:
+            found = self.pool.get_cached_block(block_hash, [0])
+            if found is None:
+                break
+            hits += found
+        fresh = length - len(hits)
+        if fresh > self.pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits):
+            return None
+        self.pool.touch(hits)
+        blocks = hits + self.pool.get_new_blocks(fresh)
+        full = max(len(hits), length if cached is None else cached)
+        if self.pool.enable_caching:
+            self.pool.cache_full_blocks(request, blocks, len(hits), full, BLOCK, 0)
+        self.held.append(blocks)
+        return blocks
+
+    def end(self, blocks: list[Any]) -> None:
+        self.held.remove(blocks)
+        self.pool.free_blocks(iter(reversed(blocks)))
+
+    def act(self) -> None:
+        """One thing that may happen."""
+        choice = self.random.random()
+        if choice < 0.45:
+            length = self.random.randint(1, 8)
+            self.begin(self.random.randrange(4), length, self.random.choice([None, length // 2]))
+        elif choice < 0.80 and self.held:
+            self.end(self.random.choice(self.held))
+        elif choice < 0.85:
+            self.pool.evict_blocks({self.random.randrange(1, len(self.pool.blocks)) for _ in range(3)})
+        elif choice < 0.92 and self.held:
+            self.pins.append([b.block_id for b in self.random.choice(self.held)])
+            self.hook.pin(self.pins[-1])
+        elif choice < 0.97 and self.pins:
+            self.hook.unpin(self.pins.pop())
+        elif choice > 0.985:
+            while self.held:
+                self.end(self.held[-1])
+            while self.pins:
+                self.hook.unpin(self.pins.pop())
+            assert self.pool.reset_prefix_cache()
+
+    def agrees(self, replay: Replay) -> bool:
+        return replay.agrees_with(self.pool, [block for pin in self.pins for block in pin])
+
+    def take(self) -> Records:
+        return self.hook.take()

@@ -1,0 +1,303 @@
+"""What the hook in a real vLLM block pool records: what, in which order, when; and the state it can be told anew from."""
+
+from __future__ import annotations
+
+import pytest
+from kvserver.adapters.vllm.blockpool import MARK_NS, MAX_RECORDS
+from replay import Churn, Replay, timed, unpack
+
+from kvserver.protocol import (
+    RECORD_ACCESSED,
+    RECORD_ALLOCATED,
+    RECORD_CLEARED,
+    RECORD_EVICTED,
+    RECORD_HELD,
+    RECORD_PRESENT,
+    RECORD_RELEASED,
+)
+
+NAMES = {
+    RECORD_ALLOCATED: "allocated",
+    RECORD_ACCESSED: "accessed",
+    RECORD_RELEASED: "released",
+    RECORD_EVICTED: "evicted",
+    RECORD_CLEARED: "cleared",
+    RECORD_PRESENT: "present",
+    RECORD_HELD: "held",
+}
+
+
+class Clock:
+    """Moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 5_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def words(records: bytes) -> list[str]:
+    return [f"{NAMES[operation]} {block}" for operation, block in unpack(records)]
+
+
+def test_records_come_in_the_order_of_events():
+    churn = Churn(0)
+    first = churn.begin(family=1, length=2)
+    second = churn.begin(family=1, length=3)
+    churn.end(first)
+    churn.end(second)
+    assert words(churn.take().records) == [
+        *["allocated 1", "allocated 2"],
+        *["accessed 1", "accessed 2", "allocated 3"],
+        *["released 2", "released 1"],
+        *["released 3", "released 2", "released 1"],
+    ]
+
+
+def test_a_mark_is_made_when_the_time_has_moved_by_more_than_its_share():
+    clock = Clock()
+    churn = Churn(0, clock=clock)
+    start = clock.now
+    churn.begin(1, 2)
+    clock.now += MARK_NS - 1
+    churn.begin(2, 1)
+    clock.now += 1
+    churn.begin(3, 2)
+    taken = churn.take()
+    assert list(timed(taken.records, taken.marks)) == [
+        (start, RECORD_ALLOCATED, 1),
+        (start, RECORD_ALLOCATED, 2),
+        (start, RECORD_ALLOCATED, 3),
+        (start + MARK_NS, RECORD_ALLOCATED, 4),
+        (start + MARK_NS, RECORD_ALLOCATED, 5),
+    ]
+    assert len(taken.marks) == 2 * 16
+
+
+def test_the_first_record_after_a_taking_has_its_time_though_none_has_passed():
+    clock = Clock()
+    churn = Churn(0, clock=clock)
+    churn.begin(1, 1)
+    churn.take()
+    churn.begin(2, 1)
+    taken = churn.take()
+    assert list(timed(taken.records, taken.marks)) == [(clock.now, RECORD_ALLOCATED, 2)]
+
+
+def test_every_kind_of_event_has_its_time():
+    clock = Clock()
+    churn = Churn(0, blocks=4, clock=clock)
+    blocks = churn.begin(1, 3)
+    for step in (
+        lambda: churn.end(blocks),
+        lambda: churn.begin(1, 3),
+        lambda: churn.pool.evict_blocks({1}),
+        lambda: churn.end(churn.held[0]),
+        lambda: churn.pool.reset_prefix_cache(),
+    ):
+        clock.now += MARK_NS
+        step()
+    taken = churn.take()
+    start = clock.now - 5 * MARK_NS
+    times = {(time - start) // MARK_NS: NAMES[operation] for time, operation, _ in timed(taken.records, taken.marks)}
+    assert times == {0: "allocated", 1: "released", 2: "accessed", 3: "evicted", 4: "released", 5: "cleared"}
+
+
+def test_a_block_that_was_never_cached_is_recycled_not_evicted():
+    churn = Churn(0, blocks=5)
+    churn.end(churn.begin(1, 4, cached=2))
+    churn.take()
+    churn.begin(2, 4)
+    assert sorted(words(churn.take().records)) == sorted(
+        ["evicted 1", "evicted 2", *(f"allocated {block}" for block in (1, 2, 3, 4))]
+    )
+
+
+def test_a_pool_without_prefix_caching_recycles():
+    churn = Churn(0, blocks=3, caching=False)
+    churn.end(churn.begin(1, 2))
+    churn.begin(1, 2)
+    assert [word.split()[0] for word in words(churn.take().records)] == ["allocated"] * 2 + ["released"] * 2 + [
+        "allocated"
+    ] * 2
+
+
+def test_evict_blocks_evicts_what_has_content_owned_or_not():
+    churn = Churn(0)
+    churn.begin(1, 3, cached=2)
+    churn.take()
+    churn.pool.evict_blocks({1, 2, 3, 7})
+    assert sorted(words(churn.take().records)) == ["evicted 1", "evicted 2"]
+
+
+def test_the_null_block_is_nobodys():
+    """Where a window moved on, tables name it; vLLM touches and frees it with the others."""
+    churn = Churn(0)
+    blocks = churn.begin(1, 2)
+    churn.take()
+    churn.pool.touch([churn.pool.null_block, blocks[0]])
+    churn.pool.free_blocks([churn.pool.null_block, blocks[0]])
+    assert words(churn.take().records) == ["accessed 1", "released 1"]
+
+
+def test_blocks_of_another_pool_are_that_pools_to_release():
+    mine, other = Churn(0), Churn(1)
+    blocks = mine.begin(1, 2)
+    foreign = other.begin(1, 3)
+    if not hasattr(blocks[0], "pool"):
+        assert not hasattr(foreign[0], "pool")
+        return
+    mine.take()
+    other.take()
+    mine.pool.free_blocks([*blocks, *foreign])
+    assert words(mine.take().records) == ["released 1", "released 2"]
+    assert words(other.take().records) == ["released 1", "released 2", "released 3"]
+
+
+def test_a_pin_is_no_access_and_no_owner():
+    churn = Churn(0)
+    blocks = churn.begin(1, 3, cached=2)
+    churn.take()
+    churn.hook.pin([1, 2, 3])
+    churn.end(blocks)
+    assert words(churn.take().records) == ["released 3", "released 2", "released 1"]
+    (state,) = churn.hook.take_full()
+    assert words(state.records) == ["present 1", "present 2"], "3 has no content, and 1 and 2 no owner"
+    churn.hook.unpin([1, 2, 3])
+    assert not churn.take().records
+
+
+def test_a_full_state_names_every_owner():
+    churn = Churn(0)
+    first = churn.begin(1, 2)
+    churn.begin(1, 3, cached=2)
+    churn.end(churn.begin(2, 2, cached=1))
+    churn.take()
+    (state,) = churn.hook.take_full()
+    assert words(state.records) == [
+        *["present 1", "held 1", "held 1", "present 2", "held 2", "held 2", "present 3", "held 3", "present 4"]
+    ]
+    churn.end(first)
+    assert words(churn.take().records) == ["released 2", "released 1"], "what follows counts from the state"
+
+
+def test_a_full_state_of_a_pool_never_used_is_empty():
+    (state,) = Churn(0).hook.take_full()
+    assert state.records == b""
+
+
+def test_the_first_full_state_is_the_pools_whole_history():
+    """So the first blocks' lives are known from their beginning, though the engine starts before the first report."""
+    clock = Clock()
+    churn = Churn(0, clock=clock)
+    churn.end(churn.begin(1, 2))
+    clock.now += 10 * MARK_NS
+    churn.begin(2, 1)
+    (state,) = churn.hook.take_full()
+    assert words(state.records) == ["allocated 1", "allocated 2", "released 2", "released 1", "allocated 3"]
+    assert len(state.marks) == 2 * 16
+    (again,) = churn.hook.take_full()
+    assert words(again.records) == ["present 1", "present 2", "present 3", "held 3"]
+
+
+def test_a_full_state_drops_what_nobody_took():
+    churn = Churn(0)
+    churn.take()
+    churn.begin(1, 1)
+    churn.hook.take_full()
+    assert not churn.take().records
+
+
+def test_a_hook_in_a_pool_at_work_begins_with_its_state():
+    churn = Churn(0)
+    churn.begin(1, 2)
+    moved = type(churn.hook)(lambda block: None)
+    moved.install(churn.pool)
+    churn.begin(2, 1)
+    (state,) = moved.take_full()
+    assert words(state.records) == ["present 1", "held 1", "present 2", "held 2", "present 3", "held 3"]
+
+
+def test_records_that_nobody_takes_are_bounded():
+    churn = Churn(0)
+    blocks = churn.pool.get_new_blocks(30)
+    for _ in range(2 * MAX_RECORDS // 30):
+        churn.pool.touch(blocks)
+        churn.pool.free_blocks(blocks)
+    assert churn.hook.lost
+    churn.pool.touch(blocks[:1])
+    (state,) = churn.hook.take_full()
+    assert not churn.hook.lost
+    replay = Replay().take(state.records)
+    assert churn.agrees(replay)
+    assert replay.owners[blocks[0].block_id] == 2
+
+
+def test_a_large_full_state_comes_in_parts():
+    churn = Churn(0, blocks=MAX_RECORDS)
+    churn.pool.get_new_blocks(MAX_RECORDS - 1)
+    churn.take()
+    parts = churn.hook.take_full()
+    assert [len(part.records) for part in parts] == [4 * MAX_RECORDS, 4 * (MAX_RECORDS - 2)]
+    replay = Replay()
+    for part in parts:
+        assert len(part.marks) == 16
+        replay.take(part.records)
+    assert churn.agrees(replay)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_records_from_the_start_give_the_pools_own_state_and_so_does_a_full_state(seed):
+    churn = Churn(seed, caching=seed != 5)
+    replay = Replay()
+    for step in range(600):
+        churn.act()
+        if step % 7:
+            continue
+        replay.take(churn.take().records)
+        assert churn.agrees(replay)
+        if step % 49 == 0:
+            (state,) = churn.hook.take_full()
+            told = Replay().take(state.records)
+            assert churn.agrees(told)
+            assert told.owners == +replay.owners
+            held_or_cached = {b.block_id for b in churn.pool.blocks[1:] if b.block_hash is not None} | set(told.owners)
+            assert told.live == held_or_cached
+            replay.live |= told.live  # what was evicted while owned: a state tells of it, for its owner's sake
+    assert churn.hook.clears, "the pool was never cleared: nothing of that was tried"
+
+
+def test_the_collector_that_stood_there_hears_everything_but_pins():
+    class Collector:
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def on_block_allocated(self, block):
+            self.heard.append(f"allocated {block.block_id}")
+
+        def on_block_accessed(self, block):
+            self.heard.append(f"accessed {block.block_id}")
+
+        def on_block_evicted(self, block):
+            self.heard.append(f"evicted {block.block_id}")
+
+        def reset(self):
+            self.heard.append("reset")
+
+        def drain_events(self):
+            return ["an event"]
+
+    churn = Churn(0)
+    collector = Collector()
+    churn.pool.metrics_collector = collector
+    hook = type(churn.hook)(lambda block: None)
+    hook.install(churn.pool)
+    blocks = churn.begin(1, 1)
+    churn.pool.touch(blocks)
+    hook.pin([1])
+    hook.unpin([1])
+    churn.pool.free_blocks(blocks * 2)
+    churn.pool.reset_prefix_cache()
+    assert collector.heard == ["evicted 1", "allocated 1", "accessed 1", "reset"]
+    assert churn.pool.metrics_collector.drain_events() == ["an event"]

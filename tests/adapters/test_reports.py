@@ -1,0 +1,492 @@
+"""What a daemon hears of an engine's blocks and requests: complete, in order, and told anew where something was lost."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from kvserver.adapters.vllm.blockpool import MAX_RECORDS
+from kvserver.adapters.vllm.link import Session
+from kvserver.adapters.vllm.reports import Reports
+from kvserver.adapters.vllm.speed import FLOOR_TOKENS, PrefillSpeed
+from modelless import Engine, prompt
+from replay import Churn, Replay, timed
+from support.daemon import Daemon, wait_until
+from tap import Tap
+
+from kvserver.client import Channel
+from kvserver.errors import ErrorCode
+from kvserver.protocol import (
+    PROTOCOL_VERSION,
+    RECORD_ALLOCATED,
+    EndRequest,
+    Error,
+    ExactRecords,
+    Hello,
+    HelloReply,
+    Lookup,
+    ReportBlockAllocations,
+    Retrieve,
+    Store,
+    decode_request,
+    encode,
+)
+
+CHUNK = 64
+
+
+class Talk:
+    """Reports about a pool over a channel to a socket that only listens, or does not yet."""
+
+    def __init__(self, folder: Path, churn: Churn, listens: bool = True, version: int = PROTOCOL_VERSION) -> None:
+        self.counters: Counter[str] = Counter()
+        self.reports = Reports("i", "n", "m", churn.hook, self.counters)
+        self.numbers: list[int] = []  # of the messages
+        self.messages: list[ReportBlockAllocations] = []
+        self._endpoint = f"ipc://{folder}/ear"
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        hello = HelloReply(version, "0", "boot", 64, "", "")
+        self.session = Session(hello, Channel(self._endpoint))
+        if listens:
+            self.listen()
+
+    def listen(self) -> None:
+        self._router.bind(self._endpoint)
+        assert self.session.channel.wait_writable(5)
+
+    def end_pass(self) -> None:
+        """And wait until what was sent has been heard."""
+        self.reports.send_blocks(self.session)
+        while len(self.messages) < self.counters["notices"]:
+            assert self._router.poll(5000)
+            _, number, raw = self._router.recv_multipart()
+            self.numbers.append(int.from_bytes(number, "little"))
+            self.messages.append(decode_request(raw))
+
+    def wait_heard(self, count: int) -> None:
+        """End passes until so many messages came."""
+        wait_until(lambda: self.end_pass() or len(self.messages) >= count, 5)
+        assert len(self.messages) == count
+
+    def refuse(self, number: int) -> None:
+        self.reports.refused(number, Error(code=ErrorCode.REPORT_GAP.value, message="of the test"))
+
+    def close(self) -> None:
+        self.session.channel.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def make_talk():
+    folder, talks = Path(tempfile.mkdtemp(prefix="kvs-")), []
+
+    def make(churn: Churn, **options: object) -> Talk:
+        talks.append(Talk(folder, churn, **options))
+        return talks[-1]
+
+    yield make
+    for talk in talks:
+        talk.close()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def make_tap():
+    taps: list[Tap] = []
+
+    def make(daemon: Daemon) -> Tap:
+        taps.append(Tap(daemon))
+        return taps[-1]
+
+    yield make
+    for tap in taps:
+        tap.close()
+
+
+def idle_pass(engine: Engine) -> None:
+    """What ends with a step is told in the next pass."""
+    engine.scheduler.schedule()
+
+
+def heard(tap: Tap, *engines: Engine) -> Tap:
+    """When it has heard all that these engines have sent through it."""
+    sent = sum(engine.connector.scheduler.counters["notices"] for engine in engines)
+    wait_until(lambda: len(tap.notices()) >= sent, 5, f"{sent} notices")
+    assert len(tap.notices()) == sent
+    return tap
+
+
+def reports(tap: Tap, instance_id: str | None = None) -> list[ReportBlockAllocations]:
+    return [notice for notice in tap.notices(instance_id) if isinstance(notice, ReportBlockAllocations)]
+
+
+def fulls(tap: Tap) -> list[bool]:
+    return [report.payload.full for report in reports(tap)]
+
+
+def serve(engine: Engine, names: str, count: int = 4) -> None:
+    for number in range(count):
+        engine.generate(f"{names}{number}", prompt(number, 2 * CHUNK + 9))
+
+
+def counts_of(daemon: Daemon) -> dict[str, int]:
+    found: dict[str, int] = daemon.status()["instances"][0]["requests"]
+    return found
+
+
+# ---- what is told -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_all_reports_together_give_the_pools_own_state(make_daemon, make_engine, make_tap, asynchronous):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint, asynchronous=asynchronous, num_blocks=36)
+    answers = [engine.add(f"r{i}", prompt(20 + i, 2 * CHUNK + 9), count=100) for i in range(4)]
+    engine.run(60)
+    engine.generate("again", prompt(20, 2 * CHUNK))
+    assert engine.preemptions, "nothing was preempted: the pool is too large for this test"
+    assert all(answer.right for answer in answers)
+    idle_pass(engine)
+    told = reports(heard(tap, engine))
+    assert Replay().take_reports(told).agrees_with(engine.pool)
+    assert fulls(tap) == [True] + [False] * (len(told) - 1)
+
+
+def test_the_first_blocks_lives_are_told_from_their_beginning(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint)
+    engine.generate("first", prompt(1, 100))
+    payload = reports(heard(tap, engine))[0].payload
+    assert [operation for _, operation, _ in timed(payload.records, payload.marks)] == [RECORD_ALLOCATED] * 7
+
+
+def test_reports_and_ends_are_counted_without_gaps(make_daemon, make_engine, make_tap):
+    daemon = make_daemon()
+    tap = make_tap(daemon)
+    engine = make_engine(tap.endpoint)
+    serve(engine, "r")
+    engine.scheduler.reset_prefix_cache()
+    serve(engine, "s")
+    idle_pass(engine)
+    notices = heard(tap, engine).notices()
+    assert [notice.sequence for notice in notices] == list(range(len(notices)))
+    assert [end.request_id for end in tap.of(EndRequest)] == [f"{n}{i}" for n in "rs" for i in range(4)]
+    wait_until(lambda: counts_of(daemon)["ended_requests"] == 8)
+    assert counts_of(daemon)["sequence_gaps"] == 0
+    assert engine.connector.scheduler.counters["unsent"] == 0
+
+
+def test_a_pass_sends_one_report_at_most(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint)
+    most = 0
+    for number in range(20):
+        before = len(reports(tap))
+        engine.add(f"r{number}", prompt(number, 40), count=3)
+        engine.step()
+        most = max(most, len(reports(heard(tap, engine))) - before)
+    assert most == 1
+    engine.run()
+
+
+def test_two_engines_of_one_daemon_are_told_apart(make_daemon, make_engine, make_tap):
+    daemon = make_daemon()
+    tap = make_tap(daemon)
+    engines = {name: make_engine(tap.endpoint, engine_id=name) for name in ("one", "two")}
+    for turn in range(3):
+        for name, engine in engines.items():
+            engine.generate(f"{name}{turn}", prompt(turn, CHUNK if name == "one" else 3 * CHUNK))
+    for engine in engines.values():
+        idle_pass(engine)
+    heard(tap, *engines.values())
+    for name, engine in engines.items():
+        notices = tap.notices(name)
+        assert [notice.sequence for notice in notices] == list(range(len(notices)))
+        assert Replay().take_reports(reports(tap, name)).agrees_with(engine.pool)
+    assert [i["requests"]["sequence_gaps"] for i in daemon.status()["instances"]] == [0, 0]
+
+
+def test_a_report_of_2048_events_takes_at_most_9_kilobytes():
+    churn = Churn(0, blocks=600)
+    blocks = churn.pool.get_new_blocks(512)
+    churn.pool.touch(blocks)
+    churn.pool.free_blocks(blocks)
+    churn.pool.free_blocks(blocks)
+    taken = churn.take()
+    assert len(taken.records) == 4 * 2048
+    report = ReportBlockAllocations(
+        instance_id="12345678-1234-1234-1234-123456789abc_dp0",
+        incarnation="12345678-1234",
+        model_name="organisation/a-model-of-some-70B-Instruct",
+        sequence=1 << 40,
+        payload=ExactRecords(records=taken.records, marks=taken.marks),
+    )
+    print(f"{len(encode(report))} bytes, {len(taken.marks) // 16} marks")
+    assert len(encode(report)) <= 9_000
+
+
+# ---- what is told anew ------------------------------------------------------------------------
+
+
+class Gap:
+    """Answers one report as a daemon does that lost track."""
+
+    def __init__(self, code: ErrorCode = ErrorCode.REPORT_GAP) -> None:
+        self.code = code
+        self.given: ReportBlockAllocations | None = None
+
+    def __call__(self, message):
+        if self.given is not None or not isinstance(message, ReportBlockAllocations):
+            return None
+        self.given = message
+        return Error(code=self.code.value, message="of the test")
+
+
+@pytest.mark.parametrize("code", [ErrorCode.REPORT_GAP, ErrorCode.UNKNOWN_INSTANCE])
+def test_a_daemon_that_lost_track_is_told_the_full_state_in_a_next_pass(make_daemon, make_engine, make_tap, code):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint)
+    serve(engine, "before")
+    gap = tap.instead = Gap(code)
+    serve(engine, "gap", 1)
+    wait_until(lambda: engine.generate_free("tick") and fulls(tap).count(True) == 2)
+    assert gap.given is not None
+    engine.run()
+    idle_pass(engine)
+    told = reports(heard(tap, engine))
+    assert fulls(tap).count(True) == 2, "once told, it is not told again"
+    last_full = max(i for i, report in enumerate(told) if report.payload.full)
+    assert told.index(gap.given) < last_full
+    assert Replay().take_reports(told[last_full:]).agrees_with(engine.pool)
+
+
+def test_a_refusal_from_before_the_full_state_asks_for_no_other(make_talk):
+    """Reports that were on their way when the daemon lost track are refused one by one."""
+    churn = Churn(0)
+    talk = make_talk(churn)
+    for family in range(3):
+        churn.begin(family, 1)
+        talk.end_pass()
+    talk.refuse(talk.numbers[1])
+    talk.wait_heard(4)
+    talk.refuse(talk.numbers[2])
+    churn.begin(3, 1)
+    talk.end_pass()
+    assert [report.payload.full for report in talk.messages] == [True, False, False, True, False]
+
+
+def test_a_daemon_that_always_wants_another_full_state_gets_few(make_talk):
+    churn = Churn(0, blocks=20_000)
+    churn.pool.get_new_blocks(15_000)
+    churn.take()
+    talk = make_talk(churn)
+    for _ in range(100):
+        churn.pool.get_new_blocks(1)
+        talk.end_pass()
+        talk.refuse(talk.numbers[-1])
+    assert talk.counters["full_states"] < 50
+    assert all(report.payload.full for report in talk.messages), "it could make nothing of other reports"
+
+
+def test_what_could_not_be_sent_is_told_by_a_full_state(make_talk):
+    churn = Churn(0)
+    talk = make_talk(churn, listens=False)
+    churn.begin(1, 2)
+    talk.end_pass()
+    churn.begin(2, 2)
+    assert talk.counters["unsent"] == 1
+    talk.listen()
+    talk.wait_heard(1)
+    (report,) = talk.messages
+    assert (report.sequence, report.payload.full) == (1, True)
+    assert churn.agrees(Replay().take_reports([report]))
+
+
+def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(make_talk):
+    churn = Churn(0)
+    talk = make_talk(churn)
+    churn.begin(1, 1)
+    talk.end_pass()
+    deaf = make_talk(Churn(1), listens=False).session
+    talk.reports.end_request(deaf, "r", 0.0)
+    talk.wait_heard(2)
+    assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (2, True)]
+
+
+def test_records_that_were_dropped_are_told_by_a_full_state(make_talk):
+    """The breaker was open so long that nobody took them."""
+    churn = Churn(0)
+    talk = make_talk(churn)
+    blocks = churn.begin(1, 30)
+    talk.end_pass()
+    while not churn.hook.lost:
+        churn.pool.touch(blocks)
+        churn.pool.free_blocks(blocks)
+    talk.wait_heard(2)
+    assert [report.payload.full for report in talk.messages] == [True, True]
+    assert churn.agrees(Replay().take_reports(talk.messages))
+
+
+def test_a_full_state_of_several_messages_is_full_once(make_talk):
+    churn = Churn(0, blocks=MAX_RECORDS)
+    churn.pool.get_new_blocks(MAX_RECORDS - 1)
+    churn.take()
+    talk = make_talk(churn)
+    talk.end_pass()
+    assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (1, False)]
+    assert all(len(report.payload.records) <= 4 * MAX_RECORDS for report in talk.messages)
+    assert churn.agrees(Replay().take_reports(talk.messages))
+
+
+def test_a_pass_in_which_nothing_happened_reports_nothing(make_talk):
+    churn = Churn(0)
+    talk = make_talk(churn)
+    talk.end_pass()
+    talk.end_pass()
+    (report,) = talk.messages
+    assert report.payload.full
+    assert report.payload.records == b"", "the pool was never used"
+
+
+def test_each_session_begins_with_a_full_state(make_talk):
+    churn = Churn(0)
+    talk = make_talk(churn)
+    for family in range(3):
+        churn.begin(family, 2)
+        talk.end_pass()
+    talk.reports.begin()
+    talk.wait_heard(4)
+    assert [report.payload.full for report in talk.messages] == [True, False, False, True]
+    assert [report.sequence for report in talk.messages] == [0, 1, 2, 3]
+
+
+def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap):
+    daemon = make_daemon()
+    tap = make_tap(daemon)
+    engine = make_engine(tap.endpoint)
+    serve(engine, "old")
+    before = len(heard(tap, engine).said)
+    daemon.kill()
+    daemon.start()
+    names = (f"new{i}" for i in range(10_000))
+
+    def told() -> bool:
+        engine.generate(next(names), prompt(9, 2 * CHUNK))
+        instances = daemon.status()["instances"]
+        return bool(instances) and instances[0]["requests"]["block_records"] > 0
+
+    wait_until(told, 30)
+    idle_pass(engine)
+    said = heard(tap, engine).said[before:]
+    hellos = [i for i, message in enumerate(said) if isinstance(message, Hello) and message.client == "scheduler"]
+    session = [message for message in said[hellos[-1] :] if isinstance(message, ReportBlockAllocations)]
+    assert session[0].payload.full
+    assert Replay().take_reports(session).agrees_with(engine.pool)
+    assert counts_of(daemon)["sequence_gaps"] == 0
+
+
+# ---- older daemons ----------------------------------------------------------------------------
+
+
+def test_a_daemon_of_protocol_1_is_told_in_its_own_words(make_daemon, make_engine, make_tap):
+    daemon = make_daemon()
+    tap = make_tap(daemon)
+
+    def refuse(message):
+        newer = isinstance(message, Hello) and message.protocol_version != 1
+        return Error(code=ErrorCode.VERSION_MISMATCH.value, message="of the test") if newer else None
+
+    tap.instead = refuse
+    engine = make_engine(tap.endpoint)
+    serve(engine, "r")
+    assert make_engine(tap.endpoint).generate("warm", prompt(0, 2 * CHUNK + 9)).external == 2 * CHUNK
+    told = reports(tap)
+    assert told
+    assert all(report.payload is None and report.time_ns for report in told)
+    assert counts_of(daemon)["block_records"] > 0
+
+
+def test_a_daemon_that_speaks_no_version_of_ours_is_left_alone(make_daemon, make_engine, make_tap, caplog):
+    tap = make_tap(make_daemon())
+    refusal = Error(code=ErrorCode.VERSION_MISMATCH.value, message="speaks protocol 7 to 9")
+    tap.instead = lambda message: refusal if isinstance(message, Hello) else None
+    engine = make_engine(tap.endpoint)
+    assert engine.generate("r", prompt(0, 2 * CHUNK)).external == 0
+    assert "running without cache: version_mismatch: speaks protocol 7 to 9" in caplog.text
+
+
+# ---- what requests tell -----------------------------------------------------------------------
+
+
+def test_a_lookup_tells_the_whole_prompts_length_and_trace(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    engine.add("traced", prompt(1, 2 * CHUNK + 9), trace_headers={"TraceParent": parent, "tracestate": "a=b"})
+    engine.add("not", prompt(2, CHUNK + 1))
+    engine.add("else", prompt(3, CHUNK), trace_headers={"tracestate": "a=b"})
+    engine.add("long", prompt(4, CHUNK), trace_headers={"traceparent": "0" * 513})
+    engine.run()
+    told = {lookup.request_id: (lookup.tokens, lookup.traceparent) for lookup in tap.of(Lookup)}
+    assert told == {
+        "traced": (2 * CHUNK + 9, parent),
+        "not": (CHUNK + 1, ""),
+        "else": (CHUNK, ""),
+        "long": (CHUNK, ""),
+    }
+
+
+@pytest.mark.parametrize("traces", [True, False])
+def test_copies_name_their_request_where_the_daemon_traces(make_daemon, make_engine, make_tap, traces):
+    tap = make_tap(make_daemon())
+
+    def edit(reply):
+        return msgspec.structs.replace(reply, traces=traces) if isinstance(reply, HelloReply) else reply
+
+    tap.edit = edit
+    make_engine(tap.endpoint).generate("cold", prompt(1, 2 * CHUNK))
+    make_engine(tap.endpoint).generate("warm", prompt(1, 2 * CHUNK))
+    assert [store.request_id for store in tap.of(Store)] == ["cold" if traces else ""]
+    assert [load.request_id for load in tap.of(Retrieve)] == ["warm" if traces else ""]
+
+
+def test_an_end_tells_how_fast_the_engine_computes_prompts(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint)
+    engine.generate("short", prompt(1, FLOOR_TOKENS - 1))
+    engine.generate("long", prompt(2, FLOOR_TOKENS))
+    engine.generate("short again", prompt(3, 5))
+    speeds = {end.request_id: end.prefill_tokens_per_second for end in heard(tap, engine).of(EndRequest)}
+    assert speeds["short"] == 0
+    assert speeds["long"] == speeds["short again"] > 0
+
+
+def test_the_speed_is_that_of_the_latest_steps_smoothed():
+    now = 100.0
+    speed = PrefillSpeed(lambda: now)
+    for seconds, tokens in [(1.0, 1000), (1.0, FLOOR_TOKENS - 1), (0.5, 1000)]:
+        speed.planned(tokens)
+        now += seconds
+        speed.ended()
+    assert speed.tokens_per_second == pytest.approx(1000 + 0.2 * 1000)
+
+
+def test_steps_that_overlap_end_in_the_order_of_their_plans():
+    now = 0.0
+    speed = PrefillSpeed(lambda: now)
+    speed.planned(1000)
+    now = 1.0
+    speed.planned(4)
+    now = 2.0
+    speed.ended()
+    assert speed.tokens_per_second == 500
+    now = 9.0
+    speed.ended()
+    speed.ended()
+    assert speed.tokens_per_second == 500
