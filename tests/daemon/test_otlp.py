@@ -1,0 +1,198 @@
+"""A daemon's metrics and traces over OTLP, to a collector that is there, comes and goes, or hangs."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
+from prometheus_client.parser import text_string_to_metric_families
+from support.collector import labels_of, nobody, over_grpc, over_http, that_hangs
+from support.daemon import Daemon, wait_until
+from support.worker import make_keys
+
+from kvserver import __version__
+from kvserver.metrics import RPC_BUCKETS
+
+OFTEN = {"otlp_interval_seconds": 0.1}
+
+
+def prometheus(daemon: Daemon) -> dict[str, Any]:
+    return {family.name: family for family in text_string_to_metric_families(daemon.http("/metrics")[1])}
+
+
+def stop(daemon: Daemon) -> None:
+    """SIGTERM, and it is gone within what its last words may take."""
+    began = time.monotonic()
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.process.wait(20) == 0, daemon.log
+    assert time.monotonic() - began < 5, "it waited for the collector"
+
+
+# ---- a collector that is there ----------------------------------------------------------------
+
+
+def test_every_family_with_a_figure_arrives_with_its_type(make_daemon, make_worker):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
+        wait_until(collector.latest, what="the first metrics, before anybody connects")
+        assert {
+            "kvserver_build_info",
+            "kvserver_l1_size_bytes",
+            "kvserver_l1_evicted_chunks",
+        } <= collector.latest().keys()
+        make_worker(daemon).round_trip()
+        shown = prometheus(daemon)
+        expected = {name for name, family in shown.items() if family.samples}
+        wait_until(lambda: expected <= collector.latest().keys())
+        forms = {"counter": "sum", "gauge": "gauge", "histogram": "histogram"}
+        for name, metric in collector.latest().items():
+            assert metric.WhichOneof("data") == forms[shown[name].type], name
+            assert metric.description == shown[name].documentation
+            assert metric.unit == ("By" if name.endswith("_bytes") else "s" if name.endswith("_seconds") else "")
+        assert shown.keys() - collector.latest().keys() <= {name for name, f in shown.items() if not f.samples}
+
+
+def test_the_sender_is_named_with_its_version_and_boot(make_daemon):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url)
+        wait_until(collector.latest)
+        (sender,) = collector.resources()
+        assert (
+            sender.items()
+            >= {
+                "service.name": "kvserver",
+                "service.version": __version__,
+                "service.instance.id": daemon.boot_id,
+            }.items()
+        )
+
+
+def test_counters_move_with_what_engines_do_and_count_since_the_start(make_daemon, make_worker):
+    before_ns = time.time_ns()
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
+        started_ns = time.time_ns()
+        worker = make_worker(daemon)
+        labels = {"instance_id": worker.instance_id, "model_name": worker.model_name}
+        worker.lookup(make_keys(2))
+        wait_until(lambda: collector.counter("kvserver_lookup_requests", **labels) == 1)
+        worker.lookup(make_keys(1))
+        worker.lookup(make_keys(1))
+        wait_until(lambda: collector.counter("kvserver_lookup_requests", **labels) == 3)
+        metric = collector.latest()["kvserver_lookup_requests"]
+        assert metric.sum.is_monotonic
+        assert metric.sum.aggregation_temporality == AGGREGATION_TEMPORALITY_CUMULATIVE
+        (point,) = metric.sum.data_points
+        assert before_ns < point.start_time_unix_nano < started_ns < point.time_unix_nano < time.time_ns()
+
+
+def test_a_histogram_keeps_its_bounds_and_counts(make_daemon, make_worker):
+    with over_http() as collector:
+        worker = make_worker(make_daemon(otlp_endpoint=collector.url, **OFTEN))
+        for _ in range(3):
+            worker.lookup(make_keys(1))
+
+        def arrived() -> Any:
+            metric = collector.latest().get("kvserver_rpc_seconds")
+            points = metric.histogram.data_points if metric else ()
+            return next((p for p in points if labels_of(p) == {"type": "Lookup"} and p.count == 3), None)
+
+        point = wait_until(arrived)
+        assert tuple(point.explicit_bounds) == RPC_BUCKETS
+        assert sum(point.bucket_counts) == 3
+        assert len(point.bucket_counts) == len(RPC_BUCKETS) + 1
+        assert 0 < point.sum < 3
+        assert not point.HasField("min")
+        assert not point.HasField("max")
+
+
+def test_the_last_values_are_sent_when_it_stops(make_daemon, make_worker):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, otlp_interval_seconds=3600)
+        wait_until(collector.latest)
+        worker = make_worker(daemon)
+        worker.lookup(make_keys(1))
+        stop(daemon)
+        assert len(collector.metrics) == 2
+        labels = {"instance_id": worker.instance_id, "model_name": worker.model_name}
+        assert collector.counter("kvserver_lookup_requests", **labels) == 1
+
+
+def test_metrics_arrive_over_grpc(make_daemon, make_worker):
+    with over_grpc() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
+        worker = make_worker(daemon)
+        worker.lookup(make_keys(1))
+        labels = {"instance_id": worker.instance_id, "model_name": worker.model_name}
+        wait_until(lambda: collector.counter("kvserver_lookup_requests", **labels) == 1)
+        assert collector.resources()[-1]["service.instance.id"] == daemon.boot_id
+        stop(daemon)
+        assert daemon.log.count("OTLP") == 0, "nothing to complain of"
+
+
+def test_status_tells_what_was_sent(make_daemon):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
+        wait_until(lambda: daemon.status()["otlp"]["sent"] > 1)
+        shown = daemon.status()["otlp"]
+        assert (shown["endpoint"], shown["failed"], shown["last_error"]) == (collector.url, 0, "")
+
+
+# ---- one that is not --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_a_collector_that_is_down_costs_a_counted_failure(make_daemon, make_worker, scheme):
+    daemon = make_daemon(otlp_endpoint=f"{scheme}://{nobody()}", **OFTEN)
+    worker = make_worker(daemon)
+
+    def failed() -> bool:
+        worker.round_trip()
+        return daemon.status()["otlp"]["failed"] >= 2
+
+    wait_until(failed, 30)
+    shown = daemon.status()["otlp"]
+    assert shown["sent"] == 0
+    assert "refused" in shown["last_error"].lower()
+    stop(daemon)
+    assert daemon.log.count("do not arrive") == 1, "told once"
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_a_collector_that_hangs_holds_up_nobody(make_daemon, make_worker, scheme):
+    with that_hangs() as address:
+        daemon = make_daemon(otlp_endpoint=f"{scheme}://{address}", **OFTEN)
+        worker = make_worker(daemon)
+
+        def failed() -> bool:
+            worker.round_trip()
+            assert daemon.http("/readyz") == (200, "ready\n")
+            return daemon.status()["otlp"]["failed"] >= 1
+
+        wait_until(failed, 30)
+        stop(daemon)
+
+
+def test_an_outage_is_told_once_and_its_end_once(make_daemon):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
+        wait_until(collector.latest)
+        collector.answer = 404
+        wait_until(lambda: daemon.status()["otlp"]["failed"] >= 3)
+        assert "404" in daemon.status()["otlp"]["last_error"]
+        collector.answer = 200
+        sent = len(collector.metrics)
+        wait_until(lambda: len(collector.metrics) > sent)
+        stop(daemon)
+    told = [line for line in daemon.log.splitlines() if "OTLP" in line]
+    assert [line.split("metrics over OTLP ")[1][:12] for line in told] == ["do not arriv", "arrive again"]
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost", "udp://localhost:1"])
+def test_an_endpoint_that_cannot_be_is_refused(make_daemon, endpoint):
+    with pytest.raises(AssertionError, match=r"bad setting: --otlp-endpoint .* write http://host:port"):
+        make_daemon(otlp_endpoint=endpoint)

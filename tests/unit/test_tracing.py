@@ -1,0 +1,256 @@
+"""Spans of requests, made from events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import StatusCode
+from support.daemon import wait_until
+
+from kvserver.events import Bus, CopyBegan, CopyEnded, InstanceGone, LookupEnded, RequestEnded
+from kvserver.otlp import resource
+from kvserver.tracing import Traces
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
+T0 = 1_000_000_000_000  # monotonic nanoseconds at which stories begin
+
+
+class Kept(SpanExporter):
+    """Keeps what it is given, or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.spans: list[ReadableSpan] = []
+        self.fails = fails
+        self.is_shut = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if self.fails:
+            raise ConnectionError("nobody is there")
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        self.is_shut = True
+
+
+class Story:
+    """Traces, and the events of engines `e` and others."""
+
+    def __init__(self, rate: float = 1.0, fails: bool = False, **options: int) -> None:
+        self.kept = Kept(fails)
+        self.traces = Traces(self.kept, resource("boot"), rate, **options)
+
+    def lookup(self, request: str = "r", at: int = 0, traceparent: str = "", engine: str = "e") -> None:
+        self.traces.handle(LookupEnded(T0 + at + 5, engine, "m", request, T0 + at, 4, 3, 256, traceparent))
+
+    def copy(self, request: str = "r", at: int = 10, outcome: str = "done", direction: str = "load") -> None:
+        self.traces.handle(CopyBegan(T0 + at, "e", "m", 1, direction, request, 2))
+        self.traces.handle(CopyEnded(T0 + at + 7, "e", "m", 1, direction, request, T0 + at, 2, 4096, 6, outcome))
+
+    def end(self, request: str = "r", at: int = 100, engine: str = "e") -> None:
+        self.traces.handle(RequestEnded(T0 + at, engine, "m", 1, request))
+
+    def spans(self) -> list[ReadableSpan]:
+        """All, in order of their beginning. Ends the story."""
+        self.traces.close()
+        assert self.kept.is_shut
+        return sorted(self.kept.spans, key=lambda span: (span.start_time, span.name != "request"))
+
+
+@pytest.fixture
+def story() -> Iterator[Callable[..., Story]]:
+    stories: list[Story] = []
+
+    def tell(**options: float) -> Story:
+        stories.append(Story(**options))  # type: ignore[arg-type]
+        return stories[-1]
+
+    yield tell
+    for one in stories:
+        one.traces.close()
+
+
+def test_a_request_has_a_child_for_each_step_with_its_times_and_figures(story: Callable[..., Story]) -> None:
+    wall_ns = time.time_ns() - time.monotonic_ns()
+    it = story()
+    it.lookup()
+    it.copy(at=10)
+    it.copy(at=50, direction="store")
+    it.end(at=100)
+    request, lookup, load, store = it.spans()
+    assert [span.name for span in (request, lookup, load, store)] == ["request", "lookup", "load", "store"]
+    assert request.parent is None
+    assert request.attributes == {
+        "instance_id": "e", "model_name": "m", "request_id": "r",
+        "chunks": 4, "hit_chunks": 3, "tokens": 1024, "hit_tokens": 768,
+    }  # fmt: skip
+    assert lookup.attributes == {"chunks": 4, "hit_chunks": 3, "tokens": 1024, "hit_tokens": 768}
+    assert load.attributes == {"rank": 1, "chunks": 2, "bytes": 4096, "device_ns": 6, "outcome": "done"}
+    for child, began, ended in ((lookup, 0, 5), (load, 10, 17), (store, 50, 57)):
+        assert child.parent is not None
+        assert child.parent.span_id == request.context.span_id
+        assert child.context.trace_id == request.context.trace_id
+        assert (child.start_time - request.start_time, child.end_time - request.start_time) == (began, ended)
+        assert child.status.status_code is StatusCode.UNSET
+    assert request.end_time - request.start_time == 100
+    assert abs(request.start_time - (T0 + wall_ns)) < 10**9, "monotonic time told as wall time"
+    assert request.resource.attributes["service.name"] == "kvserver"
+    assert request.resource.attributes["service.instance.id"] == "boot"
+
+
+def test_the_engines_trace_context_is_the_parent_and_decides(story: Callable[..., Story]) -> None:
+    it = story(rate=0.0)
+    it.lookup("wanted", traceparent=SAMPLED)
+    it.lookup("unwanted", traceparent=UNSAMPLED)
+    it.lookup("nobody's")
+    for request in ("wanted", "unwanted", "nobody's"):
+        it.end(request)
+    request, lookup = it.spans()
+    assert request.attributes["request_id"] == "wanted"
+    assert request.parent.is_remote
+    assert f"{request.parent.span_id:016x}" == PARENT
+    assert f"{request.context.trace_id:032x}" == f"{lookup.context.trace_id:032x}" == TRACE
+
+
+def test_a_context_that_is_not_sampled_is_not_sampled_here_either(story: Callable[..., Story]) -> None:
+    it = story(rate=1.0)
+    it.lookup(traceparent=UNSAMPLED)
+    it.end()
+    assert it.spans() == []
+
+
+@pytest.mark.parametrize(
+    "broken", ["x", "00-0-0-01", f"00-{'0' * 32}-{PARENT}-01", "ff-" + SAMPLED[3:], "\0", "ü" * 55]
+)
+def test_a_broken_context_is_as_none(story: Callable[..., Story], broken: str) -> None:
+    it = story()
+    it.lookup(traceparent=broken)
+    it.end()
+    request, _ = it.spans()
+    assert request.parent is None
+
+
+def test_so_many_requests_are_traced_as_the_rate_says(story: Callable[..., Story]) -> None:
+    it = story(rate=0.25, most_requests=2000)
+    for number in range(2000):
+        it.lookup(f"r{number}")
+    traced = it.traces.status()["requests"]
+    assert 400 < traced < 600, "further than 5 standard deviations from 500"
+    assert it.traces.forgotten == 0
+
+
+def test_a_copy_that_failed_says_why(story: Callable[..., Story]) -> None:
+    it = story()
+    it.lookup()
+    it.copy(outcome="cancelled")
+    it.end()
+    _, _, load = it.spans()
+    assert load.status.status_code is StatusCode.ERROR
+    assert load.status.description == "cancelled"
+    assert load.attributes["outcome"] == "cancelled"
+
+
+def test_a_store_that_ends_after_its_request_still_belongs_to_it(story: Callable[..., Story]) -> None:
+    it = story()
+    it.lookup()
+    it.end(at=20)
+    it.copy(at=30, direction="store")
+    request, _, store = it.spans()
+    assert store.parent.span_id == request.context.span_id
+    assert request.end_time - request.start_time == 20
+
+
+def test_an_id_that_comes_again_is_another_request(story: Callable[..., Story]) -> None:
+    it = story()
+    it.lookup()
+    it.end(at=20)
+    it.lookup(at=40)
+    it.copy(at=50)
+    it.end(at=60)
+    first, _, second, _, load = it.spans()
+    assert (first.name, second.name) == ("request", "request")
+    assert first.context.trace_id != second.context.trace_id
+    assert load.parent.span_id == second.context.span_id
+
+
+def test_a_second_lookup_of_an_open_request_is_another_child(story: Callable[..., Story]) -> None:
+    it = story()
+    it.lookup()
+    it.lookup(at=20)
+    it.end(at=60)
+    assert [span.name for span in it.spans()] == ["request", "lookup", "lookup"]
+
+
+def test_copies_of_requests_nobody_traces_are_not_told(story: Callable[..., Story]) -> None:
+    it = story()
+    it.copy("never looked up")
+    it.copy("")
+    it.end("never looked up")
+    assert it.spans() == []
+
+
+def test_the_requests_of_an_engine_that_goes_end_with_it(story: Callable[..., Story]) -> None:
+    it = story()
+    it.lookup("its own")
+    it.lookup("another's", at=1, engine="other")
+    it.traces.handle(InstanceGone(T0 + 30, "e", "m", "i", died=True))
+    assert it.traces.status()["requests"] == 1
+    its_own = next(span for span in it.spans() if span.attributes.get("request_id") == "its own")
+    assert its_own.end_time - its_own.start_time == 30
+    assert its_own.status.status_code is StatusCode.ERROR
+    assert its_own.status.description == "the engine is gone"
+
+
+def test_of_requests_that_never_end_the_oldest_is_forgotten_and_counted(story: Callable[..., Story]) -> None:
+    it = story(most_requests=3)
+    for number in range(5):
+        it.lookup(f"r{number}", at=10 * number)
+    assert (it.traces.status()["requests"], it.traces.forgotten) == (3, 2)
+    it.end("r0")
+    it.end("r4", at=100)
+    ended = {span.attributes["request_id"] for span in it.spans() if span.name == "request"}
+    assert ended == {"r2", "r3", "r4"}
+
+
+def test_requests_that_have_ended_are_not_counted_as_forgotten(story: Callable[..., Story]) -> None:
+    it = story(most_requests=3)
+    for number in range(50):
+        it.lookup(f"r{number}")
+        it.end(f"r{number}")
+    assert (it.traces.status()["requests"], it.traces.forgotten) == (3, 0)
+    assert len(it.spans()) == 100
+
+
+def test_requests_that_are_open_at_the_end_are_sent(story: Callable[..., Story]) -> None:
+    it = story()
+    it.lookup()
+    request, _ = it.spans()
+    assert request.status.description == "the daemon stopped"
+
+
+def test_the_collectors_failures_are_counted_and_harm_nobody(story: Callable[..., Story]) -> None:
+    it = story(fails=True)
+    it.lookup()
+    it.end()
+    assert it.spans() == []
+    status = it.traces.status()
+    assert (status["spans"], status["sent"], status["failed"]) == (2, 0, 2)
+    assert status["last_error"] == "ConnectionError: nobody is there"
+
+
+def test_traces_follow_a_bus(story: Callable[..., Story]) -> None:
+    it = story()
+    bus = Bus([it.traces])
+    bus.start()
+    bus.publish(LookupEnded(T0 + 5, "e", "m", "r", T0, 4, 3, 256, SAMPLED))
+    bus.publish(RequestEnded(T0 + 9, "e", "m", 1, "r"))
+    assert bus.flush()
+    assert it.traces.status()["spans"] == 2
+    bus.close()
+    wait_until(lambda: len(it.kept.spans) == 2)
+    assert bus.status()["subscribers"] == [{"name": "traces", "errors": 0, "last_error": ""}]
