@@ -7,7 +7,8 @@
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
-#   make check   formatting, lint (Dockerfiles too), types
+#   make check   formatting, lint (Dockerfiles too), types, the rules
+#   make rules   Prometheus rules and their tests, and a real daemon's /metrics, by promtool
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
 
@@ -18,10 +19,12 @@ PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
 PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
 NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
+# The one on PATH, or Debian's, below build/.
+PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 
-.PHONY: run test test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs demo bench bench-gpu clean FORCE
+.PHONY: run test test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs demo bench bench-gpu clean rules FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -62,6 +65,17 @@ check: $(VENV)/.installed
 	$(VENV)/bin/hadolint --failure-threshold warning --ignore DL3008 deploy/*Dockerfile
 	rm -rf build/typing && mkdir -p build/typing && cp -r kvserver build/typing/ && cp -r adapters build/typing/kvserver/
 	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
+	$(MAKE) rules
+
+rules: $(VENV)/.installed $(PROMTOOL)
+	$(PROMTOOL) check config deploy/prometheus/prometheus.yml
+	$(PROMTOOL) check rules deploy/prometheus/lmcache-compat.yaml
+	$(PROMTOOL) test rules deploy/prometheus/tests/*.yaml
+	mkdir -p build && $(VENV)/bin/python .ci/metrics.py >build/metrics.txt
+	$(PROMTOOL) check metrics <build/metrics.txt
+
+build/promtool/usr/bin/promtool:
+	bash .ci/promtool.sh build/promtool
 
 sanitize: $(VENV)/.installed
 	for kind in address,undefined thread; do \
