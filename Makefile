@@ -8,7 +8,7 @@
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
 #   make check   formatting, lint (Dockerfiles too), types, the rules
-#   make rules   Prometheus rules and their tests, and a real daemon's /metrics, by promtool
+#   make rules   Prometheus rules with their tests, the dashboard's queries and a real daemon's /metrics, by promtool
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
 
@@ -71,7 +71,10 @@ rules: $(VENV)/.installed $(PROMTOOL)
 	$(PROMTOOL) check config deploy/prometheus/prometheus.yml
 	$(PROMTOOL) check rules deploy/prometheus/lmcache-compat.yaml
 	$(PROMTOOL) test rules deploy/prometheus/tests/*.yaml
-	mkdir -p build && $(VENV)/bin/python .ci/metrics.py >build/metrics.txt
+	mkdir -p build
+	$(VENV)/bin/python .ci/dashboard.py >build/dashboard.yaml
+	$(PROMTOOL) check rules build/dashboard.yaml
+	PYTHONPATH=tests $(VENV)/bin/python .ci/metrics.py >build/metrics.txt
 	$(PROMTOOL) check metrics <build/metrics.txt
 
 build/promtool/usr/bin/promtool:

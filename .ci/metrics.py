@@ -1,11 +1,6 @@
-"""Print what a real daemon's /metrics says after an engine has stored, looked up and loaded."""
+"""Print what a real daemon's /metrics says after an engine has stored, looked up and loaded. Needs tests/ on its path."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.daemon import Daemon
 from support.worker import Worker

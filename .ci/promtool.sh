@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Put promtool below the folder $1, from Debian's package `prometheus`: unpacked, not installed, and no root needed.
 set -euo pipefail
+rm -rf "$1"
 mkdir -p "$1"
 cd "$1"
 

@@ -1,0 +1,43 @@
+"""What METRICS.md says of every family, for tests that hold the code, the dashboard and the rules to it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parent.parent.parent / "kvserver/METRICS.md"
+_ROW = re.compile(
+    r"^\| `(kvserver_[a-z0-9_]+)` \| (counter|gauge|histogram) \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE
+)
+_REASON = re.compile(r"^\| `([a-z_]+)` \| [^|]+ \|$", re.MULTILINE)
+_INSTANCE = ("instance_id", "model_name")  # the page's I
+
+
+@dataclass(frozen=True)
+class Documented:
+    name: str  # a counter's with _total
+    type: str
+    labels: tuple[str, ...]
+    unit: str
+    definition: str
+
+    @property
+    def series(self) -> set[str]:
+        """The names under which Prometheus has it."""
+        return {self.name + end for end in ("_bucket", "_sum", "_count")} if self.type == "histogram" else {self.name}
+
+
+def documented() -> dict[str, Documented]:
+    found: dict[str, Documented] = {}
+    for name, kind, labels, unit, text in _ROW.findall(PAGE.read_text()):
+        assert name not in found, f"{name} stands there twice"
+        words = [word.strip(" `") for word in labels.split(",") if word.strip()]
+        spelled = tuple(label for word in words for label in (_INSTANCE if word == "I" else (word,)))
+        found[name] = Documented(name, kind, spelled, unit.strip(), text.strip())
+    return found
+
+
+def miss_reasons() -> set[str]:
+    """Of kvserver_lookup_missed_tokens_total."""
+    return set(_REASON.findall(PAGE.read_text()))

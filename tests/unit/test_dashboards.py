@@ -1,0 +1,158 @@
+"""The dashboard and the Prometheus rules ask only for what is documented. That they are valid PromQL: `make rules`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.metrics_doc import Documented, documented, miss_reasons
+
+from kvserver.errors import ErrorCode
+from kvserver.events import TYPES
+
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+RULES = sorted(DEPLOY.glob("prometheus/*.yaml"))
+SERIES = {series: family for family in documented().values() for series in family.series}
+FROM_PROMETHEUS = {"job", "instance"}  # labels that it adds
+_NAME = re.compile(r"(?<![\w:$])((?:\w+:)?kvserver_[\w:]*|up)(?![\w:(])")
+_SELECTOR = re.compile(r"(?<![\w:])([\w:]+)\{([^}]*)\}")
+_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
+_GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left)\s*\(([^)]*)\)")
+VALUES = {
+    "kvserver_rpc_errors_total": {"reason": {code.value for code in ErrorCode}},
+    "kvserver_lookup_missed_tokens_total": {"reason": miss_reasons()},
+    "kvserver_events_dropped_total": {"type": {kind.__name__ for kind in TYPES}},
+}
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DEPLOY / "grafana/kvserver.json").read_text())
+    return found
+
+
+def rules(path: Path) -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
+
+
+RECORDED = {rule["record"] for path in RULES for rule in rules(path) if "record" in rule}
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(where it stands, PromQL) of all there are."""
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", []):
+            yield f"panel {panel['title']}", target["expr"]
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            yield f"variable {variable['name']}", variable["query"]["query"].removeprefix("label_values")
+    for path in RULES:
+        for rule in rules(path):
+            yield f"{path.name} {rule.get('alert') or rule.get('record')}", rule["expr"]
+
+
+QUERIES = list(queries())
+
+
+def names_in(query: str) -> set[str]:
+    return set(_NAME.findall(re.sub(r'"[^"]*"', '""', query)))
+
+
+def labels_of(name: str) -> set[str] | None:
+    """What a series of that name can have; None where only its rule knows."""
+    family: Documented | None = SERIES.get(name)
+    if family is None:
+        return FROM_PROMETHEUS if name == "up" else None
+    return {*family.labels, *FROM_PROMETHEUS, *(["le"] if name.endswith("_bucket") else [])}
+
+
+@pytest.mark.parametrize(("where", "query"), QUERIES, ids=[where for where, _ in QUERIES])
+def test_a_query_names_only_what_is_exported_or_recorded(where: str, query: str) -> None:
+    names = names_in(query)
+    assert names, "a query of nothing"
+    assert names - SERIES.keys() - RECORDED - {"up"} == set()
+
+
+@pytest.mark.parametrize(("where", "query"), QUERIES, ids=[where for where, _ in QUERIES])
+def test_a_query_uses_only_labels_that_its_metrics_have(where: str, query: str) -> None:
+    for name, inside in _SELECTOR.findall(query):
+        known = labels_of(name)
+        assert known is not None, f"{name} is selected by labels that only its rule knows"
+        for label, how, value in _MATCHER.findall(inside):
+            assert label in known, f"{name} has no label {label}"
+            if how in ("=", "!=") and label in VALUES.get(name, {}):
+                assert value in VALUES[name][label]
+    known_to_all = [labels for name in names_in(query) if (labels := labels_of(name)) is not None]
+    if known_to_all:
+        for inside in _GROUPING.findall(query):
+            for label in re.findall(r"\w+", inside):
+                assert any(label in labels for labels in known_to_all), f"none of its metrics has a label {label}"
+
+
+def test_every_family_is_on_the_dashboard() -> None:
+    shown = {SERIES[name].name for panel in dashboard()["panels"] for target in panel.get("targets", [])
+             for name in names_in(target["expr"]) if name in SERIES}  # fmt: skip
+    assert documented().keys() - shown == set()
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    panels = dashboard()["panels"]
+    assert [number for number, times in Counter(panel["id"] for panel in panels).items() if times > 1] == []
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
+                 for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
+        assert not cells & taken, f"panel {panel['id']} overlaps another"
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+
+
+def test_all_panels_use_the_chosen_data_source_and_variables() -> None:
+    names = {variable["name"] for variable in dashboard()["templating"]["list"]}
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == "${datasource}"
+            used = set(re.findall(r"\$(?!__)\{?(\w+)", target["expr"]))
+            assert used <= names, f"panel {panel['title']}"
+            assert "instance" in used, f"panel {panel['title']} shows daemons that were not chosen"
+
+
+def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+    alerts = [rule for path in RULES for rule in rules(path) if "alert" in rule]
+    assert alerts
+    for alert in alerts:
+        assert alert["labels"]["severity"] in ("critical", "warning", "info")
+        assert alert["annotations"].keys() == {"summary", "runbook"}
+        assert "\n" not in alert["annotations"]["runbook"]
+
+
+def test_every_alert_has_a_test_in_which_it_fires() -> None:
+    tests = yaml.safe_load((DEPLOY / "prometheus/tests/alerts.yaml").read_text())["tests"]
+    fired = {case["alertname"] for test in tests for case in test.get("alert_rule_test", []) if case["exp_alerts"]}
+    for test in tests:
+        for case in test.get("promql_expr_test", []):
+            fired |= set(re.findall(r'alertname="(\w+)"', " ".join(sample["labels"] for sample in case["exp_samples"])))
+    assert {rule["alert"] for rule in rules(DEPLOY / "prometheus/kvserver-alerts.yaml")} == fired
+
+
+def test_series_of_the_rules_tests_are_real_ones() -> None:
+    for path in sorted(DEPLOY.glob("prometheus/tests/*.yaml")):
+        for test in yaml.safe_load(path.read_text())["tests"]:
+            for given in test["input_series"]:
+                ((name, inside),) = _SELECTOR.findall(given["series"])
+                known = labels_of(name)
+                assert known == {label for label, _, _ in _MATCHER.findall(inside)}, given["series"]
+
+
+def test_the_example_scrapes_the_default_port_and_loads_the_rules() -> None:
+    example = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    assert set(example["rule_files"]) == {"kvserver-recording.yaml", "kvserver-alerts.yaml"}
+    (job,) = example["scrape_configs"]
+    assert job["job_name"] == "kvserver"
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:8080"]}]

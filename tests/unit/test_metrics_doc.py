@@ -1,0 +1,63 @@
+"""METRICS.md says what a real daemon exports: no family more, none less, with these types and labels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.daemon import Daemon
+from support.metrics_doc import PAGE, documented, miss_reasons
+from support.worker import Worker
+
+from kvserver.misses import MissReason
+
+DOCUMENTED = documented()
+
+
+@pytest.fixture
+def text(make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]) -> str:
+    """/metrics after an engine has stored, looked up and loaded."""
+    daemon = make_daemon(metrics_sample_rate=1)
+    make_worker(daemon).round_trip()
+    code, body = daemon.http("/metrics")
+    assert code == 200
+    return body
+
+
+def test_every_family_of_a_daemon_is_documented_and_every_documented_one_is_there(text: str) -> None:
+    exported = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    assert {family.name: family.type for family in DOCUMENTED.values()} == exported
+
+
+def test_every_series_has_the_labels_that_are_documented(text: str) -> None:
+    seen = 0
+    for family in text_string_to_metric_families(text):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(DOCUMENTED[name].labels), sample
+            seen += 1
+    assert seen
+
+
+def test_every_definition_has_a_unit_and_a_text() -> None:
+    assert len(DOCUMENTED) > 40
+    assert [family.name for family in DOCUMENTED.values() if not family.unit or not family.definition] == []
+
+
+def test_names_end_in_what_they_count() -> None:
+    for family in DOCUMENTED.values():
+        assert family.name.endswith("_total") == (family.type == "counter"), family.name
+        for unit in ("seconds", "bytes"):
+            if family.unit == unit:
+                assert family.name.removesuffix("_total").endswith(f"_{unit}"), family.name
+
+
+def test_every_row_of_a_table_of_families_was_read() -> None:
+    rows = re.findall(r"^\| `(kvserver_\w+)` \| (?:counter|gauge|histogram) ", PAGE.read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(DOCUMENTED)
+
+
+def test_every_reason_of_a_missed_token_is_explained() -> None:
+    assert miss_reasons() == {reason.value for reason in MissReason}
