@@ -19,16 +19,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING
+from typing import IO
 from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
-from kvserver import __version__, _native, metrics
+from kvserver import __version__, _native
 from kvserver._native import Gpu
 from kvserver.cache import Cache
-from kvserver.config import Configuration, Settings, parse_otlp_endpoint
+from kvserver.config import Configuration, Settings
 from kvserver.copier import HostRegion, cpu_device, l1_region
 from kvserver.devices import Devices, GpuRules, OpenGpu
 from kvserver.errors import ConfigError
@@ -182,7 +182,7 @@ def serve(configuration: Configuration) -> int:
         server.run()
         if not _drain(server):
             os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
-        watchers.close(watchers.families(server.snapshot(), server.rpc.snapshot()))
+        watchers.close(lambda: watchers.families(server.snapshot(), server.rpc.snapshot()))
         if lost := devices.lost:
             log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
             context.destroy(_LAST_WORDS_MS)

@@ -15,6 +15,8 @@ RESIDENCY_SECONDS = (
     1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0,
 )  # fmt: skip
 
+DEPARTED_SECONDS = 300.0  # the series of an instance that is gone are shown for so long, and go on if it comes back
+
 
 class Kind(Enum):
     COUNTER = "counter"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
+from kvserver.families import DEPARTED_SECONDS
 from kvserver.lifeline import Attachment
 from kvserver.misses import MissReason
 from kvserver.namespace import check_agreement, fingerprint, with_variant
@@ -21,7 +22,6 @@ from kvserver.planes import block_bytes, group_count
 from kvserver.protocol import RegisterWorker
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
-DEPARTED_SECONDS = 300.0  # an instance's counters go on being shown, and go on if it comes back
 
 
 @dataclass(slots=True)

@@ -19,17 +19,11 @@ from typing import Any, NamedTuple
 
 from kvserver._native import BlockLives, LifeFigures, LifeSnapshot
 from kvserver.events import BlockReport, Event, InstanceCame, InstanceGone, RequestEnded
-from kvserver.families import Buckets, Family, Kind
+from kvserver.families import DEPARTED_SECONDS, RESIDENCY_SECONDS, Buckets, Family, Kind
 from kvserver.holdings import Holdings
 from kvserver.protocol import ExactRecords, Payload, ReportedBlocks
 
-KEPT_SECONDS = 300  # the figures of an instance that is gone
 MAX_POOLS = 64  # of one instance
-# vLLM's buckets for how long KV blocks stay (KV_CACHE_RESIDENCY_BUCKETS in vllm/v1/metrics/buckets.py).
-RESIDENCY_SECONDS = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
-    1200.0, 1800.0,
-)  # fmt: skip
 LABELS = ("instance_id", "model_name")
 
 
@@ -160,7 +154,10 @@ class L0:
                 self._gone(event)
 
     def close(self) -> None:
-        """Nothing to do: what is known can be read as before."""
+        """All is forgotten: native objects must not outlive the interpreter."""
+        with self._lock:
+            self._instances.clear()
+            self._present.clear()
 
     def _came(self, event: InstanceCame) -> None:
         self._expire()
@@ -283,7 +280,7 @@ class L0:
 
     def _expire(self) -> None:
         """Figures of instances that are gone for long."""
-        until = self._clock() - KEPT_SECONDS * 1_000_000_000
+        until = self._clock() - int(DEPARTED_SECONDS * 1e9)
         with self._lock:
             for key, instance in list(self._instances.items()):
                 if instance.gone_ns is not None and instance.gone_ns <= until:

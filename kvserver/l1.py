@@ -27,8 +27,7 @@ from kvserver.events import (
     InstanceGone,
     L1Cleared,
 )
-from kvserver.families import RESIDENCY_SECONDS, Family, Histogram, Kind
-from kvserver.instances import DEPARTED_SECONDS
+from kvserver.families import DEPARTED_SECONDS, RESIDENCY_SECONDS, Family, Histogram, Kind
 
 _HISTOGRAMS = {
     "kvserver_l1_chunk_residency_seconds": "READY to eviction.",

@@ -83,8 +83,6 @@ _INSTANCE_COUNTERS = (  # name, text, key of the instance's requests, unit
     ("kvserver_l1_stores_avoided_chunks", "Chunks to be stored that L1 had already.", "avoided_chunks", 1),
     ("kvserver_l1_starved_chunks", "Chunks to be stored that found no room.", "starved_chunks", 1),
     ("kvserver_l1_loaded_chunks", "Chunks copied L1 to L0, by each rank.", "loaded_chunks", 1),
-    ("kvserver_l0_report_gaps", "Sequence gaps in the engine's reports.", "sequence_gaps", 1),
-    ("kvserver_l0_records", "Block-pool records received.", "block_records", 1),
 )
 _L1 = (  # name, text, kind, key of the status
     ("kvserver_l1_size_bytes", "Memory of L1.", Kind.GAUGE, "size_bytes"),
@@ -130,6 +128,8 @@ def _server(status: dict[str, Any]) -> Iterable[Family]:
         "kvserver_loop_lag_seconds", "Longest turn of the event loop in the last 10 to 20 seconds.", Kind.GAUGE
     )
     yield lag.add(status["loop_lag_seconds"])
+    ready = Family("kvserver_ready", "1 while the daemon should get traffic, as /readyz says.", Kind.GAUGE)
+    yield ready.add(int(status["ready"]))
     rate = Family("kvserver_metrics_sample_rate", "Share of lives that the lifecycle histograms show.", Kind.GAUGE)
     yield rate.add(status["metrics_sample_rate"])
     yield Family("kvserver_build_info", "Version of the server.", Kind.GAUGE, ("version",)).add(1, __version__)

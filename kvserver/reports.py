@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from kvserver._native import unpack_blocks
+from kvserver._native import check_records, unpack_blocks
 from kvserver.cache import Cache
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import BlockReport, Bus, RequestEnded
@@ -22,15 +22,6 @@ from kvserver.protocol import (
     ReportedBlocks,
     payload_of,
 )
-
-
-def check_records(records: bytes, marks: bytes, num_blocks: int) -> None:  # TEMP
-    if len(records) % 4:
-        raise ValueError(f"{len(records)} bytes are no whole number of u32 records")
-    found = array("I", records)
-    if found and max(found) >> 29 > 6:
-        raise ValueError(f"operation {max(found) >> 29} is not 0 to 6")
-
 
 _CONTENT_BYTES = 8
 _TOKEN_BYTES = 4

@@ -30,7 +30,7 @@ class Watchers:
         self.l1 = L1(settings.metrics_sample_rate)
         self.traces: Traces | None = None
         self._sender: OtlpMetrics | None = None
-        self._settings = settings
+        self._make_sender: Callable[[Callable[[], list[Family]]], OtlpMetrics] | None = None
         endpoint = parse_otlp_endpoint(settings.otlp_endpoint)
         if endpoint is not None:  # what it imports takes time and memory, which others need not spend
             from kvserver import otlp, tracing
@@ -54,12 +54,14 @@ class Watchers:
     def start(self, read: Callable[[], list[Family]]) -> None:
         """`read` gives the present families, from any thread; it may take its time."""
         self.bus.start()
-        if self.traces is not None:
+        if self._make_sender is not None:
             self._sender = self._make_sender(read)
             self._sender.start()
 
-    def close(self, last: list[Family]) -> None:
-        """Hand over and send what is left, for a few seconds at most."""
+    def close(self, read: Callable[[], list[Family]]) -> None:
+        """Hand over and send what is left, for a few seconds at most. `read` is asked when all was handed over."""
+        self.bus.flush(_LAST_EVENTS_SECONDS)
+        last = read()
         self.bus.close(_LAST_EVENTS_SECONDS)
         if self._sender is not None:
             self._sender.close(last)

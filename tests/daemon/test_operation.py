@@ -284,6 +284,7 @@ FAMILIES = {
     "kvserver_l1_evicted_chunks": "counter",
     "kvserver_rpc_seconds": "histogram",
     "kvserver_rpc_errors": "counter",
+    "kvserver_ready": "gauge",
     "kvserver_loop_lag_seconds": "gauge",
     "kvserver_build_info": "gauge",
 }
@@ -431,6 +432,7 @@ def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(mo
         stale = json.loads(get(pages, "/status")[1])
         assert stale["ready"] is False
         assert stale["stale_seconds"] > 1
+        assert "\nkvserver_ready 0.0\n" in get(pages, "/metrics")[1]
         assert get(pages, "/cache/clear", "POST") == (503, "the event loop does not answer\n")
         release.set()
         wait_until(lambda: get(pages, "/readyz")[0] == 200)

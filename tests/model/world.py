@@ -751,7 +751,7 @@ class World:
             pass
         assert self.cache.pool.used_pages == 0
         self.lifelines.shut()
-        self.watchers.close([])
+        self.watchers.close(list)
         logging.getLogger("kvserver").removeHandler(self._watcher)
 
 

@@ -48,7 +48,7 @@ def running_server(devices: Devices) -> Iterator[StatusPages]:
     finally:
         pages.kvserver.stop()
         loop.join()
-        watchers.close([])
+        watchers.close(list)
         pages.close()
         lifelines.shut()
         context.destroy(linger=0)

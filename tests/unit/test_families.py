@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,17 +13,20 @@ from kvserver import metrics
 from kvserver.events import Bus
 from kvserver.families import Buckets, Family, Kind
 from kvserver.instances import Counts
+from kvserver.misses import MissReason
+from kvserver.status import counts_status
 
 LABELS = ("instance_id", "model_name")
 
 
 def row(instance_id: str, model_name: str = "m", **values: Any) -> dict[str, Any]:
     """One of `status["instances"]`."""
-    requests = {name: values.get(name, getattr(Counts(), name)) for name in Counts.__slots__}
-    return {"instance_id": instance_id, "model_name": model_name, "requests": requests}
+    return {"instance_id": instance_id, "model_name": model_name, "requests": counts_status(Counts()) | values}
 
 
-def status(*instances: dict[str, Any], events: dict[str, Any] | None = None) -> dict[str, Any]:
+def status(
+    *instances: dict[str, Any], events: dict[str, Any] | None = None, departed: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     keys = ("size_bytes", "used_bytes", "pinned_bytes", "chunks", "evictions", "evicted_bytes", "cleared_chunks")
     return {
         "l1": {key: number for number, key in enumerate(keys)},
@@ -31,11 +35,13 @@ def status(*instances: dict[str, Any], events: dict[str, Any] | None = None) -> 
         "metrics_sample_rate": 0.125,
         "events": events or Bus().status(),
         "instances": list(instances),
+        "departed": list(departed),
+        "ready": True,
     }
 
 
-def made(*instances: dict[str, Any], **options: Any) -> dict[str, Family]:
-    families = metrics.families(status(*instances), metrics.Rpc().snapshot(), **options)
+def made(*instances: dict[str, Any], more: Sequence[Family] = (), **options: Any) -> dict[str, Family]:
+    families = metrics.families(status(*instances, **options), metrics.Rpc().snapshot(), more)
     assert len({family.name for family in families}) == len(families), "a family stands there twice"
     return {family.name: family for family in families}
 
@@ -92,14 +98,15 @@ def test_what_others_know_is_added() -> None:
 
 
 def test_a_family_of_two_sources_is_one_and_its_first_figure_stands() -> None:
-    theirs = Family("kvserver_l0_records", "Theirs.", Kind.COUNTER, LABELS).add(99, "a", "m").add(5, "gone", "m")
-    family = made(row("a", block_records=3), more=[theirs])["kvserver_l0_records"]
+    name = "kvserver_lookup_requests"
+    theirs = Family(name, "Theirs.", Kind.COUNTER, LABELS).add(99, "a", "m").add(5, "gone", "m")
+    family = made(row("a", lookups=3), more=[theirs])[name]
     assert family.points == [(("a", "m"), 3), (("gone", "m"), 5)]
 
 
 def test_a_family_cannot_be_of_two_kinds() -> None:
-    with pytest.raises(AssertionError, match="kvserver_l0_records"):
-        made(more=[Family("kvserver_l0_records", "Theirs.", Kind.GAUGE, LABELS)])
+    with pytest.raises(AssertionError, match="kvserver_lookup_requests"):
+        made(more=[Family("kvserver_lookup_requests", "Theirs.", Kind.GAUGE, LABELS)])
 
 
 def test_instances_that_have_gone_are_told_until_they_are_back() -> None:
@@ -131,10 +138,11 @@ def test_each_instance_tells_what_it_got_from_l1(name: str, key: str) -> None:
 
 
 def test_missed_tokens_are_told_by_reason_and_begin_at_zero() -> None:
-    family = made(row("a", missed_tokens={"evicted": 256}))["kvserver_lookup_missed_tokens"]
+    missed = {**counts_status(Counts())["missed_tokens"], "evicted": 256}
+    family = made(row("a", missed_tokens=missed))["kvserver_lookup_missed_tokens"]
     assert family.labels == ("instance_id", "model_name", "reason")
     by_reason = {labels[2]: figure for labels, figure in family.points}
-    assert by_reason == {**dict.fromkeys(metrics.MISSED_REASONS, 0), "evicted": 256}
+    assert by_reason == {reason.value: 256 if reason == MissReason.EVICTED else 0 for reason in MissReason}
     assert {"never_stored", "evicted", "other_namespace", "filling", "partial_chunk"} <= by_reason.keys()
 
 

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
-from kvserver.families import RESIDENCY_SECONDS, Buckets
-from kvserver.instances import DEPARTED_SECONDS
+from kvserver.families import DEPARTED_SECONDS, RESIDENCY_SECONDS, Buckets
 from kvserver.l1 import L1
 
 SECOND = 1_000_000_000

@@ -46,6 +46,7 @@ FROM_THE_START = {
     "kvserver_events_subscriber_errors": "counter",
     "kvserver_metrics_sample_rate": "gauge",
     "kvserver_loop_lag_seconds": "gauge",
+    "kvserver_ready": "gauge",
     "kvserver_build_info": "gauge",
 }
 
@@ -78,6 +79,7 @@ def status(*instances: dict[str, Any]) -> dict[str, Any]:
         "metrics_sample_rate": 0.01,
         "events": Bus().status(),
         "departed": [],
+        "ready": True,
         "instances": list(instances),
     }
 
