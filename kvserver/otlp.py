@@ -9,6 +9,7 @@ sent: OTLP has no form for them that collectors take.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import threading
@@ -73,6 +74,10 @@ class _Said(logging.Handler):
 
 _said = _Said()
 
+# One export at a time, and what it made is looked through when it is over: errors hold the whole message in reference
+# cycles, and the loop, which looks for garbage every second, does so only among what is younger than that.
+_sending = threading.Lock()
+
 
 class Link:
     """What became of what was sent. An outage is logged once, and its end. Written by one thread."""
@@ -87,10 +92,12 @@ class Link:
     def attempt(self, send: Callable[[], bool], count: int = 1) -> bool:
         """Whether `send` did it. Whatever it raises is a failure."""
         _said.take()
-        try:
-            ok, error = send(), ""
-        except Exception as caught:
-            ok, error = False, f"{type(caught).__name__}: {caught}"
+        with _sending:
+            try:
+                ok, error = send(), ""
+            except Exception as caught:
+                ok, error = False, f"{type(caught).__name__}: {caught}"
+            gc.collect(1)
         if ok:
             self.sent += count
         else:
@@ -111,8 +118,7 @@ class Link:
 
 
 class _Session(requests.Session):
-    """Its errors are fresh ones: those of urllib3 hold the whole message in reference cycles, and what finds cycles is
-    off in a daemon. They are not retried either: the next values come soon."""
+    """Tries once: the exporter takes an OSError for final. The next values come soon."""
 
     def request(self, *args: Any, **kwargs: Any) -> Any:
         try:
