@@ -103,11 +103,11 @@ class Link:
         else:
             self.failed += count
             self.last_error = (_said.take() or error or self.last_error)[:500]
-        if ok == self._down:
-            self._down = not ok
-            log.warning("%s arrive again", self._what) if ok else log.warning(
-                "%s do not arrive (told once, until they do again): %s", self._what, self.last_error
-            )
+        if not ok and not self._down:
+            log.warning("%s do not arrive (told once, until they do again): %s", self._what, self.last_error)
+        elif ok and self._down:
+            log.info("%s arrive again", self._what)
+        self._down = not ok
         return ok
 
     def status(self) -> dict[str, Any]:

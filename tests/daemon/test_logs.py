@@ -1,0 +1,85 @@
+"""What a daemon logs: lines that a program can read, one per change of state."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import struct
+from typing import Any
+
+from support.daemon import Daemon, wait_until
+from support.raw import REQUEST_ID, RawPeer
+from support.worker import make_keys
+
+from kvserver.logs import JsonLines
+
+
+def lines(daemon: Daemon) -> list[dict[str, Any]]:
+    """Every line of stderr, parsed."""
+    return [json.loads(line) for line in daemon.log.splitlines()]
+
+
+def messages(daemon: Daemon, level: str = "info") -> list[str]:
+    return [line["message"] for line in lines(daemon) if line["level"] == level]
+
+
+def busy(daemon: Daemon, worker: Any, rounds: int) -> None:
+    """Requests of every kind, and pages."""
+    for number in range(rounds):
+        worker.round_trip()
+        worker.lookup(make_keys(3), f"r{number}")
+        daemon.http("/metrics")
+        daemon.http("/status")
+
+
+def test_every_line_is_json_whatever_happens(make_daemon, make_worker):
+    daemon = make_daemon(log_format="json", log_level="debug")
+    worker = make_worker(daemon)
+    busy(daemon, worker, 2)
+    with RawPeer(daemon.endpoint) as peer:
+        peer.error(REQUEST_ID, b"no message")
+    with socket.create_connection(("127.0.0.1", daemon.http_port)) as rude:
+        rude.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+        rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    daemon.http("/nowhere")
+    worker.hang_up()
+    wait_until(lambda: not daemon.status()["instances"])
+    assert daemon.terminate() == 0
+    for line in lines(daemon):
+        assert (
+            {"time", "level", "logger", "message"} <= line.keys() <= {"time", "level", "logger", "message", "exception"}
+        )
+        assert line["logger"].startswith("kvserver")
+        assert line["time"].endswith("Z")
+    assert lines(daemon)[-1]["message"] == "stopped"
+
+
+def test_a_change_of_state_is_one_line_and_a_request_none(make_daemon, make_worker):
+    daemon = make_daemon(log_format="json")
+    worker = make_worker(daemon)
+    busy(daemon, worker, 1)
+    before = lines(daemon)
+    busy(daemon, worker, 20)
+    assert lines(daemon) == before
+    worker.unregister()
+    worker.hang_up()
+    wait_until(lambda: not daemon.status()["books"]["attachments"])
+    assert daemon.terminate() == 0
+    told = messages(daemon)
+    assert sum(worker.instance_id in message and "registered" in message for message in told) == 1, told
+    assert sum(worker.instance_id in message and "gone" in message for message in told) == 1, told
+    assert len(told) == len(set(told)), "a line was told twice"
+
+
+def test_an_error_inside_is_one_line_with_its_traceback():
+    """Nothing in a daemon fails on request, so this formats a record of our own."""
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError as error:
+        record = logging.LogRecord("kvserver.x", logging.ERROR, "f", 1, "in %s", ("a\nb",), (type(error), error, None))
+    text = JsonLines().format(record)
+    assert "\n" not in text
+    found = json.loads(text)
+    assert (found["level"], found["message"]) == ("error", "in a\nb")
+    assert found["exception"].endswith("ValueError: first\nsecond")
