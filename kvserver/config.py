@@ -125,7 +125,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1,
-            description="Share of requests that are traced, of those whose engine was sent no trace context: where there is one, it decides.",
+            description="Share of requests that are traced, of those whose engine was sent no trace context: where there is one, "
+            "it decides.",
         ),
     ] = 0.01
     test_copy_delay_us: Annotated[

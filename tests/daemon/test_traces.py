@@ -1,0 +1,179 @@
+"""Traces of a daemon, and of the subscriber alone, at real OpenTelemetry collectors."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.collector import Collected, labels_of, nobody, over_grpc, over_http, that_hangs
+from support.daemon import wait_until
+from support.worker import Worker, make_keys
+
+from kvserver.config import parse_otlp_endpoint
+from kvserver.events import CopyEnded, LookupEnded, RequestEnded
+from kvserver.otlp import resource, span_exporter
+from kvserver.protocol import EndRequest
+from kvserver.tracing import Traces
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE}-{PARENT}-01"
+AT_ONCE = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds that spans gather
+
+
+def traces_to(url: str) -> Traces:
+    endpoint = parse_otlp_endpoint(url)
+    assert endpoint is not None
+    return Traces(span_exporter(endpoint), resource("boot"), 1.0)
+
+
+def one_request(traces: Traces, request_id: str = "r") -> None:
+    now = time.monotonic_ns()
+    traces.handle(LookupEnded(now + 10, "e", "m", request_id, now, 4, 3, 256, SAMPLED))
+    traces.handle(CopyEnded(now + 90, "e", "m", 0, "load", request_id, now + 20, 3, 4096, 60, "done"))
+    traces.handle(RequestEnded(now + 100, "e", "m", 1, request_id))
+
+
+# ---- the subscriber alone ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collector", [over_http, over_grpc])
+def test_spans_arrive_with_their_parents_times_and_attributes(collector: Callable[[], Any]) -> None:
+    with collector() as collected:
+        traces = traces_to(collected.url)
+        one_request(traces)
+        traces.close()
+        spans = {span.name: span for span in collected.spans()}
+        assert spans.keys() == {"request", "lookup", "load"}
+        request = spans["request"]
+        assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
+        for name, began, ended in (("lookup", 0, 10), ("load", 20, 90)):
+            child = spans[name]
+            assert (child.trace_id, child.parent_span_id) == (request.trace_id, request.span_id)
+            assert child.start_time_unix_nano - request.start_time_unix_nano == began
+            assert child.end_time_unix_nano - request.start_time_unix_nano == ended
+        assert labels_of(request).items() >= {"instance_id": "e", "model_name": "m", "request_id": "r"}.items()
+        assert {a.key: a.value.int_value for a in spans["load"].attributes}["device_ns"] == 60
+        assert collected.resources()[0]["service.instance.id"] == "boot"
+        assert (traces.status()["sent"], traces.status()["failed"]) == (3, 0)
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+@pytest.mark.parametrize("fault", ["is down", "hangs"])
+def test_a_collector_that_is_not_there_holds_up_nothing(scheme: str, fault: str) -> None:
+    with contextlib.ExitStack() as at_end:
+        address = nobody() if fault == "is down" else at_end.enter_context(that_hangs())
+        traces = traces_to(f"{scheme}://{address}")
+        one_request(traces)
+        began = time.monotonic()
+        traces.close()
+        assert time.monotonic() - began < 4
+        wait_until(lambda: traces.status()["failed"] == 3, 15)
+        assert traces.status()["sent"] == 0
+
+
+# ---- a daemon ---------------------------------------------------------------------------------
+
+
+def traced_request(worker: Worker, request_id: str, traceparent: str = "") -> None:
+    """A lookup, a store and a load of a request, and its end."""
+    keys = make_keys(2)
+    worker.store(keys, worker.blocks_for(2), request_id=request_id + "-before")
+    assert worker.lookup(keys, request_id, traceparent=traceparent) == 2
+    worker.load(keys, worker.blocks_for(2, first=1 + 2 * worker.chunk_blocks), request_id=request_id)
+    worker.store(make_keys(1), worker.blocks_for(1), request_id=request_id)
+    worker.send(
+        EndRequest(
+            instance_id=worker.instance_id,
+            incarnation=worker.incarnation,
+            model_name=worker.model_name,
+            sequence=1,
+            request_id=request_id,
+        )
+    )
+
+
+def names(collected: Collected) -> list[str]:
+    return sorted(span.name for span in collected.spans())
+
+
+def test_a_daemon_traces_a_request_from_lookup_to_end(make_daemon, make_worker):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, trace_sample_rate=0, env=AT_ONCE)
+        worker = make_worker(daemon)
+        assert worker.hello.traces, "engines are asked to name requests"
+        before_ns = time.time_ns()
+        traced_request(worker, "traced", SAMPLED)
+        traced_request(worker, "not traced")
+        wait_until(lambda: names(collector) == ["load", "lookup", "request", "store"])
+        spans = {span.name: span for span in collector.spans()}
+        request = spans["request"]
+        assert request.parent_span_id.hex() == PARENT
+        assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+        assert labels_of(request).items() >= {"instance_id": worker.instance_id, "request_id": "traced"}.items()
+        assert {a.key: a.value.int_value for a in spans["load"].attributes}["bytes"] == 2 * worker.chunk_bytes
+        for span in spans.values():
+            assert before_ns <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
+        assert "request_id" not in daemon.http("/metrics")[1]
+        wait_until(lambda: daemon.status()["traces"]["sent"] == 4)
+        assert daemon.terminate() == 0
+
+
+def test_a_daemon_without_a_collector_asks_for_no_names(make_daemon, make_worker):
+    daemon = make_daemon(trace_sample_rate=1)
+    assert not make_worker(daemon).hello.traces
+    assert "traces" not in [s["name"] for s in daemon.status()["events"]["subscribers"]]
+
+
+def test_spans_that_wait_are_sent_when_the_daemon_stops(make_daemon, make_worker):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, trace_sample_rate=1, env={"OTEL_BSP_SCHEDULE_DELAY": "60000"})
+        traced_request(make_worker(daemon), "r")
+        assert daemon.terminate() == 0
+        assert names(collector) == ["load", "lookup", "request", "store"]
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+# In a process of its own, set up as a daemon is: nothing looks for reference cycles but among what is young.
+PROGRAM = """
+import gc, sys, threading
+from kvserver import otlp
+from kvserver.config import parse_otlp_endpoint
+from kvserver.families import Family, Kind
+
+otlp.ANSWER_SECONDS = 0.1
+stop = threading.Event()
+def families():
+    if failed() >= 8:
+        stop.set()
+    return [Family(f"kvserver_{n}", "Text.", Kind.COUNTER, ("label",)).add(n, "x") for n in range(100)]
+def failed():
+    return sender.status()["failed"]
+sender = otlp.OtlpMetrics(parse_otlp_endpoint(sys.argv[1]), otlp.resource("boot"), families, 0.01)
+gc.collect()
+gc.freeze()
+gc.disable()
+sender.start()
+while not stop.wait(0.03):
+    gc.collect(0)
+sender.close(families())
+print(failed(), gc.collect())
+"""
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_failures_leave_no_garbage_that_a_daemon_does_not_find(scheme: str) -> None:
+    with that_hangs() as address:
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAM, f"{scheme}://{address}"],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    failures, garbage = map(int, run.stdout.split())
+    assert failures >= 8
+    assert garbage < 300, "less than the figures of one attempt"
