@@ -153,4 +153,6 @@ class Engine:
 
     def counts(self) -> dict[str, int]:
         """Counters and gauges that are not 0."""
-        return {name: self.figure(name) for name in (*COUNTERS, *GAUGES) if self.figure(name)}
+        names = {f"kvserver_l0_{name}": name for name in (*COUNTERS, *GAUGES)}
+        points = {f.name: figure for f in self.l0.families() for labels, figure in f.points if labels == self.names}
+        return {short: int(points[name]) for name, short in names.items() if points[name]}

@@ -1,0 +1,498 @@
+"""Which instance's figures a report changes, when they are sure, and when they vanish."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from support.lives import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    SECOND,
+    Engine,
+    accessed,
+    allocated,
+    cleared,
+    evicted,
+    exact,
+    held,
+    hold,
+    present,
+    released,
+)
+
+from kvserver.events import BlockReport, Bus, InstanceCame
+from kvserver.families import Kind
+from kvserver.l0 import KEPT_SECONDS, L0, MAX_POOLS
+from kvserver.protocol import ExactRecords
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = SECOND
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def advance(self, seconds: float) -> None:
+        self.ns += int(seconds * SECOND)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def l0(clock: Clock) -> L0:
+    return L0(1.0, clock=clock)
+
+
+def names(l0: L0) -> set[tuple[str, ...]]:
+    return {labels for family in l0.families() for labels, _ in family.points}
+
+
+# ---- apart from each other ------------------------------------------------------------------------
+
+
+def test_equal_block_ids_of_two_instances_are_two_blocks(l0: L0) -> None:
+    a, b = Engine(l0, "a"), Engine(l0, "b")
+    a.did((1, allocated(5)))
+    b.did((2, allocated(5)), (3, released(5)))
+    a.did((4, accessed(5)))
+    assert a.counts() == {"allocations": 1, "shared_accesses": 1, "active_blocks": 1, "tracked_blocks": 1}
+    assert b.counts() == {"allocations": 1, "released_blocks": 1, "tracked_blocks": 1}
+    assert a.seconds("reuse_gap") == (1, 3)
+    assert b.seconds("reuse_gap") == (0, 0)
+
+
+def test_equal_request_ids_of_two_instances_are_two_requests(l0: L0) -> None:
+    a, b = Engine(l0, "a"), Engine(l0, "b")
+    a.holds(1, hold("request", [5], [50]))
+    b.holds(1, hold("request", [5], [50]))
+    a.ended(2, "request")
+    assert a.counts() == {"allocations": 1, "released_blocks": 1, "tracked_blocks": 1}
+    assert b.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
+
+
+def test_one_model_after_another_under_an_id_has_figures_of_its_own(l0: L0) -> None:
+    first = Engine(l0, "a", "small")
+    first.did((1, allocated(5)))
+    second = Engine(l0, "a", "large", incarnation="second")
+    second.did((2, allocated(6, 7)))
+    assert first.counts() == {"allocations": 1, "lost": 1}
+    assert second.counts() == {"allocations": 2, "active_blocks": 2, "tracked_blocks": 2}
+
+
+def test_equal_block_ids_of_two_pools_are_two_blocks_of_one_sum(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.did((2, allocated(5)), pool=1)
+    engine.did((3, released(5)), (4, evicted(5)), pool=1)
+    assert engine.counts() == {"allocations": 2, "evictions": 1, "active_blocks": 1, "tracked_blocks": 1}
+    assert engine.seconds("lifetime") == (1, 2)
+
+
+def test_a_full_state_of_one_pool_says_nothing_of_another(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.did((2, present(6)), pool=1, full=True)
+    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "released_blocks": 1, "tracked_blocks": 2}
+
+
+def test_a_clear_is_of_one_pool_and_instance(l0: L0) -> None:
+    a, b = Engine(l0, "a"), Engine(l0, "b")
+    a.did((1, allocated(5)))
+    a.did((1, allocated(5) + released(5)), pool=1)
+    b.did((1, allocated(5)))
+    a.did((2, cleared()), pool=1)
+    assert a.counts() == {"allocations": 2, "cleared": 1, "active_blocks": 1, "tracked_blocks": 1}
+    assert b.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
+
+
+def test_pools_are_bounded(l0: L0) -> None:
+    engine = Engine(l0)
+    for pool in range(MAX_POOLS):
+        engine.did((1, allocated(5)), pool=pool)
+    with pytest.raises(ValueError, match="block pools"):
+        engine.did((1, allocated(5)), pool=MAX_POOLS)
+
+
+# ---- gaps -----------------------------------------------------------------------------------------
+
+
+def test_the_first_report_may_have_any_number(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.sequence = 57
+    engine.did((1, allocated(5)))
+    assert engine.figure("report_gaps") == 0
+    assert not l0.is_unsure("engine")
+    engine.did((2, released(5)))
+    assert engine.figure("report_gaps") == 0
+
+
+def test_a_missing_report_ends_all_lives_as_lost(l0: L0) -> None:
+    engine, other = Engine(l0), Engine(l0, "other")
+    engine.did((1, allocated(5, 6)))
+    other.did((1, allocated(5)))
+    engine.sequence += 1
+    engine.did((9, evicted(5)))
+    assert engine.counts() == {"allocations": 2, "lost": 2}
+    assert engine.figure("report_gaps") == 1
+    assert all(engine.seconds(name) == (0, 0) for name in HISTOGRAMS)
+    assert other.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
+    assert (l0.is_unsure("engine"), l0.is_unsure("other")) == (True, False)
+
+
+def test_a_report_that_comes_again_is_a_gap(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.sequence -= 1
+    engine.did((1, allocated(5)))
+    assert engine.figure("report_gaps") == 1
+
+
+def test_an_instance_is_unsure_until_its_full_state_has_come(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.sequence += 3
+    engine.did((2, released(5)))
+    engine.did((3, accessed(5)))
+    assert l0.is_unsure("engine")
+    assert engine.figure("unsure") == 1
+    engine.did((4, present(5) + held(5)), full=True)
+    assert not l0.is_unsure("engine")
+    assert engine.figure("unsure") == 0
+    assert engine.counts() == {"allocations": 1, "lost": 1, "active_blocks": 1, "tracked_blocks": 1}
+    assert engine.figure("report_gaps") == 1, "once"
+
+
+def test_a_full_state_that_comes_after_a_gap_is_enough(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.sequence += 1
+    engine.did((4, present(5) + held(5)), full=True)
+    assert engine.figure("report_gaps") == 1
+    assert not l0.is_unsure("engine")
+
+
+def test_every_pool_must_be_told_after_a_gap(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.did((1, allocated(5)), pool=1)
+    engine.sequence += 1
+    engine.did((2, present(5)), full=True)
+    assert l0.is_unsure("engine")
+    engine.did((2, present(5)), full=True, pool=1)
+    assert not l0.is_unsure("engine")
+
+
+def test_a_life_that_began_after_the_gap_is_observed(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.sequence += 1
+    engine.did((2, allocated(6)), (4, evicted(5)), (5, evicted(6)))
+    assert engine.seconds("lifetime") == (1, 3)
+
+
+def test_ends_of_requests_are_counted_in_the_sequence_of_an_exact_engine(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.ended(2, "a")
+    engine.did((3, released(5)))
+    assert engine.figure("report_gaps") == 0
+    engine.sequence += 1
+    engine.ended(4, "b")
+    assert engine.figure("report_gaps") == 1
+    assert l0.is_unsure("engine")
+
+
+def test_a_gap_makes_nobody_an_owner(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.holds(1, hold("a", [5], [50]))
+    engine.sequence += 1
+    engine.holds(2, hold("b", [5], [50]))
+    engine.ended(3, "b")
+    assert engine.counts() == {"allocations": 2, "lost": 1, "released_blocks": 1, "tracked_blocks": 1}
+
+
+def test_what_the_bus_dropped_is_a_gap() -> None:
+    l0 = L0(1.0)
+    bus = Bus([l0], limit=3)
+    assert bus.publish(InstanceCame(1, "engine", "model", "first", 64, 4))
+    taken = [bus.publish(BlockReport(1, "engine", "model", n, exact((1, allocated(1 + n))))) for n in range(4)]
+    assert taken == [True, True, False, False]
+    bus.start()
+    assert bus.flush()
+    assert not l0.is_unsure("engine")
+    assert bus.publish(BlockReport(1, "engine", "model", 4, exact((2, allocated(5)))))
+    bus.close()
+    assert l0.is_unsure("engine")
+    assert l0.status("engine")["report_gaps"] == 1
+    assert l0.status("engine")["lost"] == 2
+    assert bus.errors["l0"] == 0
+
+
+# ---- coming and going -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("died", [True, False], ids=["died", "said goodbye"])
+def test_an_instance_that_goes_loses_its_lives(l0: L0, died: bool) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5, 6)), (2, released(5)))
+    engine.go(died)
+    assert engine.counts() == {"allocations": 2, "lost": 2}
+    assert engine.seconds("lifetime") == (0, 0)
+    assert not l0.is_unsure("engine")
+    assert l0.status("engine") == {}
+
+
+def test_figures_stay_for_a_while_and_then_vanish(l0: L0, clock: Clock) -> None:
+    engine, other = Engine(l0), Engine(l0, "other")
+    engine.did((1, allocated(5)))
+    engine.go()
+    clock.advance(KEPT_SECONDS - 1)
+    assert names(l0) == {engine.names, other.names}
+    clock.advance(1)
+    assert names(l0) == {other.names}
+
+
+def test_an_instance_that_comes_back_in_time_goes_on_counting(l0: L0, clock: Clock) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)), (2, evicted(5)))
+    engine.go()
+    clock.advance(KEPT_SECONDS - 1)
+    engine.restart()
+    engine.did((400, present(9)), (401, allocated(5) + released(5)), (402, evicted(5)), full=True)
+    clock.advance(KEPT_SECONDS)
+    assert engine.counts() == {"allocations": 2, "evictions": 2, "released_blocks": 1, "tracked_blocks": 1}
+    assert engine.seconds("lifetime") == (2, 2)
+
+
+def test_an_instance_that_comes_back_late_begins_anew(l0: L0, clock: Clock) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.go()
+    clock.advance(KEPT_SECONDS)
+    engine.restart()
+    engine.did((400, allocated(5)))
+    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
+    assert not l0.is_unsure("engine")
+
+
+def test_a_restarted_engine_is_unsure_and_has_no_gap(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.did((1, allocated(6)))
+    engine.restart()  # that it went was never told
+    assert engine.counts() == {"allocations": 2, "lost": 2}
+    assert l0.is_unsure("engine")
+    engine.did((2, []), full=True)
+    assert not l0.is_unsure("engine")
+    assert engine.figure("report_gaps") == 0
+
+
+def test_a_restarted_engine_may_have_other_blocks(l0: L0) -> None:
+    engine = Engine(l0, num_blocks=8)
+    engine.did((1, allocated(7)))
+    engine.num_blocks = 100
+    engine.restart()
+    engine.did((2, allocated(99)))
+    assert engine.counts()["active_blocks"] == 1
+
+
+def test_a_restarted_engine_may_report_otherwise(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(7)))
+    engine.restart()
+    engine.holds(2, hold("a", [5], [50]), full=True)
+    assert engine.counts() == {"allocations": 1, "lost": 1, "active_blocks": 1, "tracked_blocks": 1}
+    assert l0.sources() == {"engine": "reported"}
+
+
+def test_an_instance_that_comes_again_in_the_same_life_keeps_its_lives(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.come()
+    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
+    assert not l0.is_unsure("engine")
+
+
+def test_the_end_of_a_former_life_says_nothing_of_the_present_one(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.restart()
+    engine.did((2, allocated(5)), full=True)
+    engine.incarnation = "first"
+    engine.go()
+    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
+
+
+def test_the_end_of_an_unknown_instance_is_nothing(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.go()
+    engine.go()
+    assert engine.counts() == {}
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_nothing_is_left_of_instances_that_died(l0: L0, clock: Clock) -> None:
+    blocks = 20_000  # about 1 MB for each instance, and more for what is held
+    everything = allocated(*range(1, blocks))
+    before = 0
+    for n in range(50):
+        exact_one, reported = Engine(l0, f"a{n}", num_blocks=blocks), Engine(l0, f"b{n}", num_blocks=blocks)
+        exact_one.did((1, everything))
+        reported.holds(1, hold("a", range(1, blocks)), hold("b", range(1, blocks), range(1, blocks)))
+        exact_one.go()
+        reported.go()
+        clock.advance(KEPT_SECONDS)
+        before = before or resident_bytes()
+    assert names(l0) == set()
+    assert resident_bytes() - before < 40_000_000
+
+
+# ---- what must not happen -------------------------------------------------------------------------
+
+
+def test_exact_and_reported_are_never_mixed(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.holds(2, hold("a", [6], [60]))
+    engine.did((3, released(5)))
+    assert engine.counts() == {"allocations": 1, "released_blocks": 1, "tracked_blocks": 1}
+    assert engine.figure("report_gaps") == 0
+    assert l0.status("engine")["refused_reports"] == 1
+    assert l0.sources() == {"engine": "exact"}
+
+
+def test_wrong_records_make_the_instance_unsure(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    with pytest.raises(ValueError, match="block 64 is not below 64"):
+        engine.did((2, evicted(5) + allocated(64)))
+    assert engine.counts() == {"allocations": 1, "lost": 1}
+    assert l0.is_unsure("engine")
+    engine.did((3, present(5)), full=True)
+    assert not l0.is_unsure("engine")
+
+
+@pytest.mark.parametrize(
+    ("sender", "payload"),
+    [("a", ExactRecords(b"123", b"")), ("nobody", exact((1, allocated(5))))],
+    ids=["wrong records", "an instance that never came"],
+)
+def test_what_one_sends_costs_no_other_its_figures(sender: str, payload: ExactRecords) -> None:
+    l0 = L0(1.0)
+    bus = Bus([l0])
+    bus.start()
+    for id in ("a", "b"):
+        bus.publish(InstanceCame(1, id, "model", "first", 64, 4))
+        bus.publish(BlockReport(1, id, "model", 0, exact((1, allocated(5)))))
+    bus.publish(BlockReport(1, sender, "model", 1, payload))
+    bus.publish(BlockReport(1, "b", "model", 1, exact((2, released(5)))))
+    bus.close()
+    assert bus.errors["l0"] == 1
+    assert l0.status("b")["released_blocks"] == 1
+    assert not l0.is_unsure("b")
+
+
+# ---- what is read ---------------------------------------------------------------------------------
+
+
+def test_every_family_is_there_before_anybody_reports(l0: L0) -> None:
+    families = {family.name: family for family in l0.families()}
+    assert set(families) == {
+        *(f"kvserver_l0_{name}" for name in (*COUNTERS, *GAUGES, "report_gaps", "records", "unsure")),
+        *(f"kvserver_l0_block_{name}_seconds" for name in HISTOGRAMS),
+    }
+    for name, family in families.items():
+        short = name.removeprefix("kvserver_l0_")
+        kind = Kind.GAUGE if short in (*GAUGES, "unsure") else Kind.COUNTER
+        assert family.kind is (Kind.HISTOGRAM if name.endswith("_seconds") else kind), name
+        assert bool(family.bounds) == (family.kind is Kind.HISTOGRAM)
+        assert family.labels == ("instance_id", "model_name")
+        assert family.points == []
+        assert family.help.endswith(".")
+
+
+def test_an_instance_that_came_has_all_its_points(l0: L0) -> None:
+    engine = Engine(l0)
+    assert all([labels for labels, _ in family.points] == [engine.names] for family in l0.families())
+
+
+def test_records_are_counted_in_both_forms(l0: L0) -> None:
+    a, b = Engine(l0, "a"), Engine(l0, "b")
+    a.did((1, allocated(1, 2) + released(1)))
+    a.did((1, []), full=True)
+    b.holds(1, hold("a", [5, 6]), hold("b", [7]))
+    b.ended(2, "a")
+    assert (a.figure("records"), b.figure("records")) == (3, 2)
+
+
+def test_status_shows_how_an_instance_reports_and_its_figures(l0: L0) -> None:
+    engine = Engine(l0)
+    assert l0.sources() == {}
+    assert l0.status("engine")["source"] == ""
+    engine.did((1, allocated(5, 6)), (2, released(5)))
+    assert l0.sources() == {"engine": "exact"}
+    assert l0.status("engine") == {
+        "source": "exact",
+        "unsure": 0,
+        "records": 3,
+        "report_gaps": 0,
+        "refused_reports": 0,
+        "allocations": 2,
+        "reuses": 0,
+        "shared_accesses": 0,
+        "evictions": 0,
+        "recycled": 0,
+        "cleared": 0,
+        "lost": 0,
+        "active_blocks": 1,
+        "released_blocks": 1,
+        "tracked_blocks": 2,
+    }
+    assert l0.status("nobody") == {}
+    assert not l0.is_unsure("nobody")
+
+
+def test_closing_changes_no_figure(l0: L0) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    l0.close()
+    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
+
+
+def test_figures_read_while_reports_are_applied_are_of_one_moment() -> None:
+    l0 = L0(1.0)
+    engine = Engine(l0, num_blocks=2000)
+    everything = range(1, 2000)
+    batch = exact((1, allocated(*everything)), (2, released(*everything)), (3, evicted(*everything)))
+    stop, wrong, reads = threading.Event(), [], 0
+
+    def read() -> None:
+        nonlocal reads
+        while not stop.is_set():
+            found = l0.status("engine")
+            if found["allocations"] != found["evictions"] or found["tracked_blocks"]:
+                wrong.append(found)
+            l0.families()
+            l0.is_unsure("engine")
+            reads += 1
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    while reads < 20:
+        engine.report(batch)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+    assert engine.figure("allocations") == engine.sequence * len(everything)

@@ -1,0 +1,222 @@
+"""Random engines against a slow model, figure by figure; and samples against the whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from math import sqrt
+
+import pytest
+from support.lives import HISTOGRAMS, SECOND, Engine, hold, release
+from support.lives_model import Model
+
+from kvserver._native import BlockLives, LifeFigures
+from kvserver.families import Buckets
+from kvserver.l0 import L0
+from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, ExactRecords
+
+BLOCKS, POOLS, STEPS = 24, 2, 400
+OPERATIONS = ("allocated", "accessed", "released", "evicted", "cleared", "present", "held")
+
+
+class Pair:
+    """A real instance and its model, to which the same happens."""
+
+    def __init__(self, l0: L0, rng: random.Random, name: str) -> None:
+        self.engine, self.model, self.rng = Engine(l0, name, num_blocks=BLOCKS), Model(), rng
+        self.now = SECOND
+        self.gaps = 0
+        self.unsure: set[int] = set()
+        self.seen: set[int] = set()  # pools
+
+    def report(self, full: bool) -> None:
+        raise NotImplementedError
+
+    def tick(self) -> int:
+        """Mostly forward, by microseconds to minutes."""
+        self.now += int(10 ** self.rng.uniform(3, 11)) if self.rng.random() < 0.9 else 0
+        return self.now
+
+    def step(self) -> None:
+        chance = self.rng.random()
+        if chance < 0.01:
+            self.lose_report()
+        elif chance < 0.015:
+            self.restart()
+        elif chance < 0.02:
+            self.engine.go()
+            self.restart()
+        elif chance < 0.1:
+            self.end_request()
+        else:
+            self.report(full=chance > 0.97)
+
+    def lose_report(self) -> None:
+        self.engine.ended(0, "nobody")  # else it may have sent nothing yet
+        self.engine.sequence += self.rng.randrange(1, 4)
+        self.engine.ended(0, "nobody")
+        self.gaps += 1
+        self.model.lose()
+        self.unsure = set(self.seen) or {0}
+
+    def restart(self) -> None:
+        self.engine.restart()
+        self.model.lose()
+        self.seen, self.unsure = set(), {0}
+
+    def end_request(self) -> None:
+        self.engine.ended(0, "nobody")
+
+    def check(self) -> None:
+        assert self.engine.counts() == self.model.figures()
+        assert self.engine.figure("report_gaps") == self.gaps
+        assert self.engine.l0.is_unsure(self.engine.names[0]) == bool(self.unsure)
+
+    def check_histograms(self) -> None:
+        for name in HISTOGRAMS:
+            (family,) = [f for f in self.engine.l0.families() if f.name == f"kvserver_l0_block_{name}_seconds"]
+            (found,) = [figure for labels, figure in family.points if labels == self.engine.names]
+            assert isinstance(found, Buckets)
+            assert found.counts == self.model.buckets(name), name
+            assert found.sum == pytest.approx(self.model.sum(name), rel=1e-9, abs=1e-6), name
+            assert sum(found.counts) > 20, f"too little to tell {name}"
+
+
+class ExactPair(Pair):
+    """Operations in any order, also such as no pool does."""
+
+    def report(self, full: bool) -> None:
+        pool = self.rng.randrange(POOLS)
+        self.seen.add(pool)
+        if full:
+            self.model.lose(pool)
+            self.unsure.discard(pool)
+        records, marks = b"", b""
+        now = self.tick()
+        for number in range(self.rng.randrange(1, 12)):
+            if number == 0 or self.rng.random() < 0.4:
+                now = self.tick()
+                marks += MARK.pack(number, now)
+            operation = self.rng.choices(OPERATIONS, [8, 8, 14, 8, 0.1, 1, 1])[0]
+            block = self.rng.randrange(BLOCKS)
+            records += (OPERATIONS.index(operation) << RECORD_OPERATION_SHIFT | block).to_bytes(4, "little")
+            self.model.record(pool, operation, block, now)
+        self.engine.report(ExactRecords(records, marks, pool, full))
+
+
+class ReportedPair(Pair):
+    REQUESTS = tuple("abcdef")
+
+    def some(self) -> list[int]:
+        return self.rng.sample(range(BLOCKS), self.rng.randrange(1, 6))
+
+    def report(self, full: bool) -> None:
+        self.seen.add(0)
+        if full:
+            self.model.lose()
+            self.unsure.clear()
+        now, records = self.tick(), []
+        for _ in range(self.rng.randrange(1, 5)):
+            request, blocks = self.rng.choice(self.REQUESTS), self.some()
+            if self.rng.random() < 0.2:
+                records.append(release(request, blocks))
+                self.model.release(request, blocks, now)
+            else:  # few contents, and mostly a block's own, so that they are met again
+                contents = [b + 1 + 100 * self.rng.choice((0, 0, 0, 1)) for b in blocks[: self.rng.randrange(6)]]
+                group = self.rng.choice((0, 0, 0, 1))
+                records.append(hold(request, blocks, contents, group=group))
+                self.model.hold(request, group, blocks, contents, now, full)
+        self.engine.holds(now / SECOND, *records, full=full)
+
+    def tick(self) -> int:
+        self.now += self.rng.choice((0, 1, 5, 1000, 20_000)) * 1_000_000  # whole milliseconds
+        return self.now
+
+    def end_request(self) -> None:
+        request, now = self.rng.choice(self.REQUESTS), self.tick()
+        self.engine.ended(now / SECOND, request)
+        self.model.end_request(request, now)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_figures_of_random_engines_are_those_of_a_slow_model(seed: int) -> None:
+    l0, rng = L0(1.0, seed), random.Random(seed)
+    pairs = [kind(l0, rng, f"{kind.__name__}{n}") for n in range(2) for kind in (ExactPair, ReportedPair)]
+    for _ in range(STEPS * len(pairs)):
+        pair = rng.choice(pairs)
+        pair.step()
+        pair.check()
+    for pair in pairs:
+        pair.check()
+        pair.check_histograms()
+
+
+# ---- samples --------------------------------------------------------------------------------------
+
+LIVES, GAPS = 20_000, 3
+Give = Callable[[BlockLives, int], None]
+
+
+def one_block(lives: BlockLives, number: int) -> None:
+    live(lives, 1, number)
+
+
+def many_blocks(lives: BlockLives, number: int) -> None:
+    live(lives, 1 + number, number)
+
+
+def live(lives: BlockLives, block: int, number: int) -> None:
+    """A life of 1 to 2 seconds with GAPS accesses."""
+    codes = [0, *[1] * GAPS, *[2] * (GAPS + 1), 3]
+    records = b"".join((code << RECORD_OPERATION_SHIFT | block).to_bytes(4, "little") for code in codes)
+    took = SECOND + number % 1000 * 1_000_000
+    lives.apply(records, MARK.pack(0, SECOND) + MARK.pack(len(codes) - 1, SECOND + took))
+
+
+def figures(give: Give, rate: float, seed: int = 7) -> LifeFigures:
+    found = LifeFigures([1.5])
+    lives = BlockLives(found, LIVES + 1, rate, seed)
+    for number in range(LIVES):
+        give(lives, number)
+    return found
+
+
+@pytest.mark.parametrize("give", [one_block, many_blocks])
+@pytest.mark.parametrize("rate", [0.1, 0.01])
+@pytest.mark.parametrize("seed", [0, 1, 2**63])
+def test_a_sample_is_as_large_as_its_rate_and_like_the_whole(give: Give, rate: float, seed: int) -> None:
+    found = figures(give, rate, seed).read()
+    assert (found.allocations, found.evictions, found.shared_accesses) == (LIVES, LIVES, GAPS * LIVES)
+    sampled = sum(found.lifetime.counts)
+    assert abs(sampled - rate * LIVES) < 4 * sqrt(LIVES * rate * (1 - rate))
+    spread = sqrt(1 / 12)  # seconds: lifetimes are uniform over one
+    assert abs(found.lifetime.sum / sampled - 1.5) < 4 * spread / sqrt(sampled)
+    assert abs(found.lifetime.counts[0] - sampled / 2) < 4 * sqrt(sampled / 4)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 1.0])
+def test_a_life_is_observed_whole_or_not_at_all(rate: float) -> None:
+    found = figures(many_blocks, rate).read()
+    sampled = sum(found.lifetime.counts)
+    assert sum(found.idle_before_evict.counts) == sum(found.since_last_access.counts) == sampled
+    assert sum(found.reuse_gap.counts) == GAPS * sampled
+    assert (sampled == 0) == (rate == 0)
+    assert (sampled == LIVES) == (rate == 1)
+
+
+def test_the_same_seed_takes_the_same_lives_and_another_takes_others() -> None:
+    sums = [figures(many_blocks, 0.01, seed).read().lifetime.sum for seed in (7, 7, 8)]
+    assert sums[0] == sums[1] != sums[2]
+
+
+def test_a_life_that_is_not_in_the_sample_says_nothing_of_the_next_one_of_its_block() -> None:
+    found = LifeFigures([1.5])
+    lives = BlockLives(found, 2, 0.5, 0)
+    seen = []
+    for number in range(64):
+        before = sum(found.read().lifetime.counts)
+        live(lives, 1, number)
+        seen.append(sum(found.read().lifetime.counts) - before)
+    pairs = set(pairwise(seen))
+    assert pairs == {(0, 0), (0, 1), (1, 0), (1, 1)}
