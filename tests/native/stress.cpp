@@ -25,6 +25,7 @@
 #include "fake_gpu.h"
 #include "gpu_copier.h"
 #include "pinner.h"
+#include "stress_lives.h"
 
 using namespace kvserver;
 
@@ -369,5 +370,6 @@ int main() {
     }
     gpu_copies(1);
     dying_gpu(1);
+    stress_lives();
     std::puts("stress: all checks held");
 }

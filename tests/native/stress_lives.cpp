@@ -1,0 +1,113 @@
+// stress_lives.cpp: the lives of blocks under sanitizers. `make sanitize` builds and runs it.
+//
+// Threads feed random records to pools of the same figures, some of them wrong, and random holds to
+// others, while a thread reads. Checked: wrong records change nothing, and when all pools are gone
+// every life that began has ended in one way.
+#include "stress_lives.h"
+
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "block_lives.h"
+
+using namespace kvserver;
+
+namespace {
+
+#define CHECK(condition)                                                         \
+    do {                                                                         \
+        if (!(condition)) {                                                      \
+            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            std::abort();                                                        \
+        }                                                                        \
+    } while (0)
+
+constexpr uint32_t kPoolBlocks = 300;
+
+template <typename T>
+std::string raw(const std::vector<T>& values) {
+    return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
+}
+
+// How many lives began unseen.
+uint64_t feed_records(const std::shared_ptr<LifeFigures>& figures, uint64_t seed) {
+    std::mt19937 random(static_cast<uint32_t>(seed));
+    BlockLives lives(figures, kPoolBlocks, 0.5, seed);
+    uint64_t unseen = 0;
+    for (uint64_t round = 1; round <= 1000; ++round) {
+        std::vector<uint32_t> records(1 + random() % 100);
+        uint64_t present = 0;
+        for (uint32_t& record : records) {
+            uint32_t operation = random() % 7;
+            if (operation == static_cast<uint32_t>(Record::kCleared)) operation = random() % 7;
+            const uint32_t block = random() % kPoolBlocks;
+            record = operation << kRecordShift | block;
+            present += block > 0 && operation == static_cast<uint32_t>(Record::kPresent);
+        }
+        const bool wrong = random() % 8 == 0;
+        if (wrong) records.back() = random() % 2 ? kPoolBlocks : 7u << kRecordShift;
+        try {
+            lives.apply(raw(records), raw(std::vector<Mark>{{0, round * 1000000}}));
+            CHECK(!wrong);
+            unseen += present;
+        } catch (const std::invalid_argument&) {
+            CHECK(wrong);
+        }
+        if (random() % 100 == 0) lives.end_all();
+    }
+    return unseen;
+}
+
+void feed_holds(const std::shared_ptr<LifeFigures>& figures, uint64_t seed) {
+    std::mt19937 random(static_cast<uint32_t>(seed));
+    BlockLives lives(figures, kPoolBlocks, 0.5, seed);
+    for (uint64_t round = 1; round <= 3000; ++round) {
+        std::vector<uint32_t> blocks(random() % 20);
+        for (uint32_t& block : blocks) block = random() % kPoolBlocks;
+        std::vector<uint64_t> contents(random() % (blocks.size() + 1));
+        for (size_t i = 0; i < contents.size(); ++i) contents[i] = blocks[i] + random() % 2 * 1000;
+        const uint64_t request = random() % 12, now = round * 1000000;
+        switch (random() % 8) {
+            case 0:
+                lives.end_request(request, now);
+                break;
+            case 1:
+                lives.release(request, raw(blocks), now);
+                break;
+            default:
+                lives.hold(request, random() % 2, raw(blocks), raw(contents), now);
+        }
+        CHECK(lives.requests() <= 12);
+    }
+    for (uint64_t request = 0; request < 12; ++request) lives.end_request(request, 1);
+    CHECK(lives.requests() == 0);
+}
+
+}  // namespace
+
+void stress_lives() {
+    const auto figures = std::make_shared<LifeFigures>(std::vector<double>{0.01, 1});
+    std::atomic<bool> stop{false};
+    std::thread reader([&] {
+        while (!stop) CHECK(figures->read().lifetime.counts.size() == 3);
+    });
+    std::array<uint64_t, 2> unseen{};
+    std::vector<std::thread> writers;
+    for (size_t i = 0; i < unseen.size(); ++i) {
+        writers.emplace_back([&, i] { unseen[i] = feed_records(figures, i); });
+        writers.emplace_back([&, i] { feed_holds(figures, i); });
+    }
+    for (auto& writer : writers) writer.join();
+    stop = true;
+    reader.join();
+    const LifeSnapshot found = figures->read();
+    CHECK(found.allocations + unseen[0] + unseen[1] ==
+          found.evictions + found.recycled + found.cleared + found.lost);
+    CHECK(found.active_blocks == 0 && found.released_blocks == 0);
+}
