@@ -78,11 +78,20 @@ class PoolHook:
         self._drop()
         self._pool = pool
         self._whole = not self._state()
-        self._inner = pool.metrics_collector
+        self._forward_to(pool.metrics_collector)
         pool.metrics_collector = self
         pool.free_blocks = self._releasing(pool, pool.free_blocks)
         if hasattr(pool, "unpin_blocks"):  # newer vLLMs' other way to release
             pool.unpin_blocks = self._releasing(pool, pool.unpin_blocks)
+
+    def _forward_to(self, inner: Any) -> None:
+        """The rest of the collector (sampling, draining) is the inner one's, by name: a __getattr__ would make each look
+        at an attribute of ours slow, and an event has ten.
+        """
+        self._inner = inner
+        for name in dir(inner) if inner is not None else ():
+            if not name.startswith("_") and not hasattr(self, name):
+                setattr(self, name, getattr(inner, name))
 
     def _releasing(self, pool: BlockPool, release: Callable[..., None]) -> Callable[..., None]:
         ours = (None, pool)  # newer vLLMs pass blocks of several pools, which go on to their own
@@ -193,7 +202,7 @@ class PoolHook:
 
     def on_block_evicted(self, block: KVCacheBlock) -> None:
         """vLLM calls it for every block that it gives out, too: one without content is recycled, not evicted."""
-        if _holds_content(block):
+        if getattr(block, "block_hash", True) is not None:  # _holds_content(), without the call
             now = self._clock()
             if now >= self._next_mark:
                 self._mark(now)
@@ -210,13 +219,6 @@ class PoolHook:
         self._append(_CLEARED)
         if self._inner is not None:
             self._inner.reset()
-
-    def __getattr__(self, name: str) -> Any:
-        """The rest of the collector (sampling, draining) is the inner one's."""
-        inner = self.__dict__.get("_inner")
-        if inner is None:
-            raise AttributeError(name)
-        return getattr(inner, name)
 
 
 def _holds_content(block: KVCacheBlock) -> bool:

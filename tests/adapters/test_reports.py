@@ -374,20 +374,20 @@ def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap)
     before = len(heard(tap, engine).said)
     daemon.kill()
     daemon.start()
+    tap.instead = Gap(ErrorCode.UNKNOWN_INSTANCE)  # as long as its worker has not registered
     names = (f"new{i}" for i in range(10_000))
 
-    def told() -> bool:
-        engine.generate(next(names), prompt(9, 2 * CHUNK))
-        instances = daemon.status()["instances"]
-        return bool(instances) and instances[0]["requests"]["block_records"] > 0
+    def session() -> list[ReportBlockAllocations]:
+        """The reports of the session with the new daemon."""
+        said = tap.said[before:]
+        hellos = [i for i, message in enumerate(said) if isinstance(message, Hello) and message.client == "scheduler"]
+        return [m for m in said[hellos[-1] :] if isinstance(m, ReportBlockAllocations)] if hellos else []
 
-    wait_until(told, 30)
+    wait_until(lambda: engine.generate(next(names), prompt(9, CHUNK)) and len(session()) > 1, 20)
     idle_pass(engine)
-    said = heard(tap, engine).said[before:]
-    hellos = [i for i, message in enumerate(said) if isinstance(message, Hello) and message.client == "scheduler"]
-    session = [message for message in said[hellos[-1] :] if isinstance(message, ReportBlockAllocations)]
-    assert session[0].payload.full
-    assert Replay().take_reports(session).agrees_with(engine.pool)
+    heard(tap, engine)
+    assert session()[0].payload.full
+    assert Replay().take_reports(session()).agrees_with(engine.pool)
     assert counts_of(daemon)["sequence_gaps"] == 0
 
 
