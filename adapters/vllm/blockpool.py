@@ -98,13 +98,12 @@ class PoolHook:
 
         def release_blocks(ordered_blocks: Iterable[KVCacheBlock], *args: Any, **kwargs: Any) -> None:
             blocks = list(ordered_blocks)
-            if not self._muted:
+            released = [_RELEASED | b.block_id for b in blocks if b.block_id and getattr(b, "pool", None) in ours]
+            if released and not self._muted:
                 now = self._clock()
                 if now >= self._next_mark:
                     self._mark(now)
-                self._records.extend(
-                    [_RELEASED | b.block_id for b in blocks if b.block_id and getattr(b, "pool", None) in ours]
-                )
+                self._records.extend(released)
             release(blocks, *args, **kwargs)
 
         return release_blocks
@@ -142,7 +141,7 @@ class PoolHook:
         return found
 
     def _mark(self, now: int) -> None:
-        """The next record's time is `now`."""
+        """`now` is the time of the next record, which REQUIRES that there is one."""
         if len(self._records) >= MAX_RECORDS:
             self._drop()
             self.lost = True

@@ -42,8 +42,11 @@ def unpack(records: bytes) -> list[tuple[int, int]]:
 def timed(records: bytes, marks: bytes) -> Iterator[tuple[int, int, int]]:
     """(time, operation, block id) of each; the marks must be as the protocol says."""
     when = list(MARK.iter_unpack(marks))
-    assert not records or when[0][0] == 0
-    assert when == sorted(set(when))
+    numbers, times = [mark[0] for mark in when], [mark[1] for mark in when]
+    assert numbers[:1] == [0] * bool(records or marks)
+    assert numbers == sorted(set(numbers)), "two marks of one record"
+    assert max(numbers, default=0) < max(1, len(records) // 4), "a mark beyond the records"
+    assert times == sorted(times)
     for number, (operation, block) in enumerate(unpack(records)):
         while len(when) > 1 and when[1][0] <= number:
             when.pop(0)
@@ -87,6 +90,7 @@ class Replay:
             if report.payload.full:
                 self.owners.clear()
                 self.live.clear()
+            assert all(timed(report.payload.records, report.payload.marks))
             self.take(report.payload.records)
         return self
 
@@ -151,6 +155,7 @@ class Churn:
             self.begin(self.random.randrange(4), length, self.random.choice([None, length // 2]))
         elif choice < 0.80 and self.held:
             self.end(self.random.choice(self.held))
+            self.pool.free_blocks([])
         elif choice < 0.85:
             self.pool.evict_blocks({self.random.randrange(1, len(self.pool.blocks)) for _ in range(3)})
         elif choice < 0.92 and self.held:

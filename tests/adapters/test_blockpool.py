@@ -141,6 +141,20 @@ def test_the_null_block_is_nobodys():
     assert words(churn.take().records) == ["accessed 1", "released 1"]
 
 
+def test_what_releases_nothing_has_no_time():
+    clock = Clock()
+    churn = Churn(0, clock=clock)
+    blocks = churn.begin(1, 1)
+    for released in ([], [churn.pool.null_block], blocks, []):
+        clock.now += MARK_NS
+        churn.pool.free_blocks(released)
+    taken = churn.take()
+    assert list(timed(taken.records, taken.marks)) == [
+        (clock.now - 4 * MARK_NS, RECORD_ALLOCATED, 1),
+        (clock.now - MARK_NS, RECORD_RELEASED, 1),
+    ]
+
+
 def test_blocks_of_another_pool_are_that_pools_to_release():
     mine, other = Churn(0), Churn(1)
     blocks = mine.begin(1, 2)
@@ -255,8 +269,9 @@ def test_records_from_the_start_give_the_pools_own_state_and_so_does_a_full_stat
         churn.act()
         if step % 7:
             continue
-        replay.take(churn.take().records)
-        assert churn.agrees(replay)
+        taken = churn.take()
+        assert len(list(timed(taken.records, taken.marks))) == len(taken.records) // 4
+        assert churn.agrees(replay.take(taken.records))
         if step % 49 == 0:
             (state,) = churn.hook.take_full()
             told = Replay().take(state.records)
