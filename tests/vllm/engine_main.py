@@ -26,6 +26,7 @@ class Driver:
         self.llm = LLM(**options)
         self.engine = self.llm.llm_engine
         self.done: dict[str, Any] = {}
+        self.records: list[dict[str, str]] = []
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         operation = getattr(self, "op_" + request.pop("op"))
@@ -88,6 +89,27 @@ class Driver:
             if hasattr(metric, "value"):
                 sums[metric.name] = sums.get(metric.name, 0) + metric.value
         return {"metrics": sums}
+
+    def op_histograms(self) -> dict[str, Any]:
+        """Count and sum of each."""
+        found = [metric for metric in self.llm.get_metrics() if hasattr(metric, "buckets")]
+        return {"histograms": {metric.name: {"count": metric.count, "sum": metric.sum} for metric in found}}
+
+    def op_keep_records(self) -> dict[str, Any]:
+        """Of what the block pool's hook hands over from now on; for an engine whose core lives in this process."""
+        hook = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.metrics_collector
+        take, take_full = hook.take, hook.take_full
+
+        def keep(taken: Any) -> Any:
+            self.records.append({"records": taken.records.hex(), "marks": taken.marks.hex()})
+            return taken
+
+        hook.take = lambda: keep(take())
+        hook.take_full = lambda: [keep(part) for part in take_full()]
+        return {}
+
+    def op_records(self) -> dict[str, Any]:
+        return {"records": self.records}
 
     def op_counters(self) -> dict[str, Any]:
         """The connector's own counters and the pool's books; for an engine whose core lives in this process.

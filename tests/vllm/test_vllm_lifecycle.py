@@ -1,0 +1,264 @@
+"""The lives of a real engine's blocks: what the daemon says of them, beside what vLLM's own collector says.
+
+One engine with few blocks serves prompts that share prefixes, is preempted, loads from the daemon and forgets its cache,
+while vLLM's collector (`--kv-cache-metrics`) watches every block. The engine's hook forwards to that collector, so both
+see the same events; vLLM takes a time at each, we share one among those of 0.2 ms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import tiny_models
+from engines import TIMEOUTS, Engine, Prompt, engine_group
+from support.daemon import Daemon, wait_until
+
+from kvserver.protocol import (
+    MARK,
+    RECORD_ACCESSED,
+    RECORD_ALLOCATED,
+    RECORD_CLEARED,
+    RECORD_EVICTED,
+    RECORD_OPERATION_SHIFT,
+    RECORD_RELEASED,
+)
+
+BLOCKS = 104  # of 32 tokens: three requests of 960 tokens and 300 more preempt each other
+SECONDS_PER_EVENT = 0.001
+OPTIONS = {
+    "dtype": "float32",
+    "extra": TIMEOUTS,
+    "num_gpu_blocks_override": BLOCKS,
+    "kv_cache_metrics": True,
+    "kv_cache_metrics_sample": 1.0,
+}
+VLLM = {
+    "lifetime": "vllm:kv_block_lifetime_seconds",
+    "since_last_access": "vllm:kv_block_idle_before_evict_seconds",
+    "reuse_gap": "vllm:kv_block_reuse_gap_seconds",
+}
+COUNTERS = ["allocations", "reuses", "shared_accesses", "evictions", "recycled", "cleared", "lost", "report_gaps"]
+GAUGES = ["active_blocks", "released_blocks", "tracked_blocks", "unsure"]
+HISTOGRAMS = ["lifetime", "idle_before_evict", "since_last_access", "reuse_gap"]
+
+
+@dataclass
+class Values:
+    """What a histogram knows."""
+
+    count: int = 0
+    sum: float = 0.0
+
+    def add(self, nanos: int) -> None:
+        self.count += 1
+        self.sum += nanos / 1e9
+
+    def is_close_to(self, other: Values) -> bool:
+        return self.count == other.count and abs(self.sum - other.sum) <= SECONDS_PER_EVENT * self.count
+
+
+@dataclass
+class Life:
+    born: int
+    accesses: list[int] = field(default_factory=list)
+    owners: int = 1
+    released: int = 0
+
+
+class Model:
+    """The plain meaning of the records: every life with all its accesses, kept until its end."""
+
+    def __init__(self) -> None:
+        self.values = {name: Values() for name in HISTOGRAMS}
+        self.vllm_gaps = Values()  # between the last four accesses of a life, at its end
+        self.counts = dict.fromkeys(COUNTERS, 0)
+        self.lives: dict[int, Life] = {}
+
+    def take(self, records: bytes, marks: bytes) -> None:
+        times = dict(MARK.iter_unpack(marks))
+        now = 0
+        for number, record in enumerate(array("I", records)):
+            now = times.get(number, now)
+            self.step(now, record >> RECORD_OPERATION_SHIFT, record & ((1 << RECORD_OPERATION_SHIFT) - 1))
+
+    def step(self, now: int, operation: int, block: int) -> None:
+        life = self.lives.get(block)
+        if operation == RECORD_ALLOCATED:
+            self.end(now, block, "recycled")
+            self.lives[block] = Life(now)
+            self.counts["allocations"] += 1
+        elif operation == RECORD_ACCESSED:
+            assert life is not None
+            self.counts["shared_accesses" if life.owners else "reuses"] += 1
+            self.values["reuse_gap"].add(now - (life.accesses or [life.born])[-1])
+            life.accesses.append(now)
+            life.owners += 1
+        elif operation == RECORD_RELEASED:
+            assert life is not None
+            life.owners -= 1
+            life.released = now
+        elif operation == RECORD_EVICTED:
+            self.end(now, block, "evictions")
+        elif operation == RECORD_CLEARED:
+            self.counts["cleared"] += len(self.lives)
+            self.lives.clear()
+        else:
+            raise AssertionError(f"operation {operation}: the daemon was told a state, so something was lost")
+
+    def end(self, now: int, block: int, how: str) -> None:
+        life = self.lives.pop(block, None)
+        if life is None:
+            return
+        self.counts[how] += 1
+        self.values["lifetime"].add(now - life.born)
+        self.values["since_last_access"].add(now - (life.accesses or [life.born])[-1])
+        self.values["idle_before_evict"].add(0 if life.owners else now - life.released)
+        last = life.accesses[-4:]
+        for earlier, later in itertools.pairwise(last):
+            self.vllm_gaps.add(later - earlier)
+
+
+@dataclass
+class Figures:
+    """Of one run, all of the same events."""
+
+    vllm: dict[str, Values]
+    records: Model
+    daemon: dict[str, float]
+    preemptions: float
+    instance_id: str
+
+    def ours(self, name: str) -> Values:
+        metric = f"kvserver_l0_block_{name}_seconds"
+        return Values(int(self.daemon[f"{metric}_count"]), self.daemon[f"{metric}_sum"])
+
+    def counter(self, name: str) -> float:
+        return self.daemon[f"kvserver_l0_{name}_total"]
+
+
+def metrics_of(daemon: Daemon, instance_id: str) -> dict[str, float]:
+    """Name and value of every sample of the instance without a label of its own, such as `le`."""
+    code, text = daemon.http("/metrics")
+    assert code == 200
+    found: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if of.pop("instance_id", "") == instance_id and set(of) <= {"model_name"}:
+            found[name] = float(value)
+    return found
+
+
+def live(engine: Engine, prompts: list[Prompt]) -> None:
+    """What happens to the blocks."""
+    for turn in range(4):  # four prompts of 20 blocks each and their variants do not fit: evictions
+        for text in prompts:
+            engine.generate([text, [*text[:320], *prompts[turn % 4][320:500]]], max_tokens=4)
+            engine.generate([text], max_tokens=40)  # a prefix hit, and blocks that never fill
+    engine.generate([(text * 2)[:960] for text in prompts[:3]], max_tokens=300)  # preemption
+    engine.settle()
+    engine.generate([prompts[0][:40]], max_tokens=2)  # vLLM's reset drops what it has not told: a step tells it
+    engine.forget()
+    for text in prompts:
+        engine.generate([text], max_tokens=8)
+    engine.generate([prompts[3]], max_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Figures]:
+    model = tiny_models.llama(tmp_path_factory.mktemp("model"))
+    with engine_group(model, tmp_path_factory.mktemp("lives")) as group:
+        daemon = Daemon(endpoint=group.endpoint, l1_size="256MiB", chunk_tokens=256, metrics_sample_rate=1.0)
+        try:
+            daemon.start()
+            yield run(group.get("lives", **OPTIONS), daemon)
+        finally:
+            daemon.close()
+
+
+def run(engine: Engine, daemon: Daemon) -> Figures:
+    wait_until(lambda: engine.counters()["connected"], 30)
+    engine.ask("keep_records")
+    prompts = [[3 + (seed * 331 + i * i * (seed + 1)) % 1000 for i in range(640)] for seed in range(4)]
+    live(engine, prompts)
+    (instance,) = daemon.status()["instances"]
+    instance_id = instance["instance_id"]
+    records = Model()
+    kept = engine.ask("records")["records"]
+    for piece in kept:
+        records.take(bytes.fromhex(piece["records"]), bytes.fromhex(piece["marks"]))
+    told = sum(len(piece["records"]) for piece in kept) // 8
+    wait_until(lambda: metrics_of(daemon, instance_id).get("kvserver_l0_records_total") == told, 10, f"{told} records")
+    histograms = engine.ask("histograms")["histograms"]
+    return Figures(
+        {name: Values(int(histograms[metric]["count"]), histograms[metric]["sum"]) for name, metric in VLLM.items()},
+        records,
+        metrics_of(daemon, instance_id),
+        engine.metrics()["vllm:num_preemptions"],
+        instance_id,
+    )
+
+
+def test_enough_happened(figures: Figures) -> None:
+    counts = figures.records.counts
+    assert figures.preemptions > 0
+    assert counts["evictions"] > 200
+    assert counts["recycled"] > 10
+    assert counts["reuses"] > 50
+    assert counts["shared_accesses"] > 10
+    assert counts["cleared"] > 10
+    assert figures.records.vllm_gaps.count > 20
+
+
+def test_the_records_mean_what_vllm_counted(figures: Figures) -> None:
+    records = figures.records
+    assert records.values["lifetime"].is_close_to(figures.vllm["lifetime"])
+    assert records.values["since_last_access"].is_close_to(figures.vllm["since_last_access"])
+    assert records.vllm_gaps.is_close_to(figures.vllm["reuse_gap"])
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_the_daemons_histograms_are_those_of_the_records(figures: Figures, name: str) -> None:
+    ours, records = figures.ours(name), figures.records.values[name]
+    assert ours.count == records.count
+    assert ours.sum == pytest.approx(records.sum, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["lifetime", "since_last_access"])
+def test_the_daemons_histograms_are_vllms_within_a_millisecond_per_event(figures: Figures, name: str) -> None:
+    assert figures.ours(name).is_close_to(figures.vllm[name])
+
+
+def test_the_daemon_counts_what_happened(figures: Figures) -> None:
+    assert {name: figures.counter(name) for name in COUNTERS} == figures.records.counts
+    assert figures.counter("evictions") + figures.counter("recycled") == figures.vllm["lifetime"].count
+
+
+def test_every_life_began_and_has_ended_or_goes_on(figures: Figures) -> None:
+    ends = sum(figures.counter(name) for name in ("evictions", "recycled", "cleared", "lost"))
+    gauges = {name: figures.daemon[f"kvserver_l0_{name}"] for name in GAUGES}
+    assert figures.counter("allocations") == ends + gauges["tracked_blocks"]
+    assert gauges["tracked_blocks"] == gauges["active_blocks"] + gauges["released_blocks"] == len(figures.records.lives)
+    assert gauges["unsure"] == 0
+
+
+def test_the_two_beside_each_other(figures: Figures, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[tuple[str, Values, Values]] = [
+        (name, figures.vllm[name], figures.ours(name)) for name in ("lifetime", "since_last_access")
+    ]
+    rows.append(("reuse_gap, vLLM's rule", figures.vllm["reuse_gap"], figures.records.vllm_gaps))
+    rows.append(("reuse_gap", Values(), figures.ours("reuse_gap")))
+    rows.append(("idle_before_evict", Values(), figures.ours("idle_before_evict")))
+    with capsys.disabled():
+        print("\n| seconds | vLLM: count | sum | kvserver: count | sum | difference per event, ms |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for name, theirs, mine in rows:
+            apart = f"{(mine.sum - theirs.sum) / theirs.count * 1e3:.4f}" if theirs.count else ""
+            vllm = f"{theirs.count} | {theirs.sum:.4f}" if theirs.count else "| "
+            print(f"| {name} | {vllm} | {mine.count} | {mine.sum:.4f} | {apart} |")
+        print({name: int(figures.counter(name)) for name in COUNTERS})
+    assert all(theirs.is_close_to(mine) for _, theirs, mine in rows if theirs.count)
