@@ -196,6 +196,7 @@ def serve(configuration: Configuration) -> int:
         endpoint.release()
         context.destroy(0)
     log.info("stopped")
+    gc.unfreeze()  # for the interpreter's end: a native module that is never freed complains on stderr
     return 0
 
 

@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import requests
@@ -35,7 +35,8 @@ from opentelemetry.sdk.metrics.export import (
     Sum,
 )
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
@@ -144,6 +145,21 @@ def span_exporter(endpoint: OtlpEndpoint) -> SpanExporter:
     return OTLPSpanExporter(f"{endpoint.base}/v1/traces", timeout=ANSWER_SECONDS, session=_Session())
 
 
+class CountedSpans(SpanExporter):
+    """Another exporter, and what became of its spans."""
+
+    def __init__(self, exporter: SpanExporter, link: Link) -> None:
+        self._exporter = exporter
+        self._link = link
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        done = self._link.attempt(lambda: self._exporter.export(spans) is SpanExportResult.SUCCESS, len(spans))
+        return SpanExportResult.SUCCESS if done else SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
 def resource(boot_id: str) -> Resource:
     """Who sends. OTEL_RESOURCE_ATTRIBUTES adds to it."""
     return Resource.create({"service.name": "kvserver", "service.version": __version__, "service.instance.id": boot_id})
@@ -166,15 +182,14 @@ class OtlpMetrics:
         self._began_ns = time.time_ns()
         self._link = Link("metrics over OTLP")
         self._stop = threading.Event()
-        self._last: Iterable[Family] = ()
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self, last: Iterable[Family]) -> None:
-        """Send these as well, then end; gives up after CLOSE_SECONDS."""
-        self._last = last
+        """Send these as well, then end; gives up after CLOSE_SECONDS. A thread that hangs then holds on to nothing."""
+        self._read = lambda: last
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
         self._exporter.shutdown(timeout_millis=100)
@@ -183,17 +198,14 @@ class OtlpMetrics:
         return {"endpoint": self._endpoint.base, **self._link.status()}
 
     def _run(self) -> None:
-        self._send(self._read)
+        self._link.attempt(self._send)
         while not self._stop.wait(self._interval):
-            self._send(self._read)
-        self._send(lambda: self._last)
+            self._link.attempt(self._send)
+        self._link.attempt(self._send)
 
-    def _send(self, read: Callable[[], Iterable[Family]]) -> None:
-        def send() -> bool:
-            data = metrics_data(read(), self._sender, self._began_ns, time.time_ns())
-            return self._exporter.export(data) is MetricExportResult.SUCCESS
-
-        self._link.attempt(send)
+    def _send(self) -> bool:
+        data = metrics_data(self._read(), self._sender, self._began_ns, time.time_ns())
+        return self._exporter.export(data) is MetricExportResult.SUCCESS
 
 
 def metrics_data(families: Iterable[Family], sender: Resource, began_ns: int, now_ns: int) -> MetricsData:

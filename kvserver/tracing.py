@@ -12,20 +12,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvserver import __version__
 from kvserver.events import CopyEnded, Event, InstanceGone, LookupEnded, RequestEnded
-from kvserver.otlp import CLOSE_SECONDS, Link
+from kvserver.otlp import CLOSE_SECONDS, CountedSpans, Link
 
 MOST_REQUESTS = 4096  # remembered, traced ones only; beyond them the oldest is forgotten
 
@@ -35,21 +35,6 @@ class _Request:
     span: Span
     wall_ns: int  # what wall time was ahead of monotonic time when it began: its spans agree, whatever the clock does
     ended: bool = False  # remembered on, for copies that end late
-
-
-class _Counted(SpanExporter):
-    """Another exporter, and what became of its spans."""
-
-    def __init__(self, exporter: SpanExporter, link: Link) -> None:
-        self._exporter = exporter
-        self._link = link
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        done = self._link.attempt(lambda: self._exporter.export(spans) is SpanExportResult.SUCCESS, len(spans))
-        return SpanExportResult.SUCCESS if done else SpanExportResult.FAILURE
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
 
 
 class Traces:
@@ -68,7 +53,7 @@ class Traces:
         self._context = TraceContextTextMapPropagator()
         sampler = ParentBased(TraceIdRatioBased(sample_rate))
         self._provider = TracerProvider(sampler, sender, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(_Counted(exporter, self._link)))
+        self._provider.add_span_processor(BatchSpanProcessor(CountedSpans(exporter, self._link)))
         self._tracer = self._provider.get_tracer("kvserver", __version__)
 
     def handle(self, event: Event) -> None:

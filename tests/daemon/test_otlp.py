@@ -30,6 +30,7 @@ def stop(daemon: Daemon) -> None:
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(20) == 0, daemon.log
     assert time.monotonic() - began < 5, "it waited for the collector"
+    assert "nanobind" not in daemon.log, "its native module was not freed"
 
 
 # ---- a collector that is there ----------------------------------------------------------------
@@ -159,7 +160,7 @@ def test_a_collector_that_is_down_costs_a_counted_failure(make_daemon, make_work
     assert shown["sent"] == 0
     assert "refused" in shown["last_error"].lower()
     stop(daemon)
-    assert daemon.log.count("do not arrive") == 1, "told once"
+    assert daemon.log.count("metrics over OTLP do not arrive") == 1, "told once"
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
