@@ -646,6 +646,6 @@ def test_gaps_in_the_sequence_of_notices_are_counted(daemon, worker):
 
 def test_bad_records_are_told_what_is_expected(worker):
     error = worker.error_of(report(worker, 0, b"12345"))
-    assert_error(error, "bad_records", "5 bytes", "u32")
+    assert_error(error, "bad_records", "5 bytes", "4 bytes")
     error = worker.error_of(report(worker, 0, ids([7 << 29])))
     assert_error(error, "bad_records", "operation 7", "0 to 6")
