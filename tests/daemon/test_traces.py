@@ -137,6 +137,25 @@ def test_spans_that_wait_are_sent_when_the_daemon_stops(make_daemon, make_worker
         assert names(collector) == ["load", "lookup", "request", "store"]
 
 
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_a_daemon_whose_traces_hang_serves_and_stops(make_daemon, make_worker, scheme):
+    with that_hangs() as address:
+        daemon = make_daemon(otlp_endpoint=f"{scheme}://{address}", trace_sample_rate=1, env=AT_ONCE)
+        worker = make_worker(daemon)
+
+        def failed() -> bool:
+            worker.round_trip()
+            status = daemon.status()
+            assert status["events"]["dropped"] == 0
+            return status["traces"]["failed"] >= 1
+
+        wait_until(failed, 30)
+        began = time.monotonic()
+        assert daemon.terminate() == 0
+        assert time.monotonic() - began < 8
+        assert "nanobind" not in daemon.log, "its native module was not freed"
+
+
 # ---- memory -----------------------------------------------------------------------------------
 
 # In a process of its own, set up as a daemon is: nothing looks for reference cycles but among what is young.
