@@ -1,8 +1,7 @@
 """The scheduler half: what to look up, load and store, and which blocks must not be touched.
 
-Owns: a small state per request and the lookups in flight. Refuses to know: memory, copies, tensors. Runs on the
-engine's scheduler thread: the only wait here is the poll for lookups, `lookup_poll_ms` per pass over all requests
-together, none with an open breaker.
+Owns: a small state per request. Refuses to know: memory, copies, tensors, and how the daemon is asked and told. Runs
+on the engine's scheduler thread.
 
 Hazard closed here: a block that is allocated anew while a store still reads it. The pool's hook sees
 every allocation; the stores concerned go into the step's plan and end before the step computes.
@@ -12,23 +11,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvserver.adapters.vllm.blockpool import PoolHook
+from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
-from kvserver.adapters.vllm.link import Link, Session
+from kvserver.adapters.vllm.link import Link
+from kvserver.adapters.vllm.lookups import Lookups, Question
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
 from kvserver.adapters.vllm.reports import Reports
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
-
-from kvserver.errors import ErrorCode
-from kvserver.protocol import KEY_BYTES, Error, Lookup, LookupReply
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -38,9 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvserver")
 
 _REPORT_SECONDS = 1.0  # from a store's deadline until its end has come from the workers
-_LONGEST_TRACEPARENT = 512  # as the protocol has it
-_RENEW = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.BAD_KEYS.value, ErrorCode.DUPLICATE_INSTANCE.value}
-
 
 # A request's block ids by KV cache group; the n-th of each belong to the same tokens.
 Tables: TypeAlias = Sequence[list[int]]
@@ -53,21 +47,8 @@ def by_position(tables: Tables, first: int, last: int) -> list[int]:
     return [block_id for ids in zip(*(table[first:last] for table in tables), strict=True) for block_id in ids]
 
 
-def traceparent(request: Request) -> str:
-    """Of the headers that came with the request; empty if there is none."""
-    for name, value in (getattr(request, "trace_headers", None) or {}).items():
-        if name.lower() == "traceparent" and len(value) <= _LONGEST_TRACEPARENT:
-            return str(value)
-    return ""
-
-
 @dataclass(slots=True)
-class RequestState:
-    request: Request
-    variant: str
-    lookup: int | None = None  # number of the lookup in flight
-    lookup_deadline: float = 0.0
-    hit_chunks: int | None = None  # its answer; None = not asked or not answered
+class RequestState(Question):
     local_tokens: int = 0  # what vLLM had itself when it was told of the hit
     load: LoadSpec | None = None
     admitted: bool = False  # vLLM has placed it
@@ -96,18 +77,13 @@ class SchedulerHalf:
         self.counters: Counter[str] = Counter()
         self._settings = settings
         self._link = link
-        self._instance_id = instance_id
-        self._incarnation = incarnation
-        self._block_tokens = block_tokens
-        self._hash_block_tokens = hash_block_tokens
+        self._chunks = Chunks(block_tokens, hash_block_tokens)
         self._holds_back_tail = holds_back_tail
         self._whole_prompts_only = whole_prompts_only  # the engine cannot prefill after a hit, only decode
         self._fault = fault  # takes note of an exception of ours: (where, which)
         self._variants = Variants(f"{instance_id}/{incarnation}", weights_version)
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
-        self._session: Session | None = None
         self._requests: dict[str, RequestState] = {}
-        self._lookups: dict[int, RequestState] = {}
         self._ids = itertools.count(1)
         self._plan = StepPlan()
         self._pending = PendingStores(world_size)
@@ -115,14 +91,23 @@ class SchedulerHalf:
         self._quarantine = Quarantine(self._pool)
         self._reports = Reports(instance_id, incarnation, model_name, self._pool, self.counters)
         self._speed = PrefillSpeed()
-        self._poll_left = settings.lookup_poll_ms / 1000
+        self._lookups = Lookups(
+            settings,
+            link,
+            instance_id,
+            incarnation,
+            self._chunks,
+            self.counters,
+            new_session=self._begin_session,
+            refused=self._reports.refused,
+        )
 
     # ---- lookup -------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
         state = RequestState(request, self._variant_of(request))
         self._requests[request.request_id] = state
-        self._send_lookup(state)
+        self._lookups.send(state)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's question: (tokens beyond `local_tokens` to load, asynchronously), (None, False) = ask again."""
@@ -132,89 +117,13 @@ class SchedulerHalf:
         if state.admitted:  # it was preempted since: ask anew, more may be stored by now
             state.admitted = False
             state.hit_chunks = None
-        if state.hit_chunks is None and not self._answered(state):
+        if state.hit_chunks is None and not self._lookups.answered(state):
             return None, False
-        tokens = min((state.hit_chunks or 0) * self._chunk_tokens(), request.num_tokens - 1) - local_tokens
+        tokens = min((state.hit_chunks or 0) * self._chunks.tokens, request.num_tokens - 1) - local_tokens
         if tokens <= 0 or (self._whole_prompts_only and local_tokens + tokens < request.num_tokens - 1):
             return 0, False
         state.local_tokens = local_tokens
         return tokens, True
-
-    def _send_lookup(self, state: RequestState) -> None:
-        session = self._usable()
-        keys = self._keys(state.request, 0, self._chunks_hashed(state.request)) if session is not None else b""
-        if not keys:
-            state.hit_chunks = 0
-            return
-        number = None
-        if session is not None:
-            number = session.channel.send(
-                Lookup(
-                    instance_id=self._instance_id,
-                    incarnation=self._incarnation,
-                    request_id=state.request.request_id,
-                    chunk_blocks=self._chunk_blocks(),
-                    keys=keys,
-                    variant=state.variant,
-                    tokens=state.request.num_tokens,
-                    traceparent=traceparent(state.request),
-                )
-            )
-            self.counters["lookups" if number is not None else "unsent"] += 1
-        if number is None:
-            state.hit_chunks = 0
-            return
-        state.lookup = number
-        state.hit_chunks = None
-        state.lookup_deadline = time.monotonic() + self._settings.lookup_timeout_ms / 1000
-        self._lookups[number] = state
-
-    def _answered(self, state: RequestState) -> bool:
-        """Whether the lookup has its answer, waiting what is left of this pass's budget."""
-        if state.lookup is None:  # after a preemption
-            self._send_lookup(state)
-        self._receive()
-        while state.hit_chunks is None and self._poll_left > 0 and (session := self._usable()) is not None:
-            began = time.monotonic()
-            came = session.channel.wait(max(self._poll_left, 0.001))
-            self._poll_left -= time.monotonic() - began
-            if not came:
-                break
-            self._receive()
-        if state.hit_chunks is None and (self._usable() is None or time.monotonic() > state.lookup_deadline):
-            self.counters["lookup_timeouts"] += 1
-            if self._link.session is self._session and not self._link.breaker.open:
-                self._link.breaker.timed_out()
-            self._forget_lookup(state)
-            state.hit_chunks = 0
-        return state.hit_chunks is not None
-
-    def _receive(self) -> None:
-        """Take every answer that has come."""
-        if self._session is None:
-            return
-        for number, reply in self._session.channel.receive():
-            self._link.breaker.answered()
-            state = self._lookups.pop(number, None)
-            if isinstance(reply, Error):
-                self._refused(number, reply)
-            if state is None:
-                continue
-            state.lookup = None
-            state.hit_chunks = reply.hit_chunks if isinstance(reply, LookupReply) else 0
-
-    def _refused(self, number: int, error: Error) -> None:
-        self._reports.refused(number, error)
-        self.counters[f"refused_{error.code}"] += 1
-        if self.counters[f"refused_{error.code}"] == 1:
-            log.warning("kvserver refused a message of the scheduler: %s: %s", error.code, error.message)
-        if error.code in _RENEW:
-            self._link.refresh()
-
-    def _forget_lookup(self, state: RequestState) -> None:
-        if state.lookup is not None:
-            self._lookups.pop(state.lookup, None)
-            state.lookup = None
 
     # ---- loads --------------------------------------------------------------------------------
 
@@ -240,18 +149,18 @@ class SchedulerHalf:
         self.counters["loads"] += 1
 
     def _load_of(self, state: RequestState, tables: Tables, external_tokens: int) -> LoadSpec:
-        end = -(-(state.local_tokens + external_tokens) // self._block_tokens)
-        first = state.local_tokens // self._block_tokens
+        end = -(-(state.local_tokens + external_tokens) // self._chunks.block_tokens)
+        first = state.local_tokens // self._chunks.block_tokens
         while first < end and all(table[first] == NULL_BLOCK for table in tables):  # no window sees them
             first += 1
-        per_chunk = self._chunk_blocks()
+        per_chunk = self._chunks.blocks
         first_chunk, last_chunk = first // per_chunk, -(-end // per_chunk)
         return LoadSpec(
             load_id=next(self._ids),
             request_id=state.request.request_id,
             variant=state.variant,
             chunk_blocks=per_chunk,
-            keys=self._keys(state.request, first_chunk, last_chunk),
+            keys=self._chunks.keys(state.request, first_chunk, last_chunk),
             block_ids=by_position(tables, first, end),
             skip_blocks=first % per_chunk,
         )
@@ -260,10 +169,10 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Add this step's stores to the plan, and send what the block pool did. Ends a scheduler pass."""
-        self._receive()
+        self._lookups.receive()
+        self._lookups.next_pass()
         self._pending.next_pass()
-        self._poll_left = self._settings.lookup_poll_ms / 1000
-        session = self._usable()
+        session = self._lookups.usable()
         may_store = session is not None and self._pool.clears >= self._clears_awaited
         prompt_tokens = 0
         for request_id, computed in self._scheduled(output):
@@ -315,11 +224,13 @@ class SchedulerHalf:
         request = state.request
         tables = self._tables(state, output)
         blocks = min((len(table) for table in tables), default=0)
-        tokens = min(computed, blocks * self._block_tokens, len(request.block_hashes) * self._hash_block_tokens)
+        tokens = min(
+            computed, blocks * self._chunks.block_tokens, len(request.block_hashes) * self._chunks.hash_block_tokens
+        )
         if self._holds_back_tail and tokens >= request.num_tokens:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
-        end = tokens // self._chunk_tokens()
-        per_chunk = self._chunk_blocks()
+        end = tokens // self._chunks.tokens
+        per_chunk = self._chunks.blocks
         first = state.stored_chunks
         while first < end:
             # Chunks with null blocks (a window moved on) split the range.
@@ -341,9 +252,9 @@ class SchedulerHalf:
 
     def _add_store(self, state: RequestState, first: int, last: int, block_ids: list[int]) -> None:
         store_id = next(self._ids)
-        keys = self._keys(state.request, first, last)
+        keys = self._chunks.keys(state.request, first, last)
         self._plan.stores.append(
-            StoreSpec(store_id, state.request.request_id, state.variant, self._chunk_blocks(), keys, block_ids)
+            StoreSpec(store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids)
         )
         self._pending.add(store_id, block_ids, self._settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
         self.counters["stores"] += 1
@@ -385,10 +296,10 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return
-        self._forget_lookup(state)
+        self._lookups.forget(state)
         if state.load is not None:
             self._plan.abort_loads.append(state.load.load_id)  # a no-op unless it still runs
-        session = self._usable()
+        session = self._lookups.usable()
         if session is not None:
             self._reports.end_request(session, request.request_id, self._speed.tokens_per_second)
 
@@ -403,7 +314,7 @@ class SchedulerHalf:
         if not self._pool.unused:
             log.warning("the prefix cache was not reset while requests ran; nothing is stored until it is")
         for state in self._requests.values():
-            self._forget_lookup(state)
+            self._lookups.forget(state)
             state.variant = self._variant_of(state.request)
             state.hit_chunks = None
             state.stored_chunks = 0
@@ -416,43 +327,17 @@ class SchedulerHalf:
 
     def shut(self) -> None:
         self._link.stop()
-        if self._session is not None:
-            self._session.channel.close()
-            self._session = None
+        self._lookups.close()
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _usable(self) -> Session | None:
-        """The session to talk to; a new one means that answers from the old one will never come."""
-        session = self._link.usable()
-        current = self._link.session
-        if current is not self._session:
-            self._lookups.clear()
-            for state in self._requests.values():
-                state.lookup = None
-                state.hit_chunks = None
-                state.stored_chunks = 0
-            if self._session is not None:
-                self._session.channel.close()
-            self._session = current
-            self._reports.begin()
-        return session if session is current else None
+    def _begin_session(self) -> None:
+        """Another daemon than before, or none: what was asked and found before is void."""
+        for state in self._requests.values():
+            state.lookup = None
+            state.hit_chunks = None
+            state.stored_chunks = 0
+        self._reports.begin()
 
     def _variant_of(self, request: Request) -> str:
         return self._variants.of(getattr(request, "lora_request", None))
-
-    def _chunk_blocks(self) -> int:
-        """REQUIRES: a session was seen."""
-        return max(1, self._session.hello.chunk_tokens // self._block_tokens) if self._session is not None else 1
-
-    def _chunk_tokens(self) -> int:
-        return self._chunk_blocks() * self._block_tokens
-
-    def _chunks_hashed(self, request: Request) -> int:
-        return len(request.block_hashes) * self._hash_block_tokens // self._chunk_tokens()
-
-    def _keys(self, request: Request, first: int, last: int) -> bytes:
-        """Keys of chunks [first, last): the engine's hash of each chunk's last block."""
-        step = self._chunk_tokens() // self._hash_block_tokens
-        hashes = request.block_hashes[(first + 1) * step - 1 : last * step : step]
-        return b"".join(bytes(h).ljust(KEY_BYTES, b"\0") for h in hashes)
