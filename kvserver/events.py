@@ -193,6 +193,9 @@ class Subscriber(Protocol):
         ...
 
 
+_NEVER_DROPPED = (InstanceCame, InstanceGone, WorkerCame, WorkerGone)  # few, and what follows means nothing without
+
+
 class Bus:
     """REQUIRES: one thread publishes; start() before close(), both once."""
 
@@ -218,7 +221,7 @@ class Bus:
             return True
         name = type(event).__name__
         cost = 1 + size // _COST_BYTES
-        if self._cost_in - self._cost_out + cost > self._limit:
+        if self._cost_in - self._cost_out + cost > self._limit and not isinstance(event, _NEVER_DROPPED):
             self.dropped[name] += 1
             return False
         self._cost_in += cost

@@ -100,6 +100,7 @@ class Instance:
     counts: Counts = field(default_factory=Counts)
     next_sequence: int | None = None  # of ReportBlockAllocations and EndRequest
     report_gap: bool = False  # some were lost, and the full state has not come since
+    ask_after: float = 0.0  # no full state is asked for before that
     l0_source: str = "none"  # or exact, or reported: how it tells what its blocks do
     prefill_speed: float = 0.0  # tokens a second, as the engine told it last
     _variants: dict[str, bytes] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from kvserver.protocol import (
     payload_of,
 )
 
+_ASK_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time
 _CONTENT_BYTES = 8
 _TOKEN_BYTES = 4
 
@@ -59,9 +60,12 @@ class Reports:
             BlockReport(self._now_ns(), instance.instance_id, instance.model_name, request.sequence, payload), size
         )
         self._count_sequence(instance, request.sequence)
+        now = self._clock()
         if payload.full:
             instance.report_gap = False
-        elif instance.report_gap or self._unsure(instance.instance_id):
+            instance.ask_after = now + _ASK_SECONDS
+        elif (instance.report_gap or self._unsure(instance.instance_id)) and now >= instance.ask_after:
+            instance.ask_after = now + _ASK_SECONDS
             raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")
 
     def request_ended(self, request: EndRequest) -> None:

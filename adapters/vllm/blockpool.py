@@ -110,6 +110,10 @@ class PoolHook:
 
     # ---- what happened ------------------------------------------------------------------------
 
+    @property
+    def has_records(self) -> bool:
+        return bool(self._records)
+
     def take(self) -> Records:
         """What happened since the last time. REQUIRES: not `lost`."""
         taken = Records(self._records.tobytes(), self._marks.tobytes())

@@ -430,7 +430,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(False)
     def has_pending_push_work(self) -> bool:
-        return self.scheduler is not None and self.scheduler.has_pending_stores
+        return self.scheduler is not None and self.scheduler.has_pending_work
 
     @fenced(False)
     def reset_cache(self) -> bool | None:

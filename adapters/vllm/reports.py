@@ -60,6 +60,11 @@ class Reports:
         )
         self._send(session, end)
 
+    @property
+    def untold(self) -> bool:
+        """Whether the next pass would send records; no if it owes a full state, which has its own time."""
+        return self._pool.has_records and not (self._full_due or self._pool.lost)
+
     def send_blocks(self, session: Session) -> None:
         """What the pool did since the last pass, or a full state. Ends a scheduler pass."""
         if session.hello.protocol_version < _FULL_STATES_SINCE:

@@ -270,8 +270,9 @@ class SchedulerHalf:
         return self._link.usable() is not None
 
     @property
-    def has_pending_stores(self) -> bool:
-        return self._pending.awaited
+    def has_pending_work(self) -> bool:
+        """Whether an idle engine should step on: a store's end is awaited, or the last releases are untold."""
+        return self._pending.awaited or (self.connected and self._reports.untold)
 
     # ---- what workers say ---------------------------------------------------------------------
 

@@ -109,11 +109,6 @@ def make_tap():
         tap.close()
 
 
-def idle_pass(engine: Engine) -> None:
-    """What ends with a step is told in the next pass."""
-    engine.scheduler.schedule()
-
-
 def heard(tap: Tap, *engines: Engine) -> Tap:
     """When it has heard all that these engines have sent through it."""
     sent = sum(engine.connector.scheduler.counters["notices"] for engine in engines)
@@ -152,17 +147,36 @@ def test_all_reports_together_give_the_pools_own_state(make_daemon, make_engine,
     engine.generate("again", prompt(20, 2 * CHUNK))
     assert engine.preemptions, "nothing was preempted: the pool is too large for this test"
     assert all(answer.right for answer in answers)
-    idle_pass(engine)
     told = reports(heard(tap, engine))
     assert Replay().take_reports(told).agrees_with(engine.pool)
     assert fulls(tap) == [True] + [False] * (len(told) - 1)
+
+
+def test_an_engine_that_falls_idle_tells_its_last_releases(make_daemon, make_engine, make_tap):
+    daemon = make_daemon()
+    engine = make_engine(make_tap(daemon).endpoint)
+    engine.generate("only", prompt(1, 100))
+    assert not engine.connector.has_pending_push_work()
+    wait_until(lambda: "kvserver_l0_active_blocks" in daemon.http("/metrics")[1])
+    samples = dict(line.rsplit(" ", 1) for line in daemon.http("/metrics")[1].splitlines() if line[0] != "#")
+    (active,) = [value for name, value in samples.items() if name.startswith("kvserver_l0_active_blocks{")]
+    (released,) = [value for name, value in samples.items() if name.startswith("kvserver_l0_released_blocks{")]
+    assert (float(active), float(released)) == (0, 7)
+
+
+def test_without_a_daemon_an_idle_engine_does_not_step_on_for_its_reports(make_daemon, make_engine):
+    daemon = make_daemon()
+    engine = make_engine(daemon)
+    daemon.kill()
+    engine.generate("only", prompt(1, 100))  # it ends, though what it has to tell can go nowhere
+    assert not engine.connector.has_pending_push_work()
 
 
 def test_the_first_blocks_lives_are_told_from_their_beginning(make_daemon, make_engine, make_tap):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     engine.generate("first", prompt(1, 100))
-    payload = reports(heard(tap, engine))[0].payload
+    payload = next(r.payload for r in reports(heard(tap, engine)) if r.payload.records)
     assert [operation for _, operation, _ in timed(payload.records, payload.marks)] == [RECORD_ALLOCATED] * 7
 
 
@@ -173,7 +187,6 @@ def test_reports_and_ends_are_counted_without_gaps(make_daemon, make_engine, mak
     serve(engine, "r")
     engine.scheduler.reset_prefix_cache()
     serve(engine, "s")
-    idle_pass(engine)
     notices = heard(tap, engine).notices()
     assert [notice.sequence for notice in notices] == list(range(len(notices)))
     assert [end.request_id for end in tap.of(EndRequest)] == [f"{n}{i}" for n in "rs" for i in range(4)]
@@ -202,8 +215,6 @@ def test_two_engines_of_one_daemon_are_told_apart(make_daemon, make_engine, make
     for turn in range(3):
         for name, engine in engines.items():
             engine.generate(f"{name}{turn}", prompt(turn, CHUNK if name == "one" else 3 * CHUNK))
-    for engine in engines.values():
-        idle_pass(engine)
     heard(tap, *engines.values())
     for name, engine in engines.items():
         notices = tap.notices(name)
@@ -258,7 +269,6 @@ def test_a_daemon_that_lost_track_is_told_the_full_state_in_a_next_pass(make_dae
     wait_until(lambda: engine.generate_free("tick") and fulls(tap).count(True) == 2)
     assert gap.given is not None
     engine.run()
-    idle_pass(engine)
     told = reports(heard(tap, engine))
     assert fulls(tap).count(True) == 2, "once told, it is not told again"
     last_full = max(i for i, report in enumerate(told) if report.payload.full)
@@ -384,7 +394,6 @@ def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap)
         return [m for m in said[hellos[-1] :] if isinstance(m, ReportBlockAllocations)] if hellos else []
 
     wait_until(lambda: engine.generate(next(names), prompt(9, CHUNK)) and len(session()) > 1, 20)
-    idle_pass(engine)
     heard(tap, engine)
     assert session()[0].payload.full
     assert Replay().take_reports(session()).agrees_with(engine.pool)

@@ -185,6 +185,7 @@ def run(engine: Engine, daemon: Daemon) -> Figures:
     engine.ask("keep_records")
     prompts = [[3 + (seed * 331 + i * i * (seed + 1)) % 1000 for i in range(640)] for seed in range(4)]
     live(engine, prompts)
+    engine.settle()
     (instance,) = daemon.status()["instances"]
     instance_id = instance["instance_id"]
     records = Model()
