@@ -166,7 +166,6 @@ void BlockLives::access(Block& block, uint64_t now) {
     if (block.sampled && block.accessed_ns && now)
         shared_->observe(figures_.reuse_gap, span_ns(block.accessed_ns, now));
     block.accessed_ns = now;
-    block.released_ns = 0;
 }
 
 void BlockLives::observe_end(const Block& block, uint64_t now) {

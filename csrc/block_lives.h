@@ -134,9 +134,9 @@ class BlockLives {
     struct Block {
         uint64_t born_ns;
         uint64_t accessed_ns;  // or born
-        uint64_t released_ns;
-        uint64_t content;  // reported: 0 while partial
-        uint64_t owner;    // reported: one of them, the others are in others_
+        uint64_t released_ns;  // means nothing while it is owned
+        uint64_t content;      // reported: 0 while partial
+        uint64_t owner;        // reported: one of them, the others are in others_
         uint32_t owners;
         uint32_t life : 30;  // how many it has had
         uint32_t alive : 1;

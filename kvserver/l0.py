@@ -139,7 +139,8 @@ class L0:
     # ---- the event thread's -------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """ValueError: a report was refused, by what says why, and its instance is unsure."""
+        """What it raises is the bus's to count: of a report that is wrong, after which its instance is unsure, or of an
+        instance that is not there."""
         match event:
             case BlockReport():
                 self._report(self._reporter(event), event)
@@ -204,7 +205,7 @@ class L0:
         instance.source = source
         try:
             self._apply(instance, payload)
-        except ValueError:
+        except Exception:
             instance.lose_track()
             raise
 
