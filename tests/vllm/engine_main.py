@@ -104,8 +104,17 @@ class Driver:
             self.records.append({"records": taken.records.hex(), "marks": taken.marks.hex()})
             return taken
 
-        hook.take = lambda: keep(take())
-        hook.take_full = lambda: [keep(part) for part in take_full()]
+        def keep_full() -> list[Any]:
+            hook.take = take  # it may call take(), whose records would be kept twice
+            try:
+                return [keep(part) for part in take_full()]
+            finally:
+                hook.take = keep_taken
+
+        def keep_taken() -> Any:
+            return keep(take())
+
+        hook.take, hook.take_full = keep_taken, keep_full
         return {}
 
     def op_records(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def metrics_of(daemon: Daemon, instance_id: str) -> dict[str, float]:
 
 def live(engine: Engine, prompts: list[Prompt]) -> None:
     """What happens to the blocks."""
-    for turn in range(4):  # four prompts of 20 blocks each and their variants do not fit: evictions
+    for turn in range(8):  # four prompts of 20 blocks each and their variants do not fit: evictions
         for text in prompts:
             engine.generate([text, [*text[:320], *prompts[turn % 4][320:500]]], max_tokens=4)
             engine.generate([text], max_tokens=40)  # a prefix hit, and blocks that never fill
