@@ -383,17 +383,17 @@ def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap)
     tap = make_tap(daemon)
     engine = make_engine(tap.endpoint)
     serve(engine, "old")
-    before = len(heard(tap, engine).said)
+    before = len(reports(heard(tap, engine)))
     daemon.kill()
     daemon.start()
     tap.instead = Gap(ErrorCode.UNKNOWN_INSTANCE)  # as long as its worker has not registered
     names = (f"new{i}" for i in range(10_000))
 
     def session() -> list[ReportBlockAllocations]:
-        """The reports of the session with the new daemon."""
-        said = tap.said[before:]
-        hellos = [i for i, message in enumerate(said) if isinstance(message, Hello) and message.client == "scheduler"]
-        return [m for m in said[hellos[-1] :] if isinstance(m, ReportBlockAllocations)] if hellos else []
+        """What the new daemon is told, from the first full state on."""
+        told = reports(tap)[before:]
+        full = [report.payload.full for report in told]
+        return told[full.index(True) :] if any(full) else []
 
     def agrees() -> bool:
         """What it refuses at first is told again in a later pass."""
@@ -404,8 +404,7 @@ def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap)
         except AssertionError:
             return False
 
-    wait_until(agrees, 20)
-    assert session()[0].payload.full
+    wait_until(lambda: agrees() and daemon.status()["instances"], 20)
     assert counts_of(daemon)["sequence_gaps"] == 0
 
 
