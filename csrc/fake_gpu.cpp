@@ -77,7 +77,19 @@ void FakeGpu::fail_next(const std::string& call, const std::string& what, bool l
     failures_[call] = {what, lost};
 }
 
-void FakeGpu::die(const std::string& what) { lose(what); }
+void FakeGpu::die(const std::string& what) {
+    std::unique_lock lock(mutex_);
+    die(what, lock);
+}
+
+// What is lost moves nothing any more, so memory may go: what moves ends first.
+void FakeGpu::die(const std::string& what, std::unique_lock<std::mutex>& lock) {
+    dying_ = true;
+    wake_.wait(lock, [&] {
+        return std::none_of(queues_.begin(), queues_.end(), [](const Queue& q) { return q.busy; });
+    });
+    lose(what);
+}
 
 std::vector<std::string> FakeGpu::faults() const {
     std::lock_guard lock(mutex_);
@@ -110,8 +122,8 @@ uint64_t FakeGpu::pinned_bytes() const {
 
 // ---- rules ----------------------------------------------------------------------------------
 
-// What every call begins with. REQUIRES: mutex_ held.
-void FakeGpu::call(const std::string& name) {
+// What every call begins with.
+void FakeGpu::call(const std::string& name, std::unique_lock<std::mutex>& lock) {
     ++calls_[name];
     if (is_lost()) throw GpuError(name + ": the GPU is lost: " + lost());
     require(name == "enter" || entered_.contains(std::this_thread::get_id()),
@@ -120,7 +132,7 @@ void FakeGpu::call(const std::string& name) {
     if (failure == failures_.end()) return;
     const Failure planned = failure->second;
     failures_.erase(failure);
-    if (planned.lost) lose(planned.what);
+    if (planned.lost) die(planned.what, lock);
     throw GpuError(planned.what, planned.what == "out of memory");
 }
 
@@ -174,14 +186,14 @@ bool FakeGpu::check(const Piece& piece, bool pinned) {
 // ---- memory ---------------------------------------------------------------------------------
 
 void FakeGpu::enter() {
-    std::lock_guard lock(mutex_);
-    call("enter");
+    std::unique_lock lock(mutex_);
+    call("enter", lock);
     entered_.insert(std::this_thread::get_id());
 }
 
 std::byte* FakeGpu::allocate(uint64_t bytes) {
-    std::lock_guard lock(mutex_);
-    call("allocate");
+    std::unique_lock lock(mutex_);
+    call("allocate", lock);
     uint64_t used = bytes;
     for (const auto& [data, size] : allocated_) used += size;
     if (used > options_.memory_bytes) throw GpuError("out of memory", true);
@@ -192,30 +204,30 @@ std::byte* FakeGpu::allocate(uint64_t bytes) {
 }
 
 void FakeGpu::free(std::byte* memory) {
-    std::lock_guard lock(mutex_);
-    call("free");
+    std::unique_lock lock(mutex_);
+    call("free", lock);
     if (require(allocated_.erase(memory) == 1, "what was freed was not allocated"))
         ::operator delete(memory);
 }
 
 std::byte* FakeGpu::allocate_pinned(uint64_t bytes) {
-    std::lock_guard lock(mutex_);
-    call("allocate_pinned");
+    std::unique_lock lock(mutex_);
+    call("allocate_pinned", lock);
     auto* memory = static_cast<std::byte*>(::operator new(bytes));
     rings_[memory] = bytes;
     return memory;
 }
 
 void FakeGpu::free_pinned(std::byte* memory) {
-    std::lock_guard lock(mutex_);
-    call("free_pinned");
+    std::unique_lock lock(mutex_);
+    call("free_pinned", lock);
     if (require(rings_.erase(memory) == 1, "pinned memory that was freed was not allocated"))
         ::operator delete(memory);
 }
 
 void FakeGpu::pin(std::byte* memory, uint64_t bytes) {
-    std::lock_guard lock(mutex_);
-    call("pin");
+    std::unique_lock lock(mutex_);
+    call("pin", lock);
     require(bytes <= 1ull << 30, "more than 1 GiB was pinned at once");
     std::lock_guard all_lock(all_pinned_mutex_);
     if (require(!touches(all_pinned_, memory, bytes), "memory was pinned twice"))
@@ -223,16 +235,16 @@ void FakeGpu::pin(std::byte* memory, uint64_t bytes) {
 }
 
 void FakeGpu::unpin(std::byte* memory) {
-    std::lock_guard lock(mutex_);
-    call("unpin");
+    std::unique_lock lock(mutex_);
+    call("unpin", lock);
     std::lock_guard all_lock(all_pinned_mutex_);
     if (require(pinned_.erase(memory) == 1, "what was unpinned was not pinned"))
         all_pinned_.erase(memory);
 }
 
 GpuMemory FakeGpu::open(const GpuHandle& handle, uint64_t) {
-    std::lock_guard lock(mutex_);
-    call("open");
+    std::unique_lock lock(mutex_);
+    call("open", lock);
     const std::string path = path_of(handle);
     for (auto& [data, opened] : opened_)
         if (!path.empty() && opened.path == path) {
@@ -253,8 +265,8 @@ GpuMemory FakeGpu::open(const GpuHandle& handle, uint64_t) {
 }
 
 void FakeGpu::close(std::byte* data) {
-    std::lock_guard lock(mutex_);
-    call("close");
+    std::unique_lock lock(mutex_);
+    call("close", lock);
     const auto found = opened_.find(data);
     if (!require(found != opened_.end(), "what was closed was not open")) return;
     if (--found->second.count > 0) return;
@@ -265,8 +277,8 @@ void FakeGpu::close(std::byte* data) {
 // ---- streams --------------------------------------------------------------------------------
 
 Gpu::Stream FakeGpu::make_stream() {
-    std::lock_guard lock(mutex_);
-    call("make_stream");
+    std::unique_lock lock(mutex_);
+    call("make_stream", lock);
     Queue& queue = queues_.emplace_back();
     queue.random.seed(options_.seed + queues_.size());
     queue.thread = std::thread([this, &queue] { run(queue); });
@@ -276,8 +288,8 @@ Gpu::Stream FakeGpu::make_stream() {
 void FakeGpu::free_stream(Stream stream) {
     auto& queue = *static_cast<Queue*>(stream);
     {
-        std::lock_guard lock(mutex_);
-        call("free_stream");
+        std::unique_lock lock(mutex_);
+        call("free_stream", lock);
         require(queue.work.empty() && !queue.busy, "a stream was freed with work in it");
         queue.over = true;
     }
@@ -291,7 +303,7 @@ void FakeGpu::run(Queue& queue) {
     block_signals();
     std::unique_lock lock(mutex_);
     for (;;) {
-        wake_.wait(lock, [&] { return queue.over || (!queue.work.empty() && !held_); });
+        wake_.wait(lock, [&] { return queue.over || (!queue.work.empty() && !held_ && !dying_); });
         if (queue.over) return;
         const std::function<void()> work = std::move(queue.work.front());
         queue.work.pop_front();
@@ -314,20 +326,20 @@ void FakeGpu::enqueue(Stream stream, std::function<void()> work) {
 }
 
 Gpu::Event FakeGpu::make_event() {
-    std::lock_guard lock(mutex_);
-    call("make_event");
+    std::unique_lock lock(mutex_);
+    call("make_event", lock);
     return &marks_.emplace_back();
 }
 
 void FakeGpu::free_event(Event event) {
-    std::lock_guard lock(mutex_);
-    call("free_event");
+    std::unique_lock lock(mutex_);
+    call("free_event", lock);
     marks_.remove_if([&](const Mark& mark) { return &mark == event; });
 }
 
 void FakeGpu::record(Event event, Stream stream) {
-    std::lock_guard lock(mutex_);
-    call("record");
+    std::unique_lock lock(mutex_);
+    call("record", lock);
     auto* mark = static_cast<Mark*>(event);
     mark->recorded = true;
     mark->happened = false;
@@ -340,7 +352,7 @@ void FakeGpu::record(Event event, Stream stream) {
 
 void FakeGpu::wait(Event event) {
     std::unique_lock lock(mutex_);
-    call("wait");
+    call("wait", lock);
     auto* mark = static_cast<Mark*>(event);
     require(mark->recorded, "a wait for an event that was not recorded");
     wait_for([&] { return mark->happened; }, lock);
@@ -348,8 +360,8 @@ void FakeGpu::wait(Event event) {
 }
 
 uint64_t FakeGpu::nanos_between(Event first, Event last) {
-    std::lock_guard lock(mutex_);
-    call("nanos_between");
+    std::unique_lock lock(mutex_);
+    call("nanos_between", lock);
     const auto *begin = static_cast<Mark*>(first), *end = static_cast<Mark*>(last);
     require(begin->happened && end->happened, "the time to an event that has not happened");
     return end->nanos > begin->nanos ? end->nanos - begin->nanos : 0;
@@ -357,7 +369,7 @@ uint64_t FakeGpu::nanos_between(Event first, Event last) {
 
 void FakeGpu::copy(Stream stream, const std::vector<Piece>& pieces, bool pinned) {
     std::unique_lock lock(mutex_);
-    call("copy");
+    call("copy", lock);
     for (const Piece& piece : pieces)
         if (!check(piece, pinned)) return;
     enqueue(stream, [this, pieces, pinned] {
@@ -375,8 +387,8 @@ void FakeGpu::copy(Stream stream, const std::vector<Piece>& pieces, bool pinned)
 }
 
 void FakeGpu::copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) {
-    std::lock_guard lock(mutex_);
-    call("copy_blocks");
+    std::unique_lock lock(mutex_);
+    call("copy_blocks", lock);
     require(on_gpu(reinterpret_cast<const std::byte*>(blocks.planes),
                    blocks.num_planes * sizeof(Plane)) &&
                 on_gpu(reinterpret_cast<const std::byte*>(blocks.blocks),

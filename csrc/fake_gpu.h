@@ -86,7 +86,8 @@ class FakeGpu final : public Gpu {
     };
     using Ranges = std::map<const std::byte*, uint64_t>;
 
-    void call(const std::string& name);
+    void call(const std::string& name, std::unique_lock<std::mutex>& lock);
+    void die(const std::string& what, std::unique_lock<std::mutex>& lock);
     void run(Queue& queue);
     void enqueue(Stream stream, std::function<void()> work);
     void wait_for(const std::function<bool()>& happened, std::unique_lock<std::mutex>& lock);
@@ -112,7 +113,7 @@ class FakeGpu final : public Gpu {
     std::map<std::string, Failure> failures_;
     std::map<std::string, uint64_t> calls_;
     std::vector<std::string> faults_;
-    bool held_ = false;
+    bool held_ = false, dying_ = false;
 };
 
 }  // namespace kvserver
