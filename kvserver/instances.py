@@ -99,7 +99,7 @@ class Instance:
     namespace: bytes | None = None
     counts: Counts = field(default_factory=Counts)
     next_sequence: int | None = None  # of ReportBlockAllocations and EndRequest
-    report_gap: bool = False  # some were lost, and the full state has not come since
+    report_gap: bool = True  # the full state has not come yet, or not since some were lost
     ask_after: float = 0.0  # no full state is asked for before that
     l0_source: str = "none"  # or exact, or reported: how it tells what its blocks do
     prefill_speed: float = 0.0  # tokens a second, as the engine told it last

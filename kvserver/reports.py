@@ -64,6 +64,8 @@ class Reports:
         if payload.full:
             instance.report_gap = False
             instance.ask_after = now + _ASK_SECONDS
+        elif request.payload is None:
+            pass  # version 1 has no full state to send
         elif (instance.report_gap or self._unsure(instance.instance_id)) and now >= instance.ask_after:
             instance.ask_after = now + _ASK_SECONDS
             raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")

@@ -408,6 +408,23 @@ def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap)
     assert counts_of(daemon)["sequence_gaps"] == 0
 
 
+def test_a_daemon_replaced_unnoticed_asks_for_the_full_state(make_daemon, make_engine, make_tap):
+    """Its worker has registered before the scheduler says anything: nothing that the scheduler sends is refused."""
+    daemon = make_daemon()
+    tap = make_tap(daemon)
+    engine = make_engine(tap.endpoint)
+    serve(engine, "old")
+    before = len(reports(heard(tap, engine)))
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: daemon.status()["instances"] and daemon.status()["instances"][0]["namespace"], 20)
+    names = (f"new{i}" for i in range(10_000))
+    wait_until(lambda: engine.generate(next(names), prompt(9, CHUNK)) and any(fulls(tap)[before:]), 20)
+    told = reports(heard(tap, engine))
+    last_full = max(i for i, report in enumerate(told) if report.payload.full)
+    assert Replay().take_reports(told[last_full:]).agrees_with(engine.pool)
+
+
 # ---- older daemons ----------------------------------------------------------------------------
 
 
