@@ -79,11 +79,11 @@ void FakeGpu::fail_next(const std::string& call, const std::string& what, bool l
 
 void FakeGpu::die(const std::string& what) {
     std::unique_lock lock(mutex_);
-    die(what, lock);
+    end(what, lock);
 }
 
 // What is lost moves nothing any more, so memory may go: what moves ends first.
-void FakeGpu::die(const std::string& what, std::unique_lock<std::mutex>& lock) {
+void FakeGpu::end(const std::string& what, std::unique_lock<std::mutex>& lock) {
     dying_ = true;
     wake_.wait(lock, [&] {
         return std::none_of(queues_.begin(), queues_.end(), [](const Queue& q) { return q.busy; });
@@ -132,7 +132,7 @@ void FakeGpu::call(const std::string& name, std::unique_lock<std::mutex>& lock) 
     if (failure == failures_.end()) return;
     const Failure planned = failure->second;
     failures_.erase(failure);
-    if (planned.lost) die(planned.what, lock);
+    if (planned.lost) end(planned.what, lock);
     throw GpuError(planned.what, planned.what == "out of memory");
 }
 

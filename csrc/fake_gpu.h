@@ -87,7 +87,7 @@ class FakeGpu final : public Gpu {
     using Ranges = std::map<const std::byte*, uint64_t>;
 
     void call(const std::string& name, std::unique_lock<std::mutex>& lock);
-    void die(const std::string& what, std::unique_lock<std::mutex>& lock);
+    void end(const std::string& what, std::unique_lock<std::mutex>& lock);
     void run(Queue& queue);
     void enqueue(Stream stream, std::function<void()> work);
     void wait_for(const std::function<bool()>& happened, std::unique_lock<std::mutex>& lock);

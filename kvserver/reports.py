@@ -97,6 +97,7 @@ class Reports:
         if instance.next_sequence is not None and sequence != instance.next_sequence:
             instance.counts.sequence_gaps += 1
             instance.report_gap = True
+            instance.ask_after = 0.0
         instance.next_sequence = sequence + 1
 
     def _now_ns(self) -> int:

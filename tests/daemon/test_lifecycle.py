@@ -1,0 +1,357 @@
+"""What a daemon tells of lives in L0 and L1, of misses and of savings: real messages in, `/metrics` and `/status` out."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from support.daemon import wait_until
+from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.worker import Worker, awkward, ids, make_keys, packed
+
+from kvserver.copier import HostRegion, cpu_device
+from kvserver.devices import Devices
+from kvserver.events import ErrorSent
+from kvserver.misses import MissReason
+from kvserver.protocol import (
+    MARK,
+    RECORD_ACCESSED,
+    RECORD_ALLOCATED,
+    RECORD_CLEARED,
+    RECORD_EVICTED,
+    RECORD_HELD,
+    RECORD_OPERATION_SHIFT,
+    RECORD_PRESENT,
+    RECORD_RELEASED,
+    EndRequest,
+    Error,
+    ExactRecords,
+    Held,
+    Released,
+    ReportBlockAllocations,
+    ReportedBlocks,
+)
+
+SECOND = 1_000_000_000
+
+
+def figures(daemon, worker: Worker) -> dict[str, float]:
+    """Samples of the worker's instance by name; of labels but its own, `name{label="value"}`."""
+    code, text = daemon.http("/metrics")
+    assert code == 200
+    found: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if of.pop("instance_id", None) == worker.instance_id:
+            assert of.pop("model_name") == worker.model_name
+            rest = ",".join(f'{label}="{text}"' for label, text in of.items())
+            found[name + (f"{{{rest}}}" if rest else "")] = float(value)
+    return found
+
+
+class Engine:
+    """The reports of one worker's instance: sequence and times."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.sequence = 0
+        self.now = time.monotonic_ns()
+
+    def _of(self) -> dict[str, object]:
+        self.sequence += 1
+        return {
+            "instance_id": self.worker.instance_id,
+            "incarnation": self.worker.incarnation,
+            "model_name": self.worker.model_name,
+            "sequence": self.sequence - 1,
+        }
+
+    def report(self, *records: tuple[int, int], seconds: float = 0.0, full: bool = False) -> int:
+        """(operation, block) pairs, all so many seconds after what was before. The message's number."""
+        self.now += int(seconds * SECOND)
+        raw = ids([operation << RECORD_OPERATION_SHIFT | block for operation, block in records])
+        payload = ExactRecords(records=raw, marks=MARK.pack(0, self.now) if records else b"", full=full)
+        return self.worker.send(ReportBlockAllocations(**self._of(), payload=payload))
+
+    def reported(self, *records: Held | Released, seconds: float = 0.0, full: bool = False) -> int:
+        self.now += int(seconds * SECOND)
+        payload = ReportedBlocks(time_ns=self.now, block_tokens=16, records=list(records), full=full)
+        return self.worker.send(ReportBlockAllocations(**self._of(), payload=payload))
+
+    def end(self, request_id: str, **changes: object) -> int:
+        return self.worker.send(EndRequest(**self._of(), request_id=request_id, **changes))
+
+    def refused(self, number: int) -> str:
+        answer = self.worker.reply_to(number, 5)
+        assert isinstance(answer, Error)
+        return answer.code
+
+
+@pytest.fixture
+def lives(make_daemon):
+    return make_daemon(metrics_sample_rate=1.0)
+
+
+# ---- L0 ---------------------------------------------------------------------------------------
+
+
+def test_a_life_of_a_block_is_told_with_its_times(lives, make_worker):
+    worker = make_worker(lives)
+    engine = Engine(worker)
+    engine.report(full=True)
+    engine.report((RECORD_ALLOCATED, 3))
+    engine.report((RECORD_RELEASED, 3), seconds=2)
+    engine.report((RECORD_ACCESSED, 3), seconds=4)
+    engine.report((RECORD_RELEASED, 3), seconds=1)
+    engine.report((RECORD_EVICTED, 3), seconds=5)
+    wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
+    found = figures(lives, worker)
+    histograms = {"lifetime": 12, "idle_before_evict": 5, "since_last_access": 6, "reuse_gap": 6}
+    for name, seconds in histograms.items():
+        assert found[f"kvserver_l0_block_{name}_seconds_count"] == 1
+        assert found[f"kvserver_l0_block_{name}_seconds_sum"] == pytest.approx(seconds)
+    assert found["kvserver_l0_reuses_total"] == found["kvserver_l0_allocations_total"] == 1
+    assert lives.status()["instances"][0]["l0_source"] == "exact"
+
+
+def test_a_block_id_beyond_the_engines_blocks_is_refused(lives, make_worker):
+    worker = make_worker(lives, geometry=awkward(64))
+    engine = Engine(worker)
+    assert engine.refused(engine.report((RECORD_ALLOCATED, 64), full=True)) == "bad_records"
+    engine.report((RECORD_ALLOCATED, 63), full=True)
+    wait_until(lambda: figures(lives, worker).get("kvserver_l0_allocations_total") == 1)
+
+
+def test_a_gap_ends_lives_as_lost_and_asks_for_the_full_state(lives, make_worker):
+    worker = make_worker(lives)
+    engine = Engine(worker)
+    engine.report((RECORD_ALLOCATED, 1), (RECORD_ALLOCATED, 2), full=True)
+    engine.sequence += 1
+    assert engine.refused(engine.report((RECORD_EVICTED, 1))) == "report_gap"
+    wait_until(lambda: figures(lives, worker).get("kvserver_l0_lost_total") == 2)
+    found = figures(lives, worker)
+    assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_report_gaps_total"]) == (0, 1)
+    assert (found["kvserver_l0_unsure"], found["kvserver_l0_active_blocks"]) == (1, 0)
+    engine.report((RECORD_PRESENT, 2), (RECORD_HELD, 2), full=True)
+    wait_until(lambda: figures(lives, worker)["kvserver_l0_unsure"] == 0)
+    assert figures(lives, worker)["kvserver_l0_active_blocks"] == 1
+    engine.report((RECORD_RELEASED, 2), (RECORD_EVICTED, 2), seconds=1)
+    wait_until(lambda: figures(lives, worker)["kvserver_l0_evictions_total"] == 1)
+    assert "kvserver_l0_block_lifetime_seconds_count" not in {
+        name for name, value in figures(lives, worker).items() if value
+    }, "nobody knows when that life began"
+
+
+def test_reports_of_the_first_version_are_served(lives, make_worker):
+    worker = make_worker(lives)
+    of = {"instance_id": worker.instance_id, "incarnation": worker.incarnation, "model_name": worker.model_name}
+    records = ids([RECORD_ALLOCATED << RECORD_OPERATION_SHIFT | 5, RECORD_EVICTED << RECORD_OPERATION_SHIFT | 5])
+    worker.send(ReportBlockAllocations(**of, sequence=0, records=records[:4], time_ns=10 * SECOND))
+    worker.send(ReportBlockAllocations(**of, sequence=1, records=records[4:], time_ns=13 * SECOND))
+    wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
+    assert figures(lives, worker)["kvserver_l0_block_lifetime_seconds_sum"] == pytest.approx(3)
+
+
+def test_an_engine_that_reports_has_owners_and_contents(lives, make_worker):
+    worker = make_worker(lives)
+    engine = Engine(worker)
+    first, second = bytes(range(8)), bytes(range(8, 16))
+    engine.reported(full=True)
+    engine.reported(Held("a", 0, 0, packed([1, 2]), 2, contents=first))  # block 2 is partial
+    engine.reported(Held("b", 0, 0, packed([1]), 1, contents=first))  # a co-owner
+    engine.reported(Held("a", 0, 1, packed([2]), 1, contents=second))  # it fills
+    engine.reported(Released("a", packed([2]), 1), seconds=1)
+    engine.end("a")
+    engine.end("b")
+    engine.reported(Held("c", 0, 0, packed([1]), 1, contents=second), seconds=3)  # other content
+    wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
+    found = figures(lives, worker)
+    assert found["kvserver_l0_allocations_total"] == 3
+    assert found["kvserver_l0_shared_accesses_total"] == 1
+    assert (found["kvserver_l0_active_blocks"], found["kvserver_l0_released_blocks"]) == (1, 1)
+    assert lives.status()["instances"][0]["l0_source"] == "reported"
+
+
+def test_exact_and_reported_never_mix(lives, make_worker):
+    worker = make_worker(lives)
+    engine = Engine(worker)
+    engine.report((RECORD_ALLOCATED, 1), full=True)
+    refused = engine.reported(Held("a", 0, 0, packed([1]), 1), full=True)
+    assert engine.refused(refused) == "bad_records"
+    assert lives.status()["instances"][0]["l0_source"] == "exact"
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        Held("a", 0, 0, packed([1, 2]), 3),
+        Held("a", 0, 0, b"\xff\xff\xff", 1),
+        Held("a", 0, 0, packed([64]), 1),
+        Held("a", 0, 0, packed([1]), 1, contents=bytes(16)),
+        Held("a", 0, 0, packed([1]), 1, contents=bytes(7)),
+        Held("a", 0, 0, packed([1]), 1, tokens=bytes(4 * 17)),
+    ],
+)
+def test_reported_blocks_that_make_no_sense_are_refused(lives, make_worker, held):
+    worker = make_worker(lives, geometry=awkward(64))
+    engine = Engine(worker)
+    assert engine.refused(engine.reported(held, full=True)) == "bad_records"
+    worker.round_trip()
+
+
+def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_requests(lives, make_worker):
+    engines = [Engine(make_worker(lives)), Engine(make_worker(lives))]
+    for engine in engines:
+        engine.report(full=True)
+        engine.report((RECORD_ALLOCATED, 1), (RECORD_ALLOCATED, 2))
+    dies, stays = engines
+    wait_until(lambda: figures(lives, stays.worker).get("kvserver_l0_active_blocks") == 2)
+    dies.end("same request")
+    dies.worker.hang_up()
+    wait_until(lambda: figures(lives, dies.worker)["kvserver_l0_lost_total"] == 2)
+    assert figures(lives, dies.worker)["kvserver_l0_tracked_blocks"] == 0
+    stays.report((RECORD_RELEASED, 1), (RECORD_EVICTED, 1), seconds=7)
+    wait_until(lambda: figures(lives, stays.worker)["kvserver_l0_evictions_total"] == 1)
+    found = figures(lives, stays.worker)
+    assert (found["kvserver_l0_active_blocks"], found["kvserver_l0_lost_total"]) == (1, 0)
+    assert found["kvserver_l0_block_lifetime_seconds_sum"] == pytest.approx(7)
+
+
+def test_a_cleared_engine_ends_its_lives_without_evictions(lives, make_worker):
+    worker = make_worker(lives)
+    engine = Engine(worker)
+    engine.report((RECORD_ALLOCATED, 1), (RECORD_RELEASED, 1), (RECORD_CLEARED, 0), full=True)
+    wait_until(lambda: figures(lives, worker).get("kvserver_l0_cleared_total") == 1)
+    found = figures(lives, worker)
+    assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_tracked_blocks"]) == (0, 0)
+
+
+# ---- L1, misses, savings ----------------------------------------------------------------------
+
+
+def missed(daemon, worker: Worker) -> dict[str, int]:
+    found = next(i for i in daemon.status()["instances"] if i["instance_id"] == worker.instance_id)
+    return {reason: tokens for reason, tokens in found["requests"]["missed_tokens"].items() if tokens}
+
+
+def test_missed_tokens_are_told_by_what_became_of_the_first_missing_chunk(make_daemon, make_worker):
+    daemon = make_daemon(l1_size="1MiB")
+    worker, stranger = make_worker(daemon), make_worker(daemon)
+    tokens = worker.chunk_blocks * 16
+    worker.lookup(make_keys(3, "never"))
+    assert missed(daemon, worker) == {"never_stored": 3 * tokens}
+    keys = make_keys(2, "kept")
+    worker.store(keys, worker.blocks_for(2))
+    worker.lookup(keys, variant="elsewhere")
+    assert missed(daemon, worker)["other_namespace"] == 2 * tokens
+    worker.lookup([*keys, *make_keys(1, "more")], tokens=3 * tokens + 5)
+    assert missed(daemon, worker)["never_stored"] == 4 * tokens
+    assert missed(daemon, worker)["partial_chunk"] == 5
+    assert missed(daemon, stranger) == {}
+
+
+def test_what_was_evicted_since_is_told_as_evicted(make_daemon, make_worker):
+    daemon = make_daemon(l1_size="1MiB", metrics_sample_rate=1.0)
+    worker = make_worker(daemon)
+    old = make_keys(1, "old")
+    worker.store(old, worker.blocks_for(1))
+    number = 0
+    while not daemon.status()["l1"]["evictions"]:
+        number += 1
+        worker.store(make_keys(1, number), worker.blocks_for(1))
+    assert worker.lookup(old) == 0
+    assert missed(daemon, worker) == {"evicted": worker.chunk_blocks * 16}
+    l1 = daemon.status()["l1"]
+    assert l1["evicted_bytes"] >= worker.chunk_bytes
+    wait_until(lambda: figures(daemon, worker).get("kvserver_l1_chunk_residency_seconds_count") == l1["evictions"])
+    found = figures(daemon, worker)
+    assert found["kvserver_l1_chunk_idle_before_evict_seconds_count"] == l1["evictions"]
+    assert found['kvserver_lookup_missed_tokens_total{reason="evicted"}'] == worker.chunk_blocks * 16
+    assert {f'kvserver_lookup_missed_tokens_total{{reason="{reason.value}"}}' for reason in MissReason} <= found.keys()
+
+
+def test_a_chunk_on_its_way_is_told_as_filling_and_half_an_instance_as_unavailable(make_daemon, make_worker):
+    daemon = make_daemon(test_copy_delay_us=100_000)
+    worker = make_worker(daemon)
+    keys = make_keys(1)
+    store = worker.begin_store(keys, worker.blocks_for(1))
+    wait_until(lambda: daemon.status()["l1"]["chunks"] == 1)
+    assert worker.lookup(keys) == 0
+    assert missed(daemon, worker) == {"filling": worker.chunk_blocks * 16}
+    store.reply()
+    half = make_worker(daemon, world_size=2)
+    assert half.lookup(keys) == 0
+    assert missed(daemon, half) == {"unavailable": worker.chunk_blocks * 16}
+
+
+def test_a_load_saves_tokens_and_seconds_by_the_engines_speed(make_daemon, make_worker):
+    daemon = make_daemon(metrics_sample_rate=1.0)
+    worker = make_worker(daemon)
+    keys, blocks = make_keys(3), worker.blocks_for(3)
+    worker.store(keys, blocks)
+    worker.store(keys, blocks)
+    worker.load(keys, blocks)
+    tokens = 3 * worker.chunk_blocks * 16
+    assert figures(daemon, worker)["kvserver_saved_prefill_tokens_total"] == tokens
+    assert figures(daemon, worker)["kvserver_saved_prefill_seconds_total"] == 0
+    Engine(worker).end("r", prefill_tokens_per_second=1000.0)
+    worker.load(keys, blocks)
+    wait_until(lambda: figures(daemon, worker).get("kvserver_l1_hit_age_seconds_count") == 6)
+    found = figures(daemon, worker)
+    assert found["kvserver_saved_prefill_tokens_total"] == 2 * tokens
+    assert found["kvserver_saved_prefill_seconds_total"] == pytest.approx(tokens / 1000)
+    assert found["kvserver_l1_chunk_reuse_gap_seconds_count"] == 6
+    assert found["kvserver_l1_stores_avoided_chunks_total"] == 3
+    assert found["kvserver_l1_stored_chunks_total"] == 3
+
+
+def test_the_counters_of_an_engine_that_is_gone_are_still_told_and_go_on_when_it_returns(make_daemon, make_worker):
+    daemon = make_daemon()
+    worker = make_worker(daemon, instance_id="comes-back")
+    worker.round_trip()
+    before = figures(daemon, worker)["kvserver_store_bytes_total"]
+    assert before > 0
+    worker.close()
+    wait_until(lambda: daemon.status()["departed"])
+    assert daemon.status()["instances"] == []
+    assert figures(daemon, worker)["kvserver_store_bytes_total"] == before
+    again = make_worker(daemon, instance_id="comes-back")
+    again.store(make_keys(1, "new"), again.blocks_for(1))
+    assert figures(daemon, again)["kvserver_store_bytes_total"] > before
+    assert daemon.status()["departed"] == []
+    assert daemon.status()["totals"]["stored_bytes"] == figures(daemon, again)["kvserver_store_bytes_total"]
+
+
+# ---- the bus ----------------------------------------------------------------------------------
+
+
+def test_status_tells_of_the_bus(make_daemon, make_worker):
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    worker.round_trip()
+    worker.error_of(worker.registration())
+    events = daemon.status()["events"]
+    assert events["published_types"]["LookupEnded"] > 0
+    assert events["published_types"]["ErrorSent"] == 1
+    assert events["dropped"] == 0
+    assert [row["name"] for row in events["subscribers"]] == ["l0", "l1"]
+
+
+class Dies:
+    name = "dies"
+
+    def handle(self, event: object) -> None:
+        raise SystemExit("no more")
+
+    def close(self) -> None: ...
+
+
+def test_readyz_fails_when_the_event_thread_has_died():
+    with running_server(Devices(cpu_device(HostRegion(L1_BYTES), PAGE_BYTES, 1, 0))) as pages:
+        assert pages.not_ready() is None
+        bus = pages.kvserver.handlers.bus
+        bus.subscribers = (Dies(),)
+        pages.ask(lambda: bus.publish(ErrorSent(time.monotonic_ns(), "Lookup", "internal")))
+        assert "event thread" in wait_until(pages.not_ready)
+        assert pages.snapshot()[0]["ready"] is False
