@@ -8,7 +8,19 @@ import uuid
 
 from support.worker import packed
 
-from kvserver.protocol import KEY_BYTES, REQUEST_ID_BYTES, EndRequest, Lookup, Request, Store, encode
+from kvserver.protocol import (
+    KEY_BYTES,
+    REQUEST_ID_BYTES,
+    EndRequest,
+    Held,
+    Lookup,
+    Released,
+    ReportBlockAllocations,
+    ReportedBlocks,
+    Request,
+    Store,
+    encode,
+)
 
 CHUNKS, CHUNK_BLOCKS, STORES = 512, 16, 64  # 128k tokens in steps of 2k; blocks of 16 tokens, chunks of 256
 KEYS = random.Random(1).randbytes(CHUNKS * KEY_BYTES)
@@ -55,3 +67,15 @@ def test_fully_shuffled_blocks_cost_about_two_bytes_an_id() -> None:
     blocks = list(range(1, 1 + CHUNKS * CHUNK_BLOCKS))
     random.Random(1).shuffle(blocks)
     assert wire_bytes(prefill(blocks)) <= 56_000
+
+
+def test_2048_reported_events_take_at_most_24_kilobytes() -> None:
+    """Of eight requests, blocks from all over a pool of 100,000, each with its content."""
+    blocks = random.Random(2).sample(range(1, 100_000), 2048)
+    records: list[Held | Released] = [
+        Held(f"cmpl-{uuid.uuid4().hex}-0", 0, 0, packed(blocks[at : at + 256]), 256, random.randbytes(256 * 8))
+        for at in range(0, 2048, 256)
+    ]
+    payload = ReportedBlocks(time_ns=time.monotonic_ns(), block_tokens=16, records=records)
+    report = ReportBlockAllocations(uuid.uuid4().hex, uuid.uuid4().hex, MODEL, 100_000, payload)
+    assert wire_bytes([report]) <= 24_000

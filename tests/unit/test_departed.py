@@ -1,0 +1,89 @@
+"""The counters of instances that are gone: shown for five minutes, continued by one that comes back, never lost in sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.worker import awkward, identity
+
+from kvserver.families import DEPARTED_SECONDS
+from kvserver.instances import Counts, Instances
+from kvserver.misses import MissReason
+from kvserver.protocol import RegisterWorker, SharedFd
+
+
+class Nothing:
+    """Stands for what an instance's books only keep: attachment, device, memory."""
+
+    registration: int | None = None
+
+
+def arrive(instances: Instances, instance_id: str, model_name: str = "m") -> Any:
+    geometry = awkward()
+    spec = RegisterWorker(
+        instance_id=instance_id, incarnation="x", model_name=model_name, rank=0, world_size=1, attachment=0,
+        memory=[SharedFd(0, 1)], words=8, planes=list(geometry.planes), num_blocks=geometry.num_blocks,
+        block_tokens=16, chunk_blocks=4, identity=identity(),
+    )  # fmt: skip
+    nothing: Any = Nothing()
+    return instances.add(spec, nothing, nothing, [], nothing)
+
+
+def serve(instances: Instances, worker: Any, lookups: int) -> None:
+    counts = instances.of(worker).counts
+    counts.lookups += lookups
+    counts.missed_tokens[MissReason.EVICTED] += 10 * lookups
+
+
+def test_an_instance_that_is_gone_is_shown_for_five_minutes() -> None:
+    instances = Instances()
+    worker = arrive(instances, "a")
+    serve(instances, worker, 3)
+    instances.remove(worker, now=100.0)
+    instances.forget_departed(100.0 + DEPARTED_SECONDS)
+    (departed,) = instances.departed.values()
+    assert (departed.instance_id, departed.model_name, departed.counts.lookups) == ("a", "m", 3)
+    instances.forget_departed(100.1 + DEPARTED_SECONDS)
+    assert not instances.departed
+    assert instances.totals().lookups == 3
+    assert instances.totals().missed_tokens == {MissReason.EVICTED: 30}
+
+
+def test_one_that_comes_back_goes_on_and_is_counted_once() -> None:
+    instances = Instances()
+    worker = arrive(instances, "a")
+    serve(instances, worker, 3)
+    instances.remove(worker, now=100.0)
+    again = arrive(instances, "a")
+    serve(instances, again, 1)
+    assert instances.of(again).counts.lookups == 4
+    assert not instances.departed
+    assert instances.totals().lookups == 4
+
+
+def test_another_model_under_the_same_id_begins_anew() -> None:
+    instances = Instances()
+    worker = arrive(instances, "a")
+    serve(instances, worker, 3)
+    instances.remove(worker, now=100.0)
+    other = arrive(instances, "a", "another model")
+    assert instances.of(other).counts.lookups == 0
+    assert set(instances.departed) == {("a", "m")}
+    assert instances.totals().lookups == 3
+
+
+def test_what_ends_after_its_instance_is_counted_with_it() -> None:
+    instances = Instances()
+    worker = arrive(instances, "a")
+    instances.remove(worker, now=100.0)
+    instances.counts_of(worker.spec).failed_loads += 1
+    instances.forget_departed(1e9)
+    instances.counts_of(worker.spec).failed_loads += 1
+    assert instances.totals().failed_loads == 2
+
+
+def test_counts_of_all_kinds_add_up() -> None:
+    one, other = Counts(lookups=1, saved_seconds=0.5), Counts(lookups=2, saved_seconds=0.25)
+    other.missed_tokens[MissReason.FILLING] = 7
+    one.add(other)
+    assert (one.lookups, one.saved_seconds, one.missed_tokens) == (3, 0.75, {MissReason.FILLING: 7})
