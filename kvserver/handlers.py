@@ -256,7 +256,10 @@ class Handlers:
             "l1": l1_status(self.cache, self._placement),
             "l2": [],
             "gpus": self.devices.status(),
-            "instances": [instance_status(instance, self.devices, now) for instance in self.instances.by_id.values()],
+            "instances": [
+                instance_status(instance, self.devices, self.watchers.l0.status(instance.instance_id), now)
+                for instance in self.instances.by_id.values()
+            ],
             "departed": [departed_status(departed, now) for departed in self.instances.departed.values()],
             "totals": totals_status(self.instances),
             "events": self.bus.status(),

@@ -155,10 +155,7 @@ class L0:
                 self._gone(event)
 
     def close(self) -> None:
-        """All is forgotten: native objects must not outlive the interpreter."""
-        with self._lock:
-            self._instances.clear()
-            self._present.clear()
+        """Nothing to do: what is known can be read as before."""
 
     def _came(self, event: InstanceCame) -> None:
         self._expire()
@@ -213,7 +210,7 @@ class L0:
         pool = payload.pool if isinstance(payload, ExactRecords) else 0
         lives = instance.pools[pool] if pool in instance.pools else self._new_pool(instance, pool)
         if isinstance(payload, ReportedBlocks):
-            instance.records += len(payload.records)
+            instance.records += sum(record.blocks for record in payload.records)
             if instance.holdings is None:
                 instance.holdings = Holdings(lives)
             if payload.full:
@@ -241,11 +238,6 @@ class L0:
         """Whether the full state of a pool is wanted from it."""
         instance = self._present.get(instance_id)
         return instance is not None and bool(instance.unsure)
-
-    def sources(self) -> dict[str, str]:
-        """How each instance that has reported does it: "exact" or "reported"."""
-        with self._lock:
-            return {id: instance.source for id, instance in self._present.items() if instance.source}
 
     def status(self, instance_id: str) -> dict[str, Any]:
         """What `/status` shows of an instance; nothing if it is not there."""

@@ -59,7 +59,8 @@ def books_status(cache: Cache, copier: Copier[Ticket], workers: Workers, attachm
     }
 
 
-def instance_status(instance: Instance, devices: Devices, now: float) -> dict[str, Any]:
+def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], now: float) -> dict[str, Any]:
+    """`l0`: what is known of its blocks."""
     spec = instance.any_worker().spec
     counts = instance.counts
     return {
@@ -68,6 +69,7 @@ def instance_status(instance: Instance, devices: Devices, now: float) -> dict[st
         "namespace": instance.namespace.hex() if instance.namespace is not None else "",
         "world_size": instance.world_size,
         "l0_source": instance.l0_source,
+        "l0": l0,
         "workers": [
             {
                 "rank": rank,

@@ -112,7 +112,12 @@ def test_a_life_of_a_block_is_told_with_its_times(lives, make_worker):
         assert found[f"kvserver_l0_block_{name}_seconds_count"] == 1
         assert found[f"kvserver_l0_block_{name}_seconds_sum"] == pytest.approx(seconds)
     assert found["kvserver_l0_reuses_total"] == found["kvserver_l0_allocations_total"] == 1
-    assert lives.status()["instances"][0]["l0_source"] == "exact"
+    (instance,) = lives.status()["instances"]
+    assert instance["l0_source"] == instance["l0"]["source"] == "exact"
+    for name in ("allocations", "reuses", "evictions", "recycled", "cleared", "lost", "records", "report_gaps"):
+        assert instance["l0"][name] == found[f"kvserver_l0_{name}_total"], name
+    for name in ("active_blocks", "released_blocks", "tracked_blocks", "unsure"):
+        assert instance["l0"][name] == found[f"kvserver_l0_{name}"], name
 
 
 def test_a_block_id_beyond_the_engines_blocks_is_refused(lives, make_worker):
