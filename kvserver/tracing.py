@@ -1,4 +1,4 @@
-"""A span for each traced request, with children for its lookups, stores and loads.
+"""A span for each traced request, with children for its lookups, stores and loads, and in those for the copy.
 
 A request begins with its first lookup, whose trace context is the parent, and ends when the engine says so or is gone.
 Copies that end later still belong to it. What is not sampled is not remembered.
@@ -135,7 +135,10 @@ class Traces:
             "outcome": event.outcome,
         }
         failure = "" if event.outcome == "done" else event.outcome
-        self._child(request, event.direction, event.began_ns, event.time_ns, figures, failure)
+        whole = self._child(request, event.direction, event.began_ns, event.time_ns, figures, failure)
+        if event.device_ns and not failure:  # when the device was at it, as far as its end is the end
+            copied_ns = max(event.began_ns, event.time_ns - event.device_ns)
+            self._child(request, "copy", copied_ns, event.time_ns, {"bytes": event.bytes}, parent=whole)
 
     def _child(
         self,
@@ -145,13 +148,16 @@ class Traces:
         ended_ns: int,
         figures: Mapping[str, str | int],
         failure: str = "",
-    ) -> None:
-        parent = set_span_in_context(request.span)
-        span = self._tracer.start_span(name, parent, attributes=figures, start_time=began_ns + request.wall_ns)
+        parent: Span | None = None,
+    ) -> Span:
+        """Of the request, or of another child of it."""
+        context = set_span_in_context(parent or request.span)
+        span = self._tracer.start_span(name, context, attributes=figures, start_time=began_ns + request.wall_ns)
         if failure:
             span.set_status(Status(StatusCode.ERROR, failure))
         span.end(ended_ns + request.wall_ns)
         self._spans += 1
+        return span
 
     def _end(self, name: tuple[str, str], time_ns: int, failure: str = "") -> None:
         request = self._requests.get(name)

@@ -109,7 +109,7 @@ def test_a_daemon_traces_a_request_from_lookup_to_end(make_daemon, make_worker):
         before_ns = time.time_ns()
         traced_request(worker, "traced", SAMPLED)
         traced_request(worker, "not traced")
-        wait_until(lambda: names(collector) == ["load", "lookup", "request", "store"])
+        wait_until(lambda: names(collector) == ["copy", "copy", "load", "lookup", "request", "store"])
         spans = {span.name: span for span in collector.spans()}
         request = spans["request"]
         assert request.parent_span_id.hex() == PARENT
@@ -119,7 +119,7 @@ def test_a_daemon_traces_a_request_from_lookup_to_end(make_daemon, make_worker):
         for span in spans.values():
             assert before_ns <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
         assert "request_id" not in daemon.http("/metrics")[1]
-        wait_until(lambda: daemon.status()["traces"]["sent"] == 4)
+        wait_until(lambda: daemon.status()["traces"]["sent"] == 6)
         assert daemon.terminate() == 0
 
 
@@ -134,7 +134,7 @@ def test_spans_that_wait_are_sent_when_the_daemon_stops(make_daemon, make_worker
         daemon = make_daemon(otlp_endpoint=collector.url, trace_sample_rate=1, env={"OTEL_BSP_SCHEDULE_DELAY": "60000"})
         traced_request(make_worker(daemon), "r")
         assert daemon.terminate() == 0
-        assert names(collector) == ["load", "lookup", "request", "store"]
+        assert names(collector) == ["copy", "copy", "load", "lookup", "request", "store"]
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])

@@ -48,9 +48,12 @@ class Story:
     def lookup(self, request: str = "r", at: int = 0, traceparent: str = "", engine: str = "e") -> None:
         self.traces.handle(LookupEnded(T0 + at + 5, engine, "m", request, T0 + at, 4, 3, 256, traceparent))
 
-    def copy(self, request: str = "r", at: int = 10, outcome: str = "done", direction: str = "load") -> None:
-        self.traces.handle(CopyBegan(T0 + at, "e", "m", 1, direction, request, 2))
-        self.traces.handle(CopyEnded(T0 + at + 7, "e", "m", 1, direction, request, T0 + at, 2, 4096, 6, outcome))
+    def copy(
+        self, request: str = "r", at: int = 10, outcome: str = "done", direction: str = "load", device_ns: int = 0
+    ) -> None:
+        of = ("e", "m", 1, direction, request)
+        self.traces.handle(CopyBegan(T0 + at, *of, 2))
+        self.traces.handle(CopyEnded(T0 + at + 7, *of, T0 + at, 2, 4096, device_ns, outcome))
 
     def end(self, request: str = "r", at: int = 100, engine: str = "e") -> None:
         self.traces.handle(RequestEnded(T0 + at, engine, "m", 1, request))
@@ -75,6 +78,23 @@ def story() -> Iterator[Callable[..., Story]]:
         one.traces.close()
 
 
+def test_a_store_and_a_load_have_a_child_for_what_the_device_did(story: Callable[..., Story]) -> None:
+    it = story()
+    it.lookup()
+    it.copy(at=10, device_ns=6)
+    it.copy(at=50, device_ns=6, outcome="cancelled")
+    it.copy(at=90, direction="store", device_ns=600)  # no longer than the whole
+    it.end(at=100)
+    spans = it.spans()
+    wholes = {span.context.span_id: span for span in spans}
+    copies = [span for span in spans if span.name == "copy"]
+    told = [
+        (wholes[c.parent.span_id].name, c.start_time - spans[0].start_time, c.end_time - c.start_time) for c in copies
+    ]
+    assert told == [("load", 11, 6), ("store", 90, 7)]
+    assert copies[0].attributes == {"bytes": 4096}
+
+
 def test_a_request_has_a_child_for_each_step_with_its_times_and_figures(story: Callable[..., Story]) -> None:
     wall_ns = time.time_ns() - time.monotonic_ns()
     it = story()
@@ -90,7 +110,7 @@ def test_a_request_has_a_child_for_each_step_with_its_times_and_figures(story: C
         "chunks": 4, "hit_chunks": 3, "tokens": 1024, "hit_tokens": 768,
     }  # fmt: skip
     assert lookup.attributes == {"chunks": 4, "hit_chunks": 3, "tokens": 1024, "hit_tokens": 768}
-    assert load.attributes == {"rank": 1, "chunks": 2, "bytes": 4096, "device_ns": 6, "outcome": "done"}
+    assert load.attributes == {"rank": 1, "chunks": 2, "bytes": 4096, "device_ns": 0, "outcome": "done"}
     for child, began, ended in ((lookup, 0, 5), (load, 10, 17), (store, 50, 57)):
         assert child.parent is not None
         assert child.parent.span_id == request.context.span_id
