@@ -48,18 +48,22 @@ def test_spans_arrive_with_their_parents_times_and_attributes(collector: Callabl
         one_request(traces)
         traces.close()
         spans = {span.name: span for span in collected.spans()}
-        assert spans.keys() == {"request", "lookup", "load"}
+        assert spans.keys() == {"request", "lookup", "load", "copy"}
         request = spans["request"]
         assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
-        for name, began, ended in (("lookup", 0, 10), ("load", 20, 90)):
+        for name, of, began, ended in (
+            ("lookup", request, 0, 10),
+            ("load", request, 20, 90),
+            ("copy", spans["load"], 30, 90),
+        ):
             child = spans[name]
-            assert (child.trace_id, child.parent_span_id) == (request.trace_id, request.span_id)
+            assert (child.trace_id, child.parent_span_id) == (request.trace_id, of.span_id)
             assert child.start_time_unix_nano - request.start_time_unix_nano == began
             assert child.end_time_unix_nano - request.start_time_unix_nano == ended
         assert labels_of(request).items() >= {"instance_id": "e", "model_name": "m", "request_id": "r"}.items()
         assert {a.key: a.value.int_value for a in spans["load"].attributes}["device_ns"] == 60
         assert collected.resources()[0]["service.instance.id"] == "boot"
-        assert (traces.status()["sent"], traces.status()["failed"]) == (3, 0)
+        assert (traces.status()["sent"], traces.status()["failed"]) == (4, 0)
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
@@ -72,7 +76,7 @@ def test_a_collector_that_is_not_there_holds_up_nothing(scheme: str, fault: str)
         began = time.monotonic()
         traces.close()
         assert time.monotonic() - began < 12
-        wait_until(lambda: traces.status()["failed"] == 3, 30)
+        wait_until(lambda: traces.status()["failed"] == 4, 30)
         assert traces.status()["sent"] == 0
 
 
