@@ -107,11 +107,17 @@ LifeFigures::LifeFigures(std::vector<double> bounds) : bounds_(std::move(bounds)
     for (LifeHistogram* histogram : {&figures_.lifetime, &figures_.idle_before_evict,
                                      &figures_.since_last_access, &figures_.reuse_gap})
         histogram->counts.resize(bounds_.size() + 1);
+    shown_ = figures_;
 }
 
 LifeSnapshot LifeFigures::read() const {
-    const std::lock_guard lock(mutex_);
-    return figures_;
+    const std::lock_guard lock(shown_mutex_);
+    return shown_;
+}
+
+LifeFigures::Writing::~Writing() {
+    const std::lock_guard shown_lock(figures.shown_mutex_);
+    figures.shown_ = figures.figures_;
 }
 
 void LifeFigures::observe(LifeHistogram& histogram, uint64_t nanos) {
@@ -192,12 +198,15 @@ void BlockLives::forget(Block& block, End how) {
 }
 
 void BlockLives::forget_all(End how) {
+    bool owned = false;
     for (uint64_t id = 0; id < touched_; ++id) {
         Block& block = blocks_[id];
         --gauge(block);
         forget(block, how);
+        owned |= block.owners > 0;
         ++gauge(block);
     }
+    if (!owned) touched_ = 0;  // nothing more to forget: the next time is cheap
 }
 
 void BlockLives::lose_all() {
@@ -213,7 +222,7 @@ void BlockLives::lose_all() {
 }
 
 void BlockLives::end_all() {
-    const std::lock_guard lock(shared_->mutex_);
+    const LifeFigures::Writing writing(*shared_);
     lose_all();
 }
 
@@ -221,7 +230,7 @@ void BlockLives::end_all() {
 
 void BlockLives::apply(std::string_view records, std::string_view marks) {
     check_records(records, marks, num_blocks_);
-    const std::lock_guard lock(shared_->mutex_);
+    const LifeFigures::Writing writing(*shared_);
     const size_t count = records.size() / sizeof(uint32_t), moments = marks.size() / sizeof(Mark);
     for (size_t m = 0; m < moments; ++m) {
         const auto mark = at<Mark>(marks, m);
@@ -278,7 +287,7 @@ void BlockLives::hold(uint64_t request, uint32_t group, std::string_view blocks,
     if (named > count)
         refuse(std::to_string(named) + " contents for " + std::to_string(count) + " blocks");
     for (size_t i = 0; i < count; ++i) check_id(at<uint32_t>(blocks, i), num_blocks_, "hold", i);
-    const std::lock_guard lock(shared_->mutex_);
+    const LifeFigures::Writing writing(*shared_);
     for (size_t i = 0; i < count; ++i) {
         const auto id = at<uint32_t>(blocks, i);
         const uint64_t name = i < named ? at<uint64_t>(contents, i) : 0;
@@ -312,12 +321,12 @@ void BlockLives::hold_one(uint64_t request, uint32_t id, uint64_t content, uint6
 void BlockLives::release(uint64_t request, std::string_view blocks, uint64_t time_ns) {
     const size_t count = count_of(blocks, sizeof(uint32_t), "blocks");
     for (size_t i = 0; i < count; ++i) check_id(at<uint32_t>(blocks, i), num_blocks_, "release", i);
-    const std::lock_guard lock(shared_->mutex_);
+    const LifeFigures::Writing writing(*shared_);
     for (size_t i = 0; i < count; ++i) disown_if_owned(at<uint32_t>(blocks, i), request, time_ns);
 }
 
 void BlockLives::end_request(uint64_t request, uint64_t time_ns) {
-    const std::lock_guard lock(shared_->mutex_);
+    const LifeFigures::Writing writing(*shared_);
     const auto found = requests_.find(request);
     if (found == requests_.end()) return;
     const std::vector<uint32_t> blocks = found->second.blocks;
@@ -325,7 +334,7 @@ void BlockLives::end_request(uint64_t request, uint64_t time_ns) {
 }
 
 size_t BlockLives::requests() const {
-    const std::lock_guard lock(shared_->mutex_);
+    const LifeFigures::Writing writing(*shared_);
     return requests_.size();
 }
 

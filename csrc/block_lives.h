@@ -22,7 +22,7 @@
 // span is 0. Block 0 is the engine's null block and is passed over.
 //
 // Threads: every function may be called from any thread; all pools of one LifeFigures share its
-// mutex, for one call each.
+// mutex, for one call each, and readers of the figures do not wait for them.
 #pragma once
 
 #include <cstddef>
@@ -78,15 +78,25 @@ class LifeFigures : public std::enable_shared_from_this<LifeFigures> {
   public:
     // Seconds, ascending; throws std::invalid_argument.
     explicit LifeFigures(std::vector<double> bounds);
-    LifeSnapshot read() const;  // all of one moment
+    // All of one moment: between two calls of any pool. Never waits for one.
+    LifeSnapshot read() const;
 
   private:
     friend class BlockLives;
+    // One call of a pool; at its end readers see what it did.
+    struct Writing {
+        explicit Writing(LifeFigures& of) : figures(of), lock(of.mutex_) {}
+        ~Writing();
+        LifeFigures& figures;
+        std::lock_guard<std::mutex> lock;
+    };
     void observe(LifeHistogram& histogram, uint64_t nanos);
 
     const std::vector<double> bounds_;
-    mutable std::mutex mutex_;
+    std::mutex mutex_;  // of the pools
     LifeSnapshot figures_;
+    mutable std::mutex shown_mutex_;  // the last one taken, for a copy only
+    LifeSnapshot shown_;
 };
 
 // One pool. A pool that is destroyed ends as by end_all().
@@ -177,7 +187,7 @@ class BlockLives {
     const uint64_t sample_below_;  // of 2^53
     const uint64_t seed_;
     std::unique_ptr<Block[], Free> blocks_;
-    uint64_t touched_ = 0;  // blocks from here on were never used
+    uint64_t touched_ = 0;  // blocks from here on have no life and no owner
     uint64_t nowhere_ = 0;  // counts blocks with neither a life nor an owner, to no end
     std::unordered_map<uint32_t, std::vector<uint64_t>> others_;  // by block
     std::unordered_map<uint64_t, Holding> requests_;
