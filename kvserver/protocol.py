@@ -37,6 +37,7 @@ PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 1  # whose ReportBlockAllocations has records and time_ns and no payload; all else is alike
 KEY_BYTES = 32
 MAX_CHUNKS = 16384  # keys in one message
+MAX_REPORTED_BLOCKS = 1 << 16  # in one message, however few bytes name them
 REQUEST_ID_BYTES = 8
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]

@@ -14,6 +14,7 @@ from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import BlockReport, Bus, RequestEnded
 from kvserver.instances import Instance, Instances
 from kvserver.protocol import (
+    MAX_REPORTED_BLOCKS,
     EndRequest,
     ExactRecords,
     Held,
@@ -116,7 +117,10 @@ def checked(payload: Payload, num_blocks: int) -> tuple[int, int]:
 
 
 def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int]:
-    records = size = 0
+    records = sum(record.blocks for record in payload.records)
+    if records > MAX_REPORTED_BLOCKS:  # before they are unpacked: a run of any length takes a few bytes
+        raise ValueError(f"{records} blocks in one report, at most {MAX_REPORTED_BLOCKS}; split it")
+    size = 0
     for record in payload.records:
         blocks = array("I", unpack_blocks(record.block_ids, record.blocks))
         if len(blocks) != record.blocks:
@@ -126,7 +130,6 @@ def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int]
         if isinstance(record, Held):
             _check_held(record, payload.block_tokens)
             size += len(record.contents) + len(record.tokens)
-        records += len(blocks)
         size += len(record.block_ids)
     return records, size
 

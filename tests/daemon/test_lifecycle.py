@@ -205,6 +205,17 @@ def test_reported_blocks_that_make_no_sense_are_refused(lives, make_worker, held
     worker.round_trip()
 
 
+def test_a_few_bytes_cannot_make_the_loop_unpack_a_million_blocks(lives, make_worker):
+    worker = make_worker(lives)
+    engine = Engine(worker)
+    run = Held("a", 0, 0, packed(range(1, 1 << 20)), (1 << 20) - 1)
+    assert len(run.block_ids) < 20
+    answer = worker.reply_to(engine.reported(*[run] * 1000, full=True), 5)
+    assert isinstance(answer, Error)
+    assert "at most 65536; split it" in answer.message
+    worker.round_trip()
+
+
 def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_requests(lives, make_worker):
     engines = [Engine(make_worker(lives)), Engine(make_worker(lives))]
     for engine in engines:
