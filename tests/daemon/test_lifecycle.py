@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
+from collections.abc import Sequence
 
 import pytest
 from support.daemon import wait_until
+from support.lives import SECOND, accessed, allocated, cleared, evicted, held, present, released
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, awkward, ids, make_keys, packed
 
@@ -16,14 +19,6 @@ from kvserver.events import ErrorSent
 from kvserver.misses import MissReason
 from kvserver.protocol import (
     MARK,
-    RECORD_ACCESSED,
-    RECORD_ALLOCATED,
-    RECORD_CLEARED,
-    RECORD_EVICTED,
-    RECORD_HELD,
-    RECORD_OPERATION_SHIFT,
-    RECORD_PRESENT,
-    RECORD_RELEASED,
     EndRequest,
     Error,
     ExactRecords,
@@ -32,8 +27,6 @@ from kvserver.protocol import (
     ReportBlockAllocations,
     ReportedBlocks,
 )
-
-SECOND = 1_000_000_000
 
 
 def figures(daemon, worker: Worker) -> dict[str, float]:
@@ -67,10 +60,10 @@ class Engine:
             "sequence": self.sequence - 1,
         }
 
-    def report(self, *records: tuple[int, int], seconds: float = 0.0, full: bool = False) -> int:
-        """(operation, block) pairs, all so many seconds after what was before. The message's number."""
+    def report(self, *records: Sequence[int], seconds: float = 0.0, full: bool = False) -> int:
+        """What the pool did, so many seconds after what was before. The message's number."""
         self.now += int(seconds * SECOND)
-        raw = ids([operation << RECORD_OPERATION_SHIFT | block for operation, block in records])
+        raw = ids(itertools.chain(*records))
         payload = ExactRecords(records=raw, marks=MARK.pack(0, self.now) if records else b"", full=full)
         return self.worker.send(ReportBlockAllocations(**self._of(), payload=payload))
 
@@ -100,11 +93,11 @@ def test_a_life_of_a_block_is_told_with_its_times(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
     engine.report(full=True)
-    engine.report((RECORD_ALLOCATED, 3))
-    engine.report((RECORD_RELEASED, 3), seconds=2)
-    engine.report((RECORD_ACCESSED, 3), seconds=4)
-    engine.report((RECORD_RELEASED, 3), seconds=1)
-    engine.report((RECORD_EVICTED, 3), seconds=5)
+    engine.report(allocated(3))
+    engine.report(released(3), seconds=2)
+    engine.report(accessed(3), seconds=4)
+    engine.report(released(3), seconds=1)
+    engine.report(evicted(3), seconds=5)
     wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
     found = figures(lives, worker)
     histograms = {"lifetime": 12, "idle_before_evict": 5, "since_last_access": 6, "reuse_gap": 6}
@@ -123,25 +116,25 @@ def test_a_life_of_a_block_is_told_with_its_times(lives, make_worker):
 def test_a_block_id_beyond_the_engines_blocks_is_refused(lives, make_worker):
     worker = make_worker(lives, geometry=awkward(64))
     engine = Engine(worker)
-    assert engine.refused(engine.report((RECORD_ALLOCATED, 64), full=True)) == "bad_records"
-    engine.report((RECORD_ALLOCATED, 63), full=True)
+    assert engine.refused(engine.report(allocated(64), full=True)) == "bad_records"
+    engine.report(allocated(63), full=True)
     wait_until(lambda: figures(lives, worker).get("kvserver_l0_allocations_total") == 1)
 
 
 def test_a_gap_ends_lives_as_lost_and_asks_for_the_full_state(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
-    engine.report((RECORD_ALLOCATED, 1), (RECORD_ALLOCATED, 2), full=True)
+    engine.report(allocated(1), allocated(2), full=True)
     engine.sequence += 1
-    assert engine.refused(engine.report((RECORD_EVICTED, 1))) == "report_gap"
+    assert engine.refused(engine.report(evicted(1))) == "report_gap"
     wait_until(lambda: figures(lives, worker).get("kvserver_l0_lost_total") == 2)
     found = figures(lives, worker)
     assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_report_gaps_total"]) == (0, 1)
     assert (found["kvserver_l0_unsure"], found["kvserver_l0_active_blocks"]) == (1, 0)
-    engine.report((RECORD_PRESENT, 2), (RECORD_HELD, 2), full=True)
+    engine.report(present(2), held(2), full=True)
     wait_until(lambda: figures(lives, worker)["kvserver_l0_unsure"] == 0)
     assert figures(lives, worker)["kvserver_l0_active_blocks"] == 1
-    engine.report((RECORD_RELEASED, 2), (RECORD_EVICTED, 2), seconds=1)
+    engine.report(released(2), evicted(2), seconds=1)
     wait_until(lambda: figures(lives, worker)["kvserver_l0_evictions_total"] == 1)
     assert "kvserver_l0_block_lifetime_seconds_count" not in {
         name for name, value in figures(lives, worker).items() if value
@@ -151,7 +144,7 @@ def test_a_gap_ends_lives_as_lost_and_asks_for_the_full_state(lives, make_worker
 def test_reports_of_the_first_version_are_served(lives, make_worker):
     worker = make_worker(lives)
     of = {"instance_id": worker.instance_id, "incarnation": worker.incarnation, "model_name": worker.model_name}
-    records = ids([RECORD_ALLOCATED << RECORD_OPERATION_SHIFT | 5, RECORD_EVICTED << RECORD_OPERATION_SHIFT | 5])
+    records = ids([*allocated(5), *evicted(5)])
     worker.send(ReportBlockAllocations(**of, sequence=0, records=records[:4], time_ns=10 * SECOND))
     worker.send(ReportBlockAllocations(**of, sequence=1, records=records[4:], time_ns=13 * SECOND))
     wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
@@ -181,14 +174,14 @@ def test_an_engine_that_reports_has_owners_and_contents(lives, make_worker):
 def test_exact_and_reported_never_mix(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
-    engine.report((RECORD_ALLOCATED, 1), full=True)
+    engine.report(allocated(1), full=True)
     refused = engine.reported(Held("a", 0, 0, packed([1]), 1), full=True)
     assert engine.refused(refused) == "bad_records"
     assert lives.status()["instances"][0]["l0_source"] == "exact"
 
 
 @pytest.mark.parametrize(
-    "held",
+    "record",
     [
         Held("a", 0, 0, packed([1, 2]), 3),
         Held("a", 0, 0, b"\xff\xff\xff", 1),
@@ -198,10 +191,10 @@ def test_exact_and_reported_never_mix(lives, make_worker):
         Held("a", 0, 0, packed([1]), 1, tokens=bytes(4 * 17)),
     ],
 )
-def test_reported_blocks_that_make_no_sense_are_refused(lives, make_worker, held):
+def test_reported_blocks_that_make_no_sense_are_refused(lives, make_worker, record):
     worker = make_worker(lives, geometry=awkward(64))
     engine = Engine(worker)
-    assert engine.refused(engine.reported(held, full=True)) == "bad_records"
+    assert engine.refused(engine.reported(record, full=True)) == "bad_records"
     worker.round_trip()
 
 
@@ -220,14 +213,14 @@ def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_reque
     engines = [Engine(make_worker(lives)), Engine(make_worker(lives))]
     for engine in engines:
         engine.report(full=True)
-        engine.report((RECORD_ALLOCATED, 1), (RECORD_ALLOCATED, 2))
+        engine.report(allocated(1), allocated(2))
     dies, stays = engines
     wait_until(lambda: figures(lives, stays.worker).get("kvserver_l0_active_blocks") == 2)
     dies.end("same request")
     dies.worker.hang_up()
     wait_until(lambda: figures(lives, dies.worker)["kvserver_l0_lost_total"] == 2)
     assert figures(lives, dies.worker)["kvserver_l0_tracked_blocks"] == 0
-    stays.report((RECORD_RELEASED, 1), (RECORD_EVICTED, 1), seconds=7)
+    stays.report(released(1), evicted(1), seconds=7)
     wait_until(lambda: figures(lives, stays.worker)["kvserver_l0_evictions_total"] == 1)
     found = figures(lives, stays.worker)
     assert (found["kvserver_l0_active_blocks"], found["kvserver_l0_lost_total"]) == (1, 0)
@@ -237,7 +230,7 @@ def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_reque
 def test_a_cleared_engine_ends_its_lives_without_evictions(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
-    engine.report((RECORD_ALLOCATED, 1), (RECORD_RELEASED, 1), (RECORD_CLEARED, 0), full=True)
+    engine.report(allocated(1), released(1), cleared(), full=True)
     wait_until(lambda: figures(lives, worker).get("kvserver_l0_cleared_total") == 1)
     found = figures(lives, worker)
     assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_tracked_blocks"]) == (0, 0)

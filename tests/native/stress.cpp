@@ -20,6 +20,7 @@
 #include <set>
 #include <thread>
 
+#include "check.h"
 #include "core.h"
 #include "fake_device.h"
 #include "fake_gpu.h"
@@ -30,14 +31,6 @@
 using namespace kvserver;
 
 namespace {
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::abort();                                                        \
-        }                                                                        \
-    } while (0)
 
 constexpr uint64_t kPage = 4096;
 constexpr uint32_t kBlocks = 64;

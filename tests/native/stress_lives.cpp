@@ -15,18 +15,11 @@
 #include <thread>
 
 #include "block_lives.h"
+#include "check.h"
 
 using namespace kvserver;
 
 namespace {
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::abort();                                                        \
-        }                                                                        \
-    } while (0)
 
 constexpr uint32_t kPoolBlocks = 300;
 
