@@ -1,0 +1,182 @@
+"""When a full state is told: to a new session, where something was lost, and no oftener than it must."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import zmq
+from kvserver.adapters.vllm.blockpool import MAX_RECORDS
+from kvserver.adapters.vllm.link import Session
+from kvserver.adapters.vllm.reports import Reports
+from replay import Churn, Replay
+from support.daemon import wait_until
+
+from kvserver.client import Channel
+from kvserver.errors import ErrorCode
+from kvserver.protocol import (
+    PROTOCOL_VERSION,
+    Error,
+    HelloReply,
+    ReportBlockAllocations,
+    decode_request,
+)
+
+
+class Talk:
+    """Reports about a pool over a channel to a socket that only listens, or does not yet."""
+
+    def __init__(self, folder: Path, churn: Churn, listens: bool = True, version: int = PROTOCOL_VERSION) -> None:
+        self.counters: Counter[str] = Counter()
+        self.reports = Reports("i", "n", "m", churn.hook, self.counters)
+        self.numbers: list[int] = []  # of the messages
+        self.messages: list[ReportBlockAllocations] = []
+        self._endpoint = f"ipc://{folder}/ear"
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        hello = HelloReply(version, "0", "boot", 64, "", "")
+        self.session = Session(hello, Channel(self._endpoint))
+        if listens:
+            self.listen()
+
+    def listen(self) -> None:
+        self._router.bind(self._endpoint)
+        assert self.session.channel.wait_writable(5)
+
+    def end_pass(self) -> None:
+        """And wait until what was sent has been heard."""
+        self.reports.send_blocks(self.session)
+        while len(self.messages) < self.counters["notices"]:
+            assert self._router.poll(5000)
+            _, number, raw = self._router.recv_multipart()
+            self.numbers.append(int.from_bytes(number, "little"))
+            self.messages.append(decode_request(raw))
+
+    def wait_heard(self, count: int) -> None:
+        """End passes until so many messages came."""
+        wait_until(lambda: self.end_pass() or len(self.messages) >= count, 5)
+        assert len(self.messages) == count
+
+    def refuse(self, number: int) -> None:
+        self.reports.refused(number, Error(code=ErrorCode.REPORT_GAP.value, message="of the test"))
+
+    def close(self) -> None:
+        self.session.channel.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def make_talk():
+    folder, talks = Path(tempfile.mkdtemp(prefix="kvs-")), []
+
+    def make(churn: Churn, **options: object) -> Talk:
+        talks.append(Talk(folder, churn, **options))
+        return talks[-1]
+
+    yield make
+    for talk in talks:
+        talk.close()
+    shutil.rmtree(folder)
+
+
+def test_a_refusal_from_before_the_full_state_asks_for_no_other(make_talk):
+    """Reports that were on their way when the daemon lost track are refused one by one."""
+    churn = Churn(0)
+    talk = make_talk(churn)
+    for family in range(3):
+        churn.begin(family, 1)
+        talk.end_pass()
+    talk.refuse(talk.numbers[1])
+    talk.wait_heard(4)
+    talk.refuse(talk.numbers[2])
+    churn.begin(3, 1)
+    talk.end_pass()
+    assert [report.payload.full for report in talk.messages] == [True, False, False, True, False]
+
+
+def test_a_daemon_that_always_wants_another_full_state_gets_few(make_talk):
+    churn = Churn(0, blocks=20_000)
+    churn.pool.get_new_blocks(15_000)
+    churn.take()
+    talk = make_talk(churn)
+    for _ in range(100):
+        churn.pool.get_new_blocks(1)
+        talk.end_pass()
+        talk.refuse(talk.numbers[-1])
+    assert talk.counters["full_states"] < 50
+    assert all(report.payload.full for report in talk.messages), "it could make nothing of other reports"
+
+
+def test_what_could_not_be_sent_is_told_by_a_full_state(make_talk):
+    churn = Churn(0)
+    talk = make_talk(churn, listens=False)
+    churn.begin(1, 2)
+    talk.end_pass()
+    churn.begin(2, 2)
+    assert talk.counters["unsent"] == 1
+    talk.listen()
+    talk.wait_heard(1)
+    (report,) = talk.messages
+    assert (report.sequence, report.payload.full) == (1, True)
+    assert churn.agrees(Replay().take_reports([report]))
+
+
+def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(make_talk):
+    churn = Churn(0)
+    talk = make_talk(churn)
+    churn.begin(1, 1)
+    talk.end_pass()
+    deaf = make_talk(Churn(1), listens=False).session
+    talk.reports.end_request(deaf, "r", 0.0)
+    talk.wait_heard(2)
+    assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (2, True)]
+
+
+def test_records_that_were_dropped_are_told_by_a_full_state(make_talk):
+    """The breaker was open so long that nobody took them."""
+    churn = Churn(0)
+    talk = make_talk(churn)
+    blocks = churn.begin(1, 30)
+    talk.end_pass()
+    while not churn.hook.lost:
+        churn.pool.touch(blocks)
+        churn.pool.free_blocks(blocks)
+    talk.wait_heard(2)
+    assert [report.payload.full for report in talk.messages] == [True, True]
+    assert churn.agrees(Replay().take_reports(talk.messages))
+
+
+def test_a_full_state_of_several_messages_is_full_once(make_talk):
+    churn = Churn(0, blocks=MAX_RECORDS)
+    churn.pool.get_new_blocks(MAX_RECORDS - 1)
+    churn.take()
+    talk = make_talk(churn)
+    talk.end_pass()
+    assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (1, False)]
+    assert all(len(report.payload.records) <= 4 * MAX_RECORDS for report in talk.messages)
+    assert churn.agrees(Replay().take_reports(talk.messages))
+
+
+def test_a_pass_in_which_nothing_happened_reports_nothing(make_talk):
+    churn = Churn(0)
+    talk = make_talk(churn)
+    talk.end_pass()
+    talk.end_pass()
+    (report,) = talk.messages
+    assert report.payload.full
+    assert report.payload.records == b"", "the pool was never used"
+
+
+def test_each_session_begins_with_a_full_state(make_talk):
+    churn = Churn(0)
+    talk = make_talk(churn)
+    for family in range(3):
+        churn.begin(family, 2)
+        talk.end_pass()
+    talk.reports.begin()
+    talk.wait_heard(4)
+    assert [report.payload.full for report in talk.messages] == [True, False, False, True]
+    assert [report.sequence for report in talk.messages] == [0, 1, 2, 3]
