@@ -19,6 +19,7 @@ using namespace nb::literals;
 using namespace kvserver;
 
 void bind_gpu(nb::module_& m);    // bindings_gpu.cpp
+void bind_kv(nb::module_& m);     // bindings_kv.cpp
 void bind_lives(nb::module_& m);  // bindings_lives.cpp
 
 namespace {
@@ -246,5 +247,6 @@ NB_MODULE(_native, m) {
     m.def("pack_blocks", &pack_bytes, "ids"_a);
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
     bind_gpu(m);
+    bind_kv(m);
     bind_lives(m);
 }

@@ -129,6 +129,67 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "it decides.",
         ),
     ] = 0.01
+    kv_events: Annotated[
+        Literal["auto", "on"],
+        Meta(
+            description="Whether engines are asked to say with each store what is in its blocks (hashes and token ids: 6 to 8 bytes a "
+            "token). auto: if the KV events are published, written or observed here. on: also where only engines publish them, each "
+            "with its own --kv-events-config."
+        ),
+    ] = "auto"
+    kv_events_endpoint: Annotated[
+        str,
+        Meta(
+            description="Address where the KV events of L1 and L2 are published (ZMQ PUB, as vLLM's): tcp://host:port or ipc:///path. "
+            "Each further stream (model and form of hashes) gets a port two higher, or a path with -1, -2 ...; {model} and {form} in a "
+            "path give it its own. Events carry token ids: whoever can connect can read prompts. Without one nothing is published."
+        ),
+    ] = ""
+    kv_events_replay_endpoint: Annotated[
+        str, Meta(description="Address where subscribers ask for batches that they missed (ZMQ ROUTER); likewise.")
+    ] = ""
+    kv_events_topic: Annotated[
+        str,
+        Meta(
+            max_length=256,
+            description="Topic of the events; {model} and {form} stand for the stream's. With {instance}, as in llm-d's "
+            "kv@{instance}@{model}, each attached instance has a topic of its own, with what it can read.",
+        ),
+    ] = "kv-events"
+    kv_events_format: Annotated[
+        Literal["map", "array"],
+        Meta(description="Events as maps, as vLLM since 0.26, or as arrays for older consumers."),
+    ] = "map"
+    kv_events_buffer: Annotated[
+        str, Meta(description="Memory of each stream for batches that may be asked for again; at most 10,000 are kept.")
+    ] = "64MiB"
+    kv_events_memory: Annotated[
+        str,
+        Meta(
+            description="Memory for what is in chunks that are announced: about 6 bytes a token. Chunks beyond it are counted and not "
+            "announced."
+        ),
+    ] = "256MiB"
+    kv_events_file: Annotated[
+        str, Meta(description="File that KV events are appended to, one JSON object a line, for people and tests.")
+    ] = ""
+    kv_event_observers: Annotated[
+        str,
+        Meta(
+            description="Installed observers of KV events (entry points kvserver.kv_event_observers) to load: all, none or names joined "
+            "by commas. What kvserver brings itself has its own settings and stays."
+        ),
+    ] = "all"
+    engine_kv_events: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description="auto reads what engines hold in their own memory from their KV events, where vLLM's --kv-events-config "
+            "publishes them on a loopback address or as ipc."
+        ),
+    ] = "auto"
+    kv_index_size: Annotated[
+        str, Meta(description="Memory for the index behind POST /kv/match; blocks beyond it are counted and not found.")
+    ] = "256MiB"
     test_copy_delay_us: Annotated[
         int, Meta(ge=0, description="For tests: pause before each copied block, to act in the middle of a copy.")
     ] = 0
@@ -325,6 +386,9 @@ def _check_l1_size(text: str) -> None:
 
 
 _CHECKS: dict[str, Callable[[str], object]] = {  # what a type cannot say
+    "kv_events_buffer": parse_size,
+    "kv_events_memory": parse_size,
+    "kv_index_size": parse_size,
     "l1_size": _check_l1_size,
     "gpus": parse_gpus,
     "otlp_endpoint": parse_otlp_endpoint,

@@ -10,6 +10,7 @@ Units: `*_ns` is CLOCK_MONOTONIC nanoseconds, the same in all processes of a mac
 
 from __future__ import annotations
 
+import enum
 import logging
 import queue
 import threading
@@ -20,6 +21,7 @@ from typing import Any, Protocol, TypeAlias, get_args
 
 import msgspec
 
+from kvserver.kv_messages import ChunkContents, DescribeScheduler
 from kvserver.protocol import Payload
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,12 @@ log = logging.getLogger(__name__)
 QUEUE_COST = 1 << 16  # outstanding events; one that carries bytes counts once more per _COST_BYTES
 _COST_BYTES = 4096
 _NAP_SECONDS = 0.01  # the thread lets events gather, so that the loop rarely pays for waking it
+
+
+class RecountPart(enum.Enum):
+    BEGIN = 0
+    SLICE = 1
+    END = 2
 
 
 class _Event(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -49,6 +57,15 @@ class InstanceGone(_Event, frozen=True):
     model_name: str
     incarnation: str
     died: bool  # its connection ended; False: it said goodbye
+
+
+class InstanceDescribed(_Event, frozen=True):
+    """What its scheduler said of it; again whenever `reach` is another."""
+
+    description: DescribeScheduler
+    reach: bytes  # it can read the namespaces whose id begins so
+    chunk_blocks: int
+    block_tokens: int
 
 
 class WorkerCame(_Event, frozen=True):
@@ -141,6 +158,16 @@ class ChunksStored(_Event, frozen=True):
     chunk_bytes: int  # of one, all ranks
 
 
+class ChunksDescribed(_Event, frozen=True):
+    """What is in chunks that were stored before, or will be by the store that said so. The hashes are its word only."""
+
+    instance_id: str
+    namespace: bytes
+    keys: bytes
+    block_tokens: int
+    contents: ChunkContents
+
+
 class ChunksLoaded(_Event, frozen=True):
     """Were copied to the instance: an access."""
 
@@ -162,9 +189,21 @@ class L1Cleared(_Event, frozen=True):
     chunks: int
 
 
+class L1Recounted(_Event, frozen=True):
+    """All that is READY, in several events, because some were dropped: begin, any number of slices, end.
+
+    What happens meanwhile is told as ever, between the slices.
+    """
+
+    part: RecountPart
+    namespace: bytes = b""
+    keys: bytes = b""
+
+
 Event: TypeAlias = (
     InstanceCame
     | InstanceGone
+    | InstanceDescribed
     | WorkerCame
     | WorkerGone
     | LookupEnded
@@ -174,9 +213,11 @@ Event: TypeAlias = (
     | BlockReport
     | ErrorSent
     | ChunksStored
+    | ChunksDescribed
     | ChunksLoaded
     | ChunksEvicted
     | L1Cleared
+    | L1Recounted
 )
 TYPES: tuple[type[Any], ...] = get_args(Event)
 
@@ -193,7 +234,13 @@ class Subscriber(Protocol):
         ...
 
 
-_NEVER_DROPPED = (InstanceCame, InstanceGone, WorkerCame, WorkerGone)  # few, and what follows means nothing without
+_NEVER_DROPPED = (
+    InstanceCame,
+    InstanceGone,
+    InstanceDescribed,
+    WorkerCame,
+    WorkerGone,
+)  # few, and what follows means nothing without
 
 
 class Bus:

@@ -20,6 +20,7 @@ from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import L1Cleared, LookupEnded
 from kvserver.instances import Instances
+from kvserver.kv_messages import DescribeScheduler, EngineLoad
 from kvserver.lifeline import Lifelines
 from kvserver.misses import MissReason
 from kvserver.placement import Placement
@@ -111,6 +112,10 @@ class Handlers:
                 self.reports.blocks(request)
             case EndRequest():
                 self.reports.request_ended(request)
+            case DescribeScheduler():
+                self.reports.scheduler(request)
+            case EngineLoad():
+                self.reports.load(request)
             case Heartbeat():
                 self._check_boot(request.boot_id)
             case Hello():
@@ -138,6 +143,7 @@ class Handlers:
             fd_path=self.lifelines.path,
             token=self._token,
             traces=self.watchers.traces is not None,
+            kv_events=self.watchers.wants_contents,
         )
 
     def _lookup(self, request: Lookup) -> LookupReply:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
+from kvserver.events import InstanceDescribed
 from kvserver.families import DEPARTED_SECONDS
+from kvserver.kv_messages import DescribeScheduler, EngineLoad
 from kvserver.lifeline import Attachment
 from kvserver.misses import MissReason
 from kvserver.namespace import check_agreement, fingerprint, with_variant
@@ -103,7 +105,20 @@ class Instance:
     ask_after: float = 0.0  # no full state is asked for before that
     l0_source: str = "none"  # or exact, or reported: how it tells what its blocks do
     prefill_speed: float = 0.0  # tokens a second, as the engine told it last
+    description: DescribeScheduler | None = None
+    load: EngineLoad | None = None  # as the engine told it last, and when
+    load_at: float = 0.0
     _variants: dict[str, bytes] = field(default_factory=dict)
+    _told: tuple[DescribeScheduler, bytes] | None = None
+
+    def described(self, now_ns: int) -> InstanceDescribed | None:
+        """What watchers should hear of it: None if nothing is known, or it is what they heard."""
+        reach = self.namespace_of(self.description.variant) if self.description is not None else None
+        if self.description is None or reach is None or self._told == (self.description, reach):
+            return None
+        self._told = (self.description, reach)
+        spec = self.any_worker().spec
+        return InstanceDescribed(now_ns, self.description, reach, spec.chunk_blocks, spec.block_tokens)
 
     def namespace_of(self, variant: str) -> bytes | None:
         """The namespace of one weights epoch and LoRA; None until all ranks stand."""

@@ -15,6 +15,7 @@ from kvserver.protocol import ModelIdentity, RegisterWorker
 
 # Part of every fingerprint: bump it when the arrangement of bytes in a slot changes.
 SLOT_FORMAT = "block,plane,run/1"
+_EPOCH_BYTES = 64  # of a namespace: registration, then epoch
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -59,6 +60,12 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
 def with_variant(base: bytes, variant: str) -> bytes:
     """The namespace of one weights epoch and LoRA within a registration; `base` itself for "".
 
-    It begins with `base`, so that all that one registration can reach is found by that.
+    `variant` is "epoch" or "epoch/lora". The namespace begins with `base`, and with that of the epoch alone, so that all
+    that one registration can see, or one epoch of it, is found by that.
     """
-    return base + hashlib.sha256(variant.encode()).digest() if variant else base
+    return base + b"".join(hashlib.sha256(part.encode()).digest() for part in variant.split("/", 1) if part)
+
+
+def epoch_of(namespace: bytes) -> bytes:
+    """The part of a namespace's id that it shares with all LoRAs of the same weights."""
+    return namespace[:_EPOCH_BYTES]

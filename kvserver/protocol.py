@@ -2,7 +2,7 @@
 
 Frames: `[8-byte request id][msgpack]` over ZMQ DEALER/ROUTER. Every message is a tagged struct (tag
 field `type`, the class name). A request gets exactly one reply, its own or `Error`; a notice
-(ReportBlockAllocations, EndRequest, Heartbeat) is answered only on error. Beside the endpoint, on the
+(`Notice` lists them) is answered only on error. Beside the endpoint, on the
 Unix socket `HelloReply.fd_path`, `Attach` hands over file descriptors; that connection is the
 worker's lifeline.
 
@@ -31,47 +31,33 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.errors import ErrorCode, KVServerError
+from kvserver.kv_messages import ChunkContents, DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 from kvserver.planes import Plane
+from kvserver.wire import KEY_BYTES as KEY_BYTES
+from kvserver.wire import MAX_CHUNKS as MAX_CHUNKS
+from kvserver.wire import ArrayMessage, Bytes, Keys, Label, Message, Name, Positive, Ratio, Size, Small, Text, Unsigned
 
-PROTOCOL_VERSION = 2
-OLDEST_PROTOCOL_VERSION = 1  # whose ReportBlockAllocations has records and time_ns and no payload; all else is alike
-KEY_BYTES = 32
-MAX_CHUNKS = 16384  # keys in one message
+PROTOCOL_VERSION = 3
+# 2 has nothing of kv_messages; in 1 ReportBlockAllocations has records and time_ns and no payload. All else is alike.
+OLDEST_PROTOCOL_VERSION = 1
 MAX_REPORTED_BLOCKS = 1 << 16  # in one message, however few bytes name them
 REQUEST_ID_BYTES = 8
 
-Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Text = Annotated[str, Meta(max_length=4096)]
-Label = Annotated[str, Meta(max_length=512)]
-Small = Annotated[int, Meta(ge=0, le=1 << 20)]
-Positive = Annotated[int, Meta(gt=0, le=1 << 31)]
-Unsigned = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
-Size = Annotated[int, Meta(gt=0, le=1 << 62)]
 GpuUuid = Annotated[str, Meta(pattern="^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 GpuHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
-Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
-
-
-class _Message(msgspec.Struct, tag_field="type", tag=True):
-    pass
-
-
-class _ArrayMessage(msgspec.Struct, tag_field="type", tag=True, array_like=True):
-    pass
 
 
 # ---- what a worker registers ------------------------------------------------------------------
 
 
-class SharedFd(_Message):
+class SharedFd(Message):
     """Memory behind the `index`-th descriptor that came with Attach."""
 
     index: Small
     size_bytes: Size
 
 
-class CudaIpc(_Message):
+class CudaIpc(Message):
     """`size_bytes` from `offset` on of an allocation of GPU `device`, by its base's cudaIpcMemHandle."""
 
     device: GpuUuid
@@ -80,7 +66,7 @@ class CudaIpc(_Message):
     size_bytes: Size
 
 
-class CudaVmmFd(_Message):
+class CudaVmmFd(Message):
     """Likewise of a cuMemCreate allocation that the `index`-th descriptor of Attach stands for."""
 
     device: GpuUuid
@@ -89,7 +75,7 @@ class CudaVmmFd(_Message):
     size_bytes: Size
 
 
-class CudaVmmFabric(_Message):
+class CudaVmmFabric(Message):
     """Likewise by its fabric handle."""
 
     device: GpuUuid
@@ -117,12 +103,12 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 # ---- requests ---------------------------------------------------------------------------------
 
 
-class Hello(_Message):
+class Hello(Message):
     protocol_version: int
     client: Label = ""
 
 
-class RegisterWorker(_Message):
+class RegisterWorker(Message):
     instance_id: Name
     incarnation: Name  # one life of the instance; the same in all its processes
     model_name: Name
@@ -140,12 +126,12 @@ class RegisterWorker(_Message):
     replicated: bool = False  # all ranks hold the same bytes (MLA): rank 0 stores them, any rank loads them
 
 
-class UnregisterWorker(_Message):
+class UnregisterWorker(Message):
     boot_id: Label
     registration: Unsigned
 
 
-class Lookup(_ArrayMessage):
+class Lookup(ArrayMessage):
     """How many of these chunks, from the first on, are READY; takes a lease on them for the request."""
 
     instance_id: Name
@@ -158,7 +144,7 @@ class Lookup(_ArrayMessage):
     traceparent: Label = ""  # W3C trace context of the request, if the engine was sent one
 
 
-class _Copy(_ArrayMessage):  # complete: a later field goes to the end of Store and of Retrieve
+class _Copy(ArrayMessage):  # complete: a later field goes to the end of Store and of Retrieve
     boot_id: Label
     registration: Unsigned
     chunk_blocks: Positive
@@ -174,6 +160,7 @@ class Store(_Copy):
     """Copy whole chunks from L0 to L1: chunk_blocks positions for each key."""
 
     request_id: Label = ""  # only where HelloReply.traces
+    contents: ChunkContents | None = None  # only where HelloReply.kv_events, and from one rank
 
 
 class Retrieve(_Copy):
@@ -187,20 +174,20 @@ class Retrieve(_Copy):
     request_id: Label = ""  # only where HelloReply.traces
 
 
-class Clear(_Message):
+class Clear(Message):
     """Forget everything, or what one instance can see."""
 
     instance_id: Label = ""
 
 
-class Status(_Message):
+class Status(Message):
     pass
 
 
 # ---- notices ----------------------------------------------------------------------------------
 
 
-class ExactRecords(_Message):
+class ExactRecords(Message):
     """What one block pool did: u32 little-endian `operation << 29 | block_id` (RECORD_*), in order.
 
     `marks` says when: 16 bytes each, u64 little-endian (number of the first record meant, monotonic ns), ascending
@@ -238,7 +225,7 @@ class Released(msgspec.Struct, tag_field="type", tag="released", array_like=True
     blocks: Small
 
 
-class ReportedBlocks(_Message):
+class ReportedBlocks(Message):
     """For engines whose pool cannot be watched: who holds which block with which content."""
 
     time_ns: Unsigned
@@ -247,7 +234,7 @@ class ReportedBlocks(_Message):
     full: bool = False  # as in ExactRecords
 
 
-class ReportBlockAllocations(_Message):
+class ReportBlockAllocations(Message):
     """What the engine's blocks did, exact or reported; an instance never mixes the two.
 
     REPORT_GAP answers it where the server lost track (a gap in `sequence`, an overflow of its own): the engine
@@ -263,23 +250,23 @@ class ReportBlockAllocations(_Message):
     time_ns: Unsigned = 0
 
 
-class EndRequest(_Message):
+class EndRequest(Message):
     instance_id: Name
     incarnation: Name
     model_name: Name
     sequence: Unsigned
     request_id: Name
-    prefill_tokens_per_second: Annotated[float, Meta(ge=0)] = 0.0  # the engine's present speed, if it knows
+    prefill_tokens_per_second: Ratio = 0.0  # the engine's present speed, if it knows
 
 
-class Heartbeat(_Message):
+class Heartbeat(Message):
     boot_id: Label
 
 
 # ---- replies ----------------------------------------------------------------------------------
 
 
-class HelloReply(_Message):
+class HelloReply(Message):
     protocol_version: int
     server_version: str
     boot_id: str
@@ -287,22 +274,23 @@ class HelloReply(_Message):
     fd_path: str
     token: str
     traces: bool = False  # whether requests should be named in Store and Retrieve
+    kv_events: bool = False  # whether a Store should say what is in its chunks
 
 
-class Registered(_Message):
+class Registered(Message):
     registration: int
     namespace: str  # "" until all ranks have registered and agree
 
 
-class Unregistered(_Message):
+class Unregistered(Message):
     pass
 
 
-class LookupReply(_Message):
+class LookupReply(Message):
     hit_chunks: int
 
 
-class Stored(_Message):
+class Stored(Message):
     """`stored` chunks are READY for this rank; `skipped` were there or on their way; `starved` found no room.
 
     Of replicated ranks all but rank 0 have everything skipped: what they hold is rank 0's to store.
@@ -313,19 +301,19 @@ class Stored(_Message):
     starved: int = 0
 
 
-class Retrieved(_Message):
+class Retrieved(Message):
     chunks: int
 
 
-class Cleared(_Message):
+class Cleared(Message):
     chunks: int
 
 
-class StatusReply(_Message):
+class StatusReply(Message):
     status: dict[str, Any]
 
 
-class Error(_Message):
+class Error(Message):
     code: str
     message: str
 
@@ -333,11 +321,11 @@ class Error(_Message):
 # ---- the .fd socket ---------------------------------------------------------------------------
 
 
-class Attach(_Message):
+class Attach(Message):
     token: Label
 
 
-class Attached(_Message):
+class Attached(Message):
     attachment: int
 
 
@@ -355,12 +343,31 @@ RECORD_HELD = 6  # full state: and has one owner more
 
 _ArrayRequest: TypeAlias = Lookup | Store | Retrieve
 _MapRequest: TypeAlias = (
-    Hello | RegisterWorker | UnregisterWorker | Clear | Status | ReportBlockAllocations | EndRequest | Heartbeat
+    Hello
+    | RegisterWorker
+    | UnregisterWorker
+    | Clear
+    | Status
+    | ReportBlockAllocations
+    | EndRequest
+    | Heartbeat
+    | DescribeScheduler
+    | TakeKVEvents
+    | EngineLoad
 )
 Request: TypeAlias = _ArrayRequest | _MapRequest
-Notice = (ReportBlockAllocations, EndRequest, Heartbeat)
+Notice = (ReportBlockAllocations, EndRequest, Heartbeat, DescribeScheduler, EngineLoad)
 Reply: TypeAlias = (
-    HelloReply | Registered | Unregistered | LookupReply | Stored | Retrieved | Cleared | StatusReply | Error
+    HelloReply
+    | Registered
+    | Unregistered
+    | LookupReply
+    | Stored
+    | Retrieved
+    | Cleared
+    | StatusReply
+    | KVEventsTaken
+    | Error
 )
 
 T = TypeVar("T")
@@ -374,7 +381,7 @@ _attach_decoder = msgspec.msgpack.Decoder(Attach)
 _attach_reply_decoder: msgspec.msgpack.Decoder[Attached | Error] = msgspec.msgpack.Decoder(Attached | Error)
 
 
-def encode(message: _Message | _ArrayMessage) -> bytes:
+def encode(message: Message | ArrayMessage) -> bytes:
     return _encoder.encode(message)
 
 

@@ -1,4 +1,4 @@
-"""What engines tell of their own blocks and requests: notices, answered only on error.
+"""What engines tell of themselves, their blocks and requests: notices, answered only on error.
 
 Owns: their checks and their sequence. Refuses to know: what blocks do with it (`l0`, by way of the bus).
 """
@@ -13,6 +13,7 @@ from kvserver.cache import Cache
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import BlockReport, Bus, RequestEnded
 from kvserver.instances import Instance, Instances
+from kvserver.kv_messages import DescribeScheduler, EngineLoad
 from kvserver.protocol import (
     MAX_REPORTED_BLOCKS,
     EndRequest,
@@ -83,7 +84,23 @@ class Reports:
         )
         self._count_sequence(instance, request.sequence)
 
-    def _reporter(self, request: ReportBlockAllocations | EndRequest) -> Instance:
+    def scheduler(self, request: DescribeScheduler) -> None:
+        instance = self._reporter(request)
+        if instance.namespace is None:
+            raise KVServerError(
+                ErrorCode.NOT_READY,
+                f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} stand; describe it then",
+            )
+        instance.description = request
+        if (event := instance.described(self._now_ns())) is not None:
+            self._bus.publish(event)
+
+    def load(self, request: EngineLoad) -> None:
+        instance = self._reporter(request)
+        instance.load = request
+        instance.load_at = self._clock()
+
+    def _reporter(self, request: ReportBlockAllocations | EndRequest | DescribeScheduler | EngineLoad) -> Instance:
         """Identity is in the message and must be the registered one: figures of two models never mix."""
         instance = self._instances.instance(request.instance_id, request.incarnation)
         if request.model_name != instance.model_name:

@@ -15,9 +15,10 @@ from kvserver._native import unpack_blocks
 from kvserver.cache import Cache, StorePlan
 from kvserver.copier import NO_BLOCK, Completion, Copier, Direction, Outcome
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.events import Bus, ChunksEvicted, ChunksLoaded, ChunksStored, CopyBegan, CopyEnded
+from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksLoaded, ChunksStored, CopyBegan, CopyEnded
 from kvserver.index import Chunk
 from kvserver.instances import Instance, Instances, Worker
+from kvserver.kv_messages import ChunkContents
 from kvserver.planes import parse_block_ids
 from kvserver.protocol import KEY_BYTES, Error, RegisterWorker, Reply, Retrieve, Retrieved, Store, Stored
 
@@ -63,6 +64,8 @@ class UnmapTicket:
 
 Ticket: TypeAlias = StoreTicket | LoadTicket | MapTicket | UnmapTicket
 
+_TOKEN_BYTES = 4
+_MOST_EXTRA_KEYS = 1024  # bytes a block, of what else its hash covers
 _DIRECTIONS = {Direction.STORE: "store", Direction.LOAD: "load"}
 _FAILURES = {
     Outcome.FAILED: ErrorCode.INTERNAL,
@@ -120,6 +123,10 @@ class Transfers:
         ids = chunk_count(request.keys) * per_chunk
         blocks = _block_ids(request, worker.spec.num_blocks, ids, ids)
         _refuse_null_block(blocks)
+        if request.contents is not None:
+            _check_contents(
+                request.contents, chunk_count(request.keys) * worker.spec.chunk_blocks, worker.spec.block_tokens
+            )
         instance.counts.stores += 1
         if worker.stores:
             slots = 1 if worker.spec.replicated else instance.world_size
@@ -129,6 +136,7 @@ class Transfers:
         instance.counts.starved_chunks += plan.starved
         instance.counts.avoided_chunks += plan.skipped if worker.stores else 0
         self._tell_evictions(plan)
+        self._tell_contents(request, namespace, worker)
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
             respond(Stored(stored=0, skipped=plan.skipped, starved=plan.starved))
@@ -255,6 +263,15 @@ class Transfers:
             keys = b"".join([key for owner, key in plan.evicted if owner == namespace])
             self._bus.publish(ChunksEvicted(self._now_ns(), namespace, keys), len(keys))
 
+    def _tell_contents(self, request: Store, namespace: bytes, worker: Worker) -> None:
+        contents, spec = request.contents, worker.spec
+        if contents is not None:
+            size = len(contents.hashes) + len(contents.tokens) + len(contents.extra_keys)
+            self._bus.publish(
+                ChunksDescribed(self._now_ns(), spec.instance_id, namespace, request.keys, spec.block_tokens, contents),
+                size,
+            )
+
     def _tell_end(self, ticket: StoreTicket | LoadTicket, completion: Completion, direction: Direction) -> None:
         spec = ticket.worker.spec
         self._bus.publish(
@@ -298,6 +315,22 @@ def _block_ids(
             f"block_ids of {len(request.block_ids)} bytes cannot be unpacked: {error}; {expected} blocks belong to these keys",
         ) from None
     return parse_block_ids(raw, num_blocks, least, most, null_may_repeat)
+
+
+def _check_contents(contents: ChunkContents, blocks: int, block_tokens: int) -> None:
+    """KVServerError(BAD_KEYS) unless there is a hash and a block of tokens for each of the `blocks`."""
+    expected = (blocks * contents.hash_bytes, blocks * block_tokens * _TOKEN_BYTES)
+    got = (len(contents.hashes), len(contents.tokens))
+    if got != expected or len(contents.parent) not in (0, contents.hash_bytes):
+        raise KVServerError(
+            ErrorCode.BAD_KEYS,
+            f"contents of {blocks} blocks with hashes of {contents.hash_bytes} bytes: hashes and tokens of {got} bytes instead of "
+            f"{expected}, a parent of {len(contents.parent)}",
+        )
+    if len(contents.extra_keys) > blocks * _MOST_EXTRA_KEYS:
+        raise KVServerError(
+            ErrorCode.BAD_KEYS, f"extra keys of {len(contents.extra_keys)} bytes, at most {_MOST_EXTRA_KEYS} a block"
+        )
 
 
 def _refuse_null_block(blocks: array[int]) -> None:

@@ -26,6 +26,7 @@ class Watchers:
     """REQUIRES: start() before close(), both once."""
 
     def __init__(self, settings: Settings, boot_id: str) -> None:
+        self._settings = settings
         self.l0 = L0(settings.metrics_sample_rate)
         self.l1 = L1(settings.metrics_sample_rate)
         self.traces: Traces | None = None
@@ -44,6 +45,12 @@ class Watchers:
     def families(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
         """All of the daemon's; from any thread."""
         return metrics.families(status, rpc, [*self.l0.families(), *self.l1.families()])
+
+    @property
+    def wants_contents(self) -> bool:
+        """Whether engines should say with each store what is in its blocks."""
+        settings = self._settings
+        return settings.kv_events == "on" or bool(settings.kv_events_endpoint or settings.kv_events_file)
 
     def status(self) -> dict[str, Any]:
         """The parts of `/status` about what leaves."""

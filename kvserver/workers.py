@@ -149,6 +149,8 @@ class Workers:
         self._devices.found(worker.device)
         instance = self._instances.of(worker)
         instance.refresh_namespace()
+        if (described := instance.described(int(self._clock() * 1e9))) is not None:
+            self._bus.publish(described)
         log.info(
             "worker %s/%d of %d registered: %d planes, %d blocks of %d bytes",
             worker.spec.instance_id, worker.spec.rank, worker.spec.world_size,

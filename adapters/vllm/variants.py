@@ -31,8 +31,9 @@ class Variants:
         self._version = version if version != self._version_seen else ""
         self._version_seen = version
 
-    def of(self, lora: Any) -> str:
-        """The text for requests with this LoRA (or None): a digest, since every copy carries it.
+    @property
+    def epoch(self) -> str:
+        """The text for requests without a LoRA, and the start of all others: a digest, since every copy carries it.
 
         REQUIRES: the engine core was built.
         """
@@ -43,9 +44,11 @@ class Variants:
             parts.append(f"weights={self._version}")
         elif self._epoch:
             parts.append(f"epoch={self._life}/{self._epoch}")
-        if lora is not None:
-            parts.append(f"lora={self._lora(lora)}")
-        return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
+        return _digest(" ".join(parts))
+
+    def of(self, lora: Any) -> str:
+        """The text for requests with this LoRA (or None): "epoch" or "epoch/lora"."""
+        return f"{self.epoch}/{_digest(self._lora(lora))}" if lora is not None else self.epoch
 
     def _lora(self, lora: Any) -> str:
         """The files as they were when the engine first used them, or reloaded them in place."""
@@ -53,3 +56,7 @@ class Variants:
         if known not in self._loras or getattr(lora, "load_inplace", False):
             self._loras[known] = lora_fingerprint(lora)
         return self._loras[known]
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -61,6 +61,12 @@ def test_a_flag_that_repeats_the_default_still_beats_the_environment() -> None:
 def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, toml: Any) -> None:
     value = {
         "l1_size": "1GiB",
+        "kv_events": "on",
+        "kv_events_format": "array",
+        "kv_events_buffer": "1MiB",
+        "kv_events_memory": "2MiB",
+        "kv_index_size": "3MiB",
+        "engine_kv_events": "off",
         "log_level": "error",
         "log_format": "json",
         "eviction_policy": "lru",

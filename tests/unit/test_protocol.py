@@ -11,6 +11,15 @@ from support.worker import identity, packed, wire_form
 
 from kvserver import protocol
 from kvserver.errors import ErrorCode, KVServerError
+from kvserver.kv_messages import (
+    ChunkContents,
+    DescribeScheduler,
+    EngineLoad,
+    KVBlocks,
+    KVEventsTaken,
+    KVGroup,
+    TakeKVEvents,
+)
 from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
@@ -75,13 +84,25 @@ REQUESTS = [
     ),
     UnregisterWorker(boot_id="b", registration=1),
     Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=16, keys=KEYS, variant="lora"),
-    Store(**COPY),
+    Store(**COPY, contents=ChunkContents(32, KEYS, bytes(64), bytes(32), "lora")),
     Retrieve(**COPY, skip_blocks=3),
     Clear(),
     Status(),
     ReportBlockAllocations(instance_id="i", incarnation="n", model_name="m", sequence=0, time_ns=1, records=bytes(8)),
     EndRequest(instance_id="i", incarnation="n", model_name="m", sequence=1, request_id="r"),
     Heartbeat(boot_id="b"),
+    DescribeScheduler(
+        instance_id="i",
+        incarnation="n",
+        model_name="m",
+        variant="v",
+        hash_form="int",
+        groups=(KVGroup("sliding_window", 64),),
+    ),
+    TakeKVEvents(instance_id="i", incarnation="n", follow=1, cursor=2),
+    EngineLoad(
+        instance_id="i", incarnation="n", model_name="m", interval_seconds=1.0, running=1, waiting=2, kv_cache_usage=0.5
+    ),
 ]
 REPLIES = [
     HelloReply(
@@ -94,6 +115,9 @@ REPLIES = [
     Retrieved(chunks=1),
     Cleared(chunks=4),
     StatusReply(status={"l1": {"chunks": 1}}),
+    KVEventsTaken(
+        follow=1, cursor=2, events=[KVBlocks(True, "CPU", 32, bytes(32), 0, 16, bytes(32), bytes(64))], whole=True
+    ),
     Error(code="late", message="too late"),
 ]
 

@@ -1,0 +1,120 @@
+"""What observers of KV events are told.
+
+Owns: the typed events, what is in a chunk, the observer's interface. Refuses to know: who makes the events, what is
+made of them.
+
+An observer sees, in this order for each chunk and tier, one KVStored and then one KVRemoved, and never a KVStored of
+what it was told of and not yet removed. Events are immutable, and shared between observers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from kvserver.config import Settings
+from kvserver.kv_messages import DescribeScheduler
+
+GROUP = "kvserver.kv_event_observers"  # the entry point group
+
+
+class Tier(enum.Enum):
+    """With the name that vLLM's events have for it (`medium`)."""
+
+    L1 = "CPU"
+    L2 = "STORAGE"
+
+
+class Description(msgspec.Struct, frozen=True, gc=False):
+    """What is in a chunk, as the engine that stored it said."""
+
+    hash_bytes: int
+    hashes: bytes  # of its blocks, hash_bytes each
+    parent: bytes  # of the block before, b"" at the start of a prompt
+    tokens: bytes  # u32 little-endian, block_tokens for each block
+    block_tokens: int
+    lora_name: str = ""
+    extra_keys: bytes = b""  # msgpack: a list with an array or nil for each block; b"": all nil
+
+    @property
+    def blocks(self) -> int:
+        return len(self.hashes) // self.hash_bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, about: what it carries, and its objects."""
+        return 320 + len(self.hashes) + len(self.parent) + len(self.tokens) + len(self.extra_keys)
+
+
+class KVChunk(msgspec.Struct, frozen=True, gc=False):
+    """One chunk that a tier holds. `description` is None where nobody said what is in it."""
+
+    key: bytes
+    description: Description | None = None
+
+
+class _KVEvent(msgspec.Struct, frozen=True, tag=True):
+    number: int  # counts all events of the daemon, from 1
+    time_ns: int  # CLOCK_MONOTONIC
+
+
+class KVStored(_KVEvent, frozen=True):
+    """These chunks became READY in the tier. `instance_id` stored them, "" if that is not known."""
+
+    tier: Tier
+    namespace: bytes
+    chunks: tuple[KVChunk, ...]
+    instance_id: str = ""
+
+
+class KVRemoved(_KVEvent, frozen=True):
+    """These chunks are no longer there; each is as it was stored."""
+
+    tier: Tier
+    namespace: bytes
+    chunks: tuple[KVChunk, ...]
+
+
+class ReaderCame(_KVEvent, frozen=True):
+    """The instance can read the namespaces whose id begins with `reach`, from now on those and no others.
+
+    It may be told again of an instance that is there: its reach or its description changed.
+    """
+
+    scheduler: DescribeScheduler
+    reach: bytes
+    chunk_blocks: int
+    block_tokens: int
+
+
+class ReaderGone(_KVEvent, frozen=True):
+    instance_id: str
+    model_name: str
+
+
+KVEvent: TypeAlias = KVStored | KVRemoved | ReaderCame | ReaderGone
+MOST_CHUNKS = 256  # in one KVStored or KVRemoved
+
+
+class KVEventObserver(Protocol):
+    """Is told of everything from the daemon's start on, in a thread of its own.
+
+    Whoever raises, or does not keep up, is cut off: it hears no more, and /status says why.
+    """
+
+    def observe(self, event: KVEvent) -> None: ...
+
+
+@dataclass(frozen=True)
+class ObserverContext:
+    settings: Settings
+    boot_id: str
+    boot_micros: int  # wall clock at the daemon's start
+
+
+# What an entry point of GROUP names. None: the settings do not ask for this observer.
+MakeObserver: TypeAlias = Callable[[ObserverContext], KVEventObserver | None]

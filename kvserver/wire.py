@@ -1,0 +1,33 @@
+"""What messages are made of: the bases of their structs, and fields with their bounds.
+
+Owns: the two forms of a message and the bounds. Refuses to know: any message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+KEY_BYTES = 32
+MAX_CHUNKS = 16384  # keys in one message
+
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Label = Annotated[str, Meta(max_length=512)]
+Small = Annotated[int, Meta(ge=0, le=1 << 20)]
+Positive = Annotated[int, Meta(gt=0, le=1 << 31)]
+Unsigned = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
+Size = Annotated[int, Meta(gt=0, le=1 << 62)]
+Ratio = Annotated[float, Meta(ge=0)]
+Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
+
+
+class Message(msgspec.Struct, tag_field="type", tag=True):
+    """A msgpack map by field names."""
+
+
+class ArrayMessage(msgspec.Struct, tag_field="type", tag=True, array_like=True):
+    """A msgpack array, `[type, field, ...]`."""
