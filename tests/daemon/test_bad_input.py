@@ -101,11 +101,11 @@ LOOKUP = Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=4
         (b"", ["truncated"]),
         (HELLO[:-3], ["truncated"]),
         (HELLO + b"\x00", ["trailing"]),
-        (b"\xc1\xff\xfe", ["not a request of protocol 2"]),
-        (b"GET / HTTP/1.1\r\n\r\n", ["not a request of protocol 2"]),
-        (b"\x80\x04\x95\x0b\x00.", ["not a request of protocol 2"]),  # a pickle
-        (b"\x81\xa4type\xa2\xff\xfe", ["not a request of protocol 2"]),  # not UTF-8
-        (b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000, ["not a request of protocol 2"]),
+        (b"\xc1\xff\xfe", [f"not a request of protocol {PROTOCOL_VERSION}"]),
+        (b"GET / HTTP/1.1\r\n\r\n", [f"not a request of protocol {PROTOCOL_VERSION}"]),
+        (b"\x80\x04\x95\x0b\x00.", [f"not a request of protocol {PROTOCOL_VERSION}"]),  # a pickle
+        (b"\x81\xa4type\xa2\xff\xfe", [f"not a request of protocol {PROTOCOL_VERSION}"]),  # not UTF-8
+        (b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000, [f"not a request of protocol {PROTOCOL_VERSION}"]),
         (42, ["Expected `object`, got `int`"]),
         (["Hello", 1], ["array (Lookup, Store, Retrieve)", "Invalid value 'Hello'", "$.type"]),
         ([], ["missing required field `type`"]),
