@@ -9,7 +9,7 @@ import pytest
 from support.worker import identity
 
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.namespace import check_agreement, fingerprint, with_variant
+from kvserver.namespace import check_agreement, epoch_of, fingerprint, with_variant
 from kvserver.planes import Plane
 from kvserver.protocol import ModelIdentity, RegisterWorker, SharedFd
 
@@ -118,6 +118,15 @@ def test_a_variant_separates_and_no_variant_does_not() -> None:
     variants = {with_variant(base, "a"), with_variant(base, "b"), with_variant(other, "a"), base, other}
     assert len(variants) == 5
     assert with_variant(base, "a") == with_variant(base, "a")
+
+
+def test_a_lora_is_a_namespace_below_that_of_its_epoch() -> None:
+    base = fingerprint([REGISTRATION])
+    epoch, lora, other = (with_variant(base, variant) for variant in ("e", "e/lora", "e/other"))
+    assert lora.startswith(epoch)
+    assert len({epoch, lora, other, with_variant(base, "f/lora")}) == 4
+    assert {epoch_of(namespace) for namespace in (epoch, lora, other)} == {epoch}
+    assert epoch_of(base) == base
 
 
 @pytest.mark.parametrize(
