@@ -243,6 +243,9 @@ _NEVER_DROPPED = (
 )  # few, and what follows means nothing without
 
 
+_OF_CHUNKS = (ChunksStored, ChunksEvicted, L1Cleared, L1Recounted)  # whoever misses one no longer knows what L1 holds
+
+
 class Bus:
     """REQUIRES: one thread publishes; start() before close(), both once."""
 
@@ -252,6 +255,7 @@ class Bus:
         self.dropped = dict.fromkeys((t.__name__ for t in TYPES), 0)
         self.errors: Counter[str] = Counter()  # what subscribers raised, by their names
         self.lag_seconds = 0.0  # from an event's time until the thread took it: the longest of the last round
+        self.lost_chunks = False  # what became of chunks was dropped; whoever tells all anew sets it back
         self._limit = limit
         self._queue: queue.SimpleQueue[tuple[Event, int] | None] = queue.SimpleQueue()
         self._cost_in = 0  # written by the publisher only
@@ -270,11 +274,16 @@ class Bus:
         cost = 1 + size // _COST_BYTES
         if self._cost_in - self._cost_out + cost > self._limit and not isinstance(event, _NEVER_DROPPED):
             self.dropped[name] += 1
+            self.lost_chunks |= isinstance(event, _OF_CHUNKS)
             return False
         self._cost_in += cost
         self.published[name] += 1
         self._queue.put((event, cost))
         return True
+
+    @property
+    def half_empty(self) -> bool:
+        return self._cost_in - self._cost_out < self._limit // 2
 
     # ---- from any thread ----------------------------------------------------------------------
 

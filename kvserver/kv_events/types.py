@@ -103,10 +103,20 @@ MOST_CHUNKS = 256  # in one KVStored or KVRemoved
 class KVEventObserver(Protocol):
     """Is told of everything from the daemon's start on, in a thread of its own.
 
-    Whoever raises, or does not keep up, is cut off: it hears no more, and /status says why.
+    Whoever raises, or does not keep up, is cut off: it hears no more, and /status says why. It may have two methods more,
+    which run in the same thread: `status() -> dict`, asked once a second for what /status shows of it, and `close()`,
+    called once after its last event.
     """
 
     def observe(self, event: KVEvent) -> None: ...
+
+
+# All that L1 holds in the namespaces whose id begins so, and the number of the last event that led there.
+Snapshot: TypeAlias = Callable[[bytes], tuple[int, list[KVChunk]]]
+
+
+def _nothing(reach: bytes) -> tuple[int, list[KVChunk]]:
+    return 0, []
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ class ObserverContext:
     settings: Settings
     boot_id: str
     boot_micros: int  # wall clock at the daemon's start
+    snapshot: Snapshot = _nothing  # from any thread; it copies references, which may take a while
 
 
 # What an entry point of GROUP names. None: the settings do not ask for this observer.

@@ -1,0 +1,92 @@
+"""From the contents of a Store to a description of each of its chunks.
+
+Owns: which contents can be: what they say must fit the keys, and whatever an engine made up must be harmless to
+whoever decodes it later. Refuses to know: who holds the chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvserver.events import ChunksDescribed
+from kvserver.kv_events.types import Description
+from kvserver.wire import KEY_BYTES
+
+_NIL = b"\xc0"
+_DEEPEST = 2  # lists in a block's extra keys, as of vLLM's (identifier, offset)
+_raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_block_keys = msgspec.msgpack.Decoder(list[Any])
+
+
+def describe(event: ChunksDescribed) -> list[Description | None]:
+    """One for each of its keys, None where what was said does not fit. REQUIRES: hashes and tokens of whole chunks."""
+    contents, chunks = event.contents, len(event.keys) // KEY_BYTES
+    hash_bytes = contents.hash_bytes
+    blocks = len(contents.hashes) // hash_bytes // chunks
+    extra_keys = _checked(contents.extra_keys, blocks * chunks)
+    if extra_keys is None:
+        return [None] * chunks
+    described: list[Description | None] = []
+    parent, hashes_size, tokens_size = contents.parent, blocks * hash_bytes, len(contents.tokens) // chunks
+    for at in range(chunks):
+        hashes = contents.hashes[at * hashes_size : (at + 1) * hashes_size]
+        last = hashes[-hash_bytes:]
+        fits = event.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] == last.ljust(KEY_BYTES, b"\0")
+        described.append(
+            Description(
+                hash_bytes,
+                hashes,
+                parent,
+                contents.tokens[at * tokens_size : (at + 1) * tokens_size],
+                event.block_tokens,
+                contents.lora_name,
+                _joined(extra_keys[at * blocks : (at + 1) * blocks]),
+            )
+            if fits
+            else None
+        )
+        parent = last
+    return described
+
+
+def extra_keys_of(description: Description, first: int, last: int) -> bytes:
+    """Those of its blocks [first, last), in the same form."""
+    if not description.extra_keys:
+        return b""
+    return _joined([bytes(raw) for raw in _raw_list.decode(description.extra_keys)[first:last]])
+
+
+def _checked(raw: bytes, blocks: int) -> list[bytes] | None:
+    """The extra keys of each block, encoded; none of any if `raw` is empty. None if they are no extra keys."""
+    if not raw:
+        return []
+    if not raw.startswith(_list_of(blocks)):  # before anything is made of what may be millions of items
+        return None
+    try:
+        found = [bytes(part) for part in _raw_list.decode(raw)]
+        fits = all(part == _NIL or _plain(_block_keys.decode(part), _DEEPEST) for part in found)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if fits else None
+
+
+def _plain(value: Any, depth: int) -> bool:
+    """Whether it is made of what any msgpack or JSON decoder takes, and of no more lists in each other."""
+    if isinstance(value, list):
+        return depth > 0 and all(_plain(item, depth - 1) for item in value)
+    return value is None or isinstance(value, str | bytes | int | float)
+
+
+def _joined(parts: list[bytes]) -> bytes:
+    if all(part == _NIL for part in parts):
+        return b""
+    return _list_of(len(parts)) + b"".join(parts)
+
+
+def _list_of(count: int) -> bytes:
+    """What msgpack begins a list of so many with."""
+    if count < 16:
+        return bytes([0x90 | count])
+    return b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")

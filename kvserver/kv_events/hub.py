@@ -1,0 +1,292 @@
+"""Who holds what: the loop's events become the typed ones that observers are told.
+
+Owns: every READY chunk and what is in it, the number of each typed event, the memory that descriptions take. Refuses to
+know: who is told (`observers`), and what is made of it. A subscriber of the bus: it runs in the bus's thread;
+`snapshot()`, `status()` and `families()` may be called from any.
+
+Each READY chunk is told once, and once that it went. Where the loop's events were dropped it recounts (`recount`): from
+BEGIN on all that is held counts as stale, whatever is named again does not, and what is stale at END went unseen.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+from kvserver.events import (
+    ChunksDescribed,
+    ChunksEvicted,
+    ChunksStored,
+    Event,
+    InstanceDescribed,
+    InstanceGone,
+    L1Cleared,
+    L1Recounted,
+    RecountPart,
+)
+from kvserver.families import Family, Kind
+from kvserver.kv_events.descriptions import describe
+from kvserver.kv_events.types import (
+    MOST_CHUNKS,
+    Description,
+    KVChunk,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+    ReaderCame,
+    ReaderGone,
+    Tier,
+)
+from kvserver.wire import KEY_BYTES
+
+_MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be
+_COPIED = 4096  # chunks at a time, between which other threads may run
+
+Table: TypeAlias = dict[bytes, dict[bytes, KVChunk]]  # by namespace and key
+
+
+class Unannounced(enum.Enum):
+    """Why a chunk that became READY has no description."""
+
+    UNDESCRIBED = "undescribed"  # nobody said what is in it
+    MEMORY = "memory"
+    MISMATCHED = "mismatched"  # what was said cannot be in it
+
+
+class Hub:
+    name = "kv_events"
+
+    def __init__(self, memory_bytes: int, tell: Callable[[KVEvent], None]) -> None:
+        """`tell` is called in the order of the events' numbers, and must not wait. `memory_bytes`: for descriptions."""
+        self._tell = tell
+        self._limit = memory_bytes
+        self._lock = threading.Lock()  # of all below; what is told is told under it
+        self._number = 0
+        self._held: Table = {}
+        self._stale: Table = {}  # held, too; empty but for a recount
+        self._expected: OrderedDict[tuple[bytes, bytes], Description | Unannounced] = OrderedDict()
+        self._expected_bytes = 0
+        self._bytes = 0  # of all descriptions
+        self._described = 0
+        self._chunks = 0
+        self._readers: set[str] = set()
+        self._told: Counter[str] = Counter()
+        self._unannounced: Counter[Unannounced] = Counter()
+        self._recounts = 0
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case ChunksDescribed():
+                self._describe(event)
+            case ChunksStored():
+                self._store(event.time_ns, event.namespace, event.keys, event.instance_id)
+            case ChunksEvicted():
+                self._evict(event)
+            case L1Cleared():
+                for table in (self._held, self._stale):
+                    self._drop(event.time_ns, table, event.namespace)
+            case L1Recounted():
+                self._recount(event)
+            case InstanceDescribed():
+                scheduler = event.description
+                self._readers.add(scheduler.instance_id)
+                with self._lock:
+                    self._say(
+                        ReaderCame, event.time_ns, scheduler, event.reach, event.chunk_blocks, event.block_tokens
+                    )
+            case InstanceGone() if event.instance_id in self._readers:
+                self._readers.remove(event.instance_id)
+                with self._lock:
+                    self._say(ReaderGone, event.time_ns, event.instance_id, event.model_name)
+            case _:
+                return
+
+    def close(self) -> None:
+        pass
+
+    # ---- from any thread ----------------------------------------------------------------------
+
+    def snapshot(self, reach: bytes) -> tuple[int, list[KVChunk]]:
+        """All that L1 holds in the namespaces whose id begins with `reach`, and the number of the last event told."""
+        found: list[KVChunk] = []
+        with self._lock:
+            for table in (self._held, self._stale):
+                for namespace, chunks in table.items():
+                    values = iter(chunks.values() if namespace.startswith(reach) else ())
+                    while part := list(islice(values, _COPIED)):
+                        found += part
+            return self._number, found
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "events": self._number,
+                "chunks": self._chunks,
+                "described_chunks": self._described,
+                "state_bytes": self._bytes,
+                "unannounced": {reason.value: self._unannounced[reason] for reason in Unannounced},
+                "recounts": self._recounts,
+            }
+
+    def families(self) -> list[Family]:
+        with self._lock:
+            told = Family("kvserver_kv_events", "Typed KV events told to the observers.", Kind.COUNTER, ("type",))
+            for name in (KVStored, KVRemoved, ReaderCame, ReaderGone):
+                told.add(self._told[name.__name__], name.__name__)
+            missing = Family(
+                "kvserver_kv_events_unannounced_chunks",
+                "Chunks that became READY and could not be announced.",
+                Kind.COUNTER,
+                ("reason",),
+            )
+            for reason in Unannounced:
+                missing.add(self._unannounced[reason], reason.value)
+            described = Family("kvserver_kv_events_described_chunks", "READY chunks with a description.", Kind.GAUGE)
+            state = Family("kvserver_kv_events_state_bytes", "Memory that descriptions take.", Kind.GAUGE)
+            return [told, missing, described.add(self._described), state.add(self._bytes)]
+
+    # ---- coming -------------------------------------------------------------------------------
+
+    def _store(self, time_ns: int, namespace: bytes, keys: bytes, instance_id: str) -> None:
+        for part in _parts(keys):
+            with self._lock:
+                held = self._held.setdefault(namespace, {})
+                stale = self._stale.get(namespace, {})
+                came = []
+                for key in part:
+                    if key in held:  # a recount named it before, or that it went was dropped: it is told once
+                        continue
+                    if (chunk := stale.pop(key, None)) is None:
+                        chunk = self._new_chunk(namespace, key)
+                        came.append(chunk)
+                    held[key] = chunk
+                if came:
+                    self._say(KVStored, time_ns, Tier.L1, namespace, tuple(came), instance_id)
+
+    def _new_chunk(self, namespace: bytes, key: bytes) -> KVChunk:
+        found = self._expected.pop((namespace, key), Unannounced.UNDESCRIBED)
+        self._chunks += 1
+        if isinstance(found, Unannounced):
+            self._unannounced[found] += 1
+            return KVChunk(key)
+        self._expected_bytes -= found.size
+        self._described += 1
+        return KVChunk(key, found)
+
+    # ---- going --------------------------------------------------------------------------------
+
+    def _evict(self, event: ChunksEvicted) -> None:
+        for part in _parts(event.keys):
+            with self._lock:
+                gone: list[KVChunk] = []
+                for table in (self._held, self._stale):
+                    chunks = table.get(event.namespace)
+                    if chunks is not None:
+                        gone += [chunk for key in part if (chunk := chunks.pop(key, None)) is not None]
+                        if not chunks:
+                            del table[event.namespace]
+                self._say_gone(event.time_ns, event.namespace, gone)
+
+    def _drop(self, time_ns: int, table: Table, base: bytes) -> None:
+        """All in the table's namespaces that begin with `base` went."""
+        for namespace in [namespace for namespace in table if namespace.startswith(base)]:
+            chunks = table[namespace]
+            while chunks:
+                with self._lock:
+                    gone = [chunks.popitem()[1] for _ in range(min(len(chunks), MOST_CHUNKS))]
+                    self._say_gone(time_ns, namespace, gone)
+            with self._lock:
+                del table[namespace]
+
+    def _say_gone(self, time_ns: int, namespace: bytes, gone: Sequence[KVChunk]) -> None:
+        if not gone:
+            return
+        self._chunks -= len(gone)
+        for chunk in gone:
+            if chunk.description is not None:
+                self._described -= 1
+                self._bytes -= chunk.description.size
+        self._say(KVRemoved, time_ns, Tier.L1, namespace, tuple(gone))
+
+    def _recount(self, event: L1Recounted) -> None:
+        match event.part:
+            case RecountPart.BEGIN:
+                with self._lock:
+                    for namespace, chunks in self._held.items():
+                        self._stale.setdefault(namespace, chunks).update(chunks)  # of an earlier one that did not end
+                    self._held = {}
+            case RecountPart.SLICE:
+                self._store(event.time_ns, event.namespace, event.keys, "")
+            case RecountPart.END:
+                self._drop(event.time_ns, self._stale, b"")
+                self._recounts += 1
+
+    # ---- what is in them ----------------------------------------------------------------------
+
+    def _describe(self, event: ChunksDescribed) -> None:
+        pairs = list(zip((key for part in _parts(event.keys) for key in part), describe(event), strict=True))
+        for at in range(0, len(pairs), MOST_CHUNKS):
+            with self._lock:
+                late: list[tuple[KVChunk, KVChunk]] = []  # READY for some time, as it was and as it is
+                for key, description in pairs[at : at + MOST_CHUNKS]:
+                    chunks = self._holding(event.namespace, key)
+                    if chunks is None:
+                        self._expect((event.namespace, key), description)
+                    elif (before := chunks[key]).description is None and description is not None:
+                        if self._has_room(description):
+                            self._bytes += description.size
+                            chunks[key] = KVChunk(key, description)
+                            late.append((before, chunks[key]))
+                if late:
+                    self._described += len(late)
+                    before_all, now_all = zip(*late, strict=True)
+                    self._say(KVRemoved, event.time_ns, Tier.L1, event.namespace, before_all)
+                    self._say(KVStored, event.time_ns, Tier.L1, event.namespace, now_all, event.instance_id)
+
+    def _holding(self, namespace: bytes, key: bytes) -> dict[bytes, KVChunk] | None:
+        for table in (self._held, self._stale):
+            if (chunks := table.get(namespace)) is not None and key in chunks:
+                return chunks
+        return None
+
+    def _has_room(self, description: Description) -> bool:
+        return self._bytes + description.size <= self._limit
+
+    def _expect(self, name: tuple[bytes, bytes], description: Description | None) -> None:
+        """Keep it until the chunk is READY. The oldest of those that never are make room."""
+        if isinstance(self._expected.get(name), Description):
+            return
+        if description is None:
+            self._expected[name] = Unannounced.MISMATCHED
+        elif not self._has_room(description):
+            self._expected[name] = Unannounced.MEMORY
+        else:
+            self._expected[name] = description
+            self._expected_bytes += description.size
+            self._bytes += description.size
+        while len(self._expected) > _MOST_EXPECTED or self._expected_bytes > self._limit // 4:
+            oldest, forgotten = self._expected.popitem(last=False)
+            if isinstance(forgotten, Description):
+                self._expected_bytes -= forgotten.size
+                self._bytes -= forgotten.size
+                if len(self._expected) < _MOST_EXPECTED:
+                    self._expected[oldest] = Unannounced.MEMORY
+
+    # ---- telling ------------------------------------------------------------------------------
+
+    def _say(self, kind: Callable[..., KVEvent], time_ns: int, *fields: Any) -> None:
+        """REQUIRES: the lock is held."""
+        self._number += 1
+        event = kind(self._number, time_ns, *fields)
+        self._told[type(event).__name__] += 1
+        self._tell(event)
+
+
+def _parts(keys: bytes) -> list[list[bytes]]:
+    """The keys, as many together as one event may name."""
+    found = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+    return [found[at : at + MOST_CHUNKS] for at in range(0, len(found), MOST_CHUNKS)]

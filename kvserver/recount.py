@@ -1,0 +1,55 @@
+"""Telling all that L1 holds again, after the bus had to drop what became of it.
+
+Owns: when, and how far it is. Refuses to know: who keeps what it hears (`kv_events.hub`). Runs in the loop's thread, a
+slice a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvserver.events import Bus, L1Recounted, RecountPart
+from kvserver.index import Index
+
+SLICE = 1024  # chunks looked at in one turn
+
+
+class Recount:
+    def __init__(self, index: Index, bus: Bus, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._bus = bus
+        self._clock = clock
+        self._slices: Iterator[tuple[bytes, bytes]] | None = None  # while it goes on
+
+    def step(self) -> bool:
+        """Go on if there is something to tell, and room for it; True if there is more to do at once.
+
+        What is dropped meanwhile makes it begin anew.
+        """
+        if self._bus.lost_chunks:
+            self._slices = None
+        elif self._slices is None:
+            return False
+        if not self._bus.half_empty:
+            return False
+        if self._slices is None:
+            self._bus.lost_chunks = False
+            self._slices = self._walk()
+            return self._tell(RecountPart.BEGIN)
+        found = next(self._slices, None)
+        if found is None:
+            self._slices = None
+            self._tell(RecountPart.END)
+            return False
+        return self._tell(RecountPart.SLICE, *found)
+
+    def _tell(self, part: RecountPart, namespace: bytes = b"", keys: bytes = b"") -> bool:
+        return self._bus.publish(L1Recounted(int(self._clock() * 1e9), part, namespace, keys), len(keys))
+
+    def _walk(self) -> Iterator[tuple[bytes, bytes]]:
+        """Namespaces and keys; what is READY at the moment it is asked for."""
+        for id in self._index.ids():
+            namespace = self._index.find(id)
+            chunks = list(namespace.chunks.values()) if namespace is not None else []
+            for at in range(0, len(chunks), SLICE):
+                yield id, b"".join([c.key for c in chunks[at : at + SLICE] if c.ready and not c.detached])
