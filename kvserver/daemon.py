@@ -157,6 +157,7 @@ def serve(configuration: Configuration) -> int:
         try:
             pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
         except OSError as error:
+            watchers.discard()
             taken = error.errno == errno.EADDRINUSE
             hint = "port 0 takes a free one" if taken else "give an address of this machine and a port you may use"
             raise ConfigError(

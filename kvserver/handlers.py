@@ -20,7 +20,7 @@ from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import L1Cleared, LookupEnded
 from kvserver.instances import Instances
-from kvserver.kv_messages import DescribeScheduler, EngineLoad
+from kvserver.kv_messages import DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 from kvserver.lifeline import Lifelines
 from kvserver.misses import MissReason
 from kvserver.placement import Placement
@@ -43,6 +43,7 @@ from kvserver.protocol import (
     Store,
     UnregisterWorker,
 )
+from kvserver.recount import Recount
 from kvserver.reports import Reports
 from kvserver.status import books_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.transfers import (
@@ -89,6 +90,7 @@ class Handlers:
         self.bus = watchers.bus
         self.transfers = Transfers(cache, self.copier, self.instances, clock, self.bus)
         self.workers = Workers(settings, cache, self.copier, self.instances, lifelines, clock, self.bus)
+        self.recount = Recount(cache.index, self.bus, clock)
         self.reports = Reports(cache, self.instances, clock, self.bus, watchers.l0.is_unsure)
         self._placement = placement  # of L1, to be shown
         self._token = token
@@ -116,6 +118,8 @@ class Handlers:
                 self.reports.scheduler(request)
             case EngineLoad():
                 self.reports.load(request)
+            case TakeKVEvents():
+                respond(self._take_kv_events(request))
             case Heartbeat():
                 self._check_boot(request.boot_id)
             case Hello():
@@ -179,6 +183,14 @@ class Handlers:
         if namespace is None or self.devices.lost:
             return MissReason.UNAVAILABLE
         return self.cache.why_missed(namespace, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES])
+
+    def _take_kv_events(self, request: TakeKVEvents) -> KVEventsTaken:
+        instance = self.instances.instance(request.instance_id, request.incarnation)
+        if instance.description is None:
+            raise KVServerError(
+                ErrorCode.NOT_READY, f"instance {request.instance_id!r} was not described; send DescribeScheduler first"
+            )
+        return self.watchers.feed.take(request)
 
     def _clear(self, request: Clear) -> Cleared:
         if not request.instance_id:

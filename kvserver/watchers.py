@@ -1,17 +1,22 @@
 """Whoever watches the events of one daemon, and how their figures leave it.
 
-Owns: the bus and its subscribers, the sending over OTLP, their starts and ends. Refuses to know: what they make of events.
+Owns: the bus and its subscribers, the observers of KV events, the sending over OTLP, their starts and ends. Refuses to know: what they make of events.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvserver import metrics
-from kvserver.config import Settings, parse_otlp_endpoint
+from kvserver.config import Settings, parse_otlp_endpoint, parse_size
 from kvserver.events import Bus, Subscriber
 from kvserver.families import Family
+from kvserver.kv_events.feed import Feed
+from kvserver.kv_events.hub import Hub
+from kvserver.kv_events.observers import Observers
+from kvserver.kv_events.types import ObserverContext
 from kvserver.l0 import L0
 from kvserver.l1 import L1
 
@@ -23,9 +28,10 @@ _LAST_EVENTS_SECONDS = 2.0  # for what is queued when the daemon stops
 
 
 class Watchers:
-    """REQUIRES: start() before close(), both once."""
+    """REQUIRES: start() before close(), both once; or discard()."""
 
     def __init__(self, settings: Settings, boot_id: str) -> None:
+        """ConfigError if what the settings ask for cannot be had."""
         self._settings = settings
         self.l0 = L0(settings.metrics_sample_rate)
         self.l1 = L1(settings.metrics_sample_rate)
@@ -39,27 +45,40 @@ class Watchers:
             sender = otlp.resource(boot_id)
             self.traces = tracing.Traces(otlp.span_exporter(endpoint), sender, settings.trace_sample_rate)
             self._make_sender = lambda read: otlp.OtlpMetrics(endpoint, sender, read, settings.otlp_interval_seconds)
-        subscribers: list[Subscriber] = [self.l0, self.l1]
+        self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
+        boot_micros = time.time_ns() // 1000
+        self.observers = Observers(ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot))
+        subscribers: list[Subscriber] = [self.l0, self.l1, self.hub]
         self.bus = Bus([*subscribers, self.traces] if self.traces is not None else subscribers)
 
     def families(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
         """All of the daemon's; from any thread."""
-        return metrics.families(status, rpc, [*self.l0.families(), *self.l1.families()])
+        more = (self.l0, self.l1, self.hub, self.observers)
+        return metrics.families(status, rpc, [family for each in more for family in each.families()])
 
     @property
     def wants_contents(self) -> bool:
         """Whether engines should say with each store what is in its blocks."""
         settings = self._settings
-        return settings.kv_events == "on" or bool(settings.kv_events_endpoint or settings.kv_events_file)
+        observed = bool(settings.kv_events_endpoint or settings.kv_events_file) or self.observers.foreign
+        return settings.kv_events == "on" or observed
+
+    @property
+    def feed(self) -> Feed:
+        feed = self.observers.find("feed")
+        assert isinstance(feed, Feed)
+        return feed
 
     def status(self) -> dict[str, Any]:
         """The parts of `/status` about what leaves."""
-        if self._sender is None or self.traces is None:
-            return {}
-        return {"otlp": self._sender.status(), "traces": self.traces.status()}
+        found: dict[str, Any] = {"kv_events": {**self.hub.status(), "observers": self.observers.status()}}
+        if self._sender is not None and self.traces is not None:
+            found |= {"otlp": self._sender.status(), "traces": self.traces.status()}
+        return found
 
     def start(self, read: Callable[[], list[Family]]) -> None:
         """`read` gives the present families, from any thread; it may take its time."""
+        self.observers.start()
         self.bus.start()
         if self._make_sender is not None:
             self._sender = self._make_sender(read)
@@ -70,5 +89,10 @@ class Watchers:
         self.bus.flush(_LAST_EVENTS_SECONDS)
         last = read()
         self.bus.close(_LAST_EVENTS_SECONDS)
+        self.observers.close()
         if self._sender is not None:
             self._sender.close(last)
+
+    def discard(self) -> None:
+        """Instead of start() and close(), where the daemon does not come to start."""
+        self.observers.close()

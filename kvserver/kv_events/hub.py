@@ -95,9 +95,7 @@ class Hub:
                 scheduler = event.description
                 self._readers.add(scheduler.instance_id)
                 with self._lock:
-                    self._say(
-                        ReaderCame, event.time_ns, scheduler, event.reach, event.chunk_blocks, event.block_tokens
-                    )
+                    self._say(ReaderCame, event.time_ns, scheduler, event.reach, event.chunk_blocks, event.block_tokens)
             case InstanceGone() if event.instance_id in self._readers:
                 self._readers.remove(event.instance_id)
                 with self._lock:
@@ -236,11 +234,10 @@ class Hub:
                     chunks = self._holding(event.namespace, key)
                     if chunks is None:
                         self._expect((event.namespace, key), description)
-                    elif (before := chunks[key]).description is None and description is not None:
-                        if self._has_room(description):
-                            self._bytes += description.size
-                            chunks[key] = KVChunk(key, description)
-                            late.append((before, chunks[key]))
+                    elif chunks[key].description is None and description is not None and self._has_room(description):
+                        self._bytes += description.size
+                        late.append((chunks[key], KVChunk(key, description)))
+                        chunks[key] = late[-1][1]
                 if late:
                     self._described += len(late)
                     before_all, now_all = zip(*late, strict=True)

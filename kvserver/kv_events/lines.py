@@ -1,0 +1,72 @@
+"""KV events in a file, one JSON object a line, for people and tests.
+
+Owns: the form of the lines. Refuses to know: tokens: none are written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from kvserver.errors import ConfigError
+from kvserver.kv_events.types import KVChunk, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, ReaderGone
+
+_TOKEN_BYTES = 4
+
+
+def make(context: ObserverContext) -> Lines | None:
+    return Lines(context.settings.kv_events_file) if context.settings.kv_events_file else None
+
+
+class Lines:
+    """Appends to the file. What the file refuses is raised."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115, a line at a time
+        except OSError as error:
+            raise ConfigError(f"--kv-events-file {path}: {error}") from None
+
+    def observe(self, event: KVEvent) -> None:
+        wall = time.time() - (time.monotonic_ns() - event.time_ns) * 1e-9
+        line = {"number": event.number, "time": round(wall, 6), **_told(event)}
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _told(event: KVEvent) -> dict[str, Any]:
+    match event:
+        case KVStored():
+            return {"type": "stored", "instance_id": event.instance_id, **_chunks(event)}
+        case KVRemoved():
+            return {"type": "removed", **_chunks(event)}
+        case ReaderCame():
+            scheduler = event.scheduler
+            return {
+                "type": "reader_came",
+                "instance_id": scheduler.instance_id,
+                "model_name": scheduler.model_name,
+                "hash_form": scheduler.hash_form,
+                "reach": event.reach.hex(),
+            }
+        case ReaderGone():
+            return {"type": "reader_gone", "instance_id": event.instance_id, "model_name": event.model_name}
+
+
+def _chunks(event: KVStored | KVRemoved) -> dict[str, Any]:
+    return {
+        "tier": event.tier.value,
+        "namespace": event.namespace.hex(),
+        "chunks": [_chunk(chunk) for chunk in event.chunks],
+    }
+
+
+def _chunk(chunk: KVChunk) -> dict[str, Any]:
+    description = chunk.description
+    if description is None:
+        return {"key": chunk.key.hex(), "described": False}
+    tokens = len(description.tokens) // _TOKEN_BYTES
+    return {"key": chunk.key.hex(), "described": True, "blocks": description.blocks, "tokens": tokens}
