@@ -46,7 +46,8 @@ from kvserver.wire import KEY_BYTES
 _MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be
 _COPIED = 4096  # chunks at a time, between which other threads may run
 
-Table: TypeAlias = dict[bytes, dict[bytes, KVChunk]]  # by namespace and key
+_Name: TypeAlias = tuple[bytes, bytes]  # namespace, key
+_Table: TypeAlias = dict[bytes, dict[bytes, KVChunk]]  # by namespace and key
 
 
 class Unannounced(enum.Enum):
@@ -66,10 +67,11 @@ class Hub:
         self._limit = memory_bytes
         self._lock = threading.Lock()  # of all below; what is told is told under it
         self._number = 0
-        self._held: Table = {}
-        self._stale: Table = {}  # held, too; empty but for a recount
-        self._expected: OrderedDict[tuple[bytes, bytes], Description | Unannounced] = OrderedDict()
+        self._held: _Table = {}
+        self._stale: _Table = {}  # held, too; empty but for a recount
+        self._expected: OrderedDict[_Name, Description] = OrderedDict()  # of chunks that are not READY yet
         self._expected_bytes = 0
+        self._refused: OrderedDict[_Name, Unannounced] = OrderedDict()  # such chunks, whose description is not kept
         self._bytes = 0  # of all descriptions
         self._described = 0
         self._chunks = 0
@@ -166,14 +168,15 @@ class Hub:
                     self._say(KVStored, time_ns, Tier.L1, namespace, tuple(came), instance_id)
 
     def _new_chunk(self, namespace: bytes, key: bytes) -> KVChunk:
-        found = self._expected.pop((namespace, key), Unannounced.UNDESCRIBED)
         self._chunks += 1
-        if isinstance(found, Unannounced):
-            self._unannounced[found] += 1
-            return KVChunk(key)
-        self._expected_bytes -= found.size
-        self._described += 1
-        return KVChunk(key, found)
+        why = self._refused.pop((namespace, key), Unannounced.UNDESCRIBED)
+        description = self._expected.pop((namespace, key), None)
+        if description is None:
+            self._unannounced[why] += 1
+        else:
+            self._expected_bytes -= description.size
+            self._described += 1
+        return KVChunk(key, description)
 
     # ---- going --------------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class Hub:
                             del table[event.namespace]
                 self._say_gone(event.time_ns, event.namespace, gone)
 
-    def _drop(self, time_ns: int, table: Table, base: bytes) -> None:
+    def _drop(self, time_ns: int, table: _Table, base: bytes) -> None:
         """All in the table's namespaces that begin with `base` went."""
         for namespace in [namespace for namespace in table if namespace.startswith(base)]:
             chunks = table[namespace]
@@ -253,25 +256,27 @@ class Hub:
     def _has_room(self, description: Description) -> bool:
         return self._bytes + description.size <= self._limit
 
-    def _expect(self, name: tuple[bytes, bytes], description: Description | None) -> None:
+    def _expect(self, name: _Name, description: Description | None) -> None:
         """Keep it until the chunk is READY. The oldest of those that never are make room."""
-        if isinstance(self._expected.get(name), Description):
+        if name in self._expected:
             return
-        if description is None:
-            self._expected[name] = Unannounced.MISMATCHED
-        elif not self._has_room(description):
-            self._expected[name] = Unannounced.MEMORY
-        else:
-            self._expected[name] = description
-            self._expected_bytes += description.size
-            self._bytes += description.size
+        if description is None or not self._has_room(description):
+            self._refuse(name, Unannounced.MISMATCHED if description is None else Unannounced.MEMORY)
+            return
+        self._refused.pop(name, None)
+        self._expected[name] = description
+        self._expected_bytes += description.size
+        self._bytes += description.size
         while len(self._expected) > _MOST_EXPECTED or self._expected_bytes > self._limit // 4:
             oldest, forgotten = self._expected.popitem(last=False)
-            if isinstance(forgotten, Description):
-                self._expected_bytes -= forgotten.size
-                self._bytes -= forgotten.size
-                if len(self._expected) < _MOST_EXPECTED:
-                    self._expected[oldest] = Unannounced.MEMORY
+            self._expected_bytes -= forgotten.size
+            self._bytes -= forgotten.size
+            self._refuse(oldest, Unannounced.MEMORY)
+
+    def _refuse(self, name: _Name, why: Unannounced) -> None:
+        self._refused[name] = why
+        if len(self._refused) > _MOST_EXPECTED:
+            self._refused.popitem(last=False)
 
     # ---- telling ------------------------------------------------------------------------------
 
