@@ -1,0 +1,334 @@
+"""The feed: an engine ends with what it can read, each block told once, whatever of its messages is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from support.daemon import wait_until
+from support.kv_chunks import Prompt, extra, random_prompt, scheduler
+
+from kvserver.config import Settings
+from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceGone, L1Cleared
+from kvserver.kv_events.feed import MOST_BYTES, MOST_EVENTS, Feed
+from kvserver.kv_events.hub import Hub
+from kvserver.kv_events.types import ObserverContext
+from kvserver.kv_messages import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
+
+REACH, LORA, OTHER = b"r" * 64, b"r" * 64 + b"lora" * 8, b"o" * 64
+BOOT = 1_700_000_000_000_000
+
+
+class World:
+    """A hub and a feed that hears of everything at once."""
+
+    def __init__(self, **options: Any) -> None:
+        self.hub = Hub(1 << 30, lambda event: self.feed.observe(event))
+        self.feed = Feed(ObserverContext(Settings(), "boot", BOOT, self.hub.snapshot), **options)
+
+    def reader(self, instance_id: str = "engine", reach: bytes = REACH, **changes: Any) -> None:
+        self.hub.handle(InstanceDescribed(1, scheduler(instance_id, **changes), reach, 2, 4))
+
+    def store(
+        self, prompt: Prompt, namespace: bytes = REACH, first: int = 0, last: int | None = None, **of: Any
+    ) -> None:
+        self.hub.handle(prompt.described(namespace, first, last, **of))
+        self.hub.handle(ChunksStored(1, "other", "m", namespace, b"".join(prompt.keys[first:last]), 10))
+
+    def evict(self, keys: list[bytes], namespace: bytes = REACH) -> None:
+        self.hub.handle(ChunksEvicted(1, namespace, b"".join(keys)))
+
+    def held(self, reach: bytes = REACH) -> set[bytes]:
+        """Hashes of all blocks in the chunks that can be read."""
+        found: set[bytes] = set()
+        for chunk in self.hub.snapshot(reach)[1]:
+            assert chunk.description is not None
+            found |= set(split(chunk.description.hashes, chunk.description.hash_bytes))
+        return found
+
+
+class Engine:
+    """Asks as an adapter does. `loses`: whether a reply does not arrive."""
+
+    def __init__(self, feed: Feed, instance_id: str = "engine", loses: Callable[[], bool] = lambda: False) -> None:
+        self.feed, self.instance_id, self.loses = feed, instance_id, loses
+        self.follow = self.cursor = 0
+        self.blocks: dict[bytes, KVBlocks] = {}
+        self.told: list[KVBlocks] = []
+        self.before: set[bytes] = set()  # told in an earlier follow, and not again yet
+        self.whole = False
+        self.follows: list[int] = []
+
+    def ask(self) -> KVEventsTaken:
+        return self.feed.take(
+            TakeKVEvents(instance_id=self.instance_id, incarnation="one", follow=self.follow, cursor=self.cursor)
+        )
+
+    def step(self) -> KVEventsTaken | None:
+        reply = self.ask()
+        assert len(reply.events) <= MOST_EVENTS
+        if self.loses():
+            return None
+        if reply.follow != self.follow:
+            self.follow, self.whole = reply.follow, False
+            self.before |= set(self.blocks)
+            self.blocks = {}
+            self.follows.append(reply.follow)
+        self.cursor = reply.cursor
+        for event in reply.events:
+            self._apply(event)
+        if reply.whole:
+            self.whole = True
+            self.before.clear()
+        return reply
+
+    def _apply(self, event: KVBlocks) -> None:
+        self.told.append(event)
+        for hash in split(event.hashes, event.hash_bytes):
+            if event.stored:
+                assert hash not in self.blocks, "told twice"
+                self.blocks[hash] = event
+                self.before.discard(hash)
+            else:
+                del self.blocks[hash]
+
+    def catch_up(self) -> None:
+        """Until all has been told."""
+        wait_until(lambda: (reply := self.step()) is not None and reply.whole and not (reply.events or reply.more))
+
+
+def split(hashes: bytes, size: int) -> list[bytes]:
+    return [hashes[at : at + size] for at in range(0, len(hashes), size)]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_an_engine_is_told_what_was_there_and_what_came_and_went(world: World) -> None:
+    one = Prompt(range(40))
+    world.store(one, last=3)
+    world.reader()
+    engine = Engine(world.feed)
+    engine.catch_up()
+    assert set(engine.blocks) == set(one.hashes[:6])
+    world.store(one, first=3)
+    world.evict(one.keys[:1])
+    engine.catch_up()
+    assert set(engine.blocks) == set(one.hashes[2:]) == world.held()
+    assert [event.stored for event in engine.told] == [True] * 3 + [True] * 2 + [False]
+    assert engine.follows == [BOOT + 1]
+
+
+def test_a_stored_block_comes_with_all_that_was_said_of_it(world: World) -> None:
+    one = Prompt(range(24), hash_bytes=16)
+    keys = [["salt"], None, None, [["image", 5]], None, None]
+    world.store(one, lora_name="tuned", extra_keys=extra(*keys))
+    world.reader()
+    engine = Engine(world.feed)
+    engine.catch_up()
+    for number, event in enumerate(engine.told):
+        assert (event.stored, event.medium, event.hash_bytes, event.block_tokens) == (True, "CPU", 16, 4)
+        assert event.parent == (one.hashes[2 * number - 1] if number else b"")
+        assert event.tokens == one.contents(number, number + 1).tokens
+        assert event.lora_name == "tuned"
+        assert (msgspec.msgpack.decode(event.extra_keys) if event.extra_keys else [None, None]) == keys[
+            2 * number : 2 * number + 2
+        ]
+
+
+def test_blocks_that_two_chunks_share_are_told_once_with_the_parent_inside_the_chunk(world: World) -> None:
+    one, other = Prompt([1] * 8), Prompt([1] * 4 + [2] * 4)
+    keys = [["first"], ["second"]]
+    world.reader()
+    engine = Engine(world.feed)
+    world.store(one, extra_keys=extra(*keys))
+    world.store(other, extra_keys=extra(*keys))
+    engine.catch_up()
+    assert [len(split(event.hashes, 32)) for event in engine.told] == [2, 1]
+    assert engine.told[1].parent == one.hashes[0]
+    assert msgspec.msgpack.decode(engine.told[1].extra_keys) == keys[1:]
+    world.evict(one.keys)
+    engine.catch_up()
+    assert engine.told[2].hashes == one.hashes[1]
+    world.evict(other.keys)
+    engine.catch_up()
+    assert engine.blocks == {}
+
+
+def test_each_group_of_the_engine_has_events_of_its_own(world: World) -> None:
+    world.store(Prompt(range(8)))
+    world.reader(groups=(KVGroup("full_attention"), KVGroup("sliding_window", 64)))
+    found: list[KVBlocks] = []
+    wait_until(lambda: found.extend(Engine(world.feed).ask().events) or found)
+    assert [event.group for event in found] == [0, 1]
+    assert found[0].hashes == found[1].hashes
+
+
+def test_only_what_the_engine_can_read_is_told(world: World) -> None:
+    mine, tuned, foreign = Prompt(range(8)), Prompt(range(100, 108)), Prompt(range(200, 208))
+    world.reader()
+    engine = Engine(world.feed)
+    world.store(mine)
+    engine.catch_up()
+    world.store(tuned, LORA)
+    world.store(foreign, OTHER)
+    engine.catch_up()
+    assert set(engine.blocks) == set(mine.hashes + tuned.hashes)
+
+
+def test_chunks_without_a_description_are_not_told(world: World) -> None:
+    one = Prompt(range(16))
+    world.reader()
+    world.hub.handle(ChunksStored(1, "other", "m", REACH, one.keys[0], 10))
+    world.store(one, first=1)
+    engine = Engine(world.feed)
+    engine.catch_up()
+    assert set(engine.blocks) == set(one.hashes[2:])
+    world.store(one)  # and of one that is described late, all is
+    engine.catch_up()
+    assert set(engine.blocks) == set(one.hashes)
+
+
+def test_an_instance_that_nobody_knows_of_yet_is_told_nothing(world: World) -> None:
+    assert world.feed.take(TakeKVEvents(instance_id="who", incarnation="one", follow=7, cursor=3)) == KVEventsTaken(
+        follow=7, cursor=3, events=[], whole=False
+    )
+    world.reader(incarnation="two")
+    assert Engine(world.feed).ask().events == []
+    assert world.feed.status()["followers"] == []
+
+
+def test_a_lost_reply_comes_again(world: World) -> None:
+    world.store(Prompt(range(8 * 300)))
+    world.reader()
+    engine = Engine(world.feed)
+    wait_until(lambda: engine.step() is not None and engine.told)
+    assert engine.ask() == engine.ask()
+    lost = engine.ask()
+    assert lost.events
+    assert engine.step() == lost
+    engine.catch_up()
+    assert set(engine.blocks) == world.held()
+    assert len(engine.follows) == 1
+
+
+def test_the_first_reply_comes_again_when_it_was_lost(world: World) -> None:
+    world.store(Prompt(range(16)))
+    world.reader()
+    engine = Engine(world.feed)
+    wait_until(lambda: engine.ask().events)  # none of these arrives
+    engine.catch_up()
+    assert len(engine.follows) == 1
+    assert len(engine.told) == 2
+
+
+@pytest.mark.parametrize(("follow", "cursor"), [(0, 0), (5, 3), (None, 1000)])
+def test_an_engine_that_asks_for_what_is_not_known_begins_anew(world: World, follow: int | None, cursor: int) -> None:
+    world.store(Prompt(range(40)))
+    world.reader()
+    engine = Engine(world.feed)
+    engine.catch_up()
+    engine.follow = engine.follow if follow is None else follow
+    engine.cursor = cursor
+    engine.catch_up()
+    assert len(engine.follows) == 2
+    assert set(engine.blocks) == world.held()
+
+
+def test_replies_are_bounded(world: World) -> None:
+    world.store(Prompt(range(8 * 200)))
+    big = Prompt(range(32 * 256 * 4), chunk_blocks=256)
+    world.store(big)
+    world.reader()
+    engine = Engine(world.feed)
+    sizes: list[int] = []
+
+    def step() -> bool:
+        reply = engine.step()
+        assert reply is not None
+        sizes.append(sum(len(event.hashes) + len(event.tokens) for event in reply.events))
+        return reply.whole and not reply.more
+
+    wait_until(step)
+    largest_chunk = 256 * (32 + 16)
+    assert max(sizes) <= MOST_BYTES + largest_chunk
+    assert set(engine.blocks) == world.held()
+
+
+def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
+    world = World(most_queued=50)
+    world.reader()
+    engine = Engine(world.feed)
+    first, second = Prompt(range(8 * 40)), Prompt(range(1000, 1000 + 8 * 40))
+    world.store(first)
+    engine.catch_up()
+    world.evict(first.keys)
+    world.store(second)
+    assert world.feed.status()["followers"][0]["queued_chunks"] == 0
+    assert set(engine.blocks) == set(first.hashes)
+    engine.catch_up()
+    assert engine.follows == [BOOT + 1, BOOT + 2]
+    assert set(engine.blocks) == set(second.hashes)
+    assert engine.before == set()
+
+
+def test_another_reach_begins_anew(world: World) -> None:
+    world.reader()
+    engine = Engine(world.feed)
+    old, new = Prompt(range(16)), Prompt(range(100, 116))
+    world.store(old)
+    world.store(new, OTHER)
+    engine.catch_up()
+    world.reader(reach=OTHER)
+    engine.catch_up()
+    assert len(engine.follows) == 2
+    assert set(engine.blocks) == set(new.hashes)
+    world.reader(reach=OTHER)  # told again, unchanged
+    engine.catch_up()
+    assert len(engine.follows) == 2
+
+
+def test_an_instance_that_went_is_forgotten(world: World) -> None:
+    world.reader()
+    engine = Engine(world.feed)
+    world.store(Prompt(range(16)))
+    engine.catch_up()
+    world.hub.handle(InstanceGone(1, "engine", "m", "one", True))
+    assert world.feed.status()["followers"] == []
+    assert engine.ask().events == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_runs_with_lost_replies_end_with_what_can_be_read(seed: int) -> None:
+    generator = random.Random(seed)
+    world = World(most_queued=generator.choice((30, 1000)))
+    engines = [Engine(world.feed, name, lambda: generator.random() < 0.3) for name in ("a", "b")]
+    reaches = {"a": REACH, "b": OTHER}
+    for name, reach in reaches.items():
+        world.reader(name, reach)
+    for step in range(800):
+        chosen = random_prompt(generator, chunks=generator.randint(1, 5))
+        namespace = generator.choice((REACH, LORA, OTHER))
+        match generator.randrange(8):
+            case 0 | 1:
+                world.store(chosen, namespace)
+            case 2:
+                world.evict(chosen.keys[1:], namespace)
+            case 3 if generator.random() < 0.05:
+                world.hub.handle(L1Cleared(1, generator.choice((b"", namespace)), 0))
+            case 4 if generator.random() < 0.03:
+                reaches["a"] = generator.choice((REACH, OTHER))
+                world.reader("a", reaches["a"])
+            case _:
+                engines[step % 2].step()
+    for engine in engines:
+        engine.loses = lambda: False
+        engine.catch_up()
+        assert set(engine.blocks) == world.held(reaches[engine.instance_id])
+        assert engine.before == set()
+    assert all(row["unbalanced_blocks"] == 0 for row in world.feed.status()["followers"])

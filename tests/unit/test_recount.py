@@ -1,0 +1,189 @@
+"""After the bus dropped what became of chunks, the hub is told anew, and ends with what the cache holds."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.daemon import wait_until
+from support.kv_chunks import Witness
+from support.worker import make_keys
+
+from kvserver.cache import Cache
+from kvserver.events import Bus, ChunksEvicted, ChunksStored, ErrorSent, Event, L1Cleared, L1Recounted
+from kvserver.eviction import LeastRecentlyUsed
+from kvserver.kv_events.hub import Hub
+from kvserver.pool import PagePool
+from kvserver.recount import SLICE, Recount
+
+PAGE = 4096
+SPACES = [b"a" * 32, b"a" * 32 + b"lora" * 8, b"b" * 32]
+
+
+class Gated:
+    """A subscriber that holds up the bus while its gate is shut."""
+
+    name = "gated"
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.recounts: list[L1Recounted] = []
+
+    def handle(self, event: Event) -> None:
+        assert self.gate.wait(10)
+        if isinstance(event, L1Recounted):
+            self.recounts.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+class Loop:
+    """A cache, and what the server's loop tells of it."""
+
+    def __init__(self, limit: int, pages: int = 40) -> None:
+        self.cache = Cache(PagePool(pages * PAGE, PAGE), LeastRecentlyUsed())
+        self.witness, self.gated = Witness(), Gated()
+        self.hub = Hub(1 << 30, self.witness.observe)
+        self.bus = Bus([self.gated, self.hub], limit)
+        self.recount = Recount(self.cache.index, self.bus, time.monotonic)
+        self.bus.start()
+
+    def store(self, namespace: bytes, keys: list[bytes], copied: bool = True) -> None:
+        plan = self.cache.plan_store(namespace, 1, 0, b"".join(keys), PAGE)
+        for space in {space for space, _ in plan.evicted}:
+            gone = b"".join(key for owner, key in plan.evicted if owner == space)
+            self.bus.publish(ChunksEvicted(1, space, gone), len(gone))
+        self.cache.finish_store(plan, copied)
+        if plan.ready:
+            ready = b"".join(chunk.key for chunk in plan.ready)
+            self.bus.publish(ChunksStored(1, "engine", "m", namespace, ready, PAGE), len(ready))
+
+    def clear(self, base: bytes) -> None:
+        self.bus.publish(L1Cleared(1, base, self.cache.clear(base)))
+        while self.cache.free_garbage():
+            pass
+
+    def catch_up(self) -> None:
+        """Turns of the loop until all has been told."""
+
+        def told() -> bool:
+            assert self.bus.flush()  # so that there is room
+            return not self.recount.step() and self.bus.flush() and not self.bus.lost_chunks
+
+        wait_until(told)
+
+    @property
+    def held(self) -> list[tuple[bytes, bytes]]:
+        return sorted((chunk.namespace.id, chunk.key) for chunk in self.cache.index if chunk.ready)
+
+    def check(self) -> None:
+        assert sorted(self.witness.held) == self.held
+        assert sorted(chunk.key for chunk in self.hub.snapshot(b"")[1]) == sorted(key for _, key in self.held)
+
+
+@pytest.fixture
+def make_loop() -> Iterator[type[Loop]]:
+    made: list[Loop] = []
+
+    def make(limit: int, pages: int = 40) -> Loop:
+        made.append(Loop(limit, pages))
+        return made[-1]
+
+    yield make  # type: ignore[misc]
+    for loop in made:
+        loop.gated.gate.set()
+        loop.bus.close()
+        assert loop.bus.errors == {}
+
+
+def test_nothing_is_recounted_while_nothing_of_chunks_was_dropped(make_loop: type[Loop]) -> None:
+    loop = make_loop(limit=4)
+    loop.gated.gate.clear()
+    loop.store(SPACES[0], make_keys(2))
+    while loop.bus.publish(ErrorSent(1, "Lookup", "code")):
+        pass
+    loop.gated.gate.set()
+    assert loop.bus.flush()
+    assert not loop.recount.step()
+    assert loop.gated.recounts == []
+
+
+def test_what_was_dropped_is_told_once_there_is_room(make_loop: type[Loop]) -> None:
+    loop = make_loop(limit=8)
+    first, second = make_keys(40, "first"), make_keys(40, "second")
+    loop.store(SPACES[0], first)
+    assert loop.bus.flush()
+    loop.gated.gate.clear()
+    for at in range(40):
+        loop.store(SPACES[2], second[at : at + 1])  # each evicts one of the first
+    assert loop.bus.lost_chunks
+    assert not loop.recount.step(), "the queue is full"
+    loop.gated.gate.set()
+    loop.catch_up()
+    loop.check()
+    assert {key for _, key in loop.held} == set(second)
+
+
+def test_one_turn_tells_a_slice_and_the_next_goes_on(make_loop: type[Loop]) -> None:
+    loop = make_loop(limit=1000, pages=3 * SLICE)
+    loop.store(SPACES[0], make_keys(2 * SLICE + 5))
+    loop.bus.lost_chunks = True
+    turns = 0
+    while loop.recount.step():
+        turns += 1
+    assert turns == 4, "the beginning and three slices"
+    assert loop.bus.flush()
+    assert [len(event.keys) // 32 for event in loop.gated.recounts] == [0, SLICE, SLICE, 5, 0]
+    loop.check()
+
+
+def test_chunks_that_go_while_they_are_recounted_are_not_told_again(make_loop: type[Loop]) -> None:
+    loop = make_loop(limit=1000, pages=3 * SLICE)
+    keys = make_keys(2 * SLICE)
+    loop.store(SPACES[0], keys)
+    loop.bus.lost_chunks = True
+    for _ in range(2):
+        assert loop.recount.step()
+    loop.clear(SPACES[0])
+    loop.store(SPACES[0], keys[-3:])
+    loop.catch_up()
+    loop.check()
+    assert len(loop.held) == 3
+
+
+def test_a_chunk_that_is_being_filled_is_not_recounted(make_loop: type[Loop]) -> None:
+    loop = make_loop(limit=1000)
+    loop.cache.plan_store(SPACES[0], 1, 0, b"".join(make_keys(3)), PAGE)
+    loop.store(SPACES[0], make_keys(2))
+    loop.bus.lost_chunks = True
+    loop.catch_up()
+    loop.check()
+    assert len(loop.held) == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_runs_with_a_tiny_queue_end_with_what_the_cache_holds(make_loop: type[Loop], seed: int) -> None:
+    generator = random.Random(seed)
+    loop = make_loop(limit=generator.choice((4, 12, 40)))
+    keys = make_keys(80, "all")
+    for _ in range(30):
+        for _ in range(100):
+            space, begin = generator.choice(SPACES), generator.randrange(75)
+            match generator.randrange(10):
+                case 0:
+                    loop.clear(generator.choice((b"", space)))
+                case 1:
+                    loop.recount.step()
+                case 2:
+                    loop.store(space, keys[begin : begin + 3], copied=False)
+                case _:
+                    loop.store(space, keys[begin : begin + generator.randint(1, 5)])
+        loop.catch_up()
+        loop.check()
+    assert sum(loop.bus.dropped.values()) > 100
+    assert loop.hub.status()["recounts"] > 1
