@@ -104,8 +104,9 @@ class Observers:
         wanted = [name.strip() for name in context.settings.kv_event_observers.split(",")]
         if wanted == ["none"]:
             return
-        found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-        found = {name: entry for name, entry in found.items() if entry.module not in _OWN.values()}
+        installed = importlib.metadata.entry_points(group=GROUP)
+        found = {entry.name: entry for entry in installed if entry.module not in _OWN.values()}
+        own = len(self._runners)
         for name in sorted(found) if wanted == ["all"] else wanted:
             if name not in found:
                 raise ConfigError(
@@ -120,7 +121,7 @@ class Observers:
             except Exception as error:
                 log.exception("the observer %s cannot be made; it is left out", name)
                 self._failed[name] = f"{type(error).__name__}: {error}"[:500]
-        self.foreign = len(self._runners) > 0 and self._runners[-1].name not in _OWN
+        self.foreign = len(self._runners) > own
 
 
 def _made_by(module: str, context: ObserverContext) -> KVEventObserver | None:
@@ -251,7 +252,7 @@ class _Runner:
 
     def _show(self) -> None:
         if (status := getattr(self.observer, "status", None)) is not None:
-            self._shown = json.loads(json.dumps(status()))
+            self._shown = json.loads(json.dumps(dict(status()), allow_nan=False))
         self._shown_at = time.monotonic()
 
     def _close(self) -> None:

@@ -1,0 +1,264 @@
+"""Each observer has a thread and a queue of its own; one that misbehaves is cut off, and no other notices."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.daemon import wait_until
+from support.kv_chunks import Prompt, scheduler
+from support.observers import install
+
+from kvserver.config import Settings
+from kvserver.errors import ConfigError
+from kvserver.events import ChunksStored
+from kvserver.kv_events.hub import Hub
+from kvserver.kv_events.observers import Observers
+from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ObserverContext, ReaderCame, ReaderGone, Tier
+
+HERE = b"n" * 32
+OWN = {"zmq", "lines", "index", "feed"}
+Make = Callable[..., Observers]
+
+
+def stored(number: int, chunks: tuple[KVChunk, ...] = (KVChunk(bytes(32)),)) -> KVStored:
+    return KVStored(number, time.monotonic_ns(), Tier.L1, HERE, chunks)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Observers with these installed, started."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made: list[Observers] = []
+
+    def make(*names: str, setting: str = "all", start: bool = True, **options: Any) -> Observers:
+        install(tmp_path, *names)
+        settings = Settings(kv_event_observers=setting)
+        made.append(Observers(ObserverContext(settings, "boot", 1), **options))
+        if start:
+            made[-1].start()
+        return made[-1]
+
+    yield make
+    for observers in made:
+        for row in observers.status():
+            if hasattr(found := observers.find(row["name"]), "gate"):
+                found.gate.set()  # type: ignore[union-attr]
+        observers.close()
+    sys.modules.pop("observers_of_a_test", None)
+
+
+def row(observers: Observers, name: str) -> dict[str, Any]:
+    return next(row for row in observers.status() if row["name"] == name)
+
+
+def kept(observers: Observers, name: str = "keeps") -> list[Any]:
+    found: list[Any] = observers.find(name).events  # type: ignore[union-attr]
+    return found
+
+
+def up(observers: Observers) -> dict[str, float | Any]:
+    (family,) = observers.families()
+    return {labels[0]: figure for labels, figure in family.points if labels[0] not in OWN}
+
+
+def test_every_event_is_handed_over_in_order_in_one_thread_of_the_observer(make: Make) -> None:
+    observers = make("keeps")
+    events = [stored(number) for number in range(1, 2000)]
+    for event in events:
+        observers.hand_over(event)
+    wait_until(lambda: len(kept(observers)) == len(events))
+    assert kept(observers) == events
+    observers.close()
+    keeps: Any = observers.find("keeps")
+    assert keeps.closed.is_set()
+    assert [thread.name for thread in keeps.threads] == ["kv events: keeps"]
+    assert row(observers, "keeps")["handled"] == len(events)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "ValueError: cannot take KVStored"),
+        ("exits", "SystemExit: 3"),
+        ("strange", "TypeError"),
+        ("listed", "TypeError"),
+    ],
+)
+def test_one_that_raises_is_cut_off_and_the_others_go_on(make: Make, name: str, reason: str) -> None:
+    observers = make(name, "keeps")
+    observers.hand_over(stored(1))
+    wait_until(lambda: row(observers, name)["state"] == "cut off")
+    observers.hand_over(stored(2))
+    wait_until(lambda: len(kept(observers)) == 2)
+    assert reason in row(observers, name)["reason"]
+    assert len(kept(observers, name)) <= 1
+    assert row(observers, "keeps")["state"] == "running"
+    assert up(observers) == {name: 0, "keeps": 1}
+
+
+@pytest.mark.parametrize("name", ["stalls", "status_stalls"])
+def test_one_that_stalls_is_cut_off_and_the_others_go_on(make: Make, name: str) -> None:
+    observers = make(name, "keeps", stall_seconds=0.2)
+    number = 0
+
+    def tell() -> bool:
+        nonlocal number
+        number += 1
+        observers.hand_over(stored(number))
+        return bool(row(observers, name)["state"] == "cut off")
+
+    wait_until(tell)
+    assert "one call took more than 0.2 s" in row(observers, name)["reason"]
+    assert row(observers, name)["queue_depth"] == 0
+    wait_until(lambda: len(kept(observers)) == number)
+    observers.find(name).gate.set()  # type: ignore[union-attr]
+    observers.hand_over(stored(number + 1))
+    wait_until(lambda: len(kept(observers)) == number + 1)
+    assert len(kept(observers, name)) < number, "it hears no more when it comes back"
+
+
+def test_one_whose_queue_overflows_is_cut_off_and_the_others_go_on(make: Make) -> None:
+    observers = make("stalls", "keeps", limit=20)
+    for number in range(1, 51):
+        observers.hand_over(stored(number))
+        wait_until(lambda number=number: len(kept(observers)) == number)
+    assert row(observers, "stalls")["reason"] == "it did not keep up: its queue was full"
+    assert row(observers, "stalls")["queue_depth"] == 0
+    assert row(observers, "keeps")["state"] == "running"
+
+
+def test_events_with_descriptions_fill_the_queue_sooner(make: Make) -> None:
+    observers = make("stalls", limit=20)
+    hub = Hub(1 << 30, observers.hand_over)
+    long = Prompt(range(64 * 1024), chunk_blocks=1024)
+    hub.handle(long.described(HERE))
+    hub.handle(ChunksStored(1, "i", "m", HERE, b"".join(long.keys), 1))
+    assert row(observers, "stalls")["state"] == "cut off", "the 16 chunks of one event carry 800 KB"
+
+
+def test_what_observers_say_of_themselves_is_shown_but_for_what_the_daemon_says(make: Make) -> None:
+    observers = make("keeps")
+    observers.hand_over(stored(1))
+    wait_until(lambda: row(observers, "keeps").get("kept") == 1)
+    assert row(observers, "keeps") == {
+        "name": "keeps",
+        "state": "running",
+        "reason": "",
+        "handled": 1,
+        "queue_depth": 0,
+        "kept": 1,
+    }
+
+
+def test_what_is_queued_is_handed_over_before_the_end_and_each_is_closed(make: Make) -> None:
+    observers = make("keeps", "close_raises", "raises")
+    for number in range(1, 500):
+        observers.hand_over(stored(number))
+    observers.close()
+    assert len(kept(observers)) == len(kept(observers, "close_raises")) == 499
+    for name in ("keeps", "close_raises", "raises"):
+        assert observers.find(name).closed.is_set(), name  # type: ignore[union-attr]
+
+
+def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
+    observers = make("stalls", "keeps")
+    observers.hand_over(stored(1))
+    began = time.monotonic()
+    observers.close()
+    assert time.monotonic() - began < 20
+    assert "at the daemon's end" in row(observers, "stalls")["reason"]
+    assert len(kept(observers)) == 1
+
+
+def test_those_that_were_never_started_are_closed_too(make: Make) -> None:
+    observers = make("keeps", start=False)
+    observers.close()
+    assert observers.find("keeps").closed.is_set()  # type: ignore[union-attr]
+
+
+# ---- which there are --------------------------------------------------------------------------
+
+
+def names(observers: Observers) -> set[str]:
+    return {row["name"] for row in observers.status()} - OWN
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [("all", {"keeps", "other"}), ("none", set()), ("other", {"other"}), ("other, keeps", {"keeps", "other"})],
+)
+def test_the_setting_chooses_among_those_installed(make: Make, setting: str, found: set[str]) -> None:
+    observers = make("keeps", "other=keeps", "declines", setting=setting)
+    assert names(observers) == found
+    assert observers.foreign == bool(found)
+    assert observers.find("feed") is not None, "what the daemon brings itself stays"
+
+
+def test_one_that_is_asked_for_and_not_installed_is_a_bad_setting(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-event-observers keeps,nobody: no observer 'nobody'.*declines, keeps"):
+        make("keeps", "declines", setting="keeps,nobody")
+
+
+def test_one_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:
+    observers = make("breaks", "gone=nothing", "feed=keeps", "keeps")
+    assert row(observers, "breaks") == {"name": "breaks", "state": "failed", "reason": "RuntimeError: no such host"}
+    assert "AttributeError" in row(observers, "gone")["reason"]
+    assert [each["state"] for each in observers.status() if each["name"] == "feed"] == ["running", "failed"]
+    assert {name for name, figure in up(observers).items() if figure} == {"keeps"}
+
+
+def test_the_daemons_own_are_installed_as_entry_points_too_and_made_once(make: Make) -> None:
+    observers = make("keeps")
+    assert [each["name"] for each in observers.status()].count("feed") == 1
+    with pytest.raises(ConfigError, match="no observer 'feed'"):
+        Observers(ObserverContext(Settings(kv_event_observers="feed"), "boot", 1))
+
+
+# ---- the file of lines ------------------------------------------------------------------------
+
+
+def test_each_event_is_a_line_without_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    observers = Observers(ObserverContext(Settings(kv_events_file=str(path), kv_event_observers="none"), "boot", 1))
+    observers.start()
+    hub = Hub(1 << 30, observers.hand_over)
+    one = Prompt(range(16))
+    hub.handle(one.described(HERE, 0, 1))
+    hub.handle(ChunksStored(time.monotonic_ns(), "i", "m", HERE, b"".join(one.keys), 1))
+    observers.hand_over(KVRemoved(2, time.monotonic_ns(), Tier.L2, HERE, (KVChunk(bytes(32)),)))
+    observers.hand_over(ReaderCame(3, time.monotonic_ns(), scheduler(), HERE, 2, 4))
+    observers.hand_over(ReaderGone(4, time.monotonic_ns(), "engine", "m"))
+    observers.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(abs(line.pop("time") - time.time()) < 60 for line in lines)
+    first, second = one.keys
+    assert lines == [
+        {"number": 1, "type": "stored", "instance_id": "i", "tier": "CPU", "namespace": HERE.hex(), "chunks": [
+            {"key": first.hex(), "described": True, "blocks": 2, "tokens": 8}, {"key": second.hex(), "described": False}]},
+        {"number": 2, "type": "removed", "tier": "STORAGE", "namespace": HERE.hex(), "chunks": [
+            {"key": bytes(32).hex(), "described": False}]},
+        {"number": 3, "type": "reader_came", "instance_id": "engine", "model_name": "m", "hash_form": "bytes",
+         "reach": HERE.hex()},
+        {"number": 4, "type": "reader_gone", "instance_id": "engine", "model_name": "m"},
+    ]  # fmt: skip
+
+
+def test_a_file_that_cannot_be_opened_is_a_bad_setting(tmp_path: Path) -> None:
+    settings = Settings(kv_events_file=str(tmp_path / "none" / "events"))
+    with pytest.raises(ConfigError, match=r"--kv-events-file .*No such file"):
+        Observers(ObserverContext(settings, "boot", 1))
+
+
+def test_a_full_disk_cuts_the_file_off() -> None:
+    observers = Observers(ObserverContext(Settings(kv_events_file="/dev/full", kv_event_observers="none"), "boot", 1))
+    observers.start()
+    observers.hand_over(stored(1))
+    wait_until(lambda: row(observers, "lines")["state"] == "cut off")
+    assert "No space left" in row(observers, "lines")["reason"]
+    observers.close()
