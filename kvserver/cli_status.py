@@ -95,7 +95,10 @@ def table(status: dict[str, Any]) -> str:
     if status["instances"]:
         lines += columns(
             [
-                ("instance", "model", "ranks", "lookups", "hits", "hit rate", "stored", "loaded", "failed", "seen"),
+                (
+                    *("instance", "model", "ranks", "running", "waiting", "lookups", "hits", "hit rate"),
+                    *("stored", "loaded", "failed", "seen"),
+                ),
                 *(_row(instance) for instance in status["instances"]),
             ]
         )
@@ -118,13 +121,16 @@ def _gpu(gpu: dict[str, Any], l1: dict[str, Any]) -> str:
 
 def _row(instance: dict[str, Any]) -> tuple[str, ...]:
     """A rate of tokens; of an instance whose ranks do not agree nothing is shared."""
-    counts, workers = instance["requests"], instance["workers"]
+    counts, workers, load = instance["requests"], instance["workers"], instance["load"]
+    told = load is not None and not load["stale"]
     seen = max((worker["last_seen_seconds"] for worker in workers), default=0.0)
     ranks = f"{len(workers)}/{instance['world_size']}"
     return (
         instance["instance_id"],
         instance["model_name"],
         ranks if instance["namespace"] else f"{ranks} WAITING",
+        str(load["running"]) if told else "-",
+        str(load["waiting"]) if told else "-",
         str(counts["lookups"]),
         str(counts["hits"]),
         rate(counts["hit_tokens"], counts["lookup_tokens"]),

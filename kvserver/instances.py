@@ -16,8 +16,9 @@ from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import InstanceDescribed
 from kvserver.families import DEPARTED_SECONDS
-from kvserver.kv_messages import DescribeScheduler, EngineLoad
+from kvserver.kv_messages import DescribeScheduler
 from kvserver.lifeline import Attachment
+from kvserver.loads import Loads
 from kvserver.misses import MissReason
 from kvserver.namespace import check_agreement, fingerprint, with_variant
 from kvserver.planes import block_bytes, group_count
@@ -51,6 +52,14 @@ class Counts:
     block_records: int = 0
     ended_requests: int = 0
     sequence_gaps: int = 0
+    engine_preemptions: int = 0  # these: what its totals grew by, as the engine told it
+    engine_prompt_tokens: int = 0
+    engine_generation_tokens: int = 0
+    engine_prefix_queries: int = 0
+    engine_prefix_hits: int = 0
+    engine_external_queries: int = 0
+    engine_external_hits: int = 0
+    engine_finished_requests: int = 0
     missed_tokens: Counter[MissReason] = field(default_factory=Counter)
 
     def add(self, other: Counts) -> None:
@@ -106,8 +115,7 @@ class Instance:
     l0_source: str = "none"  # or exact, or reported: how it tells what its blocks do
     prefill_speed: float = 0.0  # tokens a second, as the engine told it last
     description: DescribeScheduler | None = None
-    load: EngineLoad | None = None  # as the engine told it last, and when
-    load_at: float = 0.0
+    loads: Loads = field(default_factory=Loads)
     _variants: dict[str, bytes] = field(default_factory=dict)
     _told: tuple[DescribeScheduler, bytes] | None = None
 
@@ -148,6 +156,7 @@ class Departed:
     instance_id: str
     model_name: str
     counts: Counts
+    loads: Loads
     gone_at: float
 
 
@@ -189,7 +198,7 @@ class Instances:
             instance = Instance(spec.instance_id, spec.incarnation, spec.model_name, spec.world_size)
             before = self.departed.pop((spec.instance_id, spec.model_name), None)
             if before is not None:
-                instance.counts = before.counts
+                instance.counts, instance.loads = before.counts, before.loads
             self.by_id[spec.instance_id] = instance
         self._next += 1
         worker = Worker(self._next, spec, attachment, device, memory, words)
@@ -208,7 +217,7 @@ class Instances:
             return None
         del self.by_id[instance.instance_id]
         name = (instance.instance_id, instance.model_name)
-        self.departed[name] = Departed(*name, instance.counts, now)
+        self.departed[name] = Departed(*name, instance.counts, instance.loads, now)
         return instance
 
     def forget_departed(self, now: float) -> None:

@@ -13,10 +13,13 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvserver.wire import Label, Message, Name, Positive, Ratio, Small, Text, Unsigned
+from kvserver.wire import Label, Message, Name, Positive, Small, Text, Unsigned
 
 HashBytes: TypeAlias = Annotated[int, Meta(ge=8, le=32)]
 Hash: TypeAlias = Annotated[bytes, Meta(max_length=32)]
+Interval: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+FrontEnd: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
 HashForm: TypeAlias = Literal["", "bytes", "int"]  # "": the engine publishes no KV events
 
 
@@ -99,16 +102,19 @@ class KVEventsTaken(Message):
 
 
 class EngineLoad(Message):
-    """Notice: how busy an engine is. Totals count from the engine's start."""
+    """Notice: how busy an engine is. Totals count from the engine's start.
+
+    Of an engine with several front ends each one tells: totals in parts, the rest as the scheduler said it to this one.
+    """
 
     instance_id: Name
     incarnation: Name
     model_name: Name
-    interval_seconds: Ratio  # until the next one
+    interval_seconds: Interval  # until the next one
     running: Unsigned
     waiting: Unsigned
     deferred: Unsigned = 0  # of those waiting, by what is no lack of room
-    kv_cache_usage: Ratio = 0.0  # 0 to 1
+    kv_cache_usage: Share = 0.0
     preemptions: Unsigned = 0
     prompt_tokens: Unsigned = 0
     generation_tokens: Unsigned = 0
@@ -117,3 +123,5 @@ class EngineLoad(Message):
     external_queries: Unsigned = 0  # tokens asked of the connector
     external_hits: Unsigned = 0
     finished_requests: Unsigned = 0
+    front_end: FrontEnd = 0
+    as_of_ns: Unsigned = 0  # CLOCK_MONOTONIC when the scheduler said so

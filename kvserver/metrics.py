@@ -83,6 +83,22 @@ _INSTANCE_COUNTERS = (  # name, text, key of the instance's requests, unit
     ("kvserver_l1_stores_avoided_chunks", "Chunks to be stored that L1 had already.", "avoided_chunks", 1),
     ("kvserver_l1_starved_chunks", "Chunks to be stored that found no room.", "starved_chunks", 1),
     ("kvserver_l1_loaded_chunks", "Chunks copied L1 to L0, by each rank.", "loaded_chunks", 1),
+    ("kvserver_engine_preemptions", "Requests the engine preempted.", "engine_preemptions", 1),
+    ("kvserver_engine_prompt_tokens", "Tokens of prompts the engine took.", "engine_prompt_tokens", 1),
+    ("kvserver_engine_generation_tokens", "Tokens the engine generated.", "engine_generation_tokens", 1),
+    ("kvserver_engine_finished_requests", "Requests the engine finished.", "engine_finished_requests", 1),
+    ("kvserver_engine_prefix_query_tokens", "Tokens looked up in the engine's own cache.", "engine_prefix_queries", 1),
+    ("kvserver_engine_prefix_hit_tokens", "Tokens found there.", "engine_prefix_hits", 1),
+    ("kvserver_engine_external_query_tokens", "Tokens it asked its connector for.", "engine_external_queries", 1),
+    ("kvserver_engine_external_hit_tokens", "Tokens that one had.", "engine_external_hits", 1),
+)
+_LOADS = (  # name, text, key of the instance's load
+    ("kvserver_engine_running_requests", "Requests in the engine's batch.", "running"),
+    ("kvserver_engine_waiting_requests", "Requests waiting in the engine.", "waiting"),
+    ("kvserver_engine_deferred_requests", "Those of them that do not wait for room.", "deferred"),
+    ("kvserver_engine_kv_cache_usage_ratio", "Share of the engine's blocks in use.", "kv_cache_usage"),
+    ("kvserver_engine_prompt_token_rate", "Tokens of prompts a second.", "prompt_tokens_per_second"),
+    ("kvserver_engine_generation_token_rate", "Tokens generated a second.", "generation_tokens_per_second"),
 )
 _L1 = (  # name, text, kind, key of the status
     ("kvserver_l1_size_bytes", "Memory of L1.", Kind.GAUGE, "size_bytes"),
@@ -177,6 +193,20 @@ def _instances(rows: Sequence[dict[str, Any]]) -> Iterable[Family]:
         for reason, tokens in row["requests"]["missed_tokens"].items():
             missed.add(tokens, row["instance_id"], row["model_name"], reason)
     yield missed
+    yield from _loads([row for row in rows if row.get("load") is not None])
+
+
+def _loads(rows: Sequence[dict[str, Any]]) -> Iterable[Family]:
+    for name, text, key in _LOADS:
+        family = Family(name, text, Kind.GAUGE, _INSTANCE)
+        for row in rows:
+            if not row["load"]["stale"]:
+                family.add(row["load"][key], row["instance_id"], row["model_name"])
+        yield family
+    age = Family("kvserver_engine_load_age_seconds", "Since the engine told its load.", Kind.GAUGE, _INSTANCE)
+    for row in rows:
+        age.add(row["load"]["age_seconds"], row["instance_id"], row["model_name"])
+    yield age
 
 
 def _rpcs(rpc: dict[str, Any]) -> Iterable[Family]:

@@ -28,6 +28,7 @@ from kvserver.protocol import (
 _ASK_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time
 _CONTENT_BYTES = 8
 _TOKEN_BYTES = 4
+_MOST = 1 << 62  # of a total that an engine tells: OTLP has 64 bits for it
 
 
 class Reports:
@@ -97,8 +98,9 @@ class Reports:
 
     def load(self, request: EngineLoad) -> None:
         instance = self._reporter(request)
-        instance.load = request
-        instance.load_at = self._clock()
+        for name, grown in instance.loads.take(request, self._clock()).items():
+            total = f"engine_{name}"
+            setattr(instance.counts, total, min(getattr(instance.counts, total) + grown, _MOST))
 
     def _reporter(self, request: ReportBlockAllocations | EndRequest | DescribeScheduler | EngineLoad) -> Instance:
         """Identity is in the message and must be the registered one: figures of two models never mix."""

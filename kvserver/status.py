@@ -87,6 +87,7 @@ def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], no
         "block_tokens": spec.block_tokens,
         "chunk_tokens": spec.block_tokens * spec.chunk_blocks,
         "requests": counts_status(counts),
+        "load": instance.loads.status(instance.incarnation, now),
     }
 
 

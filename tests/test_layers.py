@@ -41,6 +41,7 @@ ORDER = [
     "devices",
     "copier",
     "lifeline",
+    "loads",
     "instances",
     "l1",
     "kv_events.hub",

@@ -51,6 +51,8 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
         "instance",
         "model",
         "ranks",
+        "running",
+        "waiting",
         "lookups",
         "hits",
         "hit",
@@ -64,15 +66,17 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
     assert rows.keys() == {worker.instance_id for worker in workers}
     counts = next(i for i in daemon.status()["instances"] if i["instance_id"] == workers[0].instance_id)["requests"]
     row = rows[workers[0].instance_id]
-    assert row[1:6] == [
+    assert row[1:8] == [
         "test/model",
         "1/1",
+        "-",  # nobody told
+        "-",
         str(counts["lookups"]),
         str(counts["hits"]),
         f"{100 * counts['hit_tokens'] / counts['lookup_tokens']:.1f}%",
     ]
     assert cli_status.size(counts["stored_bytes"]) in " ".join(row)
-    assert rows[workers[1].instance_id][5] == "-"  # nothing was looked up, which is no rate of 0%
+    assert rows[workers[1].instance_id][7] == "-"  # nothing was looked up, which is no rate of 0%
 
 
 def test_a_daemon_without_engines_says_so(make_daemon):
