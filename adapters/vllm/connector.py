@@ -16,7 +16,7 @@ import torch
 import vllm
 from kvserver.adapters.vllm.backends import attention_backends, block_dimensions
 from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
-from kvserver.adapters.vllm.identity import model_identity
+from kvserver.adapters.vllm.identity import model_identity, served_name
 from kvserver.adapters.vllm.link import Link, Registration
 from kvserver.adapters.vllm.memory import SharedCaches, share
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
@@ -24,6 +24,7 @@ from kvserver.adapters.vllm.outbox import DirectOutbox, OrderedOutbox, Outbox
 from kvserver.adapters.vllm.planes import UnsupportedLayout
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
+from kvserver.adapters.vllm.stats import KVServerPromMetrics, KVServerStats, grown
 from kvserver.adapters.vllm.worker import WORDS, WorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -147,6 +148,8 @@ def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
 
 class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     make_exporter: MakeExporter | None = None  # None: what the memory's device asks for
+    if hasattr(base, "CacheHitSource"):
+        _cache_hit_source = base.CacheHitSource.HOST  # L1
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -161,6 +164,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._instance_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = str(vllm_config.instance_id) or self._instance_id
         self._kv_caches: dict[str, torch.Tensor] = {}
+        self._group_bytes = [0]
+        self._lookups_told: Counter[str] = Counter()
         self._registered = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches
         self._refusal: str | None = "the connector could not be set up"
@@ -217,13 +222,12 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             outbox,
             fails_requests=TransferResults is not None,
             stores=stores,
+            group_bytes=self._group_bytes,
             fault=self._fault,
         )
 
     def _model_name(self) -> str:
-        model = self._config.model_config
-        served = model.served_model_name
-        return str(served[0] if isinstance(served, list) else served or model.model)
+        return served_name(self._config.model_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -261,6 +265,9 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except (UnsupportedLayout, CannotShare) as error:
             log.warning("kvserver: this engine runs without cache: %s", error)
             return None
+        self._group_bytes = [
+            sum(plane.run_bytes for plane in caches.planes if plane.group == group) for group in range(len(groups))
+        ]
         message = self._registration(caches, attention_backends(self._config, list(kv_caches)))
         rank = self._config.parallel_config.rank
         return Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message))
@@ -375,6 +382,24 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @fenced()
     def build_connector_worker_meta(self) -> StepReport | None:
         return self.worker.take_report() if self.worker is not None else None
+
+    # ---- statistics: of whichever half, and in vLLM's front end ---------------------------------
+
+    @fenced()
+    def get_kv_connector_stats(self) -> KVServerStats | None:
+        if self.worker is not None:
+            return self.worker.stats.take()
+        return grown(self.scheduler.counters, self._lookups_told) if self.scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVServerStats:
+        return KVServerStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVServerPromMetrics:
+        return KVServerPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- scheduler side -----------------------------------------------------------------------
 

@@ -16,12 +16,13 @@ from kvserver._native import State
 
 @dataclass(slots=True)
 class Copy:
-    """One store or load: its state word in its session's page, and when we stop waiting."""
+    """One store or load: its state word in its session's page, when it began and when we stop waiting."""
 
     spec: StoreSpec | LoadSpec
     session: Session
     word: int
     sequence: int
+    began: float
     deadline: float
     quarantined: bool = False
     timed_out: bool = False

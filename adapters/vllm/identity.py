@@ -31,6 +31,12 @@ def folder_fingerprint(folder: Path, config_name: str) -> str:
     return digest.hexdigest()
 
 
+def served_name(model: Any) -> str:
+    """What users call the model of this ModelConfig."""
+    served = model.served_model_name
+    return str(served[0] if isinstance(served, list) else served or model.model)
+
+
 def model_fingerprint(model: str, hf_config: Any, incarnation: str) -> str:
     """A local folder's fingerprint, a hub model's resolved commit, or else a text that nobody shares."""
     path = Path(model)

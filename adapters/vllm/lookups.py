@@ -151,6 +151,7 @@ class Lookups:
                 continue
             question.lookup = None
             question.hit_chunks = reply.hit_chunks if isinstance(reply, LookupReply) else 0
+            self._counters["lookup_hits"] += question.hit_chunks > 0
 
     def _note_refusal(self, number: int, error: Error) -> None:
         self._refused(number, error)

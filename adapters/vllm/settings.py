@@ -61,6 +61,14 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="How long sleep mode waits for the daemon to let go of the KV cache. Then: sleep fails if a load may still write, else the GPU memory is free once the daemon lets go.",
         ),
     ] = 5_000.0
+    load_interval_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400_000,
+            description="How often the engine's load is told, for routers and dashboards, by vLLM's stat logger plugin. 0: never.",
+        ),
+    ] = 1_000.0
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(

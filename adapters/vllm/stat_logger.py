@@ -1,0 +1,150 @@
+"""`KVServerStatLogger`: tells the daemon how busy an engine is, from the engine's front end.
+
+Owns: the sums of what vLLM reports, and the thread that sends them. Refuses to know: the connector, which lives in
+other processes; what the daemon makes of it. An engine without our connector has neither.
+
+vLLM's thread only adds numbers. The other one has the socket: no daemon, one that hangs or one that does not know
+the engine costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from typing import Any
+
+from kvserver.adapters.vllm.identity import served_name
+from kvserver.adapters.vllm.settings import read_settings
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from kvserver.client import Client, RequestFailed
+from kvserver.kv_messages import EngineLoad
+from kvserver.protocol import Error
+
+log = logging.getLogger("vllm.kvserver")
+
+_LOADS_SINCE = 3  # the protocol version
+_HELLO_SECONDS = 2.0
+_LONGEST_REST = 8  # intervals, for an engine that the daemon does not know
+
+
+class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
+    """Of one engine: vLLM makes one for each data-parallel rank, in each of its front ends."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.load: EngineLoad | None = None  # None: nothing is told
+        self._failed = False
+        try:
+            self._set_up(vllm_config, engine_index)
+        except Exception:
+            log.exception("kvserver: the load of this engine is not told")
+
+    def _set_up(self, config: Any, engine_index: int) -> None:
+        transfer = config.kv_transfer_config
+        if transfer is None or transfer.kv_connector != "KVServerConnector":
+            return
+        settings = read_settings(transfer.kv_connector_extra_config)
+        if not settings.load_interval_ms:
+            return
+        interval = settings.load_interval_ms / 1000
+        self.load = EngineLoad(
+            instance_id=instance_id(config, engine_index),
+            incarnation=str(config.instance_id) or str(transfer.engine_id),
+            model_name=served_name(config.model_config),
+            interval_seconds=interval,
+            running=0,
+            waiting=0,
+            front_end=max(0, getattr(config.parallel_config, "_api_process_rank", 0)),
+        )
+        teller = Teller(settings.endpoint, self.load, interval)
+        weakref.finalize(self, teller.stop.set)
+        teller.thread.start()
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **_: Any
+    ) -> None:
+        if self.load is None or self._failed:
+            return
+        try:
+            if scheduler_stats is not None:
+                take_scheduler(self.load, scheduler_stats)
+            if iteration_stats is not None:
+                take_iteration(self.load, iteration_stats)
+        except Exception:
+            self._failed = True
+            log.exception("kvserver: the load of this engine is not told any more")
+
+    def log_engine_initialized(self) -> None:
+        return
+
+
+def instance_id(config: Any, engine_index: int) -> str:
+    """As the engine's own processes have it: with data parallelism vLLM appends the rank there, and only there.
+
+    A process that is one rank of several by itself (offline) has index 0, and its rank in the configuration.
+    """
+    name, parallel = str(config.kv_transfer_config.engine_id), config.parallel_config
+    rank = engine_index or parallel.data_parallel_rank
+    return f"{name}_dp{rank}" if parallel.data_parallel_size > 1 or rank else name
+
+
+def take_scheduler(load: EngineLoad, stats: Any) -> None:
+    load.deferred = getattr(stats, "num_skipped_waiting_reqs", 0)
+    load.running = stats.num_running_reqs
+    load.waiting = stats.num_waiting_reqs + load.deferred
+    load.kv_cache_usage = min(max(stats.kv_cache_usage, 0.0), 1.0)
+    load.as_of_ns = time.monotonic_ns()
+    load.prefix_queries += stats.prefix_cache_stats.queries
+    load.prefix_hits += stats.prefix_cache_stats.hits
+    external = stats.connector_prefix_cache_stats
+    if external is not None:
+        load.external_queries += external.queries
+        load.external_hits += external.hits
+
+
+def take_iteration(load: EngineLoad, stats: Any) -> None:
+    load.preemptions += stats.num_preempted_reqs
+    load.prompt_tokens += stats.num_prompt_tokens
+    load.generation_tokens += stats.num_generation_tokens
+    load.finished_requests += len(stats.finished_requests)
+
+
+class Teller:
+    """The thread that sends `load` as it is, once in each interval; it ends when `stop` is set."""
+
+    def __init__(self, endpoint: str, load: EngineLoad, interval: float) -> None:
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="kvserver-load", daemon=True)
+        self._endpoint = endpoint
+        self._load = load
+        self._interval = interval
+        self._understood = False  # by the daemon that was there last
+
+    def _run(self) -> None:
+        try:
+            with Client(self._endpoint, _HELLO_SECONDS) as client:
+                while not self.stop.is_set():
+                    self.stop.wait(self._tell(client))
+        except Exception:
+            log.exception("kvserver: the load of this engine is not told any more")
+
+    def _tell(self, client: Client) -> float:
+        """Send once; the pause until the next time: longer and longer while the daemon refuses it."""
+        refused = any(isinstance(reply, Error) for _, reply in client.channel.receive())
+        if refused:  # it does not know the engine yet, or never will; or it is another daemon
+            self._understood = False
+        rest = min(self._load.interval_seconds * 2, self._interval * _LONGEST_REST) if refused else self._interval
+        self._load.interval_seconds = min(rest, 86400.0)
+        if self._understood or self._greet(client):
+            client.channel.send(self._load)
+        return self._load.interval_seconds
+
+    def _greet(self, client: Client) -> bool:
+        """Whether a daemon is there that takes loads."""
+        try:
+            self._understood = client.hello("load").protocol_version >= _LOADS_SINCE
+        except (RequestFailed, TimeoutError):
+            self._understood = False
+        return self._understood

@@ -20,7 +20,7 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvserver.adapters.vllm.copies import Copy
@@ -28,9 +28,10 @@ from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
 from kvserver.adapters.vllm.outbox import Message, NotSent, Outbox
 from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.stats import KVServerStats
 
 from kvserver._native import State, pack_blocks
-from kvserver.protocol import Error, Retrieve, Store
+from kvserver.protocol import Error, Reply, Retrieve, Store, Stored
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -49,6 +50,7 @@ class WorkerHalf:
         *,
         fails_requests: bool,
         stores: bool = True,
+        group_bytes: Sequence[int] = (0,),
         fault: Callable[[str, Exception], None],
     ) -> None:
         """`link` is None when this worker runs without cache; it still answers for every load it is given.
@@ -57,9 +59,12 @@ class WorkerHalf:
         than computing the failed blocks in place. Only that is right where a window's null blocks lie before them,
         and only then can blocks be kept out of use.
         `stores` is False for a rank whose KV is what rank 0 stores.
+        `group_bytes`: what a block of each KV cache group takes, to count what was copied.
         `fault` takes note of an exception of ours: (where, which).
         """
         self.counters: Counter[str] = Counter()
+        self.stats = KVServerStats()
+        self._group_bytes = group_bytes
         self._settings = settings
         self._link = link
         self._leaving: list[Link] = []  # after detach(), until the server let go
@@ -121,6 +126,8 @@ class WorkerHalf:
             copy = self._begin(store, self._settings.store_timeout_ms) if self._stores_own else None
             if copy is None:
                 self._report.ended_stores.append(store.store_id)
+                if self._stores_own:
+                    self.stats.add("store_failures")
             else:
                 self._stores[store.store_id] = copy
 
@@ -138,8 +145,8 @@ class WorkerHalf:
         if session is None or session.words is None or not self._free_words:
             self.counters["unsent"] += 1
             return None
-        deadline = time.monotonic() + timeout_ms / 1000
-        copy = Copy(spec, session, self._free_words.pop(), next(self._sequences), deadline)
+        now = time.monotonic()
+        copy = Copy(spec, session, self._free_words.pop(), next(self._sequences), now, now + timeout_ms / 1000)
         session.words.arm(copy.word, copy.sequence)
         posted = False
         try:
@@ -190,6 +197,7 @@ class WorkerHalf:
                 del self._stores[store_id]
                 self._end(copy)
                 self._report.ended_stores.append(store_id)
+                self.stats.add("store_failures")
         for load_id, copy in list(self._loads.items()):
             if self._load_over(copy, now):
                 del self._loads[load_id]
@@ -225,6 +233,7 @@ class WorkerHalf:
             else:
                 self._finished.add(spec.request_id)
                 self.counters["loaded"] += 1
+                self.stats.ended("load", now - copy.began, self._bytes_of(spec.block_ids))
             return True
         if state in (State.FAILED, State.CANCELLED) or copy.session.ended.is_set():
             if copy.quarantined:
@@ -244,6 +253,7 @@ class WorkerHalf:
         self._finished.add(spec.request_id)
         self._report.failed_loads.append(spec.request_id)
         self.counters["failed_loads"] += 1
+        self.stats.add("load_failures")
         if quarantine:
             self._report.quarantined.append((spec.load_id, [i for i in spec.block_ids if i != NULL_BLOCK]))
         if self._fails_requests:
@@ -282,9 +292,25 @@ class WorkerHalf:
                 if self._stores.pop(copy.spec.store_id, None) is not None:
                     self._end(copy)
                     self._report.ended_stores.append(copy.spec.store_id)
+                    self._store_answered(copy, answer)
             elif isinstance(answer, Error):
                 # Refused before the server knew the word: it is ours to end.
                 copy.move(State.PENDING, State.CANCELLED)
+
+    def _store_answered(self, copy: Copy, answer: Reply | NotSent) -> None:
+        if isinstance(answer, Stored):
+            copied = answer.stored * copy.spec.chunk_blocks * sum(self._group_bytes)
+            self.stats.ended("store", time.monotonic() - copy.began, copied)
+        else:
+            self.stats.add("store_failures")
+
+    def _bytes_of(self, block_ids: list[int]) -> int:
+        """What these blocks take, in the order of a copy; null blocks are not copied."""
+        groups = len(self._group_bytes)
+        tables = [block_ids[group::groups] for group in range(groups)]
+        return sum(
+            (len(ids) - ids.count(NULL_BLOCK)) * size for ids, size in zip(tables, self._group_bytes, strict=True)
+        )
 
     def _not_sent(self, answer: NotSent) -> None:
         self.counters[f"not_sent_{answer.reason}"] += 1
