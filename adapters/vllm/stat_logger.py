@@ -35,7 +35,6 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.load: EngineLoad | None = None  # None: nothing is told
-        self._failed = False
         try:
             self._set_up(vllm_config, engine_index)
         except Exception:
@@ -59,13 +58,13 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
             front_end=max(0, getattr(config.parallel_config, "_api_process_rank", 0)),
         )
         teller = Teller(settings.endpoint, self.load, interval)
-        weakref.finalize(self, teller.stop.set)
+        self._end = weakref.finalize(self, teller.stop.set)
         teller.thread.start()
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **_: Any
     ) -> None:
-        if self.load is None or self._failed:
+        if self.load is None:
             return
         try:
             if scheduler_stats is not None:
@@ -73,7 +72,8 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
             if iteration_stats is not None:
                 take_iteration(self.load, iteration_stats)
         except Exception:
-            self._failed = True
+            self.load = None
+            self._end()
             log.exception("kvserver: the load of this engine is not told any more")
 
     def log_engine_initialized(self) -> None:

@@ -52,6 +52,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -176,6 +177,7 @@ class Runner:
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
             invalid_block_ids=self.connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=self.connector.get_kv_connector_stats(),
             kv_connector_worker_meta=self.connector.build_connector_worker_meta(),
         )
 
@@ -288,6 +290,7 @@ class Engine:
         self.answers: dict[str, Answer] = {}
         self.received: list[str] = []  # requests in finished_recving, as they came
         self.plans: list[StepPlan] = []  # what the scheduler half told the worker halves, step by step
+        self.stats: list[SchedulerStats] = []  # of each step
         self.preemptions = 0
         self.before_step: Callable[[StepPlan], None] = lambda plan: None  # called before the workers see the plan
         self.after_step: Callable[[StepPlan], None] = lambda plan: None
@@ -429,6 +432,7 @@ class Engine:
     def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         self.received += sorted((result.kv_connector_output and result.kv_connector_output.finished_recving) or ())
         for core in self.scheduler.update_from_output(output, result).values():
+            self.stats += [core.scheduler_stats] if core.scheduler_stats is not None else []
             for said in core.outputs:
                 answer = self.answers[said.request_id]
                 answer.tokens += said.new_token_ids
