@@ -1,0 +1,131 @@
+"""`vllm serve` as a process of its own, asked over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from engines import NICE, START_SECONDS, TIMEOUTS, Prompt
+from prometheus_client.parser import text_string_to_metric_families
+
+MODEL = "tiny"
+
+
+def free_port() -> int:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        return port
+
+
+def completion(prompt: Prompt, count: int, **more: Any) -> dict[str, Any]:
+    """The body of a request, answered with token ids."""
+    exact = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": MODEL, "prompt": prompt, "max_tokens": count, **exact, **more}
+
+
+class Server:
+    """wait_ready() before asking, close() at the end. Its own caches can be reset, as its developers do."""
+
+    def __init__(
+        self, model: Path, endpoint: str, log: Path, engine_id: str, extra: dict[str, Any] | None = None
+    ) -> None:
+        self.engine_id = engine_id
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        transfer = {
+            "kv_connector": "KVServerConnector",
+            "kv_connector_module_path": "kvserver.adapters.vllm",
+            "kv_role": "kv_both",
+            "engine_id": engine_id,
+            "kv_connector_extra_config": {"kvserver.endpoint": endpoint, **TIMEOUTS, **(extra or {})},
+        }
+        options = {
+            "model": model,
+            "port": self.port,
+            "served-model-name": MODEL,
+            "dtype": "float32",
+            "block-size": 32,
+            "num-gpu-blocks-override": 200,
+            "max-model-len": 2048,
+            "kv-transfer-config": json.dumps(transfer),
+        }
+        flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        self._log_file = log.open("w")
+        self.process = subprocess.Popen(
+            [
+                *[*NICE, sys.executable, "-m", "vllm.entrypoints.openai.api_server"],
+                *[*flags, "--skip-tokenizer-init", "--enforce-eager"],
+            ],
+            stdout=self._log_file,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_SERVER_DEV_MODE": "1",
+            },
+            process_group=0,
+        )
+
+    def wait_ready(self) -> Server:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                self._get("/health")
+                return self
+            assert self.process.poll() is None, self.tail()
+            assert time.monotonic() < deadline, self.tail()
+            time.sleep(0.2)
+
+    def generate(self, prompt: Prompt, count: int = 8) -> list[int]:
+        tokens: list[int] = self.post("/v1/completions", completion(prompt, count))["choices"][0]["token_ids"]
+        return tokens
+
+    def forget(self) -> None:
+        """Empty its own prefix cache."""
+        self.post("/reset_prefix_cache", {})
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    def metrics(self, **labels: str) -> dict[str, float]:
+        """vLLM's own, by name; of those with more labels than the engine's only what has these."""
+        expected = {"model_name": MODEL, "engine": "0", **labels}
+        families = text_string_to_metric_families(self._get("/metrics"))
+        return {s.name: s.value for family in families for s in family.samples if s.labels == expected}
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text().splitlines()[-40:])
+
+    def close(self) -> None:
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._log_file.close()

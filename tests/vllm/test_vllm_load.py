@@ -1,0 +1,130 @@
+"""A real server's figures: what the daemon shows of its load, and what its own metrics say of the connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Prompt
+from serving import Server
+from support.daemon import Daemon, wait_until
+
+CHUNK = 256
+SAME = {  # in the daemon's load, in vLLM's own metrics
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_cache_usage": "vllm:kv_cache_usage_perc",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "generation_tokens": "vllm:generation_tokens_total",
+    "preemptions": "vllm:num_preemptions_total",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "external_queries": "vllm:external_prefix_cache_queries_total",
+    "external_hits": "vllm:external_prefix_cache_hits_total",
+}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    daemon = Daemon(l1_size="256MiB", chunk_tokens=CHUNK).start()
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    server = Server(model, daemon.endpoint, log, "busy", {"kvserver.load_interval_ms": 50})
+    try:
+        yield server.wait_ready()
+    finally:
+        server.close()
+
+
+def row_of(daemon: Daemon) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = daemon.status()["instances"]
+    assert [row["instance_id"] for row in rows] == ["busy"]
+    return rows[0]
+
+
+def agreed(daemon: Daemon, server: Server) -> dict[str, Any]:
+    """The load, once it and vLLM's metrics say the same of a server that has nothing to do."""
+
+    def found() -> dict[str, Any] | None:
+        load, own = row_of(daemon)["load"], server.metrics()
+        same = load is not None and all(load[ours] == own[theirs] for ours, theirs in SAME.items())
+        return load if same and not load["running"] else None
+
+    return wait_until(found, 20, "both agree")
+
+
+def test_the_daemon_shows_the_figures_that_vllm_has(
+    daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
+) -> None:
+    before = agreed(daemon, server)
+    for number in range(4):
+        server.generate(prompt(number, 100 + number), 10 + number)
+    after = agreed(daemon, server)
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 100 + 101 + 102 + 103
+    assert after["generation_tokens"] - before["generation_tokens"] == 10 + 11 + 12 + 13
+    assert after["finished_requests"] - before["finished_requests"] == 4
+    assert not after["stale"]
+
+
+def test_requests_are_seen_while_they_run(daemon: Daemon, server: Server, prompt: Callable[..., Prompt]) -> None:
+    """200 blocks of 32 tokens hold two requests of 1500 tokens and one more, not five."""
+    with ThreadPoolExecutor(5) as pool:
+        futures = [pool.submit(server.generate, prompt(20 + number, 1500), 400) for number in range(5)]
+        busy = wait_until(
+            lambda: (load := row_of(daemon)["load"]) and load["running"] and load["waiting"] and load, 60, "some wait"
+        )
+        assert busy["running"] + busy["waiting"] <= 5
+        assert 0.5 < busy["kv_cache_usage"] <= 1
+        for future in futures:
+            assert len(future.result()) == 400
+    code, text = daemon.http("/metrics")
+    assert code == 200
+    assert 'kvserver_engine_running_requests{instance_id="busy",model_name="tiny"}' in text
+    agreed(daemon, server)
+
+
+def test_a_hit_is_in_vllms_own_metrics_under_its_tier(
+    daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
+) -> None:
+    words = prompt(50, 2 * CHUNK + 40)
+    cold = server.generate(words)
+    wait_until(lambda: row_of(daemon)["requests"]["stored_chunks"] >= 2, 20)
+    server.forget()
+    before, host = server.metrics(), server.metrics(source="host")
+    assert server.generate(words) == cold
+    after, by_source = server.metrics(), server.metrics(source="host")
+
+    def grew(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grew("vllm:external_prefix_cache_hits_total") == 2 * CHUNK
+    name = "vllm:prompt_tokens_cached_by_source_total"
+    assert by_source[name] - host.get(name, 0) == 2 * CHUNK
+    assert grew("vllm:kvserver_lookups_total") == 1
+    assert grew("vllm:kvserver_lookup_hits_total") == 1
+    assert grew("vllm:kvserver_load_seconds_count") == 1
+    assert after["vllm:kvserver_load_bytes_total"] == row_of(daemon)["requests"]["loaded_bytes"] > 0
+    assert after["vllm:kvserver_load_failures_total"] == 0
+
+
+def test_the_server_goes_on_while_the_daemon_is_stopped_and_its_load_is_told_afterwards(
+    daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
+) -> None:
+    before = agreed(daemon, server)
+    daemon.freeze()
+    try:
+        for number in range(3):
+            assert len(server.generate(prompt(70 + number, 40), 20)) == 20
+    finally:
+        daemon.thaw()
+    after = agreed(daemon, server)
+    assert after["generation_tokens"] - before["generation_tokens"] == 60
+    assert not after["stale"]
