@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvserver.adapters.vllm import connector, host_memory
+from kvserver.adapters.vllm import host_memory, support
 from kvserver.adapters.vllm.link import Link
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.worker import WorkerHalf
@@ -126,7 +126,7 @@ def test_refused_where_a_failed_load_cannot_fail_its_request(
     make_daemon, make_halves, warnings_of, monkeypatch, adjust, reason
 ):
     """Before vLLM 0.30 the failed blocks are computed in place: wrong upon null blocks, and not taken of several groups."""
-    monkeypatch.setattr(connector, "TransferResults", None)
+    monkeypatch.setattr(support, "TransferResults", None)
     halves = make_halves(make_daemon(), adjust)
     monkeypatch.undo()  # the harness asks as vLLM 0.32 does
     assert all(f"{reason} before vLLM 0.30" in said for said in warnings_of())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvserver.adapters.vllm import connector
-from kvserver.adapters.vllm.connector import whole_prompts_only
+from kvserver.adapters.vllm.support import whole_prompts_only
 from modelless import prompt
 
 CHUNK = 64

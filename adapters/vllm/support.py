@@ -1,0 +1,89 @@
+"""What of vLLM is served, and what about a configuration changes how.
+
+Owns: the reasons to run without cache, read from vLLM's configuration and version. Refuses to know: what is done then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# 0.30 and later: failures are reported per request, which frees its blocks.
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+
+
+def vllm_version() -> tuple[int, int]:
+    major, minor = vllm.__version__.split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+
+
+def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Why this engine runs without cache, or None."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} > 1: ranks hold different tokens of a block"
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kinds = [type(spec).__name__ for spec in specs]
+    for kind in kinds:
+        if "Mamba" in kind or "Cross" in kind or "Encoder" in kind:
+            return f"KV cache of kind {kind}"
+        if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and TransferResults is None:
+            return f"KV cache of kind {kind} before vLLM 0.30, which would compute on null blocks after a failed load"
+    if not specs:
+        return "no KV cache"
+    if len(specs) > 1 and TransferResults is None:
+        return f"{len(specs)} KV cache groups before vLLM 0.30; disable the hybrid KV cache manager"
+    if len({spec.block_size for spec in specs}) > 1:
+        return f"KV cache groups {kinds} with blocks of different sizes; disable the hybrid KV cache manager"
+    if getattr(vllm_config, "use_v2_model_runner", False) and written_early(kv_cache_config):
+        return "vLLM writes new blocks before stores that read them can be ended; set VLLM_USE_V2_MODEL_RUNNER=0"
+    if vllm_config.model_config.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
+        return "sleep mode before vLLM 0.33, which takes the KV cache away without a word to its connector"
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        return "kv_role must be kv_both"
+    return None
+
+
+def written_early(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM zeroes new blocks, or copies into them what was partly hit, as the first thing of a step.
+
+    Its model runner V2 does that before it calls handle_preemptions.
+    """
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    hash_block_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_tokens < block_tokens)
+
+
+def whole_prompts_only(vllm_config: VllmConfig) -> bool:
+    """Whether a hit is right only if it leaves one token to compute.
+
+    vLLM's MLA for CPUs without AMX prefills as if nothing came before, and only decodes upon cached KV. It
+    therefore turns chunked prefill and prefix caching off by itself, but asks connectors all the same.
+    """
+    return bool(
+        vllm_config.device_config.device_type == "cpu"
+        and vllm_config.model_config.use_mla
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+
+
+def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether all ranks hold the same KV: MLA's latent has no heads that tensor parallelism could split."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    if ranks == 1 or parallel.world_size != ranks:
+        return False
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)  # 0.32 and later: vLLM says it itself
+    if replicas is not None:
+        return bool(replicas == ranks)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers)
