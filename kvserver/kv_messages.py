@@ -22,6 +22,8 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 FrontEnd: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
 HashForm: TypeAlias = Literal["", "bytes", "int"]  # "": the engine publishes no KV events
 
+MOST_EXTRA_KEY_BYTES = 1024  # of a ChunkContents, for each block
+
 
 class ChunkContents(msgspec.Struct, array_like=True, frozen=True):
     """What is in the chunks of a Store, which follow each other in one prompt, each with the last one's end as its start.

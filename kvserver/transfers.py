@@ -18,7 +18,7 @@ from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksLoaded, ChunksStored, CopyBegan, CopyEnded
 from kvserver.index import Chunk
 from kvserver.instances import Instance, Instances, Worker
-from kvserver.kv_messages import ChunkContents
+from kvserver.kv_messages import MOST_EXTRA_KEY_BYTES, ChunkContents
 from kvserver.planes import parse_block_ids
 from kvserver.protocol import KEY_BYTES, Error, RegisterWorker, Reply, Retrieve, Retrieved, Store, Stored
 
@@ -65,7 +65,6 @@ class UnmapTicket:
 Ticket: TypeAlias = StoreTicket | LoadTicket | MapTicket | UnmapTicket
 
 _TOKEN_BYTES = 4
-_MOST_EXTRA_KEYS = 1024  # bytes a block, of what else its hash covers
 _DIRECTIONS = {Direction.STORE: "store", Direction.LOAD: "load"}
 _FAILURES = {
     Outcome.FAILED: ErrorCode.INTERNAL,
@@ -327,9 +326,10 @@ def _check_contents(contents: ChunkContents, blocks: int, block_tokens: int) -> 
             f"contents of {blocks} blocks with hashes of {contents.hash_bytes} bytes: hashes and tokens of {got} bytes instead of "
             f"{expected}, a parent of {len(contents.parent)}",
         )
-    if len(contents.extra_keys) > blocks * _MOST_EXTRA_KEYS:
+    if len(contents.extra_keys) > blocks * MOST_EXTRA_KEY_BYTES:
         raise KVServerError(
-            ErrorCode.BAD_KEYS, f"extra keys of {len(contents.extra_keys)} bytes, at most {_MOST_EXTRA_KEYS} a block"
+            ErrorCode.BAD_KEYS,
+            f"extra keys of {len(contents.extra_keys)} bytes, at most {MOST_EXTRA_KEY_BYTES} a block",
         )
 
 

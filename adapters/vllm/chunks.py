@@ -35,3 +35,9 @@ class Chunks:
         step = self.tokens // self.hash_block_tokens
         hashes = request.block_hashes[(first + 1) * step - 1 : last * step : step]
         return b"".join(bytes(h).ljust(KEY_BYTES, b"\0") for h in hashes)
+
+    def block_hashes(self, request: Request, first: int, last: int) -> list[bytes]:
+        """Of blocks [first, last): where hashes are finer, that of a block's last part."""
+        step = self.block_tokens // self.hash_block_tokens
+        hashes: list[bytes] = request.block_hashes[(first + 1) * step - 1 : last * step : step]
+        return hashes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from kvserver.adapters.vllm.backends import attention_backends, block_dimensions
+from kvserver.adapters.vllm.description import Engine
 from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
 from kvserver.adapters.vllm.identity import model_identity, served_name
 from kvserver.adapters.vllm.link import Link, Registration
@@ -38,6 +39,7 @@ from kvserver.protocol import HelloReply, RegisterWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -133,6 +135,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             incarnation=self._incarnation,
             model_name=self._model_name(),
             world_size=self._config.parallel_config.world_size,
+            engine=Engine(self._config, self._caches_config),
             block_tokens=spec.block_size,
             hash_block_tokens=getattr(self._caches_config, "hash_block_size", None) or spec.block_size,
             holds_back_tail="eagle" in method or "mtp" in method,
@@ -149,6 +152,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             fails_requests=TransferResults is not None,
             stores=stores,
             group_bytes=self._group_bytes,
+            tells_contents=self._config.parallel_config.rank == 0,
             fault=self._fault,
         )
 
@@ -387,15 +391,13 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset_cache() if self.scheduler is not None else True
 
-    def take_events(self) -> Iterable[Any]:
+    @fenced(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
         """vLLM asks once for each step, when it has taken the step's outputs."""
-        self._step_ended()
-        return ()
-
-    @fenced()
-    def _step_ended(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.step_ended()
+        if self.scheduler is None:
+            return ()
+        self.scheduler.step_ended()
+        return self.scheduler.take_events()
 
     @fenced()
     def shutdown(self) -> None:

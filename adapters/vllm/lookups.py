@@ -19,7 +19,7 @@ from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.settings import AdapterSettings
 
 from kvserver.errors import ErrorCode
-from kvserver.protocol import Error, Lookup, LookupReply
+from kvserver.protocol import Error, Lookup, LookupReply, Reply
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -60,9 +60,9 @@ class Lookups:
         counters: Counter[str],
         *,
         new_session: Callable[[], None],
-        refused: Callable[[int, Error], None],
+        heard: Callable[[int, Reply], None],
     ) -> None:
-        """`new_session`: no answer to anything asked before will come. `refused`: of whichever message, by its number."""
+        """`new_session`: no answer to anything asked before will come. `heard`: to whichever message, by its number."""
         self._settings = settings
         self._link = link
         self._instance_id = instance_id
@@ -70,7 +70,7 @@ class Lookups:
         self._chunks = chunks
         self._counters = counters
         self._new_session = new_session
-        self._refused = refused
+        self._heard = heard
         self._session: Session | None = None
         self._in_flight: dict[int, Question] = {}
         self._poll_left = 0.0
@@ -145,16 +145,16 @@ class Lookups:
         for number, reply in self._session.channel.receive():
             self._link.breaker.answered()
             question = self._in_flight.pop(number, None)
+            self._heard(number, reply)
             if isinstance(reply, Error):
-                self._note_refusal(number, reply)
+                self._note_refusal(reply)
             if question is None:
                 continue
             question.lookup = None
             question.hit_chunks = reply.hit_chunks if isinstance(reply, LookupReply) else 0
             self._counters["lookup_hits"] += question.hit_chunks > 0
 
-    def _note_refusal(self, number: int, error: Error) -> None:
-        self._refused(number, error)
+    def _note_refusal(self, error: Error) -> None:
         self._counters[f"refused_{error.code}"] += 1
         if self._counters[f"refused_{error.code}"] == 1:
             log.warning("kvserver refused a message of the scheduler: %s: %s", error.code, error.message)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvserver.kv_messages import ChunkContents
+
 NULL_BLOCK = 0  # vLLM's id for a block that a window left behind
 
 
@@ -38,6 +40,7 @@ class StoreSpec:
     chunk_blocks: int
     keys: bytes
     block_ids: list[int]
+    contents: ChunkContents | None = None  # for rank 0 to tell
 
 
 @dataclass

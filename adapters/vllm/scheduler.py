@@ -12,12 +12,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
+from kvserver.adapters.vllm.contents import Contents
+from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, Engine, Introduction
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
 from kvserver.adapters.vllm.link import Link
 from kvserver.adapters.vllm.lookups import Lookups, Question
@@ -27,13 +30,18 @@ from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
 
+from kvserver.kv_messages import DescribeScheduler
+from kvserver.protocol import Error, Reply
+
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.kvserver")
 
+_STORE_TOKENS = 1 << 16  # in one message, which with their contents has less than 1 MiB
 _REPORT_SECONDS = 1.0  # from a store's deadline until its end has come from the workers
 
 # A request's block ids by KV cache group; the n-th of each belong to the same tokens.
@@ -67,6 +75,7 @@ class SchedulerHalf:
         incarnation: str,
         model_name: str,
         world_size: int,
+        engine: Engine,
         block_tokens: int,
         hash_block_tokens: int,
         holds_back_tail: bool,
@@ -91,6 +100,20 @@ class SchedulerHalf:
         self._quarantine = Quarantine(self._pool)
         self._reports = Reports(instance_id, incarnation, model_name, self._pool, self.counters)
         self._speed = PrefillSpeed()
+        self._engine = engine
+        self._contents = Contents(self._chunks, self.counters)
+        self._announcer = Announcer(
+            instance_id, incarnation, engine.groups, self._pool, self.counters, engine.publishes
+        )
+        self._introduction = Introduction(
+            lambda: DescribeScheduler(
+                instance_id=instance_id,
+                incarnation=incarnation,
+                model_name=model_name,
+                variant=self._variants.epoch,
+                **engine.describe(),
+            )
+        )
         self._lookups = Lookups(
             settings,
             link,
@@ -99,7 +122,7 @@ class SchedulerHalf:
             self._chunks,
             self.counters,
             new_session=self._begin_session,
-            refused=self._reports.refused,
+            heard=self._heard,
         )
 
     # ---- lookup -------------------------------------------------------------------------------
@@ -184,11 +207,17 @@ class SchedulerHalf:
                 prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
         if session is not None:
             self._reports.send_blocks(session)
+            self._introduction.send(session)
+        self._announcer.ask(session)
         self._speed.planned(prompt_tokens)
 
     def step_ended(self) -> None:
         """vLLM has taken the outputs of the oldest step that was planned."""
         self._speed.ended()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What vLLM is to publish of the daemon's tiers, behind the step's own events."""
+        return self._announcer.take()
 
     def take_plan(self, idle: bool) -> StepPlan:
         """The plan, whole or as far as it got: a load in it must reach the worker, which alone can end it."""
@@ -231,16 +260,19 @@ class SchedulerHalf:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
         end = tokens // self._chunks.tokens
         per_chunk = self._chunks.blocks
+        most = max(1, _STORE_TOKENS // self._chunks.tokens)
         first = state.stored_chunks
         while first < end:
             # Chunks with null blocks (a window moved on) split the range.
-            last = first
-            while last < end and not any(NULL_BLOCK in t[last * per_chunk : (last + 1) * per_chunk] for t in tables):
+            last, limit = first, min(end, first + most)
+            while last < limit and not any(NULL_BLOCK in t[last * per_chunk : (last + 1) * per_chunk] for t in tables):
                 last += 1
             if last > first:
                 self._add_store(state, first, last, by_position(tables, first * per_chunk, last * per_chunk))
-            self.counters["chunks_left_by_window"] += last < end
-            first = last + 1
+                first = last
+            else:
+                self.counters["chunks_left_by_window"] += 1
+                first += 1
         state.stored_chunks = max(state.stored_chunks, end)
 
     def _tables(self, state: RequestState, output: SchedulerOutput) -> Tables:
@@ -253,11 +285,19 @@ class SchedulerHalf:
     def _add_store(self, state: RequestState, first: int, last: int, block_ids: list[int]) -> None:
         store_id = next(self._ids)
         keys = self._chunks.keys(state.request, first, last)
+        contents = self._contents.of(state.request, first, last) if self._tells_contents else None
         self._plan.stores.append(
-            StoreSpec(store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids)
+            StoreSpec(store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids, contents)
         )
         self._pending.add(store_id, block_ids, self._settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
         self.counters["stores"] += 1
+
+    @property
+    def _tells_contents(self) -> bool:
+        session = self._lookups.usable()
+        if session is None or session.hello.protocol_version < KV_EVENTS_SINCE:
+            return False
+        return session.hello.kv_events or self._engine.publishes
 
     def _allocated(self, block_id: int) -> None:
         """Pool hook: the block will be overwritten, so whatever store still reads it must end first."""
@@ -311,6 +351,7 @@ class SchedulerHalf:
         weights, and nothing is stored until a reset has succeeded.
         """
         self._variants.weights_changed()
+        self._introduction.changed()
         self._clears_awaited = self._pool.clears + (not self._pool.unused)
         if not self._pool.unused:
             log.warning("the prefix cache was not reset while requests ran; nothing is stored until it is")
@@ -339,6 +380,14 @@ class SchedulerHalf:
             state.hit_chunks = None
             state.stored_chunks = 0
         self._reports.begin()
+        self._introduction.begin()
+        self._announcer.begin()
+
+    def _heard(self, number: int, reply: Reply) -> None:
+        if isinstance(reply, Error):
+            self._reports.refused(number, reply)
+            self._introduction.refused(number, reply)
+        self._announcer.heard(number, reply)
 
     def _variant_of(self, request: Request) -> str:
         return self._variants.of(getattr(request, "lora_request", None))

@@ -51,6 +51,7 @@ class WorkerHalf:
         fails_requests: bool,
         stores: bool = True,
         group_bytes: Sequence[int] = (0,),
+        tells_contents: bool = True,
         fault: Callable[[str, Exception], None],
     ) -> None:
         """`link` is None when this worker runs without cache; it still answers for every load it is given.
@@ -58,7 +59,7 @@ class WorkerHalf:
         `fails_requests`: vLLM takes a failed load as the whole request's, frees its blocks and begins anew, rather
         than computing the failed blocks in place. Only that is right where a window's null blocks lie before them,
         and only then can blocks be kept out of use.
-        `stores` is False for a rank whose KV is what rank 0 stores.
+        `stores` is False for a rank whose KV is what rank 0 stores; `tells_contents` for all but rank 0.
         `group_bytes`: what a block of each KV cache group takes, to count what was copied.
         `fault` takes note of an exception of ours: (where, which).
         """
@@ -71,6 +72,7 @@ class WorkerHalf:
         self._outbox = outbox
         self._fails_requests = fails_requests
         self._stores_own = stores
+        self._tells_contents = tells_contents
         self._fault = fault
         self._session: Session | None = None
         self._free_words: list[int] = []
@@ -160,8 +162,7 @@ class WorkerHalf:
         self._by_sequence[copy.sequence] = copy
         return copy
 
-    @staticmethod
-    def _message(copy: Copy) -> Message:
+    def _message(self, copy: Copy) -> Message:
         spec = copy.spec
         fields: dict[str, Any] = {
             "boot_id": copy.session.hello.boot_id,
@@ -175,7 +176,9 @@ class WorkerHalf:
             "variant": spec.variant,
             "request_id": spec.request_id if copy.session.hello.traces else "",
         }
-        return Retrieve(**fields, skip_blocks=spec.skip_blocks) if isinstance(spec, LoadSpec) else Store(**fields)
+        if isinstance(spec, LoadSpec):
+            return Retrieve(**fields, skip_blocks=spec.skip_blocks)
+        return Store(**fields, contents=spec.contents if self._tells_contents else None)
 
     # ---- copies end ---------------------------------------------------------------------------
 

@@ -1,0 +1,214 @@
+"""The engine's own stream of KV events, as far as it tells of the daemon's tiers.
+
+The scheduler half asks the daemon what became of the blocks that this engine can read, whoever stored them, and hands it to
+vLLM, which publishes it behind the events of the same step's own. Nobody waits for an answer, and an idle engine publishes
+at its next step.
+
+On this stream no block is told twice, across daemons and sessions: after a new beginning only what changed meanwhile is
+told. Blocks of a daemon that has not answered for GONE_SECONDS are withdrawn. vLLM's AllBlocksCleared, of its own blocks,
+makes consumers forget ours too: all is told anew then. We never send one.
+
+Owns: what was asked, what has come and was not yet handed over. Refuses to know: how vLLM publishes.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from kvserver.adapters.vllm.blockpool import PoolHook
+from kvserver.adapters.vllm.description import KV_EVENTS_SINCE
+from kvserver.adapters.vllm.held import Held
+from kvserver.adapters.vllm.link import Session
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core import kv_cache_utils
+
+from kvserver.kv_messages import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
+from kvserver.protocol import Reply
+
+GONE_SECONDS = 5.0
+MOST_BLOCKS = 512  # handed over in one step, or one message's more: half a millisecond
+_PAUSE_SECONDS = 0.05  # between two questions, unless there is more
+_REFUSED_SECONDS = 0.5
+_FIELDS = {event: set(event.__struct_fields__) for event in (BlockStored, BlockRemoved)}
+_extra_keys_decoder = msgspec.msgpack.Decoder(list[tuple[Any, ...] | None])
+
+
+class Announcer:
+    """begin() for each session, before its first question."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        incarnation: str,
+        groups: tuple[KVGroup, ...],
+        pool: PoolHook,
+        counters: Counter[str],
+        publishes: bool,
+    ) -> None:
+        """`publishes`: whether the engine has KV events on; else this does nothing."""
+        self._instance_id = instance_id
+        self._incarnation = incarnation
+        self._groups = groups
+        self._pool = pool
+        self._counters = counters
+        self._publishes = publishes
+        self._held: dict[tuple[str, int, int], Held] = {}  # by medium, group and length of hashes
+        self._clears = 0  # of the pool, as of the last step
+        self._follow = 0
+        self._cursor = 0
+        self._number: int | None = None  # of the question on its way
+        self._asked_at = 0.0
+        self._ask_after = 0.0
+        self._failing_since: float | None = None  # questions cannot be sent or are refused
+        self._gone = False  # nobody has the blocks
+        self._pending: deque[KVBlocks] = deque()
+        self._whole = False  # what was not told in this follow is gone
+
+    # ---- the daemon ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """All will be told anew."""
+        self._follow = self._cursor = 0
+        self._number = None
+        self._pending.clear()
+        self._whole = False
+        for held in self._held.values():
+            held.begin()
+
+    def ask(self, session: Session | None) -> None:
+        """If it is time. Ends a scheduler pass."""
+        if not self._publishes:
+            return
+        now = time.monotonic()
+        if self._number is None and now >= self._ask_after and not self._pending:
+            self._send(session, now)
+        silent_since = self._asked_at if self._number is not None else self._failing_since
+        if silent_since is not None and now - silent_since > GONE_SECONDS:
+            self._failing_since = silent_since
+            self._gone = True
+            self.begin()
+
+    def _send(self, session: Session | None, now: float) -> None:
+        self._asked_at = now
+        if session is not None and session.hello.protocol_version >= KV_EVENTS_SINCE:
+            question = TakeKVEvents(
+                instance_id=self._instance_id, incarnation=self._incarnation, follow=self._follow, cursor=self._cursor
+            )
+            self._number = session.channel.send(question)
+        if self._number is None:
+            self._fails(now)
+
+    def _fails(self, now: float) -> None:
+        if self._failing_since is None:
+            self._failing_since = now
+
+    def heard(self, number: int, reply: Reply) -> None:
+        """To whatever was sent."""
+        if number != self._number:
+            return
+        self._number = None
+        now = time.monotonic()
+        if not isinstance(reply, KVEventsTaken):
+            self._fails(now)
+            self._ask_after = now + _REFUSED_SECONDS
+            return
+        if reply.follow != self._follow:
+            self.begin()
+        self._follow, self._cursor = reply.follow, reply.cursor
+        self._pending.extend(reply.events)
+        self._whole = self._whole or reply.whole
+        self._failing_since = None
+        self._gone = False
+        self._ask_after = now if reply.more else now + _PAUSE_SECONDS
+
+    # ---- vLLM ---------------------------------------------------------------------------------
+
+    def take(self) -> list[BlockStored | BlockRemoved]:
+        """What vLLM is to publish now. Ends a step."""
+        if self._clears != self._pool.clears:
+            self._clears = self._pool.clears
+            self._held.clear()
+            self.begin()
+        events: list[BlockStored | BlockRemoved] = []
+        left = MOST_BLOCKS
+        while self._pending and left > 0:
+            blocks = self._pending.popleft()
+            left -= len(blocks.hashes) // blocks.hash_bytes
+            events.extend(self._events_of(blocks))
+        if not self._pending and (self._whole or self._gone):
+            events.extend(self._withdrawn(left))
+        return events
+
+    def _events_of(self, blocks: KVBlocks) -> Iterator[BlockStored | BlockRemoved]:
+        place = (blocks.medium, blocks.group, blocks.hash_bytes)
+        if place not in self._held:
+            self._held[place] = Held(blocks.hash_bytes)
+        held = self._held[place]
+        news = held.stored(blocks.hashes) if blocks.stored else held.removed(blocks.hashes)
+        for first, last in runs(news):
+            self._counters["announced_blocks" if blocks.stored else "withdrawn_blocks"] += last - first
+            if blocks.stored:
+                yield self._stored(blocks, first, last)
+            else:
+                hashes = blocks.hashes[first * blocks.hash_bytes : last * blocks.hash_bytes]
+                yield _removed(hashes, *place)
+
+    def _withdrawn(self, most: int) -> Iterator[BlockRemoved]:
+        """What was announced once and is not held any more."""
+        for place, held in self._held.items():
+            if most > 0 and (hashes := held.forget(most)):
+                gone = len(hashes) // held.hash_bytes
+                self._counters["withdrawn_blocks"] += gone
+                most -= gone
+                yield _removed(hashes, *place)
+
+    def _stored(self, blocks: KVBlocks, first: int, last: int) -> BlockStored:
+        size, tokens = blocks.hash_bytes, blocks.block_tokens
+        parent = blocks.hashes[(first - 1) * size : first * size] if first else blocks.parent
+        extra_keys = _extra_keys_decoder.decode(blocks.extra_keys)[first:last] if blocks.extra_keys else None
+        group = self._groups[blocks.group] if blocks.group < len(self._groups) else KVGroup("")
+        return _made(
+            BlockStored,
+            block_hashes=named(blocks.hashes[first * size : last * size], size),
+            parent_block_hash=named(parent, size)[0] if parent else None,
+            token_ids=array("I", blocks.tokens)[first * tokens : last * tokens].tolist(),
+            block_size=tokens,
+            lora_id=None,
+            medium=blocks.medium,
+            lora_name=blocks.lora_name or None,
+            extra_keys=extra_keys,
+            group_idx=blocks.group,
+            kv_cache_spec_kind=group.kind or None,
+            kv_cache_spec_sliding_window=group.window,
+        )
+
+
+def _removed(hashes: bytes, medium: str, group: int, hash_bytes: int) -> BlockRemoved:
+    return _made(BlockRemoved, block_hashes=named(hashes, hash_bytes), medium=medium, group_idx=group)
+
+
+def _made(event: Any, **fields: Any) -> Any:
+    """With those of the fields that this vLLM has."""
+    return event(**{name: value for name, value in fields.items() if name in _FIELDS[event]})
+
+
+def named(hashes: bytes, hash_bytes: int) -> list[bytes | int]:
+    """As the engine's own events name blocks."""
+    convert = kv_cache_utils.maybe_convert_block_hash
+    return [convert(hashes[at : at + hash_bytes]) for at in range(0, len(hashes), hash_bytes)]
+
+
+def runs(flags: bytes) -> Iterator[tuple[int, int]]:
+    """Where it is 1, as [first, last)."""
+    first = flags.find(1)
+    while first >= 0:
+        end = first
+        while end < len(flags) and flags[end] == 1:
+            end += 1
+        yield first, end
+        first = flags.find(1, end)

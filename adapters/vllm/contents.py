@@ -1,0 +1,87 @@
+"""What is in chunks that are stored, as vLLM's own KV events would say it: hashes of all blocks, token ids, extra keys.
+
+Owns: the making of ChunkContents, on the scheduler's thread: some 0.1 us a token, plus 2 us a block where hashes cover
+more than tokens. Refuses to know: which chunks are stored, and who wants to hear of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from kvserver.adapters.vllm.chunks import Chunks
+from vllm.v1.core import kv_cache_utils
+
+from kvserver.kv_messages import MOST_EXTRA_KEY_BYTES, ChunkContents
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.kvserver")
+
+_HASH_BYTES = range(8, 33)
+_LONGEST_NAME = 512  # as the protocol has it
+_MOST_EXTRA_KEYS = 1 << 20  # bytes in one message
+_extra_keys_of = getattr(kv_cache_utils, "generate_block_hash_extra_keys", None)
+_as_published = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # older ones publish what they hash
+_encoder = msgspec.msgpack.Encoder()
+
+
+class CannotDescribe(Exception):
+    """Chunks are stored all the same, but nobody will hear of them."""
+
+
+class Contents:
+    def __init__(self, chunks: Chunks, counters: Counter[str]) -> None:
+        self._chunks = chunks
+        self._counters = counters
+
+    def of(self, request: Request, first: int, last: int) -> ChunkContents | None:
+        """Of chunks [first, last). None, counted, if it cannot be said or is more than a message may carry."""
+        try:
+            return self._describe(request, first * self._chunks.blocks, last * self._chunks.blocks)
+        except Exception as error:
+            self._counters["undescribed_chunks"] += last - first
+            if self._counters["undescribed_chunks"] == last - first:
+                log.warning("the contents of some chunks cannot be told, so no KV event names them: %r", error)
+            return None
+
+    def _describe(self, request: Request, first: int, last: int) -> ChunkContents:
+        """Of blocks [first, last)."""
+        block_tokens = self._chunks.block_tokens
+        if getattr(request, "prompt_embeds", None) is not None:
+            raise CannotDescribe("a prompt of embeddings has no token ids")
+        hashes = self._chunks.block_hashes(request, first, last)
+        lora_name = str(getattr(getattr(request, "lora_request", None), "lora_name", ""))
+        if len(hashes[0]) not in _HASH_BYTES or len(lora_name) > _LONGEST_NAME:
+            raise CannotDescribe(f"hashes of {len(hashes[0])} bytes, LoRA {lora_name[:50]!r}")
+        tokens = array("I", request.all_token_ids[first * block_tokens : last * block_tokens])
+        return ChunkContents(
+            hash_bytes=len(hashes[0]),
+            hashes=b"".join(hashes),
+            tokens=tokens.tobytes(),
+            parent=b"".join(self._chunks.block_hashes(request, max(0, first - 1), first)),
+            lora_name=lora_name,
+            extra_keys=self._extra_keys(request, first, last),
+        )
+
+    def _extra_keys(self, request: Any, first: int, last: int) -> bytes:
+        """What else the hashes cover, block by block."""
+        covered = [getattr(request, name, None) for name in ("lora_request", "mm_features", "cache_salt")]
+        if not any(covered) or _extra_keys_of is None:
+            return b""
+        block_tokens = self._chunks.block_tokens
+        found: list[Any] = []
+        item = 0  # of the multimodal ones
+        for start in range(first * block_tokens, last * block_tokens, block_tokens):
+            keys, item = _extra_keys_of(request, start, start + block_tokens, item)
+            found.append(keys)
+        if not any(found):
+            return b""
+        raw = _encoder.encode(_as_published(found))
+        if len(raw) > min((last - first) * MOST_EXTRA_KEY_BYTES, _MOST_EXTRA_KEYS):
+            raise CannotDescribe(f"extra keys of {len(raw)} bytes")
+        return raw
