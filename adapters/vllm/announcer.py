@@ -21,13 +21,12 @@ from typing import Any
 
 import msgspec
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.description import KV_EVENTS_SINCE
+from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, hash_form
 from kvserver.adapters.vllm.held import Held
 from kvserver.adapters.vllm.link import Session
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core import kv_cache_utils
 
-from kvserver.kv_messages import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
+from kvserver.kv_messages import HashForm, KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
 from kvserver.protocol import Reply
 
 GONE_SECONDS = 5.0
@@ -57,6 +56,7 @@ class Announcer:
         self._pool = pool
         self._counters = counters
         self._publishes = publishes
+        self._form = hash_form()
         self._held: dict[tuple[str, int, int], Held] = {}  # by medium, group and length of hashes
         self._clears = 0  # of the pool, as of the last step
         self._follow = 0
@@ -156,7 +156,7 @@ class Announcer:
                 yield self._stored(blocks, first, last)
             else:
                 hashes = blocks.hashes[first * blocks.hash_bytes : last * blocks.hash_bytes]
-                yield _removed(hashes, *place)
+                yield self._removed(hashes, *place)
 
     def _withdrawn(self, most: int) -> Iterator[BlockRemoved]:
         """What was announced once and is not held any more."""
@@ -165,7 +165,7 @@ class Announcer:
                 gone = len(hashes) // held.hash_bytes
                 self._counters["withdrawn_blocks"] += gone
                 most -= gone
-                yield _removed(hashes, *place)
+                yield self._removed(hashes, *place)
 
     def _stored(self, blocks: KVBlocks, first: int, last: int) -> BlockStored:
         size, tokens = blocks.hash_bytes, blocks.block_tokens
@@ -174,8 +174,8 @@ class Announcer:
         group = self._groups[blocks.group] if blocks.group < len(self._groups) else KVGroup("")
         return _made(
             BlockStored,
-            block_hashes=named(blocks.hashes[first * size : last * size], size),
-            parent_block_hash=named(parent, size)[0] if parent else None,
+            block_hashes=named(blocks.hashes[first * size : last * size], size, self._form),
+            parent_block_hash=named(parent, size, self._form)[0] if parent else None,
             token_ids=array("I", blocks.tokens)[first * tokens : last * tokens].tolist(),
             block_size=tokens,
             lora_id=None,
@@ -187,9 +187,8 @@ class Announcer:
             kv_cache_spec_sliding_window=group.window,
         )
 
-
-def _removed(hashes: bytes, medium: str, group: int, hash_bytes: int) -> BlockRemoved:
-    return _made(BlockRemoved, block_hashes=named(hashes, hash_bytes), medium=medium, group_idx=group)
+    def _removed(self, hashes: bytes, medium: str, group: int, hash_bytes: int) -> BlockRemoved:
+        return _made(BlockRemoved, block_hashes=named(hashes, hash_bytes, self._form), medium=medium, group_idx=group)
 
 
 def _made(event: Any, **fields: Any) -> Any:
@@ -197,10 +196,10 @@ def _made(event: Any, **fields: Any) -> Any:
     return event(**{name: value for name, value in fields.items() if name in _FIELDS[event]})
 
 
-def named(hashes: bytes, hash_bytes: int) -> list[bytes | int]:
-    """As the engine's own events name blocks."""
-    convert = kv_cache_utils.maybe_convert_block_hash
-    return [convert(hashes[at : at + hash_bytes]) for at in range(0, len(hashes), hash_bytes)]
+def named(hashes: bytes, hash_bytes: int, form: HashForm) -> list[bytes | int]:
+    """As the engine's own events name blocks; maybe_convert_block_hash() is slow, since it looks the form up each time."""
+    each = [hashes[at : at + hash_bytes] for at in range(0, len(hashes), hash_bytes)]
+    return [int.from_bytes(one[-8:], "big") for one in each] if form == "int" else [*each]
 
 
 def runs(flags: bytes) -> Iterator[tuple[int, int]]:

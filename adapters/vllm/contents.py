@@ -1,7 +1,7 @@
 """What is in chunks that are stored, as vLLM's own KV events would say it: hashes of all blocks, token ids, extra keys.
 
-Owns: the making of ChunkContents, on the scheduler's thread: some 0.1 us a token, plus 2 us a block where hashes cover
-more than tokens. Refuses to know: which chunks are stored, and who wants to hear of them.
+Owns: the making of ChunkContents, on the scheduler's thread: 3 us for a chunk of 256 tokens, 13 where hashes cover more
+than tokens. Refuses to know: which chunks are stored, and who wants to hear of them.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from kvserver.protocol import Error
 KV_EVENTS_SINCE = 3  # the protocol version
 _AGAIN_SECONDS = 5.0  # a daemon forgets what registers anew, as after sleep; what it heard before costs it nothing
 _REFUSED_SECONDS = 0.5
+_UNKNOWN = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.NOT_READY.value}
 
 
 class Introduction:
@@ -48,7 +49,7 @@ class Introduction:
 
     def refused(self, number: int, error: Error) -> None:
         """Of whatever message: a daemon that does not know the instance does not know what it is either."""
-        if number == self._number or error.code == ErrorCode.UNKNOWN_INSTANCE.value:
+        if number == self._number or error.code in _UNKNOWN:
             self._due = min(self._due, time.monotonic() + _REFUSED_SECONDS)
 
 

@@ -1,0 +1,135 @@
+"""What a store says of its chunks is what vLLM's own events say of the same blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from kvserver.adapters.vllm.chunks import Chunks
+from kvserver.adapters.vllm.contents import Contents
+from modelless import BLOCK, prompt
+from vllm.distributed.kv_events import BlockStored
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from kvserver.kv_messages import ChunkContents
+
+PER_CHUNK = 4  # blocks
+TOKENS = prompt(1, 5 * PER_CHUNK * BLOCK + 3)
+IMAGES = [
+    MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=40))
+    for name, offset in (("cat", 5), ("dog", 150))
+]
+
+
+def short_hash(value: Any) -> bytes:
+    """Of 16 bytes, as xxhash makes them."""
+    return hashlib.sha256(repr(value).encode()).digest()[:16]
+
+
+def request_of(
+    tokens: list[int] = TOKENS, function: Any = get_hash_fn_by_name("sha256"), hash_block: int = BLOCK, **options: Any
+) -> Request:
+    init_none_hash(function)
+    hasher = get_request_block_hasher(hash_block, function)
+    return Request("r", list(tokens), SamplingParams(max_tokens=1), None, block_hasher=hasher, **options)
+
+
+def told(request: Request, first: int, last: int, hash_block: int = BLOCK) -> ChunkContents | None:
+    chunks = Chunks(BLOCK, hash_block)
+    chunks.resize(PER_CHUNK * BLOCK)
+    counters: Counter[str] = Counter()
+    contents = Contents(chunks, counters).of(request, first, last)
+    assert counters["undescribed_chunks"] == (0 if contents is not None else last - first)
+    return contents
+
+
+def published(request: Request, first: int, last: int, hash_block: int = BLOCK) -> BlockStored:
+    """By vLLM's own block pool, of the same chunks."""
+    pool = BlockPool(100, True, hash_block, enable_kv_cache_events=True)
+    blocks = pool.get_new_blocks(last * PER_CHUNK)
+    pool.cache_full_blocks(request, blocks, first * PER_CHUNK, last * PER_CHUNK, BLOCK, 0)
+    (event,) = pool.take_events()
+    assert isinstance(event, BlockStored)
+    return event
+
+
+def in_the_wires_words(event: BlockStored) -> ChunkContents:
+    assert event.extra_keys is not None
+    return ChunkContents(
+        hash_bytes=len(event.block_hashes[0]),
+        hashes=b"".join(event.block_hashes),
+        tokens=array("I", event.token_ids).tobytes(),
+        parent=event.parent_block_hash or b"",
+        lora_name=event.lora_name or "",
+        extra_keys=msgspec.msgpack.encode(event.extra_keys) if any(event.extra_keys) else b"",
+    )
+
+
+@pytest.fixture(autouse=True)
+def whole_hashes(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"function": short_hash},
+        {"cache_salt": "pepper"},
+        {"lora_request": LoRARequest("sql", 1, "/nowhere")},
+        {"mm_features": IMAGES},
+        {"mm_features": IMAGES, "cache_salt": "pepper", "lora_request": LoRARequest("sql", 1, "/nowhere")},
+    ],
+    ids=["tokens", "short hashes", "salt", "lora", "images", "all"],
+)
+@pytest.mark.parametrize(("first", "last"), [(0, 5), (0, 1), (2, 4)])
+def test_contents_are_what_vllm_publishes(options, first, last):
+    request = request_of(**options)
+    assert told(request, first, last) == in_the_wires_words(published(request, first, last))
+
+
+def test_where_hashes_are_finer_than_blocks_a_block_has_its_last_one():
+    request = request_of(hash_block=BLOCK // 2)
+    found = told(request, 1, 3, BLOCK // 2)
+    assert found == in_the_wires_words(published(request, 1, 3, BLOCK // 2))
+    assert found.hashes[-32:] == request.block_hashes[2 * 3 * PER_CHUNK - 1]
+
+
+def test_a_chunks_key_is_its_last_blocks_hash():
+    request = request_of(function=short_hash)
+    chunks = Chunks(BLOCK, BLOCK)
+    chunks.resize(PER_CHUNK * BLOCK)
+    contents = told(request, 2, 3)
+    assert chunks.keys(request, 2, 3) == contents.hashes[-contents.hash_bytes :].ljust(32, b"\0")
+
+
+def test_salts_only_stand_with_the_first_block():
+    request = request_of(cache_salt="pepper")
+    assert msgspec.msgpack.decode(told(request, 0, 1).extra_keys) == [["pepper"], None, None, None]
+    assert told(request, 1, 2).extra_keys == b""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_embeds": torch.zeros(len(TOKENS), 4)},
+        {"tokens": [1 << 32, *TOKENS]},
+        {"tokens": [-1, *TOKENS]},
+        {"cache_salt": "s" * (PER_CHUNK * 1024)},
+        {"lora_request": LoRARequest("n" * 513, 1, "/nowhere")},
+    ],
+    ids=["embeddings", "a token of 33 bits", "a negative token", "a long salt", "a long LoRA name"],
+)
+def test_what_no_message_can_say_is_left_out_and_counted(options):
+    assert told(request_of(**options), 0, 1) is None
