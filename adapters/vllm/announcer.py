@@ -64,7 +64,7 @@ class Announcer:
         self._number: int | None = None  # of the question on its way
         self._asked_at = 0.0
         self._ask_after = 0.0
-        self._failing_since: float | None = None  # questions cannot be sent or are refused
+        self._failing_since: float | None = None  # questions are not sent, answered or taken
         self._gone = False  # nobody has the blocks
         self._pending: deque[KVBlocks] = deque()
         self._whole = False  # what was not told in this follow is gone
@@ -85,13 +85,10 @@ class Announcer:
         if not self._publishes:
             return
         now = time.monotonic()
+        if self._number is not None and now - self._asked_at > GONE_SECONDS:
+            self._failed(now, since=self._asked_at)
         if self._number is None and now >= self._ask_after and not self._pending:
             self._send(session, now)
-        silent_since = self._asked_at if self._number is not None else self._failing_since
-        if silent_since is not None and now - silent_since > GONE_SECONDS:
-            self._failing_since = silent_since
-            self._gone = True
-            self.begin()
 
     def _send(self, session: Session | None, now: float) -> None:
         self._asked_at = now
@@ -101,11 +98,15 @@ class Announcer:
             )
             self._number = session.channel.send(question)
         if self._number is None:
-            self._fails(now)
+            self._failed(now, since=now)
 
-    def _fails(self, now: float) -> None:
+    def _failed(self, now: float, since: float) -> None:
+        """A question, `since` when."""
         if self._failing_since is None:
-            self._failing_since = now
+            self._failing_since = since
+        if now - self._failing_since > GONE_SECONDS:
+            self._gone = True
+            self.begin()
 
     def heard(self, number: int, reply: Reply) -> None:
         """To whatever was sent."""
@@ -114,7 +115,7 @@ class Announcer:
         self._number = None
         now = time.monotonic()
         if not isinstance(reply, KVEventsTaken):
-            self._fails(now)
+            self._failed(now, since=now)
             self._ask_after = now + _REFUSED_SECONDS
             return
         if reply.follow != self._follow:

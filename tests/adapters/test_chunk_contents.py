@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 from kvserver.kv_messages import ChunkContents
 
 PER_CHUNK = 4  # blocks
+SHA256 = get_hash_fn_by_name("sha256")
 TOKENS = prompt(1, 5 * PER_CHUNK * BLOCK + 3)
 IMAGES = [
     MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=40))
@@ -37,9 +38,7 @@ def short_hash(value: Any) -> bytes:
     return hashlib.sha256(repr(value).encode()).digest()[:16]
 
 
-def request_of(
-    tokens: list[int] = TOKENS, function: Any = get_hash_fn_by_name("sha256"), hash_block: int = BLOCK, **options: Any
-) -> Request:
+def request_of(tokens: list[int] = TOKENS, function: Any = SHA256, hash_block: int = BLOCK, **options: Any) -> Request:
     init_none_hash(function)
     hasher = get_request_block_hasher(hash_block, function)
     return Request("r", list(tokens), SamplingParams(max_tokens=1), None, block_hasher=hasher, **options)

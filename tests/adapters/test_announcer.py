@@ -1,0 +1,525 @@
+"""What the engine's own stream tells of the daemon's tiers: everything once, whatever becomes of daemons and answers."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+import tempfile
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from kvserver.adapters.vllm import announcer as module
+from kvserver.adapters.vllm.announcer import GONE_SECONDS, MOST_BLOCKS, Announcer
+from kvserver.adapters.vllm.blockpool import PoolHook
+from kvserver.adapters.vllm.link import Session
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+from kvserver.client import Channel
+from kvserver.errors import ErrorCode
+from kvserver.kv_messages import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
+from kvserver.protocol import PROTOCOL_VERSION, Error, HelloReply, Reply, decode_request, encode
+
+GROUPS = (KVGroup("full_attention"), KVGroup("sliding_window", 128))
+TOKENS = 4  # of a block
+PER_CHUNK = 3
+
+
+def block_hash(prompt: int, index: int) -> bytes:
+    return hashlib.sha256(f"{prompt}/{index}".encode()).digest()
+
+
+def chunk(number: int, *, stored: bool = True, medium: str = "CPU", group: int = 0, **fields: Any) -> KVBlocks:
+    """The second chunk of a prompt."""
+    hashes = b"".join(block_hash(number, i) for i in range(PER_CHUNK))
+    if not stored:
+        return KVBlocks(False, medium, 32, hashes, group)
+    tokens = array("I", range(number, number + PER_CHUNK * TOKENS)).tobytes()
+    return KVBlocks(True, medium, 32, hashes, group, TOKENS, block_hash(number, -1), tokens, **fields)
+
+
+def gone(number: int, **fields: Any) -> KVBlocks:
+    return chunk(number, stored=False, **fields)
+
+
+class Consumer:
+    """What a router believes, by medium and group. Whoever tells it anything twice fails."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str | None, int | None], set[Any]] = {}
+
+    def read(self, events: list[Any]) -> None:
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.held.clear()
+                continue
+            held = self.held.setdefault((event.medium, event.group_idx), set())
+            hashes = set(event.block_hashes)
+            assert len(hashes) == len(event.block_hashes) > 0
+            if isinstance(event, BlockStored):
+                assert not hashes & held, "stored twice"
+                held |= hashes
+            else:
+                assert hashes <= held, "removed what is not there"
+                held -= hashes
+
+    def has(self, medium: str = "CPU", group: int = 0) -> set[Any]:
+        return self.held.get((medium, group), set())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Stage:
+    """An announcer between a peer that answers as told and a consumer."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self.clock = clock
+        self.hook = PoolHook(lambda block_id: None)
+        self.counters: Counter[str] = Counter()
+        self.announcer = Announcer("i", "n", GROUPS, self.hook, self.counters, publishes=True)
+        self.consumer = Consumer()
+        self._endpoint = f"ipc://{folder}/peer"
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.bind(self._endpoint)
+        self.session: Session | None = None
+        self.asked: list[TakeKVEvents] = []
+        self._frames: list[tuple[bytes, bytes]] = []  # of these
+        self.connect()
+
+    def connect(self, version: int = PROTOCOL_VERSION) -> None:
+        """A new session, with no question on its way."""
+        self.hang_up()
+        self.session = Session(HelloReply(version, "0", "boot", 64, "", ""), Channel(self._endpoint))
+        assert self.session.channel.wait_writable(5)
+        self.announcer.begin()
+
+    def hang_up(self) -> None:
+        if self.session is not None:
+            self.session.channel.close()
+            self.session = None
+            self.announcer.begin()
+
+    def end_pass(self, seconds: float = 1.0) -> bool:
+        """Whether it asked the peer. Time passes before."""
+        self.clock.now += seconds
+        self.announcer.ask(self.session)
+        if not self._router.poll(20 if self.session is not None else 0):
+            return False
+        identity, number, raw = self._router.recv_multipart()
+        request = decode_request(raw)
+        assert isinstance(request, TakeKVEvents)
+        self.asked.append(request)
+        self._frames.append((identity, number))
+        return True
+
+    def answer(self, reply: Reply, which: int = -1) -> None:
+        """To the last question, or an earlier one."""
+        self._router.send_multipart([*self._frames[which], encode(reply)])
+        assert self.session is not None
+        assert self.session.channel.wait(5)
+        for number, got in self.session.channel.receive():
+            self.announcer.heard(number, got)
+
+    def tell(self, *events: KVBlocks, follow: int = 7, whole: bool = False, more: bool = False) -> None:
+        """One question and its answer."""
+        assert self.end_pass()
+        cursor = self.asked[-1].cursor + len(events)
+        self.answer(KVEventsTaken(follow=follow, cursor=cursor, events=list(events), whole=whole, more=more))
+
+    def take(self) -> list[Any]:
+        """What one step hands to vLLM."""
+        events = self.announcer.take()
+        self.consumer.read(events)
+        return events
+
+    def close(self) -> None:
+        self.hang_up()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def stage(monkeypatch) -> Iterator[Stage]:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    folder = Path(tempfile.mkdtemp(prefix="kvs-"))
+    made = Stage(folder, clock)
+    yield made
+    made.close()
+    shutil.rmtree(folder)
+
+
+def hashes_of(*numbers: int) -> set[bytes]:
+    return {block_hash(number, i) for number in numbers for i in range(PER_CHUNK)}
+
+
+# ---- how it is said ---------------------------------------------------------------------------
+
+
+def test_blocks_are_told_as_vllm_tells_its_own(stage):
+    extra_keys = msgspec.msgpack.encode([["sql"], None, [["cat", 3]]])
+    stage.tell(chunk(5, medium="STORAGE", group=1, lora_name="sql", extra_keys=extra_keys))
+    (event,) = stage.take()
+    assert event == BlockStored(
+        block_hashes=[block_hash(5, i) for i in range(3)],
+        parent_block_hash=block_hash(5, -1),
+        token_ids=list(range(5, 17)),
+        block_size=TOKENS,
+        lora_id=None,
+        medium="STORAGE",
+        lora_name="sql",
+        extra_keys=[("sql",), None, (["cat", 3],)],
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=128,
+    )
+    stage.tell(gone(5, medium="STORAGE", group=1))
+    assert stage.take() == [BlockRemoved(block_hashes=event.block_hashes, medium="STORAGE", group_idx=1)]
+
+
+def test_hashes_have_the_form_of_the_engines_own(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
+    stage = Stage(Path(tempfile.mkdtemp(prefix="kvs-")), Clock())
+    try:
+        stage.tell(chunk(5), gone(5))
+        stored, removed = stage.take()
+        assert stored.block_hashes == [int.from_bytes(block_hash(5, i)[-8:], "big") for i in range(3)]
+        assert stored.parent_block_hash == int.from_bytes(block_hash(5, -1)[-8:], "big")
+        assert removed.block_hashes == stored.block_hashes
+    finally:
+        stage.close()
+
+
+def test_a_prompts_start_has_no_parent(stage):
+    stage.tell(msgspec.structs.replace(chunk(5), parent=b""))
+    assert stage.take()[0].parent_block_hash is None
+
+
+def test_fields_that_this_vllm_does_not_have_are_left_out(stage, monkeypatch):
+    class Older(msgspec.Struct, tag="BlockStored"):
+        block_hashes: list[Any]
+        parent_block_hash: Any
+        token_ids: list[int]
+        block_size: int
+        lora_id: int | None
+        medium: str | None
+
+    monkeypatch.setattr(module, "BlockStored", Older)
+    monkeypatch.setitem(module._FIELDS, Older, set(Older.__struct_fields__))
+    stage.tell(chunk(5))
+    (event,) = stage.announcer.take()
+    assert event == Older([block_hash(5, i) for i in range(3)], block_hash(5, -1), list(range(5, 17)), 4, None, "CPU")
+
+
+# ---- when it is asked -------------------------------------------------------------------------
+
+
+def test_an_engine_without_kv_events_asks_nothing(stage):
+    stage.announcer = Announcer("i", "n", GROUPS, stage.hook, stage.counters, publishes=False)
+    assert not stage.end_pass()
+    assert stage.take() == []
+
+
+def test_a_daemon_of_protocol_2_is_asked_nothing(stage):
+    stage.connect(version=2)
+    assert not stage.end_pass()
+
+
+def test_one_question_at_a_time_and_a_pause_behind_each_answer(stage):
+    assert stage.end_pass()
+    assert not stage.end_pass()
+    stage.answer(KVEventsTaken(follow=7, cursor=0, events=[], whole=False))
+    assert not stage.end_pass(0.01)
+    assert stage.end_pass(0.05)
+    stage.answer(KVEventsTaken(follow=7, cursor=3, events=[], whole=False, more=True))
+    assert stage.end_pass(0.0)
+    assert [(q.follow, q.cursor) for q in stage.asked] == [(0, 0), (7, 0), (7, 3)]
+
+
+def test_nothing_more_is_asked_for_while_vllm_has_not_taken_what_came(stage):
+    stage.tell(chunk(5), more=True)
+    assert not stage.end_pass()
+    stage.take()
+    assert stage.end_pass()
+
+
+def test_a_refused_question_is_asked_again_later(stage):
+    assert stage.end_pass()
+    stage.answer(Error(code=ErrorCode.NOT_READY.value, message="of the test"))
+    assert not stage.end_pass(0.1)
+    assert stage.end_pass(0.5)
+
+
+def test_a_step_hands_over_a_bounded_number_of_blocks(stage):
+    many = [chunk(number) for number in range(2 * MOST_BLOCKS // PER_CHUNK)]
+    stage.tell(*many)
+    steps = []
+    while events := stage.take():
+        steps.append(sum(len(event.block_hashes) for event in events))
+    assert sum(steps) == len(many) * PER_CHUNK
+    assert len(steps) == 2
+    assert max(steps) < MOST_BLOCKS + PER_CHUNK
+
+
+# ---- no event twice ---------------------------------------------------------------------------
+
+
+def test_what_is_told_again_in_a_new_follow_is_not_announced_again(stage):
+    stage.tell(chunk(1), chunk(2))
+    stage.take()
+    stage.tell(chunk(2), chunk(3), follow=8)
+    assert [event.block_hashes[0] for event in stage.take()] == [block_hash(3, 0)]
+    assert stage.consumer.has() == hashes_of(1, 2, 3), "that 1 is gone is known when all was told"
+    stage.tell(follow=8, whole=True)
+    stage.take()
+    assert stage.consumer.has() == hashes_of(2, 3)
+
+
+def test_a_chunk_that_is_partly_known_has_its_news_announced(stage):
+    """Two prompts part inside it, or it was half withdrawn: what is left has the block before it for a parent."""
+    known, whole = chunk(1), chunk(1)
+    stage.tell(msgspec.structs.replace(known, hashes=known.hashes[:32], tokens=known.tokens[: 4 * TOKENS]))
+    stage.take()
+    stage.tell(whole, follow=8)
+    (event,) = stage.take()
+    assert event.block_hashes == [block_hash(1, 1), block_hash(1, 2)]
+    assert event.parent_block_hash == block_hash(1, 0)
+    assert event.token_ids == list(range(1 + TOKENS, 1 + 3 * TOKENS))
+
+
+def test_what_was_told_earlier_and_goes_while_all_is_told_anew_is_removed_once(stage):
+    stage.tell(chunk(1), chunk(2))
+    stage.take()
+    stage.tell(chunk(1), gone(1), follow=8)
+    (event,) = stage.take()
+    assert event.block_hashes == [block_hash(1, i) for i in range(PER_CHUNK)]
+    stage.tell(follow=9)
+    stage.tell(chunk(2), follow=9, whole=True)
+    assert stage.take() == []
+    assert stage.consumer.has() == hashes_of(2)
+
+
+def test_media_and_groups_are_told_apart(stage):
+    stage.tell(chunk(1), chunk(1, medium="STORAGE"), chunk(1, group=1))
+    stage.tell(gone(1)) if stage.take() else None
+    stage.take()
+    assert stage.consumer.has() == set()
+    assert stage.consumer.has("STORAGE") == stage.consumer.has("CPU", 1) == hashes_of(1)
+
+
+def test_an_answer_of_an_earlier_session_is_ignored(stage):
+    assert stage.end_pass()
+    stage.announcer.begin()
+    stage.answer(KVEventsTaken(follow=7, cursor=1, events=[chunk(1)], whole=False))
+    assert stage.take() == []
+    stage.tell(chunk(1), follow=8)
+    assert stage.asked[-1].follow == 0
+    assert len(stage.take()) == 1
+
+
+# ---- vLLM forgets its own ---------------------------------------------------------------------
+
+
+def test_after_vllms_own_clear_all_that_is_held_is_announced_again(stage):
+    stage.tell(chunk(1), chunk(2), whole=True)
+    stage.take()
+    stage.hook.reset()
+    assert stage.end_pass()
+    stage.consumer.read([AllBlocksCleared()])  # vLLM's, which stands before ours in the step
+    assert stage.take() == []
+    stage.answer(KVEventsTaken(follow=7, cursor=3, events=[gone(1)], whole=False))
+    assert stage.take() == [], "it is of before the clear"
+    stage.tell(chunk(2), follow=8)
+    assert stage.asked[-1].follow == 0
+    stage.take()
+    assert stage.consumer.has() == hashes_of(2)
+
+
+def test_what_was_not_handed_over_before_a_clear_is_told_anew(stage):
+    stage.tell(chunk(1))
+    stage.hook.reset()
+    assert stage.take() == []
+    stage.tell(chunk(1), follow=8)
+    assert len(stage.take()) == 1
+
+
+# ---- nobody has the blocks --------------------------------------------------------------------
+
+
+def lose(stage: Stage, how: str) -> None:
+    if how == "no session":
+        stage.hang_up()
+        stage.end_pass()
+    elif how == "no answer":
+        assert stage.end_pass()
+    else:
+        assert stage.end_pass()
+        stage.answer(Error(code=ErrorCode.UNKNOWN_INSTANCE.value, message="of the test"))
+
+
+def give_up(stage: Stage, how: str) -> None:
+    """The next pass, and what comes of it."""
+    asked = stage.end_pass()
+    if how == "refused":
+        assert asked
+        stage.answer(Error(code=ErrorCode.UNKNOWN_INSTANCE.value, message="of the test"))
+
+
+@pytest.mark.parametrize("how", ["no session", "no answer", "refused"])
+def test_without_a_daemon_for_some_seconds_its_blocks_are_withdrawn(stage, how):
+    stage.tell(chunk(1), chunk(2), whole=True)
+    stage.take()
+    lose(stage, how)
+    stage.clock.now += GONE_SECONDS - 2
+    give_up(stage, how)
+    assert stage.take() == [], "it may be back soon"
+    stage.clock.now += 1
+    give_up(stage, how)
+    assert {type(event) for event in stage.take()} == {BlockRemoved}
+    assert stage.consumer.has() == set()
+
+
+@pytest.mark.parametrize("how", ["no session", "no answer", "refused"])
+def test_blocks_of_a_daemon_that_is_back_are_announced_again(stage, how):
+    stage.tell(chunk(1), chunk(2), whole=True)
+    stage.take()
+    lose(stage, how)
+    stage.clock.now += GONE_SECONDS
+    give_up(stage, how)
+    stage.take()
+    assert stage.consumer.has() == set()
+    stage.connect()
+    stage.tell(chunk(1), chunk(3), follow=9, whole=True)
+    stage.take()
+    assert stage.consumer.has() == hashes_of(1, 3)
+
+
+def test_a_daemon_that_is_back_soon_changes_only_what_is_different(stage):
+    stage.tell(chunk(1), chunk(2), whole=True)
+    stage.take()
+    stage.hang_up()
+    stage.end_pass()
+    stage.connect()
+    stage.tell(chunk(2), chunk(3), follow=9, whole=True)
+    assert len(stage.take()) == 2
+    assert stage.consumer.has() == hashes_of(2, 3)
+
+
+def test_an_idle_engine_withdraws_nothing_of_a_daemon_that_answers(stage):
+    """No pass, so no question, for as long as nothing is asked of the engine."""
+    stage.tell(chunk(1), whole=True)
+    stage.take()
+    assert stage.end_pass(3600)
+    assert stage.take() == []
+    stage.answer(KVEventsTaken(follow=7, cursor=1, events=[], whole=True))
+    assert stage.take() == []
+
+
+def test_withdrawing_is_bounded_in_each_step_and_ends_when_the_daemon_is_back(stage):
+    chunks = range(3 * MOST_BLOCKS // PER_CHUNK)
+    stage.tell(*map(chunk, chunks), whole=True)
+    while stage.take():
+        pass
+    stage.hang_up()
+    stage.end_pass()
+    stage.end_pass(GONE_SECONDS + 1)
+    (event,) = stage.take()
+    assert len(event.block_hashes) == MOST_BLOCKS
+    stage.connect()
+    stage.tell(follow=9)
+    assert stage.take() == []
+    assert len(stage.consumer.has()) == len(chunks) * PER_CHUNK - MOST_BLOCKS
+    stage.tell(*map(chunk, chunks), follow=9, whole=True)
+    while stage.take():
+        pass
+    assert stage.consumer.has() == hashes_of(*chunks)
+
+
+# ---- at random --------------------------------------------------------------------------------
+
+
+class Peer:
+    """A daemon's side of a follow: what it holds, and what it has still to tell."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.follow = 100
+        self._queue: list[KVBlocks] = []
+        self._cursor = 0
+        self._snapshot_left = 0
+
+    def lose_track(self) -> None:
+        self.follow += 1
+        self._queue = [chunk(number) for number in sorted(self.held)]
+        self._snapshot_left = len(self._queue)
+        self._cursor = 0
+
+    def change(self, source: random.Random) -> None:
+        number = source.randrange(40)
+        stored = number not in self.held
+        self.held ^= {number}
+        self._queue.append(chunk(number, stored=stored))
+
+    def reply(self, question: TakeKVEvents, source: random.Random) -> KVEventsTaken:
+        if question.follow != self.follow or question.cursor < self._cursor:
+            self.lose_track()
+        count = source.randrange(6)
+        events, self._queue = self._queue[:count], self._queue[count:]
+        self._cursor += len(events)
+        self._snapshot_left = max(0, self._snapshot_left - len(events))
+        return KVEventsTaken(
+            follow=self.follow,
+            cursor=self._cursor,
+            events=events,
+            whole=self._snapshot_left == 0,
+            more=bool(self._queue),
+        )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_at_random_the_stream_ends_with_what_is_held(stage, seed):
+    source = random.Random(seed)
+    peer = Peer()
+    for _ in range(400):
+        match source.choices(["step", "change", "track", "restart", "clear", "away"], [60, 30, 2, 2, 2, 1])[0]:
+            case "step":
+                if stage.end_pass(0.06):
+                    stage.answer(peer.reply(stage.asked[-1], source))
+                stage.take()
+            case "change":
+                peer.change(source)
+            case "track":
+                peer.lose_track()
+            case "restart":
+                peer.held -= set(source.sample(range(40), 30))
+                peer.lose_track()
+                stage.connect()
+            case "clear":
+                stage.hook.reset()
+                stage.consumer.read([AllBlocksCleared()])
+                stage.take()
+            case "away":
+                stage.hang_up()
+                for _ in range(3):
+                    stage.end_pass(3)
+                    stage.take()
+                stage.connect()
+    for _ in range(60):
+        if stage.end_pass(0.06):
+            stage.answer(peer.reply(stage.asked[-1], source))
+        stage.take()
+    assert stage.consumer.has() == hashes_of(*peer.held)
