@@ -17,6 +17,7 @@ from late_gpu import LateGpu
 from model_folder import write_model
 from modelless import Adjust, Engine, configure
 from support.daemon import Daemon
+from tap import Tap
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 
@@ -51,6 +52,20 @@ def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
     for engine in engines:
         engine.close()
     assert all(engine.errors() == {} for engine in engines if engine not in forgiven)
+
+
+@pytest.fixture
+def make_tap() -> Iterator[Callable[[Daemon], Tap]]:
+    """Listen in on what engines say to a daemon: they get the tap's endpoint. It ends with the test."""
+    taps: list[Tap] = []
+
+    def make(daemon: Daemon) -> Tap:
+        taps.append(Tap(daemon))
+        return taps[-1]
+
+    yield make
+    for tap in taps:
+        tap.close()
 
 
 @pytest.fixture

@@ -372,9 +372,9 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.answers[name].finish_reason = "abort"
 
-    def generate(self, name: str, tokens: list[int], count: int = 4, seconds: float = 20.0) -> Answer:
+    def generate(self, name: str, tokens: list[int], count: int = 4, seconds: float = 20.0, **options: Any) -> Answer:
         """One request, to its end; and until the engine has nothing left to do."""
-        answer = self.add(name, tokens, count)
+        answer = self.add(name, tokens, count, **options)
         self.run(seconds)
         assert answer.right, f"{name}: {answer}"
         return answer

@@ -28,19 +28,6 @@ from kvserver.protocol import (
 CHUNK = 64
 
 
-@pytest.fixture
-def make_tap():
-    taps: list[Tap] = []
-
-    def make(daemon: Daemon) -> Tap:
-        taps.append(Tap(daemon))
-        return taps[-1]
-
-    yield make
-    for tap in taps:
-        tap.close()
-
-
 def heard(tap: Tap, *engines: Engine) -> Tap:
     """When it has heard all that these engines have sent through it."""
     sent = sum(engine.connector.scheduler.counters["notices"] for engine in engines)

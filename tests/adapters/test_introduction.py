@@ -1,0 +1,157 @@
+"""What a daemon is told of an engine for routers, and when."""
+
+from __future__ import annotations
+
+import pytest
+from kvserver.adapters.vllm.description import Engine as Description
+from modelless import BLOCK, configure, prompt
+from support.daemon import wait_until
+from vllm.config.kv_events import KVEventsConfig
+from vllm.v1.core import kv_cache_utils
+
+from kvserver.errors import ErrorCode
+from kvserver.kv_messages import DescribeScheduler, KVGroup
+from kvserver.protocol import Error, Hello, HelloReply, RegisterWorker, Store
+
+CHUNK = 64
+
+
+def descriptions(tap) -> list[DescribeScheduler]:
+    return tap.of(DescribeScheduler)
+
+
+def with_events(**options):
+    def adjust(config, caches):
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, **options)
+
+    return adjust
+
+
+# ---- when -------------------------------------------------------------------------------------
+
+
+def test_an_engine_says_what_it_is_in_its_first_step(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint, engine_id="one", served_model_name="tiny")
+    engine.generate("r", prompt(1, 2 * CHUNK))
+    said = wait_until(lambda: descriptions(tap))[0]
+    (store,) = tap.of(Store)
+    (worker,) = tap.of(RegisterWorker)
+    assert (said.instance_id, said.incarnation, said.model_name) == ("one", worker.incarnation, worker.model_name)
+    assert said.variant == store.variant
+    assert said.hash_algorithm == "sha256"
+    assert said.hash_start == kv_cache_utils.NONE_HASH
+    assert said.hash_block_tokens == BLOCK
+    assert said.groups == (KVGroup("full_attention"),)
+    assert (said.events_endpoint, said.events_replay_endpoint, said.events_topic) == ("", "", "")
+
+
+def test_it_says_so_again_where_its_weights_changed(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint)
+    engine.generate("old", prompt(1, 2 * CHUNK))
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.generate("new", prompt(1, 2 * CHUNK))
+    wait_until(lambda: len(descriptions(tap)) > 1)
+    assert descriptions(tap)[-1].variant == tap.of(Store)[-1].variant != descriptions(tap)[0].variant
+
+
+@pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.UNKNOWN_INSTANCE])
+def test_it_says_so_again_where_it_was_refused(make_daemon, make_engine, make_tap, code):
+    tap = make_tap(make_daemon())
+    refusal = Error(code=code.value, message="of the test")
+
+    def refuse_the_first(message):
+        return refusal if isinstance(message, DescribeScheduler) and len(descriptions(tap)) == 1 else None
+
+    tap.instead = refuse_the_first
+    engine = make_engine(tap.endpoint)
+    wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) == 2, 20)
+
+
+def test_it_says_so_to_each_daemon(make_daemon, make_engine, make_tap):
+    daemon = make_daemon()
+    tap = make_tap(daemon)
+    engine = make_engine(tap.endpoint)
+    engine.generate("r", prompt(1, CHUNK))
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) > 1, 20)
+
+
+def test_a_daemon_of_protocol_2_hears_nothing_of_kv_events(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon(kv_events="on"))
+
+    def refuse(message):
+        newer = isinstance(message, Hello) and message.protocol_version != 2
+        return Error(code=ErrorCode.VERSION_MISMATCH.value, message="of the test") if newer else None
+
+    tap.instead = refuse
+    engine = make_engine(tap.endpoint, adjust=with_events(publisher="null"))
+    engine.generate("r", prompt(1, 2 * CHUNK))
+    assert {type(message) for message in tap.said} >= {Hello, Store}
+    assert descriptions(tap) == []
+    assert [store.contents for store in tap.of(Store)] == [None]
+
+
+def test_a_version_is_agreed_on_before_anything_is_said(make_daemon, make_engine, make_tap):
+    """The daemon's own word counts, not that it answered our newest Hello."""
+    tap = make_tap(make_daemon())
+    tap.edit = lambda reply: HelloReply(2, *_fields(reply)[1:]) if isinstance(reply, HelloReply) else reply
+    make_engine(tap.endpoint).generate("r", prompt(1, CHUNK))
+    assert descriptions(tap) == []
+
+
+def _fields(reply: HelloReply):
+    return [getattr(reply, name) for name in reply.__struct_fields__]
+
+
+# ---- what -------------------------------------------------------------------------------------
+
+
+def said_of(folder, **options):
+    config, caches = configure(folder, "ipc:///nowhere", **options)
+    return Description(config, caches).describe()
+
+
+@pytest.mark.parametrize(("value", "form"), [("1", "int"), ("0", "bytes")])
+def test_the_form_of_hashes_is_that_of_the_engines_own_events(model_folder, monkeypatch, value, form):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", value)
+    assert said_of(model_folder)["hash_form"] == form
+
+
+def test_a_window_is_told(model_folder):
+    assert said_of(model_folder, window=40)["groups"] == (KVGroup("sliding_window", 40),)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "expected"),
+    [
+        ("tcp://*:5557", None, ("tcp://127.0.0.1:5557", "")),
+        ("tcp://*:5557", "tcp://*:5558", ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")),
+        ("tcp://[::]:5557", "tcp://127.0.0.1:5558", ("tcp://[::1]:5557", "tcp://127.0.0.1:5558")),
+        ("ipc:///tmp/events", "ipc:///tmp/replay", ("ipc:///tmp/events", "ipc:///tmp/replay")),
+        ("tcp://10.0.0.7:5557", "tcp://*:5558", ("", "")),  # vLLM connects to it
+        ("tcp://*:0", None, ("", "")),  # any port
+        ("inproc://events", None, ("", "")),
+    ],
+)
+def test_the_engines_own_events_are_told_as_one_connects_to_them(model_folder, endpoint, replay, expected):
+    adjust = with_events(publisher="zmq", endpoint=endpoint, replay_endpoint=replay, topic="kv")
+    said = said_of(model_folder, adjust=adjust)
+    assert (said["events_endpoint"], said["events_replay_endpoint"]) == expected
+    assert said["events_topic"] == ("kv" if expected[0] else "")
+
+
+def test_each_data_parallel_rank_has_ports_of_its_own(model_folder):
+    def adjust(config, caches):
+        with_events(publisher="zmq", endpoint="tcp://*:5557", replay_endpoint="tcp://*:6000")(config, caches)
+        config.parallel_config.data_parallel_index = 2
+
+    said = said_of(model_folder, adjust=adjust)
+    assert said["events_endpoint"] == "tcp://127.0.0.1:5559"
+    assert said["events_replay_endpoint"] == "tcp://127.0.0.1:6002"
+
+
+def test_an_engine_that_publishes_nothing_has_no_events(model_folder):
+    assert said_of(model_folder, adjust=with_events(publisher="null"))["events_endpoint"] == ""

@@ -1,0 +1,207 @@
+"""KV events of an engine without a model: what its stores say, and what it publishes of a daemon that is played.
+
+With the real daemon's answers: test_kv_events_daemon.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from typing import Any
+
+import pytest
+from kv_events_log import Log, events_on
+from modelless import BLOCK, prompt
+from support.daemon import wait_until
+
+from kvserver.errors import ErrorCode
+from kvserver.kv_messages import KVBlocks, KVEventsTaken, TakeKVEvents
+from kvserver.protocol import Error, Request, Store
+
+CHUNK = 64
+PER_CHUNK = CHUNK // BLOCK
+TOKENS = prompt(1, 5 * CHUNK + 3)
+_follows = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def whole_hashes(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+
+
+# ---- contents ---------------------------------------------------------------------------------
+
+
+def hashes_of(stores: list[Store]) -> set[bytes]:
+    found: set[bytes] = set()
+    for store in stores:
+        assert store.contents is not None
+        assert store.contents.hash_bytes == 32
+        found |= {store.contents.hashes[at : at + 32] for at in range(0, len(store.contents.hashes), 32)}
+    return found
+
+
+def test_stores_say_of_their_blocks_what_the_engine_published_of_them(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint, adjust=events_on, max_tokens_per_step=100)
+    log = Log(engine)
+    engine.generate("r", TOKENS, cache_salt="pepper")
+    stored = log.stored("GPU")
+    tokens = [token for event in stored for token in event.token_ids]
+    stores = tap.of(Store)
+    assert len(stores) > 1, "the prompt took several steps"
+    assert hashes_of(stores) == {h for event in stored for h in event.block_hashes}
+    assert [t for store in stores for t in array("I", store.contents.tokens)] == tokens
+    assert stores[0].contents.parent == b""
+    assert [store.contents.parent for store in stores[1:]] == [store.contents.hashes[-32:] for store in stores[:-1]]
+    assert [store.contents.extra_keys != b"" for store in stores] == [True] + [False] * (len(stores) - 1)
+
+
+@pytest.mark.parametrize(
+    ("daemon_asks", "engine_publishes", "told"),
+    [(True, False, True), (False, True, True), (True, True, True), (False, False, False)],
+)
+def test_contents_are_told_where_anyone_wants_them(
+    make_daemon, make_engine, make_tap, daemon_asks, engine_publishes, told
+):
+    tap = make_tap(make_daemon(**({"kv_events": "on"} if daemon_asks else {})))
+    engine = make_engine(tap.endpoint, **({"adjust": events_on} if engine_publishes else {}))
+    engine.generate("r", TOKENS)
+    assert tap.of(Store)
+    assert all((store.contents is not None) == told for store in tap.of(Store))
+
+
+def test_of_several_ranks_the_first_one_tells(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon(kv_events="on"))
+    engine = make_engine(tap.endpoint, world_size=2)
+    engine.generate("r", TOKENS)
+    assert sorted(store.contents is not None for store in tap.of(Store)) == [False, True]
+
+
+def test_chunks_that_cannot_be_described_are_stored_all_the_same(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon(kv_events="on"))
+    engine = make_engine(tap.endpoint)
+    engine.generate("r", TOKENS, cache_salt="s" * 100_000)
+    assert [store.contents for store in tap.of(Store)] == [None]
+    assert engine.connector.scheduler.counters["undescribed_chunks"] == 5
+    other = make_engine(tap.endpoint)
+    assert other.generate("warm", TOKENS, cache_salt="s" * 100_000).external == 5 * CHUNK
+
+
+def test_a_store_of_a_very_long_prompt_goes_in_parts(make_daemon, make_engine, make_tap, monkeypatch):
+    """A message has a limit, which hashes and tokens would soon reach."""
+    monkeypatch.setattr("kvserver.adapters.vllm.scheduler._STORE_TOKENS", 2 * CHUNK)
+    daemon = make_daemon(kv_events="on")
+    tap = make_tap(daemon)
+    make_engine(tap.endpoint).generate("r", TOKENS)
+    assert [len(store.contents.tokens) // 4 for store in tap.of(Store)] == [2 * CHUNK, 2 * CHUNK, CHUNK]
+    assert make_engine(daemon).generate("warm", TOKENS).external == 5 * CHUNK
+
+
+# ---- what a daemon holds, by way of the engine ------------------------------------------------
+
+
+class Holds:
+    """Plays the daemon's answers: it holds these blocks, told once in each follow."""
+
+    def __init__(self, *events: KVBlocks) -> None:
+        self.events = list(events)
+        self.asked: list[TakeKVEvents] = []
+        self.refuses: ErrorCode | None = None
+        self._follow = -1
+
+    def __call__(self, message: Request) -> Any:
+        if not isinstance(message, TakeKVEvents):
+            return None
+        self.asked.append(message)
+        if self.refuses is not None:
+            return Error(code=self.refuses.value, message="of the test")
+        known = message.follow == self._follow
+        if not known:
+            self._follow = next(_follows)
+        events = self.events[message.cursor if known else 0 :]
+        return KVEventsTaken(follow=self._follow, cursor=len(self.events), events=events, whole=True)
+
+
+def some_blocks(seed: int, stored: bool = True) -> KVBlocks:
+    hashes = b"".join(bytes([seed, i]) * 16 for i in range(PER_CHUNK))
+    if not stored:
+        return KVBlocks(False, "CPU", 32, hashes)
+    return KVBlocks(True, "CPU", 32, hashes, 0, BLOCK, b"", array("I", prompt(seed, CHUNK)).tobytes())
+
+
+def named(*seeds: int) -> set[bytes]:
+    return {bytes([seed, i]) * 16 for seed in seeds for i in range(PER_CHUNK)}
+
+
+def step_until(engine, condition) -> None:
+    """An engine that serves short requests."""
+    wait_until(lambda: engine.generate_free("s") and condition(), 20)
+
+
+def test_a_busy_engine_publishes_what_the_daemon_holds(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    tap.instead = holds = Holds(some_blocks(1), some_blocks(2))
+    engine = make_engine(tap.endpoint, adjust=events_on)
+    log = Log(engine)
+    step_until(engine, lambda: log.held("CPU") == named(1, 2))
+    holds.events += [some_blocks(1, stored=False), some_blocks(3)]
+    step_until(engine, lambda: log.held("CPU") == named(2, 3))
+    assert {event.kv_cache_spec_kind for event in log.stored("CPU")} == {"full_attention"}
+
+
+def test_an_engine_without_kv_events_asks_for_none(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    tap.instead = holds = Holds(some_blocks(1))
+    make_engine(tap.endpoint).generate("r", TOKENS)
+    assert holds.asked == []
+
+
+def test_an_idle_engine_does_not_step_for_events(make_daemon, make_engine, make_tap):
+    """They are published at its next step."""
+    tap = make_tap(make_daemon())
+    tap.instead = Holds(some_blocks(1))
+    engine = make_engine(tap.endpoint, adjust=events_on)
+    engine.generate("r", TOKENS)
+    assert not engine.connector.has_pending_push_work()
+    assert not engine.busy
+
+
+def test_after_the_engine_cleared_its_own_blocks_the_daemons_are_told_anew(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    tap.instead = holds = Holds(some_blocks(1))
+    engine = make_engine(tap.endpoint, adjust=events_on)
+    log = Log(engine)
+    step_until(engine, lambda: log.held("CPU") == named(1))
+    assert engine.scheduler.reset_prefix_cache()
+    holds.events = [some_blocks(2)]
+    step_until(engine, lambda: log.held("CPU") == named(2))
+    assert log.clears == 1, "vLLM's own"
+
+
+def test_a_refusal_changes_nothing_at_once(make_daemon, make_engine, make_tap):
+    tap = make_tap(make_daemon())
+    tap.instead = holds = Holds(some_blocks(1))
+    engine = make_engine(tap.endpoint, adjust=events_on)
+    log = Log(engine)
+    step_until(engine, lambda: log.held("CPU") == named(1))
+    holds.refuses, asked = ErrorCode.NOT_READY, len(holds.asked)
+    step_until(engine, lambda: len(holds.asked) > asked)
+    holds.refuses = None
+    holds.events.append(some_blocks(2))
+    step_until(engine, lambda: log.held("CPU") == named(1, 2))
+
+
+def test_another_daemon_changes_only_what_is_different(make_daemon, make_engine, make_tap):
+    daemon = make_daemon()
+    tap = make_tap(daemon)
+    tap.instead = Holds(some_blocks(1), some_blocks(2))
+    engine = make_engine(tap.endpoint, adjust=events_on)
+    log = Log(engine)
+    step_until(engine, lambda: log.held("CPU") == named(1, 2))
+    before = len(log.stored("CPU"))
+    daemon.kill()
+    tap.instead = Holds(some_blocks(2), some_blocks(3))
+    daemon.start()
+    step_until(engine, lambda: log.held("CPU") == named(2, 3))
+    assert len(log.stored("CPU")) == before + 1
