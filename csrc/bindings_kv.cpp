@@ -1,8 +1,14 @@
 // bindings_kv.cpp: the part of kvserver._native that serves KV events.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+#include <vector>
 
 #include "bindings.h"
 #include "hash_counts.h"
+#include "prefix_index.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -12,6 +18,50 @@ namespace {
 
 std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
 nb::bytes bytes(const std::string& raw) { return nb::bytes(raw.data(), raw.size()); }
+
+using ReaderTuple = std::tuple<int, int, int, uint32_t>;
+using MatchTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>;
+
+std::vector<MatchTuple> match(const PrefixIndex& index, const nb::bytes& hashes, size_t hash_bytes,
+                              const std::vector<ReaderTuple>& readers) {
+    const std::string_view raw = view(hashes);
+    const nb::gil_scoped_release released;
+    std::vector<PrefixIndex::Reader> wanted;
+    for (const auto& [l0, l1, l2, chunk_blocks] : readers) {
+        wanted.push_back({l0, l1, l2, chunk_blocks});
+    }
+    std::vector<MatchTuple> found;
+    for (const auto& [l0, l1, l2, best] : index.match(raw, hash_bytes, wanted)) {
+        found.emplace_back(l0, l1, l2, best);
+    }
+    return found;
+}
+
+// Calls the method with its bytes read, and without the GIL: others may hold the lock.
+template <typename Method>
+auto released(Method method) {
+    return [method](PrefixIndex& index, int holder, const nb::bytes& hashes, size_t hash_bytes) {
+        const std::string_view raw = view(hashes);
+        const nb::gil_scoped_release without;
+        return (index.*method)(holder, raw, hash_bytes);
+    };
+}
+
+void bind_prefix_index(nb::module_& m) {
+    using Free = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<PrefixIndex>(m, "PrefixIndex")
+        .def(nb::init<uint64_t, size_t>(), "seed"_a, "most_bytes"_a)
+        .def("open", &PrefixIndex::open, Free())
+        .def("clear", &PrefixIndex::clear, "holder"_a, Free())
+        .def("close", &PrefixIndex::close, "holder"_a, Free())
+        .def("add", released(&PrefixIndex::add), "holder"_a, "hashes"_a, "hash_bytes"_a)
+        .def("remove", released(&PrefixIndex::remove), "holder"_a, "hashes"_a, "hash_bytes"_a)
+        .def("match", &match, "hashes"_a, "hash_bytes"_a, "readers"_a)
+        .def("held", &PrefixIndex::held, "holder"_a, Free())
+        .def("__len__", &PrefixIndex::size, Free())
+        .def_prop_ro("refused", &PrefixIndex::refused, Free())
+        .def_prop_ro("memory_bytes", &PrefixIndex::memory_bytes, Free());
+}
 
 }  // namespace
 
@@ -45,4 +95,5 @@ void bind_kv(nb::module_& m) {
             "cursor"_a, "most"_a)
         .def("__len__", &HashCounts::size)
         .def_prop_ro("memory_bytes", &HashCounts::memory_bytes);
+    bind_prefix_index(m);
 }

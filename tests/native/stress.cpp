@@ -26,6 +26,7 @@
 #include "fake_gpu.h"
 #include "gpu_copier.h"
 #include "pinner.h"
+#include "stress_index.h"
 #include "stress_lives.h"
 
 using namespace kvserver;
@@ -363,6 +364,7 @@ int main() {
     }
     gpu_copies(1);
     dying_gpu(1);
+    stress_index();
     stress_lives();
     std::puts("stress: all checks held");
 }

@@ -1,0 +1,343 @@
+#include "prefix_index.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace kvserver {
+
+namespace {
+
+constexpr size_t kFirstSlots = 8;
+constexpr size_t kMostHashBytes = 32;
+constexpr size_t kAgainBytes = 64;  // an entry of unordered_map and its share of the buckets
+
+size_t count_of(std::string_view hashes, size_t hash_bytes) {
+    if (hash_bytes < sizeof(uint64_t) || hash_bytes > kMostHashBytes ||
+        hashes.size() % hash_bytes != 0) {
+        throw std::invalid_argument(std::to_string(hashes.size()) +
+                                    " bytes are no whole hashes of " + std::to_string(hash_bytes) +
+                                    " bytes, 8 to 32 each");
+    }
+    return hashes.size() / hash_bytes;
+}
+
+uint64_t read(const char* at, size_t hash_bytes) {
+    uint64_t hash;
+    std::memcpy(&hash, at + hash_bytes - sizeof(hash), sizeof(hash));
+    return hash;
+}
+
+// Both halves of the product: every bit of either number changes about half of the result's.
+uint64_t fold(uint64_t a, uint64_t b) {
+    const auto product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;
+
+// How far a reader has come with the blocks that were looked up.
+struct Walk {
+    uint64_t l0, l1, l2;  // the bits of its holders
+    uint64_t chunk_blocks;
+    PrefixIndex::Match match = {};
+    bool ended = false;
+};
+
+uint64_t advance_chunks(uint64_t from, uint64_t chunk_blocks, uint64_t bits,
+                        const std::vector<uint64_t>& held) {
+    while (from + chunk_blocks <= held.size() && (held[from + chunk_blocks - 1] & bits) != 0) {
+        from += chunk_blocks;
+    }
+    return from;
+}
+
+// A block is had if L0 holds it, or L1 or L2 the chunk that it lies in.
+void advance(Walk& walk, const std::vector<uint64_t>& held, size_t count) {
+    PrefixIndex::Match& match = walk.match;
+    while (match.l0 < held.size() && (held[match.l0] & walk.l0) != 0) ++match.l0;
+    match.l1 = advance_chunks(match.l1, walk.chunk_blocks, walk.l1, held);
+    match.l2 = advance_chunks(match.l2, walk.chunk_blocks, walk.l2, held);
+    for (;;) {
+        const uint64_t chunk_end = (match.best / walk.chunk_blocks + 1) * walk.chunk_blocks;
+        if (match.best < held.size() && (held[match.best] & walk.l0) != 0) {
+            ++match.best;
+        } else if (chunk_end <= held.size() && (held[chunk_end - 1] & (walk.l1 | walk.l2)) != 0) {
+            match.best = chunk_end;
+        } else {
+            walk.ended =
+                match.best < held.size() &&
+                (chunk_end <= held.size() || chunk_end > count || (walk.l1 | walk.l2) == 0);
+            return;
+        }
+    }
+}
+
+}  // namespace
+
+PrefixIndex::PrefixIndex(uint64_t seed, size_t most_bytes)
+    : seed_(seed),
+      factor_(fold(seed ^ kGolden, kGolden) | 1),
+      most_bytes_(most_bytes),
+      parts_(kParts) {
+    for (Part& part : parts_) {
+        part.slots.resize(kFirstSlots);
+        part.again = Times(0, HashAgain{factor_});
+    }
+    bytes_ = sizeof(*this) + kParts * (sizeof(Part) + kFirstSlots * sizeof(Slot));
+}
+
+size_t PrefixIndex::HashAgain::operator()(const Again& again) const {
+    return fold(again.hash ^ seed, kGolden ^ static_cast<uint64_t>(again.holder));
+}
+
+uint64_t PrefixIndex::place(uint64_t hash) const {
+    return fold(fold(hash ^ seed_, factor_) ^ seed_, kGolden);
+}
+
+size_t PrefixIndex::Part::home(uint64_t place) const {
+    return (place & 0xffffffff) * slots.size() >> 32;
+}
+
+// The slot of the hash, or the empty one where it would be.
+size_t PrefixIndex::find(const Part& part, uint64_t hash, uint64_t place) const {
+    size_t at = part.home(place);
+    while (part.slots[at].holders != 0 && part.slots[at].hash != hash) at = part.next(at);
+    return at;
+}
+
+void PrefixIndex::check(int holder) const {
+    if (holder < 0 || holder >= kHolders || (open_ & bit(holder)) == 0) {
+        throw std::invalid_argument("no holder " + std::to_string(holder));
+    }
+}
+
+// ---- holders ----------------------------------------------------------------------------------
+
+int PrefixIndex::open() {
+    const std::lock_guard lock(mutex_);
+    for (int holder = 0; holder < kHolders; ++holder) {
+        if ((open_ & bit(holder)) != 0) continue;
+        open_ |= bit(holder);
+        seen_ |= bit(holder);
+        return holder;
+    }
+    return -1;
+}
+
+void PrefixIndex::clear(int holder) {
+    sweep(holder);
+    const std::lock_guard lock(mutex_);
+    seen_ |= bit(holder);
+}
+
+void PrefixIndex::close(int holder) {
+    sweep(holder);
+    const std::lock_guard lock(mutex_);
+    open_ &= ~bit(holder);
+}
+
+// Takes the holder out of all parts, one after the other; matches do not see it meanwhile.
+void PrefixIndex::sweep(int holder) {
+    {
+        const std::lock_guard lock(mutex_);
+        check(holder);
+        seen_ &= ~bit(holder);
+        if (held_[holder] == 0) return;
+    }
+    for (Part& part : parts_) {
+        const std::lock_guard lock(mutex_);
+        for (Slot& slot : part.slots) {
+            const bool only = slot.holders == bit(holder);
+            slot.holders &= ~bit(holder);
+            part.used -= only;
+            size_ -= only;
+        }
+        bytes_ -= kAgainBytes * std::erase_if(part.again, [&](const auto& entry) {
+                      return entry.first.holder == holder;
+                  });
+        rebuild(part, std::clamp(part.used * 5 / 3, kFirstSlots, part.slots.size()));
+    }
+    const std::lock_guard lock(mutex_);
+    held_[holder] = 0;
+}
+
+// ---- blocks -----------------------------------------------------------------------------------
+
+size_t PrefixIndex::add(int holder, std::string_view hashes, size_t hash_bytes) {
+    const size_t count = count_of(hashes, hash_bytes);
+    size_t refused = 0;
+    for (size_t first = 0; first < count; first += kSlice) {
+        const std::lock_guard lock(mutex_);
+        check(holder);
+        for (size_t i = first; i < std::min(count, first + kSlice); ++i) {
+            const bool added = add_one(holder, read(hashes.data() + i * hash_bytes, hash_bytes));
+            refused += !added;
+            refused_ += !added;
+        }
+    }
+    return refused;
+}
+
+bool PrefixIndex::add_one(int holder, uint64_t hash) {
+    const uint64_t where = place(hash);
+    Part& part = parts_[part_of(where)];
+    size_t at = find(part, hash, where);
+    if (part.slots[at].holders == 0) {
+        if ((part.used + 1) * 4 > part.slots.size() * 3) {
+            const size_t more = part.slots.size() / 4;
+            if (!room(more * sizeof(Slot))) return false;
+            rebuild(part, part.slots.size() + more);
+            at = find(part, hash, where);
+        }
+        part.slots[at].hash = hash;
+        ++part.used;
+        ++size_;
+    } else if ((part.slots[at].holders & bit(holder)) != 0) {
+        const auto found = part.again.find({hash, holder});
+        if (found != part.again.end()) {
+            found->second += found->second < UINT32_MAX;
+            return true;
+        }
+        if (!room(kAgainBytes)) return false;
+        part.again.emplace(Again{hash, holder}, 1);
+        bytes_ += kAgainBytes;
+        return true;
+    }
+    part.slots[at].holders |= bit(holder);
+    ++held_[holder];
+    return true;
+}
+
+size_t PrefixIndex::remove(int holder, std::string_view hashes, size_t hash_bytes) {
+    const size_t count = count_of(hashes, hash_bytes);
+    size_t unknown = 0;
+    for (size_t first = 0; first < count; first += kSlice) {
+        const std::lock_guard lock(mutex_);
+        check(holder);
+        for (size_t i = first; i < std::min(count, first + kSlice); ++i) {
+            unknown += !remove_one(holder, read(hashes.data() + i * hash_bytes, hash_bytes));
+        }
+    }
+    return unknown;
+}
+
+bool PrefixIndex::remove_one(int holder, uint64_t hash) {
+    const uint64_t where = place(hash);
+    Part& part = parts_[part_of(where)];
+    const size_t at = find(part, hash, where);
+    if ((part.slots[at].holders & bit(holder)) == 0) return false;
+    const auto again = part.again.find({hash, holder});
+    if (again != part.again.end()) {
+        if (--again->second == 0) {
+            part.again.erase(again);
+            bytes_ -= kAgainBytes;
+        }
+        return true;
+    }
+    --held_[holder];
+    part.slots[at].holders &= ~bit(holder);
+    if (part.slots[at].holders == 0) erase(part, at);
+    return true;
+}
+
+void PrefixIndex::rebuild(Part& part, size_t slots) {
+    bytes_ += (slots - part.slots.size()) * sizeof(Slot);
+    std::vector<Slot> old(slots);
+    old.swap(part.slots);
+    for (const Slot& slot : old) {
+        if (slot.holders != 0) part.slots[find(part, slot.hash, place(slot.hash))] = slot;
+    }
+}
+
+// Those behind it move up as far as their homes allow, so that every search still ends at an empty
+// slot only where its hash is not there.
+void PrefixIndex::erase(Part& part, size_t at) {
+    --part.used;
+    --size_;
+    const size_t slots = part.slots.size();
+    const auto distance = [&](size_t from, size_t to) {
+        return to >= from ? to - from : to + slots - from;
+    };
+    for (size_t next = part.next(at); part.slots[next].holders != 0; next = part.next(next)) {
+        const size_t home = part.home(place(part.slots[next].hash));
+        if (distance(home, next) >= distance(at, next)) {
+            part.slots[at] = part.slots[next];
+            at = next;
+        }
+    }
+    part.slots[at].holders = 0;
+}
+
+// ---- matching ---------------------------------------------------------------------------------
+
+std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size_t hash_bytes,
+                                                   const std::vector<Reader>& readers) const {
+    const size_t count = count_of(hashes, hash_bytes);
+    std::vector<Walk> walks;
+    for (const Reader& reader : readers) {
+        if (std::max({reader.l0, reader.l1, reader.l2}) >= kHolders || reader.chunk_blocks == 0) {
+            throw std::invalid_argument("a reader with unknown holders, or chunks of no blocks");
+        }
+        walks.push_back({bit(reader.l0), bit(reader.l1), bit(reader.l2), reader.chunk_blocks});
+    }
+    std::vector<uint64_t> held;  // of each block so far: who has it
+    bool more = !walks.empty();
+    while (more && held.size() < count) {
+        const size_t first = held.size();
+        held.resize(std::min(count, first + kSlice));
+        look_up(hashes.data() + first * hash_bytes, hash_bytes, held.size() - first, &held[first]);
+        more = false;
+        for (Walk& walk : walks) {
+            if (!walk.ended) advance(walk, held, count);
+            more |= !walk.ended;
+        }
+    }
+    std::vector<Match> found;
+    for (const Walk& walk : walks) found.push_back(walk.match);
+    return found;
+}
+
+// First all slots are asked of memory, then read.
+void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
+                          uint64_t* holders) const {
+    std::array<uint64_t, kSlice> places;
+    for (size_t i = 0; i < count; ++i) places[i] = place(read(hashes + i * hash_bytes, hash_bytes));
+    const std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < count; ++i) {
+        const Part& part = parts_[part_of(places[i])];
+        __builtin_prefetch(&part.slots[part.home(places[i])]);
+    }
+    for (size_t i = 0; i < count; ++i) {
+        const Part& part = parts_[part_of(places[i])];
+        const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
+        holders[i] = part.slots[find(part, hash, places[i])].holders & seen_;
+    }
+}
+
+// ---- figures ----------------------------------------------------------------------------------
+
+size_t PrefixIndex::size() const {
+    const std::lock_guard lock(mutex_);
+    return size_;
+}
+
+size_t PrefixIndex::held(int holder) const {
+    const std::lock_guard lock(mutex_);
+    check(holder);
+    return held_[holder];
+}
+
+uint64_t PrefixIndex::refused() const {
+    const std::lock_guard lock(mutex_);
+    return refused_;
+}
+
+size_t PrefixIndex::memory_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return bytes_;
+}
+
+}  // namespace kvserver

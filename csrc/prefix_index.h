@@ -1,0 +1,121 @@
+// prefix_index.h: who holds which blocks, to tell how much of a prompt each of them has.
+//
+// A holder is a tier of one engine or of several: what one engine has in its own memory, what a
+// namespace has in L1. Blocks are told with their hashes, which cover the whole prompt up to there;
+// of each only the last 8 bytes count, since some engines publish no more than these. With n blocks
+// held a hash that nobody holds is taken for one of them with odds of n / 2^64, and a wrong match
+// costs a detour of one request, no more. A block may be told to a holder several times, and is
+// held until it was taken back as often.
+//
+// Any thread may use it. It waits for others at most for as long as they take over 128 hashes, or
+// over one of 1,024 parts of the table. Hashes are chosen by clients: their place depends on a
+// secret.
+//
+// Memory: 16 bytes a slot, of which 3/5 to 3/4 are taken: 21 to 27 bytes a block; 64 more for each
+// block and holder told more than once. What would exceed the bound is refused and counted.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace kvserver {
+
+class PrefixIndex {
+  public:
+    static constexpr int kHolders = 64;
+
+    // An engine's holders (-1: none). In L1 and L2 only the last block of each chunk is told; a
+    // chunk is `chunk_blocks` > 0 blocks, counted from the start of the prompt.
+    struct Reader {
+        int l0, l1, l2;
+        uint32_t chunk_blocks;
+    };
+    // The blocks at the start of a prompt that each tier has alone, and that they have together.
+    struct Match {
+        uint64_t l0 = 0, l1 = 0, l2 = 0, best = 0;
+    };
+
+    PrefixIndex(uint64_t seed, size_t most_bytes);
+
+    // A new holder, of nothing; -1 if there are kHolders.
+    int open();
+    // It holds nothing any more. REQUIRES: nobody adds to it meanwhile, or removes.
+    void clear(int holder);
+    // Likewise, and its number is free.
+    void close(int holder);
+
+    // The hashes lie end to end. Returns how many were refused for want of memory.
+    // Throws std::invalid_argument unless they are whole hashes of 8 to 32 bytes, of a holder.
+    size_t add(int holder, std::string_view hashes, size_t hash_bytes);
+    // Returns how many it did not hold.
+    size_t remove(int holder, std::string_view hashes, size_t hash_bytes);
+
+    // What each reader has of a prompt with these blocks.
+    std::vector<Match> match(std::string_view hashes, size_t hash_bytes,
+                             const std::vector<Reader>& readers) const;
+
+    size_t size() const;            // blocks that anybody holds
+    size_t held(int holder) const;  // blocks that it holds
+    uint64_t refused() const;       // blocks, since the beginning
+    size_t memory_bytes() const;
+
+  private:
+    static constexpr size_t kParts = 1024;
+    static constexpr size_t kSlice = 128;  // hashes between two looks at the lock
+
+    struct Slot {
+        uint64_t hash;
+        uint64_t holders;  // a bit each; 0: the slot is empty
+    };
+    struct Again {
+        uint64_t hash;
+        int holder;
+        bool operator==(const Again&) const = default;
+    };
+    struct HashAgain {
+        uint64_t seed;
+        size_t operator()(const Again& again) const;
+    };
+    using Times = std::unordered_map<Again, uint32_t, HashAgain>;
+    // A table of its own, with linear probing, which grows alone and so in little time.
+    struct Part {
+        std::vector<Slot> slots;
+        size_t used = 0;
+        Times again;  // times told beyond the first
+
+        size_t home(uint64_t place) const;
+        size_t next(size_t at) const { return at + 1 < slots.size() ? at + 1 : 0; }
+    };
+
+    static uint64_t bit(int holder) { return holder < 0 ? 0 : uint64_t{1} << holder; }
+    void check(int holder) const;
+    uint64_t place(uint64_t hash) const;
+    static size_t part_of(uint64_t place) { return place >> 54; }
+    size_t find(const Part& part, uint64_t hash, uint64_t place) const;
+    bool add_one(int holder, uint64_t hash);
+    bool remove_one(int holder, uint64_t hash);
+    bool room(size_t more_bytes) const { return bytes_ + more_bytes <= most_bytes_; }
+    void rebuild(Part& part, size_t slots);
+    void erase(Part& part, size_t at);
+    void sweep(int holder);
+    void look_up(const char* hashes, size_t hash_bytes, size_t count, uint64_t* holders) const;
+
+    const uint64_t seed_;
+    const uint64_t factor_;
+    const size_t most_bytes_;
+    mutable std::mutex mutex_;  // of all below
+    uint64_t open_ = 0;         // holders that are given out
+    uint64_t seen_ = 0;         // of these, those that are not being cleared
+    std::array<size_t, kHolders> held_{};
+    std::vector<Part> parts_;
+    size_t size_ = 0;
+    size_t bytes_ = 0;
+    uint64_t refused_ = 0;
+};
+
+}  // namespace kvserver
