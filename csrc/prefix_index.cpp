@@ -61,17 +61,16 @@ void advance(Walk& walk, const std::vector<uint64_t>& held, size_t count) {
     match.l1 = advance_chunks(match.l1, walk.chunk_blocks, walk.l1, held);
     match.l2 = advance_chunks(match.l2, walk.chunk_blocks, walk.l2, held);
     for (;;) {
+        while (match.best < held.size() && (held[match.best] & walk.l0) != 0) ++match.best;
+        if (match.best == held.size()) return;
         const uint64_t chunk_end = (match.best / walk.chunk_blocks + 1) * walk.chunk_blocks;
-        if (match.best < held.size() && (held[match.best] & walk.l0) != 0) {
-            ++match.best;
-        } else if (chunk_end <= held.size() && (held[chunk_end - 1] & (walk.l1 | walk.l2)) != 0) {
-            match.best = chunk_end;
-        } else {
-            walk.ended =
-                match.best < held.size() &&
-                (chunk_end <= held.size() || chunk_end > count || (walk.l1 | walk.l2) == 0);
+        if (chunk_end > held.size()) {
+            walk.ended = chunk_end > count || (walk.l1 | walk.l2) == 0;
             return;
         }
+        walk.ended = (held[chunk_end - 1] & (walk.l1 | walk.l2)) == 0;
+        if (walk.ended) return;
+        match.best = chunk_end;
     }
 }
 
@@ -284,6 +283,7 @@ std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size
         walks.push_back({bit(reader.l0), bit(reader.l1), bit(reader.l2), reader.chunk_blocks});
     }
     std::vector<uint64_t> held;  // of each block so far: who has it
+    held.reserve(count);
     bool more = !walks.empty();
     while (more && held.size() < count) {
         const size_t first = held.size();
@@ -308,7 +308,9 @@ void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < count; ++i) {
         const Part& part = parts_[part_of(places[i])];
-        __builtin_prefetch(&part.slots[part.home(places[i])]);
+        const Slot* home = &part.slots[part.home(places[i])];
+        __builtin_prefetch(home);
+        __builtin_prefetch(home + 3);  // a search may end in the next line of memory
     }
     for (size_t i = 0; i < count; ++i) {
         const Part& part = parts_[part_of(places[i])];

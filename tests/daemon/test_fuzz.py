@@ -209,7 +209,9 @@ class Hostile:
         keys = self.keys[: self.random.randint(1, 3)]
         return [
             *self._notices(),
-            Hello(protocol_version=self.random.choice((1, 2, 3, 4)), client="c" * 100),  # most changes spare the version
+            Hello(
+                protocol_version=self.random.choice((1, 2, 3, 4)), client="c" * 100
+            ),  # most changes spare the version
             Lookup(
                 instance_id=self.worker.instance_id,
                 incarnation=self.worker.incarnation,
