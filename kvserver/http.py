@@ -1,4 +1,5 @@
-"""The status pages: `/status`, `/metrics`, `/livez`, `/readyz`, `/config`, `POST /cache/clear`, `/`.
+"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, and what is sent to the
+daemon: `POST /cache/clear`, `POST /kv/match`.
 
 Owns: the HTTP threads. Refuses to know: anything but snapshots. It asks the loop for one and waits a
 bounded time; when the loop does not answer it serves the last one and says so, and `/readyz` fails.
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 from kvserver import metrics
 from kvserver.families import Family
+from kvserver.match_pages import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
 
 log = logging.getLogger(__name__)
@@ -32,11 +34,18 @@ class StatusPages(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], server: Server, settings: Mapping[str, Any] = {}) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        server: Server,
+        settings: Mapping[str, Any] = {},
+        match: MatchPages | None = None,
+    ) -> None:
         """`settings` is what `/config` shows."""
         super().__init__(address, _Handler)
         self.kvserver = server
         self.settings = settings
+        self.match = match
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
 
@@ -95,11 +104,13 @@ class _Handler(BaseHTTPRequestHandler):
     server: StatusPages
     protocol_version = "HTTP/1.1"
     timeout = 30
+    wbufsize = -1  # head and body leave together: apart, the second waits for the peer's delayed acknowledgement
 
     def do_GET(self) -> None:
         pages = {
             "/": self._page,
             "/status": self._status,
+            "/instances": self._instances,
             "/metrics": self._metrics,
             "/livez": self._livez,
             "/readyz": self._readyz,
@@ -108,16 +119,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._run(pages.get(self.path.partition("?")[0]))
 
     def do_POST(self) -> None:
-        self._run(self._clear if self.path == "/cache/clear" else None)
+        if self.path == "/kv/match":
+            self._match()
+        else:
+            self._run(self._clear if self.path == "/cache/clear" else None)
 
     def _run(self, page: Any) -> None:
         length = self.headers.get("Content-Length", "0")
         if length != "0":
-            self.close_connection = True  # no page takes a body; it is not read
+            self.close_connection = True  # these pages take no body; it is not read
         if page is None:
             self._send(
                 404,
-                f"no page {self.path}; there are /, /status, /metrics, /livez, /readyz, /config, POST /cache/clear\n",
+                f"no page {self.path}; there are /, /status, /instances, /metrics, /livez, /readyz, /config, POST "
+                "/cache/clear, POST /kv/match\n",
             )
             return
         try:
@@ -127,6 +142,33 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _status(self) -> None:
         self._send(200, json.dumps(self.server.snapshot()[0]), "application/json")
+
+    def _instances(self) -> None:
+        instances = self.server.snapshot()[0]["instances"]
+        match = self.server.match
+        self._send(
+            200, match.instances(instances) if match else json.dumps({"instances": instances}), "application/json"
+        )
+
+    def _match(self) -> None:
+        body = self._body()
+        if body is None:
+            self.close_connection = True  # it is not read
+        elif self.server.match is None:
+            self._send(503, "this daemon keeps no index of blocks\n")
+        else:
+            self._send(*self.server.match.match(body, self.headers.get_content_type()))
+
+    def _body(self) -> bytes | None:
+        """None, and answered, if it is not one to be read."""
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            self._send(411, "send Content-Length and a body\n")
+        elif int(length) > MOST_BODY_BYTES:
+            self._send(413, f"a body has at most {MOST_BODY_BYTES} bytes\n")
+        else:
+            return self.rfile.read(int(length))
+        return None
 
     def _metrics(self) -> None:
         self._send(200, metrics.render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")

@@ -70,7 +70,7 @@ def test_a_lora_is_in_every_block_and_a_salt_in_the_first():
     lora, salt = ("lora", "name", "/path"), ("cache_salt", "secret")
     one, two = hash_blocks("sha256", b"start", 1, [7, 8], ("name", "/path"), "secret")
     assert one == hashlib.sha256(pickle.dumps((b"start", (7,), (lora, salt)), 5)).digest()
-    assert two == hashlib.sha256(pickle.dumps((one, (8,), (tuple(list(lora)),)), 5)).digest()
+    assert two == hashlib.sha256(pickle.dumps((one, (8,), (lora,)), 5)).digest()
 
 
 @pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor", ""])

@@ -1,0 +1,117 @@
+"""vLLM's KV events of GPU memory, read: maps, as since 0.26, and arrays, as before.
+
+Owns: which fields count. Refuses to know: sequences, sockets, what is made of it.
+
+Only blocks in GPU memory count (`medium` GPU or none), and those of one KV cache group, since all groups name a block
+by the same hash. Fields that nobody here needs are skipped unread, token ids before all.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import Raw
+
+_LAST_8 = (1 << 64) - 1
+_NOTHING = Raw()
+Hashes: TypeAlias = list[bytes | int] | None
+
+
+class Change(enum.Enum):
+    STORED = enum.auto()
+    REMOVED = enum.auto()
+    CLEARED = enum.auto()
+
+
+@dataclass
+class Batch:
+    time: float  # wall clock of the engine
+    changes: list[tuple[Change, bytes]] = field(default_factory=list)  # with 8 bytes for each block
+    malformed: int = 0  # events that could not be read
+
+
+class _Stored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: Hashes
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: Hashes
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True):
+    block_hashes: Hashes
+    parent: Raw
+    token_ids: Raw
+    block_size: Raw
+    lora_id: Raw = _NOTHING
+    medium: str | None = None
+    lora_name: Raw = _NOTHING
+    extra_keys: Raw = _NOTHING
+    group_idx: Any = None
+
+
+class _RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True):
+    block_hashes: Hashes
+    medium: str | None = None
+    group_idx: Any = None
+
+
+class _ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Raw]
+
+
+_batches = msgspec.msgpack.Decoder(_Batch)
+_maps = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+def decode(payload: bytes, group: int) -> Batch | None:
+    """What a batch says of the blocks of one group; None if it is none."""
+    try:
+        raw = _batches.decode(payload)
+    except _UNREADABLE:
+        return None
+    batch = Batch(raw.ts)
+    for event in raw.events:
+        try:
+            batch.changes += _changes(event, group)
+        except _UNREADABLE:
+            batch.malformed += 1
+    return batch
+
+
+def _changes(raw: Raw, group: int) -> list[tuple[Change, bytes]]:
+    first = memoryview(raw)[0]
+    is_array = first & 0xF0 == 0x90 or first in (0xDC, 0xDD)
+    event: Any = (_arrays if is_array else _maps).decode(raw)
+    if isinstance(event, (_Cleared, _ClearedArray)):
+        return [(Change.CLEARED, b"")]
+    if event.medium not in (None, "GPU") or event.group_idx not in (None, group):
+        return []
+    change = Change.STORED if isinstance(event, (_Stored, _StoredArray)) else Change.REMOVED
+    return [(change, _last_bytes(event.block_hashes or []))]
+
+
+def _last_bytes(hashes: list[bytes | int]) -> bytes:
+    """8 of each: all that the form with integers tells."""
+    raw = b"".join([h[-8:] if isinstance(h, bytes) else (h & _LAST_8).to_bytes(8, "big") for h in hashes])
+    if len(raw) != 8 * len(hashes):
+        raise ValueError("a hash of fewer than 8 bytes")
+    return raw

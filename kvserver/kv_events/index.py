@@ -1,0 +1,221 @@
+"""What each engine finds of a prompt, in its own memory, in L1 and in L2: an observer of KV events.
+
+Owns: which holder of the index is which tier of what. Refuses to know: hashes from tokens, HTTP.
+
+L1 and L2 are kept by reach: all engines with the same reach find the same there. Chunks stay known while nobody can
+read them, for the next engine that can. Only their keys are needed, so those that nobody described count too.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvserver._native import PrefixIndex
+from kvserver.config import parse_size
+from kvserver.kv_events.engines import EngineEvents
+from kvserver.kv_events.types import (
+    KVChunk,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+    ObserverContext,
+    ReaderCame,
+    ReaderGone,
+    Tier,
+)
+from kvserver.kv_messages import DescribeScheduler
+from kvserver.namespace import epoch_of
+
+_KNOWN_BYTES = 8  # the end of a hash
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An engine that can be asked about."""
+
+    scheduler: DescribeScheduler
+    reach: bytes
+    chunk_blocks: int
+    block_tokens: int
+
+    @property
+    def instance_id(self) -> str:
+        return self.scheduler.instance_id
+
+
+@dataclass(frozen=True)
+class Match:
+    """Leading blocks in each tier alone, and in all of them together."""
+
+    l0: int
+    l1: int
+    l2: int
+    best: int
+
+
+class KVIndex:
+    """REQUIRES: observe() and close() come from one thread; the rest may be called from any."""
+
+    def __init__(self, most_bytes: int, follow_engines: bool) -> None:
+        self._index = PrefixIndex(secrets.randbits(64), most_bytes)
+        self._most_bytes = most_bytes
+        self._engines = EngineEvents(self._index)
+        self._follow_engines = follow_engines
+        self._lock = threading.Lock()  # of the two below
+        self._readers: dict[str, Reader] = {}
+        self._holders: dict[tuple[bytes, Tier], int] = {}
+        self._dropped_reaches = 0
+
+    # ---- what it is told ----------------------------------------------------------------------
+
+    def observe(self, event: KVEvent) -> None:
+        match event:
+            case KVStored():
+                holder = self._holder(epoch_of(event.namespace), event.tier)
+                if holder >= 0:
+                    self._index.add(holder, _ends(event.chunks), _KNOWN_BYTES)
+            case KVRemoved():
+                reach = epoch_of(event.namespace)
+                holder = self._holders.get((reach, event.tier), -1)
+                if holder >= 0:
+                    self._index.remove(holder, _ends(event.chunks), _KNOWN_BYTES)
+                    self._tidy(reach)
+            case ReaderCame():
+                self._came(event)
+            case ReaderGone():
+                self._gone(event.instance_id)
+
+    def _came(self, event: ReaderCame) -> None:
+        reader = Reader(event.scheduler, event.reach, event.chunk_blocks, event.block_tokens)
+        with self._lock:
+            before = self._readers.get(reader.instance_id)
+            self._readers[reader.instance_id] = reader
+        if before is not None:
+            self._tidy(before.reach)
+        if self._follow_engines:
+            self._engines.follow(event.scheduler)
+
+    def _gone(self, instance_id: str) -> None:
+        with self._lock:
+            reader = self._readers.pop(instance_id, None)
+        self._engines.forget(instance_id)
+        if reader is not None:
+            self._tidy(reader.reach)
+
+    def _holder(self, reach: bytes, tier: Tier) -> int:
+        """For what a reach has in a tier; -1 if none can be had."""
+        holder = self._holders.get((reach, tier), -1)
+        if holder >= 0:
+            return holder
+        holder = self._index.open()
+        if holder < 0 and self._drop_unread():
+            holder = self._index.open()
+        if holder >= 0:
+            with self._lock:
+                self._holders[reach, tier] = holder
+        return holder
+
+    def _drop_unread(self) -> bool:
+        """Make room by what no engine can read now; False if engines read all."""
+        unread = {reach for reach, _ in self._holders} - {reader.reach for reader in self._readers.values()}
+        if not unread:
+            return False
+        self._dropped_reaches += 1
+        self._close(next(reach for reach, _ in self._holders if reach in unread))
+        return True
+
+    def _tidy(self, reach: bytes) -> None:
+        """Nothing is kept of a reach without chunks and engines."""
+        read = any(reader.reach == reach for reader in self._readers.values())
+        if not read and not any(
+            self._index.held(h) for tier in Tier if (h := self._holders.get((reach, tier), -1)) >= 0
+        ):
+            self._close(reach)
+
+    def _close(self, reach: bytes) -> None:
+        with self._lock:
+            holders = [self._holders.pop((reach, tier), -1) for tier in Tier]
+        for holder in holders:
+            if holder >= 0:
+                self._index.close(holder)
+
+    # ---- what it tells ------------------------------------------------------------------------
+
+    def readers(self, model_name: str = "", instance_ids: Collection[str] = ()) -> list[Reader]:
+        """All engines, or those of the model, or those named."""
+        with self._lock:
+            readers = list(self._readers.values())
+        return [
+            reader
+            for reader in readers
+            if (not model_name or reader.scheduler.model_name == model_name)
+            and (not instance_ids or reader.instance_id in instance_ids)
+        ]
+
+    def match(self, readers: Sequence[Reader], hashes: bytes, hash_bytes: int) -> list[Match]:
+        """Of a prompt whose blocks have these hashes, end to end. ValueError unless they are whole, 8 to 32 bytes each."""
+        found = self._index.match(hashes, hash_bytes, [self._tiers(reader) for reader in readers])
+        return [Match(*blocks) for blocks in found]
+
+    def _tiers(self, reader: Reader) -> tuple[int, int, int, int]:
+        with self._lock:
+            l1, l2 = (self._holders.get((reader.reach, tier), -1) for tier in (Tier.L1, Tier.L2))
+        return self._engines.holder(reader.instance_id), l1, l2, reader.chunk_blocks
+
+    def instance(self, instance_id: str) -> dict[str, Any] | None:
+        """What `GET /instances` says of its cache; None of one that did not describe itself."""
+        with self._lock:
+            reader = self._readers.get(instance_id)
+        if reader is None:
+            return None
+        l0, l1, l2, _ = self._tiers(reader)
+        return {
+            "incarnation": reader.scheduler.incarnation,
+            "reach": reader.reach.hex(),
+            "hash_form": reader.scheduler.hash_form,
+            "hash_algorithm": reader.scheduler.hash_algorithm,
+            "l0": {"blocks": self._held(l0), "kv_events": self._engines.status(instance_id)},
+            "l1": {"chunks": self._held(l1)},
+            "l2": {"chunks": self._held(l2)},
+        }
+
+    def _held(self, holder: int) -> int:
+        try:
+            return self._index.held(holder) if holder >= 0 else 0
+        except ValueError:  # it was closed meanwhile
+            return 0
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "blocks": len(self._index),
+            "memory_bytes": self._index.memory_bytes,
+            "most_bytes": self._most_bytes,
+            "refused_blocks": self._index.refused,
+            "dropped_reaches": self._dropped_reaches,
+            "engines": {reader.instance_id: self._engines.status(reader.instance_id) for reader in self.readers()},
+        }
+
+    def close(self) -> None:
+        self._engines.close()
+
+
+def _ends(chunks: Sequence[KVChunk]) -> bytes:
+    """The last bytes of the chunks' hashes, which their keys are, filled up with zeros: a hash has 32 bytes or 16."""
+    return b"".join([_end(chunk) for chunk in chunks])
+
+
+def _end(chunk: KVChunk) -> bytes:
+    if chunk.description is not None:
+        size = chunk.description.hash_bytes
+    else:
+        size = 16 if chunk.key.endswith(bytes(16)) else 32
+    return chunk.key[size - _KNOWN_BYTES : size]
+
+
+def make(context: ObserverContext) -> KVIndex:
+    settings = context.settings
+    return KVIndex(parse_size(settings.kv_index_size), settings.engine_kv_events == "auto")

@@ -1,0 +1,234 @@
+"""`POST /kv/match` and `GET /instances`: how much of a prompt each engine would find, and how busy it is.
+
+    {"model": "", "instance_ids": [], "block_hashes": [...]}
+    {"model": "m", "tokens": [...], "lora_name": "", "lora_path": "", "cache_salt": ""}
+
+as JSON or, with `Content-Type: application/msgpack`, msgpack; the answer has the same form. Hashes are hexadecimal text
+in JSON, bytes in msgpack, or the unsigned integers that engines publish; in msgpack also all end to end as one `bytes`
+with `hash_bytes` for each. Tokens are hashed as the engines do it, as far as they told how.
+
+    {"instances": [{"instance_id", "model_name", "blocks", "l0", "l1", "l2", "best", "block_tokens", "chunk_tokens", "load"}],
+     "skipped": [{"instance_id", "reason"}]}
+
+in blocks: those asked about, the leading ones that each tier has, and that all of them have together. Errors are
+{"error": code, "message": text}.
+
+Owns: both forms and their limits. Refuses to know: sockets, the loop; loads are as old as LOAD_SECONDS.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvserver.block_hashes import DUMPS, hash_blocks
+from kvserver.kv_events.index import KVIndex, Match, Reader
+from kvserver.wire import Label, Name, Text
+
+MOST_BODY_BYTES = 4 << 20
+LOAD_SECONDS = 0.5
+JSON, MSGPACK = "application/json", "application/msgpack"
+_MOST_IDS = 1024
+_HASHING_AT_ONCE = 2  # requests; the rest wait, so that the loop gets its turn
+
+Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Status: TypeAlias = dict[str, Any]
+
+
+class BadQuery(Exception):
+    """Becomes the answer, with this HTTP code."""
+
+    def __init__(self, code: int, error: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.error, self.message = code, error, message
+
+
+class _Query(msgspec.Struct, kw_only=True):
+    model: Label = ""
+    instance_ids: Annotated[list[Name], Meta(max_length=_MOST_IDS)] = []
+    hash_bytes: Annotated[int, Meta(ge=8, le=32)] = 32
+    tokens: list[Token] | None = None
+    lora_name: Label = ""
+    lora_path: Text = ""
+    cache_salt: Text = ""
+
+
+class _JsonQuery(_Query, kw_only=True):
+    block_hashes: list[str | int] | None = None
+
+
+class _MsgpackQuery(_Query, kw_only=True):
+    block_hashes: bytes | list[bytes | int] | None = None
+
+
+_json, _msgpack = msgspec.json.Decoder(_JsonQuery), msgspec.msgpack.Decoder(_MsgpackQuery)
+
+
+class Loads:
+    """The engines' loads of a moment ago. Nobody waits for the loop here."""
+
+    def __init__(self, ask: Callable[[], Future[list[Status]]]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._asked: Future[list[Status]] | None = None
+        self._asked_at = float("-inf")
+        self._last: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """By instance id."""
+        with self._lock:
+            if self._asked is not None and self._asked.done():
+                if not self._asked.cancelled() and self._asked.exception() is None:
+                    self._last = {one["instance_id"]: one.get("load") for one in self._asked.result()}
+                self._asked = None
+            if self._asked is None and time.monotonic() - self._asked_at >= LOAD_SECONDS:
+                self._asked, self._asked_at = self._ask(), time.monotonic()
+            return self._last
+
+
+class MatchPages:
+    """What is asked may come from any thread."""
+
+    def __init__(self, index: KVIndex, ask: Callable[[], Future[list[Status]]]) -> None:
+        """`ask`: for `/status`'s instances, in the loop."""
+        self._index = index
+        self._loads = Loads(ask)
+        self._hashing = threading.BoundedSemaphore(_HASHING_AT_ONCE)
+
+    def match(self, body: bytes, content_type: str) -> tuple[int, bytes, str]:
+        """(HTTP code, body, content type) of the answer."""
+        form = MSGPACK if content_type == MSGPACK else JSON
+        try:
+            if content_type not in (JSON, MSGPACK):
+                raise BadQuery(415, "media_type", f"send {JSON} or {MSGPACK}, not {content_type or 'neither'}")
+            code, answer = 200, self._answer(_decoded(body, form))
+        except BadQuery as error:
+            code, answer = error.code, {"error": error.error, "message": error.message}
+        return code, msgspec.msgpack.encode(answer) if form == MSGPACK else msgspec.json.encode(answer), form
+
+    def instances(self, status: Sequence[Status]) -> bytes:
+        """`status`: /status's instances."""
+        return json.dumps({"instances": [self._instance(one) for one in status]}).encode()
+
+    def _instance(self, status: Status) -> Status:
+        names = ("instance_id", "model_name", "namespace", "world_size", "block_tokens", "chunk_tokens", "l0_source")
+        known = self._index.instance(status["instance_id"]) or {}
+        return {name: status[name] for name in names} | {"load": status.get("load"), **known}
+
+    def _answer(self, query: _JsonQuery | _MsgpackQuery) -> Status:
+        if (query.block_hashes is None) == (query.tokens is None):
+            raise BadQuery(400, "bad_query", "give either block_hashes or tokens")
+        readers = self._index.readers(query.model, query.instance_ids)
+        if query.tokens is not None:
+            return self._match_tokens(readers, query, query.tokens)
+        hashes, hash_bytes = _joined(query)
+        matched = self._index.match(readers, hashes, hash_bytes)
+        return self._found(zip(readers, matched, [len(hashes) // hash_bytes] * len(readers), strict=True))
+
+    def _match_tokens(self, readers: list[Reader], query: _Query, tokens: list[int]) -> Status:
+        if not query.model:
+            raise BadQuery(400, "bad_query", "tokens need a model")
+        if bool(query.lora_name) != bool(query.lora_path):
+            raise BadQuery(400, "bad_query", "a LoRA is hashed by lora_name and lora_path")
+        skipped = {reader.instance_id: reason for reader in readers if (reason := unhashable(reader))}
+        if readers and len(skipped) == len(readers):
+            raise BadQuery(400, "unsupported_hashes", next(iter(skipped.values())))
+        chains: dict[tuple[Any, ...], list[Reader]] = {}
+        for reader in readers:
+            if reader.instance_id not in skipped:
+                chains.setdefault(_chain(reader), []).append(reader)
+        found: list[tuple[Reader, Match, int]] = []
+        for alike in chains.values():
+            with self._hashing:
+                hashes = _hashes(alike[0], query, tokens)
+            blocks = len(tokens) // alike[0].block_tokens
+            found += [
+                (reader, match, blocks)
+                for reader, match in zip(alike, self._index.match(alike, hashes, 32), strict=True)
+            ]
+        return self._found(found) | {"skipped": [{"instance_id": name, "reason": why} for name, why in skipped.items()]}
+
+    def _found(self, found: Any) -> Status:
+        loads = self._loads.read()
+        return {
+            "instances": [
+                {
+                    "instance_id": reader.instance_id,
+                    "model_name": reader.scheduler.model_name,
+                    "blocks": blocks,
+                    "l0": match.l0,
+                    "l1": match.l1,
+                    "l2": match.l2,
+                    "best": match.best,
+                    "block_tokens": reader.block_tokens,
+                    "chunk_tokens": reader.block_tokens * reader.chunk_blocks,
+                    "load": loads.get(reader.instance_id),
+                }
+                for reader, match, blocks in found
+            ],
+            "skipped": [],
+        }
+
+
+def unhashable(reader: Reader) -> str:
+    """Why tokens cannot be hashed for this engine; "" if they can."""
+    scheduler = reader.scheduler
+    if scheduler.hash_algorithm not in DUMPS:
+        return f"{reader.instance_id} hashes blocks by {scheduler.hash_algorithm or 'what it did not tell'}; send block_hashes"
+    if not scheduler.hash_start or reader.block_tokens % scheduler.hash_block_tokens:
+        return f"{reader.instance_id} did not tell how its chain of hashes begins; send block_hashes"
+    return ""
+
+
+def _chain(reader: Reader) -> tuple[Any, ...]:
+    """Engines that agree on it give the same blocks the same hashes."""
+    scheduler = reader.scheduler
+    return scheduler.hash_algorithm, scheduler.hash_start, scheduler.hash_block_tokens, reader.block_tokens
+
+
+def _hashes(reader: Reader, query: _Query, tokens: list[int]) -> bytes:
+    """Of the engine's blocks; each is the last of the finer ones that the engine hashes."""
+    scheduler = reader.scheduler
+    lora = (query.lora_name, query.lora_path) if query.lora_name else None
+    whole = tokens[: len(tokens) // reader.block_tokens * reader.block_tokens]
+    fine = hash_blocks(
+        scheduler.hash_algorithm, scheduler.hash_start, scheduler.hash_block_tokens, whole, lora, query.cache_salt
+    )
+    every = reader.block_tokens // scheduler.hash_block_tokens
+    return b"".join([value for number, value in enumerate(fine, 1) if number % every == 0])
+
+
+def _decoded(body: bytes, form: str) -> _JsonQuery | _MsgpackQuery:
+    try:
+        return _msgpack.decode(body) if form == MSGPACK else _json.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadQuery(400, "bad_query", str(error)) from None
+
+
+def _joined(query: _JsonQuery | _MsgpackQuery) -> tuple[bytes, int]:
+    """(hashes end to end, bytes of each): as they came, or the last 8 of each."""
+    hashes = query.block_hashes
+    if isinstance(hashes, bytes):
+        if len(hashes) % query.hash_bytes:
+            raise BadQuery(400, "bad_hashes", f"{len(hashes)} bytes are no whole hashes of {query.hash_bytes}")
+        return hashes, query.hash_bytes
+    try:
+        return b"".join([_last_bytes(value) for value in hashes or []]), 8
+    except (ValueError, OverflowError) as error:
+        raise BadQuery(400, "bad_hashes", f"a hash is 8 to 32 bytes, or an integer of 64 bits: {error}") from None
+
+
+def _last_bytes(value: str | bytes | int) -> bytes:
+    if isinstance(value, int):
+        return value.to_bytes(8, "big")
+    raw = bytes.fromhex(value) if isinstance(value, str) else value
+    if not 8 <= len(raw) <= 32:
+        raise ValueError(f"{len(raw)} bytes")
+    return raw[-8:]

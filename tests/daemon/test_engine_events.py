@@ -1,0 +1,376 @@
+"""What engines hold in their own memory, read from their KV events: over real sockets, in order, with losses."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.daemon import wait_until
+from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed, stored
+
+from kvserver.kv_events.engines import unreadable
+from kvserver.kv_events.index import KVIndex
+from kvserver.kv_events.types import ReaderCame, ReaderGone
+from kvserver.kv_messages import DescribeScheduler, KVGroup
+
+REACH = b"r" * 32
+BLOCKS = [bytes([n]) * 32 for n in range(1, 200)]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvs-") as path:  # not tmp_path: a socket's path has little room
+        yield Path(path)
+
+
+@pytest.fixture
+def index() -> Iterator[KVIndex]:
+    index = KVIndex(64 << 20, follow_engines=True)
+    yield index
+    index.close()
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[EnginePublisher]:
+    publisher = EnginePublisher(folder)
+    yield publisher
+    publisher.close()
+
+
+def came(engine: EnginePublisher, name: str = "engine", **more: Any) -> ReaderCame:
+    fields = {
+        "instance_id": name,
+        "incarnation": "1",
+        "model_name": "model",
+        "variant": "",
+        "events_endpoint": engine.endpoint,
+        "events_replay_endpoint": engine.replay_endpoint,
+        "events_topic": engine.topic,
+    }
+    return ReaderCame(1, 0, DescribeScheduler(**{**fields, **more}), REACH, 16, 16)
+
+
+def leading(index: KVIndex, name: str = "engine", blocks: list[bytes] = BLOCKS) -> int:
+    (match,) = index.match(index.readers(instance_ids=[name]), b"".join(blocks), len(blocks[0]))
+    return match.l0
+
+
+def status(index: KVIndex, name: str = "engine") -> dict[str, Any]:
+    return index.status()["engines"][name] or {}
+
+
+def wait_for(index: KVIndex, blocks: int, name: str = "engine") -> None:
+    wait_until(lambda: leading(index, name) == blocks, what=f"{blocks} blocks; {status(index, name)}")
+
+
+def wait_for_batch(index: KVIndex, number: int, name: str = "engine") -> None:
+    wait_until(lambda: status(index, name).get("sequence") == number, what=f"batch {number}; {status(index, name)}")
+
+
+def number_of(block: bytes) -> int:
+    return int.from_bytes(block[-8:], "big")
+
+
+def test_stored_removed_and_cleared_blocks_are_followed(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:5]), removed([BLOCKS[4]]))
+    wait_for(index, 4)
+    engine.publish(removed([BLOCKS[1]]))
+    wait_for(index, 1)
+    engine.publish(stored(BLOCKS[:3]), CLEARED, stored(BLOCKS[:2]))
+    wait_for(index, 2)
+    assert status(index)["state"] == "complete"
+
+
+def test_integers_and_bytes_name_the_same_blocks(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored([number_of(block) for block in BLOCKS[:3]]), stored(BLOCKS[3:5]))
+    wait_for(index, 5)
+    engine.publish(removed([number_of(BLOCKS[3])]))
+    wait_for(index, 3)
+
+
+def test_the_arrays_of_older_engines_are_read(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    short = as_array(stored(BLOCKS[4:5]))[:6]  # older still: no medium
+    engine.publish(as_array(stored(BLOCKS[:4])), short, as_array(removed([BLOCKS[1]])), as_array(stored([BLOCKS[1]])))
+    wait_for(index, 5)
+    engine.publish(as_array(CLEARED))
+    wait_for(index, 0)
+
+
+def test_a_block_that_two_requests_computed_goes_with_its_second_copy(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:2]), stored(BLOCKS[:2]), removed(BLOCKS[:2]))
+    wait_for(index, 2)
+    engine.publish(removed(BLOCKS[:1]))
+    wait_for(index, 0)
+
+
+def test_only_blocks_of_the_gpu_and_of_the_main_group_count(index, engine):
+    groups = (KVGroup(kind="sliding_window", window=128), KVGroup(kind="full_attention"))
+    index.observe(came(engine, groups=groups))
+    engine.wait_for_subscriber()
+    engine.publish(
+        stored(BLOCKS[:1], group_idx=1),
+        stored(BLOCKS[1:2], medium=None),
+        stored(BLOCKS[2:3], group_idx=0),
+        stored(BLOCKS[2:3], medium="CPU"),
+        removed(BLOCKS[:2], group_idx=0),
+        removed(BLOCKS[:2], medium="STORAGE"),
+    )
+    wait_for_batch(index, 0)
+    assert leading(index) == 2
+
+
+def test_fields_that_nobody_knows_yet_are_skipped(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(
+        stored(BLOCKS[:2], session_id="s", whatever={"deep": [1, 2]}), [*as_array(stored(BLOCKS[2:4])), None, 0, "x"]
+    )
+    wait_for(index, 4)
+    assert status(index)["malformed"] == 0
+
+
+def test_what_was_published_before_is_asked_for(index, engine):
+    engine.publish(stored(BLOCKS[:3]))
+    engine.publish(stored(BLOCKS[3:6]))
+    index.observe(came(engine))
+    wait_for(index, 6)
+    assert (engine.asked, status(index)["state"]) == ([0], "complete")
+
+
+def test_who_comes_late_to_an_engine_without_replay_is_incomplete_until_it_clears(index, folder):
+    engine = EnginePublisher(folder, replays=False)
+    engine.publish(stored(BLOCKS[:3]))
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:2]))
+    wait_for(index, 2)
+    assert status(index)["state"] == "incomplete"
+    assert status(index)["incomplete_seconds"] >= 0
+    engine.publish(CLEARED)
+    wait_until(lambda: status(index)["state"] == "complete")
+    engine.close()
+
+
+def test_a_gap_is_replayed(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:1]))
+    wait_for(index, 1)
+    for n in range(1, 5):
+        engine.publish(stored(BLOCKS[n : n + 1]), sent=False)
+    engine.publish(stored(BLOCKS[5:6]))
+    wait_for(index, 6)
+    assert (engine.asked, status(index)["lost_gaps"], status(index)["state"]) == ([0, 1], 0, "complete")
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_gap_that_cannot_be_replayed_drops_what_was_known(index, folder, replays):
+    engine = EnginePublisher(folder, replays=replays, buffered=1)
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:5]))
+    wait_for(index, 5)
+    engine.publish(removed(BLOCKS[:5]), sent=False)
+    engine.publish(stored(BLOCKS[:2]))
+    wait_for(index, 2)
+    assert leading(index, blocks=BLOCKS[2:]) == 0
+    assert (status(index)["lost_gaps"], status(index)["state"]) == (1, "incomplete")
+    engine.close()
+
+
+def test_an_engine_that_begins_anew_holds_nothing_of_before(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    for n in range(5):
+        engine.publish(stored(BLOCKS[n : n + 1]))
+    wait_for(index, 5)
+    engine.restart()
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:1]))
+    wait_for(index, 1)
+    assert leading(index, blocks=BLOCKS[1:]) == 0
+    assert (status(index)["restarts"], status(index)["state"]) == (1, "complete")
+
+
+def test_an_engine_that_hangs_in_a_replay_is_read_on_after_a_while(index, folder, engine):
+    engine.answers = False
+    (folder / "2").mkdir()
+    other = EnginePublisher(folder / "2")
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:3]))
+    index.observe(came(other, "other"))
+    other.wait_for_subscriber()
+    other.publish(stored(BLOCKS[:7]))
+    wait_for(index, 7, "other")
+    wait_for(index, 3)
+    other.close()
+
+
+def test_an_engine_that_floods_keeps_nobody_from_being_heard(index, folder, engine):
+    (folder / "2").mkdir()
+    flooding, stop = EnginePublisher(folder / "2"), threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            flooding.publish(stored(BLOCKS), removed(BLOCKS))
+
+    index.observe(came(flooding, "flooding"))
+    flooding.wait_for_subscriber()
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        index.observe(came(engine))
+        engine.wait_for_subscriber()
+        for n in range(20):
+            engine.publish(stored(BLOCKS[n : n + 1]))
+            wait_for(index, n + 1)
+    finally:
+        stop.set()
+        thread.join()
+        flooding.close()
+
+
+def test_malformed_messages_are_counted_and_harm_nothing(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(
+        stored(BLOCKS[:1]), {"type": "Unheard"}, {"no": "type"}, 7, [], [7], stored([b"short"]), stored(["text"])
+    )
+    wait_for(index, 1)
+    assert status(index)["malformed"] == 7
+    topic = engine.topic.encode()
+    engine.send_frames(topic, b"12345678")
+    engine.send_frames(topic, b"1234", b"payload")
+    engine.send_frames(topic + b"-other", bytes(8), b"of another topic that begins so")
+    engine.publish(stored(BLOCKS[1:2]))
+    wait_for(index, 2)
+    assert status(index)["malformed"] == 9
+    engine.publish_raw(b"\xc1 is no msgpack")
+    wait_until(lambda: status(index)["malformed"] == 10)
+    assert status(index)["state"] == "incomplete", "who knows what it said"
+    for raw in (msgspec.msgpack.encode({"a": "map"}), b"", b"\x91" * 5000, msgspec.msgpack.encode([1.0, "text"])):
+        engine.publish_raw(raw)
+    engine.publish(stored(BLOCKS[:3]))
+    wait_for(index, 3)
+
+
+def test_an_engine_that_goes_leaves_nothing(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS))
+    wait_for(index, len(BLOCKS))
+    index.observe(ReaderGone(2, 0, "engine", "model"))
+    wait_until(lambda: index.status()["blocks"] == 0)
+    assert index.instance("engine") is None
+
+
+def test_the_next_incarnation_is_asked_anew(index, engine):
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:2]))
+    wait_for(index, 2)
+    index.observe(came(engine))  # told again: the same stream goes on
+    engine.publish(stored(BLOCKS[2:3]))
+    wait_for(index, 3)
+    assert engine.asked == [0]
+    index.observe(came(engine, incarnation="2"))
+    wait_until(lambda: engine.asked == [0, 0])
+    wait_for(index, 3)
+
+
+def test_an_endpoint_elsewhere_is_refused_and_said(index, engine):
+    index.observe(came(engine, events_endpoint="tcp://192.0.2.1:5557"))
+    assert status(index)["state"] == "refused"
+    assert "192.0.2.1" in status(index)["reason"]
+
+
+def test_an_index_that_follows_no_engines_connects_to_none(engine):
+    index = KVIndex(64 << 20, follow_engines=False)
+    index.observe(came(engine))
+    assert index.status()["engines"] == {"engine": None}
+    index.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["ipc:///run/events", "tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://localhost:1"]
+)
+def test_endpoints_of_this_machine_are_read(endpoint):
+    assert unreadable(endpoint) == ""
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "ipc://",
+        "tcp://*:5557",
+        "tcp://127.0.0.1",
+        "tcp://host:1",
+        "tcp://0.0.0.0:1",
+        "inproc://a",
+        "tcp://[::1:5",
+        "tcp://127.0.0.1:x",
+    ],
+)
+def test_other_endpoints_are_not(endpoint):
+    assert unreadable(endpoint)
+
+
+def test_random_events_with_losses_end_where_the_engine_is(index, folder):
+    """However batches are lost: as long as the replay has them, the index ends with what the engine holds."""
+    generator = random.Random(7)
+    engine = EnginePublisher(folder)
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    held: list[bytes] = []
+    for _ in range(300):
+        if held and generator.random() < 0.45:
+            block = held.pop(generator.randrange(len(held)))
+            engine.publish(removed([block]), sent=generator.random() < 0.9)
+        elif generator.random() < 0.01:
+            held.clear()
+            engine.publish(CLEARED, sent=generator.random() < 0.9)
+        else:
+            block = generator.choice(BLOCKS[:40])
+            held.append(block)
+            event = stored([block] if generator.random() < 0.5 else [number_of(block)])
+            engine.publish(event if generator.random() < 0.5 else as_array(event), sent=generator.random() < 0.9)
+    engine.publish(stored([BLOCKS[50]]))
+    held.append(BLOCKS[50])
+    wait_for_batch(index, 300)
+    assert {block for block in BLOCKS if leading(index, blocks=[block])} == set(held)
+    assert status(index)["lost_gaps"] == 0
+    engine.close()
+
+
+def test_close_does_not_wait_for_an_engine(folder):
+    index = KVIndex(64 << 20, follow_engines=True)
+    context = zmq.Context()
+    silent = context.socket(zmq.ROUTER)
+    silent.bind(f"ipc://{folder}/replay")
+    engine = EnginePublisher(folder, replays=False)
+    engine.replay_endpoint = f"ipc://{folder}/replay"
+    index.observe(came(engine))
+    engine.wait_for_subscriber()
+    closing = threading.Thread(target=index.close)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive()
+    engine.close()
+    context.destroy(0)
