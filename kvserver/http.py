@@ -153,8 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _match(self) -> None:
         body = self._body()
         if body is None:
-            self.close_connection = True  # it is not read
-        elif self.server.match is None:
+            return
+        if self.server.match is None:
             self._send(503, "this daemon keeps no index of blocks\n")
         else:
             self._send(*self.server.match.match(body, self.headers.get_content_type()))
@@ -162,12 +162,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes | None:
         """None, and answered, if it is not one to be read."""
         length = self.headers.get("Content-Length", "")
+        if length.isdecimal() and int(length) <= MOST_BODY_BYTES:
+            return self.rfile.read(int(length))
+        self.close_connection = True
         if not length.isdecimal():
             self._send(411, "send Content-Length and a body\n")
-        elif int(length) > MOST_BODY_BYTES:
-            self._send(413, f"a body has at most {MOST_BODY_BYTES} bytes\n")
         else:
-            return self.rfile.read(int(length))
+            self._send(413, f"a body has at most {MOST_BODY_BYTES} bytes\n")
         return None
 
     def _metrics(self) -> None:
@@ -196,6 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(raw)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(raw)
 

@@ -74,8 +74,9 @@ _json, _msgpack = msgspec.json.Decoder(_JsonQuery), msgspec.msgpack.Decoder(_Msg
 class Loads:
     """The engines' loads of a moment ago. Nobody waits for the loop here."""
 
-    def __init__(self, ask: Callable[[], Future[list[Status]]]) -> None:
+    def __init__(self, ask: Callable[[], Future[list[Status]]], every_seconds: float = LOAD_SECONDS) -> None:
         self._ask = ask
+        self._every_seconds = every_seconds
         self._lock = threading.Lock()
         self._asked: Future[list[Status]] | None = None
         self._asked_at = float("-inf")
@@ -88,7 +89,7 @@ class Loads:
                 if not self._asked.cancelled() and self._asked.exception() is None:
                     self._last = {one["instance_id"]: one.get("load") for one in self._asked.result()}
                 self._asked = None
-            if self._asked is None and time.monotonic() - self._asked_at >= LOAD_SECONDS:
+            if self._asked is None and time.monotonic() - self._asked_at >= self._every_seconds:
                 self._asked, self._asked_at = self._ask(), time.monotonic()
             return self._last
 

@@ -1,0 +1,288 @@
+"""POST /kv/match and GET /instances, over HTTP, with an index that is told events by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvserver.block_hashes import hash_blocks
+from kvserver.http import StatusPages
+from kvserver.kv_events.index import KVIndex
+from kvserver.kv_events.types import KVChunk, KVStored, ReaderCame, Tier
+from kvserver.kv_messages import DescribeScheduler
+from kvserver.match_pages import JSON, MOST_BODY_BYTES, MSGPACK, Loads, MatchPages
+
+REACH, START = b"r" * 64, b"s" * 32
+TOKENS = list(range(1000, 1200))
+LOAD = {"running": 3, "waiting": 1}
+INSTANCE = {
+    "instance_id": "engine",
+    "model_name": "model",
+    "namespace": "00",
+    "world_size": 1,
+    "block_tokens": 16,
+    "chunk_tokens": 64,
+    "l0_source": "none",
+    "load": LOAD,
+}
+
+
+def came(name: str = "engine", **more: Any) -> ReaderCame:
+    fields = {"instance_id": name, "incarnation": "1", "model_name": "model", "variant": "", "hash_start": START}
+    known = {"hash_algorithm": "sha256", "hash_block_tokens": 16}
+    return ReaderCame(1, 0, DescribeScheduler(**{**fields, **known, **more}), REACH, 4, 16)
+
+
+def hashes_of(tokens: list[int], lora: tuple[str, str] | None = None, salt: str = "") -> list[bytes]:
+    return list(hash_blocks("sha256", START, 16, tokens, lora, salt))
+
+
+class Pages:
+    """The pages with an index of their own, and one connection that is kept."""
+
+    def __init__(self, served: StatusPages) -> None:
+        self.index = KVIndex(64 << 20, follow_engines=True)
+        self.asked = 0
+        served.match = MatchPages(self.index, self._ask)
+        self.connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+
+    def _ask(self) -> Future[list[dict[str, Any]]]:
+        self.asked += 1
+        return _done([INSTANCE])
+
+    def store(self, hashes: list[bytes], tier: Tier = Tier.L1) -> None:
+        self.index.observe(KVStored(1, 0, tier, REACH, tuple(KVChunk(key) for key in hashes[3::4])))
+
+    def send(self, body: bytes, content_type: str = JSON, **headers: str) -> tuple[int, bytes, str]:
+        self.connection.request("POST", "/kv/match", body, {"Content-Type": content_type, **headers})
+        answer = self.connection.getresponse()
+        return answer.status, answer.read(), answer.headers["Content-Type"]
+
+    def ask(self, **query: Any) -> dict[str, Any]:
+        code, body, _ = self.send(json.dumps(query).encode())
+        found: dict[str, Any] = json.loads(body)
+        assert code == 200, found
+        return found
+
+    def refused(self, **query: Any) -> tuple[int, str]:
+        code, body, _ = self.send(json.dumps(query).encode())
+        found = json.loads(body)
+        assert found["message"]
+        return code, found["error"]
+
+    def close(self) -> None:
+        self.connection.close()
+        self.index.close()
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[StatusPages]:
+    server = SimpleNamespace(
+        call=lambda function: _done(function()),
+        snapshot=lambda: {"instances": [INSTANCE]},
+        rpc=SimpleNamespace(snapshot=dict),
+        seconds_since_turn=0.0,
+    )
+    served = StatusPages(("127.0.0.1", 0), server)  # type: ignore[arg-type]
+    served.start()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def pages(served: StatusPages) -> Iterator[Pages]:
+    pages = Pages(served)
+    yield pages
+    pages.close()
+
+
+def test_hashes_in_any_form_find_the_same(pages):
+    hashes = hashes_of(TOKENS)
+    pages.index.observe(came())
+    pages.store(hashes[:8])
+    for form in (
+        [h.hex() for h in hashes],
+        [h[-8:].hex() for h in hashes],
+        [int.from_bytes(h[-8:], "big") for h in hashes],
+    ):
+        (found,) = pages.ask(block_hashes=form)["instances"]
+        assert (found["l0"], found["l1"], found["l2"], found["best"], found["blocks"]) == (0, 8, 0, 8, 12)
+    for form in (
+        {"block_hashes": b"".join(hashes)},
+        {"block_hashes": hashes},
+        {"block_hashes": b"".join(h[-8:] for h in hashes), "hash_bytes": 8},
+    ):
+        code, body, content_type = pages.send(msgspec.msgpack.encode(form), MSGPACK)
+        assert (code, content_type) == (200, MSGPACK)
+        assert msgspec.msgpack.decode(body)["instances"][0]["l1"] == 8
+
+
+def test_an_answer_says_who_it_is_about_and_how_busy_that_is(pages):
+    pages.index.observe(came())
+    pages.ask(block_hashes=[])
+    (found,) = pages.ask(block_hashes=[])["instances"]
+    assert (found["instance_id"], found["model_name"]) == ("engine", "model")
+    assert (found["block_tokens"], found["chunk_tokens"], found["load"]) == (16, 64, LOAD)
+    assert pages.asked == 1, "loads are asked for once in a while only"
+
+
+def test_tokens_are_hashed_as_the_engine_does_it(pages):
+    pages.index.observe(came())
+    pages.store(hashes_of(TOKENS))
+    (found,) = pages.ask(model="model", tokens=TOKENS)["instances"]
+    assert (found["l1"], found["blocks"]) == (12, 12)
+    assert pages.ask(model="model", tokens=[*TOKENS[:100], 7, *TOKENS[101:]])["instances"][0]["l1"] == 4
+
+
+@pytest.mark.parametrize(("lora", "salt"), [(("name", "/path"), ""), (None, "salt"), (("name", "/path"), "salt")])
+def test_tokens_are_hashed_with_their_lora_and_salt(pages, lora, salt):
+    pages.index.observe(came())
+    pages.store(hashes_of(TOKENS, lora, salt))
+    query = {"model": "model", "tokens": TOKENS}
+    names = dict(zip(("lora_name", "lora_path"), lora or ("", ""), strict=True))
+    assert pages.ask(**query, **names, cache_salt=salt)["instances"][0]["l1"] == 12
+    assert pages.ask(**query)["instances"][0]["l1"] == 0
+
+
+def test_tokens_of_an_engine_that_hashes_finer_than_its_blocks_are_found(pages):
+    pages.index.observe(came(hash_block_tokens=4))
+    fine = list(hash_blocks("sha256", START, 4, TOKENS, None, ""))
+    pages.store(fine[3::4])
+    assert pages.ask(model="model", tokens=TOKENS)["instances"][0]["l1"] == 12
+
+
+def test_engines_that_hash_otherwise_are_each_asked_their_way_or_skipped(pages):
+    for name, more in {"a": {}, "b": {"hash_algorithm": "sha256_cbor"}, "c": {"hash_algorithm": "xxhash"}}.items():
+        pages.index.observe(came(name, **more))
+    pages.store(list(hash_blocks("sha256_cbor", START, 16, TOKENS, None, "")))
+    answer = pages.ask(model="model", tokens=TOKENS)
+    assert {found["instance_id"]: found["l1"] for found in answer["instances"]} == {"a": 0, "b": 12}
+    assert [skipped["instance_id"] for skipped in answer["skipped"]] == ["c"]
+    assert "xxhash" in answer["skipped"][0]["reason"]
+    assert pages.refused(model="model", tokens=TOKENS, instance_ids=["c"]) == (400, "unsupported_hashes")
+
+
+def test_other_models_and_instances_are_left_out(pages):
+    for name, model in (("a", "x"), ("b", "x"), ("c", "y")):
+        pages.index.observe(came(name, model_name=model))
+
+    def named(**query: Any) -> list[str]:
+        return [found["instance_id"] for found in pages.ask(block_hashes=[], **query)["instances"]]
+
+    assert named() == ["a", "b", "c"]
+    assert named(model="x") == ["a", "b"]
+    assert named(model="x", instance_ids=["b", "c"]) == ["b"]
+    assert named(model="unknown") == []
+    assert pages.ask(model="unknown", tokens=[1])["instances"] == []
+
+
+@pytest.mark.parametrize(
+    ("query", "error"),
+    [
+        ({}, "bad_query"),
+        ({"block_hashes": [], "tokens": []}, "bad_query"),
+        ({"block_hashes": "abc"}, "bad_query"),
+        ({"block_hashes": [1.5]}, "bad_query"),
+        ({"tokens": [1]}, "bad_query"),
+        ({"model": "m", "tokens": [-1]}, "bad_query"),
+        ({"model": "m", "tokens": [1], "lora_name": "no path"}, "bad_query"),
+        ({"instance_ids": ["a"] * 1025, "block_hashes": []}, "bad_query"),
+        ({"block_hashes": ["xyz"]}, "bad_hashes"),
+        ({"block_hashes": ["00" * 7]}, "bad_hashes"),
+        ({"block_hashes": ["00" * 33]}, "bad_hashes"),
+        ({"block_hashes": [-1]}, "bad_hashes"),
+        ({"block_hashes": [1 << 64]}, "bad_query"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_reason(pages, query, error):
+    code, found = pages.refused(**query)
+    assert (code, found) in ((400, error), (400, "bad_hashes"))
+    assert pages.ask(block_hashes=[])["instances"] == [], "the connection goes on"
+
+
+def test_hashes_that_are_not_whole_are_refused(pages):
+    code, body, _ = pages.send(msgspec.msgpack.encode({"block_hashes": bytes(33)}), MSGPACK)
+    assert (code, msgspec.msgpack.decode(body)["error"]) == (400, "bad_hashes")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"\xff", b"null"])
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+def test_a_body_that_is_none_is_refused_in_its_form(pages, body, content_type):
+    code, answer, form = pages.send(body, content_type)
+    assert (code, form) == (400, content_type)
+    decoded = json.loads(answer) if form == JSON else msgspec.msgpack.decode(answer)
+    assert decoded["error"] == "bad_query"
+
+
+def test_other_content_types_are_refused(pages):
+    assert pages.send(b"{}", "text/plain")[0] == 415
+    assert pages.send(b'{"block_hashes": []}', JSON + "; charset=utf-8")[0] == 200
+
+
+@pytest.mark.parametrize(("length", "code"), [(None, 411), ("many", 411), ("-1", 411), (str(MOST_BODY_BYTES + 1), 413)])
+def test_a_body_of_unknown_or_too_many_bytes_is_not_read(pages, length, code):
+    pages.connection.putrequest("POST", "/kv/match")
+    pages.connection.putheader("Content-Type", JSON)
+    if length is not None:
+        pages.connection.putheader("Content-Length", length)
+    pages.connection.endheaders()
+    answer = pages.connection.getresponse()
+    assert (answer.status, answer.will_close) == (code, True)
+
+
+def test_the_largest_body_is_answered(pages):
+    pages.index.observe(came())
+    head = len(msgspec.msgpack.encode({"block_hashes": bytes(MOST_BODY_BYTES - 100)})) - (MOST_BODY_BYTES - 100)
+    hashes = bytes((MOST_BODY_BYTES - head) // 32 * 32)
+    code, body, _ = pages.send(msgspec.msgpack.encode({"block_hashes": hashes}), MSGPACK)
+    assert (code, msgspec.msgpack.decode(body)["instances"][0]["blocks"]) == (200, len(hashes) // 32)
+
+
+def test_instances_are_shown_with_load_and_cache(pages):
+    pages.index.observe(came())
+    pages.store(hashes_of(TOKENS))
+    pages.connection.request("GET", "/instances")
+    answer = pages.connection.getresponse()
+    (found,) = json.loads(answer.read())["instances"]
+    assert (answer.status, found["load"], found["world_size"], found["l0_source"]) == (200, LOAD, 1, "none")
+    assert (found["incarnation"], found["l0"]["blocks"], found["l1"]["chunks"]) == ("1", 0, 3)
+
+
+def test_an_instance_that_did_not_describe_itself_is_shown_without_cache(pages):
+    pages.connection.request("GET", "/instances")
+    (found,) = json.loads(pages.connection.getresponse().read())["instances"]
+    assert found["instance_id"] == "engine"
+    assert "l1" not in found
+
+
+def test_loads_that_cannot_be_had_are_those_of_before():
+    futures: list[Future[Any]] = [_done([INSTANCE]), Future(), Future()]
+    asked: list[Future[Any]] = []
+
+    def ask() -> Future[Any]:
+        asked.append(futures.pop(0))
+        return asked[-1]
+
+    loads = Loads(ask, every_seconds=0.0)
+    assert loads.read() == {}
+    assert loads.read() == {"engine": LOAD}
+    assert len(asked) == 2
+    assert loads.read() == {"engine": LOAD}
+    assert len(asked) == 2, "the loop is asked once at a time"
+    asked[1].set_exception(RuntimeError("the loop failed"))
+    with contextlib.suppress(IndexError):
+        assert loads.read() == {"engine": LOAD}
