@@ -30,7 +30,7 @@ def with_events(**options):
 # ---- when -------------------------------------------------------------------------------------
 
 
-def test_an_engine_says_what_it_is_in_its_first_step(make_daemon, make_engine, make_tap):
+def test_an_engine_says_what_it_is_in_its_first_step(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint, engine_id="one", served_model_name="tiny")
     engine.generate("r", prompt(1, 2 * CHUNK))
@@ -46,7 +46,7 @@ def test_an_engine_says_what_it_is_in_its_first_step(make_daemon, make_engine, m
     assert (said.events_endpoint, said.events_replay_endpoint, said.events_topic) == ("", "", "")
 
 
-def test_it_says_so_again_where_its_weights_changed(make_daemon, make_engine, make_tap):
+def test_it_says_so_again_where_its_weights_changed(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     engine.generate("old", prompt(1, 2 * CHUNK))
@@ -57,7 +57,7 @@ def test_it_says_so_again_where_its_weights_changed(make_daemon, make_engine, ma
 
 
 @pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.UNKNOWN_INSTANCE])
-def test_it_says_so_again_where_it_was_refused(make_daemon, make_engine, make_tap, code):
+def test_it_says_so_again_where_it_was_refused(make_daemon, make_tap, make_engine, code):
     tap = make_tap(make_daemon())
     refusal = Error(code=code.value, message="of the test")
 
@@ -69,7 +69,7 @@ def test_it_says_so_again_where_it_was_refused(make_daemon, make_engine, make_ta
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) == 2, 20)
 
 
-def test_it_says_so_to_each_daemon(make_daemon, make_engine, make_tap):
+def test_it_says_so_to_each_daemon(make_daemon, make_tap, make_engine):
     daemon = make_daemon()
     tap = make_tap(daemon)
     engine = make_engine(tap.endpoint)
@@ -79,7 +79,7 @@ def test_it_says_so_to_each_daemon(make_daemon, make_engine, make_tap):
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) > 1, 20)
 
 
-def test_a_daemon_of_protocol_2_hears_nothing_of_kv_events(make_daemon, make_engine, make_tap):
+def test_a_daemon_of_protocol_2_hears_nothing_of_kv_events(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon(kv_events="on"))
 
     def refuse(message):
@@ -94,7 +94,7 @@ def test_a_daemon_of_protocol_2_hears_nothing_of_kv_events(make_daemon, make_eng
     assert [store.contents for store in tap.of(Store)] == [None]
 
 
-def test_a_version_is_agreed_on_before_anything_is_said(make_daemon, make_engine, make_tap):
+def test_a_version_is_agreed_on_before_anything_is_said(make_daemon, make_tap, make_engine):
     """The daemon's own word counts, not that it answered our newest Hello."""
     tap = make_tap(make_daemon())
     tap.edit = lambda reply: HelloReply(2, *_fields(reply)[1:]) if isinstance(reply, HelloReply) else reply

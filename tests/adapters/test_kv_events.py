@@ -41,7 +41,7 @@ def hashes_of(stores: list[Store]) -> set[bytes]:
     return found
 
 
-def test_stores_say_of_their_blocks_what_the_engine_published_of_them(make_daemon, make_engine, make_tap):
+def test_stores_say_of_their_blocks_what_the_engine_published_of_them(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint, adjust=events_on, max_tokens_per_step=100)
     log = Log(engine)
@@ -62,7 +62,7 @@ def test_stores_say_of_their_blocks_what_the_engine_published_of_them(make_daemo
     [(True, False, True), (False, True, True), (True, True, True), (False, False, False)],
 )
 def test_contents_are_told_where_anyone_wants_them(
-    make_daemon, make_engine, make_tap, daemon_asks, engine_publishes, told
+    make_daemon, make_tap, make_engine, daemon_asks, engine_publishes, told
 ):
     tap = make_tap(make_daemon(**({"kv_events": "on"} if daemon_asks else {})))
     engine = make_engine(tap.endpoint, **({"adjust": events_on} if engine_publishes else {}))
@@ -71,14 +71,14 @@ def test_contents_are_told_where_anyone_wants_them(
     assert all((store.contents is not None) == told for store in tap.of(Store))
 
 
-def test_of_several_ranks_the_first_one_tells(make_daemon, make_engine, make_tap):
+def test_of_several_ranks_the_first_one_tells(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon(kv_events="on"))
     engine = make_engine(tap.endpoint, world_size=2)
     engine.generate("r", TOKENS)
     assert sorted(store.contents is not None for store in tap.of(Store)) == [False, True]
 
 
-def test_chunks_that_cannot_be_described_are_stored_all_the_same(make_daemon, make_engine, make_tap):
+def test_chunks_that_cannot_be_described_are_stored_all_the_same(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon(kv_events="on"))
     engine = make_engine(tap.endpoint)
     engine.generate("r", TOKENS, cache_salt="s" * 100_000)
@@ -88,7 +88,7 @@ def test_chunks_that_cannot_be_described_are_stored_all_the_same(make_daemon, ma
     assert other.generate("warm", TOKENS, cache_salt="s" * 100_000).external == 5 * CHUNK
 
 
-def test_a_store_of_a_very_long_prompt_goes_in_parts(make_daemon, make_engine, make_tap, monkeypatch):
+def test_a_store_of_a_very_long_prompt_goes_in_parts(make_daemon, make_tap, make_engine, monkeypatch):
     """A message has a limit, which hashes and tokens would soon reach."""
     monkeypatch.setattr("kvserver.adapters.vllm.scheduler._STORE_TOKENS", 2 * CHUNK)
     daemon = make_daemon(kv_events="on")
@@ -139,7 +139,7 @@ def step_until(engine, condition) -> None:
     wait_until(lambda: engine.generate_free("s") and condition(), 20)
 
 
-def test_a_busy_engine_publishes_what_the_daemon_holds(make_daemon, make_engine, make_tap):
+def test_a_busy_engine_publishes_what_the_daemon_holds(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     tap.instead = holds = Holds(some_blocks(1), some_blocks(2))
     engine = make_engine(tap.endpoint, adjust=events_on)
@@ -150,14 +150,14 @@ def test_a_busy_engine_publishes_what_the_daemon_holds(make_daemon, make_engine,
     assert {event.kv_cache_spec_kind for event in log.stored("CPU")} == {"full_attention"}
 
 
-def test_an_engine_without_kv_events_asks_for_none(make_daemon, make_engine, make_tap):
+def test_an_engine_without_kv_events_asks_for_none(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     tap.instead = holds = Holds(some_blocks(1))
     make_engine(tap.endpoint).generate("r", TOKENS)
     assert holds.asked == []
 
 
-def test_an_idle_engine_does_not_step_for_events(make_daemon, make_engine, make_tap):
+def test_an_idle_engine_does_not_step_for_events(make_daemon, make_tap, make_engine):
     """They are published at its next step."""
     tap = make_tap(make_daemon())
     tap.instead = Holds(some_blocks(1))
@@ -167,7 +167,7 @@ def test_an_idle_engine_does_not_step_for_events(make_daemon, make_engine, make_
     assert not engine.busy
 
 
-def test_after_the_engine_cleared_its_own_blocks_the_daemons_are_told_anew(make_daemon, make_engine, make_tap):
+def test_after_the_engine_cleared_its_own_blocks_the_daemons_are_told_anew(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     tap.instead = holds = Holds(some_blocks(1))
     engine = make_engine(tap.endpoint, adjust=events_on)
@@ -179,7 +179,7 @@ def test_after_the_engine_cleared_its_own_blocks_the_daemons_are_told_anew(make_
     assert log.clears == 1, "vLLM's own"
 
 
-def test_a_refusal_changes_nothing_at_once(make_daemon, make_engine, make_tap):
+def test_a_refusal_changes_nothing_at_once(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     tap.instead = holds = Holds(some_blocks(1))
     engine = make_engine(tap.endpoint, adjust=events_on)
@@ -192,7 +192,7 @@ def test_a_refusal_changes_nothing_at_once(make_daemon, make_engine, make_tap):
     step_until(engine, lambda: log.held("CPU") == named(1, 2))
 
 
-def test_another_daemon_changes_only_what_is_different(make_daemon, make_engine, make_tap):
+def test_another_daemon_changes_only_what_is_different(make_daemon, make_tap, make_engine):
     daemon = make_daemon()
     tap = make_tap(daemon)
     tap.instead = Holds(some_blocks(1), some_blocks(2))

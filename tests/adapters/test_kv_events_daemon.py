@@ -1,0 +1,206 @@
+"""KV events of the daemon's tiers, by way of engines without a model and from the daemon itself: both tell the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kv_events_log import Log, events_on
+from modelless import BLOCK, Engine, prompt
+from support.daemon import Daemon, wait_until
+from support.kv_audience import Subscriber
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.lora.request import LoRARequest
+
+from kvserver.client import Client
+from kvserver.protocol import Clear, Cleared
+
+CHUNK = 64
+PER_CHUNK = CHUNK // BLOCK
+TOKENS = prompt(1, 5 * CHUNK + 3)
+
+
+class Scene:
+    """A daemon that publishes, a subscriber of its stream, and engines that publish too. close() at the end."""
+
+    def __init__(self, daemon: Daemon, engines: list[Engine]) -> None:
+        self.daemon = daemon
+        self.engines = engines
+        self.logs = [Log(engine) for engine in engines]
+        self.stream = Subscriber(str(daemon.flags["kv_events_endpoint"]), KVEventBatch)
+        self.wait_connected()
+
+    def wait_connected(self, clears: int = 0) -> None:
+        """Until the subscriber has heard a daemon's first words, which come when it knows an engine."""
+        self.step_until(lambda: self.stream.audience.clears > clears)
+
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        """Engines serve short requests, so that they publish."""
+        wait_until(lambda: [engine.generate_free("s") for engine in self.engines] and condition(), 20)
+
+    def agree(self) -> set[Any]:
+        """What everybody says L1 holds, as soon as it is what the daemon says in /status."""
+
+        def same() -> bool:
+            held = self.stream.held("CPU")
+            return len(held) == self.daemon.status()["l1"]["chunks"] * PER_CHUNK and all(
+                log.held("CPU") == held for log in self.logs
+            )
+
+        self.step_until(same)
+        return self.stream.held("CPU")
+
+    def clear(self) -> None:
+        with Client(self.daemon.endpoint) as client:
+            client.ask(Clear(), Cleared)
+
+
+@pytest.fixture
+def make_scene(make_daemon, make_engine) -> Iterator[Callable[..., Scene]]:
+    scenes: list[Scene] = []
+
+    def make(engines: int = 1, **flags: Any) -> Scene:
+        daemon = make_daemon(start=False, **flags)
+        daemon.flags["kv_events_endpoint"] = f"ipc://{daemon.folder}/events"
+        daemon.start()
+        scenes.append(Scene(daemon, [make_engine(daemon, adjust=events_on) for _ in range(engines)]))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.stream.close()
+
+
+def in_chunks(log: Log) -> set[Any]:
+    """The blocks of whole chunks that the engine computed, as its own events named them.
+
+    REQUIRES: no two prompts begin alike, and each was computed in one step.
+    """
+    found: set[Any] = set()
+    for event in log.stored("GPU"):
+        assert event.parent_block_hash is None or len(event.block_hashes) < PER_CHUNK
+        found |= set(event.block_hashes[: len(event.block_hashes) // PER_CHUNK * PER_CHUNK])
+    return found
+
+
+def by_block(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
+    """What is said of each block, by its hash."""
+    found: dict[Any, tuple[Any, ...]] = {}
+    for event in events:
+        parent = event.parent_block_hash
+        for i, name in enumerate(event.block_hashes):
+            tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+            keys = event.extra_keys[i] if event.extra_keys else None
+            found[name] = (parent, tokens, event.block_size, event.lora_name, _lists(keys), event.group_idx)
+            parent = name
+    return found
+
+
+def _lists(keys: Any) -> Any:
+    """What was decoded has lists for tuples."""
+    return [_lists(key) for key in keys] if isinstance(keys, (list, tuple)) else keys
+
+
+@pytest.mark.parametrize("as_int", ["0", "1"], ids=["bytes", "int"])
+def test_what_one_engine_stored_all_of_them_announce_by_its_own_names(make_scene, monkeypatch, as_int):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", as_int)
+    scene = make_scene(engines=2)
+    scene.engines[0].generate("one", TOKENS)
+    assert scene.agree() == in_chunks(scene.logs[0])
+    scene.engines[0].generate("two", prompt(2, 3 * CHUNK))
+    held = scene.agree()
+    assert held == in_chunks(scene.logs[0])
+    assert len(held) == 8 * PER_CHUNK
+    assert {type(name) for name in held} == {int if as_int == "1" else bytes}
+
+
+def test_all_streams_say_the_same_of_a_block(make_scene):
+    scene = make_scene()
+    lora = LoRARequest("sql", 1, "/nowhere")
+    scene.engines[0].generate("plain", TOKENS)
+    scene.engines[0].generate("salted", TOKENS, cache_salt="pepper")
+    scene.engines[0].generate("lora", TOKENS, lora_request=lora)
+    assert len(scene.agree()) == 15 * PER_CHUNK
+    own = by_block(scene.logs[0].stored("GPU"))
+    through = by_block(scene.logs[0].stored("CPU"))
+    assert through == {name: own[name] for name in through}
+    assert by_block(scene.stream.audience.stored("CPU")) == through
+    assert {said[3] for said in through.values()} == {None, "sql"}
+
+
+def test_what_is_evicted_is_removed_everywhere(make_scene):
+    scene = make_scene(engines=2, l1_size="128KiB")
+    for number in range(12):
+        scene.engines[number % 2].generate(f"r{number}", prompt(number, 5 * CHUNK + 3))
+    held = scene.agree()
+    assert scene.daemon.status()["l1"]["evictions"] > 0
+    assert 0 < len(held) < 60 * PER_CHUNK
+
+
+def test_what_is_cleared_is_removed_and_nobody_is_told_that_all_is_clear(make_scene):
+    scene = make_scene(engines=2)
+    scene.engines[0].generate("one", TOKENS)
+    assert scene.agree()
+    clears = scene.stream.audience.clears
+    scene.clear()
+    assert scene.agree() == set()
+    scene.engines[0].generate("two", prompt(2, 3 * CHUNK))
+    assert len(scene.agree()) == 3 * PER_CHUNK
+    assert [log.clears for log in scene.logs] == [0, 0]
+    assert scene.stream.audience.clears == clears
+
+
+def test_an_engine_that_cleared_its_own_blocks_tells_the_daemons_again(make_scene):
+    scene = make_scene(engines=2)
+    scene.engines[0].generate("one", TOKENS)
+    held = scene.agree()
+    assert scene.engines[0].scheduler.reset_prefix_cache()
+    scene.step_until(lambda: scene.logs[0].clears == 1)
+    assert scene.agree() == held
+    assert len(scene.logs[0].stored("CPU")) > len(scene.logs[1].stored("CPU"))
+
+
+def test_another_daemon_has_none_of_its_blocks(make_scene):
+    scene = make_scene(engines=2)
+    scene.engines[0].generate("one", TOKENS)
+    scene.agree()
+    clears = scene.stream.audience.clears
+    scene.daemon.kill()
+    scene.daemon.start()
+    scene.wait_connected(clears)
+    assert scene.agree() == set()
+    scene.engines[1].generate("two", prompt(2, 3 * CHUNK))
+    assert len(scene.agree()) == 3 * PER_CHUNK
+    assert [log.clears for log in scene.logs] == [0, 0]
+
+
+def test_an_engine_of_other_weights_tells_of_none_but_its_own(make_scene):
+    scene = make_scene(engines=2)
+    scene.engines[0].generate("one", TOKENS)
+    held = scene.agree()
+    scene.engines[1].weights = 7
+    assert scene.engines[1].scheduler.reset_prefix_cache(reset_connector=True)
+    scene.step_until(lambda: scene.logs[1].clears == 1 and not scene.logs[1].held("CPU"))
+    scene.engines[1].generate("two", prompt(2, 3 * CHUNK))
+    scene.step_until(lambda: len(scene.logs[1].held("CPU")) == 3 * PER_CHUNK)
+    assert scene.logs[0].held("CPU") == held
+    assert not scene.logs[1].held("CPU") & held
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_at_random_all_end_with_the_same(make_scene, seed):
+    source = random.Random(seed)
+    scene = make_scene(engines=2, l1_size="192KiB")
+    for number in range(40):
+        engine = source.choice(scene.engines)
+        match source.choices(["serve", "clear", "reset"], [20, 1, 2])[0]:
+            case "serve":
+                engine.generate(f"r{number}", prompt(source.randrange(20), source.randrange(1, 6) * CHUNK + 1))
+            case "clear":
+                scene.clear()
+            case "reset":
+                assert engine.scheduler.reset_prefix_cache()
+    scene.engines[0].generate("last", TOKENS)
+    assert scene.agree()
