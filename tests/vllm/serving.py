@@ -38,7 +38,13 @@ class Server:
     """wait_ready() before asking, close() at the end. Its own caches can be reset, as its developers do."""
 
     def __init__(
-        self, model: Path, endpoint: str, log: Path, engine_id: str, extra: dict[str, Any] | None = None
+        self,
+        model: Path,
+        endpoint: str,
+        log: Path,
+        engine_id: str,
+        extra: dict[str, Any] | None = None,
+        **options: object,
     ) -> None:
         self.engine_id = engine_id
         self.port = free_port()
@@ -54,14 +60,14 @@ class Server:
         options = {
             "model": model,
             "port": self.port,
-            "served-model-name": MODEL,
+            "served_model_name": MODEL,
             "dtype": "float32",
-            "block-size": 32,
-            "num-gpu-blocks-override": 200,
-            "max-model-len": 2048,
-            "kv-transfer-config": json.dumps(transfer),
-        }
-        flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+            "block_size": 32,
+            "num_gpu_blocks_override": 200,
+            "max_model_len": 2048,
+            "kv_transfer_config": json.dumps(transfer),
+        } | options
+        flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         self._log_file = log.open("w")
         self.process = subprocess.Popen(
             [
@@ -122,6 +128,8 @@ class Server:
         return "\n".join(self.log.read_text().splitlines()[-40:])
 
     def close(self) -> None:
+        if self._log_file.closed:
+            return
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
