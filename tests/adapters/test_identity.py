@@ -231,5 +231,5 @@ def test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart(monke
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\2" * 32)
     found.append(Variants("life", lambda: version).of(None))
     assert len(set(found)) == len(found)
-    assert {len(text) for text in found} == {32}  # every Store carries it: see tests/unit/test_wire_bytes.py
+    assert {len(text) for text in found} == {32, 65}  # a LoRA's stands behind the epoch's; every Store carries it
     assert Variants("another life", lambda: "v2").of(None) == found[-1]
