@@ -24,10 +24,9 @@ from kvserver.adapters.vllm.outbox import DirectOutbox, OrderedOutbox, Outbox
 from kvserver.adapters.vllm.planes import UnsupportedLayout
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
-from kvserver.adapters.vllm.stats import KVServerPromMetrics, KVServerStats, grown
+from kvserver.adapters.vllm.stats import HOST, KVServerPromMetrics, KVServerStats, grown
 from kvserver.adapters.vllm.support import TransferResults, replicated, unsupported, vllm_version, whole_prompts_only
 from kvserver.adapters.vllm.worker import WORDS, WorkerHalf
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -76,8 +75,7 @@ class StillWritten(Exception):
 
 class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     make_exporter: MakeExporter | None = None  # None: what the memory's device asks for
-    if hasattr(base, "CacheHitSource"):
-        _cache_hit_source = base.CacheHitSource.HOST  # L1
+    _cache_hit_source = HOST  # L1
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
+
+# What vLLM calls hits that came from CPU memory, where it tells hits by their source.
+HOST: Any = getattr(getattr(base, "CacheHitSource", None), "HOST", None)
 
 log = logging.getLogger("vllm.kvserver")
 
