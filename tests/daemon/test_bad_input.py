@@ -16,6 +16,7 @@ from support.worker import WORDS, Geometry, Worker, awkward, ids, make_keys, wir
 
 from kvserver._native import State
 from kvserver.client import Attachment, RequestFailed
+from kvserver.kv_messages import ChunkContents, EngineLoad, TakeKVEvents
 from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
@@ -649,3 +650,55 @@ def test_bad_records_are_told_what_is_expected(worker):
     assert_error(error, "bad_records", "5 bytes", "4 bytes")
     error = worker.error_of(report(worker, 0, ids([7 << 29])))
     assert_error(error, "bad_records", "operation 7", "0 to 6")
+
+
+# ---- what is in chunks ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"hash_bytes": 7}, "bad_message", [">= 8"]),
+        ({"hash_bytes": 33}, "bad_message", ["<= 32"]),
+        ({"hashes": bytes(7 * 32)}, "bad_keys", ["8 blocks", "(224, 512) bytes instead of (256, 512)"]),
+        ({"hashes": b""}, "bad_keys", ["(0, 512)"]),
+        ({"tokens": bytes(511)}, "bad_keys", ["(256, 511)"]),
+        ({"parent": bytes(31)}, "bad_keys", ["a parent of 31"]),
+        ({"parent": bytes(33)}, "bad_message", ["length <= 32"]),
+        ({"extra_keys": bytes(8 * 1024 + 1)}, "bad_keys", ["8193 bytes", "at most 1024 a block"]),
+        ({"lora_name": "x" * 513}, "bad_message", ["length <= 512"]),
+    ],
+    ids=lambda value: repr(value)[:30] if isinstance(value, dict) else "",
+)
+def test_contents_of_the_wrong_size_are_refused_and_nothing_is_stored(worker, changes, code, words):
+    keys = make_keys(2)
+    contents = ChunkContents(32, bytes(8 * 32), bytes(8 * 16 * 4))
+    message = worker.store_message(keys, worker.blocks_for(2))
+    message.contents = msgspec.structs.replace(contents, **changes)
+    assert_error(worker.error_of(message), code, *words)
+    assert worker.lookup(keys) == 0
+
+
+def test_contents_that_belong_to_other_keys_do_not_keep_a_chunk_from_being_stored(daemon, worker):
+    keys = make_keys(2)
+    contents = ChunkContents(32, bytes(8 * 32), bytes(8 * 16 * 4), extra_keys=b"\xc1")
+    before = daemon.status()["kv_events"]["unannounced"]["mismatched"]
+    assert worker.store(keys, worker.blocks_for(2), contents=contents).stored == 2
+    worker.round_trip()
+    wait_until(lambda: daemon.status()["kv_events"]["unannounced"]["mismatched"] == before + 2)
+
+
+def test_a_scheduler_and_a_load_of_another_model_or_engine_are_refused(worker):
+    load = EngineLoad(
+        instance_id=worker.instance_id, incarnation=worker.incarnation, model_name=worker.model_name,
+        interval_seconds=1.0, running=1, waiting=0,
+    )  # fmt: skip
+    for message in (worker.description(), load):
+        other = msgspec.structs.replace(message, model_name="another")
+        assert_error(worker.error_of(other), "unknown_instance", "not 'another'")
+        other = msgspec.structs.replace(message, instance_id="who")
+        assert_error(worker.error_of(other), "unknown_instance", "'who'")
+        other = msgspec.structs.replace(message, incarnation="x")
+        assert_error(worker.error_of(other), "duplicate_instance", worker.instance_id)
+    take = TakeKVEvents(instance_id=worker.instance_id, incarnation="x")
+    assert_error(worker.error_of(take), "duplicate_instance", worker.instance_id)

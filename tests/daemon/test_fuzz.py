@@ -19,6 +19,7 @@ from support.worker import Worker, awkward, ids, make_keys, packed, wire_form
 from kvserver.client import Attachment
 from kvserver.config import MiB
 from kvserver.errors import ErrorCode, KVServerError
+from kvserver.kv_messages import ChunkContents, DescribeScheduler, EngineLoad, KVGroup, TakeKVEvents
 from kvserver.planes import Plane
 from kvserver.protocol import (
     MARK,
@@ -35,6 +36,7 @@ from kvserver.protocol import (
     ReportedBlocks,
     SharedFd,
     Status,
+    Store,
     UnregisterWorker,
     decode_request,
     encode,
@@ -121,6 +123,8 @@ class Hostile:
         message = make(keys, blocks if self.random.random() < 0.5 else self._distinct(4 * len(keys)))
         if self.random.random() < 0.3:
             message.block_ids = self._hostile_ids()
+        if isinstance(message, Store) and self.random.random() < 0.6:
+            message.contents = self._contents(keys)
         return self._with_edges(message)
 
     def hostile_registration(self) -> bytes:
@@ -136,6 +140,29 @@ class Hostile:
 
     def hostile_notice(self) -> bytes:
         return self._with_edges(self.random.choice(self._notices()))
+
+    def _contents(self, keys: list[bytes]) -> ChunkContents:
+        """Of chunks of 4 blocks of 16 tokens: mostly of the right size, and sometimes with the right hashes."""
+        size = self.random.choice((7, 8, 16, 32, 32, 32, 33))
+        hashes = b"".join(self.random.randbytes(3 * size) + key[:size] for key in keys)
+        items = [self._value(2) for _ in range(4 * len(keys))]
+        return ChunkContents(
+            hash_bytes=size,
+            hashes=hashes if self.random.random() < 0.8 else hashes[:-1],
+            tokens=bytes(4 * 16 * 4 * len(keys) + self.random.choice((0, 0, 0, 1))),
+            parent=self.random.choice((b"", bytes(size), b"short", bytes(40))),
+            lora_name=self.random.choice(("", "tuned", "x" * 600)),
+            extra_keys=self.random.choice(
+                (
+                    b"",
+                    self.random.randbytes(30),
+                    msgspec.msgpack.encode([None, ["salt"], None, None] * len(keys)),
+                    msgspec.msgpack.encode(items),
+                    msgspec.msgpack.encode([[item] for item in items]),
+                    b"\x94" + b"\x91" * 2000,
+                )
+            ),
+        )
 
     def _hostile_ids(self) -> bytes:
         """No packed ids, or ones that stand for very many."""
@@ -186,20 +213,27 @@ class Hostile:
         return self.random.sample(range(1, 64), count)
 
     def _notices(self) -> list[Any]:
-        of = {
-            "instance_id": self.worker.instance_id,
-            "incarnation": self.worker.incarnation,
-            "model_name": self.worker.model_name,
-            "sequence": self.random.randrange(1000),
-        }
+        of: dict[str, Any] = {**self._named(), "sequence": self.random.randrange(1000)}
         return [
             ReportBlockAllocations(**of, time_ns=0, records=ids([self.random.getrandbits(32) for _ in range(4)])),
             ReportBlockAllocations(**of, time_ns=0, records=ids([1, 2, 3])),
-            ReportBlockAllocations(**of, payload=ExactRecords(records=ids([1, 2]), marks=MARK.pack(0, 5), full=True)),
+            ReportBlockAllocations(
+                **of,
+                payload=ExactRecords(records=ids([1, 2]), marks=MARK.pack(0, 5), full=self.random.random() < 0.5),
+            ),
             ReportBlockAllocations(**of, payload=self._reported()),
             EndRequest(**of, request_id="r"),
             Heartbeat(boot_id=self.worker.hello.boot_id),
+            self.worker.description(variant=self.random.choice(("", "w1", "w2/tuned")), groups=(KVGroup("full"),) * 3),
+            EngineLoad(**self._named(), interval_seconds=self.random.random(), running=1, waiting=2),
         ]
+
+    def _named(self) -> dict[str, str]:
+        return {
+            "instance_id": self.worker.instance_id,
+            "incarnation": self.worker.incarnation,
+            "model_name": self.worker.model_name,
+        }
 
     def _reported(self) -> ReportedBlocks:
         held = Held("r", 0, 0, packed([1, 2]), 2, contents=bytes(8))
@@ -221,6 +255,15 @@ class Hostile:
             ),
             self.worker.store_message(keys, self._distinct(4 * len(keys))),
             self.worker.load_message(keys, self._distinct(4 * len(keys))),
+            msgspec.structs.replace(
+                self.worker.store_message(keys, self._distinct(4 * len(keys))), contents=self._contents(keys)
+            ),
+            TakeKVEvents(
+                instance_id=self.worker.instance_id,
+                incarnation=self.worker.incarnation,
+                follow=self.random.choice(EDGES[:-1]),
+                cursor=self.random.choice(EDGES[:-1]),
+            ),
             self.worker.registration(),
             UnregisterWorker(boot_id=self.worker.hello.boot_id, registration=1 << 50),  # no mutation reaches ours
             Clear(),
@@ -242,13 +285,13 @@ class Hostile:
         match message:
             case Heartbeat():
                 return int(message.boot_id != self.worker.hello.boot_id)
-            case EndRequest():
+            case EndRequest() | DescribeScheduler() | EngineLoad():
                 return int(not self._known(message))
             case ReportBlockAllocations():
                 return None if self._known(message) else 1
         return 1
 
-    def _known(self, message: EndRequest | ReportBlockAllocations) -> bool:
+    def _known(self, message: EndRequest | ReportBlockAllocations | DescribeScheduler | EngineLoad) -> bool:
         told = (message.instance_id, message.incarnation, message.model_name)
         return told == (self.worker.instance_id, self.worker.incarnation, self.worker.model_name)
 
@@ -313,6 +356,8 @@ def test_fifty_thousand_hostile_messages_get_one_reply_each_and_leave_nothing(ma
     daemon.audit()
     daemon.clear_and_check()
     assert "internal error" not in daemon.log, daemon.log[-4000:]
+    assert {row["state"] for row in daemon.status()["kv_events"]["observers"]} == {"running"}
+    assert all(row["errors"] == 0 for row in daemon.status()["events"]["subscribers"]), daemon.log[-4000:]
 
 
 @pytest.mark.parametrize("seed", range(3))

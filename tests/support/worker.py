@@ -21,6 +21,7 @@ import msgspec
 from kvserver import protocol
 from kvserver._native import NO_BLOCK, State, WordPage, pack_blocks
 from kvserver.client import Attachment, Client, RequestFailed
+from kvserver.kv_messages import DescribeScheduler
 from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
@@ -426,6 +427,11 @@ class Worker:
             keys=b"".join(keys),
         )
         return self.ask(msgspec.structs.replace(message, **changes), LookupReply).hit_chunks
+
+    def description(self, **changes: Any) -> DescribeScheduler:
+        """What its scheduler half says of it."""
+        fields = {"instance_id": self.instance_id, "incarnation": self.incarnation, "model_name": self.model_name}
+        return DescribeScheduler(**{**fields, "variant": "", "hash_form": "bytes", **changes})
 
     def store_message(self, keys: list[bytes], blocks: Sequence[int], **changes: Any) -> Store:
         """A valid Store with its word armed, but for the changes."""

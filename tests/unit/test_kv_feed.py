@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 from support.daemon import wait_until
 from support.kv_chunks import Prompt, extra, random_prompt, scheduler
+from support.kv_follower import Follower, split
 
 from kvserver.config import Settings
 from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceGone, L1Cleared
-from kvserver.kv_events.feed import MOST_BYTES, MOST_EVENTS, Feed
+from kvserver.kv_events.feed import MOST_BYTES, Feed
 from kvserver.kv_events.hub import Hub
 from kvserver.kv_events.types import ObserverContext
 from kvserver.kv_messages import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
@@ -50,60 +50,6 @@ class World:
         return found
 
 
-class Engine:
-    """Asks as an adapter does. `loses`: whether a reply does not arrive."""
-
-    def __init__(self, feed: Feed, instance_id: str = "engine", loses: Callable[[], bool] = lambda: False) -> None:
-        self.feed, self.instance_id, self.loses = feed, instance_id, loses
-        self.follow = self.cursor = 0
-        self.blocks: dict[bytes, KVBlocks] = {}
-        self.told: list[KVBlocks] = []
-        self.before: set[bytes] = set()  # told in an earlier follow, and not again yet
-        self.whole = False
-        self.follows: list[int] = []
-
-    def ask(self) -> KVEventsTaken:
-        return self.feed.take(
-            TakeKVEvents(instance_id=self.instance_id, incarnation="one", follow=self.follow, cursor=self.cursor)
-        )
-
-    def step(self) -> KVEventsTaken | None:
-        reply = self.ask()
-        assert len(reply.events) <= MOST_EVENTS
-        if self.loses():
-            return None
-        if reply.follow != self.follow:
-            self.follow, self.whole = reply.follow, False
-            self.before |= set(self.blocks)
-            self.blocks = {}
-            self.follows.append(reply.follow)
-        self.cursor = reply.cursor
-        for event in reply.events:
-            self._apply(event)
-        if reply.whole:
-            self.whole = True
-            self.before.clear()
-        return reply
-
-    def _apply(self, event: KVBlocks) -> None:
-        self.told.append(event)
-        for hash in split(event.hashes, event.hash_bytes):
-            if event.stored:
-                assert hash not in self.blocks, "told twice"
-                self.blocks[hash] = event
-                self.before.discard(hash)
-            else:
-                del self.blocks[hash]
-
-    def catch_up(self) -> None:
-        """Until all has been told."""
-        wait_until(lambda: (reply := self.step()) is not None and reply.whole and not (reply.events or reply.more))
-
-
-def split(hashes: bytes, size: int) -> list[bytes]:
-    return [hashes[at : at + size] for at in range(0, len(hashes), size)]
-
-
 @pytest.fixture
 def world() -> World:
     return World()
@@ -113,7 +59,7 @@ def test_an_engine_is_told_what_was_there_and_what_came_and_went(world: World) -
     one = Prompt(range(40))
     world.store(one, last=3)
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes[:6])
     world.store(one, first=3)
@@ -129,7 +75,7 @@ def test_a_stored_block_comes_with_all_that_was_said_of_it(world: World) -> None
     keys = [["salt"], None, None, [["image", 5]], None, None]
     world.store(one, lora_name="tuned", extra_keys=extra(*keys))
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     engine.catch_up()
     for number, event in enumerate(engine.told):
         assert (event.stored, event.medium, event.hash_bytes, event.block_tokens) == (True, "CPU", 16, 4)
@@ -145,7 +91,7 @@ def test_blocks_that_two_chunks_share_are_told_once_with_the_parent_inside_the_c
     one, other = Prompt([1] * 8), Prompt([1] * 4 + [2] * 4)
     keys = [["first"], ["second"]]
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     world.store(one, extra_keys=extra(*keys))
     world.store(other, extra_keys=extra(*keys))
     engine.catch_up()
@@ -164,7 +110,7 @@ def test_each_group_of_the_engine_has_events_of_its_own(world: World) -> None:
     world.store(Prompt(range(8)))
     world.reader(groups=(KVGroup("full_attention"), KVGroup("sliding_window", 64)))
     found: list[KVBlocks] = []
-    wait_until(lambda: found.extend(Engine(world.feed).ask().events) or found)
+    wait_until(lambda: found.extend(Follower(world.feed.take).ask().events) or found)
     assert [event.group for event in found] == [0, 1]
     assert found[0].hashes == found[1].hashes
 
@@ -172,7 +118,7 @@ def test_each_group_of_the_engine_has_events_of_its_own(world: World) -> None:
 def test_only_what_the_engine_can_read_is_told(world: World) -> None:
     mine, tuned, foreign = Prompt(range(8)), Prompt(range(100, 108)), Prompt(range(200, 208))
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     world.store(mine)
     engine.catch_up()
     world.store(tuned, LORA)
@@ -186,7 +132,7 @@ def test_chunks_without_a_description_are_not_told(world: World) -> None:
     world.reader()
     world.hub.handle(ChunksStored(1, "other", "m", REACH, one.keys[0], 10))
     world.store(one, first=1)
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes[2:])
     world.store(one)  # and of one that is described late, all is
@@ -199,14 +145,14 @@ def test_an_instance_that_nobody_knows_of_yet_is_told_nothing(world: World) -> N
         follow=7, cursor=3, events=[], whole=False
     )
     world.reader(incarnation="two")
-    assert Engine(world.feed).ask().events == []
+    assert Follower(world.feed.take).ask().events == []
     assert world.feed.status()["followers"] == []
 
 
 def test_a_lost_reply_comes_again(world: World) -> None:
     world.store(Prompt(range(8 * 300)))
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     wait_until(lambda: engine.step() is not None and engine.told)
     assert engine.ask() == engine.ask()
     lost = engine.ask()
@@ -220,7 +166,7 @@ def test_a_lost_reply_comes_again(world: World) -> None:
 def test_the_first_reply_comes_again_when_it_was_lost(world: World) -> None:
     world.store(Prompt(range(16)))
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     wait_until(lambda: engine.ask().events)  # none of these arrives
     engine.catch_up()
     assert len(engine.follows) == 1
@@ -231,7 +177,7 @@ def test_the_first_reply_comes_again_when_it_was_lost(world: World) -> None:
 def test_an_engine_that_asks_for_what_is_not_known_begins_anew(world: World, follow: int | None, cursor: int) -> None:
     world.store(Prompt(range(40)))
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     engine.catch_up()
     engine.follow = engine.follow if follow is None else follow
     engine.cursor = cursor
@@ -245,7 +191,7 @@ def test_replies_are_bounded(world: World) -> None:
     big = Prompt(range(32 * 256 * 4), chunk_blocks=256)
     world.store(big)
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     sizes: list[int] = []
 
     def step() -> bool:
@@ -263,7 +209,7 @@ def test_replies_are_bounded(world: World) -> None:
 def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
     world = World(most_queued=50)
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     first, second = Prompt(range(8 * 40)), Prompt(range(1000, 1000 + 8 * 40))
     world.store(first)
     engine.catch_up()
@@ -279,7 +225,7 @@ def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
 
 def test_another_reach_begins_anew(world: World) -> None:
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     old, new = Prompt(range(16)), Prompt(range(100, 116))
     world.store(old)
     world.store(new, OTHER)
@@ -295,7 +241,7 @@ def test_another_reach_begins_anew(world: World) -> None:
 
 def test_an_instance_that_went_is_forgotten(world: World) -> None:
     world.reader()
-    engine = Engine(world.feed)
+    engine = Follower(world.feed.take)
     world.store(Prompt(range(16)))
     engine.catch_up()
     world.hub.handle(InstanceGone(1, "engine", "m", "one", True))
@@ -307,7 +253,7 @@ def test_an_instance_that_went_is_forgotten(world: World) -> None:
 def test_random_runs_with_lost_replies_end_with_what_can_be_read(seed: int) -> None:
     generator = random.Random(seed)
     world = World(most_queued=generator.choice((30, 1000)))
-    engines = [Engine(world.feed, name, lambda: generator.random() < 0.3) for name in ("a", "b")]
+    engines = [Follower(world.feed.take, name, loses=lambda: generator.random() < 0.3) for name in ("a", "b")]
     reaches = {"a": REACH, "b": OTHER}
     for name, reach in reaches.items():
         world.reader(name, reach)

@@ -1,0 +1,74 @@
+"""An engine that follows what it can read, as its adapter does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvserver.kv_events.feed import MOST_EVENTS
+from kvserver.kv_messages import KVBlocks, KVEventsTaken, TakeKVEvents
+
+from .daemon import wait_until
+
+Take = Callable[[TakeKVEvents], KVEventsTaken]
+
+
+class Follower:
+    """Asks as an adapter does. `loses`: whether a reply does not arrive."""
+
+    def __init__(
+        self,
+        take: Take,
+        instance_id: str = "engine",
+        incarnation: str = "one",
+        loses: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.take, self.instance_id, self.incarnation, self.loses = take, instance_id, incarnation, loses
+        self.follow = self.cursor = 0
+        self.blocks: dict[bytes, KVBlocks] = {}
+        self.told: list[KVBlocks] = []
+        self.before: set[bytes] = set()  # told in an earlier follow, and not again yet
+        self.whole = False
+        self.follows: list[int] = []
+
+    def ask(self) -> KVEventsTaken:
+        return self.take(
+            TakeKVEvents(
+                instance_id=self.instance_id, incarnation=self.incarnation, follow=self.follow, cursor=self.cursor
+            )
+        )
+
+    def step(self) -> KVEventsTaken | None:
+        reply = self.ask()
+        assert len(reply.events) <= MOST_EVENTS
+        if self.loses():
+            return None
+        if reply.follow != self.follow:
+            self.follow, self.whole = reply.follow, False
+            self.before |= set(self.blocks)
+            self.blocks = {}
+            self.follows.append(reply.follow)
+        self.cursor = reply.cursor
+        for event in reply.events:
+            self._apply(event)
+        if reply.whole:
+            self.whole = True
+            self.before.clear()
+        return reply
+
+    def _apply(self, event: KVBlocks) -> None:
+        self.told.append(event)
+        for hash in split(event.hashes, event.hash_bytes):
+            if event.stored:
+                assert hash not in self.blocks, "told twice"
+                self.blocks[hash] = event
+                self.before.discard(hash)
+            else:
+                del self.blocks[hash]
+
+    def catch_up(self) -> None:
+        """Until all has been told."""
+        wait_until(lambda: (reply := self.step()) is not None and reply.whole and not (reply.events or reply.more))
+
+
+def split(hashes: bytes, size: int) -> list[bytes]:
+    return [hashes[at : at + size] for at in range(0, len(hashes), size)]
