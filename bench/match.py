@@ -1,0 +1,177 @@
+"""What a router's question costs: which engine holds how much of a prompt, of many blocks that are held.
+
+python bench/match.py [--blocks 1000000] [--asked 10000] [--samples 1000] [--engines 8]
+
+Each engine holds its share of the prompts in L0, all of them have the same chunks of 16 blocks in L1. The question is
+put to the native index; to another process over HTTP (msgpack, one connection that is kept), with whole hashes and with
+the last 8 bytes of each; and to plain Python: a dict from hash to a mask of holders, walked block by block until nobody
+is left, without tiers and chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+from common import percentile, table
+
+from kvserver._native import PrefixIndex
+from kvserver.block_hashes import hash_blocks
+from kvserver.http import StatusPages
+from kvserver.kv_events.index import KVIndex
+from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderCame, Tier
+from kvserver.kv_messages import DescribeScheduler
+from kvserver.match_pages import MSGPACK, MatchPages
+from kvserver.server import Server
+
+HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16
+REACH = bytes(64)
+
+
+def prompts_of(blocks: int, asked: int) -> list[bytes]:
+    rng = random.Random(0)
+    return [rng.randbytes(asked * HASH_BYTES) for _ in range(max(1, blocks // asked))]
+
+
+def hashes(prompt: bytes) -> list[bytes]:
+    return [prompt[at : at + HASH_BYTES] for at in range(0, len(prompt), HASH_BYTES)]
+
+
+def filled_index(prompts: list[bytes], engines: int) -> tuple[PrefixIndex, list[tuple[int, int, int, int]]]:
+    index = PrefixIndex(random.getrandbits(64), 1 << 30)
+    l0, l1 = [index.open() for _ in range(engines)], index.open()
+    for number, prompt in enumerate(prompts):
+        index.add(l0[number % engines], prompt, HASH_BYTES)
+        index.add(l1, b"".join(hashes(prompt)[CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]), HASH_BYTES)
+    return index, [(holder, l1, -1, CHUNK_BLOCKS) for holder in l0]
+
+
+class PlainIndex:
+    def __init__(self, prompts: list[bytes], engines: int) -> None:
+        self.holders: dict[bytes, int] = {}
+        self.engines = engines
+        for number, prompt in enumerate(prompts):
+            for block in hashes(prompt):
+                self.holders[block] = self.holders.get(block, 0) | 1 << number % engines
+
+    def match(self, prompt: bytes) -> list[int]:
+        found, alive = [0] * self.engines, (1 << self.engines) - 1
+        for at in range(0, len(prompt), HASH_BYTES):
+            still = alive & self.holders.get(prompt[at : at + HASH_BYTES], 0)
+            if still != alive:
+                for engine in range(self.engines):
+                    if (alive & ~still) >> engine & 1:
+                        found[engine] = at // HASH_BYTES
+                if not (alive := still):
+                    break
+        return [len(prompt) // HASH_BYTES if alive >> n & 1 else blocks for n, blocks in enumerate(found)]
+
+
+def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
+    """(process, port) of one that serves an index with the prompts in L1; L0 comes from engines, which are not here."""
+    read, write = os.pipe()
+    if process := os.fork():
+        return process, int(os.read(read, 16))
+    index = KVIndex(1 << 30, follow_engines=False)
+    for number in range(engines):
+        scheduler = DescribeScheduler(instance_id=f"engine-{number}", incarnation="1", model_name="m", variant="")
+        index.observe(ReaderCame(1, 0, scheduler, REACH, 1, BLOCK_TOKENS))
+    for prompt in prompts:
+        blocks = hashes(prompt)
+        for first in range(0, len(blocks), MOST_CHUNKS):
+            chunks = tuple(KVChunk(block) for block in blocks[first : first + MOST_CHUNKS])
+            index.observe(KVStored(1, 0, Tier.L1, REACH, chunks))
+    pages = StatusPages(("127.0.0.1", 0), cast(Server, SimpleNamespace()), {}, MatchPages(index, _no_load))
+    os.write(write, str(pages.port).encode())
+    pages.serve_forever()
+    os._exit(0)
+
+
+def _no_load() -> Future[list[dict[str, Any]]]:
+    future: Future[list[dict[str, Any]]] = Future()
+    future.set_result([])
+    return future
+
+
+def millis(ask: Callable[[bytes], int], prompts: list[bytes], samples: int) -> list[float]:
+    """REQUIRES: `ask` returns the longest match, which is the whole prompt."""
+    found = []
+    for number in range(samples):
+        prompt = prompts[number % len(prompts)]
+        began = time.perf_counter()
+        longest = ask(prompt)
+        found.append((time.perf_counter() - began) * 1e3)
+        assert longest == len(prompt) // HASH_BYTES
+    return found
+
+
+def show_matches(options: argparse.Namespace) -> None:
+    prompts = prompts_of(options.blocks, options.asked)
+    server, port = serve(prompts, options.engines)
+    index, readers = filled_index(prompts, options.engines)
+    plain = PlainIndex(prompts, options.engines)
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+
+    ends = {prompt: b"".join(block[-8:] for block in hashes(prompt)) for prompt in prompts}
+
+    def over_http(asked: bytes, hash_bytes: int) -> int:
+        body = msgspec.msgpack.encode({"block_hashes": asked, "hash_bytes": hash_bytes})
+        connection.request("POST", "/kv/match", body, {"Content-Type": MSGPACK})
+        found = msgspec.msgpack.decode(connection.getresponse().read())
+        return max(instance["best"] for instance in found["instances"])
+
+    ways: dict[str, Callable[[bytes], int]] = {
+        "native": lambda prompt: max(match[3] for match in index.match(prompt, HASH_BYTES, readers)),
+        "HTTP, 32 bytes": lambda prompt: over_http(prompt, HASH_BYTES),
+        "HTTP, 8 bytes": lambda prompt: over_http(ends[prompt], 8),
+        "Python dict": lambda prompt: max(plain.match(prompt)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(10):  # in turn, so that all see the same machine
+        for name, ask in ways.items():
+            times[name] += millis(ask, prompts, options.samples // 10)
+    rows: list[list[object]] = [[name, percentile(t, 0.5), percentile(t, 0.99)] for name, t in times.items()]
+    print(table(["asked of", "p50 ms", "p99 ms"], rows))
+    print(f"{len(index)} blocks: {index.memory_bytes / len(index):.1f} bytes each")
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+
+
+def show_hashing() -> None:
+    tokens = [random.Random(0).randrange(128_000) for _ in range(100_000)]
+    rows: list[list[object]] = []
+    for algorithm in ("sha256", "sha256_cbor"):
+        took = []
+        for _ in range(5):
+            began = time.perf_counter()
+            blocks = len(list(hash_blocks(algorithm, bytes(32), BLOCK_TOKENS, tokens, None, "")))
+            took.append((time.perf_counter() - began) / blocks * 1e6)
+        rows.append([algorithm, sorted(took)[2]])
+    print(table(["hashing", f"us a block of {BLOCK_TOKENS} tokens"], rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--asked", type=int, default=10_000)
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--engines", type=int, default=8)
+    options = parser.parse_args()
+    print(
+        f"{options.blocks} blocks held, {options.asked} asked about, {options.engines} engines, {options.samples} samples"
+    )
+    show_matches(options)
+    show_hashing()
+
+
+if __name__ == "__main__":
+    main()
