@@ -242,6 +242,27 @@ def parse_otlp_endpoint(text: str) -> OtlpEndpoint | None:
     raise ValueError("write http://host:port, https://host:port or grpc://host:port")
 
 
+def parse_events_endpoint(text: str) -> tuple[str, int] | None:
+    """(address without port, port) of tcp, (address, 0) of ipc, None of "". ValueError says what is accepted."""
+    if not text:
+        return None
+    if match := re.fullmatch(r"(tcp://(?:\*|\[[0-9a-fA-F:.]+\]|[\w.-]+)):(\d{1,5})", text):
+        if int(match[2]) > 65535:
+            raise ValueError(f"{match[2]} is no port")
+        return match[1], int(match[2])
+    if re.fullmatch(r"ipc://[^@].*[^/]", text):
+        check_placeholders(text, "model", "form")
+        return text, 0
+    raise ValueError("write tcp://host:port or ipc:///path of a file that may become a socket")
+
+
+def check_placeholders(text: str, *known: str) -> None:
+    """ValueError if it has others in braces."""
+    for name in re.findall(r"\{([^{}]*)\}", text):
+        if name not in known:
+            raise ValueError(f"there is no {{{name}}}; there are {', '.join('{' + name + '}' for name in known)}")
+
+
 def default_endpoint() -> str:
     """The endpoint of an unconfigured daemon and client of this user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -374,6 +395,9 @@ def read(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Co
             check(getattr(settings, name))
         except ValueError as error:
             raise ConfigError(_bad(name, str(error), values, sources)) from None
+    if settings.kv_events_replay_endpoint and not settings.kv_events_endpoint:
+        reason = "there is nothing to replay without --kv-events-endpoint"
+        raise ConfigError(_bad("kv_events_replay_endpoint", reason, values, sources))
     if not settings.endpoint:
         settings = msgspec.structs.replace(settings, endpoint=default_endpoint())
         sources.pop("endpoint", None)
@@ -387,6 +411,9 @@ def _check_l1_size(text: str) -> None:
 
 _CHECKS: dict[str, Callable[[str], object]] = {  # what a type cannot say
     "kv_events_buffer": parse_size,
+    "kv_events_endpoint": parse_events_endpoint,
+    "kv_events_replay_endpoint": parse_events_endpoint,
+    "kv_events_topic": lambda text: check_placeholders(text, "model", "form", "instance"),
     "kv_events_memory": parse_size,
     "kv_index_size": parse_size,
     "l1_size": _check_l1_size,

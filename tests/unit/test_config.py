@@ -62,6 +62,8 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
     value = {
         "l1_size": "1GiB",
         "kv_events": "on",
+        "kv_events_endpoint": "tcp://*:5557",
+        "kv_events_replay_endpoint": "ipc:///run/replay-{model}",
         "kv_events_format": "array",
         "kv_events_buffer": "1MiB",
         "kv_events_memory": "2MiB",
@@ -81,10 +83,12 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
         "otlp_endpoint": "grpc://localhost:4317",
         "otlp_interval_seconds": "2.5",
     }.get(name, "8192")
-    flag = "--" + name.replace("_", "-")
-    by_flag = config.load(parsed(flag, value), {})
-    by_environ = config.load({}, {"KVSERVER_" + name.upper(): value})
-    by_file = config.load(parsed("--config", toml(f'{flag[2:]} = "{value}"')), {})
+    flag, others = "--" + name.replace("_", "-"), {}
+    if name == "kv_events_replay_endpoint":
+        others = {"KVSERVER_KV_EVENTS_ENDPOINT": "tcp://127.0.0.1:5557"}
+    by_flag = config.load(parsed(flag, value), others)
+    by_environ = config.load({}, {"KVSERVER_" + name.upper(): value, **others})
+    by_file = config.load(parsed("--config", toml(f'{flag[2:]} = "{value}"')), others)
     assert getattr(by_flag, name) == getattr(by_environ, name) == getattr(by_file, name)
     assert str(getattr(by_flag, name)).removesuffix(".0") == value
 
@@ -123,6 +127,9 @@ BAD = {
     "metrics_sample_rate": ["0", "-0.1", "1.1", "all", "nan"],
     "trace_sample_rate": ["-0.1", "1.1", "some", "nan"],
     "otlp_interval_seconds": ["0", "-1", "often"],
+    "kv_events_endpoint": ["5557", "tcp://*", "tcp://:1", "tcp://h:65536", "ipc://", "ipc://@a", "ipc:///{instance}"],
+    "kv_events_replay_endpoint": ["udp://h:1", "ipc:///folder/"],
+    "kv_events_topic": ["kv@{pod}@{model}", "{}"],
     "otlp_endpoint": [
         "localhost:4317",
         "http://",
@@ -143,6 +150,11 @@ def test_a_bad_value_is_told_with_its_flag(name: str, value: str) -> None:
             config.load(arguments, environ)
         assert flag in str(caught.value)
         assert value[:20] in str(caught.value)
+
+
+def test_there_is_no_replay_of_what_is_not_published() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-events-replay-endpoint 'tcp://\*:1': .*--kv-events-endpoint"):
+        config.load(parsed("--kv-events-replay-endpoint", "tcp://*:1"), {})
 
 
 def test_a_file_with_unknown_keys_names_them_and_the_known_ones(toml: Any) -> None:

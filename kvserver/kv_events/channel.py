@@ -1,0 +1,252 @@
+"""The two sockets of a stream: XPUB for its batches, ROUTER for those who missed some.
+
+Nothing here waits: what a slow subscriber has no room for is dropped for that one, and a replay goes on in slices when
+its reader has room.
+
+Whoever subscribes is sent the stream's first batch, AllBlocksCleared, alone: one that knew an earlier daemon must forget
+what that held. XPUB sends to the last subscriber only in a mode that falls back to all when that one is gone; so
+`_is_there` asks first.
+
+Owns: addresses, binding, the framing of vLLM's publisher. Refuses to know: what a batch holds. One thread uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket as sockets
+import stat
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from kvserver.config import parse_events_endpoint
+from kvserver.kv_events.stream import Batch, Stream, fill
+
+log = logging.getLogger(__name__)
+
+_SEND_MESSAGES = 1000  # for each subscriber; what it misses it can ask for
+_REPLAY_MESSAGES = 100  # in the socket of whoever replays
+_MOST_REPLAYS = 64
+_SLICE = 16  # batches of a replay before others have their turn
+_STUCK_SECONDS = 30.0  # a replay whose reader takes nothing is given up
+_RETRY_SECONDS = 5.0
+_END = (-1).to_bytes(8, "big", signed=True)
+_PROBE = b"\0kvserver"  # no topic begins so
+
+
+def nth_endpoint(text: str, number: int, model_name: str, form: str) -> str:
+    """Where stream `number` is: a port two higher for each, or a path of its own. ValueError if there is no such port."""
+    parsed = parse_events_endpoint(text)
+    assert parsed is not None
+    address, port = parsed
+    if address.startswith("tcp://"):
+        if port + 2 * number > 65535:
+            raise ValueError(f"there is no port {port + 2 * number}")
+        return f"{address}:{port + 2 * number if port else 0}"
+    named = fill(address, model=_file_name(model_name), form=form)
+    return named if named != address or not number else f"{address}-{number}"
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text).lstrip(".")
+
+
+@dataclass
+class _Replay:
+    """One that goes on; `sequence` is the last batch that was sent."""
+
+    sequence: int
+    topic: bytes  # of the messages that were asked for; b"" is all
+    queue: list[tuple[bytes, bytes, bytes]]  # messages that are next
+    deadline: float
+
+
+class Channel:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], stream: Stream, number: int, urls: list[str]) -> None:
+        """`urls`: of the events, and if there is to be one of the replay."""
+        self._context, self._stream, self._number, self._urls = context, stream, number, urls
+        self._pub: zmq.Socket[bytes] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._retry_at = 0.0
+        self._replays: dict[bytes, _Replay] = {}
+        self.endpoint = self.replay_endpoint = ""
+        self.state = "starting"
+        self.published = stream.first_sequence - 1
+        self.subscriptions = 0
+        self.bad_requests = self.replayed = 0
+        self.wants_beat = False
+
+    # ---- binding --------------------------------------------------------------------------------
+
+    def open(self, taken: set[str]) -> list[zmq.Socket[bytes]]:
+        """The sockets that became bound now; it tries again every few seconds. `taken`: addresses of other streams."""
+        if self._pub is not None or time.monotonic() < self._retry_at:
+            return []
+        made: list[zmq.Socket[bytes]] = []
+        try:
+            for kind, url in zip((zmq.XPUB, zmq.ROUTER), self._urls, strict=False):
+                made.append(self._context.socket(kind))
+                self._configure(made[-1])
+                own = nth_endpoint(url, self._number, self._stream.model_name, self._stream.form)
+                _bind(made[-1], f"{own}-{self._number}" if own in taken and own.startswith("ipc://") else own)
+        except (zmq.ZMQError, OSError, ValueError) as error:
+            for socket in made:
+                socket.close(0)
+            if self.state != (state := f"cannot bind {url}: {error}"):
+                log.error("KV events of %s (%s): %s", self._stream.model_name, self._stream.form, state)
+            self.state, self._retry_at = state, time.monotonic() + _RETRY_SECONDS
+            return []
+        self._pub, self._router = made[0], made[1] if made[1:] else None
+        self.endpoint, *replay = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in made]
+        self.replay_endpoint = "".join(replay)
+        self.state = "bound"
+        return made
+
+    @staticmethod
+    def _configure(socket: zmq.Socket[bytes]) -> None:
+        socket.setsockopt(zmq.LINGER, 0)
+        if socket.type == zmq.XPUB:
+            socket.setsockopt(zmq.SNDHWM, _SEND_MESSAGES)
+            socket.setsockopt(zmq.XPUB_MANUAL, 1)
+        else:
+            socket.setsockopt(zmq.SNDHWM, _REPLAY_MESSAGES)
+            socket.setsockopt(zmq.RCVHWM, _REPLAY_MESSAGES)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a full or dead reader is an error
+        socket.setsockopt(zmq.IPV6, 1)
+
+    def close(self, linger_ms: int) -> None:
+        for socket in (self._pub, self._router):
+            if socket is not None:
+                socket.close(linger_ms)
+
+    # ---- publishing -----------------------------------------------------------------------------
+
+    def publish(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            for topic, payload in batch.messages:
+                if self._pub is not None:
+                    self._pub.send_multipart([topic, batch.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+            self.published = batch.sequence
+
+    def take_subscriptions(self, pinned: Batch) -> None:
+        while self._pub is not None:
+            try:
+                notice = self._pub.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            prefix = notice[1:]
+            if notice[:1] == b"\1":
+                self.subscriptions += 1
+                self._pub.setsockopt(zmq.SUBSCRIBE, prefix)
+                self._greet(prefix, pinned)
+            elif notice[:1] == b"\0":
+                self.subscriptions -= 1
+                self._pub.setsockopt(zmq.UNSUBSCRIBE, prefix)
+
+    def _greet(self, prefix: bytes, pinned: Batch) -> None:
+        """One message can be sent to one subscriber: where it asked for several topics a batch for all shows the gap."""
+        messages = [message for message in pinned.messages if message[0].startswith(prefix)]
+        self.wants_beat = self.wants_beat or len(messages) > 1
+        assert self._pub is not None
+        if messages and self._is_there():
+            topic, payload = messages[0]
+            self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 1)
+            self._pub.send_multipart([topic, pinned.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+            self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 0)  # also ends what the next line begins anew
+            self._pub.setsockopt(zmq.XPUB_MANUAL, 1)
+
+    def _is_there(self) -> bool:
+        """Whether the last subscriber still is: only then another subscription in its name has an effect."""
+        assert self._pub is not None
+        self._pub.getsockopt(zmq.EVENTS)  # takes notice of who left
+        before = self._pub.getsockopt(zmq.TOPICS_COUNT)
+        self._pub.setsockopt(zmq.SUBSCRIBE, _PROBE)
+        after = self._pub.getsockopt(zmq.TOPICS_COUNT)
+        self._pub.setsockopt(zmq.UNSUBSCRIBE, _PROBE)
+        return after != before
+
+    # ---- replay ---------------------------------------------------------------------------------
+
+    @property
+    def replaying(self) -> bool:
+        return bool(self._replays)
+
+    def take_requests(self) -> None:
+        """Frames: identity, empty, first sequence in 8 bytes, and if only one topic's messages are asked for that.
+
+        A new request of one reader ends its earlier one.
+        """
+        while self._router is not None:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            fine = len(frames) in (3, 4) and not frames[1] and len(frames[2]) == 8
+            if not fine or (len(self._replays) >= _MOST_REPLAYS and frames[0] not in self._replays):
+                self.bad_requests += 1
+                continue
+            start, topic = int.from_bytes(frames[2], "big"), frames[3] if frames[3:] else b""
+            self._replays[frames[0]] = _Replay(start - 1, topic, [], time.monotonic() + _STUCK_SECONDS)
+
+    def next_batches(self) -> list[tuple[_Replay, list[Batch]]]:
+        """What each replay is to send next; none ends it. REQUIRES: the stream's lock."""
+        return [
+            (replay, self._stream.after(replay.sequence, _SLICE))
+            for replay in self._replays.values()
+            if not replay.queue
+        ]
+
+    def replay(self, batches: list[tuple[_Replay, list[Batch]]]) -> bool:
+        """Send a slice of each. Whether any got on."""
+        for replay, found in batches:
+            for batch in found:
+                number = batch.sequence.to_bytes(8, "big")
+                replay.queue += [(t, number, payload) for t, payload in batch.messages if replay.topic in (b"", t)]
+                replay.sequence = batch.sequence
+            if not found:
+                replay.queue.append((b"", _END, b""))
+        ended = [identity for identity, replay in self._replays.items() if self._send(identity, replay)]
+        moved = any(not replay.queue for replay in self._replays.values())
+        for identity in ended:
+            del self._replays[identity]
+        return moved
+
+    def _send(self, identity: bytes, replay: _Replay) -> bool:
+        """Whether it is over."""
+        assert self._router is not None
+        sent = 0
+        try:
+            for message in replay.queue:
+                self._router.send_multipart([identity, b"", *message], zmq.NOBLOCK)
+                sent += 1
+                if message[1] == _END:
+                    return True
+                self.replayed += 1
+        except zmq.Again:
+            pass
+        except zmq.ZMQError:  # its reader is gone
+            return True
+        del replay.queue[:sent]
+        if sent:
+            replay.deadline = time.monotonic() + _STUCK_SECONDS
+        return time.monotonic() > replay.deadline
+
+
+def _bind(socket: zmq.Socket[bytes], url: str) -> None:
+    """A socket file of a process that is gone is replaced, one that somebody serves is not."""
+    if not url.startswith("ipc://"):
+        socket.bind(url)
+        return
+    path = url.removeprefix("ipc://")
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ValueError("there is a file that is no socket")
+        with sockets.socket(sockets.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+            probe.connect(path)
+            raise ValueError("another process serves it")
+    socket.bind(url)
+    os.chmod(path, 0o600)

@@ -1,0 +1,301 @@
+"""The observer that publishes KV events over ZMQ, as vLLM's ZmqEventPublisher does.
+
+`observe` only counts and encodes, under a lock; a thread of its own closes batches, sends them and answers replays.
+
+Owns: the streams, what they have in common, the thread. Refuses to know: how a stream's batches come about, how sockets
+are spoken to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvserver.config import Settings, parse_events_endpoint, parse_size
+from kvserver.families import Family, Kind
+from kvserver.kv_events.channel import Channel
+from kvserver.kv_events.held import Held
+from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
+from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, Tier
+from kvserver.kv_messages import KVGroup
+
+log = logging.getLogger(__name__)
+
+MOST_STREAMS = 64
+_SLICE = 64  # batches of one stream that are sent before others have their turn
+_LEAST_BUFFER = 1 << 20
+_IDLE_SECONDS = 1.0
+_BEAT_SECONDS = 1.0
+_LAST_SECONDS = 2.0  # for the thread to send what is left
+_LAST_LINGER_MS = 200
+
+
+def make(context: ObserverContext) -> ZmqPublisher | None:
+    """None without --kv-events-endpoint: then there is no sequence either that a snapshot could name."""
+    return ZmqPublisher(context) if context.settings.kv_events_endpoint else None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the audience of a topic knows after batch `sequence`."""
+
+    model_name: str
+    hash_form: str
+    topic: str
+    sequence: int
+    boot_id: str
+    groups: tuple[KVGroup, ...]
+    chunks: list[tuple[Tier, Description]]
+
+
+class NotOneTopic(LookupError):
+    """What was asked for names none, or several. `known` says what there is."""
+
+    def __init__(self, several: bool, known: list[dict[str, Any]]) -> None:
+        super().__init__(several)
+        self.several, self.known = several, known
+
+
+class ZmqPublisher:
+    def __init__(self, context: ObserverContext) -> None:
+        settings = context.settings
+        self._boot_id = context.boot_id
+        self._urls = [url for url in (settings.kv_events_endpoint, settings.kv_events_replay_endpoint) if url]
+        self._options = StreamOptions(
+            settings.kv_events_topic,
+            settings.kv_events_format == "array",
+            max(_LEAST_BUFFER, parse_size(settings.kv_events_buffer)),
+            context.boot_micros,
+        )
+        self._lock = threading.Lock()  # over what follows, and all streams
+        self._held = Held()
+        self._streams: dict[tuple[str, str], Stream] = {}
+        self._instances: dict[str, tuple[str, str]] = {}
+        self._unannounced: Counter[str] = Counter()
+        self._closing = False
+        self._sleeps = False  # the thread waits longer than a batch may
+        self._failure = ""
+        self._channels: dict[tuple[str, str], Channel] = {}  # written by the thread
+        self._next_beat = 0.0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        _warn_of_readers(settings)
+        self._thread = threading.Thread(target=self._run, name="kv-events-zmq", daemon=True)
+        self._thread.start()
+
+    # ---- from the hub's thread -------------------------------------------------------------------
+
+    def observe(self, event: KVEvent) -> None:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        with self._lock:
+            match event:
+                case KVStored():
+                    self._count_undescribed(event)
+                    self._held.apply(event)
+                    for stream in self._streams.values():
+                        stream.stored(event)
+                case KVRemoved():
+                    self._held.apply(event)
+                    for stream in self._streams.values():
+                        stream.removed(event)
+                case ReaderCame():
+                    self._came(event)
+                case _:
+                    self._gone(event.instance_id)
+            if self._sleeps:
+                self._sleeps = False
+                os.eventfd_write(self._wake, 1)
+
+    def _count_undescribed(self, event: KVStored) -> None:
+        if undescribed := sum(chunk.description is None for chunk in event.chunks):
+            self._unannounced["undescribed_chunks"] += undescribed
+
+    def _came(self, event: ReaderCame) -> None:
+        scheduler = event.scheduler
+        form = scheduler.hash_form or "int"  # vLLM's own default
+        name = (scheduler.model_name, form)
+        if self._instances.get(scheduler.instance_id, name) != name:
+            self._gone(scheduler.instance_id)
+        if name not in self._streams:
+            if len(self._streams) >= MOST_STREAMS:
+                self._unannounced["refused_streams"] += 1
+                return
+            self._streams[name] = Stream(scheduler.model_name, form, self._options)
+        self._instances[scheduler.instance_id] = name
+        self._streams[name].came(scheduler.instance_id, event.reach, scheduler.groups, self._held)
+
+    def _gone(self, instance_id: str) -> None:
+        if name := self._instances.pop(instance_id, None):
+            self._streams[name].gone(instance_id, self._held)
+
+    # ---- for pages -------------------------------------------------------------------------------
+
+    def snapshot(self, model_name: str = "", form: str = "", topic: str = "") -> Snapshot:
+        """What is left out need not be told where there is one only. NotOneTopic unless they name one."""
+        with self._lock:
+            views = [
+                (stream, view)
+                for stream in self._streams.values()
+                for view in stream.views.values()
+                if model_name in ("", stream.model_name)
+                and form in ("", stream.form)
+                and topic in ("", view.topic.decode())
+            ]
+            if len(views) != 1:
+                raise NotOneTopic(bool(views), [_known(stream) for stream in self._streams.values()])
+            stream, view = views[0]
+            stream.close_batch()
+            return Snapshot(
+                stream.model_name,
+                stream.form,
+                view.topic.decode(),
+                stream.next_sequence - 1,
+                self._boot_id,
+                stream.groups,
+                view.announced(self._held),
+            )
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "streams": [self._stream_status(name) for name in self._streams],
+                "unannounced": dict(self._unannounced),
+            }
+
+    def _stream_status(self, name: tuple[str, str]) -> dict[str, Any]:
+        stream, channel = self._streams[name], self._channels.get(name)
+        return {
+            "model_name": stream.model_name,
+            "hash_form": stream.form,
+            "state": channel.state if channel is not None else "starting",
+            "endpoint": channel.endpoint if channel is not None else "",
+            "replay_endpoint": channel.replay_endpoint if channel is not None else "",
+            "topics": [topic.decode() for topic in stream.topics],
+            "sequence": stream.next_sequence - 1,
+            "first_sequence": stream.first_sequence,
+            "buffered_batches": len(stream.buffer),
+            "buffered_bytes": stream.buffered_bytes,
+            "held_blocks": stream.held_blocks,
+            "unbalanced_blocks": stream.unbalanced,
+            "state_bytes": stream.state_bytes,
+            "subscribers": channel.subscriptions if channel is not None else 0,
+            "replayed_batches": channel.replayed if channel is not None else 0,
+            "bad_requests": channel.bad_requests if channel is not None else 0,
+        }
+
+    def families(self) -> list[Family]:
+        labels = ("model_name", "hash_form")
+        batches = Family("kvserver_kv_events_batches", "Batches of KV events published.", Kind.COUNTER, labels)
+        blocks = Family("kvserver_kv_events_held_blocks", "Blocks announced and not removed.", Kind.GAUGE, labels)
+        replayed = Family("kvserver_kv_events_replayed_batches", "Batches sent again.", Kind.COUNTER, labels)
+        readers = Family("kvserver_kv_events_subscribers", "Subscriptions to the events.", Kind.GAUGE, labels)
+        bound = Family("kvserver_kv_events_bound", "1 while the stream has its addresses.", Kind.GAUGE, labels)
+        without = Family("kvserver_kv_events_unannounced", "What was not announced.", Kind.COUNTER, ("reason",))
+        status = self.status()
+        for row in status["streams"]:
+            name = (row["model_name"], row["hash_form"])
+            batches.add(row["sequence"] - row["first_sequence"] + 1, *name)
+            blocks.add(row["held_blocks"], *name)
+            replayed.add(row["replayed_batches"], *name)
+            readers.add(row["subscribers"], *name)
+            bound.add(int(row["state"] == "bound"), *name)
+        for reason in ("undescribed_chunks", "refused_streams"):
+            without.add(status["unannounced"].get(reason, 0), reason)
+        return [batches, blocks, replayed, readers, bound, without]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_LAST_SECONDS)
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        try:
+            while (wait := self._turn(context, poller)) is not None:
+                self._sleeps = self._sleeps and wait > BATCH_SECONDS
+                poller.poll(math.ceil(wait * 1000))
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            self._publish_last()
+        except Exception as error:
+            log.exception("KV events are published no more")
+            self._failure = f"the publishing thread failed: {error!r}"
+        finally:
+            for channel in self._channels.values():
+                channel.close(_LAST_LINGER_MS)
+            context.term()  # waits as long as they linger
+
+    def _turn(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> float | None:
+        """Seconds to wait before the next one, at most; None ends the thread."""
+        with self._lock:
+            if self._closing:
+                return None
+            self._sleeps = True  # what comes from now on wakes it
+            streams = dict(self._streams)
+        waits = [_IDLE_SECONDS]
+        for name, stream in streams.items():
+            if name not in self._channels:
+                self._channels[name] = Channel(context, stream, len(self._channels), self._urls)
+            channel = self._channels[name]
+            for socket in channel.open({other.endpoint for other in self._channels.values()}):
+                poller.register(socket, zmq.POLLIN)
+            waits.append(self._serve(stream, channel))
+        return min(waits)
+
+    def _serve(self, stream: Stream, channel: Channel) -> float:
+        """One turn of one stream; seconds until its next one."""
+        channel.take_requests()
+        with self._lock:
+            wait = self._advance(stream, channel)
+            fresh = stream.after(channel.published, _SLICE)
+            replays, pinned = channel.next_batches(), stream.pinned
+        channel.publish(fresh)
+        channel.take_subscriptions(pinned)
+        if channel.replaying:
+            wait = min(wait, 0.0 if channel.replay(replays) else BATCH_SECONDS)
+        return wait if len(fresh) < _SLICE else 0.0
+
+    def _advance(self, stream: Stream, channel: Channel) -> float:
+        """Close what is due, and tell of chunks that wait for it. Seconds until there is more to do."""
+        if stream.has_work:
+            stream.work()
+        beat = channel.wants_beat and time.monotonic() >= self._next_beat
+        if stream.due_seconds == 0.0 or beat:
+            stream.close_batch(even_empty=beat)
+        if beat:
+            channel.wants_beat, self._next_beat = False, time.monotonic() + _BEAT_SECONDS
+        return 0.0 if stream.has_work else stream.due_seconds or _IDLE_SECONDS
+
+    def _publish_last(self) -> None:
+        """The tiers end with the daemon."""
+        with self._lock:
+            for name, stream in self._streams.items():
+                stream.end()
+                if channel := self._channels.get(name):
+                    channel.publish(stream.after(channel.published, len(stream.buffer)))
+
+
+def _known(stream: Stream) -> dict[str, Any]:
+    return {"model": stream.model_name, "form": stream.form, "topics": [topic.decode() for topic in stream.topics]}
+
+
+def _warn_of_readers(settings: Settings) -> None:
+    for url in (settings.kv_events_endpoint, settings.kv_events_replay_endpoint):
+        parsed = parse_events_endpoint(url)
+        host = parsed[0].removeprefix("tcp://") if parsed is not None and url.startswith("tcp://") else "localhost"
+        if host not in ("localhost", "[::1]") and not host.startswith("127."):
+            log.warning("KV events carry token ids, and whoever reaches %s can read them", url)

@@ -1,0 +1,278 @@
+"""One stream of KV events: those of one model and one form of hashes, numbered and kept for a while.
+
+A batch is closed by its size, by time or by a snapshot. Its number is the one before plus 1; the first one is the wall
+clock's microseconds at the daemon's start, holds AllBlocksCleared alone and is kept for ever: to whoever knew an earlier
+daemon the numbers show a gap, and a replay begins with it.
+
+A topic's audience is a `View`. With one topic it hears of every reach that an instance of the stream has had; with a
+topic for each instance, of that one's present reach. In a batch every topic has a message, if only an empty one.
+
+Owns: views, numbers, the buffer. Refuses to know: sockets, threads. REQUIRES: one lock around all calls.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvserver.kv_events.held import Held, Name
+from kvserver.kv_events.ledger import Ledger
+from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
+from kvserver.kv_events.wire import Form, Writer, batch
+from kvserver.kv_messages import KVGroup
+from kvserver.namespace import epoch_of
+
+BATCH_SECONDS = 0.01
+MOST_EVENTS, MOST_HASHES, MOST_BYTES = 64, 1024, 256 << 10  # of a batch; one event may lie above
+MOST_BATCHES = 10_000
+_MESSAGE_BYTES = 250  # of memory, beside the payload
+_SLICE = 256  # chunks
+_RANK = re.compile(r"_dp(\d+)$")  # of vLLM's engine ids, with data parallelism
+
+
+class Batch(NamedTuple):
+    sequence: int
+    messages: tuple[tuple[bytes, bytes], ...]  # topic, payload
+
+    @property
+    def size(self) -> int:
+        return sum(len(payload) + _MESSAGE_BYTES for _, payload in self.messages)
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """`topic` is a template; `boot_micros` the wall clock at the daemon's start."""
+
+    topic: str
+    arrays: bool
+    buffer_bytes: int
+    boot_micros: int
+
+
+def fill(template: str, **values: str) -> str:
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+class View:
+    """What one topic's audience was told.
+
+    `waiting` and `leaving`: chunks of a reach that was joined or left, not yet told of. What happens to those waiting
+    meanwhile is told when they are.
+    """
+
+    def __init__(self, topic: str, rank: int, first: bytes) -> None:
+        self.topic = topic.encode()
+        self.rank = rank
+        self.first = first  # the payload of the stream's first batch
+        self.reaches: set[bytes] = set()
+        self.ledgers = {tier: Ledger() for tier in Tier}
+        self.waiting: dict[Name, Description] = {}
+        self.leaving: list[tuple[Tier, Description]] = []
+        self.events: list[bytes] = []  # of the open batch
+
+    def join(self, reach: bytes, held: Held) -> None:
+        if reach not in self.reaches:
+            self.reaches.add(reach)
+            self.waiting.update(held.within(reach))
+
+    def leave(self, reach: bytes, held: Held) -> None:
+        self.reaches.remove(reach)
+        for name, chunk in held.within(reach):
+            if self.waiting.pop(name, None) is None:
+                self.leaving.append((name[0], chunk))
+
+    def announced(self, held: Held) -> list[tuple[Tier, Description]]:
+        """The chunks that were told of as stored and not as removed."""
+        chunks = [
+            (name[0], chunk) for reach in self.reaches for name, chunk in held.within(reach) if name not in self.waiting
+        ]
+        return chunks + self.leaving
+
+    @property
+    def held_blocks(self) -> int:
+        return sum(map(len, self.ledgers.values()))
+
+
+class Stream:
+    def __init__(self, model_name: str, form: Form, options: StreamOptions) -> None:
+        self.model_name, self.form = model_name, form
+        self.per_instance = "{instance}" in options.topic
+        self.groups: tuple[KVGroup, ...] = ()
+        self.views: dict[str, View] = {}  # by instance_id, or "" if there is one for all
+        self.buffer: deque[Batch] = deque()
+        self.buffered_bytes = 0
+        self.first_sequence = self.next_sequence = options.boot_micros
+        self._options = options
+        self._writer = Writer(form, options.arrays)
+        self._readers: dict[str, bytes] = {}  # their reaches
+        self._opened = time.time()
+        self._due = 0.0  # monotonic; 0: no batch is open
+        self._open_events = self._open_hashes = self._open_bytes = 0
+
+    # ---- readers --------------------------------------------------------------------------------
+
+    def came(self, instance_id: str, reach: bytes, groups: tuple[KVGroup, ...], held: Held) -> None:
+        if not self.held_blocks:
+            self.groups = groups  # else Removed must say what Stored said
+        self._readers[instance_id] = reach
+        view = self._view(instance_id if self.per_instance else "")
+        if self.per_instance:
+            for other in view.reaches - {reach}:
+                view.leave(other, held)
+        view.join(reach, held)
+        self._forget_reaches(held)
+
+    def gone(self, instance_id: str, held: Held) -> None:
+        if self._readers.pop(instance_id, None) is None:
+            return
+        if self.per_instance:
+            self._add(self.views[instance_id], [self._writer.cleared], 0)
+            self.close_batch()
+            del self.views[instance_id]
+        self._forget_reaches(held)
+
+    def end(self) -> None:
+        """All is gone."""
+        for view in self.views.values():
+            self._add(view, [self._writer.cleared], 0)
+        self.close_batch()
+
+    def _view(self, name: str) -> View:
+        if name not in self.views:
+            match = _RANK.search(name)
+            rank = int(match[1]) if match else 0
+            topic = fill(self._options.topic, model=self.model_name, form=self.form, instance=name)
+            first = batch(self._opened, [self._writer.cleared], rank)
+            view = self.views[name] = View(topic, rank, first)
+            self._add(view, [self._writer.cleared], 0)
+            if self.next_sequence == self.first_sequence:
+                self.close_batch()
+        return self.views[name]
+
+    def _forget_reaches(self, held: Held) -> None:
+        """Those that hold nothing, and that nobody can fill any more."""
+        present = set(self._readers.values())
+        for view in self.views.values():
+            view.reaches = {reach for reach in view.reaches if reach in present or reach in held}
+
+    # ---- chunks ---------------------------------------------------------------------------------
+
+    def stored(self, event: KVStored) -> None:
+        reach = epoch_of(event.namespace)
+        for view in self.views.values():
+            if reach in view.reaches:
+                for chunk in event.chunks:
+                    if chunk.description is not None:
+                        self._tell_stored(view, event.tier, chunk.description)
+
+    def removed(self, event: KVRemoved) -> None:
+        reach = epoch_of(event.namespace)
+        for view in self.views.values():
+            if reach in view.reaches:
+                names = [((event.tier, event.namespace, chunk.key), chunk.description) for chunk in event.chunks]
+                told = [chunk for name, chunk in names if view.waiting.pop(name, None) is None and chunk is not None]
+                self._tell_removed(view, event.tier, told)
+
+    @property
+    def has_work(self) -> bool:
+        return any(view.waiting or view.leaving for view in self.views.values())
+
+    def work(self) -> None:
+        """Tell of some of the chunks that wait for it."""
+        for view in self.views.values():
+            if view.leaving:
+                for tier in Tier:
+                    self._tell_removed(view, tier, [chunk for at, chunk in view.leaving[-_SLICE:] if at is tier])
+                del view.leaving[-_SLICE:]
+            else:
+                for _ in range(min(_SLICE, len(view.waiting))):
+                    (tier, _, _), chunk = view.waiting.popitem()
+                    self._tell_stored(view, tier, chunk)
+
+    def _tell_stored(self, view: View, tier: Tier, chunk: Description) -> None:
+        for run in view.ledgers[tier].stored(chunk):
+            self._add(view, self._writer.stored(chunk, run, tier, self.groups), run[1] - run[0])
+
+    def _tell_removed(self, view: View, tier: Tier, chunks: Iterable[Description]) -> None:
+        gone: dict[int, bytearray] = {}  # by the length of a hash
+        for chunk in chunks:
+            hashes, width = gone.setdefault(chunk.hash_bytes, bytearray()), chunk.hash_bytes
+            for first, last in view.ledgers[tier].removed(chunk):
+                hashes += chunk.hashes[first * width : last * width]
+        for width, hashes in gone.items():
+            for at in range(0, len(hashes), MOST_HASHES * width):
+                some = bytes(hashes[at : at + MOST_HASHES * width])
+                self._add(view, self._writer.removed(some, width, tier, self.groups), len(some) // width)
+
+    # ---- batches --------------------------------------------------------------------------------
+
+    def _add(self, view: View, events: list[bytes], hashes: int) -> None:
+        view.events += events
+        self._due = self._due or time.monotonic() + BATCH_SECONDS
+        self._open_events += len(events)
+        self._open_hashes += hashes * len(events)
+        self._open_bytes += sum(map(len, events))
+        full = self._open_events >= MOST_EVENTS or self._open_hashes >= MOST_HASHES or self._open_bytes >= MOST_BYTES
+        if full:
+            self.close_batch()
+
+    @property
+    def due_seconds(self) -> float | None:
+        """Until the open batch is to be closed; None if none is open."""
+        return max(0.0, self._due - time.monotonic()) if self._due else None
+
+    def close_batch(self, even_empty: bool = False) -> None:
+        """It can be had from `after` now."""
+        if not (self._due or even_empty) or not self.views:
+            return
+        now = time.time()
+        closed = Batch(
+            self.next_sequence,
+            tuple((view.topic, batch(now, view.events, view.rank)) for view in self.views.values()),
+        )
+        for view in self.views.values():
+            view.events = []
+        self._due = 0.0
+        self._open_events = self._open_hashes = self._open_bytes = 0
+        self.next_sequence += 1
+        self.buffer.append(closed)
+        self.buffered_bytes += closed.size
+        while len(self.buffer) > MOST_BATCHES or self.buffered_bytes > self._options.buffer_bytes:
+            self.buffered_bytes -= self.buffer.popleft().size
+
+    @property
+    def pinned(self) -> Batch:
+        """The first one, for the topics that there are now."""
+        return Batch(self.first_sequence, tuple((view.topic, view.first) for view in self.views.values()))
+
+    def after(self, sequence: int, most: int) -> list[Batch]:
+        """Up to `most` of those that are kept, from the first beyond `sequence` on; before all others the pinned one."""
+        oldest = self.next_sequence - len(self.buffer)
+        if sequence < self.first_sequence < oldest and self.views:
+            return [self.pinned]
+        start = max(0, sequence + 1 - oldest)
+        return [self.buffer[at] for at in range(start, min(start + most, len(self.buffer)))]
+
+    # ---- figures --------------------------------------------------------------------------------
+
+    @property
+    def topics(self) -> list[bytes]:
+        return [view.topic for view in self.views.values()]
+
+    @property
+    def held_blocks(self) -> int:
+        """Of all views."""
+        return sum(view.held_blocks for view in self.views.values())
+
+    @property
+    def unbalanced(self) -> int:
+        return sum(ledger.unbalanced for view in self.views.values() for ledger in view.ledgers.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the counts of blocks."""
+        return sum(ledger.memory_bytes for view in self.views.values() for ledger in view.ledgers.values())

@@ -1,0 +1,137 @@
+"""KV events as vLLM 0.32 writes them (vllm/distributed/kv_events.py), so that its consumers read ours.
+
+Events are msgpack maps, or arrays with the tag first as until vLLM 0.25; a batch is an array in both.
+
+Owns: the structs, and the form of hashes. Refuses to know: sequences, topics, who listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from kvserver.kv_events.ledger import Run
+from kvserver.kv_events.types import Description, Tier
+from kvserver.kv_messages import KVGroup
+
+Form = Literal["bytes", "int", "hex"]  # whole; their last 8 bytes as unsigned big-endian integer; whole, for JSON
+_Scalar = str | int | float | bool | bytes | None
+_EXTRA_KEYS = msgspec.msgpack.Decoder(list[list[_Scalar | list[_Scalar]] | None])
+_encoder = msgspec.msgpack.Encoder()
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    block_hashes: list[Any]
+    parent_block_hash: Any
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+    block_hashes: list[Any]
+    medium: str
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredArray(BlockStored, array_like=True):
+    pass
+
+
+class _RemovedArray(BlockRemoved, array_like=True):
+    pass
+
+
+class _ClearedArray(AllBlocksCleared, array_like=True):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int
+
+
+def stored_events(
+    chunk: Description,
+    run: Run,
+    tier: Tier,
+    groups: tuple[KVGroup, ...],
+    form: Form,
+    kind: type[BlockStored] = BlockStored,
+) -> Iterator[BlockStored]:
+    """One for each KV cache group. `run`: the blocks of the chunk that are told of."""
+    first, last = run
+    hashes = _hashes(chunk.hashes, chunk.hash_bytes, form)
+    parent = hashes[first - 1] if first else (_hashes(chunk.parent, chunk.hash_bytes, form) or [None])[0]
+    tokens = memoryview(chunk.tokens).cast("I")[first * chunk.block_tokens : last * chunk.block_tokens].tolist()
+    extra_keys = _extra_keys(chunk)
+    for index, group in _numbered(groups):
+        yield kind(
+            block_hashes=hashes[first:last],
+            parent_block_hash=parent,
+            token_ids=tokens,
+            block_size=chunk.block_tokens,
+            lora_id=None,
+            medium=tier.value,
+            lora_name=chunk.lora_name or None,
+            extra_keys=extra_keys and extra_keys[first:last],
+            group_idx=index,
+            kv_cache_spec_kind=group.kind if group is not None else None,
+            kv_cache_spec_sliding_window=group.window if group is not None else None,
+        )
+
+
+class Writer:
+    """Writes the events of one stream: its form of hashes, as maps or arrays."""
+
+    def __init__(self, form: Form, arrays: bool) -> None:
+        self._form = form
+        self._stored = _StoredArray if arrays else BlockStored
+        self._removed = _RemovedArray if arrays else BlockRemoved
+        self.cleared = _encoder.encode(_ClearedArray() if arrays else AllBlocksCleared())
+
+    def stored(self, chunk: Description, run: Run, tier: Tier, groups: tuple[KVGroup, ...]) -> list[bytes]:
+        return [_encoder.encode(event) for event in stored_events(chunk, run, tier, groups, self._form, self._stored)]
+
+    def removed(self, hashes: bytes, hash_bytes: int, tier: Tier, groups: tuple[KVGroup, ...]) -> list[bytes]:
+        named = _hashes(hashes, hash_bytes, self._form)
+        return [_encoder.encode(self._removed(named, tier.value, index)) for index, _ in _numbered(groups)]
+
+
+def batch(time: float, events: list[bytes], rank: int) -> bytes:
+    return _encoder.encode(_Batch(time, [msgspec.Raw(event) for event in events], rank))
+
+
+def _numbered(groups: tuple[KVGroup, ...]) -> list[tuple[int | None, KVGroup | None]]:
+    return [*enumerate(groups)] or [(None, None)]
+
+
+def _hashes(packed: bytes, hash_bytes: int, form: Form) -> list[Any]:
+    whole = [packed[at : at + hash_bytes] for at in range(0, len(packed), hash_bytes)]
+    if form == "int":
+        return [int.from_bytes(name[-8:], "big") for name in whole]
+    return [name.hex() for name in whole] if form == "hex" else whole
+
+
+def _extra_keys(chunk: Description) -> list[Any] | None:
+    """None also for what an engine sent that is none."""
+    if not chunk.extra_keys:
+        return None
+    try:
+        found = _EXTRA_KEYS.decode(chunk.extra_keys)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return found if len(found) == chunk.blocks else None
