@@ -1,5 +1,9 @@
+<<<<<<< HEAD
 """The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, and what is sent to the
 daemon: `POST /cache/clear`, `POST /kv/match`.
+=======
+"""The status pages: `/status`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `POST /cache/clear`, `/`.
+>>>>>>> c4a5275 (Snapshot of a stream, and tests of the publisher)
 
 Owns: the HTTP threads. Refuses to know: anything but snapshots. It asks the loop for one and waits a
 bounded time; when the loop does not answer it serves the last one and says so, and `/readyz` fails.
@@ -16,7 +20,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
-from kvserver import metrics
+from kvserver import metrics, snapshot_page
 from kvserver.families import Family
 from kvserver.match_pages import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
@@ -45,7 +49,11 @@ class StatusPages(ThreadingHTTPServer):
         super().__init__(address, _Handler)
         self.kvserver = server
         self.settings = settings
+<<<<<<< HEAD
         self.match = match
+=======
+        self.take_kv_snapshot: snapshot_page.TakeSnapshot | None = None
+>>>>>>> c4a5275 (Snapshot of a stream, and tests of the publisher)
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
 
@@ -115,6 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/livez": self._livez,
             "/readyz": self._readyz,
             "/config": self._config,
+            "/kv/snapshot": lambda: snapshot_page.answer(self, self.server.take_kv_snapshot),
         }
         self._run(pages.get(self.path.partition("?")[0]))
 
@@ -131,8 +140,12 @@ class _Handler(BaseHTTPRequestHandler):
         if page is None:
             self._send(
                 404,
+<<<<<<< HEAD
                 f"no page {self.path}; there are /, /status, /instances, /metrics, /livez, /readyz, /config, POST "
                 "/cache/clear, POST /kv/match\n",
+=======
+                f"no page {self.path}; there are /, /status, /metrics, /livez, /readyz, /config, /kv/snapshot, POST /cache/clear\n",
+>>>>>>> c4a5275 (Snapshot of a stream, and tests of the publisher)
             )
             return
         try:

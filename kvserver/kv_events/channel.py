@@ -60,7 +60,7 @@ class _Replay:
     """One that goes on; `sequence` is the last batch that was sent."""
 
     sequence: int
-    topic: bytes  # of the messages that were asked for; b"" is all
+    prefix: bytes  # of the topics that were asked for
     queue: list[tuple[bytes, bytes, bytes]]  # messages that are next
     deadline: float
 
@@ -176,7 +176,7 @@ class Channel:
         return bool(self._replays)
 
     def take_requests(self) -> None:
-        """Frames: identity, empty, first sequence in 8 bytes, and if only one topic's messages are asked for that.
+        """Frames: identity, empty, first sequence in 8 bytes; a fourth one is a prefix of the topics that are wanted.
 
         A new request of one reader ends its earlier one.
         """
@@ -189,8 +189,8 @@ class Channel:
             if not fine or (len(self._replays) >= _MOST_REPLAYS and frames[0] not in self._replays):
                 self.bad_requests += 1
                 continue
-            start, topic = int.from_bytes(frames[2], "big"), frames[3] if frames[3:] else b""
-            self._replays[frames[0]] = _Replay(start - 1, topic, [], time.monotonic() + _STUCK_SECONDS)
+            start, prefix = int.from_bytes(frames[2], "big"), b"".join(frames[3:])
+            self._replays[frames[0]] = _Replay(start - 1, prefix, [], time.monotonic() + _STUCK_SECONDS)
 
     def next_batches(self) -> list[tuple[_Replay, list[Batch]]]:
         """What each replay is to send next; none ends it. REQUIRES: the stream's lock."""
@@ -205,7 +205,7 @@ class Channel:
         for replay, found in batches:
             for batch in found:
                 number = batch.sequence.to_bytes(8, "big")
-                replay.queue += [(t, number, payload) for t, payload in batch.messages if replay.topic in (b"", t)]
+                replay.queue += [(t, number, payload) for t, payload in batch.messages if t.startswith(replay.prefix)]
                 replay.sequence = batch.sequence
             if not found:
                 replay.queue.append((b"", _END, b""))

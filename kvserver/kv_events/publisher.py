@@ -26,6 +26,7 @@ from kvserver.kv_events.channel import Channel
 from kvserver.kv_events.held import Held
 from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
 from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, Tier
+from kvserver.kv_events.wire import Form
 from kvserver.kv_messages import KVGroup
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Snapshot:
     """What the audience of a topic knows after batch `sequence`."""
 
     model_name: str
-    hash_form: str
+    hash_form: Form
     topic: str
     sequence: int
     boot_id: str
@@ -121,7 +122,7 @@ class ZmqPublisher:
 
     def _came(self, event: ReaderCame) -> None:
         scheduler = event.scheduler
-        form = scheduler.hash_form or "int"  # vLLM's own default
+        form: Form = scheduler.hash_form or "int"  # vLLM's own default
         name = (scheduler.model_name, form)
         if self._instances.get(scheduler.instance_id, name) != name:
             self._gone(scheduler.instance_id)
@@ -185,6 +186,7 @@ class ZmqPublisher:
             "buffered_batches": len(stream.buffer),
             "buffered_bytes": stream.buffered_bytes,
             "held_blocks": stream.held_blocks,
+            "pending_chunks": stream.pending,
             "unbalanced_blocks": stream.unbalanced,
             "state_bytes": stream.state_bytes,
             "subscribers": channel.subscriptions if channel is not None else 0,
@@ -251,7 +253,8 @@ class ZmqPublisher:
             if name not in self._channels:
                 self._channels[name] = Channel(context, stream, len(self._channels), self._urls)
             channel = self._channels[name]
-            for socket in channel.open({other.endpoint for other in self._channels.values()}):
+            taken = {url for other in self._channels.values() for url in (other.endpoint, other.replay_endpoint)}
+            for socket in channel.open(taken):
                 poller.register(socket, zmq.POLLIN)
             waits.append(self._serve(stream, channel))
         return min(waits)
@@ -271,14 +274,13 @@ class ZmqPublisher:
 
     def _advance(self, stream: Stream, channel: Channel) -> float:
         """Close what is due, and tell of chunks that wait for it. Seconds until there is more to do."""
-        if stream.has_work:
-            stream.work()
+        stream.work()
         beat = channel.wants_beat and time.monotonic() >= self._next_beat
         if stream.due_seconds == 0.0 or beat:
             stream.close_batch(even_empty=beat)
         if beat:
             channel.wants_beat, self._next_beat = False, time.monotonic() + _BEAT_SECONDS
-        return 0.0 if stream.has_work else stream.due_seconds or _IDLE_SECONDS
+        return 0.0 if stream.pending else stream.due_seconds or _IDLE_SECONDS
 
     def _publish_last(self) -> None:
         """The tiers end with the daemon."""

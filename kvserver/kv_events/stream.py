@@ -178,8 +178,9 @@ class Stream:
                 self._tell_removed(view, event.tier, told)
 
     @property
-    def has_work(self) -> bool:
-        return any(view.waiting or view.leaving for view in self.views.values())
+    def pending(self) -> int:
+        """Chunks that wait to be told of."""
+        return sum(len(view.waiting) + len(view.leaving) for view in self.views.values())
 
     def work(self) -> None:
         """Tell of some of the chunks that wait for it."""

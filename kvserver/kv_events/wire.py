@@ -17,8 +17,7 @@ from kvserver.kv_events.types import Description, Tier
 from kvserver.kv_messages import KVGroup
 
 Form = Literal["bytes", "int", "hex"]  # whole; their last 8 bytes as unsigned big-endian integer; whole, for JSON
-_Scalar = str | int | float | bool | bytes | None
-_EXTRA_KEYS = msgspec.msgpack.Decoder(list[list[_Scalar | list[_Scalar]] | None])
+_EXTRA_KEYS = msgspec.msgpack.Decoder(list[list[Any] | None])
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -127,11 +126,14 @@ def _hashes(packed: bytes, hash_bytes: int, form: Form) -> list[Any]:
 
 
 def _extra_keys(chunk: Description) -> list[Any] | None:
-    """None also for what an engine sent that is none."""
+    """None also for what an engine sent that is none: they are values, and pairs of them."""
     if not chunk.extra_keys:
         return None
     try:
         found = _EXTRA_KEYS.decode(chunk.extra_keys)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return found if len(found) == chunk.blocks else None
+    keys = [key for block in found for key in block or ()]
+    values = [value for key in keys for value in (key if isinstance(key, list) else [key])]
+    plain = all(isinstance(value, str | int | float | bytes | None) for value in values)
+    return found if plain and len(found) == chunk.blocks else None

@@ -1,0 +1,76 @@
+"""`GET /kv/snapshot?model=...&form=...&topic=...`: the blocks that L1 and L2 hold, and the batch after which they do.
+
+`model`, `form` (bytes or int) and `topic` may be left out where there is only one. `Accept: application/msgpack` gives
+msgpack instead of JSON lines, `Accept-Encoding: gzip` compresses it. 404 and 400 name the streams that there are; 503
+says to come again: few are made at once. The body is described in `kv_events.snapshot`.
+
+Owns: the headers and the framing. Refuses to know: what is in the body.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from kvserver.kv_events import snapshot
+from kvserver.kv_events.publisher import NotOneTopic, Snapshot
+
+TakeSnapshot = Callable[[str, str, str], Snapshot]  # model, form, topic
+_NAMES = ("model", "form", "topic")
+_MEDIA: dict[str, snapshot.Encoding] = {"application/x-ndjson": "json", "application/msgpack": "msgpack"}
+
+
+def answer(handler: BaseHTTPRequestHandler, take: TakeSnapshot | None) -> None:
+    """`take` is None where no KV events are published."""
+    asked = parse_qs(urlsplit(handler.path).query)
+    if take is None:
+        return _refuse(handler, HTTPStatus.NOT_FOUND, {"error": "no KV events are published: --kv-events-endpoint"})
+    if unknown := sorted(set(asked) - set(_NAMES)):
+        return _refuse(handler, HTTPStatus.BAD_REQUEST, {"error": f"unknown {unknown}; there are {list(_NAMES)}"})
+    media = "application/msgpack" if "msgpack" in handler.headers.get("Accept", "") else "application/x-ndjson"
+    gzip = "gzip" in handler.headers.get("Accept-Encoding", "")
+    try:
+        taken = take(*(asked.get(name, [""])[0] for name in _NAMES))
+        parts = snapshot.parts(taken, _MEDIA[media], gzip)
+    except NotOneTopic as error:
+        code = HTTPStatus.BAD_REQUEST if error.several else HTTPStatus.NOT_FOUND
+        text = "name one of several streams or topics" if error.several else "there is no such stream or topic"
+        return _refuse(handler, code, {"error": text, "streams": error.known})
+    except snapshot.Busy:
+        return _refuse(handler, HTTPStatus.SERVICE_UNAVAILABLE, {"error": "too many snapshots at once"})
+    _stream(handler, parts, media, gzip)
+
+
+def _refuse(handler: BaseHTTPRequestHandler, code: HTTPStatus, what: dict[str, Any]) -> None:
+    body = json.dumps(what).encode() + b"\n"
+    handler.send_response(code)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(body)))
+    if code == HTTPStatus.SERVICE_UNAVAILABLE:
+        handler.send_header("Retry-After", "1")
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def _stream(handler: BaseHTTPRequestHandler, parts: Any, media: str, gzip: bool) -> None:
+    chunked = handler.request_version != "HTTP/1.0"  # which ends a body by closing the connection
+    handler.close_connection = True  # also where the body is cut off
+    try:
+        handler.send_response(HTTPStatus.OK)
+        handler.send_header("Content-Type", media)
+        if gzip:
+            handler.send_header("Content-Encoding", "gzip")
+        if chunked:
+            handler.send_header("Transfer-Encoding", "chunked")
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        for part in parts:
+            handler.wfile.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+        if chunked:
+            handler.wfile.write(b"0\r\n\r\n")
+    finally:
+        parts.close()

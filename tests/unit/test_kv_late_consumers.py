@@ -1,0 +1,126 @@
+"""Whoever comes late ends with what is known from the start on, however the tiers were used: random runs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from support.kv_feed import chunk, reach
+from support.kv_publisher import Published, from_snapshot
+from support.kv_subscriber import Blocks, Subscriber
+
+from kvserver.kv_events.types import KVChunk, Tier
+
+REACHES = [reach("one"), reach("other")]
+NAMESPACES = [*REACHES, REACHES[0] + b"lora".ljust(32)]
+STEPS = 400
+
+
+def some_chunk(generator: random.Random) -> KVChunk:
+    """Of a tree of prompts, so that chunks share blocks."""
+    path = [f"{generator.randrange(3)}" for _ in range(4)]
+    return chunk(*("/".join(path[: depth + 1]) for depth in range(4)))
+
+
+def step(generator: random.Random, published: Published) -> None:
+    feed, namespace, tier = published.feed, generator.choice(NAMESPACES), generator.choice(list(Tier))
+    here = [each for (at, name, _), each in feed.held.items() if (at, name) == (tier, namespace)]
+    match generator.random():
+        case draw if draw < 0.6:
+            fresh = {each.key: each for each in (some_chunk(generator) for _ in range(generator.randrange(1, 5)))}
+            wanted = [each for each in fresh.values() if (tier, namespace, each.key) not in feed.held]
+            if wanted:
+                feed.stored(namespace, *wanted, tier=tier)
+        case draw if draw < 0.95 and here:
+            feed.removed(namespace, *generator.sample(here, min(len(here), generator.randrange(1, 6))), tier=tier)
+        case draw if draw < 0.97 and here:  # the tier is cleared
+            feed.removed(namespace, *here, tier=tier)
+        case _:
+            feed.came(generator.choice("ab"), generator.choice(REACHES))
+
+
+def expected(published: Published) -> set[tuple[str, int | None, int | bytes]]:
+    return published.feed.blocks(*REACHES)
+
+
+def by_snapshot(published: Published) -> Subscriber:
+    """Subscribes, reads a snapshot, and takes what came after it."""
+    late = published.subscriber()
+    taken = published.publisher.snapshot()
+    late.blocks, late.last = from_snapshot(taken), taken.sequence
+    return late
+
+
+def by_replay(published: Published) -> Subscriber:
+    late = published.subscriber()
+    for _, sequence, payload in late.replay(0):
+        late.apply(sequence, payload)
+    return late
+
+
+def forgetful(subscriber: Subscriber, generator: random.Random) -> None:
+    """Loses some of the messages that are there."""
+    while message := subscriber.receive(0):
+        if generator.random() < 0.7:
+            subscriber.take(message)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_late_consumers_know_what_those_from_the_start_know(seed: int) -> None:
+    generator = random.Random(seed)
+    published = Published()
+    for name, at in zip("ab", REACHES, strict=True):
+        published.feed.came(name, at)
+    first, lossy = published.subscriber(), published.subscriber()
+    late: list[Subscriber] = []
+    for number in range(STEPS):
+        step(generator, published)
+        forgetful(lossy, generator)
+        if number % 100 == 50:
+            late += [by_snapshot(published), by_replay(published)]
+    published.catch_up(first, *late)
+    assert first.blocks.held == expected(published)
+    for each in late:
+        assert (each.missed, each.blocks.held) == (0, expected(published))
+    published.feed.stored(REACHES[0], chunk("the last"))
+    published.catch_up(lossy)
+    assert (lossy.missed, lossy.blocks.held) == (0, expected(published))
+    assert from_snapshot(published.publisher.snapshot()).held == expected(published)
+    status = published.publisher.status()["streams"][0]
+    assert (status["held_blocks"], status["unbalanced_blocks"]) == (len(expected(published)), 0)
+    published.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_consumers_live_through_restarts(seed: int, tmp_path: Path) -> None:
+    generator = random.Random(seed)
+    paths = {"kv_events_endpoint": f"ipc://{tmp_path}/e", "kv_events_replay_endpoint": f"ipc://{tmp_path}/r"}
+    steady: Subscriber | None = None
+    every: list[Published] = []
+    for _ in range(3):
+        published = Published(**paths)
+        every.append(published)
+        for name, at in zip("ab", REACHES, strict=True):
+            published.feed.came(name, at)
+        steady = steady or published.subscriber()
+        for _ in range(60):
+            step(generator, published)
+            forgetful(steady, generator)
+        published.feed.stored(REACHES[0], chunk("the last"))  # whoever lost all is shown a gap by it
+        published.catch_up(steady)
+        assert steady.blocks.held == expected(published)
+        published.publisher.close()
+    for published in every:
+        published.close()
+
+
+def test_a_consumer_that_was_told_more_often_than_once_fails() -> None:
+    """The check that all of these tests rest on."""
+    event = {"type": "BlockStored", "medium": "CPU", "group_idx": 0, "block_hashes": [1]}
+    blocks = Blocks()
+    blocks.take(event)
+    with pytest.raises(AssertionError):
+        blocks.take(event)
+    with pytest.raises(AssertionError):
+        Blocks().take({**event, "type": "BlockRemoved"})

@@ -1,0 +1,139 @@
+"""What is on the wire: the form of hashes, runs of a chunk's blocks, maps and the arrays of older consumers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from support.kv_feed import describe, named
+
+from kvserver.kv_events.types import Tier
+from kvserver.kv_events.wire import Writer, batch, stored_events
+from kvserver.kv_messages import KVGroup
+
+FULL = (KVGroup("full_attention"),)
+
+
+# As vLLM 0.11 to 0.25 had them: arrays, of which the last fields may be missing.
+class OldEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class BlockStored(OldEvent):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(OldEvent):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class AllBlocksCleared(OldEvent):
+    pass
+
+
+class OldBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+def stored(writer: Writer, *args: Any) -> dict[str, Any]:
+    (event,) = writer.stored(*args)
+    return msgspec.msgpack.decode(event)
+
+
+def test_a_map_carries_all_that_is_known_of_a_chunk() -> None:
+    chunk = describe("a", "b", parent="p", lora_name="lora", extra_keys=[None, ["lora", ["image", 3]]])
+    assert stored(Writer("bytes", arrays=False), chunk, (0, 2), Tier.L1, FULL) == {
+        "type": "BlockStored",
+        "block_hashes": [named("a"), named("b")],
+        "parent_block_hash": named("p"),
+        "token_ids": list(range(32)),
+        "block_size": 16,
+        "lora_id": None,
+        "medium": "CPU",
+        "lora_name": "lora",
+        "extra_keys": [None, ["lora", ["image", 3]]],
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+
+
+def test_what_is_unknown_is_left_out() -> None:
+    event = stored(Writer("int", arrays=False), describe("a"), (0, 1), Tier.L2, ())
+    assert (event["medium"], event["parent_block_hash"], event["lora_name"]) == ("STORAGE", None, None)
+    assert not {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"} & set(event)
+
+
+@pytest.mark.parametrize("hash_bytes", [8, 16, 32])
+def test_an_integer_is_the_last_8_bytes_of_a_hash(hash_bytes: int) -> None:
+    event = stored(Writer("int", arrays=False), describe("a", parent="p", hash_bytes=hash_bytes), (0, 1), Tier.L1, ())
+    name = named("a", hash_bytes)
+    assert event["block_hashes"] == [int.from_bytes(name, "big") & ((1 << 64) - 1)]
+    assert event["parent_block_hash"] == int.from_bytes(named("p", hash_bytes), "big") & ((1 << 64) - 1)
+    whole = stored(Writer("bytes", arrays=False), describe("a", hash_bytes=hash_bytes), (0, 1), Tier.L1, ())
+    assert whole["block_hashes"] == [name]
+
+
+def test_a_run_inside_a_chunk_has_the_block_before_it_as_its_parent() -> None:
+    chunk = describe("a", "b", "c", parent="p", extra_keys=[["x"], ["y"], None])
+    event = stored(Writer("bytes", arrays=False), chunk, (1, 2), Tier.L1, FULL)
+    assert (event["block_hashes"], event["parent_block_hash"]) == ([named("b")], named("a"))
+    assert (event["token_ids"], event["extra_keys"]) == (list(range(16, 32)), [["y"]])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xc1",
+        b"\x93",
+        msgspec.msgpack.encode([["one"]]),
+        msgspec.msgpack.encode([["a"], "b"]),
+        msgspec.msgpack.encode([[{"a": 1}], None]),
+        msgspec.msgpack.encode([[[["deep"]]], None]),
+        b"\x92\x91" + b"\x91" * 50_000,
+        b"\x92\x91\xa2\xff\xff\xc0",
+    ],
+)
+def test_extra_keys_that_are_none_are_left_out(raw: bytes) -> None:
+    chunk = msgspec.structs.replace(describe("a", "b"), extra_keys=raw)
+    assert [event.extra_keys for event in stored_events(chunk, (0, 2), Tier.L1, (), "int")] == [None]
+
+
+def test_an_older_struct_reads_the_arrays() -> None:
+    writer = Writer("int", arrays=True)
+    chunk = describe("a", "b", parent="p", lora_name="lora", extra_keys=[None, ["lora"]])
+    events = [
+        writer.cleared,
+        *writer.stored(chunk, (0, 2), Tier.L1, FULL),
+        *writer.removed(chunk.hashes, 32, Tier.L2, FULL),
+    ]
+    decoded = msgspec.msgpack.decode(batch(1.5, events, 3), type=OldBatch)
+    names = [int.from_bytes(named(name)[-8:], "big") for name in "abp"]
+    assert decoded == OldBatch(
+        1.5,
+        [
+            AllBlocksCleared(),
+            BlockStored(names[:2], names[2], list(range(32)), 16, None, "CPU", "lora"),
+            BlockRemoved(names[:2], "STORAGE"),
+        ],
+        3,
+    )
+
+
+def test_the_fields_of_an_array_stand_where_consumers_look_for_them() -> None:
+    """As AIBrix and llm-d count them: by position, and from a batch of two or three elements."""
+    chunk = describe("a", lora_name="lora", extra_keys=[["k"]])
+    (event,) = Writer("bytes", arrays=True).stored(chunk, (0, 1), Tier.L1, (KVGroup("sliding_window", 64),))
+    assert msgspec.msgpack.decode(event) == [
+        *("BlockStored", [named("a")], None, list(range(16)), 16, None, "CPU", "lora"),
+        *([["k"]], 0, "sliding_window", 64),
+    ]
