@@ -47,7 +47,7 @@ def make(context: ObserverContext) -> ZmqPublisher | None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the audience of a topic knows after batch `sequence`."""
+    """What the audience of a topic knows after batch `sequence`; later batches will tell of `pending` chunks, too."""
 
     model_name: str
     hash_form: Form
@@ -56,6 +56,7 @@ class Snapshot:
     boot_id: str
     groups: tuple[KVGroup, ...]
     chunks: list[tuple[Tier, Description]]
+    pending: int
 
 
 class NotOneTopic(LookupError):
@@ -163,6 +164,7 @@ class ZmqPublisher:
                 self._boot_id,
                 stream.groups,
                 view.announced(self._held),
+                len(view.waiting),
             )
 
     def status(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What the audience of a topic knows now, as bytes: for routers that start late, or lost their state.
 
 A snapshot is a header and then one BlockStored for each chunk, tier and KV cache group: the blocks that are held after
-batch `sequence` of the stream; whoever then follows the stream from `sequence` + 1 on misses nothing. A block may be
-named more than once, because chunks may share it: it is a set, in no order.
+batch `sequence` of the stream; whoever then follows the stream from `sequence` + 1 on misses nothing, nor the
+`pending_chunks` that a reader just brought and that the stream has yet to tell of. A block may be named more than once,
+because chunks may share it: it is a set, in no order.
 
 As JSON it is one object a line, with hashes as integers where the stream has them so, else in hexadecimal. As msgpack it
 is one array of them, with maps as on the wire.
@@ -67,6 +68,7 @@ def _encoded(snapshot: Snapshot, encoding: Encoding) -> Iterator[bytes]:
             "topic": snapshot.topic,
             "sequence": snapshot.sequence,
             "events": events,
+            "pending_chunks": snapshot.pending,
         }
     )
     for at in range(0, len(snapshot.chunks), _SLICE):

@@ -43,6 +43,7 @@ def test_each_topic_tells_what_its_instance_can_read(published: Published) -> No
 
 def test_a_topic_without_news_has_an_empty_batch(published: Published) -> None:
     a, b = published.subscriber("kv@a@model"), published.subscriber("kv@b_dp3@model")
+    published.sequence()  # what each began with is told
     published.feed.stored(ONE, chunk("x"))
     published.catch_up(a, b)
     assert [types(payload) for _, number, payload in b.received[1:] if number == b.last] == [[]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,16 +67,30 @@ def forgetful(subscriber: Subscriber, generator: random.Random) -> None:
             subscriber.take(message)
 
 
+@pytest.fixture
+def publish() -> Iterator[Callable[..., Published]]:
+    made: list[Published] = []
+
+    def make(**settings: str) -> Published:
+        made.append(Published(**settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_late_consumers_know_what_those_from_the_start_know(seed: int) -> None:
-    generator = random.Random(seed)
-    published = Published()
+def test_late_consumers_know_what_those_from_the_start_know(seed: int, publish: Callable[..., Published]) -> None:
+    generator, published = random.Random(seed), publish()
     for name, at in zip("ab", REACHES, strict=True):
         published.feed.came(name, at)
     first, lossy = published.subscriber(), published.subscriber()
     late: list[Subscriber] = []
     for number in range(STEPS):
         step(generator, published)
+        if generator.random() < 0.3:
+            published.sequence()  # ends a batch
         forgetful(lossy, generator)
         if number % 100 == 50:
             late += [by_snapshot(published), by_replay(published)]
@@ -89,30 +104,26 @@ def test_late_consumers_know_what_those_from_the_start_know(seed: int) -> None:
     assert from_snapshot(published.publisher.snapshot()).held == expected(published)
     status = published.publisher.status()["streams"][0]
     assert (status["held_blocks"], status["unbalanced_blocks"]) == (len(expected(published)), 0)
-    published.close()
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_consumers_live_through_restarts(seed: int, tmp_path: Path) -> None:
+def test_consumers_live_through_restarts(seed: int, tmp_path: Path, publish: Callable[..., Published]) -> None:
     generator = random.Random(seed)
     paths = {"kv_events_endpoint": f"ipc://{tmp_path}/e", "kv_events_replay_endpoint": f"ipc://{tmp_path}/r"}
     steady: Subscriber | None = None
-    every: list[Published] = []
     for _ in range(3):
-        published = Published(**paths)
-        every.append(published)
+        published = publish(**paths)
         for name, at in zip("ab", REACHES, strict=True):
             published.feed.came(name, at)
         steady = steady or published.subscriber()
         for _ in range(60):
             step(generator, published)
+            published.sequence()
             forgetful(steady, generator)
         published.feed.stored(REACHES[0], chunk("the last"))  # whoever lost all is shown a gap by it
         published.catch_up(steady)
         assert steady.blocks.held == expected(published)
         published.publisher.close()
-    for published in every:
-        published.close()
 
 
 def test_a_consumer_that_was_told_more_often_than_once_fails() -> None:

@@ -1,0 +1,165 @@
+"""`GET /kv/snapshot`: what is held now and the batch after which it is, for whoever comes late."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any, cast
+
+import msgspec
+import pytest
+from support.daemon import wait_until
+from support.kv_feed import chunk, named, reach
+from support.kv_publisher import Published, from_snapshot
+
+from kvserver.http import StatusPages
+from kvserver.kv_events import snapshot
+from kvserver.kv_events.types import Tier
+from kvserver.server import Server
+
+HERE = reach("weights")
+
+
+@pytest.fixture
+def published() -> Iterator[Published]:
+    """With one instance, and some chunks."""
+    made = Published()
+    made.feed.came("engine", HERE)
+    made.feed.stored(HERE, chunk("a", "b"), chunk("a", "c"))
+    made.feed.stored(HERE, chunk("a", "b"), tier=Tier.L2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pages(published: Published) -> Iterator[StatusPages]:
+    made = StatusPages(("127.0.0.1", 0), cast(Server, None))  # this page asks no loop
+    made.take_kv_snapshot = published.publisher.snapshot
+    made.start()
+    yield made
+    made.close()
+
+
+def get(pages: StatusPages, query: str = "", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", pages.port, timeout=10)
+    connection.request("GET", "/kv/snapshot" + query, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    response = connection.getresponse()
+    body = response.read()
+    connection.close()
+    return response, body
+
+
+def json_lines(body: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    header, *events = [json.loads(line) for line in body.splitlines()]
+    return header, events
+
+
+def blocks(events: list[dict[str, Any]]) -> set[tuple[str, int | None, Any]]:
+    return {(event["medium"], event["group_idx"], name) for event in events for name in event["block_hashes"]}
+
+
+def test_it_names_what_is_held_and_the_batch_after_which_it_is(pages: StatusPages, published: Published) -> None:
+    response, body = get(pages)
+    header, events = json_lines(body)
+    assert (response.status, response.headers["Content-Type"]) == (200, "application/x-ndjson")
+    assert response.headers["Transfer-Encoding"] == "chunked"
+    assert header == {
+        "format": "kvserver-kv-snapshot/1",
+        "boot_id": "boot",
+        "model": "model",
+        "hash_form": "int",
+        "topic": "kv-events",
+        "sequence": published.stream()["sequence"],
+        "events": 3,
+        "pending_chunks": 0,
+    }
+    assert blocks(events) == published.feed.blocks(HERE)
+
+
+def test_it_agrees_with_the_stream_at_its_batch(published: Published) -> None:
+    subscriber = published.subscriber()
+    for number in range(20):
+        published.feed.stored(HERE, chunk(f"{number}"))
+        taken = published.publisher.snapshot()
+        if number % 3 == 0:
+            published.feed.removed(HERE, chunk(f"{number}"))
+        for _, sequence, payload in subscriber.replay(published.boot_micros + 1):
+            if sequence <= taken.sequence:
+                subscriber.apply(sequence, payload)
+        assert (subscriber.last, subscriber.blocks.held) == (taken.sequence, from_snapshot(taken).held)
+
+
+def test_chunks_that_wait_to_be_told_are_in_it_when_they_are(published: Published) -> None:
+    elsewhere = reach("elsewhere")
+    for at in range(20):
+        published.feed.stored(elsewhere, *(chunk(f"{at}.{i}") for i in range(256)))
+    subscriber = published.subscriber()
+    published.feed.came("late", elsewhere)
+    taken = published.publisher.snapshot()
+    consumer = from_snapshot(taken)
+    assert taken.pending + len(taken.chunks) == len(published.feed.held)
+    last = published.sequence()
+    for _, _, payload in subscriber.replay(taken.sequence + 1):
+        consumer.apply(payload)  # which fails for a block that is told twice
+    assert published.stream()["sequence"] >= last
+    assert consumer.held == published.feed.blocks(HERE, elsewhere)
+
+
+def test_whole_hashes_are_hexadecimal_in_json_and_bytes_in_msgpack(pages: StatusPages, published: Published) -> None:
+    published.feed.came("raw", HERE, form="bytes")
+    published.sequence(1)
+    _, events = json_lines(get(pages, "?form=bytes")[1])
+    assert {name for event in events for name in event["block_hashes"]} == {named(name).hex() for name in "abc"}
+    response, body = get(pages, "?form=bytes", Accept="application/msgpack")
+    header, *maps = msgspec.msgpack.decode(body)
+    assert response.headers["Content-Type"] == "application/msgpack"
+    assert (header["hash_form"], header["events"]) == ("bytes", 3)
+    assert blocks(maps) == published.feed.blocks(HERE, form="bytes")
+
+
+def test_it_is_compressed_for_whoever_can_read_that(pages: StatusPages, published: Published) -> None:
+    for at in range(8):
+        published.feed.stored(HERE, *(chunk(*(f"{at}.{i}.{j}" for j in range(16))) for i in range(250)))
+    plain, packed = get(pages)[1], get(pages, Accept_Encoding="gzip")
+    assert packed[0].headers["Content-Encoding"] == "gzip"
+    assert len(packed[1]) < len(plain) / 2
+    assert json_lines(gzip.decompress(packed[1]))[1] == json_lines(plain)[1]
+
+
+def test_whoever_asks_for_nothing_that_is_there_learns_what_is(pages: StatusPages, published: Published) -> None:
+    response, body = get(pages, "?model=other")
+    there = {"model": "model", "form": "int", "topics": ["kv-events"]}
+    assert (response.status, json.loads(body)["streams"]) == (404, [there])
+    published.feed.came("raw", HERE, form="bytes")
+    response, body = get(pages, "?model=model")
+    assert (response.status, json.loads(body)["streams"]) == (400, [there, {**there, "form": "bytes"}])
+    assert get(pages, "?model=model&form=int")[0].status == 200
+    assert get(pages, "?modell=model")[0].status == 400
+    pages.take_kv_snapshot = None
+    response, body = get(pages)
+    assert (response.status, json.loads(body)["error"]) == (404, "no KV events are published: --kv-events-endpoint")
+
+
+def test_four_are_made_at_once_and_a_fifth_is_to_come_again(pages: StatusPages, published: Published) -> None:
+    begun = [snapshot.parts(published.publisher.snapshot(), "json", gzip=False) for _ in range(4)]
+    for each in begun:
+        next(each)
+    response, _ = get(pages)
+    assert (response.status, response.headers["Retry-After"]) == (503, "1")
+    begun[0].close()
+    assert get(pages)[0].status == 200
+    for each in begun[1:]:
+        each.close()
+
+
+def test_readers_that_go_away_leave_room_for_others(pages: StatusPages, published: Published) -> None:
+    for at in range(40):
+        published.feed.stored(HERE, *(chunk(*(f"{at}.{i}.{j}" for j in range(16))) for i in range(256)))
+    for _ in range(6):
+        connection = http.client.HTTPConnection("127.0.0.1", pages.port, timeout=10)
+        connection.request("GET", "/kv/snapshot")
+        assert connection.getresponse().status in (200, 503)
+        connection.close()
+    wait_until(lambda: get(pages)[0].status == 200)
