@@ -10,7 +10,8 @@ Owns: the headers and the framing. Refuses to know: what is in the body.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -18,6 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvserver.kv_events import snapshot
 from kvserver.kv_events.publisher import NotOneTopic, Snapshot
+
+log = logging.getLogger(__name__)
 
 TakeSnapshot = Callable[[str, str, str], Snapshot]  # model, form, topic
 _NAMES = ("model", "form", "topic")
@@ -35,14 +38,14 @@ def answer(handler: BaseHTTPRequestHandler, take: TakeSnapshot | None) -> None:
     gzip = "gzip" in handler.headers.get("Accept-Encoding", "")
     try:
         taken = take(*(asked.get(name, [""])[0] for name in _NAMES))
-        parts = snapshot.parts(taken, _MEDIA[media], gzip)
+        with snapshot.parts(taken, _MEDIA[media], gzip) as parts:
+            _stream(handler, parts, media, gzip)
     except NotOneTopic as error:
         code = HTTPStatus.BAD_REQUEST if error.several else HTTPStatus.NOT_FOUND
         text = "name one of several streams or topics" if error.several else "there is no such stream or topic"
-        return _refuse(handler, code, {"error": text, "streams": error.known})
+        _refuse(handler, code, {"error": text, "streams": error.known})
     except snapshot.Busy:
-        return _refuse(handler, HTTPStatus.SERVICE_UNAVAILABLE, {"error": "too many snapshots at once"})
-    _stream(handler, parts, media, gzip)
+        _refuse(handler, HTTPStatus.SERVICE_UNAVAILABLE, {"error": "too many snapshots at once"})
 
 
 def _refuse(handler: BaseHTTPRequestHandler, code: HTTPStatus, what: dict[str, Any]) -> None:
@@ -56,21 +59,22 @@ def _refuse(handler: BaseHTTPRequestHandler, code: HTTPStatus, what: dict[str, A
     handler.wfile.write(body)
 
 
-def _stream(handler: BaseHTTPRequestHandler, parts: Any, media: str, gzip: bool) -> None:
+def _stream(handler: BaseHTTPRequestHandler, parts: Iterable[bytes], media: str, gzip: bool) -> None:
     chunked = handler.request_version != "HTTP/1.0"  # which ends a body by closing the connection
     handler.close_connection = True  # also where the body is cut off
+    handler.send_response(HTTPStatus.OK)
+    handler.send_header("Content-Type", media)
+    if gzip:
+        handler.send_header("Content-Encoding", "gzip")
+    if chunked:
+        handler.send_header("Transfer-Encoding", "chunked")
+    handler.send_header("Connection", "close")
+    handler.end_headers()
     try:
-        handler.send_response(HTTPStatus.OK)
-        handler.send_header("Content-Type", media)
-        if gzip:
-            handler.send_header("Content-Encoding", "gzip")
-        if chunked:
-            handler.send_header("Transfer-Encoding", "chunked")
-        handler.send_header("Connection", "close")
-        handler.end_headers()
         for part in parts:
             handler.wfile.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
-        if chunked:
-            handler.wfile.write(b"0\r\n\r\n")
-    finally:
-        parts.close()
+    except TimeoutError as error:
+        log.warning("/kv/snapshot: %s", error)
+        return
+    if chunked:
+        handler.wfile.write(b"0\r\n\r\n")

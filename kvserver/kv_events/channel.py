@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _SEND_MESSAGES = 1000  # for each subscriber; what it misses it can ask for
 _REPLAY_MESSAGES = 100  # in the socket of whoever replays
 _MOST_REPLAYS = 64
-_SLICE = 16  # batches of a replay before others have their turn
+_SLICE = 16  # batches of a replay, and messages that came, before others have their turn
 _STUCK_SECONDS = 30.0  # a replay whose reader takes nothing is given up
 _RETRY_SECONDS = 5.0
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -90,7 +90,7 @@ class Channel:
         try:
             for kind, url in zip((zmq.XPUB, zmq.ROUTER), self._urls, strict=False):
                 made.append(self._context.socket(kind))
-                self._configure(made[-1])
+                self._configure(made[-1], url)
                 own = nth_endpoint(url, self._number, self._stream.model_name, self._stream.form)
                 _bind(made[-1], f"{own}-{self._number}" if own in taken and own.startswith("ipc://") else own)
         except (zmq.ZMQError, OSError, ValueError) as error:
@@ -107,7 +107,7 @@ class Channel:
         return made
 
     @staticmethod
-    def _configure(socket: zmq.Socket[bytes]) -> None:
+    def _configure(socket: zmq.Socket[bytes], url: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         if socket.type == zmq.XPUB:
             socket.setsockopt(zmq.SNDHWM, _SEND_MESSAGES)
@@ -116,7 +116,7 @@ class Channel:
             socket.setsockopt(zmq.SNDHWM, _REPLAY_MESSAGES)
             socket.setsockopt(zmq.RCVHWM, _REPLAY_MESSAGES)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a full or dead reader is an error
-        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.IPV6, int("[" in url))
 
     def close(self, linger_ms: int) -> None:
         for socket in (self._pub, self._router):
@@ -133,7 +133,8 @@ class Channel:
             self.published = batch.sequence
 
     def take_subscriptions(self, pinned: Batch) -> None:
-        while self._pub is not None:
+        for _ in range(_SLICE if self._pub is not None else 0):
+            assert self._pub is not None
             try:
                 notice = self._pub.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -180,7 +181,8 @@ class Channel:
 
         A new request of one reader ends its earlier one.
         """
-        while self._router is not None:
+        for _ in range(_SLICE if self._router is not None else 0):
+            assert self._router is not None
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -113,9 +113,12 @@ class ZmqPublisher:
                     self._came(event)
                 case _:
                     self._gone(event.instance_id)
-            if self._sleeps:
-                self._sleeps = False
-                os.eventfd_write(self._wake, 1)
+            self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        if self._sleeps:
+            self._sleeps = False
+            os.eventfd_write(self._wake, 1)
 
     def _count_undescribed(self, event: KVStored) -> None:
         if undescribed := sum(chunk.description is None for chunk in event.chunks):
@@ -219,7 +222,7 @@ class ZmqPublisher:
     def close(self) -> None:
         with self._lock:
             self._closing = True
-        os.eventfd_write(self._wake, 1)
+            self._wake_thread()
         self._thread.join(_LAST_SECONDS)
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -239,6 +242,9 @@ class ZmqPublisher:
             log.exception("KV events are published no more")
             self._failure = f"the publishing thread failed: {error!r}"
         finally:
+            with self._lock:
+                self._sleeps = False
+                os.close(self._wake)
             for channel in self._channels.values():
                 channel.close(_LAST_LINGER_MS)
             context.term()  # waits as long as they linger
@@ -282,7 +288,8 @@ class ZmqPublisher:
             stream.close_batch(even_empty=beat)
         if beat:
             channel.wants_beat, self._next_beat = False, time.monotonic() + _BEAT_SECONDS
-        return 0.0 if stream.pending else stream.due_seconds or _IDLE_SECONDS
+        due = stream.due_seconds
+        return 0.0 if stream.pending else _IDLE_SECONDS if due is None else due
 
     def _publish_last(self) -> None:
         """The tiers end with the daemon."""

@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -35,22 +36,24 @@ class Busy(Exception):
     """So many are made now that this one must be asked for later."""
 
 
-def parts(snapshot: Snapshot, encoding: Encoding, gzip: bool) -> Iterator[bytes]:
-    """The body, in slices. Busy, or TimeoutError if they are not taken in time."""
+@contextmanager
+def parts(snapshot: Snapshot, encoding: Encoding, gzip: bool) -> Iterator[Iterator[bytes]]:
+    """The body, in slices, of which TimeoutError is the end if they are not taken in time. Busy if there are too many."""
     if not _AT_ONCE.acquire(blocking=False):
         raise Busy
-    return _release_after(_compressed(_encoded(snapshot, encoding)) if gzip else _encoded(snapshot, encoding))
-
-
-def _release_after(slices: Iterator[bytes]) -> Iterator[bytes]:
-    deadline = time.monotonic() + _MOST_SECONDS
     try:
-        for each in slices:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the snapshot was read too slowly")
-            yield each
+        slices = _encoded(snapshot, encoding)
+        yield _in_time(_compressed(slices) if gzip else slices)
     finally:
         _AT_ONCE.release()
+
+
+def _in_time(slices: Iterator[bytes]) -> Iterator[bytes]:
+    deadline = time.monotonic() + _MOST_SECONDS
+    for each in slices:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the snapshot was read too slowly")
+        yield each
 
 
 def _encoded(snapshot: Snapshot, encoding: Encoding) -> Iterator[bytes]:

@@ -68,7 +68,8 @@ class Published:
 
 def from_snapshot(snapshot: Snapshot) -> Blocks:
     """What a consumer knows that read it: a set, whatever is named twice."""
-    header, *events = msgspec.msgpack.decode(b"".join(parts(snapshot, "msgpack", gzip=False)))
+    with parts(snapshot, "msgpack", gzip=False) as slices:
+        header, *events = msgspec.msgpack.decode(b"".join(slices))
     assert (header["sequence"], header["events"]) == (snapshot.sequence, len(events))
     known, named = Blocks(), set()
     for event in events:

@@ -14,10 +14,21 @@ Message = tuple[bytes, int, bytes]  # topic, sequence, payload
 END = (-1).to_bytes(8, "big", signed=True)
 
 
+FIELDS = {  # of the arrays that vLLM published until 0.25, as consumers count them
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
+    + ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+
+
 def events_of(payload: bytes) -> list[dict[str, Any]]:
-    """Of a batch of maps."""
+    """Of a batch; those that are arrays by the names of their fields."""
     _time, events, _rank = msgspec.msgpack.decode(payload)
-    return events
+    return [
+        event if isinstance(event, dict) else {"type": event[0], **dict(zip(FIELDS[event[0]], event[1:], strict=False))}
+        for event in events
+    ]
 
 
 class Blocks:

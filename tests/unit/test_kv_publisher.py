@@ -421,3 +421,37 @@ def test_numbers_are_wall_clock_microseconds(published: Published) -> None:
     assert abs(published.boot_micros / 1e6 - time.time()) < 3600
     time_, _, rank = msgspec.msgpack.decode(published.subscriber().received[0][2])
     assert (abs(time_ - time.time()) < 3600, rank) == (True, 0)
+
+
+def test_older_consumers_are_sent_arrays(publish: Callable[..., Published]) -> None:
+    published = publish(kv_events_format="array")
+    published.feed.came("engine", HERE)
+    subscriber = published.subscriber()
+    published.feed.stored(HERE, chunk("a", "b"), chunk("c"))
+    published.feed.removed(HERE, chunk("c"))
+    published.catch_up(subscriber)
+    assert subscriber.blocks.held == published.feed.blocks(HERE)
+    raw = [event for _, _, payload in subscriber.received for event in msgspec.msgpack.decode(payload)[1]]
+    assert [event[0] for event in raw] == ["AllBlocksCleared", "BlockStored", "BlockStored", "BlockRemoved"]
+
+
+def test_a_network_address_is_warned_of(publish: Callable[..., Published], caplog: pytest.LogCaptureFixture) -> None:
+    publish(kv_events_endpoint="tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://[::1]:0")
+    assert not caplog.records
+    publish(kv_events_endpoint="tcp://*:0")
+    assert [record.message for record in caplog.records] == [
+        "KV events carry token ids, and whoever reaches tcp://*:0 can read them"
+    ]
+
+
+def test_the_metrics_say_what_the_status_says(published: Published) -> None:
+    published.subscriber()
+    published.feed.stored(HERE, chunk("a", "b"), KVChunk(b"k" * 32))
+    published.sequence()
+    families = {family.name: dict(family.points) for family in published.publisher.families()}
+    stream = ("model", "int")
+    assert families["kvserver_kv_events_batches"] == {stream: 2}
+    assert families["kvserver_kv_events_held_blocks"] == {stream: 2}
+    assert families["kvserver_kv_events_subscribers"] == {stream: 1}
+    assert families["kvserver_kv_events_bound"] == {stream: 1}
+    assert families["kvserver_kv_events_unannounced"] == {("undescribed_chunks",): 1, ("refused_streams",): 0}

@@ -6,6 +6,7 @@ import gzip
 import http.client
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, cast
 
 import msgspec
@@ -143,15 +144,12 @@ def test_whoever_asks_for_nothing_that_is_there_learns_what_is(pages: StatusPage
 
 
 def test_four_are_made_at_once_and_a_fifth_is_to_come_again(pages: StatusPages, published: Published) -> None:
-    begun = [snapshot.parts(published.publisher.snapshot(), "json", gzip=False) for _ in range(4)]
-    for each in begun:
-        next(each)
-    response, _ = get(pages)
-    assert (response.status, response.headers["Retry-After"]) == (503, "1")
-    begun[0].close()
+    with ExitStack() as begun:
+        for _ in range(4):
+            begun.enter_context(snapshot.parts(published.publisher.snapshot(), "json", gzip=False))
+        response, _ = get(pages)
+        assert (response.status, response.headers["Retry-After"]) == (503, "1")
     assert get(pages)[0].status == 200
-    for each in begun[1:]:
-        each.close()
 
 
 def test_readers_that_go_away_leave_room_for_others(pages: StatusPages, published: Published) -> None:
