@@ -37,6 +37,7 @@ from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.lifeline import Lifelines
 from kvserver.logs import set_up_logging
+from kvserver.match_pages import MatchPages
 from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
 from kvserver.server import Server
@@ -155,7 +156,14 @@ def serve(configuration: Configuration) -> int:
         handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, watchers, placement=placement)
         server = Server(handlers, router, settings.max_message_bytes, stops_when_lost=True)
         try:
-            pages = StatusPages((settings.http_host, settings.http_port), server, configuration.table())
+            pages = StatusPages(
+                (settings.http_host, settings.http_port),
+                server,
+                configuration.table(),
+                MatchPages(watchers.index, lambda: server.call(handlers.instances_status)),
+                watchers.publisher.snapshot if watchers.publisher is not None else None,
+                watchers.observers.cut_off,
+            )
         except OSError as error:
             watchers.discard()
             taken = error.errno == errno.EADDRINUSE

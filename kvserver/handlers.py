@@ -274,16 +274,20 @@ class Handlers:
             "l1": l1_status(self.cache, self._placement),
             "l2": [],
             "gpus": self.devices.status(),
-            "instances": [
-                instance_status(instance, self.devices, self.watchers.l0.status(instance.instance_id), now)
-                for instance in self.instances.by_id.values()
-            ],
+            "instances": self.instances_status(),
             "departed": [departed_status(departed, now) for departed in self.instances.departed.values()],
             "totals": totals_status(self.instances),
             "events": self.bus.status(),
             **self.watchers.status(),
             "books": books_status(self.cache, self.copier, self.workers, len(self.lifelines)),
         }
+
+    def instances_status(self) -> list[dict[str, Any]]:
+        now = self._clock()
+        return [
+            instance_status(instance, self.devices, self.watchers.l0.status(instance.instance_id), now)
+            for instance in self.instances.by_id.values()
+        ]
 
     # ---- inside -------------------------------------------------------------------------------
 

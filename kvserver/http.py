@@ -1,9 +1,5 @@
-<<<<<<< HEAD
-"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, and what is sent to the
-daemon: `POST /cache/clear`, `POST /kv/match`.
-=======
-"""The status pages: `/status`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `POST /cache/clear`, `/`.
->>>>>>> c4a5275 (Snapshot of a stream, and tests of the publisher)
+"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, `/kv/snapshot`, and what is
+sent to the daemon: `POST /cache/clear`, `POST /kv/match`.
 
 Owns: the HTTP threads. Refuses to know: anything but snapshots. It asks the loop for one and waits a
 bounded time; when the loop does not answer it serves the last one and says so, and `/readyz` fails.
@@ -44,16 +40,17 @@ class StatusPages(ThreadingHTTPServer):
         server: Server,
         settings: Mapping[str, Any] = {},
         match: MatchPages | None = None,
+        take_kv_snapshot: snapshot_page.TakeSnapshot | None = None,
+        cut_off: Callable[[str], str] = lambda observer: "",
     ) -> None:
-        """`settings` is what `/config` shows."""
+        """`settings` is what `/config` shows. Without an index, or where no KV events are published, those pages say so, as they
+        do where the observer behind them was cut off."""
         super().__init__(address, _Handler)
         self.kvserver = server
         self.settings = settings
-<<<<<<< HEAD
         self.match = match
-=======
-        self.take_kv_snapshot: snapshot_page.TakeSnapshot | None = None
->>>>>>> c4a5275 (Snapshot of a stream, and tests of the publisher)
+        self.take_kv_snapshot = take_kv_snapshot
+        self.cut_off = cut_off
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
 
@@ -123,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/livez": self._livez,
             "/readyz": self._readyz,
             "/config": self._config,
-            "/kv/snapshot": lambda: snapshot_page.answer(self, self.server.take_kv_snapshot),
+            "/kv/snapshot": self._kv_snapshot,
         }
         self._run(pages.get(self.path.partition("?")[0]))
 
@@ -140,12 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
         if page is None:
             self._send(
                 404,
-<<<<<<< HEAD
-                f"no page {self.path}; there are /, /status, /instances, /metrics, /livez, /readyz, /config, POST "
-                "/cache/clear, POST /kv/match\n",
-=======
-                f"no page {self.path}; there are /, /status, /metrics, /livez, /readyz, /config, /kv/snapshot, POST /cache/clear\n",
->>>>>>> c4a5275 (Snapshot of a stream, and tests of the publisher)
+                f"no page {self.path}; there are /, /status, /instances, /metrics, /livez, /readyz, /config, /kv/snapshot, "
+                "POST /cache/clear, POST /kv/match\n",
             )
             return
         try:
@@ -167,10 +160,18 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         if body is None:
             return
-        if self.server.match is None:
+        if reason := self.server.cut_off("index"):
+            self._send(503, f"the index is not up to date: {reason}\n")
+        elif self.server.match is None:
             self._send(503, "this daemon keeps no index of blocks\n")
         else:
             self._send(*self.server.match.match(body, self.headers.get_content_type()))
+
+    def _kv_snapshot(self) -> None:
+        if reason := self.server.cut_off("zmq"):
+            self._send(503, f"KV events are published no more: {reason}\n")
+        else:
+            snapshot_page.answer(self, self.server.take_kv_snapshot)
 
     def _body(self) -> bytes | None:
         """None, and answered, if it is not one to be read."""

@@ -13,9 +13,12 @@ from kvserver import metrics
 from kvserver.config import Settings, parse_otlp_endpoint, parse_size
 from kvserver.events import Bus, Subscriber
 from kvserver.families import Family
+from kvserver.kv_events import publisher
 from kvserver.kv_events.feed import Feed
 from kvserver.kv_events.hub import Hub
+from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.observers import Observers
+from kvserver.kv_events.publisher import ZmqPublisher
 from kvserver.kv_events.types import ObserverContext
 from kvserver.l0 import L0
 from kvserver.l1 import L1
@@ -53,8 +56,11 @@ class Watchers:
 
     def families(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
         """All of the daemon's; from any thread."""
-        more = (self.l0, self.l1, self.hub, self.observers)
-        return metrics.families(status, rpc, [family for each in more for family in each.families()])
+        more = [
+            family for each in (self.l0, self.l1, self.hub, self.observers, self.index) for family in each.families()
+        ]
+        published = publisher.families(self.publisher.status() if self.publisher is not None else None)
+        return metrics.families(status, rpc, [*more, *published])
 
     @property
     def wants_contents(self) -> bool:
@@ -68,6 +74,18 @@ class Watchers:
         feed = self.observers.find("feed")
         assert isinstance(feed, Feed)
         return feed
+
+    @property
+    def index(self) -> KVIndex:
+        index = self.observers.find("index")
+        assert isinstance(index, KVIndex)
+        return index
+
+    @property
+    def publisher(self) -> ZmqPublisher | None:
+        """None where no KV events are published."""
+        found = self.observers.find("zmq")
+        return found if isinstance(found, ZmqPublisher) else None
 
     def status(self) -> dict[str, Any]:
         """The parts of `/status` about what leaves."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvserver._native import PrefixIndex
 from kvserver.config import parse_size
+from kvserver.families import Family, Kind
 from kvserver.kv_events.engines import EngineEvents
 from kvserver.kv_events.types import (
     KVChunk,
@@ -198,6 +199,16 @@ class KVIndex:
             "dropped_reaches": self._dropped_reaches,
             "engines": {reader.instance_id: self._engines.status(reader.instance_id) for reader in self.readers()},
         }
+
+    def families(self) -> list[Family]:
+        blocks = Family("kvserver_kv_index_blocks", "Blocks and chunks that POST /kv/match finds.", Kind.GAUGE)
+        memory = Family("kvserver_kv_index_bytes", "Memory of the index behind POST /kv/match.", Kind.GAUGE)
+        refused = Family("kvserver_kv_index_refused_blocks", "Blocks for which it had no room.", Kind.COUNTER)
+        return [
+            blocks.add(len(self._index)),
+            memory.add(self._index.memory_bytes),
+            refused.add(self._index.refused),
+        ]
 
     def close(self) -> None:
         self._engines.close()

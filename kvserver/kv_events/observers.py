@@ -65,6 +65,10 @@ class Observers:
     def find(self, name: str) -> KVEventObserver | None:
         return next((runner.observer for runner in self._runners if runner.name == name), None)
 
+    def cut_off(self, name: str) -> str:
+        """Why that one is told no more; "" if it is."""
+        return next((runner.reason for runner in self._runners if runner.name == name), "")
+
     def status(self) -> list[dict[str, Any]]:
         failed = [{"name": name, "state": "failed", "reason": why} for name, why in self._failed.items()]
         return [runner.status() for runner in self._runners] + failed
@@ -125,11 +129,7 @@ class Observers:
 
 
 def _made_by(module: str, context: ObserverContext) -> KVEventObserver | None:
-    try:
-        make = importlib.import_module(module).make
-    except ModuleNotFoundError:
-        return None
-    made: KVEventObserver | None = make(context)
+    made: KVEventObserver | None = importlib.import_module(module).make(context)
     return made
 
 

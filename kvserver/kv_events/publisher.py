@@ -14,7 +14,6 @@ import math
 import os
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +81,7 @@ class ZmqPublisher:
         self._held = Held()
         self._streams: dict[tuple[str, str], Stream] = {}
         self._instances: dict[str, tuple[str, str]] = {}
-        self._unannounced: Counter[str] = Counter()
+        self._refused_streams = 0
         self._closing = False
         self._sleeps = False  # the thread waits longer than a batch may
         self._failure = ""
@@ -101,7 +100,6 @@ class ZmqPublisher:
         with self._lock:
             match event:
                 case KVStored():
-                    self._count_undescribed(event)
                     self._held.apply(event)
                     for stream in self._streams.values():
                         stream.stored(event)
@@ -120,10 +118,6 @@ class ZmqPublisher:
             self._sleeps = False
             os.eventfd_write(self._wake, 1)
 
-    def _count_undescribed(self, event: KVStored) -> None:
-        if undescribed := sum(chunk.description is None for chunk in event.chunks):
-            self._unannounced["undescribed_chunks"] += undescribed
-
     def _came(self, event: ReaderCame) -> None:
         scheduler = event.scheduler
         form: Form = scheduler.hash_form or "int"  # vLLM's own default
@@ -132,7 +126,7 @@ class ZmqPublisher:
             self._gone(scheduler.instance_id)
         if name not in self._streams:
             if len(self._streams) >= MOST_STREAMS:
-                self._unannounced["refused_streams"] += 1
+                self._refused_streams += 1
                 return
             self._streams[name] = Stream(scheduler.model_name, form, self._options)
         self._instances[scheduler.instance_id] = name
@@ -174,7 +168,7 @@ class ZmqPublisher:
         with self._lock:
             return {
                 "streams": [self._stream_status(name) for name in self._streams],
-                "unannounced": dict(self._unannounced),
+                "refused_streams": self._refused_streams,
             }
 
     def _stream_status(self, name: tuple[str, str]) -> dict[str, Any]:
@@ -198,26 +192,6 @@ class ZmqPublisher:
             "replayed_batches": channel.replayed if channel is not None else 0,
             "bad_requests": channel.bad_requests if channel is not None else 0,
         }
-
-    def families(self) -> list[Family]:
-        labels = ("model_name", "hash_form")
-        batches = Family("kvserver_kv_events_batches", "Batches of KV events published.", Kind.COUNTER, labels)
-        blocks = Family("kvserver_kv_events_held_blocks", "Blocks announced and not removed.", Kind.GAUGE, labels)
-        replayed = Family("kvserver_kv_events_replayed_batches", "Batches sent again.", Kind.COUNTER, labels)
-        readers = Family("kvserver_kv_events_subscribers", "Subscriptions to the events.", Kind.GAUGE, labels)
-        bound = Family("kvserver_kv_events_bound", "1 while the stream has its addresses.", Kind.GAUGE, labels)
-        without = Family("kvserver_kv_events_unannounced", "What was not announced.", Kind.COUNTER, ("reason",))
-        status = self.status()
-        for row in status["streams"]:
-            name = (row["model_name"], row["hash_form"])
-            batches.add(row["sequence"] - row["first_sequence"] + 1, *name)
-            blocks.add(row["held_blocks"], *name)
-            replayed.add(row["replayed_batches"], *name)
-            readers.add(row["subscribers"], *name)
-            bound.add(int(row["state"] == "bound"), *name)
-        for reason in ("undescribed_chunks", "refused_streams"):
-            without.add(status["unannounced"].get(reason, 0), reason)
-        return [batches, blocks, replayed, readers, bound, without]
 
     def close(self) -> None:
         with self._lock:
@@ -298,6 +272,26 @@ class ZmqPublisher:
                 stream.end()
                 if channel := self._channels.get(name):
                     channel.publish(stream.after(channel.published, len(stream.buffer)))
+
+
+def families(status: dict[str, Any] | None) -> list[Family]:
+    """Of a publisher's status(); None where nothing is published."""
+    labels = ("model_name", "hash_form")
+    batches = Family("kvserver_kv_events_batches", "Batches of KV events published.", Kind.COUNTER, labels)
+    blocks = Family("kvserver_kv_events_held_blocks", "Blocks announced and not removed.", Kind.GAUGE, labels)
+    replayed = Family("kvserver_kv_events_replayed_batches", "Batches sent again.", Kind.COUNTER, labels)
+    readers = Family("kvserver_kv_events_subscribers", "Subscriptions to the events.", Kind.GAUGE, labels)
+    bound = Family("kvserver_kv_events_bound", "1 while the stream has its addresses.", Kind.GAUGE, labels)
+    refused = Family("kvserver_kv_events_refused_streams", "Engines beyond the most streams.", Kind.COUNTER)
+    for row in status["streams"] if status is not None else ():
+        name = (row["model_name"], row["hash_form"])
+        batches.add(row["sequence"] - row["first_sequence"] + 1, *name)
+        blocks.add(row["held_blocks"], *name)
+        replayed.add(row["replayed_batches"], *name)
+        readers.add(row["subscribers"], *name)
+        bound.add(int(row["state"] == "bound"), *name)
+    refused.add(status["refused_streams"] if status is not None else 0)
+    return [batches, blocks, replayed, readers, bound, refused]
 
 
 def _known(stream: Stream) -> dict[str, Any]:
