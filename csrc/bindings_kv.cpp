@@ -19,6 +19,14 @@ namespace {
 std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
 nb::bytes bytes(const std::string& raw) { return nb::bytes(raw.data(), raw.size()); }
 
+// Other threads run while a large table grows.
+std::string add(HashCounts& counts, std::string_view hashes, size_t hash_bytes) {
+    if (hash_bytes == 0 || counts.has_room(hashes.size() / hash_bytes))
+        return counts.add(hashes, hash_bytes);
+    const nb::gil_scoped_release others_run;
+    return counts.add(hashes, hash_bytes);
+}
+
 using ReaderTuple = std::tuple<int, int, int, uint32_t>;
 using MatchTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>;
 
@@ -71,7 +79,7 @@ void bind_kv(nb::module_& m) {
         .def(
             "add",
             [](HashCounts& counts, const nb::bytes& hashes, size_t hash_bytes) {
-                return bytes(counts.add(view(hashes), hash_bytes));
+                return bytes(add(counts, view(hashes), hash_bytes));
             },
             "hashes"_a, "hash_bytes"_a)
         .def(

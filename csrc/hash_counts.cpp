@@ -52,7 +52,7 @@ std::string HashCounts::add(std::string_view hashes, size_t hash_bytes) {
     const size_t count = count_of(hashes, hash_bytes);
     std::string fresh(count, '\0');
     for (size_t i = 0; i < count; ++i) {
-        if ((size_ + 1) * 4 > slots_.size() * 3) grow();
+        if (!has_room(1)) grow();
         const Hash hash = read(hashes.data() + i * hash_bytes, hash_bytes);
         Slot& slot = slots_[find(hash)];
         if (slot.count++ == 0) {

@@ -36,6 +36,9 @@ class HashCounts {
     // at 0 and is moved behind them. All are told if nothing is added or removed between the calls.
     std::string slice(size_t& cursor, size_t most) const;
 
+    // Whether so many more can be added without moving all others, which takes a while.
+    bool has_room(size_t more) const { return (size_ + more) * 4 <= slots_.size() * 3; }
+
     size_t size() const { return size_; }
     size_t memory_bytes() const { return slots_.size() * sizeof(Slot); }
 

@@ -269,7 +269,7 @@ class HashCounts:
 
     def __init__(self, seed: int) -> None: ...
     def add(self, hashes: bytes, hash_bytes: int) -> bytes:
-        """One byte for each hash: 1 if it is held since now."""
+        """One byte for each hash: 1 if it is held since now. Other threads run while the table grows: none may use it."""
     def remove(self, hashes: bytes, hash_bytes: int) -> bytes:
         """One byte for each hash: 1 if it is no longer held since now, 2 if it was not held before."""
     def holds(self, hashes: bytes, hash_bytes: int) -> bytes: ...

@@ -1,18 +1,20 @@
 """What engines publish themselves: for each that asks, what became of the blocks that it can read.
 
 Owns: how far each engine has been told. Refuses to know: sockets, and how engines put it (their adapters). It observes
-in its own thread; `take()` runs in the loop's, and does a bounded piece of the work that it finds.
+in its observer's thread, a worker prepares what comes next, and `take()`, in the loop's, hands out what is prepared.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 from kvserver.kv_events.descriptions import extra_keys_of
 from kvserver.kv_events.ledger import Ledger
@@ -34,8 +36,11 @@ log = logging.getLogger(__name__)
 MOST_EVENTS = 64  # in one reply
 MOST_BYTES = 64 << 10  # in one reply, about
 MOST_QUEUED = 1 << 16  # chunks that came or went; who falls further behind begins anew
-_MOST_LOOKED_AT = 256  # chunks for one reply: many may have nothing to tell
+_REPLIES_AHEAD = 8  # that are prepared
+_PART = 64  # chunks prepared at a time, between which others may run
 _TOKEN_BYTES = 4
+
+_Change: TypeAlias = tuple[bool, Tier, KVChunk]  # whether it came
 
 
 def make(context: ObserverContext) -> Feed:
@@ -54,11 +59,11 @@ class Feed:
         self._snapshot = context.snapshot
         self._most_queued = most_queued
         self._follows = context.boot_micros  # so that none of another boot's is taken for one of this
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # of all below; held for moments only
         self._readers: dict[str, _Reader] = {}
         self._followers: dict[str, _Follower] = {}  # of those readers that have asked
         self._beginnings = 0
-        self._workers = ThreadPoolExecutor(1, "kv events: snapshots")  # its thread begins with the first of them
+        self._worker = ThreadPoolExecutor(1, "kv events: feed")  # its thread begins with the first follower
 
     def take(self, request: TakeKVEvents) -> KVEventsTaken:
         """Never waits: whatever is not at hand yet comes with a later reply."""
@@ -72,7 +77,9 @@ class Feed:
             follower = self._followers.get(request.instance_id)
             if follower is None or follower.lost or not follower.knows(request):
                 follower = self._begin(request.instance_id, reader)
-            return follower.take(request)
+            follower.go_on(request)
+            self._prepare_soon(follower)
+            return follower.reply()
         finally:
             self._lock.release()
 
@@ -83,15 +90,16 @@ class Feed:
                     for follower in self._followers.values():
                         if event.namespace.startswith(follower.reader.reach):
                             follower.push(event, self._most_queued)
+                            self._prepare_soon(follower)
                 case ReaderCame():
                     scheduler = event.scheduler
                     reader = _Reader(scheduler.incarnation, event.reach, max(1, len(scheduler.groups)))
                     if self._readers.get(scheduler.instance_id) != reader:
                         self._readers[scheduler.instance_id] = reader
-                        self._followers.pop(scheduler.instance_id, None)
+                        self._forget(scheduler.instance_id)
                 case ReaderGone():
                     self._readers.pop(event.instance_id, None)
-                    self._followers.pop(event.instance_id, None)
+                    self._forget(event.instance_id)
 
     def status(self) -> dict[str, Any]:
         with self._lock:
@@ -110,52 +118,83 @@ class Feed:
             }
 
     def close(self) -> None:
-        self._workers.shutdown(wait=False)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    # ---- inside -------------------------------------------------------------------------------
 
     def _begin(self, instance_id: str, reader: _Reader) -> _Follower:
+        self._forget(instance_id)
         self._follows += 1
         self._beginnings += 1
         follower = self._followers[instance_id] = _Follower(self._follows, reader)
-        self._workers.submit(self._look_around, follower)
         return follower
 
-    def _look_around(self, follower: _Follower) -> None:
+    def _forget(self, instance_id: str) -> None:
+        if (follower := self._followers.pop(instance_id, None)) is not None:
+            follower.lose()
+
+    def _prepare_soon(self, follower: _Follower) -> None:
+        if follower.wants_work:
+            follower.at_work = True
+            self._worker.submit(self._prepare, follower)
+
+    def _prepare(self, follower: _Follower) -> None:
+        """In the worker's thread: until enough is prepared, or there is nothing to prepare."""
         try:
-            number, chunks = self._snapshot(follower.reader.reach)
+            if not follower.begun:
+                number, chunks = self._snapshot(follower.reader.reach)
+                with self._lock:
+                    follower.begin(number, chunks)
+            while True:
+                with self._lock:
+                    part = follower.next_part()
+                if part is None:
+                    return
+                blocks = follower.blocks_of(part)
+                with self._lock:
+                    follower.ready += blocks
+                time.sleep(0)  # whoever waits for the interpreter goes first
         except Exception:
-            log.exception("no snapshot for a feed")
-            return
-        with self._lock:
-            follower.begin(number, chunks)
+            log.exception("the feed of %s begins anew", follower.number)
+            with self._lock:
+                follower.lose()
 
 
 class _Follower:
-    """One engine's way through a snapshot and what came after it. REQUIRES: the feed's lock."""
+    """One engine's way through a snapshot and what came after it. REQUIRES: the feed's lock, but for blocks_of()."""
 
     def __init__(self, number: int, reader: _Reader) -> None:
         self.number = number
         self.reader = reader
-        self.lost = False  # it fell too far behind
+        self.lost = False  # it fell too far behind, or nobody asks for it any more
+        self.begun = False
         self.whole = False
+        self.at_work = False  # the worker has it, or will
         self.queued = 0  # chunks in the events
+        self.ready: deque[KVBlocks | None] = deque()  # None: the end of what was held at the beginning
         self._events: deque[KVStored | KVRemoved] = deque()
-        self._chunks: Iterator[tuple[bool, Tier, KVChunk]] | None = None  # of the snapshot, later of one event
-        self._blocks: deque[KVBlocks] = deque()  # of one chunk
-        self._ledgers = {tier: Ledger() for tier in Tier}
+        self._changes: Iterator[_Change] = iter(())  # of the snapshot, later of one event
+        self._past_snapshot = False
+        self._ledgers = {tier: Ledger() for tier in Tier}  # the worker's
         self._start = self._end = 0  # cursors before and after the last reply
-        self._reply: list[KVBlocks] = []
-        self._more = False
+        self._told: list[KVBlocks] = []  # in the last reply
 
     @property
     def unbalanced(self) -> int:
         return sum(ledger.unbalanced for ledger in self._ledgers.values())
 
+    @property
+    def wants_work(self) -> bool:
+        enough = len(self.ready) >= _REPLIES_AHEAD * MOST_EVENTS // 2
+        unfinished = not self._past_snapshot or bool(self._events)
+        return unfinished and not (enough or self.at_work or self.lost)
+
     def begin(self, number: int, chunks: list[KVChunk]) -> None:
         """`chunks` are what is held after the event of that number."""
+        self.begun = True
+        self._changes = ((True, Tier.L1, chunk) for chunk in chunks)
         while self._events and self._events[0].number <= number:
             self.queued -= len(self._events.popleft().chunks)
-        if not self.lost:
-            self._chunks = ((True, Tier.L1, chunk) for chunk in chunks)
 
     def push(self, event: KVStored | KVRemoved, most: int) -> None:
         if self.lost:
@@ -163,8 +202,41 @@ class _Follower:
         self._events.append(event)
         self.queued += len(event.chunks)
         if self.queued > most:
-            self.lost, self.queued, self._chunks = True, 0, None
-            self._events.clear()
+            self.lose()
+
+    def lose(self) -> None:
+        """Keep nothing: whoever asks again begins anew."""
+        self.lost, self.queued = True, 0
+        self._events.clear()
+        self.ready.clear()
+
+    def next_part(self) -> list[_Change] | None:
+        """What to prepare next. None: enough for now."""
+        while not self.lost and len(self.ready) < _REPLIES_AHEAD * MOST_EVENTS:
+            if part := list(islice(self._changes, _PART)):
+                return part
+            if not self._past_snapshot:
+                self._past_snapshot = True
+                self.ready.append(None)
+            if not self._events:
+                break
+            event = self._events.popleft()
+            self.queued -= len(event.chunks)
+            self._changes = iter([(isinstance(event, KVStored), event.tier, chunk) for chunk in event.chunks])
+        self.at_work = False
+        return None
+
+    def blocks_of(self, part: list[_Change]) -> list[KVBlocks]:
+        """In the worker's thread."""
+        found: list[KVBlocks] = []
+        for stored, tier, chunk in part:
+            description, ledger = chunk.description, self._ledgers[tier]
+            if description is None:
+                continue
+            make = _stored_blocks if stored else _removed_blocks
+            for first, last in ledger.stored(description) if stored else ledger.removed(description):
+                found += [make(tier, description, first, last, group) for group in range(self.reader.groups)]
+        return found
 
     def knows(self, request: TakeKVEvents) -> bool:
         """Whether what the engine has is what it was told. One that has nothing may begin with the first reply."""
@@ -172,57 +244,28 @@ class _Follower:
             return self._start == 0
         return request.cursor in (self._start, self._end)
 
-    def take(self, request: TakeKVEvents) -> KVEventsTaken:
-        """The last reply again if it was lost, else the next. REQUIRES: knows(request)."""
-        cursor = request.cursor if request.follow == self.number else 0
-        if cursor == self._end:
+    def go_on(self, request: TakeKVEvents) -> None:
+        """To the next reply, but if the last one was lost. REQUIRES: knows(request)."""
+        if (request.cursor if request.follow == self.number else 0) == self._end:
             self._start = self._end
-            self._reply = self._next()
-            self._end += len(self._reply)
-        return KVEventsTaken(
-            follow=self.number, cursor=self._end, events=self._reply, whole=self.whole, more=self._more
-        )
+            self._told = self._pop()
+            self._end += len(self._told)
 
-    def _next(self) -> list[KVBlocks]:
+    def reply(self) -> KVEventsTaken:
+        more = self.at_work or bool(self.ready)
+        return KVEventsTaken(follow=self.number, cursor=self._end, events=self._told, whole=self.whole, more=more)
+
+    def _pop(self) -> list[KVBlocks]:
         found: list[KVBlocks] = []
-        size = looked = 0
-        self._more = True
-        while len(found) < MOST_EVENTS and size < MOST_BYTES and looked < _MOST_LOOKED_AT:
-            if self._blocks:
-                blocks = self._blocks.popleft()
+        size = 0
+        while self.ready and len(found) < MOST_EVENTS and size < MOST_BYTES:
+            blocks = self.ready.popleft()
+            if blocks is None:
+                self.whole = True
+            else:
                 found.append(blocks)
                 size += len(blocks.hashes) + len(blocks.tokens) + len(blocks.extra_keys)
-            elif self._look():
-                looked += 1
-            else:
-                self._more = False
-                break
         return found
-
-    def _look(self) -> bool:
-        """Turn the next chunk into blocks. False if there is none at hand."""
-        if self._chunks is None:
-            return False
-        next_chunk = next(self._chunks, None)
-        if next_chunk is not None:
-            self._turn(*next_chunk)
-            return True
-        self.whole = True
-        if not self._events:
-            return False
-        event = self._events.popleft()
-        self.queued -= len(event.chunks)
-        self._chunks = ((isinstance(event, KVStored), event.tier, chunk) for chunk in event.chunks)
-        return True
-
-    def _turn(self, stored: bool, tier: Tier, chunk: KVChunk) -> None:
-        description = chunk.description
-        if description is None:
-            return
-        ledger = self._ledgers[tier]
-        for first, last in ledger.stored(description) if stored else ledger.removed(description):
-            make = _stored_blocks if stored else _removed_blocks
-            self._blocks += [make(tier, description, first, last, group) for group in range(self.reader.groups)]
 
 
 def _stored_blocks(tier: Tier, of: Description, first: int, last: int, group: int) -> KVBlocks:
