@@ -20,6 +20,7 @@ from support.kv_feed import chunk, reach
 from support.kv_publisher import Published
 from support.kv_subscriber import Subscriber, events_of
 
+from kvserver.kv_events.publisher import families
 from kvserver.kv_events.types import KVChunk, Tier
 from kvserver.kv_messages import KVGroup
 
