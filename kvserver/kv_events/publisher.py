@@ -36,7 +36,7 @@ _LEAST_BUFFER = 1 << 20
 _IDLE_SECONDS = 1.0
 _BEAT_SECONDS = 1.0
 _LAST_SECONDS = 2.0  # for the thread to send what is left
-_LAST_LINGER_MS = 200
+_LAST_LINGER_MS = 500
 
 
 def make(context: ObserverContext) -> ZmqPublisher | None:
