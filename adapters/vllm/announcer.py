@@ -30,7 +30,7 @@ from kvserver.kv_messages import HashForm, KVBlocks, KVEventsTaken, KVGroup, Tak
 from kvserver.protocol import Reply
 
 GONE_SECONDS = 5.0
-MOST_BLOCKS = 512  # handed over in one step, or one message's more: half a millisecond
+MOST_BLOCKS = 512  # handed over in one step, or one run of blocks more: 0.6 ms
 _PAUSE_SECONDS = 0.05  # between two questions, unless there is more
 _REFUSED_SECONDS = 0.5
 _FIELDS = {event: set(event.__struct_fields__) for event in (BlockStored, BlockRemoved)}
@@ -141,8 +141,8 @@ class Announcer:
             blocks = self._pending.popleft()
             left -= len(blocks.hashes) // blocks.hash_bytes
             events.extend(self._events_of(blocks))
-        if not self._pending and (self._whole or self._gone):
-            events.extend(self._withdrawn(left))
+        if self._whole or self._gone:
+            events.extend(self._withdrawn(left))  # which leaves none for it while something is pending
         return events
 
     def _events_of(self, blocks: KVBlocks) -> Iterator[BlockStored | BlockRemoved]:
