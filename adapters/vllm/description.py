@@ -19,23 +19,22 @@ from kvserver.kv_messages import DescribeScheduler, HashForm, KVGroup
 from kvserver.protocol import Error
 
 KV_EVENTS_SINCE = 3  # the protocol version
-_AGAIN_SECONDS = 5.0  # a daemon forgets what registers anew, as after sleep; what it heard before costs it nothing
+_AGAIN_SECONDS = (
+    5.0  # the daemon forgets an instance that registers anew, as after sleep; what it knows costs it nothing
+)
 _REFUSED_SECONDS = 0.5
 _UNKNOWN = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.NOT_READY.value}
 
 
 class Introduction:
-    """begin() for each session, changed() when `describe` would say something else."""
+    """again() for each session, and when `describe` would say something else."""
 
     def __init__(self, describe: Callable[[], DescribeScheduler]) -> None:
         self._describe = describe
         self._number: int | None = None  # of the last one
         self._due = 0.0
 
-    def begin(self) -> None:
-        self.changed()
-
-    def changed(self) -> None:
+    def again(self) -> None:
         self._due = 0.0
 
     def send(self, session: Session) -> None:

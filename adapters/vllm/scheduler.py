@@ -351,7 +351,7 @@ class SchedulerHalf:
         weights, and nothing is stored until a reset has succeeded.
         """
         self._variants.weights_changed()
-        self._introduction.changed()
+        self._introduction.again()
         self._clears_awaited = self._pool.clears + (not self._pool.unused)
         if not self._pool.unused:
             log.warning("the prefix cache was not reset while requests ran; nothing is stored until it is")
@@ -380,7 +380,7 @@ class SchedulerHalf:
             state.hit_chunks = None
             state.stored_chunks = 0
         self._reports.begin()
-        self._introduction.begin()
+        self._introduction.again()
         self._announcer.begin()
 
     def _heard(self, number: int, reply: Reply) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kvserver.adapters.vllm import description
 from kvserver.adapters.vllm.description import Engine as Description
 from modelless import BLOCK, configure, prompt
 from support.daemon import wait_until
@@ -67,6 +68,15 @@ def test_it_says_so_again_where_it_was_refused(make_daemon, make_tap, make_engin
     tap.instead = refuse_the_first
     engine = make_engine(tap.endpoint)
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) == 2, 20)
+
+
+def test_it_says_so_again_from_time_to_time(make_daemon, make_tap, make_engine, monkeypatch):
+    """The daemon forgets it with its workers, which may register anew while the scheduler hears nothing of that."""
+    monkeypatch.setattr(description, "_AGAIN_SECONDS", 0.01)
+    tap = make_tap(make_daemon())
+    engine = make_engine(tap.endpoint)
+    wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) > 2, 20)
+    assert all(said == descriptions(tap)[0] for said in descriptions(tap))
 
 
 def test_it_says_so_to_each_daemon(make_daemon, make_tap, make_engine):
