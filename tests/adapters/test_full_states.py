@@ -73,7 +73,9 @@ def make_talk():
     folder, talks = Path(tempfile.mkdtemp(prefix="kvs-")), []
 
     def make(churn: Churn, **options: object) -> Talk:
-        talks.append(Talk(folder, churn, **options))
+        place = folder / str(len(talks))  # its own: one that is not to be heard must find no other's socket
+        place.mkdir()
+        talks.append(Talk(place, churn, **options))
         return talks[-1]
 
     yield make
