@@ -1,6 +1,6 @@
 """An engine's publisher of KV events, as far as its sockets go: what vLLM's ZmqEventPublisher sends and answers.
 
-Events are encoded by hand, so that wrong ones can be sent too; tests/adapters compares with vLLM's own structs.
+Events are encoded by hand, so that wrong ones can be sent too; tests/adapters/test_engine_wire.py reads vLLM's own.
 """
 
 from __future__ import annotations
