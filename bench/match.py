@@ -34,7 +34,10 @@ from kvserver.match_pages import MSGPACK, MatchPages
 from kvserver.server import Server
 
 HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16
-REACH = bytes(64)
+
+
+def reach_of(engine: int) -> bytes:
+    return engine.to_bytes(64, "big")
 
 
 def prompts_of(blocks: int, asked: int) -> list[bytes]:
@@ -77,19 +80,21 @@ class PlainIndex:
 
 
 def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
-    """(process, port) of one that serves an index with the prompts in L1; L0 comes from engines, which are not here."""
+    """(process, port) of one that serves an index. L0 comes from engines, which are not here: each of these has its
+    share of the prompts in an L1 of its own, with chunks of one block.
+    """
     read, write = os.pipe()
     if process := os.fork():
         return process, int(os.read(read, 16))
     index = KVIndex(1 << 30, follow_engines=False)
     for number in range(engines):
         scheduler = DescribeScheduler(instance_id=f"engine-{number}", incarnation="1", model_name="m", variant="")
-        index.observe(ReaderCame(1, 0, scheduler, REACH, 1, BLOCK_TOKENS))
-    for prompt in prompts:
+        index.observe(ReaderCame(1, 0, scheduler, reach_of(number), 1, BLOCK_TOKENS))
+    for number, prompt in enumerate(prompts):
         blocks = hashes(prompt)
         for first in range(0, len(blocks), MOST_CHUNKS):
             chunks = tuple(KVChunk(block) for block in blocks[first : first + MOST_CHUNKS])
-            index.observe(KVStored(1, 0, Tier.L1, REACH, chunks))
+            index.observe(KVStored(1, 0, Tier.L1, reach_of(number % engines), chunks))
     pages = StatusPages(("127.0.0.1", 0), cast(Server, SimpleNamespace()), {}, MatchPages(index, _no_load))
     os.write(write, str(pages.port).encode())
     pages.serve_forever()

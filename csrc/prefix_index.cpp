@@ -42,6 +42,7 @@ constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;
 struct Walk {
     uint64_t l0, l1, l2;  // the bits of its holders
     uint64_t chunk_blocks;
+    uint64_t chunk_end;  // of the chunk that match.best was in last
     PrefixIndex::Match match = {};
     bool ended = false;
 };
@@ -63,14 +64,14 @@ void advance(Walk& walk, const std::vector<uint64_t>& held, size_t count) {
     for (;;) {
         while (match.best < held.size() && (held[match.best] & walk.l0) != 0) ++match.best;
         if (match.best == held.size()) return;
-        const uint64_t chunk_end = (match.best / walk.chunk_blocks + 1) * walk.chunk_blocks;
-        if (chunk_end > held.size()) {
-            walk.ended = chunk_end > count || (walk.l1 | walk.l2) == 0;
+        while (walk.chunk_end <= match.best) walk.chunk_end += walk.chunk_blocks;
+        if (walk.chunk_end > held.size()) {
+            walk.ended = walk.chunk_end > count || (walk.l1 | walk.l2) == 0;
             return;
         }
-        walk.ended = (held[chunk_end - 1] & (walk.l1 | walk.l2)) == 0;
+        walk.ended = (held[walk.chunk_end - 1] & (walk.l1 | walk.l2)) == 0;
         if (walk.ended) return;
-        match.best = chunk_end;
+        match.best = walk.chunk_end;
     }
 }
 
@@ -280,7 +281,8 @@ std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size
         if (std::max({reader.l0, reader.l1, reader.l2}) >= kHolders || reader.chunk_blocks == 0) {
             throw std::invalid_argument("a reader with unknown holders, or chunks of no blocks");
         }
-        walks.push_back({bit(reader.l0), bit(reader.l1), bit(reader.l2), reader.chunk_blocks});
+        walks.push_back({bit(reader.l0), bit(reader.l1), bit(reader.l2), reader.chunk_blocks,
+                         reader.chunk_blocks});
     }
     std::vector<uint64_t> held;  // of each block so far: who has it
     held.reserve(count);
