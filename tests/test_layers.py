@@ -35,6 +35,7 @@ ORDER = [
     "namespace",
     "kv_events.engine_wire",
     "kv_events.engine_stream",
+    "kv_events.engine_follower",
     "kv_events.engines",
     "kv_events.index",
     "block_hashes",

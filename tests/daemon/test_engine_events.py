@@ -15,7 +15,7 @@ import zmq
 from support.daemon import wait_until
 from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed, stored
 
-from kvserver.kv_events.engines import unreadable
+from kvserver.kv_events.engine_follower import unreadable
 from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.types import ReaderCame, ReaderGone
 from kvserver.kv_messages import DescribeScheduler, KVGroup
@@ -262,8 +262,8 @@ def test_malformed_messages_are_counted_and_harm_nothing(index, engine):
     wait_for(index, 2)
     assert status(index)["malformed"] == 9
     engine.publish_raw(b"\xc1 is no msgpack")
-    wait_until(lambda: status(index)["malformed"] == 10)
-    assert status(index)["state"] == "incomplete", "who knows what it said"
+    wait_until(lambda: status(index)["state"] == "incomplete", what="who knows what it said")
+    assert status(index)["malformed"] == 10
     for raw in (msgspec.msgpack.encode({"a": "map"}), b"", b"\x91" * 5000, msgspec.msgpack.encode([1.0, "text"])):
         engine.publish_raw(raw)
     engine.publish(stored(BLOCKS[:3]))
@@ -298,6 +298,17 @@ def test_an_endpoint_elsewhere_is_refused_and_said(index, engine):
     index.observe(came(engine, events_endpoint="tcp://192.0.2.1:5557"))
     assert status(index)["state"] == "refused"
     assert "192.0.2.1" in status(index)["reason"]
+
+
+@pytest.mark.parametrize("field", ["events_endpoint", "events_replay_endpoint"])
+def test_an_address_that_is_none_is_refused_and_leaves_no_holder(index, engine, field):
+    for _ in range(70):  # more than there are holders
+        index.observe(came(engine, incarnation="other", **{field: "ipc:///" + "long" * 100}))
+        wait_until(lambda: status(index).get("state") == "refused")
+        index.observe(ReaderGone(2, 0, "engine", "model"))
+    index.observe(came(engine))
+    engine.publish(stored(BLOCKS[:2]))
+    wait_for(index, 2)
 
 
 def test_an_index_that_follows_no_engines_connects_to_none(engine):
