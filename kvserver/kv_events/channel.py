@@ -149,9 +149,11 @@ class Channel:
                 self._pub.setsockopt(zmq.UNSUBSCRIBE, prefix)
 
     def _greet(self, prefix: bytes, pinned: Batch) -> None:
-        """One message can be sent to one subscriber: where it asked for several topics a batch for all shows the gap."""
+        """One message can be sent to one subscriber. A batch for all, soon after it, shows the gap if there is one, also
+        for the other topics that it asked for.
+        """
         messages = [message for message in pinned.messages if message[0].startswith(prefix)]
-        self.wants_beat = self.wants_beat or len(messages) > 1
+        self.wants_beat = self.wants_beat or len(messages) > 1 or self.published > pinned.sequence
         assert self._pub is not None
         if messages and self._is_there():
             topic, payload = messages[0]
