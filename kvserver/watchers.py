@@ -1,6 +1,7 @@
 """Whoever watches the events of one daemon, and how their figures leave it.
 
-Owns: the bus and its subscribers, the observers of KV events, the sending over OTLP, their starts and ends. Refuses to know: what they make of events.
+Owns: the bus and its subscribers, the observers of KV events, the sending over OTLP, their starts and ends. Refuses to
+know: what they make of events.
 """
 
 from __future__ import annotations

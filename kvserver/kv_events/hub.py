@@ -122,32 +122,31 @@ class Hub:
             return self._number, found
 
     def status(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "events": self._number,
-                "chunks": self._chunks,
-                "described_chunks": self._described,
-                "state_bytes": self._bytes,
-                "unannounced": {reason.value: self._unannounced[reason] for reason in Unannounced},
-                "recounts": self._recounts,
-            }
+        """Without the lock, as families(): the loop asks, and must not wait for a snapshot."""
+        return {
+            "events": self._number,
+            "chunks": self._chunks,
+            "described_chunks": self._described,
+            "state_bytes": self._bytes,
+            "unannounced": {reason.value: self._unannounced[reason] for reason in Unannounced},
+            "recounts": self._recounts,
+        }
 
     def families(self) -> list[Family]:
-        with self._lock:
-            told = Family("kvserver_kv_events", "Typed KV events told to the observers.", Kind.COUNTER, ("type",))
-            for name in (KVStored, KVRemoved, ReaderCame, ReaderGone):
-                told.add(self._told[name.__name__], name.__name__)
-            missing = Family(
-                "kvserver_kv_events_unannounced_chunks",
-                "Chunks that became READY and could not be announced.",
-                Kind.COUNTER,
-                ("reason",),
-            )
-            for reason in Unannounced:
-                missing.add(self._unannounced[reason], reason.value)
-            described = Family("kvserver_kv_events_described_chunks", "READY chunks with a description.", Kind.GAUGE)
-            state = Family("kvserver_kv_events_state_bytes", "Memory that descriptions take.", Kind.GAUGE)
-            return [told, missing, described.add(self._described), state.add(self._bytes)]
+        told = Family("kvserver_kv_events", "Typed KV events told to the observers.", Kind.COUNTER, ("type",))
+        for kind in (KVStored, KVRemoved, ReaderCame, ReaderGone):
+            told.add(self._told[kind.__name__], kind.__name__)
+        missing = Family(
+            "kvserver_kv_events_unannounced_chunks",
+            "Chunks that became READY and could not be announced.",
+            Kind.COUNTER,
+            ("reason",),
+        )
+        for reason in Unannounced:
+            missing.add(self._unannounced[reason], reason.value)
+        described = Family("kvserver_kv_events_described_chunks", "READY chunks with a description.", Kind.GAUGE)
+        state = Family("kvserver_kv_events_state_bytes", "Memory that descriptions take.", Kind.GAUGE)
+        return [told, missing, described.add(self._described), state.add(self._bytes)]
 
     # ---- coming -------------------------------------------------------------------------------
 

@@ -10,8 +10,12 @@ from support.daemon import KVSERVER, Daemon, wait_until
 from support.kv_chunks import Prompt
 from support.kv_follower import Follower
 from support.observers import install
+from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker
 
+from kvserver._native import HostRegion
+from kvserver.copier import cpu_device
+from kvserver.devices import Devices
 from kvserver.kv_messages import KVEventsTaken, TakeKVEvents
 
 
@@ -207,3 +211,21 @@ def test_a_daemon_that_is_asked_for_what_cannot_be_had_does_not_start(tmp_path, 
     assert ended.returncode == 2
     assert reason in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_the_servers_loop_recounts_when_its_bus_had_to_drop_chunks():
+    region = HostRegion(L1_BYTES)
+    with running_server(Devices(cpu_device(region, PAGE_BYTES, 2, 0))) as pages:
+        handlers = pages.kvserver.handlers
+        with Worker(handlers.settings.endpoint) as worker:
+            store(worker, prompt(0, 2))
+            follower = follow(worker)
+            wait_for(follower, prompt(0, 2).hashes)
+
+            def lose() -> None:
+                handlers.cache.clear()  # and nobody is told
+                handlers.bus.lost_chunks = True
+
+            pages.ask(lose)
+            wait_for(follower, [])
+            assert handlers.watchers.hub.status()["recounts"] == 1
