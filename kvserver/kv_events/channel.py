@@ -4,8 +4,7 @@ Nothing here waits: what a slow subscriber has no room for is dropped for that o
 its reader has room.
 
 Whoever subscribes is sent the stream's first batch, AllBlocksCleared, alone: one that knew an earlier daemon must forget
-what that held. XPUB sends to the last subscriber only in a mode that falls back to all when that one is gone; so
-`_is_there` asks first.
+what that held.
 
 Owns: addresses, binding, the framing of vLLM's publisher. Refuses to know: what a batch holds. One thread uses it.
 """
@@ -25,6 +24,7 @@ import zmq
 
 from kvserver.config import parse_events_endpoint
 from kvserver.kv_events.stream import Batch, Stream, fill
+from kvserver.kv_events.wire import batch
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ _SLICE = 16  # batches of a replay, and messages that came, before others have t
 _STUCK_SECONDS = 30.0  # a replay whose reader takes nothing is given up
 _RETRY_SECONDS = 5.0
 _END = (-1).to_bytes(8, "big", signed=True)
-_PROBE = b"\0kvserver"  # no topic begins so
 
 
 def nth_endpoint(text: str, number: int, model_name: str, form: str) -> str:
@@ -126,11 +125,11 @@ class Channel:
     # ---- publishing -----------------------------------------------------------------------------
 
     def publish(self, batches: list[Batch]) -> None:
-        for batch in batches:
-            for topic, payload in batch.messages:
+        for each in batches:
+            for topic, payload in each.messages:
                 if self._pub is not None:
-                    self._pub.send_multipart([topic, batch.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
-            self.published = batch.sequence
+                    self._pub.send_multipart([topic, each.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+            self.published = each.sequence
 
     def take_subscriptions(self, pinned: Batch) -> None:
         for _ in range(_SLICE if self._pub is not None else 0):
@@ -149,28 +148,26 @@ class Channel:
                 self._pub.setsockopt(zmq.UNSUBSCRIBE, prefix)
 
     def _greet(self, prefix: bytes, pinned: Batch) -> None:
-        """One message can be sent to one subscriber. A batch for all, soon after it, shows the gap if there is one, also
-        for the other topics that it asked for.
+        """The first batch, for the last subscriber alone: with the first frame XPUB chooses it, or all if it has left.
+
+        Who has left is told of, so where nothing more is to be read it was there. Else the others may get this too; they
+        must not forget what they know, and the message goes on as an empty batch. Another one for all, soon after it,
+        shows the gap if there is one, also for the other topics that it asked for.
         """
         messages = [message for message in pinned.messages if message[0].startswith(prefix)]
-        self.wants_beat = self.wants_beat or len(messages) > 1 or self.published > pinned.sequence
+        progressed = self.published > pinned.sequence
+        self.wants_beat = self.wants_beat or len(messages) > 1 or progressed
+        if not messages:
+            return
         assert self._pub is not None
-        if messages and self._is_there():
-            topic, payload = messages[0]
-            self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 1)
-            self._pub.send_multipart([topic, pinned.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
-            self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 0)  # also ends what the next line begins anew
-            self._pub.setsockopt(zmq.XPUB_MANUAL, 1)
-
-    def _is_there(self) -> bool:
-        """Whether the last subscriber still is: only then another subscription in its name has an effect."""
-        assert self._pub is not None
-        self._pub.getsockopt(zmq.EVENTS)  # takes notice of who left
-        before = self._pub.getsockopt(zmq.TOPICS_COUNT)
-        self._pub.setsockopt(zmq.SUBSCRIBE, _PROBE)
-        after = self._pub.getsockopt(zmq.TOPICS_COUNT)
-        self._pub.setsockopt(zmq.UNSUBSCRIBE, _PROBE)
-        return after != before
+        topic, payload = messages[0]
+        self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 1)
+        self._pub.send(topic, zmq.NOBLOCK | zmq.SNDMORE)
+        alone = not self._pub.getsockopt(zmq.EVENTS) & zmq.POLLIN
+        payload = payload if alone or not progressed else batch(time.time(), [], 0)
+        self._pub.send_multipart([pinned.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+        self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 0)  # also ends what the next line begins anew
+        self._pub.setsockopt(zmq.XPUB_MANUAL, 1)
 
     # ---- replay ---------------------------------------------------------------------------------
 
@@ -207,10 +204,10 @@ class Channel:
     def replay(self, batches: list[tuple[_Replay, list[Batch]]]) -> bool:
         """Send a slice of each. Whether any got on."""
         for replay, found in batches:
-            for batch in found:
-                number = batch.sequence.to_bytes(8, "big")
-                replay.queue += [(t, number, payload) for t, payload in batch.messages if t.startswith(replay.prefix)]
-                replay.sequence = batch.sequence
+            for each in found:
+                number = each.sequence.to_bytes(8, "big")
+                replay.queue += [(t, number, payload) for t, payload in each.messages if t.startswith(replay.prefix)]
+                replay.sequence = each.sequence
             if not found:
                 replay.queue.append((b"", _END, b""))
         ended = [identity for identity, replay in self._replays.items() if self._send(identity, replay)]

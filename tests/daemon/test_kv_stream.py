@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 
 import pytest
 from support.daemon import Daemon, wait_until
@@ -85,7 +84,9 @@ def follow(subscriber: Subscriber, expected: set[bytes]) -> None:
     subscriber.follow(lambda: names(subscriber.blocks.held) == expected)
 
 
-def test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_a_snapshot(daemon, audience, make_worker):
+def test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_a_snapshot(
+    daemon, audience, make_worker
+):
     worker, first = make_worker(daemon), audience()
     worker.send(worker.description(hash_form="bytes"))
     prompts = [prompt(1, 2)]
@@ -111,7 +112,7 @@ def test_a_daemon_that_ends_says_that_all_is_gone(daemon, audience, make_worker)
     worker.send(worker.description(hash_form="bytes"))
     store(worker, prompt(5))
     follow(subscriber, set(prompt(5).hashes))
-    daemon.stop()
+    daemon.terminate()
     follow(subscriber, set())
     assert [event["type"] for event in events_of(subscriber.received[-1][2])] == ["AllBlocksCleared"]
 
@@ -184,7 +185,7 @@ def test_a_daemon_that_stood_still_is_followed_on(daemon, audience, make_worker)
     worker.send(worker.description(hash_form="bytes"))
     store(worker, prompt(1))
     follow(subscriber, set(prompt(1).hashes))
-    daemon.signal(signal.SIGSTOP)
-    daemon.signal(signal.SIGCONT)
+    daemon.freeze()
+    daemon.thaw()
     store(worker, prompt(2))
     follow(subscriber, {*prompt(1).hashes, *prompt(2).hashes})

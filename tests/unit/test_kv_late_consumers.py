@@ -38,7 +38,7 @@ def step(generator: random.Random, published: Published) -> None:
         case draw if draw < 0.97 and here:  # the tier is cleared
             feed.removed(namespace, *here, tier=tier)
         case _:
-            feed.came(generator.choice("ab"), generator.choice(REACHES))
+            feed.came("wandering", generator.choice(REACHES))  # a and b stay: what nobody can read is not told
 
 
 def expected(published: Published) -> set[tuple[str, int | None, int | bytes]]:
