@@ -114,8 +114,6 @@ def idle(daemon: Daemon) -> None:
 def test_a_repeated_prompt_goes_to_the_engine_that_holds_it(
     daemon: Daemon, servers: dict[str, Server], router: Router, prompt: Callable[..., Prompt]
 ) -> None:
-    if fetch(f"http://127.0.0.1:{daemon.http_port}/kv/match", "POST")[0] == 404:
-        pytest.skip("this daemon has no POST /kv/match")
     prompts = [prompt(number, 1000) for number in range(4)]
     holders, answers = zip(*(router.complete(words) for words in prompts), strict=True)
     assert set(holders) == set(NAMES), "prompts that nobody holds spread"
