@@ -163,7 +163,7 @@ class Channel:
         topic, payload = messages[0]
         self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 1)
         self._pub.send(topic, zmq.NOBLOCK | zmq.SNDMORE)
-        alone = not self._pub.getsockopt(zmq.EVENTS) & zmq.POLLIN
+        alone = not self._pub.poll(0, zmq.POLLIN)
         payload = payload if alone or not progressed else batch(time.time(), [], 0)
         self._pub.send_multipart([pinned.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
         self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 0)  # also ends what the next line begins anew
