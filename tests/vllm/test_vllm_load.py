@@ -95,11 +95,14 @@ def test_a_hit_is_in_vllms_own_metrics_under_its_tier(
     daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
 ) -> None:
     words = prompt(50, 2 * CHUNK + 40)
+    stored = row_of(daemon)["requests"]["stored_chunks"]
     cold = server.generate(words)
-    wait_until(lambda: row_of(daemon)["requests"]["stored_chunks"] >= 2, 20)
+    wait_until(lambda: row_of(daemon)["requests"]["stored_chunks"] >= stored + 2, 20, "both chunks are stored")
     server.forget()
     before, host = server.metrics(), server.metrics(source="host")
     assert server.generate(words) == cold
+    loads = "vllm:kvserver_load_seconds_count"
+    wait_until(lambda: server.metrics().get(loads, 0) > before.get(loads, 0), 20, "vLLM has taken the load's figures")
     after, by_source = server.metrics(), server.metrics(source="host")
 
     def grew(name: str) -> float:
