@@ -33,7 +33,12 @@ def servers(model: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactor
     started = {}
     try:
         for name in NAMES:
-            events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}"}
+            events = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"ipc://{folder}/{name}.events",
+                "replay_endpoint": f"ipc://{folder}/{name}.replay",
+            }
             started[name] = Server(
                 *(model, daemon.endpoint, folder / f"{name}.log", name, {"kvserver.load_interval_ms": 50}),
                 kv_events_config=json.dumps(events),
