@@ -74,6 +74,7 @@ class Server:
                 *[*NICE, sys.executable, "-m", "vllm.entrypoints.openai.api_server"],
                 *[*flags, "--skip-tokenizer-init", "--enforce-eager"],
             ],
+            cwd=log.parent,  # `-m` puts its folder first, whose kvserver/ would hide the installed one
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
             env={
