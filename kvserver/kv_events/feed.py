@@ -168,6 +168,7 @@ class _Follower:
         self.reader = reader
         self.lost = False  # it fell too far behind, or nobody asks for it any more
         self.begun = False
+        self._snapshot_at = 0  # the number of the last event that the snapshot has in it
         self.whole = False
         self.at_work = False  # the worker has it, or will
         self.queued = 0  # chunks in the events
@@ -190,14 +191,15 @@ class _Follower:
         return unfinished and not (enough or self.at_work or self.lost)
 
     def begin(self, number: int, chunks: list[KVChunk]) -> None:
-        """`chunks` are what is held after the event of that number."""
+        """`chunks` are what is held after the event of that number, of which the observer may not have heard yet."""
         self.begun = True
+        self._snapshot_at = number
         self._changes = ((True, Tier.L1, chunk) for chunk in chunks)
         while self._events and self._events[0].number <= number:
             self.queued -= len(self._events.popleft().chunks)
 
     def push(self, event: KVStored | KVRemoved, most: int) -> None:
-        if self.lost:
+        if self.lost or event.number <= self._snapshot_at:
             return
         self._events.append(event)
         self.queued += len(event.chunks)
