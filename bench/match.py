@@ -4,7 +4,7 @@ python bench/match.py [--blocks 1000000] [--asked 10000] [--samples 1000] [--eng
 
 Each engine holds its share of the prompts in L0, all of them have the same chunks of 16 blocks in L1. The question is
 put to the native index; to another process over HTTP (msgpack, one connection that is kept), with whole hashes and with
-the last 8 bytes of each; and to plain Python: a dict from hash to a mask of holders, walked block by block until nobody
+the last 8 bytes of each, by a plain socket and by Python's own client, which takes its time too; and to plain Python: a dict from hash to a mask of holders, walked block by block until nobody
 is left, without tiers and chunks.
 """
 
@@ -14,7 +14,9 @@ import argparse
 import http.client
 import os
 import random
+import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -101,6 +103,40 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
     os._exit(0)
 
 
+class PlainClient:
+    """A connection that is kept, and nothing between it and the bytes."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def post(self, body: bytes) -> bytes:
+        head = f"POST /kv/match HTTP/1.1\r\nHost: x\r\nContent-Type: {MSGPACK}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._socket.sendall(head.encode() + body)
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            answer += self._received()
+        head, _, found = answer.partition(b"\r\n\r\n")
+        length = int(re.search(rb"Content-Length: (\d+)", head)[1])
+        while len(found) < length:
+            found += self._received()
+        return found
+
+    def _received(self) -> bytes:
+        received = self._socket.recv(1 << 16)
+        assert received, "the connection was closed"
+        return received
+
+
+class LibraryClient:
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port)
+
+    def post(self, body: bytes) -> bytes:
+        self._connection.request("POST", "/kv/match", body, {"Content-Type": MSGPACK})
+        return self._connection.getresponse().read()
+
+
 def _no_load() -> Future[list[dict[str, Any]]]:
     future: Future[list[dict[str, Any]]] = Future()
     future.set_result([])
@@ -124,20 +160,21 @@ def show_matches(options: argparse.Namespace) -> None:
     server, port = serve(prompts, options.engines)
     index, readers = filled_index(prompts, options.engines)
     plain = PlainIndex(prompts, options.engines)
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-
+    plain_client, library_client = PlainClient(port), LibraryClient(port)
     ends = {prompt: b"".join(block[-8:] for block in hashes(prompt)) for prompt in prompts}
 
-    def over_http(asked: bytes, hash_bytes: int) -> int:
-        body = msgspec.msgpack.encode({"block_hashes": asked, "hash_bytes": hash_bytes})
-        connection.request("POST", "/kv/match", body, {"Content-Type": MSGPACK})
-        found = msgspec.msgpack.decode(connection.getresponse().read())
+    def over_http(client: PlainClient | LibraryClient, asked: bytes, hash_bytes: int) -> int:
+        found = msgspec.msgpack.decode(
+            client.post(msgspec.msgpack.encode({"block_hashes": asked, "hash_bytes": hash_bytes}))
+        )
         return max(instance["best"] for instance in found["instances"])
 
     ways: dict[str, Callable[[bytes], int]] = {
         "native": lambda prompt: max(match[3] for match in index.match(prompt, HASH_BYTES, readers)),
-        "HTTP, 32 bytes": lambda prompt: over_http(prompt, HASH_BYTES),
-        "HTTP, 8 bytes": lambda prompt: over_http(ends[prompt], 8),
+        "HTTP, 32 bytes": lambda prompt: over_http(plain_client, prompt, HASH_BYTES),
+        "HTTP, 8 bytes": lambda prompt: over_http(plain_client, ends[prompt], 8),
+        "http.client, 32 bytes": lambda prompt: over_http(library_client, prompt, HASH_BYTES),
+        "http.client, 8 bytes": lambda prompt: over_http(library_client, ends[prompt], 8),
         "Python dict": lambda prompt: max(plain.match(prompt)),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}

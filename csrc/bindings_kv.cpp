@@ -30,16 +30,33 @@ std::string add(HashCounts& counts, std::string_view hashes, size_t hash_bytes) 
 using ReaderTuple = std::tuple<int, int, int, uint32_t>;
 using MatchTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>;
 
-std::vector<MatchTuple> match(const PrefixIndex& index, const nb::bytes& hashes, size_t hash_bytes,
+// The bytes of whatever Python lends: a slice of a message need not be copied.
+class Lent {
+  public:
+    explicit Lent(const nb::object& from) {
+        if (PyObject_GetBuffer(from.ptr(), &buffer_, PyBUF_SIMPLE) != 0) nb::raise_python_error();
+    }
+    Lent(const Lent&) = delete;
+    Lent& operator=(const Lent&) = delete;
+    ~Lent() { PyBuffer_Release(&buffer_); }
+    std::string_view view() const {
+        return {static_cast<const char*>(buffer_.buf), static_cast<size_t>(buffer_.len)};
+    }
+
+  private:
+    Py_buffer buffer_;
+};
+
+std::vector<MatchTuple> match(const PrefixIndex& index, const nb::object& hashes, size_t hash_bytes,
                               const std::vector<ReaderTuple>& readers) {
-    const std::string_view raw = view(hashes);
+    const Lent lent(hashes);
     const nb::gil_scoped_release released;
     std::vector<PrefixIndex::Reader> wanted;
     for (const auto& [l0, l1, l2, chunk_blocks] : readers) {
         wanted.push_back({l0, l1, l2, chunk_blocks});
     }
     std::vector<MatchTuple> found;
-    for (const auto& [l0, l1, l2, best] : index.match(raw, hash_bytes, wanted)) {
+    for (const auto& [l0, l1, l2, best] : index.match(lent.view(), hash_bytes, wanted)) {
         found.emplace_back(l0, l1, l2, best);
     }
     return found;

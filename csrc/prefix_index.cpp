@@ -10,7 +10,7 @@ namespace kvserver {
 
 namespace {
 
-constexpr size_t kFirstSlots = 8;
+constexpr size_t kFirstLines = 2;
 constexpr size_t kMostHashBytes = 32;
 constexpr size_t kAgainBytes = 64;  // an entry of unordered_map and its share of the buckets
 
@@ -83,10 +83,10 @@ PrefixIndex::PrefixIndex(uint64_t seed, size_t most_bytes)
       most_bytes_(most_bytes),
       parts_(kParts) {
     for (Part& part : parts_) {
-        part.slots.resize(kFirstSlots);
+        part.lines.resize(kFirstLines);
         part.again = Times(0, HashAgain{factor_});
     }
-    bytes_ = sizeof(*this) + kParts * (sizeof(Part) + kFirstSlots * sizeof(Slot));
+    bytes_ = sizeof(*this) + kParts * (sizeof(Part) + kFirstLines * sizeof(Line));
 }
 
 size_t PrefixIndex::HashAgain::operator()(const Again& again) const {
@@ -97,14 +97,10 @@ uint64_t PrefixIndex::place(uint64_t hash) const {
     return fold(fold(hash ^ seed_, factor_) ^ seed_, kGolden);
 }
 
-size_t PrefixIndex::Part::home(uint64_t place) const {
-    return (place & 0xffffffff) * slots.size() >> 32;
-}
-
 // The slot of the hash, or the empty one where it would be.
 size_t PrefixIndex::find(const Part& part, uint64_t hash, uint64_t place) const {
-    size_t at = part.home(place);
-    while (part.slots[at].holders != 0 && part.slots[at].hash != hash) at = part.next(at);
+    size_t at = part.home(place) * kLineSlots;
+    while (part.slot(at).holders != 0 && part.slot(at).hash != hash) at = part.next(at);
     return at;
 }
 
@@ -149,16 +145,19 @@ void PrefixIndex::sweep(int holder) {
     }
     for (Part& part : parts_) {
         const std::lock_guard lock(mutex_);
-        for (Slot& slot : part.slots) {
-            const bool only = slot.holders == bit(holder);
-            slot.holders &= ~bit(holder);
-            part.used -= only;
-            size_ -= only;
+        for (Line& line : part.lines) {
+            for (Slot& slot : line.slots) {
+                const bool only = slot.holders == bit(holder);
+                slot.holders &= ~bit(holder);
+                part.used -= only;
+                size_ -= only;
+            }
         }
         bytes_ -= kAgainBytes * std::erase_if(part.again, [&](const auto& entry) {
                       return entry.first.holder == holder;
                   });
-        rebuild(part, std::clamp(part.used * 5 / 3, kFirstSlots, part.slots.size()));
+        const size_t lines = (part.used * 5 / 3 + kLineSlots - 1) / kLineSlots;
+        rebuild(part, std::clamp(lines, kFirstLines, part.lines.size()));
     }
     const std::lock_guard lock(mutex_);
     held_[holder] = 0;
@@ -185,17 +184,17 @@ bool PrefixIndex::add_one(int holder, uint64_t hash) {
     const uint64_t where = place(hash);
     Part& part = parts_[part_of(where)];
     size_t at = find(part, hash, where);
-    if (part.slots[at].holders == 0) {
-        if ((part.used + 1) * 4 > part.slots.size() * 3) {
-            const size_t more = part.slots.size() / 4;
-            if (!room(more * sizeof(Slot))) return false;
-            rebuild(part, part.slots.size() + more);
+    if (part.slot(at).holders == 0) {
+        if ((part.used + 1) * 4 > part.size() * 3) {
+            const size_t more = std::max<size_t>(1, part.lines.size() / 4);
+            if (!room(more * sizeof(Line))) return false;
+            rebuild(part, part.lines.size() + more);
             at = find(part, hash, where);
         }
-        part.slots[at].hash = hash;
+        part.slot(at).hash = hash;
         ++part.used;
         ++size_;
-    } else if ((part.slots[at].holders & bit(holder)) != 0) {
+    } else if ((part.slot(at).holders & bit(holder)) != 0) {
         const auto found = part.again.find({hash, holder});
         if (found != part.again.end()) {
             found->second += found->second < UINT32_MAX;
@@ -206,7 +205,7 @@ bool PrefixIndex::add_one(int holder, uint64_t hash) {
         bytes_ += kAgainBytes;
         return true;
     }
-    part.slots[at].holders |= bit(holder);
+    part.slot(at).holders |= bit(holder);
     ++held_[holder];
     return true;
 }
@@ -228,7 +227,7 @@ bool PrefixIndex::remove_one(int holder, uint64_t hash) {
     const uint64_t where = place(hash);
     Part& part = parts_[part_of(where)];
     const size_t at = find(part, hash, where);
-    if ((part.slots[at].holders & bit(holder)) == 0) return false;
+    if ((part.slot(at).holders & bit(holder)) == 0) return false;
     const auto again = part.again.find({hash, holder});
     if (again != part.again.end()) {
         if (--again->second == 0) {
@@ -238,17 +237,19 @@ bool PrefixIndex::remove_one(int holder, uint64_t hash) {
         return true;
     }
     --held_[holder];
-    part.slots[at].holders &= ~bit(holder);
-    if (part.slots[at].holders == 0) erase(part, at);
+    part.slot(at).holders &= ~bit(holder);
+    if (part.slot(at).holders == 0) erase(part, at);
     return true;
 }
 
-void PrefixIndex::rebuild(Part& part, size_t slots) {
-    bytes_ += (slots - part.slots.size()) * sizeof(Slot);
-    std::vector<Slot> old(slots);
-    old.swap(part.slots);
-    for (const Slot& slot : old) {
-        if (slot.holders != 0) part.slots[find(part, slot.hash, place(slot.hash))] = slot;
+void PrefixIndex::rebuild(Part& part, size_t lines) {
+    bytes_ += (lines - part.lines.size()) * sizeof(Line);
+    std::vector<Line> old(lines);
+    old.swap(part.lines);
+    for (const Line& line : old) {
+        for (const Slot& slot : line.slots) {
+            if (slot.holders != 0) part.slot(find(part, slot.hash, place(slot.hash))) = slot;
+        }
     }
 }
 
@@ -257,18 +258,18 @@ void PrefixIndex::rebuild(Part& part, size_t slots) {
 void PrefixIndex::erase(Part& part, size_t at) {
     --part.used;
     --size_;
-    const size_t slots = part.slots.size();
+    const size_t slots = part.size();
     const auto distance = [&](size_t from, size_t to) {
         return to >= from ? to - from : to + slots - from;
     };
-    for (size_t next = part.next(at); part.slots[next].holders != 0; next = part.next(next)) {
-        const size_t home = part.home(place(part.slots[next].hash));
+    for (size_t next = part.next(at); part.slot(next).holders != 0; next = part.next(next)) {
+        const size_t home = part.home(place(part.slot(next).hash)) * kLineSlots;
         if (distance(home, next) >= distance(at, next)) {
-            part.slots[at] = part.slots[next];
+            part.slot(at) = part.slot(next);
             at = next;
         }
     }
-    part.slots[at].holders = 0;
+    part.slot(at).holders = 0;
 }
 
 // ---- matching ---------------------------------------------------------------------------------
@@ -302,22 +303,39 @@ std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size
     return found;
 }
 
-// First all slots are asked of memory, then read.
+// All lines are asked of memory first, then read: those where hashes belong, and then those behind
+// them, of the few that were not there.
 void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
                           uint64_t* holders) const {
     std::array<uint64_t, kSlice> places;
+    std::array<const Line*, kSlice> homes;
+    std::array<uint8_t, kSlice> further;
+    static_assert(kSlice <= 256);
+    size_t far = 0;
     for (size_t i = 0; i < count; ++i) places[i] = place(read(hashes + i * hash_bytes, hash_bytes));
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < count; ++i) {
         const Part& part = parts_[part_of(places[i])];
-        const Slot* home = &part.slots[part.home(places[i])];
-        __builtin_prefetch(home);
-        __builtin_prefetch(home + 3);  // a search may end in the next line of memory
+        homes[i] = &part.lines[part.home(places[i])];
+        __builtin_prefetch(homes[i]);
     }
     for (size_t i = 0; i < count; ++i) {
+        const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
+        uint64_t found = 0;  // an empty slot has nothing to add; a branch could not be foretold
+        for (const Slot& slot : homes[i]->slots) {
+            found |= slot.holders & (uint64_t{0} - (slot.hash == hash));
+        }
+        holders[i] = found & seen_;
+        further[far] = static_cast<uint8_t>(i);
+        const bool goes_on = found == 0 && homes[i]->slots.back().holders != 0;
+        __builtin_prefetch(homes[i] + goes_on);
+        far += goes_on;
+    }
+    for (size_t j = 0; j < far; ++j) {
+        const size_t i = further[j];
         const Part& part = parts_[part_of(places[i])];
         const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
-        holders[i] = part.slots[find(part, hash, places[i])].holders & seen_;
+        holders[i] = part.slot(find(part, hash, places[i])).holders & seen_;
     }
 }
 

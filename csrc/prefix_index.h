@@ -82,14 +82,24 @@ class PrefixIndex {
         size_t operator()(const Again& again) const;
     };
     using Times = std::unordered_map<Again, uint32_t, HashAgain>;
+    // What memory is read by. Hashes are searched for from the first slot of a line on, so that
+    // most are found in the line where they belong; behind an empty slot of a line the others are
+    // empty.
+    static constexpr size_t kLineSlots = 4;
+    struct alignas(kLineSlots * sizeof(Slot)) Line {
+        std::array<Slot, kLineSlots> slots;
+    };
     // A table of its own, with linear probing, which grows alone and so in little time.
     struct Part {
-        std::vector<Slot> slots;
+        std::vector<Line> lines;
         size_t used = 0;
         Times again;  // times told beyond the first
 
-        size_t home(uint64_t place) const;
-        size_t next(size_t at) const { return at + 1 < slots.size() ? at + 1 : 0; }
+        size_t home(uint64_t place) const { return (place & 0xffffffff) * lines.size() >> 32; }
+        size_t size() const { return lines.size() * kLineSlots; }
+        size_t next(size_t at) const { return at + 1 < size() ? at + 1 : 0; }
+        Slot& slot(size_t at) { return lines[at / kLineSlots].slots[at % kLineSlots]; }
+        const Slot& slot(size_t at) const { return lines[at / kLineSlots].slots[at % kLineSlots]; }
     };
 
     static uint64_t bit(int holder) { return holder < 0 ? 0 : uint64_t{1} << holder; }
@@ -100,7 +110,7 @@ class PrefixIndex {
     bool add_one(int holder, uint64_t hash);
     bool remove_one(int holder, uint64_t hash);
     bool room(size_t more_bytes) const { return bytes_ + more_bytes <= most_bytes_; }
-    void rebuild(Part& part, size_t slots);
+    void rebuild(Part& part, size_t lines);
     void erase(Part& part, size_t at);
     void sweep(int holder);
     void look_up(const char* hashes, size_t hash_bytes, size_t count, uint64_t* holders) const;

@@ -292,7 +292,7 @@ class PrefixIndex:
     def remove(self, holder: int, hashes: bytes, hash_bytes: int) -> int:
         """How many it did not hold."""
     def match(
-        self, hashes: bytes, hash_bytes: int, readers: list[tuple[int, int, int, int]]
+        self, hashes: bytes | memoryview, hash_bytes: int, readers: list[tuple[int, int, int, int]]
     ) -> list[tuple[int, int, int, int]]:
         """For each reader (holders of L0, L1 and L2, or -1, and blocks of a chunk): leading blocks of each tier, and best."""
     def held(self, holder: int) -> int: ...

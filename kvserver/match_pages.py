@@ -65,7 +65,7 @@ class _JsonQuery(_Query, kw_only=True):
 
 
 class _MsgpackQuery(_Query, kw_only=True):
-    block_hashes: bytes | list[bytes | int] | None = None
+    block_hashes: memoryview | list[bytes | int] | None = None  # the first is a part of the body, uncopied
 
 
 _json, _msgpack = msgspec.json.Decoder(_JsonQuery), msgspec.msgpack.Decoder(_MsgpackQuery)
@@ -213,10 +213,10 @@ def _decoded(body: bytes, form: str) -> _JsonQuery | _MsgpackQuery:
         raise BadQuery(400, "bad_query", str(error)) from None
 
 
-def _joined(query: _JsonQuery | _MsgpackQuery) -> tuple[bytes, int]:
+def _joined(query: _JsonQuery | _MsgpackQuery) -> tuple[bytes | memoryview, int]:
     """(hashes end to end, bytes of each): as they came, or the last 8 of each."""
     hashes = query.block_hashes
-    if isinstance(hashes, bytes):
+    if isinstance(hashes, memoryview):
         if len(hashes) % query.hash_bytes:
             raise BadQuery(400, "bad_hashes", f"{len(hashes)} bytes are no whole hashes of {query.hash_bytes}")
         return hashes, query.hash_bytes

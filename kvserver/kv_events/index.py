@@ -157,7 +157,7 @@ class KVIndex:
             and (not instance_ids or reader.instance_id in instance_ids)
         ]
 
-    def match(self, readers: Sequence[Reader], hashes: bytes, hash_bytes: int) -> list[Match]:
+    def match(self, readers: Sequence[Reader], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
         """Of a prompt whose blocks have these hashes, end to end. ValueError unless they are whole, 8 to 32 bytes each."""
         found = self._index.match(hashes, hash_bytes, [self._tiers(reader) for reader in readers])
         return [Match(*blocks) for blocks in found]

@@ -186,6 +186,13 @@ def test_a_daemon_that_stood_still_is_followed_on(daemon, audience, make_worker)
     store(worker, prompt(1))
     follow(subscriber, set(prompt(1).hashes))
     daemon.freeze()
+    keys = prompt(2).keys
+    begun = worker.begin_store(keys, worker.blocks_for(len(keys)), contents=prompt(2).contents())
+    late = audience()  # which connects to a daemon that does not answer
+    with pytest.raises(TimeoutError):
+        begun.reply(1)
     daemon.thaw()
-    store(worker, prompt(2))
-    follow(subscriber, {*prompt(1).hashes, *prompt(2).hashes})
+    begun.reply()
+    store(worker, prompt(3))
+    for each in (subscriber, late):
+        follow(each, {*prompt(1).hashes, *prompt(2).hashes, *prompt(3).hashes})

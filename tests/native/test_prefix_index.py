@@ -166,6 +166,31 @@ def test_hashes_that_differ_little_are_found_as_fast_as_any():
         assert index.match(b"".join(blocks), 8, [(holder, -1, -1, 1)])[0][0] == len(blocks)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_each_block_of_a_crowded_table_is_found_as_long_as_it_is_held(seed):
+    """So many that most lines are full, and the blocks behind a full line move up when others go."""
+    generator = random.Random(seed)
+    index = PrefixIndex(generator.getrandbits(64), ROOM)
+    holders = [index.open(), index.open()]
+    blocks = hashes_of(seed, 30_000, 8)
+    held: list[set[bytes]] = [set(), set()]
+    for _ in range(12):
+        for holder, known in zip(holders, held, strict=True):
+            come = [block for block in generator.sample(blocks, 10_000) if block not in known]
+            gone = generator.sample(sorted(known), len(known) // 3)
+            assert index.add(holder, b"".join(come), 8) == 0
+            assert index.remove(holder, b"".join(gone), 8) == 0
+            known |= set(come)
+            known -= set(gone)
+        readers = [(holder, -1, -1, 1) for holder in holders]
+        for block in generator.sample(blocks, 3_000):
+            found = [match[0] for match in index.match(block, 8, readers)]
+            assert found == [int(block in known) for known in held]
+        at_once = sorted(held[0] & held[1])
+        assert [match[0] for match in index.match(b"".join(at_once), 8, readers)] == [len(at_once)] * 2
+    assert len(index) == len(held[0] | held[1]) > 20_000
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_comings_and_goings_agree_with_a_plain_model(seed):
     generator = random.Random(seed)

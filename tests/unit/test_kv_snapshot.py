@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, cast
@@ -127,6 +128,26 @@ def test_it_is_compressed_for_whoever_can_read_that(pages: StatusPages, publishe
     assert packed[0].headers["Content-Encoding"] == "gzip"
     assert len(packed[1]) < len(plain) / 2
     assert json_lines(gzip.decompress(packed[1]))[1] == json_lines(plain)[1]
+
+
+@pytest.mark.parametrize(("encoding", "packed"), [("json", False), ("msgpack", False), ("msgpack", True)])
+def test_a_body_takes_the_memory_of_a_part_of_it(
+    published: Published, encoding: snapshot.Encoding, packed: bool
+) -> None:
+    for at in range(40):
+        published.feed.stored(HERE, *(chunk(*(f"{at}.{i}.{j}" for j in range(16))) for i in range(250)))
+    taken = published.publisher.snapshot()
+    with snapshot.parts(taken, encoding, gzip=False) as plain:
+        whole = sum(map(len, plain))
+    tracemalloc.start()
+    try:
+        with snapshot.parts(taken, encoding, packed) as parts:
+            largest = max(map(len, parts))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert largest < whole / 15
+    assert most < whole / 5
 
 
 def test_whoever_asks_for_nothing_that_is_there_learns_what_is(pages: StatusPages, published: Published) -> None:
