@@ -112,7 +112,8 @@ class PlainClient:
 
     def post(self, body: bytes) -> bytes:
         head = f"POST /kv/match HTTP/1.1\r\nHost: x\r\nContent-Type: {MSGPACK}\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._socket.sendall(head.encode() + body)
+        self._socket.sendall(head.encode())
+        self._socket.sendall(body)
         answer = b""
         while b"\r\n\r\n" not in answer:
             answer += self._received()

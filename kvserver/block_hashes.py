@@ -3,8 +3,8 @@
     hash = SHA-256(dumps((hash before, (token, ...), extra keys or None)))
 
 with pickle's protocol 5 ("sha256") or canonical CBOR ("sha256_cbor"). Only these two: xxhash starts from a secret. The
-server does not import pickle, which may run what it reads: the bytes of this one shape are written here. It costs some
-5 us for 16 tokens (bench/match.py); other threads get a turn every 32 blocks.
+server does not import pickle, which may run what it reads: the bytes of this one shape are written here. It costs
+8 to 15 us for 16 tokens (bench/match.py); other threads get a turn every 32 blocks.
 
 Owns: these bytes and the chain. Refuses to know: engines, and what the hashes are for.
 """

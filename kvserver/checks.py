@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvserver.capacity import HUGE_PAGE_BYTES, available_memory
-from kvserver.config import GiB, MiB, Settings, field_types, variable
+from kvserver.config import field_types, variable
 from kvserver.errors import ConfigError
 from kvserver.placement import choose_l1, interleaved_nodes
+from kvserver.settings import GiB, MiB, Settings
 
 _DESCRIPTORS_PER_WORKER = 256
 _DEFAULT_KV_BYTES = 4 * GiB  # what is taken for the KV cache of an engine whose size is unknown

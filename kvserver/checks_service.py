@@ -23,8 +23,8 @@ from typing import Any
 from kvserver import __version__
 from kvserver.checks import Finding, Machine, ok, problem, warning
 from kvserver.client import Client, RequestFailed
-from kvserver.config import Settings
 from kvserver.protocol import PROTOCOL_VERSION
+from kvserver.settings import Settings
 
 OLDEST_VLLM = (0, 24)
 _HELLO_SECONDS = 2.0

@@ -28,7 +28,7 @@ import zmq
 from kvserver import __version__, _native
 from kvserver._native import Gpu
 from kvserver.cache import Cache
-from kvserver.config import Configuration, Settings
+from kvserver.config import Configuration
 from kvserver.copier import HostRegion, cpu_device, l1_region
 from kvserver.devices import Devices, GpuRules, OpenGpu
 from kvserver.errors import ConfigError
@@ -41,6 +41,7 @@ from kvserver.match_pages import MatchPages
 from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
 from kvserver.server import Server
+from kvserver.settings import Settings
 from kvserver.watchers import Watchers
 
 log = logging.getLogger("kvserver")

@@ -29,11 +29,11 @@ from kvserver._native import (
     Outcome,
     Pinner,
 )
-from kvserver.config import parse_gpus
 from kvserver.errors import ConfigError, ErrorCode, KVServerError
 from kvserver.placement import gpu_cpus
 from kvserver.pool import PagePool
 from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd, Memory, SharedFd
+from kvserver.settings import parse_gpus
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from kvserver import __version__
 from kvserver.cache import Cache
-from kvserver.config import Settings
 from kvserver.copier import Completion, Copier, Outcome
 from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
@@ -45,6 +44,7 @@ from kvserver.protocol import (
 )
 from kvserver.recount import Recount
 from kvserver.reports import Reports
+from kvserver.settings import Settings
 from kvserver.status import books_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.transfers import (
     LoadTicket,

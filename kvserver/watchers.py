@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvserver import metrics
-from kvserver.config import Settings, parse_otlp_endpoint, parse_size
 from kvserver.events import Bus, Subscriber
 from kvserver.families import Family
 from kvserver.kv_events import publisher
@@ -23,6 +22,7 @@ from kvserver.kv_events.publisher import ZmqPublisher
 from kvserver.kv_events.types import ObserverContext
 from kvserver.l0 import L0
 from kvserver.l1 import L1
+from kvserver.settings import Settings, parse_otlp_endpoint, parse_size
 
 if TYPE_CHECKING:
     from kvserver.otlp import OtlpMetrics

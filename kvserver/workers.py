@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 
 from kvserver.cache import Cache
-from kvserver.config import Settings
 from kvserver.copier import Completion, Copier, Device, Outcome, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import Bus, InstanceCame, InstanceGone, WorkerCame, WorkerGone
@@ -28,6 +27,7 @@ from kvserver.protocol import (
     Unregistered,
     UnregisterWorker,
 )
+from kvserver.settings import Settings
 from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ ADAPTERS = ROOT / "adapters"
 # Each module may import what stands before it, `_native` and the package itself.
 ORDER = [
     "errors",
+    "settings",
     "config",
     "logs",
     "capacity",
@@ -87,19 +88,19 @@ FREE = {"_native", "__init__"}
 ONLY = {  # modules that run inside engines, or must stay small
     "client": {"errors", "planes", "wire", "kv_messages", "protocol"},
     "cli_status": set(),
-    "checks": {"errors", "config", "capacity", "placement"},  # all work where the native module does not
-    "checks_gpu": {"config", "placement", "checks"},
-    "checks_service": {"config", "protocol", "client", "checks"},
+    "checks": {"errors", "settings", "config", "capacity", "placement"},  # all work where the native module does not
+    "checks_gpu": {"settings", "placement", "checks"},
+    "checks_service": {"settings", "protocol", "client", "checks"},
 }
 ADAPTERS_MAY = {
     "errors",
-    "config",
+    "settings",
     "planes",
     "wire",
     "kv_messages",
     "protocol",
     "client",
-} | FREE  # config: the default endpoint
+} | FREE  # settings: the default endpoint
 DEFERRED = {
     *(("__main__", "daemon"), ("__main__", "doctor")),  # so that `kvserver status` starts fast
     *(("watchers", "otlp"), ("watchers", "tracing")),  # so that a daemon without a collector is small

@@ -12,10 +12,9 @@ import secrets
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvserver._native import PrefixIndex
-from kvserver.config import parse_size
 from kvserver.families import Family, Kind
 from kvserver.kv_events.engines import EngineEvents
 from kvserver.kv_events.types import (
@@ -30,8 +29,10 @@ from kvserver.kv_events.types import (
 )
 from kvserver.kv_messages import DescribeScheduler
 from kvserver.namespace import epoch_of
+from kvserver.settings import parse_size
 
 _KNOWN_BYTES = 8  # the end of a hash
+_NONE = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ class Reader:
         return self.scheduler.instance_id
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """Leading blocks in each tier alone, and in all of them together."""
 
     l0: int
@@ -68,7 +68,7 @@ class KVIndex:
         self._follow_engines = follow_engines
         self._lock = threading.Lock()  # of the two below
         self._readers: dict[str, Reader] = {}
-        self._holders: dict[tuple[bytes, Tier], int] = {}
+        self._holders: dict[bytes, tuple[int, int]] = {}  # by reach: those of L1 and L2; -1: none
         self._dropped_reaches = 0
 
     # ---- what it is told ----------------------------------------------------------------------
@@ -81,7 +81,7 @@ class KVIndex:
                     self._index.add(holder, _ends(event.chunks), _KNOWN_BYTES)
             case KVRemoved():
                 reach = epoch_of(event.namespace)
-                holder = self._holders.get((reach, event.tier), -1)
+                holder = self._holders.get(reach, _NONE)[_at(event.tier)]
                 if holder >= 0:
                     self._index.remove(holder, _ends(event.chunks), _KNOWN_BYTES)
                     self._tidy(reach)
@@ -109,37 +109,37 @@ class KVIndex:
 
     def _holder(self, reach: bytes, tier: Tier) -> int:
         """For what a reach has in a tier; -1 if none can be had."""
-        holder = self._holders.get((reach, tier), -1)
+        holder = self._holders.get(reach, _NONE)[_at(tier)]
         if holder >= 0:
             return holder
         holder = self._index.open()
         if holder < 0 and self._drop_unread():
             holder = self._index.open()
         if holder >= 0:
+            l1, l2 = self._holders.get(reach, _NONE)
             with self._lock:
-                self._holders[reach, tier] = holder
+                self._holders[reach] = (holder, l2) if tier is Tier.L1 else (l1, holder)
         return holder
 
     def _drop_unread(self) -> bool:
         """Make room by what no engine can read now; False if engines read all."""
-        unread = {reach for reach, _ in self._holders} - {reader.reach for reader in self._readers.values()}
-        if not unread:
+        read = {reader.reach for reader in self._readers.values()}
+        unread = next((reach for reach in self._holders if reach not in read), None)
+        if unread is None:
             return False
         self._dropped_reaches += 1
-        self._close(next(reach for reach, _ in self._holders if reach in unread))
+        self._close(unread)
         return True
 
     def _tidy(self, reach: bytes) -> None:
         """Nothing is kept of a reach without chunks and engines."""
         read = any(reader.reach == reach for reader in self._readers.values())
-        if not read and not any(
-            self._index.held(h) for tier in Tier if (h := self._holders.get((reach, tier), -1)) >= 0
-        ):
+        if not read and not any(self._held(holder) for holder in self._holders.get(reach, _NONE)):
             self._close(reach)
 
     def _close(self, reach: bytes) -> None:
         with self._lock:
-            holders = [self._holders.pop((reach, tier), -1) for tier in Tier]
+            holders = self._holders.pop(reach, _NONE)
         for holder in holders:
             if holder >= 0:
                 self._index.close(holder)
@@ -160,11 +160,11 @@ class KVIndex:
     def match(self, readers: Sequence[Reader], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
         """Of a prompt whose blocks have these hashes, end to end. ValueError unless they are whole, 8 to 32 bytes each."""
         found = self._index.match(hashes, hash_bytes, [self._tiers(reader) for reader in readers])
-        return [Match(*blocks) for blocks in found]
+        return [Match._make(blocks) for blocks in found]
 
     def _tiers(self, reader: Reader) -> tuple[int, int, int, int]:
         with self._lock:
-            l1, l2 = (self._holders.get((reader.reach, tier), -1) for tier in (Tier.L1, Tier.L2))
+            l1, l2 = self._holders.get(reader.reach, _NONE)
         return self._engines.holder(reader.instance_id), l1, l2, reader.chunk_blocks
 
     def instance(self, instance_id: str) -> dict[str, Any] | None:
@@ -212,6 +212,10 @@ class KVIndex:
 
     def close(self) -> None:
         self._engines.close()
+
+
+def _at(tier: Tier) -> int:
+    return 0 if tier is Tier.L1 else 1
 
 
 def _ends(chunks: Sequence[KVChunk]) -> bytes:

@@ -17,7 +17,6 @@ from support.raw import RawPeer
 from support.worker import Worker, awkward, ids, make_keys, packed, wire_form
 
 from kvserver.client import Attachment
-from kvserver.config import MiB
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.kv_messages import ChunkContents, DescribeScheduler, EngineLoad, KVGroup, TakeKVEvents
 from kvserver.planes import Plane
@@ -41,6 +40,7 @@ from kvserver.protocol import (
     decode_request,
     encode,
 )
+from kvserver.settings import MiB
 
 MESSAGES = 50_000
 WARM_UP = 5_000

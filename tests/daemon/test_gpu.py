@@ -21,9 +21,9 @@ from support.worker import Geometry, Worker, awkward, gpu_handle, make_keys
 
 from kvserver._native import State
 from kvserver.client import RequestFailed
-from kvserver.config import GiB, KiB, MiB
 from kvserver.planes import Plane
 from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd, Error, Retrieved, SharedFd, Stored, encode
+from kvserver.settings import GiB, KiB, MiB
 
 MakeDaemon = Callable[..., Daemon]
 MakeWorker = Callable[..., Worker]

@@ -16,11 +16,11 @@ from support.worker import Worker, make_keys
 
 from kvserver._native import FakeGpu, HostRegion, State
 from kvserver.client import RequestFailed
-from kvserver.config import MiB
 from kvserver.copier import cpu_device
 from kvserver.devices import Devices, GpuRules
 from kvserver.http import StatusPages
 from kvserver.protocol import Error, Reply, Stored
+from kvserver.settings import MiB
 
 REASON = mortal_gpus.REASON
 

@@ -10,8 +10,8 @@ from support.daemon import Daemon
 from support.worker import Worker
 
 from kvserver.capacity import free_huge_bytes
-from kvserver.config import MiB
 from kvserver.placement import interleaved_nodes, memory_nodes
+from kvserver.settings import MiB
 
 HUGE = 2 * MiB
 Make = Callable[..., Daemon]

@@ -21,11 +21,11 @@ from support.worker import make_keys
 from kvserver import __version__, http
 from kvserver._native import State
 from kvserver.capacity import available_memory, choose_l1_bytes
-from kvserver.config import GiB, MiB
 from kvserver.copier import HostRegion, cpu_device
 from kvserver.devices import Devices
 from kvserver.errors import ConfigError
 from kvserver.protocol import PROTOCOL_VERSION, Lookup, Status, StatusReply, encode
+from kvserver.settings import GiB, MiB
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -14,10 +14,10 @@ from support.collector import Collected, labels_of, nobody, over_grpc, over_http
 from support.daemon import wait_until
 from support.worker import Worker, make_keys
 
-from kvserver.config import parse_otlp_endpoint
 from kvserver.events import CopyEnded, LookupEnded, RequestEnded
 from kvserver.otlp import resource, span_exporter
 from kvserver.protocol import EndRequest
+from kvserver.settings import parse_otlp_endpoint
 from kvserver.tracing import Traces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -166,7 +166,7 @@ def test_a_daemon_whose_traces_hang_serves_and_stops(make_daemon, make_worker, s
 PROGRAM = """
 import gc, sys, threading
 from kvserver import otlp
-from kvserver.config import parse_otlp_endpoint
+from kvserver.settings import parse_otlp_endpoint
 from kvserver.families import Family, Kind
 
 otlp.ANSWER_SECONDS = 0.1

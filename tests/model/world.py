@@ -20,7 +20,6 @@ from support.worker import Geometry, Memory, identity, packed, put
 
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import Cache
-from kvserver.config import Settings
 from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import POLICIES
@@ -53,6 +52,7 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
+from kvserver.settings import Settings
 from kvserver.watchers import Watchers
 
 from .plain import Entry, Name, Plain

@@ -10,8 +10,8 @@ from pathlib import Path
 from kvserver import daemon
 from kvserver.__main__ import main
 from kvserver._native import FakeGpu, Gpu
-from kvserver.config import Settings
 from kvserver.devices import OpenGpu
+from kvserver.settings import Settings
 
 REASON = "Xid 79: the GPU has fallen off the bus"
 

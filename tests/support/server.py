@@ -12,7 +12,6 @@ from pathlib import Path
 import zmq
 
 from kvserver.cache import Cache
-from kvserver.config import MiB, Settings
 from kvserver.devices import Devices
 from kvserver.eviction import LeastRecentlyUsed
 from kvserver.handlers import Handlers
@@ -20,6 +19,7 @@ from kvserver.http import StatusPages
 from kvserver.lifeline import Lifelines
 from kvserver.pool import PagePool
 from kvserver.server import Server
+from kvserver.settings import MiB, Settings
 from kvserver.watchers import Watchers
 
 L1_BYTES, PAGE_BYTES = MiB, 4096

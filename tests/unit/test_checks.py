@@ -13,7 +13,7 @@ import pytest
 
 from kvserver import checks, checks_service, doctor
 from kvserver.checks import Finding, Level, Machine
-from kvserver.config import GiB, MiB, Settings
+from kvserver.settings import GiB, MiB, Settings
 
 
 def machine(root: Path, **values: Any) -> Machine:

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from kvserver import config
-from kvserver.config import GiB, KiB, MiB, Settings, parse_gpus, parse_size
 from kvserver.errors import ConfigError
+from kvserver.settings import GiB, KiB, MiB, Settings, default_endpoint, parse_gpus, parse_size
 
 GPU = "GPU-9221d5d1-b60b-a624-bf14-0a1819cfda3b"
 OTHER_GPU = "GPU-00000000-0000-0000-0000-000000000001"
@@ -264,7 +264,7 @@ def test_the_table_shows_defaults_and_descriptions_beside_the_values() -> None:
 def test_an_endpoint_that_nobody_gave_is_a_default() -> None:
     for environ in ({}, {"KVSERVER_ENDPOINT": ""}):
         row = config.read({}, environ).table()["endpoint"]
-        assert row["value"] == row["default"] == config.default_endpoint()
+        assert row["value"] == row["default"] == default_endpoint()
         assert row["source"] == "default"
 
 

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from kvserver.config import Settings
 from kvserver.kv_events.index import KVIndex, Match, make
 from kvserver.kv_events.types import (
     Description,
@@ -20,6 +19,7 @@ from kvserver.kv_events.types import (
     Tier,
 )
 from kvserver.kv_messages import DescribeScheduler
+from kvserver.settings import Settings
 
 REACHES = [bytes([n]) * 64 for n in (1, 2)]
 LORA = b"l" * 32

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvserver.config import GiB, KiB, MiB, Settings
 from kvserver.errors import ConfigError
 from kvserver.placement import Placement, choose_l1, gpu_node, interleaved_nodes, memory_nodes, node_cpus
+from kvserver.settings import GiB, KiB, MiB, Settings
 
 
 class Machine:
