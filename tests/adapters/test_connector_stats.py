@@ -7,7 +7,6 @@ from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.stats import KVServerStats
 from modelless import BLOCK, Engine, configure, prompt
 from prometheus_client import REGISTRY
-from tap import Tap
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
@@ -16,19 +15,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvserver.protocol import Error, Retrieve, Store
 
 CHUNK = 64
-
-
-@pytest.fixture
-def make_tap():
-    taps: list[Tap] = []
-
-    def make(daemon):
-        taps.append(Tap(daemon))
-        return taps[-1]
-
-    yield make
-    for tap in taps:
-        tap.close()
 
 
 def payloads(engine: Engine) -> list[dict]:

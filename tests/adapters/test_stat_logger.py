@@ -10,7 +10,6 @@ import pytest
 from kvserver.adapters.vllm.stat_logger import KVServerStatLogger, instance_id
 from modelless import configure, prompt
 from support.daemon import wait_until
-from tap import Tap
 from vllm.v1.metrics.loggers import StatLoggerManager, load_stat_logger_plugin_factories
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
@@ -18,19 +17,6 @@ from kvserver.kv_messages import EngineLoad
 from kvserver.protocol import Hello, HelloReply
 
 SOON = {"kvserver.load_interval_ms": 20}
-
-
-@pytest.fixture
-def make_tap():
-    taps: list[Tap] = []
-
-    def make(daemon):
-        taps.append(Tap(daemon))
-        return taps[-1]
-
-    yield make
-    for tap in taps:
-        tap.close()
 
 
 @pytest.fixture
