@@ -71,6 +71,7 @@ class Subscriber:
         self.last = -1
         self.missed = 0  # batches that no replay had
         self.received: list[Message] = []
+        self.batches: dict[int, bytes] = {}  # all that it knows of, live or by a replay
 
     def receive(self, timeout_ms: int = 10_000) -> Message | None:
         """The next message, None if there is none in time."""
@@ -103,6 +104,7 @@ class Subscriber:
         if sequence > self.last:
             self.missed += sequence - self.last - 1 if self.last >= 0 else 0
             self.blocks.apply(payload)
+            self.batches[sequence] = payload
             self.last = sequence
 
     def replay(self, start: int, *, topic: bytes | None = None) -> list[Message]:
