@@ -23,6 +23,8 @@ NATIVE_SOURCES := $(sort $(wildcard csrc/*) CMakeLists.txt pyproject.toml)
 PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
+# What runs in $(VENV_VLLM).
+ENGINE_TESTS := tests/adapters tests/issues/adapters tests/vllm tests/issues/vllm
 
 .PHONY: run test test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs demo bench bench-gpu clean rules FORCE
 
@@ -43,7 +45,7 @@ test: test-core test-gpu-simulated
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
 test-core: $(VENV)/.installed
-	$(VENV)/bin/$(PYTEST) --ignore=tests/vllm --ignore=tests/adapters --ignore=tests/gpu $(ARGS)
+	$(VENV)/bin/$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/gpu $(ARGS)
 
 # Engines there need torch. Without a GPU all is skipped.
 test-gpu:
@@ -57,7 +59,7 @@ bench-gpu:
 
 # The engine tests run in vLLM's own environment and start the daemon of $(VENV).
 test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
-	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST) tests/adapters tests/vllm $(ARGS)
+	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST) $(ENGINE_TESTS) $(ARGS)
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,68 @@
+"""Engines are dear (10-20 s each), so the tests of this folder share them.
+
+The daemon's endpoint is one for all; each test starts its own daemon on it, with the flags it needs,
+and the engines find it again by themselves: that too is tested by every test.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tiny_models
+from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
+from support.daemon import Daemon
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with engine_group(model, tmp_path_factory.mktemp("engines")) as group:
+        yield group
+
+
+@pytest.fixture
+def first(engines: Engines) -> Engine:
+    """In float32, so that neither batches nor the split of prefill change a token."""
+    return engines.get("first", dtype="float32", extra=TIMEOUTS)
+
+
+@pytest.fixture
+def second(engines: Engines) -> Engine:
+    """A second process of the same model, with chunked prefill in small steps."""
+    return engines.get("second", dtype="float32", extra=TIMEOUTS, max_num_batched_tokens=256)
+
+
+@pytest.fixture
+def start_daemon(engines: Engines) -> Iterator[Callable[..., Daemon]]:
+    """Start a daemon on the shared endpoint and wait until every live engine has registered with it."""
+    started: list[Daemon] = []
+
+    def start(wait: bool = True, **flags: object) -> Daemon:
+        daemon = Daemon(**({"endpoint": engines.endpoint, "l1_size": "256MiB", "chunk_tokens": 256} | flags))
+        started.append(daemon)
+        daemon.start()
+        if wait:
+            engines.wait_registered(daemon)
+        return daemon
+
+    yield start
+    for daemon in started:
+        daemon.close()
+
+
+@pytest.fixture
+def prompt() -> Callable[..., Prompt]:
+    """`prompt(seed, length)`: random token ids."""
+
+    def make(seed: int, length: int) -> Prompt:
+        source = random.Random(seed)
+        return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
+
+    return make
