@@ -83,6 +83,7 @@ class PoolHook:
         pool.free_blocks = self._releasing(pool, pool.free_blocks)
         if hasattr(pool, "unpin_blocks"):  # newer vLLMs' other way to release
             pool.unpin_blocks = self._releasing(pool, pool.unpin_blocks)
+        pool.reset_prefix_cache = self._resetting(pool.reset_prefix_cache)
 
     def _forward_to(self, inner: Any) -> None:
         """The rest of the collector (sampling, draining) is the inner one's, by name: a __getattr__ would make each look
@@ -107,6 +108,22 @@ class PoolHook:
             release(blocks, *args, **kwargs)
 
         return release_blocks
+
+    def _resetting(self, reset: Callable[..., bool]) -> Callable[..., bool]:
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
+            """A pool resets only while none of its blocks is in use. Pinned ones hold nothing that can be found, so they
+            count as free while it looks. It gives out none meanwhile: on this thread nothing comes between.
+            """
+            pinned = list(self._pins.elements())
+            if not pinned:
+                return reset(*args, **kwargs)
+            self.unpin(pinned)
+            try:
+                return reset(*args, **kwargs)
+            finally:
+                self.pin(pinned)
+
+        return reset_prefix_cache
 
     # ---- what happened ------------------------------------------------------------------------
 

@@ -1,0 +1,121 @@
+"""Quarantined blocks counted as used in vLLM's pool, so `reset_prefix_cache` failed and `pause_generation(clear_cache=True)`
+raised, although no prefix of theirs can be found. A reset succeeds now, and they stay out of use.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from modelless import BLOCK, Engine, prompt
+from support.daemon import Daemon, wait_until
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+TOKENS = prompt(1, 266)
+LOAD_TIMEOUT = {"kvserver.load_timeout_ms": 200}
+
+
+def begin_load(daemon: Daemon, make_engine, **options) -> Engine:
+    """An engine with `warm` loading, in a daemon that hangs with some of its bytes copied. 60 blocks, 59 usable."""
+    make_engine(daemon).generate("cold", TOKENS)
+    engine = make_engine(daemon, num_blocks=60, extra=LOAD_TIMEOUT, **options)
+    engine.add("warm", TOKENS)
+    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    assert engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS"
+    daemon.freeze()
+    return engine
+
+
+def reset(engine: Engine) -> bool:
+    """As EngineCore's pause does when it is complete."""
+    return engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+
+def pause(engine: Engine) -> bool:
+    """`pause_generation(mode="abort", clear_cache=True)`: EngineCoreProc steps until nothing is left, then resets."""
+    engine.abort("warm")
+    engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    engine.run(until=lambda: not engine.busy)
+    return reset(engine)
+
+
+def blocks_used(engine: Engine) -> set[int]:
+    """Fill the engine's memory twice over; which blocks its requests were given."""
+    used: set[int] = set()
+
+    def look(plan):
+        for row in engine.rows.values():
+            used.update(row.blocks)
+
+    engine.after_step = look
+    names = [f"filler{len(engine.answers)}-{i}" for i in range(8)]
+    answers = [engine.add(name, prompt(1000 + len(engine.answers), 13 * BLOCK), count=5) for name in names]
+    engine.run(until=lambda: all(answer.finish_reason for answer in answers))
+    assert all(answer.right for answer in answers)
+    return used
+
+
+@pytest.mark.parametrize("ends_by", ["acknowledgement", "death"])
+def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(make_daemon, make_engine, ends_by):
+    daemon = make_daemon(test_copy_delay_us=50_000)
+    engine = begin_load(daemon, make_engine)
+    held = set(engine.loads[0].block_ids)
+
+    began = time.monotonic()
+    assert pause(engine)
+    assert time.monotonic() - began < 5, "bounded by the load's timeout, not by the daemon"
+    assert engine.free_blocks == 59 - len(held)
+
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert not blocks_used(engine) & held
+    assert reset(engine), "as often as it is asked for"
+    assert engine.free_blocks == 59 - len(held)
+
+    if ends_by == "death":
+        daemon.kill()
+    else:
+        daemon.thaw()
+    wait_until(lambda: engine.generate_free("tick") == 59, 10, "the blocks come back")
+    assert blocks_used(engine) & held
+    engine.run()
+    assert reset(engine)
+
+
+def test_a_reset_forgets_what_was_cached_beside_quarantined_blocks(make_daemon, make_engine):
+    daemon = make_daemon(test_copy_delay_us=50_000)
+    engine = begin_load(daemon, make_engine)
+    assert pause(engine)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    again = prompt(9, 5 * BLOCK)
+    for name, local in (("first", 0), ("second", 4 * BLOCK)):
+        answer = engine.add(name, again)
+        engine.run(until=lambda answer=answer: answer.finish_reason is not None)
+        assert answer.local == local
+    engine.finish_steps()
+    assert reset(engine)
+    answer = engine.add("third", again)
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert answer.local == 0
+    daemon.thaw()
+    wait_until(lambda: engine.generate_free("tick") == 59, 10, "the blocks come back")
+
+
+def test_a_reset_still_fails_while_requests_use_blocks(make_daemon, make_engine):
+    """What is beside the quarantined blocks keeps its KV: vLLM must hear that it does."""
+    daemon = make_daemon(test_copy_delay_us=50_000)
+    engine = begin_load(daemon, make_engine)
+    held = len(engine.loads[0].block_ids)
+    assert pause(engine)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    answer = engine.add("running", prompt(3, 5 * BLOCK), count=20)
+    engine.run(until=lambda: len(answer.tokens) > 3)
+    used = 59 - held - engine.free_blocks
+    assert used > 0
+    assert not engine.scheduler.reset_prefix_cache()
+    assert engine.free_blocks == 59 - held - used
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert answer.right
+    daemon.thaw()
+    wait_until(lambda: engine.generate_free("tick") == 59, 10, "the blocks come back")
