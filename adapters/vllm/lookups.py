@@ -19,7 +19,7 @@ from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.settings import AdapterSettings
 
 from kvserver.errors import ErrorCode
-from kvserver.protocol import Error, Lookup, LookupReply, Reply
+from kvserver.protocol import MAX_CHUNKS, Error, Lookup, LookupReply, Reply
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -94,7 +94,8 @@ class Lookups:
     def send(self, question: Question) -> None:
         session = self.usable()
         request = question.request
-        keys = self._chunks.keys(request, 0, self._chunks.hashed(request)) if session is not None else b""
+        asked = min(self._chunks.hashed(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
+        keys = self._chunks.keys(request, 0, asked) if session is not None else b""
         number = None
         if session is not None and keys:
             number = session.channel.send(

@@ -31,7 +31,7 @@ from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
 
 from kvserver.kv_messages import DescribeScheduler
-from kvserver.protocol import Error, Reply
+from kvserver.protocol import MAX_CHUNKS, Error, Reply
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -260,7 +260,7 @@ class SchedulerHalf:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
         end = tokens // self._chunks.tokens
         per_chunk = self._chunks.blocks
-        most = max(1, _STORE_TOKENS // self._chunks.tokens)
+        most = max(1, min(MAX_CHUNKS, _STORE_TOKENS // self._chunks.tokens))
         first = state.stored_chunks
         while first < end:
             # Chunks with null blocks (a window moved on) split the range.

@@ -236,7 +236,7 @@ def configure(
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=max_tokens_per_step,
-            max_model_len=2048,
+            max_model_len=model["max_model_len"],
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
         ),
