@@ -264,6 +264,25 @@ def test_a_rank_may_come_back_after_its_connection_ended(daemon, make_worker):
     assert again.memory.blocks(again.blocks_for(1, first=17)) == content
 
 
+def test_a_rank_that_comes_back_otherwise_takes_the_variants_along(daemon, make_worker):
+    """Their KV has the geometry that the ranks had before."""
+    same = {"instance_id": "comes-back-otherwise", "incarnation": "a", "world_size": 2}
+    keys = make_keys(1)
+    zero, one = make_worker(daemon, rank=0, **same), make_worker(daemon, rank=1, **same)
+    for each in (zero, one):
+        each.store(keys, each.blocks_for(1), variant="lora")
+    assert zero.lookup(keys, variant="lora") == 1
+    one.hang_up()
+    daemon.wait_for_books(attachments=1)
+    again = make_worker(daemon, rank=1, geometry=awkward(scale=2), **same)
+    assert zero.lookup(keys, variant="lora") == 0
+    for each in (zero, again):
+        each.store(keys, each.blocks_for(1), variant="lora")
+    content = again.memory.blocks(again.blocks_for(1))
+    again.load(keys, again.blocks_for(1, first=17), variant="lora")
+    assert again.memory.blocks(again.blocks_for(1, first=17)) == content
+
+
 # ---- clear ------------------------------------------------------------------------------------
 
 

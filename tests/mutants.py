@@ -1,0 +1,792 @@
+"""Deliberate faults in a copy of the code, each with the tests that must notice it. By hand, not in CI: README.md.
+
+    .venv/bin/python tests/mutants.py [--list] [--check] [--core | --adapters] [--only WORD …]
+
+An anchor is a symbol and a text that must be in it exactly once: `--check`, which CI runs, tells which no longer fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutated_package
+
+CACHE, INDEX, POOL = "kvserver/cache.py", "kvserver/index.py", "kvserver/pool.py"
+EVICTION, MISSES, NAMESPACE = "kvserver/eviction.py", "kvserver/misses.py", "kvserver/namespace.py"
+TRANSFERS, LIFELINE, HANDLERS = "kvserver/transfers.py", "kvserver/lifeline.py", "kvserver/handlers.py"
+INSTANCES, WORKERS = "kvserver/instances.py", "kvserver/workers.py"
+WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/vllm/copies.py"
+SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.py", "adapters/vllm/link.py"
+CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
+OUTBOX, REPORTS, VARIANTS = "adapters/vllm/outbox.py", "adapters/vllm/reports.py", "adapters/vllm/variants.py"
+
+CACHE_TESTS = ("unit/test_cache.py",)
+INDEX_TESTS = ("unit/test_index.py",)
+POOL_TESTS = ("unit/test_pool.py",)
+EVICTION_TESTS = ("unit/test_eviction.py",)
+NAMESPACE_TESTS = ("unit/test_namespace.py",)
+
+STORES_AND_LOADS = (
+    # ---- what a lookup finds, and leases ------------------------------------------------------
+    Mutant(
+        "a lookup finds a chunk that is still being filled",
+        CACHE, "Cache.lookup", "if chunk is None or not chunk.ready:", "if chunk is None:", CACHE_TESTS,
+    ),
+    Mutant(
+        "a lookup counts chunks behind one that is missing",
+        CACHE, "Cache.lookup", "                    break", "                    continue", CACHE_TESTS,
+    ),
+    Mutant(
+        "the first lease of a request that asks again is never ended",
+        CACHE, "Cache.lookup", "self.end_lease(owner)", "self._leases.pop(owner, None)", CACHE_TESTS,
+    ),
+    Mutant(
+        "the end of a lease makes the end of a prefix the youngest",
+        CACHE, "Cache.end_lease", "in reversed(lease.chunks):", "in lease.chunks:", CACHE_TESTS,
+    ),
+    Mutant(
+        "the end of a lease does not show its chunks to eviction",
+        CACHE, "Cache.end_lease", "self._settle(chunk)", "pass", CACHE_TESTS,
+    ),
+    # ---- stores and loads ---------------------------------------------------------------------
+    Mutant(
+        "a chunk is stored twice while the first copy runs",
+        CACHE, "Cache.plan_store", "(chunk.done | chunk.filling) & bit", "chunk.done & bit", CACHE_TESTS,
+    ),
+    Mutant(
+        "a chunk that another rank stored counts as this rank's",
+        CACHE, "Cache.plan_store", "(chunk.done | chunk.filling) & bit", "(chunk.done | chunk.filling)", CACHE_TESTS,
+    ),
+    Mutant(
+        "making room for one rank evicts the other ranks' bytes of that chunk",
+        CACHE, "Cache.plan_store", "chunk.pins += 1  # making room", "chunk.pins += 0  # making room", CACHE_TESTS,
+    ),
+    Mutant(
+        "a chunk is found when its first rank was copied",
+        CACHE, "Cache.finish_store", "if chunk.done == (1 << chunk.namespace.world_size) - 1:", "if chunk.done:",
+        CACHE_TESTS,
+    ),
+    Mutant(
+        "a failed copy is published",
+        CACHE, "Cache.finish_store", "if copied and not chunk.detached:", "if not chunk.detached:", CACHE_TESTS,
+    ),
+    Mutant(
+        "a store that ends after a clear is published",
+        CACHE, "Cache.finish_store", "if copied and not chunk.detached:", "if copied:", CACHE_TESTS,
+    ),
+    Mutant(
+        "a failed copy keeps its pages",
+        CACHE, "Cache.finish_store", "self.pool.give(chunk.slot(plan.rank))", "pass", CACHE_TESTS,
+    ),
+    Mutant(
+        "one rank's failure takes the chunk away that another rank fills",
+        CACHE, "Cache.finish_store", "not chunk.done and not chunk.filling", "not chunk.done", CACHE_TESTS,
+    ),
+    Mutant(
+        "a load reads a chunk that is still being filled",
+        CACHE, "Cache.plan_load", "if chunk is not None and chunk.ready]", "if chunk is not None]", CACHE_TESTS,
+    ),
+    Mutant(
+        "what is read may be evicted",
+        CACHE, "Cache.plan_load", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
+    ),
+    Mutant(
+        "a load is no use of its chunks",
+        CACHE, "Cache.finish_load", "self._use(chunks)", "pass", CACHE_TESTS,
+    ),
+    Mutant(
+        "the pages of a cleared chunk are freed while it is read",
+        CACHE, "Cache._settle", "if chunk.pins:", "if chunk.pins and not chunk.detached:", CACHE_TESTS,
+    ),
+    Mutant(
+        "a clear of one namespace clears all",
+        CACHE, "Cache.clear", "if id.startswith(base) else None", "if True else None", CACHE_TESTS,
+    ),
+    Mutant(
+        "a store evicts while pages of cleared chunks could be freed",
+        CACHE, "Cache._take", "if self._garbage:", "if False:", CACHE_TESTS,
+    ),
+    Mutant(
+        "an eviction is told nobody",
+        CACHE, "Cache._take", "plan.evicted.append((victim.namespace.id, victim.key))", "pass",
+        (
+            "daemon/test_kv_stream.py"
+            "::test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_a_snapshot",
+        ),
+    ),
+    Mutant(
+        "the end of a used prefix becomes the youngest",
+        CACHE, "Cache._use", "in reversed(prefix):", "in prefix:", CACHE_TESTS,
+    ),
+    # ---- the index ----------------------------------------------------------------------------
+    Mutant(
+        "one rank's slot moves the bounds of the others wrongly",
+        INDEX, "Chunk.put_slot", "range(rank, ranks)", "range(rank + 1, ranks)", INDEX_TESTS,
+    ),
+    Mutant(
+        "chunks of a cleared namespace are not detached",
+        INDEX, "Chunk.detached", "self.namespace.cleared or not self.in_index", "not self.in_index", INDEX_TESTS,
+    ),
+    Mutant(
+        "an emptied namespace stays in memory",
+        INDEX, "Index.remove", "del self._namespaces[chunk.namespace.id]", "pass", INDEX_TESTS,
+    ),
+    Mutant(
+        "an emptied namespace takes whichever has its id along",
+        INDEX, "Index.remove", "is chunk.namespace:", "is not None:", INDEX_TESTS,
+        equivalent="remove() requires a chunk that is not detached, so its namespace is not cleared, and only clear() "
+        "lets another take its id",
+    ),
+    Mutant(
+        "cleared chunks are counted on",
+        INDEX, "Index.clear", "self.chunk_count -= len(namespace.chunks)", "pass", INDEX_TESTS,
+    ),
+    # ---- pages --------------------------------------------------------------------------------
+    Mutant(
+        "the last page of a slot is missing",
+        POOL, "PagePool.pages_for", "-(-slot_bytes // self.page_bytes)", "slot_bytes // self.page_bytes or 1", POOL_TESTS,
+    ),
+    Mutant(
+        "a slot is refused although enough pages are free here and there",
+        POOL, "PagePool.take", "if count <= self.free_pages:", "if False:", POOL_TESTS,
+    ),
+    Mutant(
+        "unpinned pages are used before all pinned ones are",
+        POOL, "PagePool.take", "if count <= self._pinned.pages:", "if False:", POOL_TESTS,
+    ),
+    Mutant(
+        "a slot is cut from pages that are in use",
+        POOL, "_FreeExtents.cut", "self._add(first + count, found - count)", "self._add(first, found - count)", POOL_TESTS,
+    ),
+    Mutant(
+        "free pages do not merge with those behind them",
+        POOL, "_FreeExtents.give", "if after is not None:", "if False:", POOL_TESTS,
+    ),
+    Mutant(
+        "a freed slot that pinning reached into is all pinned",
+        POOL, "PagePool._give", "elif pinned >= count:", "elif pinned > 0:", POOL_TESTS,
+    ),
+    Mutant(
+        "a large slot is gathered from shreds",
+        POOL, "_gather", "least = grain(count)", "least = 1", POOL_TESTS,
+    ),
+    # ---- who leaves ---------------------------------------------------------------------------
+    Mutant(
+        "a chunk that was used since is evicted by its old place",
+        EVICTION, "LeastRecentlyUsed.victim", "chunk.last_used != chunk.queued_at", "False", EVICTION_TESTS,
+    ),
+    Mutant(
+        "a chunk that a request leases is evicted",
+        EVICTION, "LeastRecentlyUsed.victim", "chunk.detached or chunk.leases or chunk.pins", "chunk.detached or chunk.pins",
+        EVICTION_TESTS,
+    ),
+    Mutant(
+        "a chunk that is copied is evicted",
+        EVICTION, "LeastRecentlyUsed.victim", "chunk.detached or chunk.leases or chunk.pins",
+        "chunk.detached or chunk.leases", EVICTION_TESTS,
+    ),
+    Mutant(
+        "forgotten chunks pile up in the policy",
+        EVICTION, "LeastRecentlyUsed.forget", "if self._forgotten > _SWEEP", "if False", EVICTION_TESTS,
+    ),
+    Mutant(
+        "incomplete chunks leave in no order",
+        EVICTION, "LeastRecentlyUsed.track", "self._unused += 1", "self._unused -= 1", EVICTION_TESTS,
+    ),
+    # ---- who shares ---------------------------------------------------------------------------
+    Mutant(
+        "chunks of another size are shared",
+        NAMESPACE, "fingerprint", "        first.chunk_blocks,\n", "", NAMESPACE_TESTS,
+    ),
+    Mutant(
+        "blocks of another size are shared",
+        NAMESPACE, "fingerprint", "        first.block_tokens,\n", "", NAMESPACE_TESTS,
+    ),
+    Mutant(
+        "the groups of planes do not count",
+        NAMESPACE, "fingerprint", "(plane.group, plane.run_bytes)", "plane.run_bytes",
+        ("daemon/test_groups.py::test_models_whose_groups_differ_share_nothing",),
+    ),
+    Mutant(
+        "only the first rank's planes count",
+        NAMESPACE, "fingerprint", "for rank in ranks]", "for rank in ranks[:1]]", NAMESPACE_TESTS,
+    ),
+    Mutant(
+        "the layout does not count",
+        NAMESPACE, "fingerprint", "[rank.layout, [", "[[", NAMESPACE_TESTS,
+    ),
+    Mutant(
+        "a LoRA's namespace is not below that of its epoch",
+        NAMESPACE, "with_variant", 'variant.split("/", 1)', "[variant]", NAMESPACE_TESTS,
+    ),
+    Mutant(
+        "ranks with different numbers of blocks are taken for one engine's",
+        NAMESPACE, "check_agreement", '"num_blocks", ', "", NAMESPACE_TESTS,
+    ),
+)  # fmt: skip
+
+SERVER = (
+    # ---- copies -------------------------------------------------------------------------------
+    Mutant(
+        "every rank counts the tokens that a load saved",
+        TRANSFERS, "Transfers.load_ended", "if spec.rank == 0:", "if True:",
+        ("daemon/test_round_trip.py", "daemon/test_lifecycle.py", "daemon/test_replicated.py"),
+    ),
+    Mutant(
+        "skipped chunks count as stored",
+        TRANSFERS, "Transfers.store_ended", "counts.stored_chunks += len(ticket.plan.chunks)",
+        "counts.stored_chunks += len(ticket.plan.prefix)", ("daemon/test_operation.py",),
+    ),
+    Mutant(
+        "what a worker stored that is gone is published",
+        TRANSFERS, "Transfers.store_ended", "completion.done and not ticket.worker.closing", "completion.done",
+        ("daemon/test_failures.py", "model/test_random_walk.py"),
+    ),
+    Mutant(
+        "the null block is stored",
+        TRANSFERS, "Transfers._store", "        _refuse_null_block(blocks)\n", "", ("daemon/test_bad_input.py",),
+    ),
+    Mutant(
+        "the null block is loaded into",
+        TRANSFERS, "Transfers._load", "_refuse_null_block(blocks)", "pass", ("daemon/test_bad_input.py",),
+    ),
+    Mutant(
+        "a position without any block is loaded",
+        TRANSFERS, "_with_holes", "if not all(map(any,", "if not any(map(any,", ("daemon/test_groups.py",),
+    ),
+    Mutant(
+        "a load may leave out a whole chunk",
+        TRANSFERS, "Transfers._load", "if request.skip_blocks >= worker.spec.chunk_blocks:", "if False:",
+        ("daemon/test_bad_input.py::test_a_load_that_leaves_out_a_whole_chunk_is_refused",),
+    ),
+    Mutant(
+        "a copy that is late as it comes is begun",
+        TRANSFERS, "Transfers.begin", "if request.deadline_ns <= self._clock() * 1e9:", "if False:",
+        ("daemon/test_bad_input.py::test_a_copy_whose_deadline_has_passed_is_not_started",),
+    ),
+    Mutant(
+        "the word of a refused copy stays PENDING",
+        TRANSFERS, "Transfers.begin", "worker.words.fail_word(request.word, request.sequence)", "pass",
+        ("daemon/test_bad_input.py::test_the_word_of_a_refused_copy_says_failed_before_its_reply",),
+    ),
+    Mutant(
+        "a state word outside its page is written to",
+        TRANSFERS, "Transfers.begin", "if request.word >= worker.spec.words:", "if False:",
+        ("daemon/test_bad_input.py::test_a_state_word_outside_its_page_is_refused",),
+    ),
+    Mutant(
+        "keys of chunks of another size are taken",
+        TRANSFERS, "check_chunk", "if chunk_blocks != spec.chunk_blocks:", "if False:",
+        ("daemon/test_bad_input.py::test_keys_of_another_chunk_size_are_refused",),
+    ),
+    Mutant(
+        "a part of the chunks is stored from the first blocks",
+        TRANSFERS, "Transfers._store", "for position in plan.positions:", "for position in range(len(plan.positions)):",
+        ("daemon/test_round_trip.py", "daemon/test_groups.py"),
+    ),
+    Mutant(
+        "the blocks that a load leaves out are written",
+        TRANSFERS, "Transfers._submit", "skip=skip,", "skip=0,", ("daemon/test_round_trip.py",),
+    ),
+    Mutant(
+        "the server takes every rank's copy of what all of them hold",
+        INSTANCES, "Worker.__init__", "self.stores = self.slot == spec.rank", "self.stores = True",
+        ("daemon/test_replicated.py",),
+    ),
+    Mutant(
+        "a store that cannot be queued keeps its slots pinned",
+        TRANSFERS, "Transfers._store", "            self._cache.finish_store(plan, copied=False)\n", "",
+        ("model/test_random_walk.py", "daemon/test_failures.py"),
+    ),
+    # ---- lifelines ----------------------------------------------------------------------------
+    Mutant(
+        "there is no limit of connections",
+        LIFELINE, "Lifelines.accept", "len(self._attachments) >= MAX_CONNECTIONS or ", "", ("daemon/test_bad_input.py",),
+    ),
+    Mutant(
+        "any user may connect",
+        LIFELINE, "Lifelines.accept", " or uid not in (os.getuid(), 0)", "", ("daemon/test_bad_input.py",),
+    ),
+    Mutant(
+        "any token will do",
+        LIFELINE, "Lifelines._attach", "if decode_attach(raw).token != self._token:", "if not decode_attach(raw).token:",
+        ("daemon/test_bad_input.py::test_a_wrong_token_is_refused",),
+    ),
+    Mutant(
+        "descriptors that the kernel left out are not missed",
+        LIFELINE, "Lifelines._attach", "if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):", "if False:",
+        ("daemon/test_bad_input.py",),
+    ),
+    Mutant(
+        "an attachment serves many registrations",
+        LIFELINE, "Lifelines.find", " or attachment.registration is not None", "", ("daemon/test_bad_input.py",),
+    ),
+    Mutant(
+        "descriptors that nobody claimed stay open",
+        LIFELINE, "Lifelines.close", "os.close(fd)", "pass",
+        ("daemon/test_bad_input.py::test_descriptors_that_nobody_registers_are_closed_with_their_connection",),
+    ),
+    Mutant(
+        "descriptors that come after Attach stay open",
+        LIFELINE, "Lifelines.read", "os.close(extra)", "pass",
+        ("daemon/test_bad_input.py::test_what_comes_after_attach_is_ignored",),
+    ),
+    # ---- requests -----------------------------------------------------------------------------
+    Mutant(
+        "a copy meant for the last daemon is taken",
+        HANDLERS, "Handlers._check_boot", "if boot_id != self.boot_id:", "if False:", ("daemon/test_bad_input.py",),
+    ),
+    Mutant(
+        "every version is spoken",
+        HANDLERS, "Handlers._hello", "if not OLDEST_PROTOCOL_VERSION <= request.protocol_version <= PROTOCOL_VERSION:",
+        "if False:", ("daemon/test_bad_input.py::test_a_version_mismatch_names_both_versions",),
+    ),
+    Mutant(
+        "a hit is told although the device is lost",
+        HANDLERS, "Handlers._lookup", "if namespace is not None and not self.devices.lost:", "if namespace is not None:",
+        ("daemon/test_device_loss.py",),
+    ),
+    Mutant(
+        "an instance that is gone is never forgotten",
+        HANDLERS, "Handlers.tick", "self.instances.forget_departed(self._clock())", "pass",
+        ("unit/test_departed.py", "daemon/test_lifecycle.py"),
+    ),
+    Mutant(
+        "a worker whose memory was taken away stays",
+        HANDLERS, "Handlers._ended", "self.workers.close(worker, died=True)", "pass",
+        ("daemon/test_failures.py::test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing",),
+    ),
+    Mutant(
+        "the ticket of an ended copy keeps the memory mapped",
+        HANDLERS, "Handlers._ended", "worker.tickets.discard(completion.number)", "pass",
+        ("daemon/test_round_trip.py",),
+    ),
+    # ---- who is connected ---------------------------------------------------------------------
+    Mutant(
+        "another live engine of the same id is taken for this one",
+        INSTANCES, "Instances._check_incarnation", "if instance.incarnation != incarnation:", "if False:",
+        ("daemon/test_bad_input.py::test_another_incarnation_of_an_instance_is_refused",),
+    ),
+    Mutant(
+        "an instance serves on when one of its ranks is gone",
+        INSTANCES, "Instances.remove", "        instance.refresh_namespace()\n", "",
+        ("daemon/test_round_trip.py::test_a_rank_may_come_back_after_its_connection_ended",),
+    ),
+    Mutant(
+        "an instance serves before the memory of all ranks is mapped",
+        INSTANCES, "Instance.refresh_namespace", "all(w.table is not None for w in self.workers.values())", "True",
+        ("daemon/test_round_trip.py", "daemon/test_replicated.py"),
+    ),
+    Mutant(
+        "the variants of an instance outlive its namespace",
+        INSTANCES, "Instance.refresh_namespace", "self._variants.clear()", "pass", ("daemon/test_round_trip.py",),
+    ),
+    Mutant(
+        "totals forget the instances that are gone",
+        INSTANCES, "Instances.forget_departed", "self._gone.add(departed.counts)", "pass", ("unit/test_departed.py",),
+    ),
+    Mutant(
+        "memory is unmapped while copies run",
+        WORKERS, "Workers.unmap_if_settled", "not worker.tickets and ", "", ("daemon/test_failures.py",),
+    ),
+    Mutant(
+        "the copies of a worker that is gone go on",
+        WORKERS, "Workers.close", "self._copier.cancel(number)", "pass", ("daemon/test_failures.py",),
+    ),
+    Mutant(
+        "the leases of an engine that is gone stay",
+        WORKERS, "Workers.close", "self._cache.end_leases_of(ended.instance_id)", "pass", ("daemon/test_failures.py",),
+    ),
+)  # fmt: skip
+
+WORKER_HALF = (
+    Mutant(
+        "a store is not cancelled at its deadline",
+        WORKER, "WorkerHalf._store_over", "            copy.cancel()\n", "", ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "the word of an old session is given to the free list of the new one",
+        WORKER, "WorkerHalf._end", "if copy.session is self._session:", "if True:", ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "a null block is quarantined",
+        WORKER, "WorkerHalf._load_failed", "[i for i in spec.block_ids if i != NULL_BLOCK]", "list(spec.block_ids)",
+        ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "skipped chunks count as stored bytes",
+        WORKER, "WorkerHalf._store_answered", "answer.stored * copy", "(answer.stored + answer.skipped) * copy",
+        ("adapters/test_connector_stats.py",),
+    ),
+    Mutant(
+        "a store whose blocks are overwritten goes on",
+        WORKER, "WorkerHalf.settle", "                copy.cancel()\n", "",
+        ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
+    ),
+    Mutant(
+        "a store that would end in time is cancelled",
+        WORKER, "WorkerHalf.settle", "self._settings.settle_ms / 1000", "0.0",
+        ("adapters/test_overwrite.py::test_a_store_that_ends_in_time_is_kept",),
+    ),
+    Mutant(
+        "a load goes on when its request is gone",
+        WORKER, "WorkerHalf.start_loads", "                copy.cancel()\n", "                pass\n",
+        ("adapters/test_failures.py", "adapters/test_resets.py", "adapters/test_ordering.py"),
+    ),
+    Mutant(
+        "a load that a fault kept from beginning is not answered for",
+        WORKER, "WorkerHalf.answer_for_loads", "self._load_failed(load, quarantine=False)", "pass",
+        ("adapters/test_refusals.py::test_a_fault_before_a_load_begins_fails_that_load_and_no_other",),
+    ),
+    Mutant(
+        "the word of a message that could not be sent is lost",
+        WORKER, "WorkerHalf._send", "self._free_words.append(copy.word)", "pass", ("adapters/test_refusals.py",),
+    ),
+    Mutant(
+        "a load that may still be written frees its blocks",
+        WORKER, "WorkerHalf._load_over", "self._load_failed(spec, quarantine=True)",
+        "self._load_failed(spec, quarantine=False)", ("adapters/test_failures.py::test_stopped_during_a_load",),
+    ),
+    Mutant(
+        "quarantined blocks are not released when the load is done",
+        WORKER, "WorkerHalf._load_over",
+        "        if state == State.DONE:\n            if copy.quarantined:\n"
+        "                self._report.released.append(spec.load_id)",
+        "        if state == State.DONE:\n            if copy.quarantined:\n                pass",
+        ("adapters/test_failures.py", "adapters/test_ranks.py"),
+    ),
+    Mutant(
+        "a load that the server may begin is failed",
+        WORKER, "WorkerHalf._load_over", "if copy.move(State.PENDING, State.CANCELLED):", "if True:",
+        ("adapters/test_failures.py", "adapters/test_ordering.py"),
+    ),
+    Mutant(
+        "a load that is refused waits for its deadline",
+        WORKER, "WorkerHalf._receive", "copy.move(State.PENDING, State.CANCELLED)", "pass",
+        ("adapters/test_failures.py", "adapters/test_ranks.py", "adapters/test_refusals.py"),
+    ),
+    Mutant(
+        "a finished load is told twice",
+        WORKER, "WorkerHalf.take_finished", "self._finished, self._failed = set(), set()", "pass",
+        ("adapters/test_hazards.py",),
+    ),
+    Mutant(
+        "every rank stores what all of them hold",
+        WORKER, "WorkerHalf.start_stores", "if self._stores_own else None", "if True else None",
+        ("adapters/test_ranks.py::test_what_all_ranks_hold_is_stored_once_and_loaded_by_each",),
+    ),
+    Mutant(
+        "copies go on when the memory goes",
+        WORKER, "WorkerHalf.detach", "            copy.cancel()\n", "            pass\n", ("adapters/test_sleep.py",),
+    ),
+    Mutant(
+        "the memory may go while a load is written",
+        WORKER, "WorkerHalf.being_written", "any(copy.writing for copy in self._loads.values())", "False",
+        ("adapters/test_sleep.py::test_sleep_fails_while_a_hung_daemon_may_write",),
+    ),
+    Mutant(
+        "a running store cannot be cancelled",
+        COPIES, "Copy.cancel", "State.CANCELLED if isinstance(self.spec, StoreSpec) else State.CANCELLING",
+        "State.CANCELLING", ("adapters/test_overwrite.py", "adapters/test_sleep.py"),
+    ),
+    Mutant(
+        "a running load is taken for ended as soon as it is cancelled",
+        COPIES, "Copy.cancel", "State.CANCELLED if isinstance(self.spec, StoreSpec) else State.CANCELLING",
+        "State.CANCELLED", ("adapters/test_failures.py", "adapters/test_sleep.py"),
+    ),
+    Mutant(
+        "a message whose copy was cancelled is sent",
+        OUTBOX, "_Courier.send", "if not letter.is_wanted():", "if False:", ("adapters/test_ordering.py",),
+    ),
+    Mutant(
+        "a message waits for nothing that the engine does",
+        OUTBOX, "OrderedOutbox._deliver", "letter.event.synchronize()", "pass", ("adapters/test_ordering.py",),
+    ),
+    # ---- blocks that must not be touched ------------------------------------------------------
+    Mutant(
+        "quarantine is released at the first rank's word",
+        HAZARDS, "Quarantine.release", "if held.ranks == 0:", "if True:", ("adapters/test_ranks.py",),
+    ),
+    Mutant(
+        "only one rank's quarantine is remembered",
+        HAZARDS, "Quarantine.add", "held.ranks += 1", "pass", ("adapters/test_ranks.py",),
+    ),
+    Mutant(
+        "quarantined blocks are given out",
+        HAZARDS, "Quarantine.add", "self._pool.pin(block_ids)", "pass",
+        ("adapters/test_failures.py::test_stopped_during_a_load",),
+    ),
+    Mutant(
+        "a store has ended when the first rank says so",
+        HAZARDS, "PendingStores.ended", "if store.ranks_left > 0:", "if False:", ("adapters/test_ranks.py",),
+    ),
+    Mutant(
+        "blocks of ended stores are looked after for ever",
+        HAZARDS, "PendingStores.ended", "readers.discard(store_id)", "pass", ("adapters/test_hazards.py",),
+    ),
+    Mutant(
+        "a store's time begins before its step was computed",
+        HAZARDS, "PendingStores.next_pass", "self._until = time.monotonic() + self._seconds", "pass",
+        ("adapters/test_hazards.py",),
+    ),
+)  # fmt: skip
+
+SCHEDULER_HALF = (
+    Mutant(
+        "a new session keeps what was stored in the last one",
+        SCHEDULER, "SchedulerHalf._begin_session", "            state.stored_chunks = 0\n", "",
+        ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "a new session keeps the answers of the last one",
+        SCHEDULER, "SchedulerHalf._begin_session", "            state.hit_chunks = None\n", "",
+        ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "after a reset the old answers count",
+        SCHEDULER, "SchedulerHalf.reset_cache", "            state.hit_chunks = None\n", "", ("adapters/test_resets.py",),
+    ),
+    Mutant(
+        "after a reset requests store into the old epoch",
+        SCHEDULER, "SchedulerHalf.reset_cache", "state.variant = self._variant_of(state.request)", "pass",
+        ("adapters/test_resets.py",),
+    ),
+    Mutant(
+        "a load under way at a reset is used",
+        SCHEDULER, "SchedulerHalf.reset_cache", "self._plan.abort_loads.append(state.load.load_id)", "pass",
+        ("adapters/test_resets.py",),
+    ),
+    Mutant(
+        "KV of the old weights is stored after a reset",
+        SCHEDULER, "SchedulerHalf.reset_cache", "self._pool.clears + (not self._pool.unused)", "0",
+        ("adapters/test_resets.py",),
+    ),
+    Mutant(
+        "nobody looks whether a new block is still read",
+        SCHEDULER, "SchedulerHalf._allocated", "self._plan.settle_stores.append(store_id)", "pass",
+        ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
+    ),
+    Mutant(
+        "the position that a draft model rewrites is stored",
+        SCHEDULER, "SchedulerHalf._plan_store", "            tokens = request.num_tokens - 1", "            pass",
+        ("adapters/test_reuse.py::test_with_a_draft_model_the_last_position_is_held_back",),
+    ),
+    Mutant(
+        "rejected drafts are stored",
+        SCHEDULER, "SchedulerHalf._plan_store",
+        "len(request.block_hashes) * self._chunks.hash_block_tokens", "computed",
+        ("adapters/test_reuse.py::test_rejected_drafts_are_never_stored",),
+    ),
+    Mutant(
+        "chunks with a null block are stored",
+        SCHEDULER, "SchedulerHalf._plan_store", "and not any(NULL_BLOCK in t[", "and not any(None in t[",
+        ("adapters/test_reuse.py::test_blocks_that_a_sliding_window_gave_up_are_not_stored",),
+    ),
+    Mutant(
+        "a hit leaves no token to compute",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "request.num_tokens - 1) - local_tokens",
+        "request.num_tokens) - local_tokens",
+        ("adapters/test_reuse.py::test_a_prompt_of_whole_chunks_leaves_its_last_token_to_compute",),
+    ),
+    Mutant(
+        "a hit does not count what the engine has itself",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "request.num_tokens - 1) - local_tokens", "request.num_tokens - 1)",
+        ("adapters/test_reuse.py::test_blocks_that_the_engine_has_itself_are_left_out_of_a_load",),
+    ),
+    Mutant(
+        "a load begins at the start of its chunk",
+        SCHEDULER, "SchedulerHalf._load_of", "skip_blocks=first % per_chunk", "skip_blocks=0",
+        ("adapters/test_reuse.py::test_blocks_that_the_engine_has_itself_are_left_out_of_a_load",),
+    ),
+    Mutant(
+        "a preempted request keeps its old answer",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "            state.hit_chunks = None\n", "",
+        ("adapters/test_reuse.py::test_preempted_requests_go_on_and_load_what_they_had_stored",),
+    ),
+    Mutant(
+        "a resumed request keeps the blocks that it lost",
+        SCHEDULER, "SchedulerHalf._scheduled", "state.tables = ()", "pass", ("adapters/test_reuse.py",),
+    ),
+    Mutant(
+        "a request whose load failed tries again and again",
+        SCHEDULER, "SchedulerHalf.worker_report", "state.give_up = True", "pass", ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "what a failed load did not bring is not stored",
+        SCHEDULER, "SchedulerHalf.worker_report", "                state.stored_chunks = 0\n", "",
+        ("adapters/test_failures.py", "adapters/test_ranks.py"),
+    ),
+    Mutant(
+        "the load of an aborted request goes on",
+        SCHEDULER, "SchedulerHalf.request_finished", "self._plan.abort_loads.append(state.load.load_id)", "pass",
+        ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "an engine that cannot prefill after a hit is given one",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "self._whole_prompts_only and", "False and",
+        ("adapters/test_whole_prompts.py",),
+    ),
+    # ---- lookups ------------------------------------------------------------------------------
+    Mutant(
+        "BAD_KEYS does not renew the session",
+        LOOKUPS, "", ", ErrorCode.BAD_KEYS.value", "", ("adapters/test_failures.py", "adapters/test_reports.py"),
+    ),
+    Mutant(
+        "an unknown instance does not renew the session",
+        LOOKUPS, "", "ErrorCode.UNKNOWN_INSTANCE.value, ", "", ("adapters/test_failures.py", "adapters/test_reports.py"),
+    ),
+    Mutant(
+        "every request waits its own time for its answer",
+        LOOKUPS, "Lookups.answered", "self._poll_left -= time.monotonic() - began", "pass",
+        ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "a lookup without an answer does not open the breaker",
+        LOOKUPS, "Lookups.answered", "self._link.breaker.timed_out()", "pass",
+        ("adapters/test_failures.py", "adapters/test_connector_stats.py"),
+    ),
+    Mutant(
+        "chunks keep the size that the last daemon wanted",
+        LOOKUPS, "Lookups.usable", "self._chunks.resize(", "print(",
+        ("adapters/test_reuse.py", "adapters/test_failures.py"),
+    ),
+    Mutant(
+        "a breaker that opened stays open",
+        LINK, "Breaker.answered", "was_open, self._failures = self.open, 0", "was_open = self.open",
+        ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "a breaker never opens",
+        LINK, "Breaker.open", "self._failures >= BREAKER_LIMIT", "False", ("adapters/test_failures.py",),
+    ),
+    Mutant(
+        "a session ends before the server has closed its mappings",
+        LINK, "Link._run", "                self._hang_up(session)\n                session.ended.set()",
+        "                session.ended.set()\n                self._hang_up(session)", ("adapters/test_sleep.py",),
+    ),
+    Mutant(
+        "a chunk is named by the hash of its first block",
+        CHUNKS, "Chunks.keys", "(first + 1) * step - 1 : last * step : step]", "first * step : last * step : step]",
+        ("adapters/test_chunk_contents.py::test_a_chunks_key_is_its_last_blocks_hash",),
+    ),
+    Mutant(
+        "pins of quarantined blocks are told as owners",
+        BLOCKPOOL, "PoolHook._state", "block.ref_cnt - self._pins[number] if self._pins else block.ref_cnt",
+        "block.ref_cnt", ("adapters/test_blockpool.py",),
+    ),
+    Mutant(
+        "an allocation is not told",
+        BLOCKPOOL, "PoolHook.on_block_allocated", "self._append(_ALLOCATED | block.block_id)", "pass",
+        ("adapters/test_blockpool.py",),
+    ),
+    Mutant(
+        "a notice that could not be sent asks for no full state",
+        REPORTS, "Reports._send", "            self._full_due = True\n", "            pass\n",
+        ("adapters/test_full_states.py",),
+    ),
+    Mutant(
+        "engines whose hashes start elsewhere share",
+        VARIANTS, "Variants.epoch", 'parts = [f"chain={self._chain}"]', "parts = ['']",
+        ("adapters/test_identity.py",),
+    ),
+    Mutant(
+        "changed weights begin no epoch",
+        VARIANTS, "Variants.weights_changed", "self._epoch += 1", "pass", ("adapters/test_resets.py",),
+    ),
+    # ---- the connector ------------------------------------------------------------------------
+    Mutant(
+        "an exception of ours reaches the engine",
+        CONNECTOR, "fenced", "return default() if callable(default) else default", "raise",
+        ("adapters/test_refusals.py",),
+    ),
+    Mutant(
+        "loads of a step with a fault are not answered for",
+        CONNECTOR, "KVServerConnector.start_load_kv", "self.worker.answer_for_loads(self._plan())", "pass",
+        ("adapters/test_refusals.py",),
+    ),
+    Mutant(
+        "sleep takes memory away that is still written",
+        CONNECTOR, "KVServerConnector.unregister_kv_caches", "if not self._unregister():",
+        "if not self._unregister() and False:", ("adapters/test_sleep.py",),
+    ),
+)  # fmt: skip
+
+MUTANTS = STORES_AND_LOADS + SERVER + WORKER_HALF + SCHEDULER_HALF
+
+
+def problems() -> list[str]:
+    """What in the table no longer fits the code."""
+    found = [problem for mutant in MUTANTS if (problem := mutant.problem()) is not None]
+    return found + [f"{name}: named twice" for name, count in Counter(m.name for m in MUTANTS).items() if count > 1]
+
+
+def run(mutants: list[Mutant], venv: str) -> list[tuple[Mutant, Result]]:
+    """Prints a line for each. SystemExit if their tests fail without any mutation."""
+    results: list[tuple[Mutant, Result]] = []
+    with tempfile.TemporaryDirectory(prefix="kvs-unmutated-") as base, mutated_package(None) as unmutated:
+        copy_package(Path(base))
+        tests = Tests(venv, Path(base))
+        try:
+            every = sorted({test for mutant in mutants for test in mutant.tests})
+            sound = tests.run(unmutated, every, seconds=3600)
+            if sound.outcome != Outcome.SURVIVED:
+                raise SystemExit(f"without any mutation: {sound.output}")
+            print(f"{venv}: the tests of {len(mutants)} mutants pass without any, in {sound.seconds:.0f} s", flush=True)
+            for mutant in mutants:
+                with mutated_package(mutant) as folder:
+                    results.append((mutant, tests.run(folder, mutant.tests)))
+                result = results[-1][1]
+                print(
+                    f"{result.outcome.value:10} {result.seconds:5.1f} s  {mutant.file} {mutant.symbol}: {mutant.name}"
+                    f"{'  <- ' + result.by if result.by else ''}",
+                    flush=True,
+                )
+                if result.outcome in (Outcome.BROKEN, Outcome.TIMEOUT):
+                    print(result.output)
+        finally:
+            tests.close()
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="print the table and run nothing")
+    parser.add_argument("--check", action="store_true", help="look only whether every anchor fits the code")
+    parser.add_argument("--core", action="store_true", help="only those whose tests run in .venv")
+    parser.add_argument("--adapters", action="store_true", help="only those whose tests run in .venv-vllm")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="only those with this in name or file")
+    options = parser.parse_args()
+    if found := problems():
+        print("\n".join(found))
+        return 1
+    chosen = [m for m in MUTANTS if any(word in f"{m.file} {m.symbol} {m.name}" for word in options.only)]
+    if options.check or options.list:
+        for mutant in chosen if options.list else ():
+            print(f"{mutant.venv:8}  {mutant.file} {mutant.symbol}: {mutant.name}")
+        print(f"{len(chosen)} mutants, every anchor fits")
+        return 0
+    counts: Counter[str] = Counter()
+    survivors: list[str] = []
+    for mutant in chosen:
+        if mutant.equivalent:
+            counts[Outcome.EQUIVALENT.value] += 1
+            print(f"equivalent          {mutant.file} {mutant.symbol}: {mutant.name}: {mutant.equivalent}")
+    for venv in ("core", "adapters"):
+        mine = [mutant for mutant in chosen if mutant.venv == venv and not mutant.equivalent]
+        if not mine or (options.adapters if venv == "core" else options.core):
+            continue
+        for mutant, result in run(mine, venv):
+            counts[result.outcome.value] += 1
+            if result.outcome in (Outcome.SURVIVED, Outcome.BROKEN):
+                survivors.append(f"{result.outcome.value}: {mutant.file} {mutant.symbol}: {mutant.name}")
+    print(f"{sum(counts.values())} mutants: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    print("\n".join(survivors), end="\n" if survivors else "")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
