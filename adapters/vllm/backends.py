@@ -1,4 +1,4 @@
-"""What vLLM's attention backends say of the KV cache.
+"""What vLLM's attention backends say of the KV cache, and what they put into it before any token.
 
 Owns: their names, and which dimension of a layer's tensor counts blocks. Refuses to know: strides, memory.
 """
@@ -6,6 +6,9 @@ Owns: their names, and which dimension of a layer's tensor counts blocks. Refuse
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from kvserver.adapters.vllm.planes import UnsupportedLayout
 
 _SENTINEL = 1_000_003  # a number of blocks that is no other dimension's size
 
@@ -46,6 +49,23 @@ def _shape_of(backend: Any, spec: Any) -> tuple[int, ...]:
         return tuple(int(n) for n in shape)
     except (AttributeError, TypeError, ValueError, NotImplementedError, AssertionError):
         return ()
+
+
+def begin_scales(vllm_config: Any) -> None:
+    """Have the layers begin the scales that lie in their blocks, all 1, before anything is loaded into these.
+
+    vLLM does it as a layer first reads or writes. Without CUDA graphs that is behind the first load.
+    """
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        impl, cache = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
+        if not str(getattr(impl, "kv_cache_dtype", "")).endswith("per_token_head"):
+            continue
+        if isinstance(cache, torch.Tensor) and not cache.numel():
+            continue  # an encoder's
+        if hasattr(impl, "_ensure_scale_caches"):
+            impl._ensure_scale_caches(cache)
+        if getattr(impl, "_k_scale_cache", True) is None:
+            raise UnsupportedLayout("this vLLM would fill the scales of a KV cache per token and head over loaded ones")
 
 
 def _backend(vllm_config: Any, layer_name: str) -> Any:

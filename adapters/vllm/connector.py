@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from kvserver.adapters.vllm.backends import attention_backends, block_dimensions
+from kvserver.adapters.vllm.backends import attention_backends, begin_scales, block_dimensions
 from kvserver.adapters.vllm.description import Engine
 from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
 from kvserver.adapters.vllm.identity import model_identity, served_name
@@ -186,6 +186,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """To a daemon with which the KV cache is to be registered, as it lies in memory now. None: it cannot be."""
         kv_caches = self._kv_caches
         try:
+            begin_scales(self._config)
             shapes = {name: getattr(tensor, "ndim", 0) for name, tensor in kv_caches.items()}
             dims = block_dimensions(self._config, self._caches_config, shapes, vllm_version())
             groups = [group.layer_names for group in self._caches_config.kv_cache_groups]
