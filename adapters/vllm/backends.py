@@ -57,7 +57,8 @@ def begin_scales(vllm_config: Any) -> None:
     vLLM does it as a layer first reads or writes. Without CUDA graphs that is behind the first load.
     """
     for layer in vllm_config.compilation_config.static_forward_context.values():
-        impl, cache = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
+        impl: Any = getattr(layer, "impl", None)
+        cache = getattr(layer, "kv_cache", None)
         if not str(getattr(impl, "kv_cache_dtype", "")).endswith("per_token_head"):
             continue
         if isinstance(cache, torch.Tensor) and not cache.numel():
