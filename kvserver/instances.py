@@ -119,6 +119,11 @@ class Instance:
     _variants: dict[str, bytes] = field(default_factory=dict)
     _told: tuple[DescribeScheduler, bytes] | None = None
 
+    @property
+    def private(self) -> str:
+        """Why it shares KV with itself only; empty if nothing says so."""
+        return self.description.private if self.description is not None else ""
+
     def described(self, now_ns: int) -> InstanceDescribed | None:
         """What watchers should hear of it: None if nothing is known, or it is what they heard."""
         reach = self.namespace_of(self.description.variant) if self.description is not None else None

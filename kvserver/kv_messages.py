@@ -61,6 +61,7 @@ class DescribeScheduler(Message):
     events_endpoint: Text = ""  # where the engine publishes its own KV events, and its topic
     events_replay_endpoint: Text = ""
     events_topic: Label = ""
+    private: Label = ""  # why it shares KV with itself only, as far as the scheduler half knows; empty: it does not
 
 
 class TakeKVEvents(Message):

@@ -67,6 +67,7 @@ def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], no
         "instance_id": instance.instance_id,
         "model_name": instance.model_name,
         "namespace": instance.namespace.hex() if instance.namespace is not None else "",
+        "private": instance.private,
         "world_size": instance.world_size,
         "l0_source": instance.l0_source,
         "l0": l0,

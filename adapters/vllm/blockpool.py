@@ -8,10 +8,11 @@ Pins are ours, not the engine's: no record and no full state tells of them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ class PoolHook:
     def __init__(self, on_allocated: Callable[[int], None], clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clears = 0  # how often the engine forgot all blocks, which it does only while none is in use
         self.unused = True  # no block was given out since then
+        self.resets = 0  # how often the engine was to forget all blocks, whether it could or not
+        self.clears_awaited = 0  # `clears` when no block holds anything from before the last of these
         self.lost = False  # records were dropped: whoever takes needs a full state
         self._on_allocated = on_allocated
         self._clock = clock
@@ -110,20 +113,29 @@ class PoolHook:
         return release_blocks
 
     def _resetting(self, reset: Callable[..., bool]) -> Callable[..., bool]:
+        """The pool calls our reset() only if no block is in use; of a reset that it refuses nothing else tells."""
+
         def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
-            """A pool resets only while none of its blocks is in use. Pinned ones hold nothing that can be found, so they
-            count as free while it looks. It gives out none meanwhile: on this thread nothing comes between.
-            """
-            pinned = list(self._pins.elements())
-            if not pinned:
+            self.resets += 1
+            self.clears_awaited = self.clears + 1
+            with self._unpinned():
                 return reset(*args, **kwargs)
-            self.unpin(pinned)
-            try:
-                return reset(*args, **kwargs)
-            finally:
-                self.pin(pinned)
 
         return reset_prefix_cache
+
+    @contextlib.contextmanager
+    def _unpinned(self) -> Iterator[None]:
+        """A pool resets only while none of its blocks is in use. Pinned ones hold nothing that can be found, so they
+        count as free while it looks. It gives out none meanwhile: on this thread nothing comes between.
+        """
+        pinned = list(self._pins.elements())
+        if pinned:
+            self.unpin(pinned)
+        try:
+            yield
+        finally:
+            if pinned:
+                self.pin(pinned)
 
     # ---- what happened ------------------------------------------------------------------------
 

@@ -140,6 +140,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             whole_prompts_only=whole_prompts_only(self._config),
             fault=self._fault,
             weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
+            weights_are_transferred=getattr(self._config, "weight_transfer_config", None) is not None,
         )
 
     def _make_worker(self, link: Link | None, outbox: Outbox, stores: bool = True) -> WorkerHalf:

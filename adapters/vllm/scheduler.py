@@ -82,6 +82,7 @@ class SchedulerHalf:
         whole_prompts_only: bool = False,
         fault: Callable[[str, Exception], None],
         weights_version: Callable[[], str] = lambda: "",
+        weights_are_transferred: bool = False,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._settings = settings
@@ -90,7 +91,10 @@ class SchedulerHalf:
         self._holds_back_tail = holds_back_tail
         self._whole_prompts_only = whole_prompts_only  # the engine cannot prefill after a hit, only decode
         self._fault = fault  # takes note of an exception of ours: (where, which)
-        self._variants = Variants(f"{instance_id}/{incarnation}", weights_version)
+        transferred = "epoch: weight_transfer_config is set" if weights_are_transferred else ""
+        self._variants = Variants(f"{instance_id}/{incarnation}", weights_version, transferred)
+        self._follows_resets = weights_are_transferred or settings.on_prefix_reset == "private"
+        self._resets_seen = 0
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
         self._requests: dict[str, RequestState] = {}
         self._ids = itertools.count(1)
@@ -111,6 +115,7 @@ class SchedulerHalf:
                 incarnation=incarnation,
                 model_name=model_name,
                 variant=self._variants.epoch,
+                private=self._variants.private,
                 **engine.describe(),
             )
         )
@@ -128,12 +133,14 @@ class SchedulerHalf:
     # ---- lookup -------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
+        self._follow_resets()
         state = RequestState(request, self._variant_of(request))
         self._requests[request.request_id] = state
         self._lookups.send(state)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's question: (tokens beyond `local_tokens` to load, asynchronously), (None, False) = ask again."""
+        self._follow_resets()
         state = self._requests.get(request.request_id)
         if state is None or state.give_up:
             return 0, False
@@ -192,6 +199,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Add this step's stores to the plan, and send what the block pool did. Ends a scheduler pass."""
+        self._follow_resets()
         self._lookups.receive()
         self._lookups.next_pass()
         self._pending.next_pass()
@@ -345,15 +353,42 @@ class SchedulerHalf:
             self._reports.end_request(session, request.request_id, self._speed.tokens_per_second)
 
     def reset_cache(self) -> bool:
-        """The weights may have changed: nothing stored so far may be found, until a version says so.
+        """vLLM's word that the weights may have changed. It resets its own blocks first, if it can."""
+        self._resets_seen = self._pool.resets
+        self._begin_epoch("epoch: private since reset_cache", self._pool.clears + (not self._pool.unused))
+        return True
 
-        vLLM resets its own blocks first, but not while requests use them: then they keep KV of the old
-        weights, and nothing is stored until a reset has succeeded.
+    def _follow_resets(self) -> None:
+        """A reset of the prefix cache that did not go on to the connector: trainers do so after they changed the weights.
+
+        Called before anything is named by them, and not by the reset itself, which reset_cache() may follow at once.
         """
-        self._variants.weights_changed()
+        if self._resets_seen == self._pool.resets:
+            return
+        self._resets_seen = self._pool.resets
+        if not self._follows_resets:
+            return
+        self._begin_epoch("epoch: private since prefix reset", self._pool.clears_awaited)
+        if not self._variants.private:
+            return
+        self.counters["prefix_resets"] += 1
+        if self.counters["prefix_resets"] == 1:
+            log.warning(
+                "the prefix cache was reset, so the weights may have changed: from now on this engine shares KV with "
+                "itself only. Set kvserver.weights_version anew before a reset to share again, or "
+                "kvserver.on_prefix_reset=keep where resets say nothing of weights (further ones are only counted)"
+            )
+
+    def _begin_epoch(self, since: str, clears_awaited: int) -> None:
+        """Nothing stored so far may be found, until a version says so.
+
+        vLLM does not reset blocks that requests use: then they keep KV of the old weights, and nothing is stored until
+        a reset has succeeded.
+        """
+        self._variants.weights_changed(since)
         self._introduction.again()
-        self._clears_awaited = self._pool.clears + (not self._pool.unused)
-        if not self._pool.unused:
+        self._clears_awaited = clears_awaited
+        if self._pool.clears < clears_awaited:
             log.warning("the prefix cache was not reset while requests ran; nothing is stored until it is")
         for state in self._requests.values():
             self._lookups.forget(state)
@@ -362,7 +397,6 @@ class SchedulerHalf:
             state.stored_chunks = 0
             if state.load is not None:
                 self._plan.abort_loads.append(state.load.load_id)
-        return True
 
     def bind_pool(self, pool: BlockPool) -> None:
         self._pool.install(pool)

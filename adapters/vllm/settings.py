@@ -78,9 +78,15 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     weights_version: Annotated[
         str,
         Meta(
-            description="Names the weights. Set anew before reset_cache it says that these weights may be shared again."
+            description="Names the weights. Set anew before a reset of the prefix cache it says that these weights may be shared again."
         ),
     ] = ""
+    on_prefix_reset: Annotated[
+        Literal["private", "keep"],
+        Meta(
+            description="What a reset of the prefix cache says of the weights where it does not reach the connector: `private`, they may have changed in place, so the engine shares KV with itself only from then on; `keep`, they are the same, as in benchmarks. With vLLM's `weight_transfer_config` it is always `private`."
+        ),
+    ] = "private"
 
 
 def read_settings(extra_config: dict[str, Any]) -> AdapterSettings:

@@ -22,11 +22,12 @@ HOST: Any = getattr(getattr(base, "CacheHitSource", None), "HOST", None)
 log = logging.getLogger("vllm.kvserver")
 
 _PREFIX = "vllm:kvserver_"
-LOOKUPS = ("lookups", "lookup_hits", "lookup_timeouts")  # what the scheduler half counts
+SCHEDULER = ("lookups", "lookup_hits", "lookup_timeouts", "prefix_resets")  # what the scheduler half counts
 _COUNTERS = {
     "lookups": "Lookups sent to kvserver.",
     "lookup_hits": "Lookups that found something.",
     "lookup_timeouts": "Lookups that were not answered in time.",
+    "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only: its weights may have changed.",
     "load_bytes": "Bytes loaded from kvserver, by all ranks.",
     "load_failures": "Loads that failed, by all ranks; the engine computes those tokens itself.",
     "store_bytes": "Bytes stored in kvserver, by all ranks; not those that were there.",
@@ -82,9 +83,9 @@ class KVServerStats(KVConnectorStats):  # type: ignore[misc]
 
 
 def grown(counters: Mapping[str, int], told: Counter[str]) -> KVServerStats | None:
-    """By how much the counts of lookups exceed what was told before, which is updated."""
+    """By how much the scheduler half's counts exceed what was told before, which is updated."""
     stats = KVServerStats()
-    for name in LOOKUPS:
+    for name in SCHEDULER:
         if counters[name] > told[name]:
             stats.add(name, counters[name] - told[name])
             told[name] = counters[name]

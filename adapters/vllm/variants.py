@@ -14,22 +14,29 @@ from kvserver.adapters.vllm.identity import chain_start, lora_fingerprint
 
 
 class Variants:
-    """`configured_version` reads `kvserver.weights_version` as it is now; `life` names this life of the engine."""
+    """`configured_version` reads `kvserver.weights_version` as it is now; `life` names this life of the engine.
 
-    def __init__(self, life: str, configured_version: Callable[[], str]) -> None:
+    `private` says why the engine shares KV with itself only; empty while others may read and write it too. It may be
+    given from the start, which also a version that is configured already does not change.
+    """
+
+    def __init__(self, life: str, configured_version: Callable[[], str], private: str = "") -> None:
+        self.private = private
         self._life = life
         self._configured_version = configured_version
-        self._version_seen = self._version = configured_version()
+        self._version_seen = configured_version()
+        self._version = "" if private else self._version_seen
         self._epoch = 0
         self._chain = ""
         self._loras: dict[tuple[int, str, str], str] = {}
 
-    def weights_changed(self) -> None:
-        """To a private epoch, unless the configured version was set anew since the last change."""
+    def weights_changed(self, since: str) -> None:
+        """To a private epoch, because of `since`, unless the configured version was set anew since the last change."""
         self._epoch += 1
         version = self._configured_version()
         self._version = version if version != self._version_seen else ""
         self._version_seen = version
+        self.private = "" if self._version else since
 
     @property
     def epoch(self) -> str:
@@ -42,7 +49,7 @@ class Variants:
         parts = [f"chain={self._chain}"]
         if self._version:
             parts.append(f"weights={self._version}")
-        elif self._epoch:
+        elif self.private:
             parts.append(f"epoch={self._life}/{self._epoch}")
         return _digest(" ".join(parts))
 

@@ -55,6 +55,16 @@ def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
+def make_forgetful_engine(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """As make_engine, but a reset of its prefix cache says nothing of its weights: only its own blocks are forgotten."""
+
+    def make(*args: Any, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
+        return make_engine(*args, extra={"kvserver.on_prefix_reset": "keep", **(extra or {})}, **options)
+
+    return make
+
+
+@pytest.fixture
 def make_tap() -> Iterator[Callable[[Daemon], Tap]]:
     """Listen in on what engines say to a daemon: they get the tap's endpoint. It ends with the test."""
     taps: list[Tap] = []

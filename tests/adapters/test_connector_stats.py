@@ -48,9 +48,9 @@ def stored_and_loaded(daemon, engine):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_bytes_are_those_that_the_daemon_copied(make_daemon, make_engine, world_size):
+def test_bytes_are_those_that_the_daemon_copied(make_daemon, make_forgetful_engine, world_size):
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = make_engine(daemon, world_size=world_size)
+    engine = make_forgetful_engine(daemon, world_size=world_size)
     stored_and_loaded(daemon, engine)
     data, counts = sums(engine).data, counts_of(daemon)
     assert counts["stored_bytes"] > 0
@@ -63,10 +63,10 @@ def test_bytes_are_those_that_the_daemon_copied(make_daemon, make_engine, world_
     assert "store_failures" not in data
 
 
-def test_a_load_counts_only_the_blocks_it_filled(make_daemon, make_engine):
+def test_a_load_counts_only_the_blocks_it_filled(make_daemon, make_forgetful_engine):
     """The engine had the first blocks of the chunk itself."""
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = make_engine(daemon)
+    engine = make_forgetful_engine(daemon)
     serve(engine, "long", 1)
     engine.scheduler.reset_prefix_cache()
     serve(engine, "short", 1, 2 * BLOCK + 1)
@@ -77,9 +77,9 @@ def test_a_load_counts_only_the_blocks_it_filled(make_daemon, make_engine):
     assert data["load_bytes"] == per_block * (4 * CHUNK // BLOCK - 2)
 
 
-def test_chunks_that_were_there_are_no_stored_bytes(make_daemon, make_engine):
+def test_chunks_that_were_there_are_no_stored_bytes(make_daemon, make_forgetful_engine):
     daemon = make_daemon(chunk_tokens=CHUNK)
-    first, second = make_engine(daemon), make_engine(daemon)
+    first, second = make_forgetful_engine(daemon), make_forgetful_engine(daemon)
     serve(first, "cold", 1)
     second.add("a", prompt(1, 4 * CHUNK + 5))
     before = sums(first).data["store_bytes"]
@@ -88,10 +88,10 @@ def test_chunks_that_were_there_are_no_stored_bytes(make_daemon, make_engine):
     assert before > 0
 
 
-def test_refused_copies_are_failures(make_daemon, make_engine, make_tap):
+def test_refused_copies_are_failures(make_daemon, make_forgetful_engine, make_tap):
     daemon = make_daemon(chunk_tokens=CHUNK)
     tap = make_tap(daemon)
-    engine = make_engine(tap.endpoint)
+    engine = make_forgetful_engine(tap.endpoint)
     serve(engine, "cold", 1)
     engine.scheduler.reset_prefix_cache()
     tap.instead = lambda message: (
@@ -104,9 +104,9 @@ def test_refused_copies_are_failures(make_daemon, make_engine, make_tap):
     assert "load_seconds" not in data
 
 
-def test_lookups_without_an_answer_are_told(make_daemon, make_engine):
+def test_lookups_without_an_answer_are_told(make_daemon, make_forgetful_engine):
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = make_engine(daemon, extra={"kvserver.store_timeout_ms": 200})
+    engine = make_forgetful_engine(daemon, extra={"kvserver.store_timeout_ms": 200})
     daemon.freeze()
     try:
         serve(engine, "a", 1)
@@ -117,17 +117,17 @@ def test_lookups_without_an_answer_are_told(make_daemon, make_engine):
     assert data["store_failures"] > 0
 
 
-def test_a_step_in_which_nothing_ended_has_nothing_to_tell(make_daemon, make_engine):
+def test_a_step_in_which_nothing_ended_has_nothing_to_tell(make_daemon, make_forgetful_engine):
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = make_engine(daemon)
+    engine = make_forgetful_engine(daemon)
     serve(engine, "a", 1)
     assert 0 < len(payloads(engine)) < len(engine.stats)
     assert all(payloads(engine))
 
 
-def test_vllms_prometheus_has_the_sums(make_daemon, make_engine):
+def test_vllms_prometheus_has_the_sums(make_daemon, make_forgetful_engine):
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = make_engine(daemon)
+    engine = make_forgetful_engine(daemon)
     logger = PrometheusStatLogger(engine.config, [0])
     stored_and_loaded(daemon, engine)
     for stats in engine.stats:
@@ -149,9 +149,9 @@ def test_vllms_prometheus_has_the_sums(make_daemon, make_engine):
     assert value("vllm:prompt_tokens_cached_by_source_total", source="host") in (None, 4 * CHUNK)
 
 
-def test_hits_are_labelled_as_the_hosts(make_daemon, make_engine):
+def test_hits_are_labelled_as_the_hosts(make_daemon, make_forgetful_engine):
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = make_engine(daemon)
+    engine = make_forgetful_engine(daemon)
     stored_and_loaded(daemon, engine)
     hits = [stats.connector_prefix_cache_stats.hits_by_source for stats in engine.stats]
     assert [{source.value: tokens for source, tokens in found.items()} for found in hits if found] == [

@@ -64,14 +64,14 @@ class Scene:
 
 
 @pytest.fixture
-def make_scene(make_daemon, make_engine) -> Iterator[Callable[..., Scene]]:
+def make_scene(make_daemon, make_forgetful_engine) -> Iterator[Callable[..., Scene]]:
     scenes: list[Scene] = []
 
     def make(engines: int = 1, **flags: Any) -> Scene:
         daemon = make_daemon(start=False, **flags)
         daemon.flags["kv_events_endpoint"] = f"ipc://{daemon.folder}/events"
         daemon.start()
-        scenes.append(Scene(daemon, [make_engine(daemon, adjust=events_on) for _ in range(engines)]))
+        scenes.append(Scene(daemon, [make_forgetful_engine(daemon, adjust=events_on) for _ in range(engines)]))
         return scenes[-1]
 
     yield make

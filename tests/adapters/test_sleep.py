@@ -28,10 +28,10 @@ def wake(engine) -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["direct", "ordered"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_unregistering_the_daemon_maps_nothing_and_after_restoring_it_serves(
-    make_daemon, make_engine, ranks, late
+    make_daemon, make_forgetful_engine, ranks, late
 ):
     daemon = make_daemon()
-    engine = make_engine(daemon, world_size=ranks, gpu=LateGpu() if late else None)
+    engine = make_forgetful_engine(daemon, world_size=ranks, gpu=LateGpu() if late else None)
     engine.generate("cold", TOKENS)
     sleep(engine)
     assert daemon.books()["mappings"] == 0
@@ -45,7 +45,7 @@ def test_after_unregistering_the_daemon_maps_nothing_and_after_restoring_it_serv
     assert engine.generate("warm", TOKENS).external == 4 * CHUNK
     more = prompt(2, 3 * CHUNK)
     engine.generate("more", more)
-    assert make_engine(daemon, world_size=ranks).generate("other", more).external > 0
+    assert make_forgetful_engine(daemon, world_size=ranks).generate("other", more).external > 0
 
 
 def test_restoring_what_was_never_unregistered_changes_nothing(make_daemon, make_engine):
@@ -81,9 +81,9 @@ def test_a_load_in_flight_fails_its_request_which_is_computed(make_daemon, make_
     assert engine.received == ["warm"]
 
 
-def test_a_hung_daemon_holds_up_sleep_until_its_deadline_only(make_daemon, make_engine, caplog):
+def test_a_hung_daemon_holds_up_sleep_until_its_deadline_only(make_daemon, make_forgetful_engine, caplog):
     daemon = make_daemon()
-    engine = make_engine(daemon, extra={"kvserver.unregister_timeout_ms": 100})
+    engine = make_forgetful_engine(daemon, extra={"kvserver.unregister_timeout_ms": 100})
     engine.generate("cold", TOKENS)
     daemon.freeze()
     caplog.set_level(logging.WARNING, "vllm.kvserver")

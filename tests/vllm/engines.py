@@ -18,6 +18,7 @@ from support.daemon import Daemon, wait_until
 
 Prompt = list[int]
 TIMEOUTS = {"kvserver.load_timeout_ms": 1500, "kvserver.store_timeout_ms": 3000}
+FORGETS = {"kvserver.on_prefix_reset": "keep"}  # a reset of the prefix cache is how tests empty an engine's own cache
 START_SECONDS = 240
 ANSWER_SECONDS = 180
 # The ranks of an engine spin while they wait for each other: two of them kept a machine of two cores so busy that a thread of
@@ -59,7 +60,7 @@ class Engine:
                 "kv_connector": "KVServerConnector",
                 "kv_connector_module_path": "kvserver.adapters.vllm",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"kvserver.endpoint": endpoint} | (extra or {}),
+                "kv_connector_extra_config": {"kvserver.endpoint": endpoint} | FORGETS | (extra or {}),
             } | (transfer or {})
         environ = {
             **os.environ,

@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from engines import NICE, START_SECONDS, TIMEOUTS, Prompt
+from engines import FORGETS, NICE, START_SECONDS, TIMEOUTS, Prompt
 from prometheus_client.parser import text_string_to_metric_families
 
 MODEL = "tiny"
@@ -55,7 +55,7 @@ class Server:
             "kv_connector_module_path": "kvserver.adapters.vllm",
             "kv_role": "kv_both",
             "engine_id": engine_id,
-            "kv_connector_extra_config": {"kvserver.endpoint": endpoint, **TIMEOUTS, **(extra or {})},
+            "kv_connector_extra_config": {"kvserver.endpoint": endpoint, **FORGETS, **TIMEOUTS, **(extra or {})},
         }
         options = {
             "model": model,
