@@ -25,7 +25,14 @@ from kvserver.adapters.vllm.planes import UnsupportedLayout
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
 from kvserver.adapters.vllm.stats import HOST, KVServerPromMetrics, KVServerStats, grown
-from kvserver.adapters.vllm.support import TransferResults, replicated, unsupported, vllm_version, whole_prompts_only
+from kvserver.adapters.vllm.support import (
+    TransferResults,
+    rehashes_sessions,
+    replicated,
+    unsupported,
+    vllm_version,
+    whole_prompts_only,
+)
 from kvserver.adapters.vllm.worker import WORDS, WorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -138,6 +145,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             hash_block_tokens=getattr(self._caches_config, "hash_block_size", None) or spec.block_size,
             holds_back_tail="eagle" in method or "mtp" in method,
             whole_prompts_only=whole_prompts_only(self._config),
+            rehashes_sessions=rehashes_sessions(),
             fault=self._fault,
             weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
             weights_are_transferred=getattr(self._config, "weight_transfer_config", None) is not None,

@@ -80,6 +80,7 @@ class SchedulerHalf:
         hash_block_tokens: int,
         holds_back_tail: bool,
         whole_prompts_only: bool = False,
+        rehashes_sessions: bool = True,
         fault: Callable[[str, Exception], None],
         weights_version: Callable[[], str] = lambda: "",
         weights_are_transferred: bool = False,
@@ -90,6 +91,8 @@ class SchedulerHalf:
         self._chunks = Chunks(block_tokens, hash_block_tokens)
         self._holds_back_tail = holds_back_tail
         self._whole_prompts_only = whole_prompts_only  # the engine cannot prefill after a hit, only decode
+        self._rehashes_sessions = rehashes_sessions
+        self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
         self._fault = fault  # takes note of an exception of ours: (where, which)
         transferred = "epoch: weight_transfer_config is set" if weights_are_transferred else ""
         self._variants = Variants(f"{instance_id}/{incarnation}", weights_version, transferred)
@@ -134,6 +137,13 @@ class SchedulerHalf:
 
     def new_request(self, request: Request) -> None:
         self._follow_resets()
+        if getattr(request, "resumable", False) and not self._rehashes_sessions:
+            if not self._stale_hashes:
+                log.warning(
+                    "a streaming session before vLLM 0.32, which keeps hashes of dropped tokens: no more stores"
+                )
+            self._stale_hashes = True
+            return
         state = RequestState(request, self._variant_of(request))
         self._requests[request.request_id] = state
         self._lookups.send(state)
@@ -204,7 +214,7 @@ class SchedulerHalf:
         self._lookups.next_pass()
         self._pending.next_pass()
         session = self._lookups.usable()
-        may_store = session is not None and self._pool.clears >= self._clears_awaited
+        may_store = session is not None and self._pool.clears >= self._clears_awaited and not self._stale_hashes
         prompt_tokens = 0
         for request_id, computed in self._scheduled(output):
             state = self._requests.get(request_id)

@@ -75,6 +75,14 @@ def whole_prompts_only(vllm_config: VllmConfig) -> bool:
     )
 
 
+def rehashes_sessions() -> bool:
+    """Whether a streaming session that drops tokens as it goes on drops their hashes too.
+
+    Before 0.32 vLLM does not: from there on the session's hashes, and its blocks in vLLM's own cache, are other tokens'.
+    """
+    return vllm_version() >= (0, 32)
+
+
 def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether all ranks hold the same KV: MLA's latent has no heads that tensor parallelism could split."""
     parallel = vllm_config.parallel_config
