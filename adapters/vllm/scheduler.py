@@ -55,6 +55,11 @@ def by_position(tables: Tables, first: int, last: int) -> list[int]:
     return [block_id for ids in zip(*(table[first:last] for table in tables), strict=True) for block_id in ids]
 
 
+def _computes_all(request: Request) -> bool:
+    """Whether vLLM needs every token of the prompt computed, as for prompt logprobs. Before 0.31 it asks all the same."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
 @dataclass(slots=True)
 class RequestState(Question):
     local_tokens: int = 0  # what vLLM had itself when it was told of the hit
@@ -146,13 +151,14 @@ class SchedulerHalf:
             return
         state = RequestState(request, self._variant_of(request))
         self._requests[request.request_id] = state
-        self._lookups.send(state)
+        if not _computes_all(request):
+            self._lookups.send(state)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's question: (tokens beyond `local_tokens` to load, asynchronously), (None, False) = ask again."""
         self._follow_resets()
         state = self._requests.get(request.request_id)
-        if state is None or state.give_up:
+        if state is None or state.give_up or _computes_all(request):
             return 0, False
         if state.admitted:  # it was preempted since: ask anew, more may be stored by now
             state.admitted = False

@@ -360,9 +360,11 @@ class Engine:
 
     # ---- requests -----------------------------------------------------------------------------
 
-    def add(self, name: str, tokens: list[int], count: int = 4, **options: Any) -> Answer:
+    def add(
+        self, name: str, tokens: list[int], count: int = 4, sampling: dict[str, Any] | None = None, **options: Any
+    ) -> Answer:
         """Submit a request for `count` tokens."""
-        parameters = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        parameters = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, **(sampling or {}))
         request = Request(name, list(tokens), parameters, None, block_hasher=self._hasher, **options)
         self.answers[name] = Answer(list(tokens), count, self.weights)
         self.scheduler.add_request(request)
