@@ -27,6 +27,7 @@ from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settin
 from kvserver.adapters.vllm.stats import HOST, KVServerPromMetrics, KVServerStats, grown
 from kvserver.adapters.vllm.support import (
     TransferResults,
+    hash_block_tokens,
     rehashes_sessions,
     replicated,
     unsupported,
@@ -142,7 +143,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             world_size=self._config.parallel_config.world_size,
             engine=Engine(self._config, self._caches_config),
             block_tokens=spec.block_size,
-            hash_block_tokens=getattr(self._caches_config, "hash_block_size", None) or spec.block_size,
+            hash_block_tokens=hash_block_tokens(self._config, self._caches_config),
             holds_back_tail="eagle" in method or "mtp" in method,
             whole_prompts_only=whole_prompts_only(self._config),
             rehashes_sessions=rehashes_sessions(),

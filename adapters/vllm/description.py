@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvserver.adapters.vllm.link import Session
+from kvserver.adapters.vllm.support import hash_block_tokens
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -60,7 +61,6 @@ class Engine:
         self._caches_config = kv_cache_config
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.groups = tuple(KVGroup(_kind(spec), _window(spec)) for spec in specs)
-        self._block_tokens: int = specs[0].block_size
 
     @property
     def publishes(self) -> bool:
@@ -78,7 +78,7 @@ class Engine:
             "hash_form": hash_form(),
             "hash_algorithm": str(self._config.cache_config.prefix_caching_hash_algo),
             "hash_start": start if isinstance(start, bytes) else b"",
-            "hash_block_tokens": getattr(self._caches_config, "hash_block_size", None) or self._block_tokens,
+            "hash_block_tokens": hash_block_tokens(self._config, self._caches_config),
             "groups": self.groups,
             "events_endpoint": endpoint,
             "events_replay_endpoint": replay_endpoint,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core import kv_cache_utils
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +43,7 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
         return f"{len(specs)} KV cache groups before vLLM 0.30; disable the hybrid KV cache manager"
     if len({spec.block_size for spec in specs}) > 1:
         return f"KV cache groups {kinds} with blocks of different sizes; disable the hybrid KV cache manager"
-    if getattr(vllm_config, "use_v2_model_runner", False) and written_early(kv_cache_config):
+    if getattr(vllm_config, "use_v2_model_runner", False) and written_early(vllm_config, kv_cache_config):
         return "vLLM writes new blocks before stores that read them can be ended; set VLLM_USE_V2_MODEL_RUNNER=0"
     if vllm_config.model_config.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return "sleep mode before vLLM 0.33, which takes the KV cache away without a word to its connector"
@@ -51,14 +52,25 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     return None
 
 
-def written_early(kv_cache_config: KVCacheConfig) -> bool:
+def written_early(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether vLLM zeroes new blocks, or copies into them what was partly hit, as the first thing of a step.
 
     Its model runner V2 does that before it calls handle_preemptions.
     """
     block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    hash_block_tokens = getattr(kv_cache_config, "hash_block_size", None) or block_tokens
-    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_tokens < block_tokens)
+    finer = hash_block_tokens(vllm_config, kv_cache_config) < block_tokens
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or finer)
+
+
+def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """How many tokens each hash of a request covers more than the one before; with several groups perhaps less than a block."""
+    said: int | None = getattr(kv_cache_config, "hash_block_size", None)  # 0.32 and later
+    groups = kv_cache_config.kv_cache_groups
+    if said is None and len(groups) == 1:
+        return int(
+            groups[0].kv_cache_spec.block_size
+        )  # vLLM looks at its cache_config, which workers have as of the start
+    return said or int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
 def whole_prompts_only(vllm_config: VllmConfig) -> bool:
