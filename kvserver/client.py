@@ -8,6 +8,7 @@ and the server's insides. Needs msgspec and pyzmq only.
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import time
 import weakref
@@ -157,7 +158,10 @@ class Client:
 
 
 class Attachment:
-    """A worker's `.fd` connection: hands over descriptors, then tells when the server has gone."""
+    """A worker's `.fd` connection: hands over descriptors, then tells when the server has gone.
+
+    It is this process's alone: one that is forked without exec closes its copy, which would hide our death from the server.
+    """
 
     def __init__(self, fd_path: str, token: str, fds: list[int], timeout: float = 5.0) -> None:
         """OSError or TimeoutError if there is no server; RequestFailed if it refuses."""
@@ -175,6 +179,7 @@ class Attachment:
             assert isinstance(reply, Attached)
             self.number = reply.attachment
             self._socket.setblocking(False)
+            _attachments.add(self)
         except BaseException:
             self._socket.close()
             raise
@@ -193,3 +198,14 @@ class Attachment:
 
     def close(self) -> None:
         self._socket.close()
+
+
+_attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for attachment in list(_attachments):
+        attachment.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

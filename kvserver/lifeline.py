@@ -2,7 +2,8 @@
 
 One connection per worker. The worker sends `Attach` with its descriptors, gets `Attached` with a
 number for RegisterWorker, and then both sides only watch: end of file says that the peer is gone,
-across pid namespaces. The server closes a connection only when no copy of its worker is left: to the
+across pid namespaces. Where the peer's process can be seen from here its death counts as well: a process that it forked
+may keep the connection. The server closes a connection only when no copy of its worker is left: to the
 worker, the end of its connection means that nothing will touch its memory any more.
 
 Owns: the listening socket, the connections and descriptors nobody claimed yet. Refuses to know: what
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ class Attachment:
     pid: int
     uid: int
     fds: list[int]
+    process: int | None = None  # a pidfd, where the peer's process can be seen
     attached: bool = False
     registration: int | None = None
 
@@ -44,6 +47,20 @@ class Attachment:
         """The descriptors; the caller closes them from now on."""
         fds, self.fds = self.fds, []
         return fds
+
+
+def _open_process(pid: int) -> int | None:
+    """A descriptor that is readable once the process is dead. None where it cannot be seen, or for want of descriptors."""
+    try:
+        return os.pidfd_open(pid)  # 0: it is of another pid namespace
+    except OSError:
+        return None
+
+
+def _is_dead(process: int) -> bool:
+    poller = select.poll()
+    poller.register(process, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 class Lifelines:
@@ -93,9 +110,11 @@ class Lifelines:
             connection.close()
             return None
         self._next += 1
-        attachment = Attachment(self._next, connection, pid, uid, [])
+        attachment = Attachment(self._next, connection, pid, uid, [], _open_process(pid))
         self._attachments[self._next] = attachment
         self._by_fd[connection.fileno()] = attachment
+        if attachment.process is not None:
+            self._by_fd[attachment.process] = attachment
         return connection.fileno()
 
     def _refuse_with_spare(self) -> None:
@@ -106,8 +125,13 @@ class Lifelines:
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, fd: int) -> Attachment | None:
-        """Handle input on a connection. Returns the attachment if it has ended, after closing it."""
+        """Handle input on a connection, or its process's end. Returns the attachment if it has ended, after closing it."""
         attachment = self._by_fd[fd]
+        if fd == attachment.process:
+            if not _is_dead(fd):  # the number was another descriptor's when it was polled
+                return None
+            self.close(attachment)
+            return attachment
         try:
             raw, fds, flags, _ = socket.recv_fds(attachment.connection, _MAX_ATTACH_BYTES, MAX_FDS)
         except BlockingIOError:
@@ -162,6 +186,9 @@ class Lifelines:
             return
         del self._by_fd[attachment.connection.fileno()]
         attachment.connection.close()
+        if attachment.process is not None:
+            del self._by_fd[attachment.process]
+            os.close(attachment.process)
         for fd in attachment.claim():
             os.close(fd)
 
