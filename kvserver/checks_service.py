@@ -6,7 +6,6 @@ work where the rest does not, so nothing else of the daemon is imported, and vLL
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -16,6 +15,7 @@ import socket
 import stat
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from kvserver import __version__
 from kvserver.checks import Finding, Machine, ok, problem, warning
 from kvserver.client import Client, RequestFailed
+from kvserver.http_token import bearer, read_token
 from kvserver.protocol import PROTOCOL_VERSION
 from kvserver.settings import Settings
 
@@ -120,6 +121,13 @@ def _listens(path: Path) -> bool:
 
 def http_port(machine: Machine) -> Finding:
     host, port = machine.settings.http_host, machine.settings.http_port
+    try:
+        token = read_token(machine.settings.http_token_file)
+    except ValueError as error:
+        return problem(
+            f"--http-token-file {machine.settings.http_token_file}: {error}",
+            f"(umask 077; openssl rand -hex 32 >{shlex.quote(machine.settings.http_token_file)})",
+        )
     if port == 0:
         return ok("any free one")
     try:
@@ -129,20 +137,27 @@ def http_port(machine: Machine) -> Finding:
             probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            if boot := _boot_of(host, port):
-                return ok(f"{host}:{port} is served by a running kvserver, boot {boot}")
+            if running := _who_serves(host, port, token):
+                return ok(f"{host}:{port} is served by a running kvserver{running}")
             return problem(f"{host}:{port} is taken by another program", "--http-port 0 takes a free one")
         flags = "--http-port 8080" if error.errno == errno.EACCES else "--http-host 127.0.0.1"
         return problem(f"{host}:{port}: {error.strerror or error}", f"kvserver serve {flags}")
     return ok(f"{host}:{port} is free")
 
 
-def _boot_of(host: str, port: int) -> str:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        where = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
-        with urllib.request.urlopen(f"http://{where}:{port}/status", timeout=2) as answer:
-            return str(json.load(answer)["boot_id"])
-    return ""
+def _who_serves(host: str, port: int, token: str) -> str:
+    """ ", boot ID" of a kvserver, or why it does not say it; "" if it is another program, or none answers."""
+    where = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
+    try:
+        request = urllib.request.Request(f"http://{where}:{port}/status", headers=bearer(token))
+        with urllib.request.urlopen(request, timeout=2) as answer:
+            return f", boot {json.load(answer)['boot_id']}"
+    except urllib.error.HTTPError as error:
+        with error:
+            ours = (error.headers.get("Server") or "").startswith("kvserver/")
+            return f", which answers {error.code}: see --http-token-file" if ours else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
+
+from kvserver.http_token import bearer, read_token
 
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
@@ -23,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the whole of /status")
     parser.add_argument("--http-host", default="127.0.0.1")
     parser.add_argument("--http-port", type=int, default=8080)
+    parser.add_argument(
+        "--http-token-file",
+        default=os.environ.get("KVSERVER_HTTP_TOKEN_FILE", ""),
+        metavar="FILE",
+        help="the daemon's, if it has one (or KVSERVER_HTTP_TOKEN_FILE)",
+    )
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -35,9 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 if no daemon answers. A watch goes on through a daemon's restart; Ctrl-C ends it with 0."""
+    try:
+        headers = bearer(read_token(arguments.http_token_file))
+    except ValueError as error:
+        print(f"kvserver: --http-token-file {arguments.http_token_file}: {error}", file=sys.stderr)
+        return 2
     url = f"http://{arguments.http_host}:{arguments.http_port}/status"
+    request = urllib.request.Request(url, headers=headers)
     if arguments.watch is None:
-        text, code = _look(url, arguments.json)
+        text, code = _look(request, arguments.json)
         print(text, file=sys.stderr if code else sys.stdout)
         return code
     in_place = sys.stdout.isatty() and not arguments.json
@@ -45,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
         if in_place:
             sys.stdout.write(_ERASE_SCREEN)
         while True:
-            text, _ = _look(url, arguments.json, indent=None)
+            text, _ = _look(request, arguments.json, indent=None)
             stamp = "" if arguments.json else time.strftime("%H:%M:%S") + "  "
             sys.stdout.write((_HOME_AND_ERASE_BELOW if in_place else "") + stamp + text + "\n")
             sys.stdout.write("" if arguments.json or in_place else "\n")
@@ -62,13 +77,25 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _look(url: str, as_json: bool, indent: int | None = 2) -> tuple[str, int]:
+def _look(request: urllib.request.Request, as_json: bool, indent: int | None = 2) -> tuple[str, int]:
+    url = request.full_url
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=5) as answer:
             status = json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return f"kvserver: {url} answers {error.code}: {_reason(error)}", 1
     except (urllib.error.URLError, OSError, ValueError) as error:
         return f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port", 1
     return json.dumps(status, indent=indent) if as_json else table(status), 0
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the daemon said with an error; of others, what HTTP says."""
+    try:
+        return str(json.loads(error.read(4096))["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(error.reason)
 
 
 def table(status: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ from kvserver.errors import ConfigError
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
+from kvserver.http_token import read_token
 from kvserver.lifeline import Lifelines
 from kvserver.logs import set_up_logging
 from kvserver.match_pages import MatchPages
@@ -127,6 +128,7 @@ def serve(configuration: Configuration) -> int:
     set_up_logging(settings)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker brings up to 251 descriptors
+    http_token = _http_token(settings)
     chosen = choose_l1(settings, own_policy=_has_numa_policy())
     endpoint = Endpoint(settings.endpoint)
     context = zmq.Context(io_threads=1)
@@ -164,6 +166,7 @@ def serve(configuration: Configuration) -> int:
                 MatchPages(watchers.index, lambda: server.call(handlers.instances_status)),
                 watchers.publisher.snapshot if watchers.publisher is not None else None,
                 watchers.observers.cut_off,
+                http_token,
             )
         except OSError as error:
             watchers.discard()
@@ -179,6 +182,11 @@ def serve(configuration: Configuration) -> int:
 
         signal.signal(signal.SIGTERM, on_signal)
         signal.signal(signal.SIGINT, on_signal)
+        if pages.access.shut:
+            log.warning(
+                "--http-host %s: anybody on the network may ask, so only /metrics, /livez and /readyz answer; --http-token-file "
+                "opens the other pages to those who have the token", settings.http_host,
+            )  # fmt: skip
         watchers.start(pages.families)
         pages.start()
         gc.collect()
@@ -192,7 +200,7 @@ def serve(configuration: Configuration) -> int:
         server.run()
         if not _drain(server):
             os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
-        watchers.close(lambda: watchers.families(server.snapshot(), server.rpc.snapshot()))
+        watchers.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))
         if lost := devices.lost:
             log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
             context.destroy(_LAST_WORDS_MS)
@@ -208,6 +216,13 @@ def serve(configuration: Configuration) -> int:
     log.info("stopped")
     gc.unfreeze()  # for the interpreter's end: a native module that is never freed complains on stderr
     return 0
+
+
+def _http_token(settings: Settings) -> str:
+    try:
+        return read_token(settings.http_token_file)
+    except ValueError as error:
+        raise ConfigError(f"--http-token-file {settings.http_token_file}: {error}") from None
 
 
 def gpu_opener(settings: Settings) -> OpenGpu:

@@ -1,23 +1,30 @@
 """The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, `/kv/snapshot`, and what is
 sent to the daemon: `POST /cache/clear`, `POST /kv/match`.
 
-Owns: the HTTP threads. Refuses to know: anything but snapshots. It asks the loop for one and waits a
-bounded time; when the loop does not answer it serves the last one and says so, and `/readyz` fails.
+A request is read as a whole before it is answered: its head is judged by `http_access`, then its body is read.
+
+Owns: the pages. Refuses to know: anything but snapshots, who may ask (`http_access`), threads (`http_connections`). It asks the
+loop for a snapshot and waits a bounded time; when the loop does not answer it serves the last one and says so, and `/readyz` fails.
 """
 
 from __future__ import annotations
 
 import html
+import http.client
+import io
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
-from kvserver import metrics, snapshot_page
+from kvserver import __version__, metrics, snapshot_page
 from kvserver.families import Family
+from kvserver.http_access import OPEN_PAGES, Access, Refusal
+from kvserver.http_connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
 from kvserver.match_pages import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
 
@@ -26,13 +33,11 @@ T = TypeVar("T")
 
 LOOP_DEADLINE_SECONDS = 1.0  # how long a page waits for the loop
 STUCK_SECONDS = 5.0  # a loop that did not turn for so long is not ready
+_MOST_HEAD_BYTES = 64 << 10  # the request line and all headers
 
 
-class StatusPages(ThreadingHTTPServer):
+class StatusPages(Connections):
     """Serves in its own daemon threads from start() until close()."""
-
-    daemon_threads = True
-    request_queue_size = 64
 
     def __init__(
         self,
@@ -42,17 +47,19 @@ class StatusPages(ThreadingHTTPServer):
         match: MatchPages | None = None,
         take_kv_snapshot: snapshot_page.TakeSnapshot | None = None,
         cut_off: Callable[[str], str] = lambda observer: "",
+        token: str = "",
     ) -> None:
         """`settings` is what `/config` shows. Without an index, or where no KV events are published, those pages say so, as they
-        do where the observer behind them was cut off."""
+        do where the observer behind them was cut off. `token`: what clients must show."""
         super().__init__(address, _Handler)
+        self.access = Access(str(self.server_address[0]), address[0], token)
         self.kvserver = server
         self.settings = settings
         self.match = match
         self.take_kv_snapshot = take_kv_snapshot
         self.cut_off = cut_off
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
-        self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
+        self._thread = threading.Thread(target=self.serve, name="http", daemon=True)
 
     @property
     def port(self) -> int:
@@ -77,11 +84,15 @@ class StatusPages(ThreadingHTTPServer):
             status = {**status, "ready": False, "stale_seconds": round(server.seconds_since_turn, 3)}
         else:
             self._last = status, rpc
-        return status, rpc
+        return {**status, "http": self.connections_status()}, rpc
 
     def families(self) -> list[Family]:
         """The metrics of a snapshot()."""
-        return self.kvserver.handlers.watchers.families(*self.snapshot())
+        return self.families_of(*self.snapshot())
+
+    def families_of(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
+        """All of the daemon's; from any thread."""
+        return [*self.kvserver.handlers.watchers.families(status, rpc), *self.connections_families()]
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` in the loop. TimeoutError if that did not begin in time; it will not then."""
@@ -105,11 +116,108 @@ class StatusPages(ThreadingHTTPServer):
         return self.kvserver.failure or None
 
 
+class _HeadReader(io.BufferedReader):
+    """Whole lines, of `left` bytes together. To the standard library the end of the input is the end of the headers, and it would
+    have a request carried out whose client was cut off in the middle."""
+
+    left = 0
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        most = self.left + 1 if size is None or size < 0 else min(size, self.left + 1)
+        line = super().readline(most)
+        self.left -= len(line)
+        if self.left < 0:
+            raise http.client.LineTooLong("head")
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError("the request ended in the middle of its head")
+        return line
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: StatusPages
+    connection: socket.socket
+    server_version, sys_version = f"kvserver/{__version__}", ""
     protocol_version = "HTTP/1.1"
-    timeout = 30
+    rbufsize = 0  # _HeadReader is the buffer
+    timeout = IDLE_SECONDS + 1  # of one read or write; the deadlines of Connections are shorter
     wbufsize = -1  # head and body leave together: apart, the second waits for the peer's delayed acknowledgement
+
+    # ---- reading a request ------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = self._reader = _HeadReader(self.rfile)
+        self._visit = self.server.visit(self.connection)
+        self._body = b""
+
+    def handle_one_request(self) -> None:
+        """Answer one, if one comes."""
+        self.close_connection = True  # until a request says otherwise
+        self._body = b""
+        if not self._reader.peek(1):
+            return
+        self.server.enter(self._visit, Phase.SENDING, REQUEST_SECONDS)
+        self._reader.left = _MOST_HEAD_BYTES
+        try:
+            super().handle_one_request()
+        except http.client.LineTooLong:  # of the first line; parse_request answers that of others
+            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
+            self.send_error(431)
+        if not self.server.enter(self._visit, Phase.IDLE, IDLE_SECONDS):
+            self.close_connection = True
+
+    def parse_request(self) -> bool:
+        """The head, whether it may be answered, and the body. False if there is nothing more to do."""
+        if not super().parse_request():
+            return False
+        if self._visit.spare:
+            self.close_connection = True
+        refusal = self._refusal() or self._read_body()
+        if refusal is None:
+            return self.server.enter(self._visit, Phase.ANSWERING, ANSWER_SECONDS)
+        self.server.refused(refusal.reason)
+        self.close_connection = True  # what else it sends is not read
+        body = json.dumps({"error": refusal.reason, "message": refusal.message}) + "\n"
+        self._send(refusal.code, body, "application/json")
+        return False
+
+    def handle_expect_100(self) -> bool:
+        return True  # said by _read_body, if the body is wanted
+
+    def _refusal(self) -> Refusal | None:
+        if self._visit.spare and self._page_name not in OPEN_PAGES:
+            return Refusal(503, "busy", "all connections are in use; come again")
+        return self.server.access.refusal(self.command, self._page_name, self.headers)
+
+    def _read_body(self) -> Refusal | None:
+        """Only one page takes a body; others leave it unread and end the connection."""
+        lengths = self.headers.get_all("Content-Length", [])
+        if "Transfer-Encoding" in self.headers or len(lengths) > 1:
+            return Refusal(
+                411, "bad_length", "send one Content-Length and a body of that length, without Transfer-Encoding"
+            )
+        length = lengths[0] if lengths else "" if self._page_name == "/kv/match" else "0"
+        if self.command != "POST" or self.path != "/kv/match":
+            self.close_connection |= length != "0"
+            return None
+        if not length.isdecimal():
+            return Refusal(411, "bad_length", "send Content-Length and a body")
+        if len(length) > 10 or int(length) > MOST_BODY_BYTES:
+            return Refusal(413, "too_large", f"a body has at most {MOST_BODY_BYTES} bytes")
+        if self.headers.get("Expect", "").lower() == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
+            self.wfile.flush()
+        self._body = self.rfile.read(int(length))
+        if len(self._body) < int(length):
+            return Refusal(400, "bad_length", "the body ended early")
+        return None
+
+    @property
+    def _page_name(self) -> str:
+        return self.path.partition("?")[0]
+
+    # ---- answering it -----------------------------------------------------------------------------
 
     def do_GET(self) -> None:
         pages = {
@@ -122,18 +230,12 @@ class _Handler(BaseHTTPRequestHandler):
             "/config": self._config,
             "/kv/snapshot": self._kv_snapshot,
         }
-        self._run(pages.get(self.path.partition("?")[0]))
+        self._run(pages.get(self._page_name))
 
     def do_POST(self) -> None:
-        if self.path == "/kv/match":
-            self._match()
-        else:
-            self._run(self._clear if self.path == "/cache/clear" else None)
+        self._run({"/kv/match": self._match, "/cache/clear": self._clear}.get(self.path))
 
-    def _run(self, page: Any) -> None:
-        length = self.headers.get("Content-Length", "0")
-        if length != "0":
-            self.close_connection = True  # these pages take no body; it is not read
+    def _run(self, page: Callable[[], None] | None) -> None:
         if page is None:
             self._send(
                 404,
@@ -157,33 +259,18 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _match(self) -> None:
-        body = self._body()
-        if body is None:
-            return
         if reason := self.server.cut_off("index"):
             self._send(503, f"the index is not up to date: {reason}\n")
         elif self.server.match is None:
             self._send(503, "this daemon keeps no index of blocks\n")
         else:
-            self._send(*self.server.match.match(body, self.headers.get_content_type()))
+            self._send(*self.server.match.match(self._body, self.headers.get_content_type()))
 
     def _kv_snapshot(self) -> None:
         if reason := self.server.cut_off("zmq"):
             self._send(503, f"KV events are published no more: {reason}\n")
-        else:
+        elif self.server.enter(self._visit, Phase.ANSWERING, snapshot_page.MOST_SECONDS):
             snapshot_page.answer(self, self.server.take_kv_snapshot)
-
-    def _body(self) -> bytes | None:
-        """None, and answered, if it is not one to be read."""
-        length = self.headers.get("Content-Length", "")
-        if length.isdecimal() and int(length) <= MOST_BODY_BYTES:
-            return self.rfile.read(int(length))
-        self.close_connection = True
-        if not length.isdecimal():
-            self._send(411, "send Content-Length and a body\n")
-        else:
-            self._send(413, f"a body has at most {MOST_BODY_BYTES} bytes\n")
-        return None
 
     def _metrics(self) -> None:
         self._send(200, metrics.render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")
@@ -211,6 +298,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(raw)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if code == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if code == 503:
+            self.send_header("Retry-After", "1")
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()

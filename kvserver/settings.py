@@ -32,8 +32,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "kvserver/kvserver.sock under $XDG_RUNTIME_DIR, or under a folder in /tmp named by the user's id."
         ),
     ] = ""
-    http_host: Annotated[str, Meta(description="Address of the status pages and metrics.")] = "127.0.0.1"
+    http_host: Annotated[
+        str,
+        Meta(
+            description="Address of the status pages and metrics. At one that is no loopback address only /metrics, /livez and /readyz "
+            "answer without --http-token-file."
+        ),
+    ] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the same; 0 takes any free one.")] = 8080
+    http_token_file: Annotated[
+        str,
+        Meta(
+            description="File with a token of 16 characters or more, read at the start, that others may not read (chmod 600). All pages "
+            "but /metrics, /livez and /readyz then need it as Authorization: Bearer, on loopback addresses too, which every user of "
+            "the machine reaches."
+        ),
+    ] = ""
     l1_size: Annotated[
         str,
         Meta(description='CPU memory for KV, as "20GiB" or "auto" (a quarter of what is free). Refused if not free.'),

@@ -22,6 +22,7 @@ from kvserver.kv_events.publisher import NotOneTopic, Snapshot
 
 log = logging.getLogger(__name__)
 
+MOST_SECONDS = snapshot.MOST_SECONDS + 10.0  # to make and to read one
 TakeSnapshot = Callable[[str, str, str], Snapshot]  # model, form, topic
 _NAMES = ("model", "form", "topic")
 _MEDIA: dict[str, snapshot.Encoding] = {"application/x-ndjson": "json", "application/msgpack": "msgpack"}

@@ -18,6 +18,7 @@ ADAPTERS = ROOT / "adapters"
 ORDER = [
     "errors",
     "settings",
+    "http_token",
     "config",
     "logs",
     "capacity",
@@ -74,6 +75,8 @@ ORDER = [
     "server",
     "match_pages",
     "snapshot_page",
+    "http_access",
+    "http_connections",
     "http",
     "daemon",
     "client",
@@ -87,10 +90,10 @@ ORDER = [
 FREE = {"_native", "__init__"}
 ONLY = {  # modules that run inside engines, or must stay small
     "client": {"errors", "planes", "wire", "kv_messages", "protocol"},
-    "cli_status": set(),
+    "cli_status": {"http_token"},
     "checks": {"errors", "settings", "config", "capacity", "placement"},  # all work where the native module does not
     "checks_gpu": {"settings", "placement", "checks"},
-    "checks_service": {"settings", "protocol", "client", "checks"},
+    "checks_service": {"settings", "http_token", "protocol", "client", "checks"},
 }
 ADAPTERS_MAY = {
     "errors",

@@ -16,9 +16,11 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientConnectionError, ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
@@ -56,9 +58,10 @@ def score(engine: Engine, row: dict[str, Any]) -> float:
 
 
 class Router:
-    def __init__(self, engines: Iterable[Engine], daemon: str) -> None:
+    def __init__(self, engines: Iterable[Engine], daemon: str, daemon_token: str = "") -> None:
         self.engines = list(engines)
         self.daemon = daemon
+        self._daemon_headers = {"Authorization": f"Bearer {daemon_token}"} if daemon_token else {}
         self.guesses = 0  # requests for which nobody said who has them
         self._turns = itertools.count()
         self._session: ClientSession | None = None
@@ -102,12 +105,16 @@ class Router:
     async def _match(self, body: dict[str, Any], tokens: list[int]) -> dict[str, dict[str, Any]]:
         """What the daemon says of each engine it knows, by name."""
         question = {"model": body.get("model", ""), "tokens": tokens}
-        found = await self._ask(self.daemon + "/kv/match", question, MATCH_SECONDS)
+        found = await self._ask(self.daemon + "/kv/match", question, MATCH_SECONDS, self._daemon_headers)
         return {row["instance_id"]: row for row in found["instances"]}
 
-    async def _ask(self, url: str, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+    async def _ask(
+        self, url: str, question: dict[str, Any], seconds: float, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         assert self._session is not None
-        async with self._session.post(url, json=question, timeout=ClientTimeout(total=seconds)) as answer:
+        async with self._session.post(
+            url, json=question, headers=headers, timeout=ClientTimeout(total=seconds)
+        ) as answer:
             if answer.status != 200:
                 raise ValueError(f"{url} answers {answer.status}")
             found: dict[str, Any] = await answer.json()
@@ -197,6 +204,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", action="append", required=True, metavar="ENGINE_ID=URL")
     parser.add_argument("--daemon", default="http://127.0.0.1:8080", help="kvserver's status pages")
+    parser.add_argument(
+        "--daemon-token-file",
+        default=os.environ.get("KVSERVER_HTTP_TOKEN_FILE", ""),
+        metavar="FILE",
+        help="the daemon's --http-token-file, if it has one (or KVSERVER_HTTP_TOKEN_FILE)",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
@@ -207,7 +220,8 @@ def main() -> None:
         if not url.startswith("http"):
             parser.error(f"--engine {text}: write ENGINE_ID=http://host:port")
         engines.append(Engine(name, url.rstrip("/")))
-    router = Router(engines, arguments.daemon.rstrip("/"))
+    token = Path(arguments.daemon_token_file).read_text().strip() if arguments.daemon_token_file else ""
+    router = Router(engines, arguments.daemon.rstrip("/"), token)
     web.run_app(router.app(), host=arguments.host, port=arguments.port, handler_cancellation=True, print=None)
 
 

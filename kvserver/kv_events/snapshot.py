@@ -29,7 +29,7 @@ Encoding = Literal["json", "msgpack"]
 FORMAT = "kvserver-kv-snapshot/1"
 _AT_ONCE = threading.BoundedSemaphore(4)
 _SLICE = 256  # chunks
-_MOST_SECONDS = 300.0  # for a slow reader
+MOST_SECONDS = 300.0  # for a slow reader
 
 
 class Busy(Exception):
@@ -49,7 +49,7 @@ def parts(snapshot: Snapshot, encoding: Encoding, gzip: bool) -> Iterator[Iterat
 
 
 def _in_time(slices: Iterator[bytes]) -> Iterator[bytes]:
-    deadline = time.monotonic() + _MOST_SECONDS
+    deadline = time.monotonic() + MOST_SECONDS
     for each in slices:
         if time.monotonic() > deadline:
             raise TimeoutError("the snapshot was read too slowly")

@@ -191,6 +191,17 @@ def test_compose_publishes_pages_to_this_machine_only_and_sets_what_is_a_setting
         assert given <= {config.variable(name) for name in config.field_types()}
 
 
+def test_the_token_of_compose_is_where_the_daemon_looks_for_it_and_may_be_left_out(compose):
+    service = compose["services"]["kvserver"]
+    where = (
+        service["environment"]["KVSERVER_HTTP_TOKEN_FILE"]
+        .removeprefix("${KVSERVER_HTTP_TOKEN_FILE:+")
+        .removesuffix("}")
+    )
+    assert f"${{KVSERVER_HTTP_TOKEN_FILE:-/dev/null}}:{where}:ro" in service["volumes"]
+    assert where.startswith("/")
+
+
 # ---- systemd ------------------------------------------------------------------------------------
 
 

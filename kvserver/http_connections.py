@@ -1,0 +1,179 @@
+"""The listening socket of the status pages: how many connections there may be, and how long each may take.
+
+Every connection has a thread, and there are MOST_CONNECTIONS, whoever connects. When there is no room, the one that has waited
+longest for its client (to send the rest of a request, or the next one) is ended. When all are busy with answers, SPARE more are
+for probes and scrapers. Whatever is waited for has a deadline for all of it, not for each byte: nobody who sends or reads a
+byte now and then keeps a thread.
+
+Owns: the sockets, their threads and deadlines, the counts of what was refused. Refuses to know: HTTP beyond a 503.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+from kvserver.families import Family, Kind
+
+log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64
+SPARE = 4
+REQUEST_SECONDS = 8.0  # to send a request, head and body
+ANSWER_SECONDS = 15.0  # to make an answer and to read it
+IDLE_SECONDS = 75.0  # until the next request: longer than the usual pause between two scrapes
+_LOOK_SECONDS = 0.25  # between two looks at the deadlines
+_ROOM_SECONDS = 0.25  # for a thread to end whose connection was
+_BACKLOG = 512  # connections that the kernel keeps until we come to them
+
+
+class Phase(Enum):
+    SENDING = "slow"  # the values: what a missed deadline is counted as
+    ANSWERING = "unread"
+    IDLE = ""
+
+
+@dataclass(eq=False, slots=True)
+class Visit:
+    """One connection. Changed under the lock of its Connections."""
+
+    socket: socket.socket
+    since: float
+    deadline: float
+    spare: bool
+    phase: Phase = Phase.SENDING
+    ended: bool = False  # shut by us: its thread is about to end
+
+
+class Connections(ThreadingHTTPServer):
+    """REQUIRES: a handler tells its Visit's phases by enter()."""
+
+    daemon_threads = True
+    request_queue_size = _BACKLOG
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self._visits: dict[socket.socket, Visit] = {}
+        self._changed = threading.Condition()
+        self._refused: Counter[str] = Counter()
+        super().__init__(address, handler)
+
+    # ---- for handlers, in their threads ---------------------------------------------------------
+
+    def visit(self, connection: socket.socket) -> Visit:
+        with self._changed:
+            return self._visits[connection]
+
+    def enter(self, visit: Visit, phase: Phase, seconds: float) -> bool:
+        """Its deadline is `seconds` from now. False if it was ended: what was asked must not be done any more."""
+        with self._changed:
+            visit.phase, visit.since = phase, time.monotonic()
+            visit.deadline = visit.since + seconds
+            return not visit.ended
+
+    def refused(self, reason: str) -> None:
+        """Count one."""
+        with self._changed:
+            self._refused[reason] += 1
+            first = self._refused[reason] == 1
+        log.log(logging.WARNING if first else logging.DEBUG, "refused on the status pages: %s", reason)
+
+    # ---- what is known of them ------------------------------------------------------------------
+
+    def connections_status(self) -> dict[str, Any]:
+        with self._changed:
+            answering = sum(visit.phase is Phase.ANSWERING for visit in self._visits.values())
+            return {"connections": len(self._visits), "answering": answering, "refused": dict(self._refused)}
+
+    def connections_families(self) -> list[Family]:
+        status = self.connections_status()
+        open_ = Family("kvserver_http_connections", "Connections to the status pages.", Kind.GAUGE)
+        refused = Family(
+            "kvserver_http_refused", "Requests and connections to the status pages refused.", Kind.COUNTER, ("reason",)
+        )
+        for reason, count in status["refused"].items():
+            refused.add(count, reason)
+        return [open_.add(status["connections"]), refused]
+
+    # ---- in the thread that accepts -------------------------------------------------------------
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                time.sleep(_LOOK_SECONDS)  # the connection stays in the queue, which would wake us without end
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._admit(request):
+            super().process_request(request, client_address)
+        else:
+            self._turn_away(request)
+
+    def _admit(self, connection: socket.socket) -> bool:
+        now = time.monotonic()
+        with self._changed:
+            if len(self._visits) >= MOST_CONNECTIONS and (oldest := self._longest_waiting()) is not None:
+                before = len(self._visits)
+                self._end(oldest, "crowded" if oldest.phase is Phase.SENDING else "")
+                self._changed.wait_for(lambda: len(self._visits) < before, _ROOM_SECONDS)
+            taken = len(self._visits)
+            if taken >= MOST_CONNECTIONS + SPARE:
+                return False
+            # Counted from here, not from the thread's start: it is what bounds the threads.
+            self._visits[connection] = Visit(connection, now, now + REQUEST_SECONDS, taken >= MOST_CONNECTIONS)
+            return True
+
+    def _longest_waiting(self) -> Visit | None:
+        waiting = [visit for visit in self._visits.values() if visit.phase is not Phase.ANSWERING and not visit.ended]
+        return min(waiting, key=lambda visit: visit.since, default=None)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        body = json.dumps({"error": "busy", "message": "all connections are in use; come again"}).encode()
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.send(head.encode() + body)
+        self.refused("busy")
+        self.shutdown_request(connection)
+
+    def service_actions(self) -> None:
+        """Called every poll of serve_forever, and after every connection."""
+        now = time.monotonic()
+        with self._changed:
+            for visit in self._visits.values():
+                if now > visit.deadline and not visit.ended:
+                    self._end(visit, visit.phase.value)
+
+    def _end(self, visit: Visit, reason: str) -> None:
+        """Its thread, wherever it reads or writes, is told that the peer has gone. REQUIRES: the lock."""
+        visit.ended = True
+        if reason:
+            self.refused(reason)
+        with contextlib.suppress(OSError):
+            visit.socket.shutdown(socket.SHUT_RDWR)
+
+    # ---- at the end of each ---------------------------------------------------------------------
+
+    def shutdown_request(self, request: Any) -> None:
+        """By its thread, or the one that accepts if there came to be none."""
+        super().shutdown_request(request)
+        with self._changed:
+            if self._visits.pop(request, None) is not None:
+                self._changed.notify_all()
+
+    def serve(self) -> None:
+        self.serve_forever(_LOOK_SECONDS)

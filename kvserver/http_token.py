@@ -1,0 +1,53 @@
+"""The token that clients of the status pages show, in a file of its own.
+
+Owns: what may be in the file and who may read it. Refuses to know: who checks a token, who shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+
+LEAST_CHARACTERS = 16
+_MOST_BYTES = 4096
+_NOT_FOR = stat.S_IRWXO | stat.S_IWGRP  # a group may read: so Kubernetes hands secrets to users other than root
+
+
+def read_token(path: str) -> str:
+    """What is in the file, without white space around it; "" of "". ValueError says what is wrong with it, never what it holds."""
+    if not path:
+        return ""
+    try:
+        raw = _read(path)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror or error}") from None
+    token = raw.decode("ascii", "replace").strip()
+    if len(token) < LEAST_CHARACTERS or len(raw) > _MOST_BYTES:
+        raise ValueError(
+            f"holds a token of {len(token)} characters; write {LEAST_CHARACTERS} to {_MOST_BYTES}, as `openssl rand -hex 32` does"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9._~+/-]+=*", token):
+        raise ValueError("holds no token: one word of A-Z a-z 0-9 . _ ~ + / - is one")
+    return token
+
+
+def _read(path: str) -> bytes:
+    """ValueError if it is no file, or not for its owner alone."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not keep us
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is no file")
+        if found.st_mode & _NOT_FOR:
+            raise ValueError(
+                f"may be read or written by others, its mode is {stat.S_IMODE(found.st_mode):04o}: chmod 600"
+            )
+        return os.read(fd, _MOST_BYTES + 1)
+    finally:
+        os.close(fd)
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header that shows it; none of ""."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
