@@ -278,11 +278,11 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self.worker is None:
             return
+        plan = self._plan()
         try:
-            self.worker.start_loads(self._plan())
+            self.worker.start_loads(plan)
         finally:
-            # A request waits for each load of the plan: what a fault kept from beginning has failed.
-            self.worker.answer_for_loads(self._plan())
+            self.worker.answer_for_loads(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -292,8 +292,13 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced()
     def wait_for_save(self) -> None:
-        if self.worker is not None:
-            self.worker.start_stores(self._plan())
+        if self.worker is None:
+            return
+        plan = self._plan()
+        try:
+            self.worker.start_stores(plan)
+        finally:
+            self.worker.answer_for_stores(plan)
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
@@ -311,7 +316,10 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _finished(self) -> tuple[set[str], set[str]]:
         if self.worker is None:
             return set(), set()
-        self.worker.poll(idle=self._plan().idle)
+        try:
+            self.worker.poll(idle=self._plan().idle)
+        except Exception as error:
+            self._fault("poll", error)  # what has ended is told all the same
         return self.worker.take_finished()
 
     @fenced(set)
@@ -405,12 +413,17 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM asks once for each step, when it has taken the step's outputs."""
         if self.scheduler is None:
             return ()
-        self.scheduler.step_ended()
+        try:
+            self.scheduler.step_ended()
+        except Exception as error:
+            self._fault("the end of a step", error)
         return self.scheduler.take_events()
 
     @fenced()
     def shutdown(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.shut()
-        if self.worker is not None:
-            self.worker.shut()
+        try:
+            if self.scheduler is not None:
+                self.scheduler.shut()
+        finally:
+            if self.worker is not None:
+                self.worker.shut()

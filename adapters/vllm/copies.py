@@ -45,10 +45,10 @@ class Copy:
         """Whether the server may be writing the blocks of this load."""
         return self.state() in (State.RUNNING, State.CANCELLING) and not self.session.ended.is_set()
 
-    def cancel(self) -> None:
-        """Nobody wants it any more.
+    def cancel(self) -> bool:
+        """Nobody wants it any more; whether there was something to cancel.
 
         A store: the server will not publish it, whenever it looks. A load that runs still has to be acknowledged.
         """
-        if not self.move(State.PENDING, State.CANCELLED):
-            self.move(State.RUNNING, State.CANCELLED if isinstance(self.spec, StoreSpec) else State.CANCELLING)
+        running = State.CANCELLED if isinstance(self.spec, StoreSpec) else State.CANCELLING
+        return self.move(State.PENDING, State.CANCELLED) or self.move(State.RUNNING, running)

@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias
 
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
@@ -43,6 +43,8 @@ log = logging.getLogger("vllm.kvserver")
 
 _STORE_TOKENS = 1 << 16  # in one message, which with their contents has less than 1 MiB
 _REPORT_SECONDS = 1.0  # from a store's deadline until its end has come from the workers
+
+P = ParamSpec("P")
 
 # A request's block ids by KV cache group; the n-th of each belong to the same tokens.
 Tables: TypeAlias = Sequence[list[int]]
@@ -103,6 +105,7 @@ class SchedulerHalf:
         self._variants = Variants(f"{instance_id}/{incarnation}", weights_version, transferred)
         self._follows_resets = weights_are_transferred or settings.on_prefix_reset == "private"
         self._resets_seen = 0
+        self._serves = False  # until the pool's hook sees which blocks are given away
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
         self._requests: dict[str, RequestState] = {}
         self._ids = itertools.count(1)
@@ -158,7 +161,7 @@ class SchedulerHalf:
         """vLLM's question: (tokens beyond `local_tokens` to load, asynchronously), (None, False) = ask again."""
         self._follow_resets()
         state = self._requests.get(request.request_id)
-        if state is None or state.give_up or _computes_all(request):
+        if state is None or state.give_up or not self._serves or _computes_all(request):
             return 0, False
         if state.admitted:  # it was preempted since: ask anew, more may be stored by now
             state.admitted = False
@@ -176,21 +179,22 @@ class SchedulerHalf:
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has placed the request; with external tokens, these are the blocks to load into."""
         state = self._requests.get(request.request_id)
-        if state is None:
-            return
-        state.tables = [list(table) for table in tables]
-        state.admitted = True
+        if state is not None:
+            state.tables = [list(table) for table in tables]
+            state.admitted = True
         if external_tokens <= 0:
             return
         try:
+            if state is None:
+                raise LookupError("a load for a request that was never seen")
             load = self._load_of(state, tables, external_tokens)
+            state.load = load
+            state.stored_chunks = max(state.stored_chunks, state.hit_chunks or 0)
         except Exception as error:
             # The request waits for this load now, so it must be planned all the same: without keys it fails.
             self._fault("planning of a load", error)
             every = [block_id for table in tables for block_id in table]
             load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)
-        state.load = load
-        state.stored_chunks = max(state.stored_chunks, state.hit_chunks or 0)
         self._plan.loads.append(load)
         self.counters["loads"] += 1
 
@@ -220,7 +224,12 @@ class SchedulerHalf:
         self._lookups.next_pass()
         self._pending.next_pass()
         session = self._lookups.usable()
-        may_store = session is not None and self._pool.clears >= self._clears_awaited and not self._stale_hashes
+        may_store = (
+            self._serves
+            and session is not None
+            and self._pool.clears >= self._clears_awaited
+            and not self._stale_hashes
+        )
         prompt_tokens = 0
         for request_id, computed in self._scheduled(output):
             state = self._requests.get(request_id)
@@ -310,10 +319,12 @@ class SchedulerHalf:
         store_id = next(self._ids)
         keys = self._chunks.keys(state.request, first, last)
         contents = self._contents.of(state.request, first, last) if self._tells_contents else None
-        self._plan.stores.append(
-            StoreSpec(store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids, contents)
+        store = StoreSpec(
+            store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids, contents
         )
+        # First guarded, then planned: no store may read blocks that nobody looks after.
         self._pending.add(store_id, block_ids, self._settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
+        self._plan.stores.append(store)
         self.counters["stores"] += 1
 
     @property
@@ -341,19 +352,33 @@ class SchedulerHalf:
     # ---- what workers say ---------------------------------------------------------------------
 
     def worker_report(self, report: StepReport) -> None:
+        """Each entry on its own: it is told once, whatever becomes of the others."""
         for load_id, block_ids in report.quarantined:
-            if self._quarantine.add(load_id, block_ids):
-                self.counters["quarantined_blocks"] += len(block_ids)
-                log.warning("a load did not end in time; %d blocks stay out of use until it does", len(block_ids))
-        for load_id in report.released:
-            self._quarantine.release(load_id)
-        for store_id in report.ended_stores:
-            self._pending.ended(store_id)
+            self._guarded("quarantine", self._quarantined, load_id, block_ids)
         for request_id in report.failed_loads:
-            self.counters["failed_loads"] += 1
-            if (state := self._requests.get(request_id)) is not None:
-                state.give_up = True
-                state.stored_chunks = 0
+            self._guarded("a failed load", self._load_failed, request_id)
+        for load_id in report.released:
+            self._guarded("the end of a quarantine", self._quarantine.release, load_id)
+        for store_id in report.ended_stores:
+            self._guarded("the end of a store", self._pending.ended, store_id)
+
+    def _quarantined(self, load_id: int, block_ids: list[int]) -> None:
+        if self._quarantine.add(load_id, block_ids):
+            self.counters["quarantined_blocks"] += len(block_ids)
+            log.warning("a load did not end in time; %d blocks stay out of use until it does", len(block_ids))
+
+    def _load_failed(self, request_id: str) -> None:
+        self.counters["failed_loads"] += 1
+        if (state := self._requests.get(request_id)) is not None:
+            state.give_up = True
+            state.stored_chunks = 0
+
+    def _guarded(self, where: str, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """A fault in here is noted, and what follows happens all the same."""
+        try:
+            act(*args, **kwargs)
+        except Exception as error:
+            self._fault(where, error)
 
     # ---- end of requests, cache resets, shutdown ----------------------------------------------
 
@@ -361,9 +386,9 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return
-        self._lookups.forget(state)
         if state.load is not None:
             self._plan.abort_loads.append(state.load.load_id)  # a no-op unless it still runs
+        self._lookups.forget(state)
         session = self._lookups.usable()
         if session is not None:
             self._reports.end_request(session, request.request_id, self._speed.tokens_per_second)
@@ -401,25 +426,30 @@ class SchedulerHalf:
         vLLM does not reset blocks that requests use: then they keep KV of the old weights, and nothing is stored until
         a reset has succeeded.
         """
+        serves, self._serves = self._serves, False  # for good, should a fault leave open which weights' KV is found
         self._variants.weights_changed(since)
         self._introduction.again()
         self._clears_awaited = clears_awaited
         if self._pool.clears < clears_awaited:
             log.warning("the prefix cache was not reset while requests ran; nothing is stored until it is")
         for state in self._requests.values():
+            if state.load is not None:
+                self._plan.abort_loads.append(state.load.load_id)
             self._lookups.forget(state)
             state.variant = self._variant_of(state.request)
             state.hit_chunks = None
             state.stored_chunks = 0
-            if state.load is not None:
-                self._plan.abort_loads.append(state.load.load_id)
+        self._serves = serves
 
     def bind_pool(self, pool: BlockPool) -> None:
         self._pool.install(pool)
+        self._serves = True
 
     def shut(self) -> None:
-        self._link.stop()
-        self._lookups.close()
+        try:
+            self._link.stop()
+        finally:
+            self._lookups.close()
 
     # ---- inside -------------------------------------------------------------------------------
 

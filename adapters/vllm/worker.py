@@ -7,20 +7,24 @@ about to be overwritten, one millisecond in a step that computes nothing, and de
 A message may stay in the outbox until the engine's own work on its blocks is done: it is PENDING until then.
 
 Who may still write after a wait ended (DESIGN's rule 1):
-- store: the server only reads; after our CANCELLED it will not publish what it read, or never hears of it.
+- store: the server only reads; what it read it does not publish after our CANCELLED, nor after the deadline.
 - load, PENDING -> CANCELLED: nobody, the server never began and will not.
 - load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its
   process is gone. Until then the blocks stay quarantined: failed for the request, unused by anyone.
+
+What happens in any case, whatever raised before it: stores whose blocks are overwritten are cancelled, each copy of a
+plan is answered for, each copy in flight is looked at. A fault in one copy is that copy's alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvserver.adapters.vllm.copies import Copy
@@ -39,6 +43,10 @@ WORDS = 4096  # copies in flight at once
 _IDLE_WAIT_SECONDS = 0.001
 _SHUT_SECONDS = 1.0
 _CANCEL_GRACE_SECONDS = 0.25  # how long a cancelled load may take to be acknowledged before quarantine
+
+
+def _beginning(spec: LoadSpec | StoreSpec) -> str:
+    return f"beginning of a {'load' if isinstance(spec, LoadSpec) else 'store'}"
 
 
 class WorkerHalf:
@@ -80,7 +88,6 @@ class WorkerHalf:
         self._loads: dict[int, Copy] = {}  # by load id
         self._stores: dict[int, Copy] = {}  # by store id
         self._by_sequence: dict[int, Copy] = {}  # of this session, that await their answer
-        self._begun: set[int] = set()  # loads of this step's plan that are answered for
         self._report = StepReport()
         self._finished: set[str] = set()
         self._failed: set[str] = set()  # of those, failed as a whole
@@ -91,54 +98,59 @@ class WorkerHalf:
     def settle(self, plan: StepPlan) -> None:
         """End the stores whose blocks this step overwrites: wait a little, then cancel."""
         waiting = [self._stores[i] for i in plan.settle_stores if i in self._stores]
-        if not waiting:
+        try:
+            self._wait_for(waiting)
+        finally:
+            # Needs the words alone. A store that went on would publish what this step's forward writes.
+            for copy in waiting:
+                with self._guarded("cancelling a store"):
+                    self.counters["stores_cancelled_for_reuse"] += copy.cancel()
+
+    def _wait_for(self, stores: list[Copy]) -> None:
+        if not stores:
             return
         deadline = time.monotonic() + (self._settings.settle_ms / 1000 if self._usable() is not None else 0)
-        while any(copy.open for copy in waiting) and (left := deadline - time.monotonic()) > 0:
+        while any(copy.open for copy in stores) and (left := deadline - time.monotonic()) > 0:
             self._outbox.wait(left)
             self._receive()
-        for copy in waiting:
-            if copy.open:
-                copy.cancel()
-                self.counters["stores_cancelled_for_reuse"] += 1
 
     # ---- copies begin -------------------------------------------------------------------------
 
     def start_loads(self, plan: StepPlan) -> None:
         for load_id in plan.abort_loads:
-            if (copy := self._loads.get(load_id)) is not None:
-                copy.cancel()
+            if (aborted := self._loads.get(load_id)) is not None:
+                with self._guarded("aborting a load"):
+                    aborted.cancel()
         for load in plan.loads:
-            copy = self._begin(load, self._settings.load_timeout_ms) if load.keys else None
-            self._begun.add(load.load_id)
-            if copy is None:
-                self._load_failed(load, quarantine=False)
-            else:
+            if load.keys and (copy := self._begin(load, self._settings.load_timeout_ms)) is not None:
                 self._loads[load.load_id] = copy
 
     def answer_for_loads(self, plan: StepPlan) -> None:
-        """Fail the loads that start_loads did not come to."""
+        """Fail the loads of this step that start_loads did not begin: their requests wait for them."""
         for load in plan.loads:
-            if load.load_id not in self._begun:
-                self._load_failed(load, quarantine=False)
-        self._begun.clear()
+            if load.load_id not in self._loads:
+                with self._guarded("failing a load"):
+                    self._load_failed(load, quarantine=False)
 
     def start_stores(self, plan: StepPlan) -> None:
+        for store in plan.stores if self._stores_own else ():
+            if (copy := self._begin(store, self._settings.store_timeout_ms)) is not None:
+                self._stores[store.store_id] = copy
+
+    def answer_for_stores(self, plan: StepPlan) -> None:
+        """Report the stores of this step that start_stores did not begin: the scheduler half guards their blocks."""
         for store in plan.stores:
-            copy = self._begin(store, self._settings.store_timeout_ms) if self._stores_own else None
-            if copy is None:
+            if store.store_id not in self._stores:
                 self._report.ended_stores.append(store.store_id)
                 if self._stores_own:
                     self.stats.add("store_failures")
-            else:
-                self._stores[store.store_id] = copy
 
     def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> Copy | None:
         """None if it cannot begin, for want of a server or by a fault: it must be answered for in any case."""
         try:
             return self._send(spec, timeout_ms)
         except Exception as error:
-            self._fault(f"beginning of a {'load' if isinstance(spec, LoadSpec) else 'store'}", error)
+            self._fault(_beginning(spec), error)
             return None
 
     def _send(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> Copy | None:
@@ -153,10 +165,11 @@ class WorkerHalf:
         posted = False
         try:
             posted = self._outbox.post(self._message(copy))
-        finally:
-            if not posted:
-                self._free_words.append(copy.word)
+        except Exception as error:
+            self._fault(_beginning(spec), error)
+            posted = not copy.move(State.PENDING, State.CANCELLED)  # it left all the same, and runs
         if not posted:
+            self._free_words.append(copy.word)
             self.counters["unsent"] += 1
             return None
         self._by_sequence[copy.sequence] = copy
@@ -183,28 +196,37 @@ class WorkerHalf:
     # ---- copies end ---------------------------------------------------------------------------
 
     def poll(self, idle: bool) -> None:
-        """Look at everything in flight. Never raises for one copy what another would suffer from."""
+        """Look at everything in flight. A fault, in one copy or in the link, keeps no other copy from its end."""
         if not (self._loads or self._stores):
             return
-        self._usable()
-        self._receive()
-        if idle and self._session is not None and self._link is not None and not self._link.breaker.open:
-            if any(copy.open for copy in self._copies()):
-                self._outbox.wait(_IDLE_WAIT_SECONDS)
-                self._receive()
-        elif idle:
-            time.sleep(_IDLE_WAIT_SECONDS)  # only deadlines are left to wait for
+        with self._guarded("receiving answers"):
+            self._usable()
+            self._receive()
+            if idle:
+                self._wait_idle()
         now = time.monotonic()
         for store_id, copy in list(self._stores.items()):
-            if self._store_over(copy, now):
+            over = now > copy.deadline  # also of one that cannot be looked at: the server will not publish it
+            with self._guarded("looking at a store"):
+                over = self._store_over(copy, now)
+            if over:
                 del self._stores[store_id]
-                self._end(copy)
                 self._report.ended_stores.append(store_id)
-                self.stats.add("store_failures")
-        for load_id, copy in list(self._loads.items()):
-            if self._load_over(copy, now):
-                del self._loads[load_id]
                 self._end(copy)
+                self.stats.add("store_failures")
+        for copy in list(self._loads.values()):
+            try:
+                self._look_at_load(copy, now)
+            except Exception as error:
+                self._fault("looking at a load", error)
+                self._give_up(copy, now)
+
+    def _wait_idle(self) -> None:
+        if self._session is None or self._link is None or self._link.breaker.open:
+            time.sleep(_IDLE_WAIT_SECONDS)  # only deadlines are left to wait for
+        elif any(copy.open for copy in self._copies()):
+            self._outbox.wait(_IDLE_WAIT_SECONDS)
+            self._receive()
 
     def _copies(self) -> list[Copy]:
         return [*self._stores.values(), *self._loads.values()]
@@ -219,9 +241,7 @@ class WorkerHalf:
             return True
         return False
 
-    def _load_over(self, copy: Copy, now: float) -> bool:
-        spec = copy.spec
-        assert isinstance(spec, LoadSpec)
+    def _look_at_load(self, copy: Copy, now: float) -> None:
         state = copy.state()
         if state == State.PENDING and (now > copy.deadline or copy.session.ended.is_set()):
             if copy.move(State.PENDING, State.CANCELLED):
@@ -231,38 +251,48 @@ class WorkerHalf:
             else:
                 state = copy.state()
         if state == State.DONE:
-            if copy.quarantined:
-                self._report.released.append(spec.load_id)
-            else:
-                self._finished.add(spec.request_id)
-                self.counters["loaded"] += 1
-                self.stats.ended("load", now - copy.began, self._bytes_of(spec.block_ids))
-            return True
-        if state in (State.FAILED, State.CANCELLED) or copy.session.ended.is_set():
-            if copy.quarantined:
-                self._report.released.append(spec.load_id)
-            else:
-                self._load_failed(spec, quarantine=False)
-            return True
-        if now > copy.deadline:
+            self._load_ended(copy, now, loaded=True)
+        elif state in (State.FAILED, State.CANCELLED) or copy.session.ended.is_set():
+            self._load_ended(copy, now, loaded=False)
+        elif now > copy.deadline:
             copy.cancel()
             self._timed_out(copy)
-            if not copy.quarantined and self._fails_requests and now > copy.deadline + _CANCEL_GRACE_SECONDS:
-                copy.quarantined = True
-                self._load_failed(spec, quarantine=True)
-        return False
+            self._give_up(copy, now)
+
+    def _load_ended(self, copy: Copy, now: float, loaded: bool) -> None:
+        """Nobody writes its blocks any more. It leaves the table first: vLLM dies of a load that ends twice."""
+        spec = copy.spec
+        assert isinstance(spec, LoadSpec)
+        del self._loads[spec.load_id]
+        if copy.quarantined:
+            self._report.released.append(spec.load_id)
+        elif loaded:
+            self._finished.add(spec.request_id)
+            self.counters["loaded"] += 1
+            self.stats.ended("load", now - copy.began, self._bytes_of(spec.block_ids))
+        else:
+            self._load_failed(spec, quarantine=False)
+        self._end(copy)
+
+    def _give_up(self, copy: Copy, now: float) -> None:
+        """Fail the request of a load whose cancel was not acknowledged in time, where its blocks can be kept out of use."""
+        if not copy.quarantined and self._fails_requests and now > copy.deadline + _CANCEL_GRACE_SECONDS:
+            copy.quarantined = True
+            assert isinstance(copy.spec, LoadSpec)
+            self._load_failed(copy.spec, quarantine=True)
 
     def _load_failed(self, spec: LoadSpec, quarantine: bool) -> None:
-        self._finished.add(spec.request_id)
-        self._report.failed_loads.append(spec.request_id)
-        self.counters["failed_loads"] += 1
-        self.stats.add("load_failures")
+        """First what the end of the load must not be told without, then the end, then what is counted."""
         if quarantine:
             self._report.quarantined.append((spec.load_id, [i for i in spec.block_ids if i != NULL_BLOCK]))
         if self._fails_requests:
             self._failed.add(spec.request_id)
         else:
             self._invalid.update(spec.block_ids)
+        self._finished.add(spec.request_id)
+        self._report.failed_loads.append(spec.request_id)
+        self.counters["failed_loads"] += 1
+        self.stats.add("load_failures")
 
     def _timed_out(self, copy: Copy) -> None:
         if copy.timed_out or self._link is None:
@@ -282,23 +312,24 @@ class WorkerHalf:
         if self._session is None or self._link is None:
             return
         for sequence, answer in self._outbox.receive():
-            copy = self._by_sequence.pop(sequence, None)
-            if isinstance(answer, NotSent):
-                self._not_sent(answer)
-            else:
-                self._link.breaker.answered()
-            if isinstance(answer, Error):
-                self._refused(answer)
-            if copy is None:
-                continue
-            if isinstance(copy.spec, StoreSpec):
-                if self._stores.pop(copy.spec.store_id, None) is not None:
-                    self._end(copy)
-                    self._report.ended_stores.append(copy.spec.store_id)
-                    self._store_answered(copy, answer)
-            elif isinstance(answer, Error):
-                # Refused before the server knew the word: it is ours to end.
-                copy.move(State.PENDING, State.CANCELLED)
+            with self._guarded("an answer"):
+                self._answered(self._by_sequence.pop(sequence, None), answer)
+
+    def _answered(self, copy: Copy | None, answer: Reply | NotSent) -> None:
+        if copy is not None and isinstance(copy.spec, StoreSpec):
+            if self._stores.pop(copy.spec.store_id, None) is not None:
+                self._report.ended_stores.append(copy.spec.store_id)
+                self._end(copy)
+                self._store_answered(copy, answer)
+        elif copy is not None and isinstance(answer, Error):
+            # Refused before the server knew the word: it is ours to end.
+            copy.move(State.PENDING, State.CANCELLED)
+        if isinstance(answer, NotSent):
+            self._not_sent(answer)
+        elif self._link is not None:
+            self._link.breaker.answered()
+        if isinstance(answer, Error):
+            self._refused(answer)
 
     def _store_answered(self, copy: Copy, answer: Reply | NotSent) -> None:
         if isinstance(answer, Stored):
@@ -355,12 +386,16 @@ class WorkerHalf:
         neither reads nor writes. May be called again.
         """
         for copy in self._copies():
-            copy.cancel()
+            with self._guarded("cancelling a copy"):
+                copy.cancel()
         if self._link is not None:
             self._leaving.append(self._link)
             self._link = None
         deadline = time.monotonic() + seconds
-        self._leaving = [link for link in self._leaving if not link.stop(max(0, deadline - time.monotonic()))]
+        for link in list(self._leaving):
+            with self._guarded("ending the connection"):
+                if link.stop(max(0, deadline - time.monotonic())):
+                    self._leaving.remove(link)
         self._adopt(None)
         return not self._leaving
 
@@ -374,10 +409,20 @@ class WorkerHalf:
         return any(copy.writing for copy in self._loads.values())
 
     def shut(self) -> None:
-        self.detach(_SHUT_SECONDS)
-        self._outbox.close()
+        try:
+            self.detach(_SHUT_SECONDS)
+        finally:
+            self._outbox.close()
 
     # ---- inside -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self, where: str) -> Iterator[None]:
+        """A fault in here is noted, and what follows happens all the same."""
+        try:
+            yield
+        except Exception as error:
+            self._fault(where, error)
 
     def _usable(self) -> Session | None:
         """The session to send to; adopts a new one when the link has it."""

@@ -42,7 +42,9 @@ def test_a_failed_load_is_told_as_this_vllm_takes_it(fails_requests):
         fails_requests=fails_requests,
         fault=lambda *fault: faults.append(fault),
     )
-    worker.start_loads(StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, [5, 6, 7, 8], 0)]))
+    plan = StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, [5, 6, 7, 8], 0)])
+    worker.start_loads(plan)
+    worker.answer_for_loads(plan)
     assert worker.take_finished() == ({"r"}, {"r"} if fails_requests else set())
     assert worker.take_invalid_blocks() == (set() if fails_requests else {5, 6, 7, 8})
     assert worker.take_finished() == (set(), set())
