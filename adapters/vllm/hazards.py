@@ -7,48 +7,71 @@ Refuses to know: requests, keys, messages. Runs on the engine's scheduler thread
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvserver.adapters.vllm.blockpool import PoolHook
-
-_PASSES_TO_BEGIN = 2  # an asynchronous scheduler is a pass ahead of the step that computes
 
 
 @dataclass(slots=True)
 class _Store:
     block_ids: list[int]
     ranks_left: int
+    of_step: set[int]  # the stores of its step that are pending
 
 
 class PendingStores:
-    """Stores from their plan until every rank has said that they ended."""
+    """Stores from their plan until nobody can publish what their blocks will hold next.
 
-    def __init__(self, ranks: int) -> None:
+    That is when every rank has said that they ended; or when a step ends them before it overwrites a block of theirs;
+    or `seconds`, which exceed their deadline, after their step's outputs came: every rank that will ever begin a store
+    has begun it by then, and no server publishes one after its deadline. So one whose ranks never answer is forgotten;
+    one whose step never ends is not.
+    """
+
+    def __init__(self, ranks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._ranks = ranks
+        self._seconds = seconds
+        self._clock = clock
         self._stores: dict[int, _Store] = {}
         self._readers: dict[int, set[int]] = {}  # block id -> stores that read it
-        self._seconds = 0.0
-        self._until = 0.0
-        self._passes_to_begin = 0
+        self._planned = 0  # steps
+        self._ended = 0
+        self._planning: set[int] = set()  # the stores of the step that is being planned
+        self._computing: deque[tuple[int, set[int]]] = deque()  # (number of a step, its stores)
+        self._awaited: deque[tuple[float, set[int]]] = deque()  # (when forgotten, stores of a step that has ended)
 
-    def add(self, store_id: int, block_ids: list[int], seconds: float) -> None:
-        """`seconds` after it began its end has been told, if it ever will. It begins with this pass's step."""
-        self._stores[store_id] = _Store(block_ids, self._ranks)
-        self._passes_to_begin = _PASSES_TO_BEGIN
-        self._seconds = seconds
-        self._until = time.monotonic() + seconds
+    def __len__(self) -> int:
+        return len(self._stores)
+
+    def add(self, store_id: int, block_ids: list[int]) -> None:
+        """To the step that is being planned."""
+        self._stores[store_id] = _Store(block_ids, self._ranks, self._planning)
+        self._planning.add(store_id)
         for block_id in block_ids:
             self._readers.setdefault(block_id, set()).add(store_id)
 
-    def next_pass(self) -> None:
-        """A scheduler pass begins. The step of a store may have taken long to compute: only now its time begins."""
-        if self._passes_to_begin > 0:
-            self._passes_to_begin -= 1
-            self._until = time.monotonic() + self._seconds
+    def planned(self) -> None:
+        """What is added from now on belongs to the next step."""
+        self._planned += 1
+        if self._planning:
+            self._computing.append((self._planned, self._planning))
+            self._planning = set()
 
-    def readers(self, block_id: int) -> Iterable[int]:
-        return self._readers.get(block_id, ())
+    def step_ended(self) -> None:
+        """The outputs of the oldest step under way have come."""
+        self._ended = min(self._ended + 1, self._planned)
+        while self._computing and self._computing[0][0] <= self._ended:
+            self._awaited.append((self._clock() + self._seconds, self._computing.popleft()[1]))
+        self._forget_late()
+
+    def overwrite(self, block_id: int) -> Iterable[int]:
+        """The stores that still read this block. REQUIRES: the next step ends them before it writes anything."""
+        readers = tuple(self._readers.get(block_id, ()))
+        for store_id in readers:
+            self._forget(store_id)
+        return readers
 
     def ended(self, store_id: int) -> None:
         """One rank says so."""
@@ -56,19 +79,32 @@ class PendingStores:
         if store is None:
             return
         store.ranks_left -= 1
-        if store.ranks_left > 0:
-            return
-        del self._stores[store_id]
+        if store.ranks_left == 0:
+            self._forget(store_id)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether an idle engine should step to hear of their end; not for ever, should that get lost."""
+        self._forget_late()
+        return bool(self._awaited)
+
+    def _forget_late(self) -> None:
+        while self._awaited:
+            until, stores = self._awaited[0]
+            if stores and self._clock() < until:
+                return
+            for store_id in tuple(stores):
+                self._forget(store_id)
+            self._awaited.popleft()
+
+    def _forget(self, store_id: int) -> None:
+        store = self._stores.pop(store_id)
+        store.of_step.discard(store_id)
         for block_id in store.block_ids:
             readers = self._readers[block_id]
             readers.discard(store_id)
             if not readers:
                 del self._readers[block_id]
-
-    @property
-    def awaited(self) -> bool:
-        """Whether an idle engine should step to hear of their end; not for ever, should that get lost."""
-        return bool(self._stores) and time.monotonic() < self._until
 
 
 @dataclass(slots=True)

@@ -110,7 +110,7 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._ids = itertools.count(1)
         self._plan = StepPlan()
-        self._pending = PendingStores(world_size)
+        self._pending = PendingStores(world_size, settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
         self._pool = PoolHook(self._allocated)
         self._quarantine = Quarantine(self._pool)
         self._reports = Reports(instance_id, incarnation, model_name, self._pool, self.counters)
@@ -222,7 +222,6 @@ class SchedulerHalf:
         self._follow_resets()
         self._lookups.receive()
         self._lookups.next_pass()
-        self._pending.next_pass()
         session = self._lookups.usable()
         may_store = (
             self._serves
@@ -246,6 +245,7 @@ class SchedulerHalf:
 
     def step_ended(self) -> None:
         """vLLM has taken the outputs of the oldest step that was planned."""
+        self._pending.step_ended()
         self._speed.ended()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -255,6 +255,7 @@ class SchedulerHalf:
     def take_plan(self, idle: bool) -> StepPlan:
         """The plan, whole or as far as it got: a load in it must reach the worker, which alone can end it."""
         plan, self._plan = self._plan, StepPlan()
+        self._pending.planned()
         plan.idle = idle
         return plan
 
@@ -323,7 +324,7 @@ class SchedulerHalf:
             store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids, contents
         )
         # First guarded, then planned: no store may read blocks that nobody looks after.
-        self._pending.add(store_id, block_ids, self._settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
+        self._pending.add(store_id, block_ids)
         self._plan.stores.append(store)
         self.counters["stores"] += 1
 
@@ -336,9 +337,7 @@ class SchedulerHalf:
 
     def _allocated(self, block_id: int) -> None:
         """Pool hook: the block will be overwritten, so whatever store still reads it must end first."""
-        for store_id in self._pending.readers(block_id):
-            if store_id not in self._plan.settle_stores:
-                self._plan.settle_stores.append(store_id)
+        self._plan.settle_stores.extend(self._pending.overwrite(block_id))
 
     @property
     def connected(self) -> bool:

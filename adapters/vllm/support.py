@@ -30,6 +30,12 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} > 1: ranks hold different tokens of a block"
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return "external_launcher: each rank has a scheduler of its own, which hears of no other rank's copies"
+    second_runner = getattr(vllm_config, "use_v2_model_runner", False)
+    if parallel.pipeline_parallel_size > 1 and getattr(vllm_config, "speculative_config", None) and not second_runner:
+        # Its ranks but the last return before wait_for_save.
+        return "pipeline parallel with speculative decoding on vLLM's model runner V1; set VLLM_USE_V2_MODEL_RUNNER=1"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kinds = [type(spec).__name__ for spec in specs]
     for kind in kinds:
@@ -43,7 +49,7 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
         return f"{len(specs)} KV cache groups before vLLM 0.30; disable the hybrid KV cache manager"
     if len({spec.block_size for spec in specs}) > 1:
         return f"KV cache groups {kinds} with blocks of different sizes; disable the hybrid KV cache manager"
-    if getattr(vllm_config, "use_v2_model_runner", False) and written_early(vllm_config, kv_cache_config):
+    if second_runner and written_early(vllm_config, kv_cache_config):
         return "vLLM writes new blocks before stores that read them can be ended; set VLLM_USE_V2_MODEL_RUNNER=0"
     if vllm_config.model_config.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return "sleep mode before vLLM 0.33, which takes the KV cache away without a word to its connector"

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from kvserver.adapters.vllm.hazards import PendingStores
 from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan
 from kvserver.adapters.vllm.outbox import DirectOutbox
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.worker import WorkerHalf
-
-
-def test_a_stores_time_begins_when_its_step_was_computed():
-    """A first step may take longer than any store."""
-    pending = PendingStores(ranks=1)
-    pending.add(1, [3, 4], seconds=0.05)
-    time.sleep(0.1)  # the step
-    pending.next_pass()
-    assert pending.awaited
-
-
-def test_a_store_whose_end_was_lost_is_not_awaited_for_ever():
-    pending = PendingStores(ranks=1)
-    pending.add(1, [3, 4], seconds=0.05)
-    for _ in range(5):
-        pending.next_pass()
-        time.sleep(0.02)
-    assert not pending.awaited
-    assert list(pending.readers(3)) == [1], "but its blocks are still looked after"
 
 
 @pytest.mark.parametrize("fails_requests", [False, True])
