@@ -244,19 +244,22 @@ SERVER = (
     Mutant(
         "what a worker stored that is gone is published",
         TRANSFERS, "Transfers.store_ended", "completion.done and not ticket.worker.closing", "completion.done",
-        ("daemon/test_failures.py", "model/test_random_walk.py"),
+        ("model/test_random_walk.py",),
     ),
     Mutant(
         "the null block is stored",
-        TRANSFERS, "Transfers._store", "        _refuse_null_block(blocks)\n", "", ("daemon/test_bad_input.py",),
+        TRANSFERS, "Transfers._store", "        _refuse_null_block(blocks)\n", "",
+        ("daemon/test_bad_input.py::test_bad_block_ids_are_named",),
     ),
     Mutant(
         "the null block is loaded into",
-        TRANSFERS, "Transfers._load", "_refuse_null_block(blocks)", "pass", ("daemon/test_bad_input.py",),
+        TRANSFERS, "Transfers._load", "_refuse_null_block(blocks)", "pass",
+        ("daemon/test_bad_input.py::test_bad_block_ids_are_named",),
     ),
     Mutant(
         "a position without any block is loaded",
-        TRANSFERS, "_with_holes", "if not all(map(any,", "if not any(map(any,", ("daemon/test_groups.py",),
+        TRANSFERS, "_with_holes", "if not all(map(any,", "if not any(map(any,",
+        ("daemon/test_groups.py::test_a_bad_load_is_refused_with_the_reason",),
     ),
     Mutant(
         "a load may leave out a whole chunk",
@@ -286,11 +289,12 @@ SERVER = (
     Mutant(
         "a part of the chunks is stored from the first blocks",
         TRANSFERS, "Transfers._store", "for position in plan.positions:", "for position in range(len(plan.positions)):",
-        ("daemon/test_round_trip.py", "daemon/test_groups.py"),
+        ("daemon/test_groups.py::test_a_part_of_the_chunks_is_stored_from_the_right_blocks",),
     ),
     Mutant(
         "the blocks that a load leaves out are written",
-        TRANSFERS, "Transfers._submit", "skip=skip,", "skip=0,", ("daemon/test_round_trip.py",),
+        TRANSFERS, "Transfers._submit", "skip=skip,", "skip=0,",
+        ("daemon/test_round_trip.py::test_the_first_blocks_of_a_load_can_be_left_untouched",),
     ),
     Mutant(
         "the server takes every rank's copy of what all of them hold",
@@ -300,7 +304,12 @@ SERVER = (
     Mutant(
         "a store that cannot be queued keeps its slots pinned",
         TRANSFERS, "Transfers._store", "            self._cache.finish_store(plan, copied=False)\n", "",
-        ("model/test_random_walk.py", "daemon/test_failures.py"),
+        ("daemon/test_copies_not_taken.py",),
+    ),
+    Mutant(
+        "a load that cannot be queued keeps its chunks pinned",
+        TRANSFERS, "Transfers._load", "            self._cache.finish_load(found)\n", "",
+        ("daemon/test_copies_not_taken.py",),
     ),
     # ---- lifelines ----------------------------------------------------------------------------
     Mutant(
@@ -319,11 +328,12 @@ SERVER = (
     Mutant(
         "descriptors that the kernel left out are not missed",
         LIFELINE, "Lifelines._attach", "if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):", "if False:",
-        ("daemon/test_bad_input.py",),
+        ("daemon/test_bad_input.py::test_too_many_descriptors_are_refused_and_closed",),
     ),
     Mutant(
         "an attachment serves many registrations",
-        LIFELINE, "Lifelines.find", " or attachment.registration is not None", "", ("daemon/test_bad_input.py",),
+        LIFELINE, "Lifelines.find", " or attachment.registration is not None", "",
+        ("daemon/test_bad_input.py::test_an_attachment_serves_one_registration",),
     ),
     Mutant(
         "descriptors that nobody claimed stay open",
@@ -338,7 +348,8 @@ SERVER = (
     # ---- requests -----------------------------------------------------------------------------
     Mutant(
         "a copy meant for the last daemon is taken",
-        HANDLERS, "Handlers._check_boot", "if boot_id != self.boot_id:", "if False:", ("daemon/test_bad_input.py",),
+        HANDLERS, "Handlers._check_boot", "if boot_id != self.boot_id:", "if False:",
+        ("daemon/test_bad_input.py::test_messages_for_another_boot_are_told_to_register_again",),
     ),
     Mutant(
         "every version is spoken",
@@ -383,7 +394,8 @@ SERVER = (
     ),
     Mutant(
         "the variants of an instance outlive its namespace",
-        INSTANCES, "Instance.refresh_namespace", "self._variants.clear()", "pass", ("daemon/test_round_trip.py",),
+        INSTANCES, "Instance.refresh_namespace", "self._variants.clear()", "pass",
+        ("daemon/test_round_trip.py::test_a_rank_that_comes_back_otherwise_takes_the_variants_along",),
     ),
     Mutant(
         "totals forget the instances that are gone",

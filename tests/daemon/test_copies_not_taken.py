@@ -1,0 +1,81 @@
+"""The device does not take a copy: the request is told, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.daemon import fetch
+from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.worker import Worker, make_keys
+
+from kvserver._native import HostRegion, State
+from kvserver.copier import cpu_device
+from kvserver.devices import Devices
+from kvserver.http import StatusPages
+from kvserver.protocol import Retrieved, Stored
+
+
+class Full:
+    """A real device that takes no copies while `full`."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self._device: Any = cpu_device(HostRegion(L1_BYTES), PAGE_BYTES, 1, 0)
+
+    def submit_copy(self, **job: Any) -> None:
+        if self.full:
+            raise MemoryError("no room for a job")
+        self._device.submit_copy(**job)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+@pytest.fixture
+def device() -> Full:
+    return Full()
+
+
+@pytest.fixture
+def pages(device: Full) -> Iterator[StatusPages]:
+    devices: Any = device
+    with running_server(Devices(devices)) as pages:
+        yield pages
+
+
+@pytest.fixture
+def worker(pages: StatusPages) -> Iterator[Worker]:
+    with Worker(pages.kvserver.handlers.settings.endpoint) as worker:
+        yield worker
+
+
+def books(pages: StatusPages) -> dict[str, int]:
+    found: dict[str, int] = json.loads(fetch(f"http://127.0.0.1:{pages.port}/status")[1])["books"]
+    return found
+
+
+def test_a_store_that_is_not_taken_leaves_no_pages(device: Full, pages: StatusPages, worker: Worker) -> None:
+    keys = make_keys(2)
+    device.full = True
+    operation = worker.begin_store(keys, worker.blocks_for(2))
+    assert operation.reply().code == "internal"
+    assert operation.state == State.FAILED
+    assert worker.lookup(keys) == 0
+    assert books(pages)["pins"] == books(pages)["tickets"] == books(pages)["used_pages"] == 0
+    device.full = False
+    assert worker.store(keys, worker.blocks_for(2)) == Stored(stored=2, skipped=0)
+
+
+def test_a_load_that_is_not_taken_leaves_its_chunks_free(device: Full, pages: StatusPages, worker: Worker) -> None:
+    keys = make_keys(2)
+    worker.store(keys, worker.blocks_for(2))
+    device.full = True
+    operation = worker.begin_load(keys, worker.blocks_for(2, first=20))
+    assert operation.reply().code == "internal"
+    assert operation.state == State.FAILED
+    assert books(pages)["pins"] == books(pages)["tickets"] == 0
+    device.full = False
+    assert worker.load(keys, worker.blocks_for(2, first=20)) == Retrieved(chunks=2)
