@@ -390,7 +390,7 @@ SERVER = (
     Mutant(
         "an instance serves before the memory of all ranks is mapped",
         INSTANCES, "Instance.refresh_namespace", "all(w.table is not None for w in self.workers.values())", "True",
-        ("daemon/test_round_trip.py", "daemon/test_replicated.py"),
+        ("daemon/test_ranks_still_mapped.py",),
     ),
     Mutant(
         "the variants of an instance outlive its namespace",
