@@ -92,6 +92,21 @@ def test_killed_between_lookup_and_load(stored, make_engine, asynchronous):
     assert engine.received == ["warm"]
 
 
+def test_cleared_between_lookup_and_load(stored, make_engine, asynchronous):
+    """What the load did not bring is computed, and stored again."""
+    daemon = stored()
+    engine = make_engine(daemon, asynchronous=asynchronous)
+
+    def clear(plan):
+        if plan.loads:
+            daemon.http("/cache/clear", "POST")
+
+    engine.before_step = clear
+    engine.generate("warm", TOKENS)
+    assert engine.worker.worker.counters["failed_loads"] == 1
+    assert make_engine(daemon).generate("again", TOKENS).external == 4 * CHUNK
+
+
 def test_restarted_between_lookup_and_load(stored, make_engine):
     daemon = stored()
     engine = make_engine(daemon)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from kvserver.adapters.vllm import host_memory, support
 from kvserver.adapters.vllm.link import Link
+from kvserver.adapters.vllm.metadata import StepPlan
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from kvserver.adapters.vllm.worker import WorkerHalf
+from kvserver.adapters.vllm.worker import WORDS, WorkerHalf
 from modelless import BLOCK, prompt
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
@@ -325,6 +326,20 @@ def test_a_fault_in_sending_is_counted_and_answered_for(make_daemon, make_engine
     assert len(engine.received) == len(engine.loads)
     assert sum(engine.errors().values()) >= 1
     assert caplog.text.count("further ones are only counted") == len(engine.errors())
+
+
+def test_messages_that_find_no_room_use_no_state_words_up(make_daemon, make_engine, monkeypatch):
+    daemon = make_daemon()
+    engine = make_engine(daemon)
+    engine.generate("first", TOKENS)
+    (store, *_) = engine.stores
+    with monkeypatch.context() as full:
+        full.setattr(Channel, "send", lambda self, request: None)
+        every = [dataclasses.replace(store, store_id=-1 - number) for number in range(WORDS + 1)]
+        engine.worker.worker.start_stores(StepPlan(stores=every))
+    other = prompt(7, 4 * CHUNK + 3)
+    engine.generate("second", other)
+    assert make_engine(daemon).generate("warm", other).external == 4 * CHUNK
 
 
 def test_a_link_that_cannot_start_leaves_the_engine_without_cache(make_daemon, make_engine, monkeypatch):

@@ -18,6 +18,7 @@ _SLOW = {
     "adapters": ["pytest", "msgspec", "zmq", "torch", "numpy", "vllm.v1.core.sched.async_scheduler"],
 }
 _NOT_APPLIED = 99
+_PARENT = os.getppid()  # another one means that it is dead
 
 
 def child(order: dict[str, Any]) -> int:
@@ -51,10 +52,10 @@ def run(order: dict[str, Any]) -> int | str:
         finally:
             sys.stdout.flush()
             os._exit(code)
-    deadline = time.monotonic() + order["seconds"]
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < deadline:
+    deadline, ended = time.monotonic() + order["seconds"], False
+    while not ended and time.monotonic() < deadline and os.getppid() == _PARENT:
         time.sleep(0.02)
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     os.killpg(pid, signal.SIGKILL)  # also what a failed test left behind
     _, status = os.waitpid(pid, 0)
     if not ended:
