@@ -24,6 +24,7 @@ SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
 OUTBOX, REPORTS, VARIANTS = "adapters/vllm/outbox.py", "adapters/vllm/reports.py", "adapters/vllm/variants.py"
 
+WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
 CACHE_TESTS = ("unit/test_cache.py",)
 INDEX_TESTS = ("unit/test_index.py",)
 POOL_TESTS = ("unit/test_pool.py",)
@@ -436,17 +437,17 @@ WORKER_HALF = (
     ),
     Mutant(
         "a store whose blocks are overwritten goes on",
-        WORKER, "WorkerHalf.settle", "                copy.cancel()\n", "",
+        WORKER, "WorkerHalf.settle", "+= copy.cancel()", "+= 0",
         ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
     ),
     Mutant(
         "a store that would end in time is cancelled",
-        WORKER, "WorkerHalf.settle", "self._settings.settle_ms / 1000", "0.0",
+        WORKER, "WorkerHalf._wait_for", "self._settings.settle_ms / 1000", "0.0",
         ("adapters/test_overwrite.py::test_a_store_that_ends_in_time_is_kept",),
     ),
     Mutant(
         "a load goes on when its request is gone",
-        WORKER, "WorkerHalf.start_loads", "                copy.cancel()\n", "                pass\n",
+        WORKER, "WorkerHalf.start_loads", "aborted.cancel()", "pass",
         (
             "adapters/test_failures.py::test_an_aborted_request_leaves_nothing_behind",
             "adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",
@@ -464,25 +465,22 @@ WORKER_HALF = (
     ),
     Mutant(
         "a load that may still be written frees its blocks",
-        WORKER, "WorkerHalf._load_over", "self._load_failed(spec, quarantine=True)",
-        "self._load_failed(spec, quarantine=False)", ("adapters/test_failures.py::test_stopped_during_a_load",),
+        WORKER, "WorkerHalf._give_up", "self._load_failed(copy.spec, quarantine=True)",
+        "self._load_failed(copy.spec, quarantine=False)", ("adapters/test_failures.py::test_stopped_during_a_load",),
     ),
     Mutant(
-        "quarantined blocks are not released when the load is done",
-        WORKER, "WorkerHalf._load_over",
-        "        if state == State.DONE:\n            if copy.quarantined:\n"
-        "                self._report.released.append(spec.load_id)",
-        "        if state == State.DONE:\n            if copy.quarantined:\n                pass",
+        "quarantined blocks are not released when the load is over",
+        WORKER, "WorkerHalf._load_ended", "self._report.released.append(spec.load_id)", "pass",
         ("adapters/test_failures.py::test_stopped_during_a_load",),
     ),
     Mutant(
         "a load that the server may begin is failed",
-        WORKER, "WorkerHalf._load_over", "if copy.move(State.PENDING, State.CANCELLED):", "if True:",
+        WORKER, "WorkerHalf._look_at_load", "if copy.move(State.PENDING, State.CANCELLED):", "if True:",
         ("adapters/test_failures.py::test_stopped_before_a_load_began_holds_nothing",),
     ),
     Mutant(
         "a load that is refused waits for its deadline",
-        WORKER, "WorkerHalf._receive", "copy.move(State.PENDING, State.CANCELLED)", "pass",
+        WORKER, "WorkerHalf._answered", "copy.move(State.PENDING, State.CANCELLED)", "pass",
         (
             "adapters/test_failures.py::test_restarted_between_lookup_and_load",
             "adapters/test_failures.py::test_killed_between_lookup_and_load",
@@ -495,7 +493,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "every rank stores what all of them hold",
-        WORKER, "WorkerHalf.start_stores", "if self._stores_own else None", "if True else None",
+        WORKER, "WorkerHalf.start_stores", "if self._stores_own else ()", "if True else ()",
         ("adapters/test_ranks.py::test_what_all_ranks_hold_is_stored_once_and_loaded_by_each",),
     ),
     Mutant(
@@ -550,17 +548,23 @@ WORKER_HALF = (
     ),
     Mutant(
         "a store has ended when the first rank says so",
-        HAZARDS, "PendingStores.ended", "if store.ranks_left > 0:", "if False:",
-        ("adapters/test_hazards.py",),
+        HAZARDS, "PendingStores.ended", "if store.ranks_left == 0:", "if True:", (WITHOUT_END,),
     ),
     Mutant(
-        "blocks of ended stores are looked after for ever",
-        HAZARDS, "PendingStores.ended", "readers.discard(store_id)", "pass", ("adapters/test_hazards.py",),
+        "a store is forgotten before its deadline",
+        HAZARDS, "PendingStores._forget_late", "if stores and self._clock() < until:", "if False:", (WITHOUT_END,),
+    ),
+    Mutant(
+        "stores whose ranks never answer are kept",
+        HAZARDS, "PendingStores._forget_late", "                self._forget(store_id)", "                pass", (WITHOUT_END,),
     ),
     Mutant(
         "a store's time begins before its step was computed",
-        HAZARDS, "PendingStores.next_pass", "self._until = time.monotonic() + self._seconds", "pass",
-        ("adapters/test_hazards.py",),
+        HAZARDS, "PendingStores.step_ended", "and self._computing[0][0] <= self._ended", "", (WITHOUT_END,),
+    ),
+    Mutant(
+        "a block that is overwritten is still looked after",
+        HAZARDS, "PendingStores.overwrite", "            self._forget(store_id)\n", "            pass\n", (WITHOUT_END,),
     ),
 )  # fmt: skip
 
@@ -580,16 +584,16 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "after a reset the old answers count",
-        SCHEDULER, "SchedulerHalf.reset_cache", "            state.hit_chunks = None\n", "", ("adapters/test_resets.py",),
+        SCHEDULER, "SchedulerHalf._begin_epoch", "            state.hit_chunks = None\n", "", ("adapters/test_resets.py",),
     ),
     Mutant(
         "after a reset requests store into the old epoch",
-        SCHEDULER, "SchedulerHalf.reset_cache", "state.variant = self._variant_of(state.request)", "pass",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "state.variant = self._variant_of(state.request)", "pass",
         ("adapters/test_resets.py",),
     ),
     Mutant(
         "a load under way at a reset is used",
-        SCHEDULER, "SchedulerHalf.reset_cache", "self._plan.abort_loads.append(state.load.load_id)", "pass",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "self._plan.abort_loads.append(state.load.load_id)", "pass",
         ("adapters/test_resets.py",),
     ),
     Mutant(
@@ -599,7 +603,8 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "nobody looks whether a new block is still read",
-        SCHEDULER, "SchedulerHalf._allocated", "self._plan.settle_stores.append(store_id)", "pass",
+        SCHEDULER, "SchedulerHalf._allocated", "self._plan.settle_stores.extend(self._pending.overwrite(block_id))",
+        "self._pending.overwrite(block_id)",
         ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
     ),
     Mutant(
@@ -646,7 +651,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a request whose load failed tries again and again",
-        SCHEDULER, "SchedulerHalf.worker_report", "state.give_up = True", "pass",
+        SCHEDULER, "SchedulerHalf._load_failed", "state.give_up = True", "pass",
         (
             "adapters/test_failures.py::test_cleared_between_lookup_and_load",
             "adapters/test_failures.py::test_killed_between_lookup_and_load",
@@ -654,7 +659,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "what a failed load did not bring is not stored",
-        SCHEDULER, "SchedulerHalf.worker_report", "                state.stored_chunks = 0\n", "",
+        SCHEDULER, "SchedulerHalf._load_failed", "            state.stored_chunks = 0\n", "",
         ("adapters/test_failures.py::test_cleared_between_lookup_and_load",),
     ),
     Mutant(
@@ -745,7 +750,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "loads of a step with a fault are not answered for",
-        CONNECTOR, "KVServerConnector.start_load_kv", "self.worker.answer_for_loads(self._plan())", "pass",
+        CONNECTOR, "KVServerConnector.start_load_kv", "self.worker.answer_for_loads(plan)", "pass",
         ("adapters/test_refusals.py::test_a_fault_before_a_load_begins_fails_that_load_and_no_other",),
     ),
     Mutant(
