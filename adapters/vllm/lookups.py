@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvserver")
 
 _LONGEST_TRACEPARENT = 512  # as the protocol has it
-_RENEW = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.BAD_KEYS.value, ErrorCode.DUPLICATE_INSTANCE.value}
+# What a daemon may say that is not the one of this session: it took the endpoint of a dead one, and our workers are there already.
+_RENEW = {
+    ErrorCode.UNKNOWN_INSTANCE.value,
+    ErrorCode.BAD_KEYS.value,
+    ErrorCode.DUPLICATE_INSTANCE.value,
+    ErrorCode.REPORT_GAP.value,
+}
 
 
 def traceparent(request: Request) -> str:
@@ -146,14 +152,13 @@ class Lookups:
         for number, reply in self._session.channel.receive():
             self._link.breaker.answered()
             question = self._in_flight.pop(number, None)
-            self._heard(number, reply)
+            if question is not None:
+                question.lookup = None
+                question.hit_chunks = reply.hit_chunks if isinstance(reply, LookupReply) else 0
+                self._counters["lookup_hits"] += question.hit_chunks > 0
             if isinstance(reply, Error):
                 self._note_refusal(reply)
-            if question is None:
-                continue
-            question.lookup = None
-            question.hit_chunks = reply.hit_chunks if isinstance(reply, LookupReply) else 0
-            self._counters["lookup_hits"] += question.hit_chunks > 0
+            self._heard(number, reply)
 
     def _note_refusal(self, error: Error) -> None:
         self._counters[f"refused_{error.code}"] += 1

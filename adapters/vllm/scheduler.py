@@ -1,7 +1,7 @@
 """The scheduler half: what to look up, load and store, and which blocks must not be touched.
 
 Owns: a small state per request. Refuses to know: memory, copies, tensors, and how the daemon is asked and told. Runs
-on the engine's scheduler thread.
+on the engine's scheduler thread. A call of vLLM's does several things: each is done whatever another one raises.
 
 Hazard closed here: a block that is allocated anew while a store still reads it. The pool's hook sees
 every allocation; the stores concerned go into the step's plan and end before the step computes.
@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
@@ -69,7 +69,8 @@ class RequestState(Question):
     admitted: bool = False  # vLLM has placed it
     give_up: bool = False  # a load failed: compute the rest
     stored_chunks: int = 0  # chunks before this one were stored or found
-    tables: Tables = ()  # for vLLM before 0.29
+    tables: Tables = ()  # for vLLM before 0.30
+    lost: bool = False  # its tables may be wrong: nothing is stored before they begin anew
 
 
 class SchedulerHalf:
@@ -219,8 +220,8 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Add this step's stores to the plan, and send what the block pool did. Ends a scheduler pass."""
-        self._follow_resets()
-        self._lookups.receive()
+        self._guarded("resets", self._follow_resets)
+        self._guarded("answers", self._lookups.receive)
         self._lookups.next_pass()
         session = self._lookups.usable()
         may_store = (
@@ -230,18 +231,15 @@ class SchedulerHalf:
             and not self._stale_hashes
         )
         prompt_tokens = 0
-        for request_id, computed in self._scheduled(output):
-            state = self._requests.get(request_id)
-            if state is not None and may_store:
-                self._plan_store(state, computed, output)
-            if state is not None:
-                before = computed - output.num_scheduled_tokens[request_id]
-                prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
+        for state, before, computed in self._scheduled(output):
+            prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
+            if may_store and not state.lost:
+                self._guarded("stores of a request", self._plan_store, state, computed, output)
         if session is not None:
-            self._reports.send_blocks(session)
-            self._introduction.send(session)
-        self._announcer.ask(session)
-        self._speed.planned(prompt_tokens)
+            self._guarded("reports of blocks", self._reports.send_blocks, session)
+            self._guarded("introduction", self._introduction.send, session)
+        self._guarded("question for events", self._announcer.ask, session)
+        self._guarded("prefill speed", self._speed.planned, prompt_tokens)
 
     def step_ended(self) -> None:
         """vLLM has taken the outputs of the oldest step that was planned."""
@@ -259,28 +257,36 @@ class SchedulerHalf:
         plan.idle = idle
         return plan
 
-    def _scheduled(self, output: SchedulerOutput) -> list[tuple[str, int]]:
-        """(request id, tokens computed after this step) of all requests in it; keeps tables and cursors true."""
-        rows: list[tuple[str, int]] = []
+    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestState, int, int]]:
+        """The requests of this step, with the tokens computed before and after it; keeps tables and cursors true."""
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             if (state := self._requests.get(new.req_id)) is not None:
-                state.tables = [list(table) for table in new.block_ids]
-            rows.append((new.req_id, new.num_computed_tokens + scheduled[new.req_id]))
+                self._follow_tables(state, new.block_ids, anew=True)
+                yield state, new.num_computed_tokens, new.num_computed_tokens + scheduled[new.req_id]
         cached = output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids  # their tables are replaced
         for request_id, computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
             if (state := self._requests.get(request_id)) is not None:
-                if request_id in resumed:
-                    state.tables = ()
+                if request_id in cached.resumed_req_ids:
                     state.stored_chunks = 0
-                if blocks is not None:
-                    tables = state.tables or [[] for _ in blocks]
-                    state.tables = [[*table, *more] for table, more in zip(tables, blocks, strict=True)]
-            rows.append((request_id, computed + scheduled[request_id]))
-        return rows
+                self._follow_tables(state, blocks, anew=request_id in cached.resumed_req_ids)
+                yield state, computed, computed + scheduled[request_id]
+
+    def _follow_tables(self, state: RequestState, blocks: Tables | None, anew: bool) -> None:
+        """`blocks` are added to those of the request, or replace them. One that is missed puts all later ones elsewhere."""
+        state.lost = state.lost and not anew
+        if anew:
+            state.tables = ()
+        if blocks is None:
+            return
+        try:
+            tables = state.tables or [[] for _ in blocks]
+            state.tables = [[*table, *more] for table, more in zip(tables, blocks, strict=True)]
+        except Exception as error:
+            state.lost = True
+            self._fault("tables of a request", error)
 
     def _plan_store(self, state: RequestState, computed: int, output: SchedulerOutput) -> None:
         """Store the chunks that this step completes. Hashes exist for confirmed tokens only, so rejected drafts never count."""
@@ -310,8 +316,8 @@ class SchedulerHalf:
         state.stored_chunks = max(state.stored_chunks, end)
 
     def _tables(self, state: RequestState, output: SchedulerOutput) -> Tables:
-        block_state = getattr(output, "kv_connector_block_state", None)
-        if block_state is None:
+        block_state: Any = getattr(output, "kv_connector_block_state", None)
+        if not hasattr(block_state, "get_block_ids"):  # 0.29 has tables there too, but only of requests with new blocks
             return state.tables
         tables: Tables | None = block_state.get_block_ids(state.request.request_id)
         return tables if tables is not None else ()
@@ -460,13 +466,13 @@ class SchedulerHalf:
             state.stored_chunks = 0
         self._reports.begin()
         self._introduction.again()
-        self._announcer.begin()
+        self._guarded("beginning of events", self._announcer.begin)
 
     def _heard(self, number: int, reply: Reply) -> None:
         if isinstance(reply, Error):
             self._reports.refused(number, reply)
             self._introduction.refused(number, reply)
-        self._announcer.heard(number, reply)
+        self._guarded("events", self._announcer.heard, number, reply)
 
     def _variant_of(self, request: Request) -> str:
         return self._variants.of(getattr(request, "lora_request", None))

@@ -1,0 +1,46 @@
+"""What a former daemon was given must be given to the next one too, in chunks of its size: no test noticed a session that was not begun anew."""
+
+from __future__ import annotations
+
+from modelless import prompt
+from support.daemon import wait_until
+
+from kvserver.protocol import Cleared, EndRequest, ReportBlockAllocations
+
+CHUNK = 64
+TOKENS = prompt(1, 3 * CHUNK + 10)
+
+
+def restart(daemon, workers: int) -> None:
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: len(daemon.status()["instances"]) == workers, 20, "the engines register")
+
+
+def test_a_running_requests_first_chunks_are_stored_again(make_daemon, make_engine):
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    engine = make_engine(daemon)
+    answer = engine.add("long", TOKENS, count=6 * CHUNK)
+    engine.run(until=lambda: len(answer.tokens) > 10)
+    wait_until(lambda: daemon.status()["l1"]["chunks"] == 3)
+    restart(daemon, workers=1)
+    engine.run()
+    assert answer.right
+    wait_until(lambda: engine.generate_free("r") and not engine.connector.has_pending_push_work())
+    assert make_engine(daemon).generate("warm", TOKENS + answer.tokens[:CHUNK]).external == 4 * CHUNK
+
+
+def test_a_daemon_with_chunks_of_another_size_is_served(make_daemon, make_tap, make_engine):
+    """Where nothing but its refusal of a lookup, which names another number of blocks, shows that it is another daemon."""
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    tap = make_tap(daemon)
+    notices = (ReportBlockAllocations, EndRequest)
+    tap.instead = lambda message: Cleared(chunks=0) if isinstance(message, notices) else None
+    engine = make_engine(tap.endpoint)
+    engine.generate("before", prompt(2, 3 * CHUNK))
+    daemon.flags["chunk_tokens"] = CHUNK // 2
+    restart(daemon, workers=1)
+    names = (f"r{i}" for i in range(1000))
+    wait_until(lambda: engine.generate(next(names), TOKENS) and daemon.status()["l1"]["chunks"], 20)
+    assert engine.connector.scheduler.counters["refused_bad_keys"] > 0
+    assert make_engine(daemon).generate("warm", TOKENS[: 3 * CHUNK // 2 + 1]).external == 3 * CHUNK // 2

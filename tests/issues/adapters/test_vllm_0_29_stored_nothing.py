@@ -1,0 +1,63 @@
+"""vLLM 0.29 hands over tables as a dict, of requests with new blocks only; get_block_ids() is 0.30's, so each step raised and nothing was stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from modelless import Engine, prompt
+from support.daemon import wait_until
+
+from kvserver.protocol import ReportBlockAllocations
+
+CHUNK = 64
+TOKENS = prompt(1, 3 * CHUNK - 4)
+
+
+@dataclass
+class BlockState:
+    """KVConnectorBlockState of vLLM 0.29."""
+
+    block_ids: dict[str, tuple[list[int], ...]]
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]]
+
+
+def hand_over_as_0_29(engine: Engine) -> None:
+    build = engine.connector.build_connector_meta
+
+    def build_connector_meta(output):
+        tables = output.kv_connector_block_state
+        cached = output.scheduled_cached_reqs
+        names = [new.req_id for new in output.scheduled_new_reqs]
+        names += [name for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True) if blocks]
+        output.kv_connector_block_state = BlockState({name: tables.get_block_ids(name) for name in names}, {})
+        return build(output)
+
+    engine.connector.build_connector_meta = build_connector_meta
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_it_stores_loads_and_reports(make_daemon, make_tap, make_engine, asynchronous):
+    """The prompt's third chunk is completed in a step that gives the request no block."""
+    tap = make_tap(make_daemon(chunk_tokens=CHUNK))
+    first = make_engine(tap.endpoint, asynchronous=asynchronous)
+    hand_over_as_0_29(first)
+    answer = first.generate("cold", TOKENS, count=3 * CHUNK)
+    wait_until(lambda: tap.of(ReportBlockAllocations))
+    second = make_engine(tap.endpoint, asynchronous=asynchronous)
+    hand_over_as_0_29(second)
+    assert second.generate("warm", TOKENS + answer.tokens).external == 5 * CHUNK
+
+
+def test_preempted_requests_are_stored_from_their_new_blocks(make_daemon, make_engine):
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    engine = make_engine(daemon, num_blocks=40)
+    hand_over_as_0_29(engine)
+    answers = [engine.add(f"r{i}", prompt(i, 2 * CHUNK), count=2 * CHUNK) for i in range(4)]
+    engine.run()
+    assert engine.preemptions > 0
+    assert all(answer.right for answer in answers)
+    other = make_engine(daemon)
+    for i, answer in enumerate(answers):
+        other.generate(f"w{i}", prompt(i, 2 * CHUNK) + answer.tokens)
+    assert sum(other.answers[f"w{i}"].external for i in range(4)) > 4 * CHUNK
