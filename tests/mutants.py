@@ -25,6 +25,7 @@ CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chun
 OUTBOX, REPORTS, VARIANTS = "adapters/vllm/outbox.py", "adapters/vllm/reports.py", "adapters/vllm/variants.py"
 
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
+NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"
 CACHE_TESTS = ("unit/test_cache.py",)
 INDEX_TESTS = ("unit/test_index.py",)
 POOL_TESTS = ("unit/test_pool.py",)
@@ -572,7 +573,7 @@ SCHEDULER_HALF = (
     Mutant(
         "a new session keeps what was stored in the last one",
         SCHEDULER, "SchedulerHalf._begin_session", "            state.stored_chunks = 0\n", "",
-        ("adapters/test_failures.py::test_after_a_restart_the_engine_stores_and_loads_again",),
+        (f"{NEW_DAEMON}::test_a_running_requests_first_chunks_are_stored_again",),
     ),
     Mutant(
         "a new session keeps the answers of the last one",
@@ -646,8 +647,8 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a resumed request keeps the blocks that it lost",
-        SCHEDULER, "SchedulerHalf._scheduled", "state.tables = ()", "pass",
-        ("adapters/test_reuse.py::test_preempted_requests_go_on_and_load_what_they_had_stored",),
+        SCHEDULER, "SchedulerHalf._follow_tables", "state.tables = ()", "pass",
+        ("issues/adapters/test_vllm_0_29_stored_nothing.py::test_preempted_requests_are_stored_from_their_new_blocks",),
     ),
     Mutant(
         "a request whose load failed tries again and again",
@@ -675,12 +676,12 @@ SCHEDULER_HALF = (
     # ---- lookups ------------------------------------------------------------------------------
     Mutant(
         "BAD_KEYS does not renew the session",
-        LOOKUPS, "", ", ErrorCode.BAD_KEYS.value", "",
-        ("adapters/test_failures.py::test_after_a_restart_the_engine_stores_and_loads_again",),
+        LOOKUPS, "", "    ErrorCode.BAD_KEYS.value,\n", "",
+        (f"{NEW_DAEMON}::test_a_daemon_with_chunks_of_another_size_is_served",),
     ),
     Mutant(
         "an unknown instance does not renew the session",
-        LOOKUPS, "", "ErrorCode.UNKNOWN_INSTANCE.value, ", "",
+        LOOKUPS, "", "    ErrorCode.UNKNOWN_INSTANCE.value,\n", "",
         ("adapters/test_reports.py::test_a_daemon_replaced_unnoticed_asks_for_the_full_state",),
     ),
     Mutant(
