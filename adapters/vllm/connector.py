@@ -61,7 +61,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def fenced(default: Any = None) -> Callable[[F], F]:
-    """An exception of ours is counted, logged once per place and kind, and becomes `default`."""
+    """An exception of ours is counted, logged once per place and kind, and becomes `default`.
+
+    Every method of vLLM's interface is fenced or cannot raise: one that raises ends the engine.
+    """
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
@@ -371,6 +374,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.scheduler is not None:
             self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    @fenced(StepPlan)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self.scheduler is None:
             return StepPlan(idle=scheduler_output.total_num_scheduled_tokens == 0)
@@ -397,7 +401,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, block_ids[0])
+        """`block_ids` are those of no group for a model without KV cache."""
+        finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
         return finished
 
     @fenced(False)
@@ -418,6 +423,9 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except Exception as error:
             self._fault("the end of a step", error)
         return self.scheduler.take_events()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Workers send none; vLLM's own raises for pipeline parallel."""
 
     @fenced()
     def shutdown(self) -> None:

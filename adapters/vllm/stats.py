@@ -93,31 +93,39 @@ def grown(counters: Mapping[str, int], told: Counter[str]) -> KVServerStats | No
 
 
 class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """With vLLM's labels, one series for each engine of this front end."""
+    """With vLLM's labels, one series for each engine of this front end.
+
+    Never raises: vLLM makes it and feeds it where nothing would catch that, and its front end would end.
+    """
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
-        counter, histogram = metric_types[prometheus_client.Counter], metric_types[prometheus_client.Histogram]
-        self._counters = {
-            name: create_metric_per_engine(counter(_PREFIX + name, text, labelnames), per_engine)
-            for name, text in _COUNTERS.items()
-        }
-        self._times = {
-            name: create_metric_per_engine(histogram(_PREFIX + name, text, labelnames, buckets=_BUCKETS), per_engine)
-            for name, text in _TIMES.items()
-        }
         self._failed = False
+        self._counters: dict[str, Any] = {}
+        self._times: dict[str, Any] = {}
+        try:
+            counter, histogram = metric_types[prometheus_client.Counter], metric_types[prometheus_client.Histogram]
+            for name, text in _COUNTERS.items():
+                self._counters[name] = create_metric_per_engine(counter(_PREFIX + name, text, labelnames), per_engine)
+            for name, text in _TIMES.items():
+                made = histogram(_PREFIX + name, text, labelnames, buckets=_BUCKETS)
+                self._times[name] = create_metric_per_engine(made, per_engine)
+        except Exception:
+            self._incomplete()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Never raises: it would end the front end's output loop."""
         try:
             for name, figure in transfer_stats_data.items():
-                if name in _COUNTERS:
+                if name in self._counters:
                     self._counters[name][engine_idx].inc(figure)
-                elif name in _TIMES:
+                elif name in self._times:
                     for seconds in figure:
                         self._times[name][engine_idx].observe(seconds)
         except Exception:
-            if not self._failed:
-                log.exception("kvserver: its figures in vLLM's metrics are not complete")
-            self._failed = True
+            self._incomplete()
+
+    def _incomplete(self) -> None:
+        """REQUIRES: called while an exception is handled."""
+        if not self._failed:
+            log.exception("kvserver: its figures in vLLM's metrics are not complete")
+        self._failed = True
