@@ -7,5 +7,8 @@ thread of its own; `planes`, `memory` and `identity` say what is registered.
 """
 
 from kvserver.adapters.vllm.connector import KVServerConnector
+from kvserver.adapters.vllm.nesting import register
+
+register()
 
 __all__ = ["KVServerConnector"]

@@ -20,6 +20,7 @@ from kvserver.adapters.vllm.identity import model_identity, served_name
 from kvserver.adapters.vllm.link import Link, Registration
 from kvserver.adapters.vllm.memory import SharedCaches, share
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
+from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
 from kvserver.adapters.vllm.outbox import DirectOutbox, OrderedOutbox, Outbox
 from kvserver.adapters.vllm.planes import UnsupportedLayout
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
@@ -119,10 +120,12 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _set_up(self, role: KVConnectorRole) -> None:
         transfer = self._config.kv_transfer_config
         self._settings = read_settings(transfer.kv_connector_extra_config)
-        self._refusal = unsupported(self._config, self._caches_config)
+        outer = outer_transfer(transfer)
+        self._refusal = unsupported(self._config, self._caches_config, outer)
         # vLLM reads the policy after it built the connector; its default fails the request.
-        if hasattr(transfer, "kv_load_failure_policy"):
-            transfer.kv_load_failure_policy = self._settings.load_failure_policy
+        for config in (transfer, outer):
+            if hasattr(config, "kv_load_failure_policy"):
+                config.kv_load_failure_policy = self._settings.load_failure_policy
         if role == KVConnectorRole.WORKER:
             self.worker = self._make_worker(None, DirectOutbox())
         if self._refusal is not None:
@@ -355,8 +358,17 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced()
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        if self.scheduler is not None:
-            self.scheduler.bind_pool(gpu_block_pool)
+        if self.scheduler is None:
+            return
+        if self._settings.load_failure_policy == "recompute" and fails_requests():
+            half, self.scheduler = self.scheduler, None
+            log.warning(
+                "kvserver: this engine runs without cache: a failed load would end its request, and the kv_transfer_config "
+                'that says so is out of reach; set its kv_load_failure_policy to "recompute"'
+            )
+            half.shut()
+            return
+        self.scheduler.bind_pool(gpu_block_pool)
 
     @fenced()
     def on_new_request(self, request: Request) -> None:

@@ -16,6 +16,7 @@ import weakref
 from typing import Any
 
 from kvserver.adapters.vllm.identity import served_name
+from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import read_settings
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -42,9 +43,10 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
 
     def _set_up(self, config: Any, engine_index: int) -> None:
         transfer = config.kv_transfer_config
-        if transfer is None or transfer.kv_connector != "KVServerConnector":
+        extra = extra_config(transfer)
+        if extra is None:
             return
-        settings = read_settings(transfer.kv_connector_extra_config)
+        settings = read_settings(extra)
         if not settings.load_interval_ms:
             return
         interval = settings.load_interval_ms / 1000

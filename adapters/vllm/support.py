@@ -24,8 +24,8 @@ def vllm_version() -> tuple[int, int]:
     return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
-def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this engine runs without cache, or None."""
+def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: Any) -> str | None:
+    """Why this engine runs without cache, or None. `outer`: the kv_transfer_config that vLLM itself reads."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -53,7 +53,7 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
         return "vLLM writes new blocks before stores that read them can be ended; set VLLM_USE_V2_MODEL_RUNNER=0"
     if vllm_config.model_config.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return "sleep mode before vLLM 0.33, which takes the KV cache away without a word to its connector"
-    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+    if {vllm_config.kv_transfer_config.kv_role, outer.kv_role} != {"kv_both"}:
         return "kv_role must be kv_both"
     return None
 

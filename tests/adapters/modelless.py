@@ -37,8 +37,10 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -95,6 +97,20 @@ def prompt(seed: int, length: int) -> list[int]:
 # ---- the runner -------------------------------------------------------------------------------
 
 
+def ours(connector: KVConnectorBase_V1) -> KVServerConnector:
+    """It, or the one that vLLM's MultiConnector has."""
+    inner = connector.sub_connectors if isinstance(connector, MultiConnector) else [connector]
+    (found,) = (each for each in inner if isinstance(each, KVServerConnector))
+    return found
+
+
+def plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
+    """Of the same."""
+    inner = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else [metadata]
+    (found,) = (each for each in inner if isinstance(each, StepPlan))
+    return found
+
+
 @dataclass
 class Row:
     """A request as the runner knows it."""
@@ -119,7 +135,7 @@ class Runner:
 
     def __init__(
         self,
-        connector: KVServerConnector,
+        connector: KVConnectorBase_V1,
         num_blocks: int,
         rank: int,
         register: bool,
@@ -318,7 +334,7 @@ class Engine:
         config = copy.copy(self.config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        kind = self.gpu.connector if self.gpu is not None else KVServerConnector
+        kind = self.gpu.connector if self.gpu is not None else KVConnectorFactory.create_connector
         connector = kind(config, KVConnectorRole.WORKER, self.caches)
         # The last stage of a pipeline has one layer more than the others.
         stages = config.parallel_config.pipeline_parallel_size
@@ -331,14 +347,12 @@ class Engine:
     @property
     def connector(self) -> KVServerConnector:
         """The scheduler's."""
-        found = self.scheduler.connector
-        assert isinstance(found, KVServerConnector)
-        return found
+        return ours(self.scheduler.connector)
 
     @property
     def worker(self) -> KVServerConnector:
         """Rank 0's."""
-        return self.runners[0].connector
+        return ours(self.runners[0].connector)
 
     @property
     def pool(self) -> Any:
@@ -449,14 +463,14 @@ class Engine:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """What the workers do in one step."""
-        plan = output.kv_connector_metadata
-        assert isinstance(plan, StepPlan)
+        metadata = output.kv_connector_metadata
+        plan = plan_of(metadata)
         self.plans.append(plan)
         self.preemptions += len(output.preempted_req_ids or ())
         self.before_step(plan)
         for runner in self.runners:
-            runner.connector.handle_preemptions(plan)
-            runner.connector.bind_connector_metadata(plan)
+            runner.connector.handle_preemptions(metadata)
+            runner.connector.bind_connector_metadata(metadata)
         result = self.forward(output)
         results: list[ModelRunnerOutput | None] = []
         for runner in self.runners:
@@ -558,7 +572,7 @@ class Engine:
         """Exceptions that the connector kept from the engine."""
         found = self.connector.errors.copy()
         for runner in self.runners:
-            found += runner.connector.errors
+            found += ours(runner.connector).errors
         return dict(found)
 
     def close(self) -> None:

@@ -1,0 +1,73 @@
+"""Where the connector stands in vLLM's configuration: by itself, or inside vLLM's MultiConnector.
+
+Owns: its name in vLLM's registry, and the way to the outer configuration. Refuses to know: what is set or refused there.
+
+MultiConnector gives each of its connectors a copy of the configuration with a kv_transfer_config of its own, and nothing
+leads back from the copy, while vLLM reads the outer one. But vLLM's constructors call ours: so the callers are looked
+at, when the engine is set up and at no other time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+NAME = "KVServerConnector"
+WRAPPERS: tuple[type, ...] = (MultiConnector,)
+
+
+def register() -> None:
+    """MultiConnector looks up by name whose statistics it was sent, in processes where no connector was made.
+
+    A connector that has the name already keeps it.
+    """
+    with contextlib.suppress(ValueError):
+        KVConnectorFactory.register_connector(NAME, "kvserver.adapters.vllm", NAME)
+
+
+def extra_config(transfer: Any) -> dict[str, Any] | None:
+    """What the operator wrote for our connector in this kv_transfer_config; None if it has no such connector."""
+    return _find(transfer.kv_connector, transfer.kv_connector_extra_config) if transfer is not None else None
+
+
+def _find(name: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:
+    if name == NAME:
+        return extra
+    for inner in extra.get("connectors") or ():
+        found = _find(inner.get("kv_connector"), inner.get("kv_connector_extra_config") or {})
+        if found is not None:
+            return found
+    return None
+
+
+def outer_transfer(own: Any) -> Any:
+    """The kv_transfer_config that vLLM itself reads. REQUIRES: called while the connector is made, with its own one."""
+    found = own
+    for names in _callers():
+        config = names.get("vllm_config")
+        if config is not None and isinstance(names.get("self"), WRAPPERS):
+            found = config.kv_transfer_config
+    return found
+
+
+def fails_requests() -> bool:
+    """Whether vLLM would end a request whose load failed. REQUIRES: called by vLLM's scheduler, or for it.
+
+    False where that cannot be seen.
+    """
+    return any(getattr(names.get("self"), "recompute_kv_load_failures", True) is False for names in _callers())
+
+
+def _callers() -> Iterator[Mapping[str, Any]]:
+    """The variables of each function that is being called, from the innermost on."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        if (outer := frame.f_back) is None:
+            return
+        frame = outer
