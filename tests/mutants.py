@@ -507,9 +507,8 @@ WORKER_HALF = (
         ("adapters/test_sleep.py::test_sleep_fails_while_a_hung_daemon_may_write",),
     ),
     Mutant(
-        "a running store cannot be cancelled",
-        COPIES, "Copy.cancel", "State.CANCELLED if isinstance(self.spec, StoreSpec) else State.CANCELLING",
-        "State.CANCELLING",
+        "a running copy cannot be cancelled",
+        COPIES, "Copy.cancel", " or self.move(State.RUNNING, running)", "",
         ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
     ),
     Mutant(
@@ -737,11 +736,12 @@ SCHEDULER_HALF = (
     Mutant(
         "engines whose hashes start elsewhere share",
         VARIANTS, "Variants.epoch", 'parts = [f"chain={self._chain}"]', "parts = ['']",
-        ("adapters/test_identity.py::test_engines_whose_hashes_start_elsewhere_find_nothing_of_each_other",),
+        ("adapters/test_identity.py::test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart",),
     ),
     Mutant(
-        "changed weights begin no epoch",
-        VARIANTS, "Variants.weights_changed", "self._epoch += 1", "pass", ("adapters/test_resets.py",),
+        "a second reset keeps the epoch of the first",
+        VARIANTS, "Variants.weights_changed", "self._epoch += 1", "pass",
+        ("adapters/test_resets.py::test_every_reset_begins_an_epoch_of_its_own",),
     ),
     # ---- the connector ------------------------------------------------------------------------
     Mutant(

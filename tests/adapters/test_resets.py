@@ -46,6 +46,14 @@ def test_after_a_reset_the_engine_shares_with_itself_only(make_daemon, make_engi
     assert generate(other, "reset too").external == 0
 
 
+def test_every_reset_begins_an_epoch_of_its_own(make_daemon, make_engine):
+    engine = make_engine(make_daemon())
+    for weights in (7, 9, 11):
+        assert reset(engine, weights=weights)
+        answer = generate(engine, f"with {weights}")
+        assert (answer.local, answer.external) == (0, 0)
+
+
 def test_a_weights_version_shares_again(make_daemon, make_engine):
     daemon = make_daemon()
     engine, other, old = make_engine(daemon), make_engine(daemon), make_engine(daemon)
