@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
+# Of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.
+_NOT_BY_PREFIX = ("Mamba", "Cross", "Encoder", "RSWA")
+
+
+def layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
+    """Of all layers, also where one group has several; the scheduler's configuration shows one of each group."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+
+
 def vllm_version() -> tuple[int, int]:
     major, minor = vllm.__version__.split(".")[:2]
     return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
@@ -38,11 +48,17 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
         return "pipeline parallel with speculative decoding on vLLM's model runner V1; set VLLM_USE_V2_MODEL_RUNNER=1"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kinds = [type(spec).__name__ for spec in specs]
-    for kind in kinds:
-        if "Mamba" in kind or "Cross" in kind or "Encoder" in kind:
+    for layer in layer_specs(kv_cache_config):
+        kind = type(layer).__name__
+        if any(word in kind for word in _NOT_BY_PREFIX) or not getattr(layer, "prefix_cacheable", True):
             return f"KV cache of kind {kind}"
+        if getattr(layer, "non_causal", False):
+            return "layers that attend non-causally: the KV of a token depends on tokens behind it"
         if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and TransferResults is None:
             return f"KV cache of kind {kind} before vLLM 0.30, which would compute on null blocks after a failed load"
+    # Not whether prefix caching is on: an operator may turn vLLM's own off, and vLLM does on CPUs, see whole_prompts_only.
+    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+        return "vLLM does not cache prefixes of this model"
     if not specs:
         return "no KV cache"
     if len(specs) > 1 and TransferResults is None:
@@ -110,6 +126,4 @@ def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)  # 0.32 and later: vLLM says it itself
     if replicas is not None:
         return bool(replicas == ranks)
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
-    return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers)
+    return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layer_specs(kv_cache_config))

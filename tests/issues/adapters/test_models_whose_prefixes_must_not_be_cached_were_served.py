@@ -1,0 +1,128 @@
+"""Models whose prefix caching vLLM turns off because a token's KV is no function of the tokens before it were served all
+the same: their requests have block hashes once a connector is configured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from modelless import BLOCK, prompt
+from vllm.config import ModelConfig, PoolerConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+CHUNK = 64
+TOKENS = prompt(1, 3 * CHUNK + 10)
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 1, "dtype": torch.int64}
+
+
+def group_of(caches, *specs):
+    """One group; of several layers' specs as block-outermost layouts have it."""
+    spec = specs[0]
+    if len(specs) > 1:
+        spec = UniformTypeKVCacheSpecs(
+            block_size=BLOCK, kv_cache_specs={f"layers.{i}": each for i, each in enumerate(specs)}
+        )
+    caches.kv_cache_groups[:] = [KVCacheGroupSpec([f"layers.{i}" for i in range(2)], spec)]
+
+
+def non_causal(config, caches):
+    group_of(caches, FullAttentionSpec(**SHAPE, non_causal=True))
+
+
+def one_non_causal_layer(config, caches):
+    group_of(caches, FullAttentionSpec(**SHAPE), FullAttentionSpec(**SHAPE, non_causal=True))
+
+
+def reference_window(config, caches):
+    group_of(caches, RSWASpec(**SHAPE, rswa_window=40))
+
+
+def reference_window_inside(config, caches):
+    group_of(caches, FullAttentionSpec(**SHAPE), RSWASpec(**SHAPE, rswa_window=40))
+
+
+def state_inside(config, caches):
+    state = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
+    group_of(caches, FullAttentionSpec(**SHAPE), state)
+
+
+def mean_pooling(config, caches):
+    config.model_config = pooling(config, "MEAN")
+
+
+def pooling(config, kind):
+    return ModelConfig(
+        model=config.model_config.model,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=2048,
+        runner="pooling",
+        convert="embed",
+        pooler_config=PoolerConfig(seq_pooling_type=kind),
+    )
+
+
+@pytest.mark.parametrize(
+    ("adjust", "reason"),
+    [
+        (non_causal, "non-causally"),
+        (one_non_causal_layer, "non-causally"),
+        (reference_window, "KV cache of kind RSWASpec"),
+        (reference_window_inside, "KV cache of kind RSWASpec"),
+        (state_inside, "KV cache of kind MambaSpec"),
+        (mean_pooling, "vLLM does not cache prefixes of this model"),
+    ],
+)
+def test_they_are_refused_by_both_halves(make_daemon, make_halves, caplog, adjust, reason):
+    caplog.set_level(logging.WARNING, "vllm.kvserver")
+    daemon = make_daemon()
+    scheduler, worker = make_halves(daemon, adjust)
+    said = [record.getMessage() for record in caplog.records if "runs without cache" in record.getMessage()]
+    assert len(said) == 2, "one a half"
+    assert all(reason in each for each in said)
+    worker.register_kv_caches({"layers.0": torch.zeros(3)})
+    assert scheduler.scheduler is None
+    assert scheduler.errors == worker.errors == {}
+    assert daemon.status()["instances"] == []
+
+
+def wide_and_narrow(config, caches):
+    group_of(caches, FullAttentionSpec(**SHAPE), FullAttentionSpec(**{**SHAPE, "dtype": torch.int32}))
+
+
+def windows_of_two_widths(config, caches):
+    window = SlidingWindowSpec(**SHAPE, sliding_window=40)
+    group_of(caches, window, dataclasses.replace(window, head_size=2))
+
+
+def last_token_pooling(config, caches):
+    config.model_config = pooling(config, "LAST")
+
+
+@pytest.mark.parametrize("adjust", [wide_and_narrow, windows_of_two_widths, last_token_pooling])
+def test_like_ones_that_are_right_are_not(make_daemon, make_halves, caplog, adjust):
+    caplog.set_level(logging.WARNING, "vllm.kvserver")
+    scheduler, worker = make_halves(make_daemon(), adjust)
+    assert "runs without cache" not in caplog.text
+    assert scheduler.scheduler is not None
+    scheduler.shutdown()
+    worker.shutdown()
+
+
+def test_an_operator_who_turns_vllms_own_off_still_has_ours(make_daemon, make_engine):
+    def own_off(config, caches):
+        config.cache_config.enable_prefix_caching = False
+
+    daemon = make_daemon()
+    make_engine(daemon, adjust=own_off).generate("cold", TOKENS)
+    assert make_engine(daemon, adjust=own_off).generate("warm", TOKENS).external == 3 * CHUNK
