@@ -7,26 +7,32 @@ Rules kept here:
 - Only a READY chunk is found, and READY means every rank's bytes were copied whole.
 - Leased, pinned (being filled or read) chunks are not evicted; incomplete ones nobody fills go first.
 - Clear and eviction detach at once; pages are freed when the last pin is gone.
-- Within one request later chunks age faster than earlier ones: a prefix without its start is useless.
+- Within one request later chunks age faster than earlier ones: a prefix without its start is useless. A store never
+  evicts what it stores, or found: of a prompt that does not fit the prefix that fits stays.
+- No call costs more than its message has chunks, however many L1 holds. What would is put off, and step() does it in
+  slices: freeing what was cleared, ending the leases of engines that are gone and of requests that never ended. A store
+  that must evict much is planned in slices by extend_plan(). What was put off counts as done: nothing is starved for it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import deque
+import sys
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import EvictionPolicy
-from kvserver.index import Chunk, Index
+from kvserver.index import Chunk, Index, Namespace
 from kvserver.misses import EvictedKeys, MissReason
 from kvserver.pool import PagePool
 from kvserver.protocol import KEY_BYTES
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
-FREE_SLICE = 256  # detached chunks freed per loop turn
+SLICE = 256  # chunks that step() lets go of in one turn
+_EVICTION_STEPS = 3  # what it costs beside looking at the chunk
 _NAMESPACES_ASKED = 64  # for a chunk that a lookup missed
 
 
@@ -55,6 +61,14 @@ class StorePlan:
     """
 
     rank: int
+    namespace_id: bytes = b""
+    world_size: int = 1
+    keys: bytes = b""  # those that may fit
+    pages: int = 0  # of one slot
+    steps: int = 0  # it may still look at so many keys and chunks before extend_plan() returns
+    complete: bool = True  # all keys were looked at
+    full: bool = False  # nothing more may be evicted
+    found: list[Chunk] = field(default_factory=list)  # that were there when it began; pinned until it is complete
     prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -73,17 +87,22 @@ class Cache:
         self.evicted_pages = 0
         self.cleared_chunks = 0
         self.pins = 0  # over all chunks; equals what open plans hold
-        self._leases: dict[Owner, Lease] = {}
-        self._garbage: deque[Iterator[Chunk]] = deque()
+        self.lease_count = 0
+        # By owner's instance and request, in the order of deadlines. The dicts are ordered ones, whose first item is found
+        # at once however many before it are gone.
+        self._leases: dict[str, OrderedDict[str, Lease]] = {}
+        self._garbage: deque[Namespace] = deque()  # cleared; its chunks leave it as they are freed
+        self._ownerless: list[OrderedDict[str, Lease]] = []  # leases of instances that are gone
+        self._expired_before = 0.0
+        self._expiring: list[str] = []  # instances whose leases may have expired by then
         self._evicted_keys = EvictedKeys()
-        self._tick = 0
 
     # ---- lookup and leases --------------------------------------------------------------------
 
     def lookup(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> int:
         """How many chunks from the first on are READY; `owner` leases them until `deadline`.
 
-        A second lookup of an owner replaces its first.
+        A second lookup of an owner replaces its first. REQUIRES: deadlines of one instance never go back.
         """
         found: list[Chunk] = []
         namespace = self.index.find(namespace_id)
@@ -97,7 +116,9 @@ class Cache:
                 found.append(chunk)
         self.end_lease(owner)
         if found:
-            self._leases[owner] = Lease(deadline, found)
+            instance_id, request_id = owner
+            self._leases.setdefault(instance_id, OrderedDict())[request_id] = Lease(deadline, found)
+            self.lease_count += 1
         return len(found)
 
     def why_missed(self, namespace_id: bytes, key: bytes) -> MissReason:
@@ -110,87 +131,100 @@ class Cache:
         return MissReason.OTHER_NAMESPACE if self.index.holds(key, _NAMESPACES_ASKED) else MissReason.NEVER_STORED
 
     def end_lease(self, owner: Owner) -> None:
-        lease = self._leases.pop(owner, None)
-        if lease is None:
-            return
-        tick = self._tick
-        for chunk in reversed(lease.chunks):  # as _use() and _settle() do, which as calls would take twice the time
-            if chunk.ready:
-                tick += 1
-                chunk.last_used = tick
-            chunk.leases -= 1
-            if not (chunk.leases or chunk.queued):
-                self._settle(chunk)
-        self._tick = tick
+        instance_id, request_id = owner
+        leases = self._leases.get(instance_id)
+        lease = leases.pop(request_id, None) if leases else None
+        if lease is not None:
+            self._end(lease)
 
-    def expire_leases(self, now: float) -> int:
-        expired = [owner for owner, lease in self._leases.items() if lease.deadline <= now]
-        for owner in expired:
-            self.end_lease(owner)
-        return len(expired)
+    def expire_leases(self, now: float) -> None:
+        """The leases whose deadline has come count as ended; step() ends them."""
+        self._expired_before = now
+        self._expiring = list(self._leases)
 
-    def end_leases_of(self, holder: str) -> None:
-        """End every lease whose owner is (holder, ...)."""
-        for owner in [owner for owner in self._leases if owner[0] == holder]:
-            self.end_lease(owner)
-
-    @property
-    def lease_count(self) -> int:
-        return len(self._leases)
+    def end_leases_of(self, instance_id: str) -> None:
+        """All of the instance's leases count as ended; step() ends them."""
+        if leases := self._leases.pop(instance_id, None):
+            self._ownerless.append(leases)
 
     # ---- store --------------------------------------------------------------------------------
 
-    def plan_store(self, namespace_id: bytes, world_size: int, rank: int, keys: bytes, slot_bytes: int) -> StorePlan:
+    def plan_store(
+        self, namespace_id: bytes, world_size: int, rank: int, keys: bytes, slot_bytes: int, steps: int = sys.maxsize
+    ) -> StorePlan:
         """Reserve slots for the chunks that this rank still misses; pins them. Pair with finish_store.
 
-        Chunks that are there or on their way are skipped (duplicate stores merge). When L1 has no room
-        that may be taken, the rest is starved. KVServerError(TOO_LARGE) if L1 could never hold it.
+        Chunks that are there or on their way are skipped (duplicate stores merge). What L1 has no room for is starved:
+        from the first chunk on that could not fit with those before it and all ranks' bytes, or for which nothing may be
+        evicted. KVServerError(TOO_LARGE) if not even one could ever fit. extend_plan() goes on with a plan that is not
+        `complete` after so many steps.
         """
         pages = self.pool.pages_for(slot_bytes)
-        count = len(keys) // KEY_BYTES
-        if pages * count > self.pool.pages:
+        if pages > self.pool.pages:
             raise KVServerError(
                 ErrorCode.TOO_LARGE,
-                f"a store of {count} chunks of {slot_bytes} bytes needs {pages * count} pages of "
-                f"{self.pool.page_bytes} bytes, L1 has {self.pool.pages}; raise --l1-size",
+                f"a chunk of {slot_bytes} bytes needs {pages} pages of {self.pool.page_bytes} bytes, L1 has "
+                f"{self.pool.pages}; raise --l1-size",
             )
-        namespace = self.index.find_or_make(namespace_id, world_size)
-        plan = StorePlan(rank)
-        bit = 1 << rank
-        for position, (key,) in enumerate(split_keys(keys)):
+        count = len(keys) // KEY_BYTES
+        fitting = min(count, max(1, self.pool.pages // (pages * world_size)))
+        plan = StorePlan(rank, namespace_id, world_size, keys[: fitting * KEY_BYTES], pages, complete=False)
+        plan.starved = count - fitting
+        if (namespace := self.index.find(namespace_id)) is not None:
+            get = namespace.chunks.get
+            plan.found = [chunk for (key,) in split_keys(plan.keys) if (chunk := get(key)) is not None]
+            self._pin(plan.found)
+        self.extend_plan(plan, steps)
+        return plan
+
+    def extend_plan(self, plan: StorePlan, steps: int) -> None:
+        """Go on for so many steps; what is left of them is in `plan.steps`. REQUIRES: not complete.
+
+        Meanwhile `evicted` grows, and anything may happen to the index between two calls.
+        """
+        plan.steps = steps
+        namespace = self.index.find_or_make(plan.namespace_id, plan.world_size)
+        bit = 1 << plan.rank
+        first = len(plan.prefix)
+        for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
+            if plan.steps <= 0:
+                return
             chunk = namespace.chunks.get(key)
             if chunk is not None and (chunk.done | chunk.filling) & bit:
-                self._use([chunk])  # so that the room for later chunks is taken elsewhere
+                plan.steps -= 1
                 plan.prefix.append(chunk)
                 plan.skipped += 1
                 continue
             if chunk is not None:
-                chunk.pins += 1  # making room must not evict the chunk that needs it
-            slot = self._take(pages, plan)
-            if chunk is not None:
-                chunk.pins -= 1
+                chunk.pins += 1  # it may have come after the plan began
+            slot = self._take(plan)
             if slot is None:
-                plan.starved = count - position
                 if chunk is not None:
+                    chunk.pins -= 1
                     self._settle(chunk)
+                if not plan.full:
+                    return
+                plan.starved += len(plan.keys) // KEY_BYTES - position
                 break
             if chunk is None:
                 chunk = self.index.add(namespace, key)
-            chunk.put_slot(rank, slot)
+                chunk.pins += 1
+            chunk.put_slot(plan.rank, slot)
             chunk.filling |= bit
-            chunk.pins += 1
             self.pins += 1
+            plan.steps -= 1
             plan.prefix.append(chunk)
             plan.chunks.append(chunk)
             plan.positions.append(position)
-        self._use(plan.prefix)
-        return plan
+        self._complete(plan)
 
     def finish_store(self, plan: StorePlan, copied: bool) -> int:
         """Publish the plan's chunks if `copied` (every byte of this rank), else give their slots back.
 
-        Returns how many became READY; they are in `plan.ready`.
+        Returns how many became READY; they are in `plan.ready`. REQUIRES: complete, or not copied.
         """
+        if not plan.complete:
+            self._complete(plan)
         bit = 1 << plan.rank
         for chunk in plan.chunks:
             chunk.filling &= ~bit
@@ -206,9 +240,7 @@ class Cache:
                 chunk.put_slot(plan.rank, b"")
                 if not chunk.detached and not chunk.done and not chunk.filling:
                     self.index.remove(chunk)
-        self._use(plan.prefix)
-        for chunk in plan.chunks:
-            self._settle(chunk)
+        self._settle(*reversed(plan.prefix))
         return len(plan.ready)
 
     # ---- load ---------------------------------------------------------------------------------
@@ -224,43 +256,65 @@ class Cache:
         chunks = [chunk for chunk in found if chunk is not None and chunk.ready]
         if len(chunks) != len(found):
             raise KVServerError(ErrorCode.NOT_FOUND, f"{len(found) - len(chunks)} of {len(found)} chunks are not READY")
-        for chunk in chunks:
-            chunk.pins += 1
-        self.pins += len(chunks)
+        self._pin(chunks)
         return chunks
 
     def finish_load(self, chunks: list[Chunk]) -> None:
-        self._use(chunks)
         for chunk in chunks:
             chunk.pins -= 1
-            self._settle(chunk)
         self.pins -= len(chunks)
+        self._settle(*reversed(chunks))
 
     # ---- clear --------------------------------------------------------------------------------
 
     def clear(self, base: bytes = b"") -> int:
-        """Detach all chunks of the namespaces that begin with `base`; their pages are freed by free_garbage()."""
+        """Detach all chunks of the namespaces that begin with `base`; step() frees their pages."""
         before = self.index.chunk_count
         for id in self.index.ids():
             namespace = self.index.clear(id) if id.startswith(base) else None
             if namespace is not None:
-                self._garbage.append(iter(namespace.chunks.values()))
-        if self.index.chunk_count == 0:
-            self.policy.reset()
+                self._garbage.append(namespace)
         cleared = before - self.index.chunk_count
         self.cleared_chunks += cleared
         return cleared
 
-    def free_garbage(self, limit: int = FREE_SLICE) -> bool:
-        """Free up to `limit` detached chunks; True while more are left."""
-        while self._garbage and limit > 0:
-            chunk = next(self._garbage[0], None)
-            if chunk is None:
-                self._garbage.popleft()
-                continue
-            self._settle(chunk)
-            limit -= 1
-        return bool(self._garbage)
+    # ---- what was put off ---------------------------------------------------------------------
+
+    def step(self, limit: int = SLICE) -> bool:
+        """Let go of some `limit` chunks, or of one lease that has more; True while there is more to do."""
+        while limit > 0 and (done := self._free_one() or self._end_one()):
+            limit -= done
+        return limit <= 0
+
+    def _free_one(self) -> int:
+        """How many detached chunks it looked at: 0 if none is left."""
+        while self._garbage:
+            if chunks := self._garbage[0].chunks:
+                _, chunk = chunks.popitem()
+                self._settle(chunk)
+                return 1
+            self._garbage.popleft()
+        return 0
+
+    def _end_one(self) -> int:
+        """How many chunks had a lease that it ended, or instances no more that has: 0 if none is left."""
+        if self._ownerless:
+            leases = self._ownerless[-1]
+            if not leases:
+                self._ownerless.pop()
+                return 1
+        elif self._expiring:
+            leases = self._leases.get(self._expiring[-1], OrderedDict())
+            if not leases or next(iter(leases.values())).deadline > self._expired_before:
+                instance_id = self._expiring.pop()
+                if not leases:
+                    self._leases.pop(instance_id, None)
+                return 1
+        else:
+            return 0
+        _, lease = leases.popitem(last=False)
+        self._end(lease)
+        return len(lease.chunks)
 
     # ---- the books ----------------------------------------------------------------------------
 
@@ -270,6 +324,7 @@ class Cache:
         REQUIRES: no garbage is left. Costs a walk over all chunks: for tests and idle moments.
         """
         assert not self._garbage, "free the garbage first"
+        assert not self._ownerless, "end the leases of those that are gone first"
         pages = leases = pins = chunks = 0
         for chunk in self.index:
             chunks += 1
@@ -279,9 +334,11 @@ class Cache:
             full = (1 << chunk.namespace.world_size) - 1
             assert chunk.ready == (chunk.done == full), "READY without every rank's bytes, or the reverse"
             held = bool(chunk.leases or chunk.pins)
-            assert held or chunk.queued, "an idle chunk that eviction cannot find"
+            assert held or chunk.tracked, "an idle chunk that eviction cannot find"
         assert chunks == self.index.chunk_count, f"{chunks} chunks, index says {self.index.chunk_count}"
-        in_leases = sum(not chunk.detached for lease in self._leases.values() for chunk in lease.chunks)
+        all_leases = [lease for leases in self._leases.values() for lease in leases.values()]
+        assert len(all_leases) == self.lease_count, f"{len(all_leases)} leases, {self.lease_count} counted"
+        in_leases = sum(not chunk.detached for lease in all_leases for chunk in lease.chunks)
         assert leases == in_leases, f"chunks count {leases} leases, leases hold {in_leases} chunks"
         assert pins <= self.pins, f"chunks count {pins} pins, open plans {self.pins}"
         if self.pins == 0:
@@ -289,41 +346,64 @@ class Cache:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _use(self, prefix: list[Chunk]) -> None:
-        """The chunks of one request were used: the first becomes the youngest. Incomplete ones stay first to go."""
-        for chunk in reversed(prefix):
-            if chunk.ready:
-                self._tick += 1
-                chunk.last_used = self._tick
+    def _end(self, lease: Lease) -> None:
+        for chunk in lease.chunks:
+            chunk.leases -= 1
+        self.policy.track(reversed(lease.chunks))  # what is detached is freed with the garbage, whoever leases it
+        self.lease_count -= 1
 
-    def _settle(self, chunk: Chunk) -> None:
-        """Something let go of the chunk: free it if detached, else let eviction see it."""
-        if chunk.pins:
-            return
-        if chunk.detached:
-            self._free(chunk)
-        elif not chunk.leases and not chunk.queued:
-            self.policy.track(chunk)
+    def _complete(self, plan: StorePlan) -> None:
+        """Only what it fills stays pinned."""
+        plan.complete = True
+        for chunk in plan.found:
+            chunk.pins -= 1
+        self.pins -= len(plan.found)
+        self._settle(*reversed(plan.found), *reversed(plan.prefix))
+
+    def _pin(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.pins += 1
+        self.pins += len(chunks)
+
+    def _settle(self, *chunks: Chunk) -> None:
+        """Something let go of these, or used them: free what is detached, the rest becomes the youngest, in this order."""
+        for chunk in chunks:
+            if chunk.detached and not chunk.pins:
+                self._free(chunk)
+        self.policy.track(chunks)
 
     def _free(self, chunk: Chunk) -> None:
         self.pool.give(chunk.take_slots())
         chunk.ready = False
-        if chunk.queued:
+        if chunk.tracked:
             self.policy.forget(chunk)
 
-    def _take(self, pages: int, plan: StorePlan) -> bytes | None:
-        """Pages for one slot, evicting as needed for the plan; None when nothing more may be evicted."""
-        while (slot := self.pool.take(pages)) is None:
-            if self._garbage:
-                self.free_garbage(1)
-                continue
-            victim = self.policy.victim()
-            if victim is None:
+    def _take(self, plan: StorePlan) -> bytes | None:
+        """Pages for one slot, evicting as needed for the plan; None if its steps are up, or nothing more may be evicted."""
+        while (slot := self.pool.take(plan.pages)) is None:
+            if plan.steps <= 0:
                 return None
-            self.index.remove(victim)
-            self.evicted_chunks += 1
-            self.evicted_pages += victim.page_count
-            self._free(victim)
-            plan.evicted.append((victim.namespace.id, victim.key))
-            self._evicted_keys.add(victim.namespace.id, victim.key)
+            if done := self._free_one():
+                plan.steps -= done
+                continue
+            chunk = self.policy.oldest()
+            if chunk is not None:
+                plan.steps -= 1
+                self.policy.forget(chunk)
+                if not (chunk.leases or chunk.pins):
+                    plan.steps -= _EVICTION_STEPS
+                    self._evict(chunk, plan)
+            elif done := self._end_one():
+                plan.steps -= done
+            else:
+                plan.full = True
+                return None
         return slot
+
+    def _evict(self, chunk: Chunk, plan: StorePlan) -> None:
+        self.index.remove(chunk)
+        self.evicted_chunks += 1
+        self.evicted_pages += chunk.page_count
+        self._free(chunk)
+        plan.evicted.append((chunk.namespace.id, chunk.key))
+        self._evicted_keys.add(chunk.namespace.id, chunk.key)

@@ -274,8 +274,9 @@ def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + deadline_seconds
     for worker in list(handlers.instances.by_registration.values()):
         handlers.workers.close(worker)
-    while handlers.copier.open_tickets and time.monotonic() < deadline:
+    while (handlers.copier.open_tickets or handlers.transfers.waiting) and time.monotonic() < deadline:
         handlers.settle()
+        handlers.step()
         time.sleep(0.001)
     if handlers.copier.open_tickets:
         log.error("%d copies did not end within %.0f s", handlers.copier.open_tickets, deadline_seconds)

@@ -1,104 +1,84 @@
 """Who leaves L1 first.
 
 The contract of a policy:
-- `track(chunk)`: from now on it may be a victim. REQUIRES: not queued. Sets `chunk.queued`.
-- `victim()`: the chunk that should leave, taken out of the policy, or None if all are held. It must
-  never return a chunk that is detached, leased or pinned.
-- `forget(chunk)`: it was detached, and is never tracked again. REQUIRES: queued.
-- `reset()`: forget all.
-A chunk that is held when its turn comes is dropped from the policy (`queued` = False); the cache
-tracks it again when the last hold ends.
+- `track(chunks)`: from now on they may be victims, each as the youngest, in this order. What is leased or pinned is
+  left out: it is tracked when its last hold ends. What was freed is left out, too.
+- `oldest()`: the chunk that should leave next, or None if it has none. It may be leased or pinned by now: then the
+  cache forgets it, and it is tracked again when its last hold ends.
+- `forget(chunk)`: it leaves the policy. REQUIRES: tracked.
+No call costs more than the chunks that it is given: what the cache does in one turn of the loop stays bounded.
 
 Owns: the order. Refuses to know: pages and leases' owners.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterable
 from typing import Protocol
 
-from kvserver.index import Chunk
+from kvserver.index import NOWHERE, Chunk, Link
 
 
 class EvictionPolicy(Protocol):
     name: str
 
-    def track(self, chunk: Chunk) -> None: ...
+    def track(self, chunks: Iterable[Chunk]) -> None: ...
 
-    def victim(self) -> Chunk | None: ...
+    def oldest(self) -> Chunk | None: ...
 
     def forget(self, chunk: Chunk) -> None: ...
 
-    def reset(self) -> None: ...
-
-    def __len__(self) -> int:
-        """Chunks that it keeps in memory, at most about twice those that may be victims."""
-        ...
-
 
 class LeastRecentlyUsed:
-    """Exact LRU by `chunk.last_used`, repaired lazily.
+    """Two rings through the chunks themselves, each from its end (`younger` is the oldest) back to it.
 
-    A use only writes `last_used`, which never falls while an entry stands (but to 0: evict first). The heap is ordered
-    by `queued_at`, which may be an older value; an entry that proves stale when it reaches the top is put back with the
-    present one. So the top whose value is current is the true minimum. Ticks are unique; what was never used has
-    negative ones of this class's own, in the order it was tracked.
+    What is not READY and nobody fills is in the first one and leaves before all others.
     """
 
     name = "lru"
 
     def __init__(self) -> None:
-        self._heap: list[Chunk] = []
-        self._unused = _FIRST
-        self._forgotten = 0  # entries of forgotten chunks; their `queued` is False
+        self._incomplete = _empty_ring()
+        self._used = _empty_ring()
 
-    def track(self, chunk: Chunk) -> None:
-        assert not chunk.queued
-        chunk.queued = True
-        chunk.queued_at = chunk.last_used
-        if not chunk.last_used:
-            self._unused += 1
-            chunk.queued_at = self._unused
-        heapq.heappush(self._heap, chunk)
-
-    def victim(self) -> Chunk | None:
-        while self._heap:
-            chunk = self._heap[0]
-            if not chunk.queued:
-                heapq.heappop(self._heap)
-                self._forgotten -= 1
-            elif chunk.detached or chunk.leases or chunk.pins:
-                heapq.heappop(self._heap)
-                chunk.queued = False
-            elif chunk.last_used and chunk.last_used != chunk.queued_at:
-                chunk.queued_at = chunk.last_used
-                heapq.heapreplace(self._heap, chunk)
+    def track(self, chunks: Iterable[Chunk]) -> None:
+        used = self._used
+        for chunk in chunks:  # for each chunk of each lookup: no calls in here
+            if chunk.leases or chunk.pins:
+                continue
+            if chunk.ready:
+                end = used
+            elif chunk.detached:
+                continue
             else:
-                heapq.heappop(self._heap)
-                chunk.queued = False
-                return chunk
+                end = self._incomplete
+            older = chunk.older
+            if older is not NOWHERE:
+                younger = chunk.younger
+                older.younger = younger
+                younger.older = older
+            youngest = end.older
+            chunk.older = youngest
+            chunk.younger = end
+            youngest.younger = chunk
+            end.older = chunk
+
+    def oldest(self) -> Chunk | None:
+        for end in (self._incomplete, self._used):
+            if isinstance(oldest := end.younger, Chunk):
+                return oldest
         return None
 
     def forget(self, chunk: Chunk) -> None:
-        chunk.queued = False
-        self._forgotten += 1
-        # Its entry goes with the next sweep, which costs as much as what was forgotten since the last one.
-        if self._forgotten > _SWEEP and self._forgotten > len(self._heap) // 2:
-            self._heap = [chunk for chunk in self._heap if chunk.queued]
-            heapq.heapify(self._heap)
-            self._forgotten = 0
-
-    def reset(self) -> None:
-        for chunk in self._heap:
-            chunk.queued = False
-        self._heap.clear()
-        self._forgotten = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
+        assert chunk.tracked
+        chunk.older.younger, chunk.younger.older = chunk.younger, chunk.older
+        chunk.older = chunk.younger = NOWHERE
 
 
-_FIRST = -(1 << 62)  # before every tick
-_SWEEP = 1024  # forgotten entries below which a sweep is not worth it
+def _empty_ring() -> Link:
+    end = Link()
+    end.older = end.younger = end
+    return end
+
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed}

@@ -250,12 +250,18 @@ class Handlers:
         """Once a second or so: leases whose requests never ended, instances long gone, and what has been pinned."""
         self.devices.tick(self.cache.pool)
         self.instances.forget_departed(self._clock())
-        if expired := self.cache.expire_leases(self._clock()):
-            log.debug("%d leases expired", expired)
+        self.cache.expire_leases(self._clock())
+
+    def step(self) -> bool:
+        """Once a turn: a slice of what was put off. True while there is more to do at once."""
+        more = self.cache.step() | self.recount.step()
+        for worker in self.transfers.step():
+            self.workers.unmap_if_settled(worker)
+        return more or self.transfers.waiting > 0
 
     def audit_if_idle(self) -> bool:
         """Assert the books when nothing is in flight and L1 is small enough to count; True if they were."""
-        if self.copier.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS or self.cache.free_garbage():
+        if self.step() or self.copier.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
             return False
         self.cache.audit()
         assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
@@ -301,4 +307,4 @@ class Handlers:
             )
 
 
-_AUDIT_CHUNKS = 20_000  # counting more would hold up the loop
+_AUDIT_CHUNKS = 4096  # counting more would hold up the loop

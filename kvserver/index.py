@@ -32,17 +32,24 @@ class Namespace:
         self.cleared = False
 
 
-class Chunk:
+class Link:
+    """A place in the eviction policy's order: its neighbours there, NOWHERE if it has none."""
+
+    __slots__ = ("older", "younger")
+    older: Link
+    younger: Link
+
+
+NOWHERE = Link()
+
+
+class Chunk(Link):
     """One chunk. `done` and `filling` are bit sets of ranks; `ready` is done == all ranks.
 
     `pins` counts tickets, `leases` counts requests; either one keeps it from being evicted.
-    `last_used` is a tick of the cache's counter; 0 means evict first (incomplete, nobody fills it).
     """
 
-    __slots__ = (
-        "_slots", "done", "filling", "in_index", "key", "last_used", "leases", "namespace", "pins", "queued", "queued_at",
-        "ready",
-    )  # fmt: skip
+    __slots__ = ("_slots", "done", "filling", "in_index", "key", "leases", "namespace", "pins", "ready")
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         self.namespace = namespace
@@ -55,14 +62,13 @@ class Chunk:
         self.ready = False
         self.leases = 0
         self.pins = 0
-        self.last_used = 0
         self.in_index = True
-        self.queued = False  # has an entry in the eviction policy
-        self.queued_at = 0  # what the policy orders its entry by; the policy's alone
+        self.older = self.younger = NOWHERE
 
-    def __lt__(self, other: Chunk) -> bool:
-        """Before `other` in the eviction policy's heap, which holds chunks themselves to stay small."""
-        return self.queued_at < other.queued_at
+    @property
+    def tracked(self) -> bool:
+        """Whether the eviction policy has it."""
+        return self.older is not NOWHERE
 
     @property
     def detached(self) -> bool:

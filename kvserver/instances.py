@@ -87,6 +87,7 @@ class Worker:
         self.words = words
         self.table: PlaneTable | None = None
         self.tickets: set[int] = set()
+        self.waiting = 0  # stores that have no ticket yet, for their plans are not complete
         self.closing = False
         self.unmapping = False
         self.last_seen = 0.0

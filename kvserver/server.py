@@ -167,7 +167,7 @@ class Server:
                 self._read_lifeline(fd)
             if self._wake_read in ready:
                 self._run_calls()
-            more |= self.handlers.cache.free_garbage() | self.handlers.recount.step()
+            more |= self.handlers.step()
             self._keep_time(turn_began, busy=bool(ready))
 
     def _serve_requests(self) -> bool:

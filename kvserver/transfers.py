@@ -6,7 +6,9 @@ whom to evict (`cache`), how bytes move (`copier`), who the workers are (`worker
 
 from __future__ import annotations
 
+import logging
 from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -21,6 +23,8 @@ from kvserver.instances import Instance, Instances, Worker
 from kvserver.kv_messages import MOST_EXTRA_KEY_BYTES, ChunkContents
 from kvserver.planes import parse_block_ids
 from kvserver.protocol import KEY_BYTES, Error, RegisterWorker, Reply, Retrieve, Retrieved, Store, Stored
+
+log = logging.getLogger(__name__)
 
 Respond: TypeAlias = Callable[[Reply], None]
 
@@ -53,6 +57,21 @@ class LoadTicket:
 
 
 @dataclass(slots=True)
+class _Waiting:
+    """A store whose plan takes more than one turn of the loop. It pins what it has planned; nothing is copied yet.
+
+    It ends when the plan is complete, at its deadline or when its worker closes, whose memory stays mapped until then.
+    """
+
+    request: Store
+    respond: Respond
+    worker: Worker
+    namespace: bytes
+    blocks: array[int]
+    plan: StorePlan
+
+
+@dataclass(slots=True)
 class MapTicket:
     worker: Worker
     respond: Respond
@@ -65,6 +84,7 @@ class UnmapTicket:
 
 Ticket: TypeAlias = StoreTicket | LoadTicket | MapTicket | UnmapTicket
 
+STEPS_PER_TURN = 2048  # of plans of stores (see StorePlan.steps) in one turn of the loop, all together
 _TOKEN_BYTES = 4
 _DIRECTIONS = {Direction.STORE: "store", Direction.LOAD: "load"}
 _FAILURES = {
@@ -85,6 +105,35 @@ class Transfers:
         self._copier = copier
         self._instances = instances
         self._clock = clock
+        self._steps = STEPS_PER_TURN  # that are left in this turn
+        self._waiting: deque[_Waiting] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Stores whose plan is not complete."""
+        return len(self._waiting)
+
+    def step(self) -> list[Worker]:
+        """Once a turn: go on with the stores that wait. Returns the closing workers that no longer have one."""
+        self._steps = STEPS_PER_TURN
+        closing = []
+        while self._waiting and self._steps > 0:
+            store = self._waiting[0]
+            try:
+                self._check_waiting(store)
+                self._cache.extend_plan(store.plan, self._steps)
+                self._steps = store.plan.steps
+                self._tell_evictions(store.plan)
+                if not store.plan.complete:
+                    break
+                self._planned(store)
+            except Exception as error:
+                self._waiting_failed(store, error)
+            self._waiting.popleft()
+            store.worker.waiting -= 1
+            if store.worker.closing:
+                closing.append(store.worker)
+        return closing
 
     def begin(self, request: Store | Retrieve, respond: Respond) -> None:
         """Queue the copy, or raise KVServerError after failing its state word. REQUIRES: the boot id was checked."""
@@ -110,13 +159,16 @@ class Transfers:
             else:
                 self._load(request, respond, worker, instance, namespace)
         except Exception:
-            # Whoever waits on the word learns at once that nothing will be copied.
-            worker.words.fail_word(request.word, request.sequence)
-            if isinstance(request, Store):
-                instance.counts.failed_stores += 1
-            else:
-                instance.counts.failed_loads += 1
+            self._refused(request, worker)
             raise
+
+    def _refused(self, request: Store | Retrieve, worker: Worker) -> None:
+        worker.words.fail_word(request.word, request.sequence)  # who waits on it learns at once that nothing is copied
+        counts = self._instances.counts_of(worker.spec)
+        if isinstance(request, Store):
+            counts.failed_stores += 1
+        else:
+            counts.failed_loads += 1
 
     def _store(self, request: Store, respond: Respond, worker: Worker, instance: Instance, namespace: bytes) -> None:
         per_chunk = worker.spec.chunk_blocks * worker.groups
@@ -129,27 +181,58 @@ class Transfers:
             )
         instance.counts.stores += 1
         if worker.stores:
+            steps = 0 if self._waiting else self._steps  # none overtakes another
             slots = 1 if worker.spec.replicated else instance.world_size
-            plan = self._cache.plan_store(namespace, slots, worker.slot, request.keys, worker.slot_bytes)
+            plan = self._cache.plan_store(namespace, slots, worker.slot, request.keys, worker.slot_bytes, steps)
+            self._steps = plan.steps if steps else self._steps
+            self._tell_evictions(plan)
         else:  # another rank stores what all of them hold
             plan = StorePlan(worker.slot, skipped=chunk_count(request.keys))
-        instance.counts.starved_chunks += plan.starved
-        instance.counts.avoided_chunks += plan.skipped if worker.stores else 0
-        self._tell_evictions(plan)
-        self._tell_contents(request, namespace, worker)
+        store = _Waiting(request, respond, worker, namespace, blocks, plan)
+        if plan.complete:
+            self._planned(store)
+        else:
+            self._waiting.append(store)
+            worker.waiting += 1
+
+    def _planned(self, store: _Waiting) -> None:
+        """The plan is complete: copy what it says, or answer that there is nothing to copy."""
+        request, worker, plan = store.request, store.worker, store.plan
+        counts = self._instances.counts_of(worker.spec)
+        counts.starved_chunks += plan.starved
+        counts.avoided_chunks += plan.skipped if worker.stores else 0
+        self._tell_contents(request, store.namespace, worker)
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
-            respond(Stored(stored=0, skipped=plan.skipped, starved=plan.starved))
+            store.respond(Stored(stored=0, skipped=plan.skipped, starved=plan.starved))
             return
+        per_chunk = worker.spec.chunk_blocks * worker.groups
         wanted = array("I")
         for position in plan.positions:
-            wanted.extend(blocks[position * per_chunk : (position + 1) * per_chunk])
-        ticket = StoreTicket(worker, respond, request.request_id, namespace, plan, request.deadline_ns)
+            wanted.extend(store.blocks[position * per_chunk : (position + 1) * per_chunk])
+        ticket = StoreTicket(worker, store.respond, request.request_id, store.namespace, plan, request.deadline_ns)
         try:
             self._submit(request, ticket, Direction.STORE, wanted, plan.chunks, 0)
         except BaseException:
             self._cache.finish_store(plan, copied=False)
             raise
+
+    def _check_waiting(self, store: _Waiting) -> None:
+        """KVServerError if it should end."""
+        if store.worker.closing:
+            raise KVServerError(ErrorCode.CANCELLED, "the worker went away before it was copied")
+        if store.request.deadline_ns <= self._clock() * 1e9:
+            raise KVServerError(ErrorCode.LATE, "its deadline passed while room was made for it")
+
+    def _waiting_failed(self, store: _Waiting, error: Exception) -> None:
+        if not store.plan.complete:
+            self._tell_evictions(store.plan)
+            self._cache.finish_store(store.plan, copied=False)
+        self._refused(store.request, store.worker)
+        if not isinstance(error, KVServerError):
+            log.error("while a store was planned", exc_info=error)
+            error = KVServerError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+        store.respond(Error(code=error.code.value, message=error.message))
 
     def _load(self, request: Retrieve, respond: Respond, worker: Worker, instance: Instance, namespace: bytes) -> None:
         chunks = chunk_count(request.keys)
@@ -265,9 +348,13 @@ class Transfers:
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))
 
     def _tell_evictions(self, plan: StorePlan) -> None:
-        for namespace in {namespace for namespace, _ in plan.evicted}:
-            keys = b"".join([key for owner, key in plan.evicted if owner == namespace])
-            self._bus.publish(ChunksEvicted(self._now_ns(), namespace, keys), len(keys))
+        """Those since the last time: before anybody else can store the same chunks anew."""
+        gone: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        for namespace, key in plan.evicted:
+            gone[namespace].append(key)
+        plan.evicted.clear()
+        for namespace, keys in gone.items():
+            self._bus.publish(ChunksEvicted(self._now_ns(), namespace, b"".join(keys)), len(keys) * KEY_BYTES)
 
     def _tell_contents(self, request: Store, namespace: bytes, worker: Worker) -> None:
         contents, spec = request.contents, worker.spec

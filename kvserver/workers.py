@@ -188,7 +188,7 @@ class Workers:
             self.close(worker, died=True)
 
     def unmap_if_settled(self, worker: Worker) -> None:
-        if worker.closing and not worker.tickets and not worker.unmapping:
+        if worker.closing and not worker.tickets and not worker.waiting and not worker.unmapping:
             worker.unmapping = True
             worker.table = None
             self._copier.unmap(worker.device, UnmapTicket(worker), worker.mappings)

@@ -124,7 +124,7 @@ class Walk:
             self.world.device.step()
 
     def free_garbage(self) -> None:
-        self.world.cache.free_garbage(self.rng.randint(1, 4))
+        self.world.cache.step(self.rng.randint(1, 4))
 
     def connect(self) -> None:
         dead = [rank for rank in self.world.ranks() if rank.connection is None]
@@ -149,7 +149,7 @@ class Walk:
         self.world.pass_time(self.rng.choice([0.1, 1.0, 5.0, 25.0]))
 
     def lose_device(self) -> None:
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.5:
             self.world.lose_device()
 
     def replace_device(self) -> None:

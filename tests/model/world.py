@@ -602,6 +602,7 @@ class World:
     def settle(self) -> None:
         self.device.drained = []
         self.handlers.settle()
+        self.handlers.transfers.step()
         self.faults[:] = [fault for fault in self.faults if "the device is lost" not in fault]
         for ticket, outcome in self.device.drained:
             operation = self.operations.pop(ticket, None)
@@ -699,7 +700,7 @@ class World:
                     self.notice_server_hung_up(rank)
             self.watch_lifelines()
             moving = self.handlers.copier.open_tickets > 0
-        while self.cache.free_garbage():
+        while self.handlers.step():
             pass
         self.check()
         assert self.handlers.audit_if_idle(), "nothing is in flight, and yet it is not idle"
@@ -747,7 +748,7 @@ class World:
         assert self.cache.lease_count == 0
         assert not self.handlers.instances.by_id
         self.clear(None)
-        while self.cache.free_garbage():
+        while self.handlers.step():
             pass
         assert self.cache.pool.used_pages == 0
         self.lifelines.shut()

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -26,16 +27,18 @@ L1_BYTES, PAGE_BYTES = MiB, 4096
 
 
 @contextlib.contextmanager
-def running_server(devices: Devices) -> Iterator[StatusPages]:
-    """Its loop runs in a thread. REQUIRES: the devices have L1_BYTES in pages of PAGE_BYTES."""
+def running_server(
+    devices: Devices, l1_bytes: int = L1_BYTES, page_bytes: int = PAGE_BYTES, **changes: Any
+) -> Iterator[StatusPages]:
+    """Its loop runs in a thread. `changes`: of its settings. REQUIRES: the devices have that L1."""
     folder = Path(tempfile.mkdtemp(prefix="kvs-"))
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     endpoint = f"ipc://{folder}/kv.sock"
     router.bind(endpoint)
     lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
-    cache = Cache(PagePool(L1_BYTES, PAGE_BYTES), LeastRecentlyUsed())
-    settings = Settings(endpoint=endpoint, chunk_tokens=64)
+    cache = Cache(PagePool(l1_bytes, page_bytes), LeastRecentlyUsed())
+    settings = Settings(**{"endpoint": endpoint, "chunk_tokens": 64, **changes})
     watchers = Watchers(settings, "boot")
     handlers = Handlers(settings, "boot", "token", cache, devices, lifelines, watchers)
     pages = StatusPages(("127.0.0.1", 0), Server(handlers, router, MiB))

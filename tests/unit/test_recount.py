@@ -65,7 +65,7 @@ class Loop:
 
     def clear(self, base: bytes) -> None:
         self.bus.publish(L1Cleared(1, base, self.cache.clear(base)))
-        while self.cache.free_garbage():
+        while self.cache.step():
             pass
 
     def catch_up(self) -> None:

@@ -1,0 +1,175 @@
+"""One turn of the server's loop looked at every chunk of L1: to find a victim where all were leased or had been used, to end the
+leases of an engine that was gone, after a clear. Lookups of all engines waited for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from support.daemon import wait_until
+from support.server import running_server
+from support.worker import Geometry, Worker, make_keys
+
+from kvserver._native import HostRegion
+from kvserver.cache import Cache
+from kvserver.client import Client
+from kvserver.copier import cpu_device
+from kvserver.devices import Devices
+from kvserver.handlers import Handlers
+from kvserver.http import StatusPages
+from kvserver.planes import Plane
+from kvserver.protocol import Clear, Cleared, EndRequest, Stored
+from kvserver.server import Server
+
+PAGE = 64  # bytes; a chunk takes one
+BATCH = 256  # chunks in one message
+FEW, MANY = 6144, 24576
+
+
+class Turns:
+    """Counts the lines of kvserver's Python that the loop's thread runs in a turn: operations, not time.
+
+    A turn may serve several messages, as they come: each begins the count anew.
+    """
+
+    def __init__(self) -> None:
+        self.counting = False
+        self._worst = 0
+        self._this_turn = 0
+        self._loop: threading.Thread | None = None
+
+    @property
+    def worst(self) -> int:
+        return max(self._worst, self._this_turn)
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is Server.run.__code__:
+            self._loop = threading.current_thread()
+        if not self.counting or threading.current_thread() is not self._loop:
+            return None
+        if frame.f_code in (Handlers.settle.__code__, Handlers.handle.__code__):
+            self._worst, self._this_turn = self.worst, 0
+        return self._line if "kvserver" in frame.f_code.co_filename else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        self._this_turn += 1
+        return self._line
+
+
+class Rig:
+    """A server whose L1 has room for so many chunks, all of them stored by `filler`, and another engine."""
+
+    def __init__(self, pages: StatusPages, turns: Turns, chunks: int) -> None:
+        self.turns = turns
+        self.chunks = chunks
+        self.cache: Cache = pages.kvserver.handlers.cache
+        self.instances = pages.kvserver.handlers.instances
+        self.endpoint = pages.kvserver.handlers.settings.endpoint
+        self.filler = self.engine(16, BATCH)
+        self.other = self.engine(16, 1)
+        self.keys = make_keys(chunks, "filler")
+        for first in range(0, chunks, BATCH):
+            stored = self.filler.store(self.keys[first : first + BATCH], self.filler.blocks_for(BATCH))
+            assert stored == Stored(stored=BATCH, skipped=0)
+        turns.counting = True
+
+    def engine(self, block_bytes: int, chunks: int) -> Worker:
+        blocks = 1 + 4 * chunks
+        geometry = Geometry(blocks, 16, (blocks * block_bytes,), (Plane(0, 0, block_bytes, block_bytes),))
+        return Worker(self.endpoint, geometry=geometry)
+
+    def lease(self, chunks: int) -> None:
+        """The filler's requests lease the first so many."""
+        for first in range(0, chunks, BATCH):
+            wanted = self.keys[first : min(first + BATCH, chunks)]
+            assert self.filler.lookup(wanted, request_id=f"r{first}") == len(wanted)
+
+    def store_one(self) -> Stored:
+        return self.other.store(make_keys(1), self.other.blocks_for(1))
+
+
+@contextlib.contextmanager
+def rig(chunks: int, **settings: Any) -> Iterator[Rig]:
+    turns = Turns()
+    devices = Devices(cpu_device(HostRegion(chunks * PAGE), PAGE, 1, 0))
+    threading.settrace(turns.trace)
+    try:
+        with running_server(devices, chunks * PAGE, PAGE, **settings) as pages:
+            found = Rig(pages, turns, chunks)
+            try:
+                yield found
+            finally:
+                found.filler.close()
+                found.other.close()
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def all_leased(rig: Rig) -> None:
+    rig.lease(rig.chunks)
+    assert rig.store_one() == Stored(stored=0, skipped=0, starved=1)
+
+
+def all_leased_but_the_youngest(rig: Rig) -> None:
+    rig.lease(rig.chunks - 1)
+    assert rig.store_one() == Stored(stored=1, skipped=0), "no room, although a chunk might have been evicted"
+
+
+def all_used_since_they_were_stored(rig: Rig) -> None:
+    for first in range(0, rig.chunks, BATCH):
+        rig.filler.lookup(rig.keys[first : first + BATCH])
+    filler = rig.filler
+    filler.send(EndRequest(filler.instance_id, filler.incarnation, filler.model_name, 0, "r"))
+    wait_until(lambda: not rig.cache.lease_count)
+    assert rig.store_one() == Stored(stored=1, skipped=0)
+
+
+def an_engine_departs(rig: Rig) -> None:
+    rig.lease(rig.chunks)
+    rig.filler.hang_up()
+    wait_until(lambda: rig.filler.instance_id not in rig.instances.by_id)
+    assert rig.store_one() == Stored(stored=1, skipped=0), "leases of an engine that is gone kept chunks"
+    wait_until(lambda: not rig.cache.lease_count)
+
+
+def one_chunk_evicts_nearly_all(rig: Rig) -> None:
+    with rig.engine(15 * rig.chunks, 1) as large:
+        assert large.store(make_keys(1), large.blocks_for(1)) == Stored(stored=1, skipped=0)
+    assert rig.cache.evicted_chunks > 0.9 * rig.chunks
+
+
+def all_is_cleared(rig: Rig) -> None:
+    with Client(rig.endpoint) as client:
+        assert client.ask(Clear(), Cleared) == Cleared(chunks=rig.chunks)
+    wait_until(lambda: not rig.cache.pool.used_pages)
+
+
+CASES = [
+    all_leased, all_leased_but_the_youngest, all_used_since_they_were_stored, an_engine_departs,
+    one_chunk_evicts_nearly_all, all_is_cleared,
+]  # fmt: skip
+
+
+def worst_turn(case: Callable[[Rig], None], chunks: int, **settings: Any) -> int:
+    with rig(chunks, **settings) as running:
+        case(running)
+        return running.turns.worst
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_turn_does_more_where_l1_holds_more(case: Callable[[Rig], None]) -> None:
+    assert worst_turn(case, MANY) < 1.3 * worst_turn(case, FEW)
+
+
+def test_leases_that_expire_together_end_in_slices() -> None:
+    def expire(rig: Rig) -> None:
+        rig.turns.counting = False  # it takes time, and they should expire together
+        rig.lease(rig.chunks)
+        rig.turns.counting = True
+        wait_until(lambda: not rig.cache.lease_count, seconds=30)
+
+    assert worst_turn(expire, MANY, lease_seconds=3.0) < 1.3 * worst_turn(expire, FEW, lease_seconds=3.0)
