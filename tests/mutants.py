@@ -48,24 +48,25 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "the end of a lease makes the end of a prefix the youngest",
-        CACHE, "Cache.end_lease", "in reversed(lease.chunks):", "in lease.chunks:", CACHE_TESTS,
+        CACHE, "Cache._end", "reversed(lease.chunks)", "lease.chunks", CACHE_TESTS,
     ),
     Mutant(
         "the end of a lease does not show its chunks to eviction",
-        CACHE, "Cache.end_lease", "self._settle(chunk)", "pass", CACHE_TESTS,
+        CACHE, "Cache._end", "self.policy.track(reversed(lease.chunks))", "pass", CACHE_TESTS,
     ),
     # ---- stores and loads ---------------------------------------------------------------------
     Mutant(
         "a chunk is stored twice while the first copy runs",
-        CACHE, "Cache.plan_store", "(chunk.done | chunk.filling) & bit", "chunk.done & bit", CACHE_TESTS,
+        CACHE, "Cache.extend_plan", "(chunk.done | chunk.filling) & bit", "chunk.done & bit", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that another rank stored counts as this rank's",
-        CACHE, "Cache.plan_store", "(chunk.done | chunk.filling) & bit", "(chunk.done | chunk.filling)", CACHE_TESTS,
+        CACHE, "Cache.extend_plan", "(chunk.done | chunk.filling) & bit", "(chunk.done | chunk.filling)", CACHE_TESTS,
     ),
     Mutant(
         "making room for one rank evicts the other ranks' bytes of that chunk",
-        CACHE, "Cache.plan_store", "chunk.pins += 1  # making room", "chunk.pins += 0  # making room", CACHE_TESTS,
+        CACHE, "Cache.plan_store", "if (namespace := self.index.find(namespace_id)) is not None:", "if namespace := None:",
+        ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     Mutant(
         "a chunk is found when its first rank was copied",
@@ -94,15 +95,15 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "what is read may be evicted",
-        CACHE, "Cache.plan_load", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
+        CACHE, "Cache._pin", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
     ),
     Mutant(
         "a load is no use of its chunks",
-        CACHE, "Cache.finish_load", "self._use(chunks)", "pass", CACHE_TESTS,
+        CACHE, "Cache.finish_load", "self._settle(*reversed(chunks))", "self._settle()", CACHE_TESTS,
     ),
     Mutant(
         "the pages of a cleared chunk are freed while it is read",
-        CACHE, "Cache._settle", "if chunk.pins:", "if chunk.pins and not chunk.detached:", CACHE_TESTS,
+        CACHE, "Cache._settle", "if chunk.detached and not chunk.pins:", "if chunk.detached:", CACHE_TESTS,
     ),
     Mutant(
         "a clear of one namespace clears all",
@@ -110,11 +111,11 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a store evicts while pages of cleared chunks could be freed",
-        CACHE, "Cache._take", "if self._garbage:", "if False:", CACHE_TESTS,
+        CACHE, "Cache._take", "if done := self._free_one():", "if done := 0:", CACHE_TESTS,
     ),
     Mutant(
         "an eviction is told nobody",
-        CACHE, "Cache._take", "plan.evicted.append((victim.namespace.id, victim.key))", "pass",
+        CACHE, "Cache._evict", "plan.evicted.append((chunk.namespace.id, chunk.key))", "pass",
         (
             "daemon/test_kv_stream.py"
             "::test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_a_snapshot",
@@ -122,7 +123,17 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "the end of a used prefix becomes the youngest",
-        CACHE, "Cache._use", "in reversed(prefix):", "in prefix:", CACHE_TESTS,
+        CACHE, "Cache.finish_store", "*reversed(plan.prefix)", "*plan.prefix", CACHE_TESTS,
+    ),
+    Mutant(
+        "a store is starved while leases of an engine that is gone could end",
+        CACHE, "Cache._take", "elif done := self._end_one():", "elif done := 0:",
+        ("issues/test_turns_grew_with_the_cache.py::test_a_store_waits_for_the_leases_of_an_engine_that_is_gone",),
+    ),
+    Mutant(
+        "one rank fills L1 with what the others have no room for",
+        CACHE, "Cache.plan_store", "(pages * world_size)", "pages",
+        ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     # ---- the index ----------------------------------------------------------------------------
     Mutant(
@@ -179,25 +190,23 @@ STORES_AND_LOADS = (
     # ---- who leaves ---------------------------------------------------------------------------
     Mutant(
         "a chunk that was used since is evicted by its old place",
-        EVICTION, "LeastRecentlyUsed.victim", "chunk.last_used != chunk.queued_at", "False", EVICTION_TESTS,
+        EVICTION, "LeastRecentlyUsed.track", "if older is not NOWHERE:", "if False:", EVICTION_TESTS,
     ),
     Mutant(
         "a chunk that a request leases is evicted",
-        EVICTION, "LeastRecentlyUsed.victim", "chunk.detached or chunk.leases or chunk.pins", "chunk.detached or chunk.pins",
-        EVICTION_TESTS,
+        CACHE, "Cache._take", "if not (chunk.leases or chunk.pins):", "if not chunk.pins:", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that is copied is evicted",
-        EVICTION, "LeastRecentlyUsed.victim", "chunk.detached or chunk.leases or chunk.pins",
-        "chunk.detached or chunk.leases", EVICTION_TESTS,
+        CACHE, "Cache._take", "if not (chunk.leases or chunk.pins):", "if not chunk.leases:", CACHE_TESTS,
     ),
     Mutant(
-        "forgotten chunks pile up in the policy",
-        EVICTION, "LeastRecentlyUsed.forget", "if self._forgotten > _SWEEP", "if False", EVICTION_TESTS,
+        "a chunk that was freed comes back to the policy",
+        EVICTION, "LeastRecentlyUsed.track", "elif chunk.detached:", "elif False:", EVICTION_TESTS,
     ),
     Mutant(
-        "incomplete chunks leave in no order",
-        EVICTION, "LeastRecentlyUsed.track", "self._unused += 1", "self._unused -= 1", EVICTION_TESTS,
+        "incomplete chunks leave as late as the others",
+        EVICTION, "LeastRecentlyUsed.track", "end = self._incomplete", "end = used", EVICTION_TESTS,
     ),
     # ---- who shares ---------------------------------------------------------------------------
     Mutant(
@@ -275,7 +284,7 @@ SERVER = (
     ),
     Mutant(
         "the word of a refused copy stays PENDING",
-        TRANSFERS, "Transfers.begin", "worker.words.fail_word(request.word, request.sequence)", "pass",
+        TRANSFERS, "Transfers._refused", "worker.words.fail_word(request.word, request.sequence)", "pass",
         ("daemon/test_bad_input.py::test_the_word_of_a_refused_copy_says_failed_before_its_reply",),
     ),
     Mutant(
@@ -290,7 +299,7 @@ SERVER = (
     ),
     Mutant(
         "a part of the chunks is stored from the first blocks",
-        TRANSFERS, "Transfers._store", "for position in plan.positions:", "for position in range(len(plan.positions)):",
+        TRANSFERS, "Transfers._planned", "for position in plan.positions:", "for position in range(len(plan.positions)):",
         ("daemon/test_groups.py::test_a_part_of_the_chunks_is_stored_from_the_right_blocks",),
     ),
     Mutant(
@@ -305,13 +314,23 @@ SERVER = (
     ),
     Mutant(
         "a store that cannot be queued keeps its slots pinned",
-        TRANSFERS, "Transfers._store", "            self._cache.finish_store(plan, copied=False)\n", "",
+        TRANSFERS, "Transfers._planned", "            self._cache.finish_store(plan, copied=False)\n", "",
         ("daemon/test_copies_not_taken.py",),
     ),
     Mutant(
         "a load that cannot be queued keeps its chunks pinned",
         TRANSFERS, "Transfers._load", "            self._cache.finish_load(found)\n", "",
         ("daemon/test_copies_not_taken.py",),
+    ),
+    Mutant(
+        "a store that waits goes on for a worker that is gone",
+        TRANSFERS, "Transfers._check_waiting", "if store.worker.closing:", "if False:",
+        ("issues/test_turns_grew_with_the_cache.py::test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing",),
+    ),
+    Mutant(
+        "memory is unmapped under a store that waits",
+        WORKERS, "Workers.unmap_if_settled", "and not worker.waiting ", "",
+        ("issues/test_turns_grew_with_the_cache.py::test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing",),
     ),
     # ---- lifelines ----------------------------------------------------------------------------
     Mutant(

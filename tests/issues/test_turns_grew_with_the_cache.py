@@ -19,9 +19,11 @@ from kvserver.cache import Cache
 from kvserver.client import Client
 from kvserver.copier import cpu_device
 from kvserver.devices import Devices
+from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.planes import Plane
+from kvserver.pool import PagePool
 from kvserver.protocol import Clear, Cleared, EndRequest, Stored
 from kvserver.server import Server
 
@@ -67,6 +69,8 @@ class Rig:
         self.turns = turns
         self.chunks = chunks
         self.cache: Cache = pages.kvserver.handlers.cache
+        self.call = pages.kvserver.call
+        self.workers = pages.kvserver.handlers.workers
         self.instances = pages.kvserver.handlers.instances
         self.endpoint = pages.kvserver.handlers.settings.endpoint
         self.filler = self.engine(16, BATCH)
@@ -173,3 +177,42 @@ def test_leases_that_expire_together_end_in_slices() -> None:
         wait_until(lambda: not rig.cache.lease_count, seconds=30)
 
     assert worst_turn(expire, MANY, lease_seconds=3.0) < 1.3 * worst_turn(expire, FEW, lease_seconds=3.0)
+
+
+def test_a_store_waits_for_the_leases_of_an_engine_that_is_gone() -> None:
+    cache = Cache(PagePool(8 * PAGE, PAGE), POLICIES["lru"]())
+    keys = b"".join(make_keys(8))
+    cache.finish_store(cache.plan_store(b"n", 1, 0, keys, PAGE), copied=True)
+    assert cache.lookup(b"n", keys, ("engine", "r"), 1e9) == 8
+    cache.end_leases_of("engine")
+    plan = cache.plan_store(b"n", 1, 0, make_keys(1)[0], PAGE, steps=1)
+    assert not plan.complete
+    while not plan.complete:
+        cache.extend_plan(plan, 1)
+    assert (len(plan.chunks), plan.starved) == (1, 0)
+
+
+def test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing() -> None:
+    with rig(FEW) as running, running.engine(15 * FEW, 1) as large:
+        keys, mappings = make_keys(1), running.workers.mappings
+        over = threading.Event()
+        stopped = running.call(over.wait)  # so that the loop finds the store and the end of its worker in one turn
+        large.begin_store(keys, large.blocks_for(1))
+        large.hang_up()
+        over.set()
+        stopped.result(10)
+        wait_until(lambda: running.workers.mappings == mappings - 2, what="its memory and words are unmapped")
+        assert (running.cache.pins, running.cache.pool.free_pages) == (0, running.cache.evicted_chunks)
+        assert 0 < running.cache.evicted_chunks < FEW // 2
+        assert running.other.store(keys, running.other.blocks_for(1)) == Stored(stored=1, skipped=0)
+
+
+def test_stores_of_several_engines_wait_in_turn() -> None:
+    with rig(FEW) as running, running.engine(15 * FEW, 1) as large:
+        over = threading.Event()
+        stopped = running.call(over.wait)
+        first = large.begin_store(make_keys(1), large.blocks_for(1))
+        second = running.other.begin_store(make_keys(1), running.other.blocks_for(1))
+        over.set()
+        stopped.result(10)
+        assert [first.reply(), second.reply()] == [Stored(stored=1, skipped=0)] * 2
