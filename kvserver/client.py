@@ -7,14 +7,18 @@ and the server's insides. Needs msgspec and pyzmq only.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import select
 import socket
+import struct
 import time
 import weakref
 from collections.abc import Iterator
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from kvserver.errors import ErrorCode
@@ -23,6 +27,7 @@ from kvserver.protocol import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
+    Detached,
     Error,
     Hello,
     HelloReply,
@@ -165,10 +170,14 @@ class Attachment:
 
     def __init__(self, fd_path: str, token: str, fds: list[int], timeout: float = 5.0) -> None:
         """OSError or TimeoutError if there is no server; RequestFailed if it refuses."""
+        self.detached = False  # the server has said that it is done with the worker's memory
+        self._says_detached = False
+        self._server: int | None = None  # a pidfd, where its process can be seen
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._socket.settimeout(timeout)
             self._socket.connect(fd_path)
+            self._server = _open_peer(self._socket)
             socket.send_fds(self._socket, [encode(Attach(token=token))], fds)
             raw = self._socket.recv(4096)
             if not raw:
@@ -178,26 +187,56 @@ class Attachment:
                 raise RequestFailed(reply)
             assert isinstance(reply, Attached)
             self.number = reply.attachment
+            self._says_detached = reply.says_detached
             self._socket.setblocking(False)
             _attachments.add(self)
         except BaseException:
-            self._socket.close()
+            self.close()
             raise
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def alive(self) -> bool:
-        """False once the server process is gone or has ended this connection. Never waits."""
+        """False once the server has ended this connection or dies. Never waits."""
         try:
-            return self._socket.recv(16) != b""
+            raw = self._socket.recv(4096)
         except BlockingIOError:
             return True
         except OSError:
             return False
+        if raw:
+            with contextlib.suppress(msgspec.MsgspecError):  # a later server's word, which we do not know
+                self.detached |= isinstance(decode_attach_reply(raw), Detached)
+        return bool(raw) and not self.detached
+
+    def wait_for_death(self) -> None:
+        """Returns when the server that has ended this connection can write no more: at once if it said so, else when its
+        process is dead. However long that takes: until then it may. Where the process cannot be seen, at once.
+        """
+        if (
+            self._server is None or self.detached or not self._says_detached
+        ):  # a server of before ends it in no other way
+            return
+        poller = select.poll()
+        poller.register(self._server, select.POLLIN)
+        poller.poll()
 
     def close(self) -> None:
         self._socket.close()
+        if self._server is not None:
+            os.close(self._server)
+            self._server = None
+
+
+def _open_peer(connection: socket.socket) -> int | None:
+    """A descriptor that is readable once the process that listens there is dead. None where it cannot be seen."""
+    size = struct.calcsize("3i")
+    pid, _uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # pid 0: it is of another pid namespace
+        return None
 
 
 _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()

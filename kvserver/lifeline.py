@@ -3,8 +3,9 @@
 One connection per worker. The worker sends `Attach` with its descriptors, gets `Attached` with a
 number for RegisterWorker, and then both sides only watch: end of file says that the peer is gone,
 across pid namespaces. Where the peer's process can be seen from here its death counts as well: a process that it forked
-may keep the connection. The server closes a connection only when no copy of its worker is left: to the
-worker, the end of its connection means that nothing will touch its memory any more.
+may keep the connection. The server closes a connection only when no copy of its worker is left, and says so first: to
+the worker, `Detached` means that nothing will touch its memory any more. An end without it is the server's death, and a
+GPU may work for a process a little longer than this has its sockets.
 
 Owns: the listening socket, the connections and descriptors nobody claimed yet. Refuses to know: what
 the descriptors hold.
@@ -21,7 +22,7 @@ import struct
 from dataclasses import dataclass
 
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.protocol import Attached, Error, decode_attach, encode
+from kvserver.protocol import Attached, Detached, Error, decode_attach, encode
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class Lifelines:
             self._send(attachment, encode(Error(code=error.code.value, message=error.message)))
             return False
         attachment.attached = True
-        return self._send(attachment, encode(Attached(attachment=attachment.number)))
+        return self._send(attachment, encode(Attached(attachment=attachment.number, says_detached=True)))
 
     @staticmethod
     def _send(attachment: Attachment, raw: bytes) -> bool:
@@ -180,6 +181,12 @@ class Lifelines:
             )
         return attachment
 
+    def detach(self, attachment: Attachment) -> None:
+        """Say that nothing of the worker is mapped any more, then close. REQUIRES: so it is. Idempotent."""
+        if attachment.number in self._attachments:
+            self._send(attachment, encode(Detached()))
+            self.close(attachment)
+
     def close(self, attachment: Attachment) -> None:
         """Close the connection and whatever descriptors nobody claimed. Idempotent."""
         if self._attachments.pop(attachment.number, None) is None:
@@ -193,8 +200,9 @@ class Lifelines:
             os.close(fd)
 
     def shut(self) -> None:
+        """REQUIRES: nothing is mapped."""
         for attachment in list(self._attachments.values()):
-            self.close(attachment)
+            self.detach(attachment)
         self._listener.close()
         os.close(self._spare)
         with contextlib.suppress(FileNotFoundError):

@@ -327,6 +327,11 @@ class Attach(Message):
 
 class Attached(Message):
     attachment: int
+    says_detached: bool = False  # whether Detached comes before the end of the connection, unless the server dies
+
+
+class Detached(Message):
+    """The server's last: it neither reads nor writes the worker's memory any more, and ends the connection."""
 
 
 # ---- block-pool records -----------------------------------------------------------------------
@@ -370,6 +375,8 @@ Reply: TypeAlias = (
     | Error
 )
 
+AttachReply: TypeAlias = Attached | Error | Detached
+
 T = TypeVar("T")
 Payload: TypeAlias = ExactRecords | ReportedBlocks
 _A_REQUEST = f"a request of protocol {PROTOCOL_VERSION}"
@@ -378,7 +385,7 @@ _array_decoder: msgspec.msgpack.Decoder[_ArrayRequest] = msgspec.msgpack.Decoder
 _map_decoder: msgspec.msgpack.Decoder[_MapRequest] = msgspec.msgpack.Decoder(_MapRequest)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _attach_decoder = msgspec.msgpack.Decoder(Attach)
-_attach_reply_decoder: msgspec.msgpack.Decoder[Attached | Error] = msgspec.msgpack.Decoder(Attached | Error)
+_attach_reply_decoder: msgspec.msgpack.Decoder[AttachReply] = msgspec.msgpack.Decoder(AttachReply)
 
 
 def encode(message: Message | ArrayMessage) -> bytes:
@@ -408,7 +415,7 @@ def decode_attach(raw: bytes) -> Attach:
     return _decode(_attach_decoder, raw, f"an Attach of protocol {PROTOCOL_VERSION}")
 
 
-def decode_attach_reply(raw: bytes) -> Attached | Error:
+def decode_attach_reply(raw: bytes) -> AttachReply:
     return _attach_reply_decoder.decode(raw)
 
 

@@ -197,7 +197,7 @@ class Workers:
         worker = ticket.worker
         self.mappings -= len(worker.mappings)
         self._devices.left(worker.device)
-        self._lifelines.close(worker.attachment)
+        self._lifelines.detach(worker.attachment)
         respond = self._waiting.pop(worker.registration, None)
         if respond is not None:
             respond(Unregistered())

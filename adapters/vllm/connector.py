@@ -17,7 +17,7 @@ from kvserver.adapters.vllm.backends import attention_backends, begin_scales, bl
 from kvserver.adapters.vllm.description import Engine
 from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
 from kvserver.adapters.vllm.identity import model_identity, served_name
-from kvserver.adapters.vllm.link import Link, Registration
+from kvserver.adapters.vllm.link import GPU_MARGIN_SECONDS, Link, Registration
 from kvserver.adapters.vllm.memory import SharedCaches, share
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
@@ -194,9 +194,11 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def make_outbox(self) -> Outbox:
         """Messages wait for the engine's work where that goes on after the engine's thread has queued it."""
-        if any(tensor.is_cuda for tensor in self._kv_caches.values()):
-            return OrderedOutbox(lambda: torch.cuda.Event(blocking=True))
-        return DirectOutbox()
+        return OrderedOutbox(lambda: torch.cuda.Event(blocking=True)) if self._on_gpu else DirectOutbox()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return any(tensor.is_cuda for tensor in self._kv_caches.values())
 
     def _make_link(self) -> Link | None:
         """To a daemon with which the KV cache is to be registered, as it lies in memory now. None: it cannot be."""
@@ -215,7 +217,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ]
         message = self._registration(caches, attention_backends(self._config, list(kv_caches)))
         rank = self._config.parallel_config.rank
-        return Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message))
+        margin = GPU_MARGIN_SECONDS if self._on_gpu else 0.0
+        return Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message, margin))
 
     def unregister_kv_caches(self, *args: Any, **kwargs: Any) -> None:
         """vLLM 0.33 and later, before sleep: the memory goes. StillWritten if it must not; vLLM's sleep fails then.

@@ -36,6 +36,7 @@ BREAKER_LIMIT = 3  # waits that ran out, in a row
 _HELLO_SECONDS = 2.0
 _REGISTER_SECONDS = 10.0
 _REFRESH_SECONDS = 1.0  # a refresh is asked for at most so often
+GPU_MARGIN_SECONDS = 1.0  # from the daemon's death until its driver has ended what it still had queued
 _RETRY_SECONDS = (0.1, 1.0)  # first and largest pause between attempts
 
 
@@ -57,11 +58,15 @@ class Session:
 
 @dataclass
 class Registration:
-    """What a worker registers: the message, given the session's Hello and attachment, and the descriptors."""
+    """What a worker registers: the message, given the session's Hello and attachment, and the descriptors.
+
+    `margin_seconds`: how long something may still write for a daemon that is dead.
+    """
 
     fds: list[int]
     words: int
     message: Callable[[HelloReply, int], RegisterWorker]
+    margin_seconds: float = 0.0
 
 
 class Breaker:
@@ -253,17 +258,26 @@ class Link:
             self._wait(None, left)
 
     def _hang_up(self, session: Session) -> None:
-        """Returns when the server has closed its mappings or is gone; if it hangs, then never."""
-        if session.attachment is None:
+        """Returns when the server has closed its mappings or is gone; if it hangs, or hangs as it dies, then never."""
+        attachment = session.attachment
+        if attachment is None:
             return
+        if not self._unregistered(session, attachment) and not attachment.detached:
+            # It dies. The kernel closes its sockets before it lets go of its GPU, which may be writing for it.
+            attachment.wait_for_death()
+            time.sleep(self._registration.margin_seconds if self._registration is not None else 0)
+        attachment.close()
+
+    def _unregistered(self, session: Session, attachment: Attachment) -> bool:
+        """Whether the server has answered that it closed its mappings. False when it has ended the connection instead."""
         bye = UnregisterWorker(boot_id=session.hello.boot_id, registration=session.registration)
-        while session.attachment.alive():
+        while attachment.alive():
             with contextlib.suppress(RequestFailed, OSError, TimeoutError), Client(self._endpoint, 1.0) as client:
                 client.ask(bye, Unregistered)
-                break
+                return True
             # Not answered, or it heard us before: the server ends the connection when it has closed the mappings.
-            self._wait(session.attachment, _RETRY_SECONDS[1])
-        session.attachment.close()
+            self._wait(attachment, _RETRY_SECONDS[1])
+        return False
 
     def _wake(self) -> None:
         if self._closed:

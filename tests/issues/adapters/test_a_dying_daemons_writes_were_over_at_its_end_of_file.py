@@ -1,0 +1,97 @@
+"""A process that is killed closes its sockets before its last files: a GPU may still work for it then. The adapter took the end of
+the lifeline for the end of every write, and gave blocks away that a running load still wrote.
+
+The daemon here ends its connections as the kernel would, and is dead only when it is killed. Meanwhile it may go on to copy, as a GPU
+would, and acknowledges nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from modelless import BLOCK, Engine, prompt
+from support.daemon import KVSERVER, wait_until
+
+from kvserver.client import Client
+from kvserver.protocol import Unregistered, UnregisterWorker
+
+TOKENS = prompt(1, 4 * 64 + 10)
+DYING = """
+import os, signal, socket, sys
+from kvserver.__main__ import main
+
+def die(number, frame):
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=os.dup(int(fd)))
+            if connection.type == socket.SOCK_SEQPACKET:
+                connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+signal.signal(signal.SIGUSR1, die)
+sys.exit(main())
+"""
+PROGRAM = (str(Path(KVSERVER).with_name("python")), "-c", DYING)
+
+
+@pytest.fixture
+def begun(make_daemon, make_engine):
+    """(a daemon, an engine whose load it has begun, which will take a second)."""
+    daemon = make_daemon(program=PROGRAM, test_copy_delay_us=100_000)
+    make_engine(daemon).generate("cold", TOKENS)
+    engine = make_engine(daemon, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
+    engine.add("warm", TOKENS)
+    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    return daemon, engine
+
+
+def fill(engine: Engine) -> set[int]:
+    """Use every free block; which those are."""
+    used: set[int] = set()
+
+    def look(plan):
+        for row in engine.rows.values():
+            used.update(row.blocks)
+
+    engine.after_step = look
+    names = [f"filler{len(engine.answers)}-{i}" for i in range(6)]
+    answers = [engine.add(name, prompt(1000 + len(engine.answers), 13 * BLOCK), count=5) for name in names]
+    engine.run(until=lambda: all(answer.finish_reason for answer in answers))
+    assert all(answer.right for answer in answers)
+    return used
+
+
+def test_blocks_of_a_load_stay_out_of_use_until_the_process_is_gone(begun):
+    daemon, engine = begun
+    held = set(engine.loads[0].block_ids)
+    os.kill(daemon.pid, signal.SIGUSR1)
+    answer = engine.answers["warm"]
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert answer.right
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        assert not fill(engine) & held
+    daemon.kill()
+    wait_until(lambda: engine.generate_free("tick") == 59, 10, "the blocks come back")
+    assert fill(engine) & held
+    daemon.start()
+    wait_until(lambda: any(i["namespace"] for i in daemon.status()["instances"]), 20, "registered again")
+    engine.run()
+
+
+def test_a_connection_that_the_daemon_gives_up_ends_its_copies_at_once(begun):
+    """It lives on, but has nothing of the worker's memory mapped any more, and says so."""
+    daemon, engine = begun
+    with Client(daemon.endpoint) as client:
+        boot_id = client.hello().boot_id
+        client.ask(UnregisterWorker(boot_id=boot_id, registration=2), Unregistered)
+    engine.run(seconds=5)
+    assert engine.answers["warm"].right
+    wait_until(lambda: len(daemon.status()["instances"]) == 2, 5, "registered again")
+    assert engine.generate("next", prompt(7, 100)).right
