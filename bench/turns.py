@@ -19,7 +19,7 @@ from common import table
 from kvserver.cache import Cache, StorePlan
 from kvserver.eviction import POLICIES
 from kvserver.pool import PagePool
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, MAX_CHUNKS
 from kvserver.transfers import STEPS_PER_TURN
 
 NAMESPACE, PAGE, KEYS, FOREVER = b"n" * 32, 4096, 512, 1e9
@@ -98,7 +98,15 @@ def clear(loop: Loop) -> None:
     assert not loop.cache.pool.used_pages
 
 
-CASES = [all_leased, all_used_since, engine_departs, leases_expire, one_evicts_nearly_all, clear]
+def all_missed(loop: Loop) -> None:
+    """Lookups of KEYS chunks, and of as many as one may name, all of them evicted."""
+    evict = loop.cache.plan_store(b"o" * 32, 1, 0, bytes(KEY_BYTES), loop.cache.pool.pages * 9 // 10 * PAGE)
+    loop.cache.finish_store(evict, copied=True)
+    for keys in (*loop.messages[:100], b"".join(loop.messages)[: MAX_CHUNKS * KEY_BYTES]):
+        loop.turn(lambda: loop.cache.why_missed(NAMESPACE, keys, 0))  # noqa: B023
+
+
+CASES = [all_leased, all_used_since, engine_departs, leases_expire, one_evicts_nearly_all, clear, all_missed]
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -33,7 +33,8 @@ from kvserver.protocol import KEY_BYTES
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 SLICE = 256  # chunks that step() lets go of in one turn
 _EVICTION_STEPS = 3  # what it costs beside looking at the chunk
-_NAMESPACES_ASKED = 64  # for a chunk that a lookup missed
+_MISSES_ASKED = 128  # chunks of one lookup that are asked why they are missing
+_NAMESPACES_ASKED = 64  # for each of these
 
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
@@ -121,11 +122,33 @@ class Cache:
             self.lease_count += 1
         return len(found)
 
-    def why_missed(self, namespace_id: bytes, key: bytes) -> MissReason:
-        """REQUIRES: the chunk is not READY there."""
+    def why_missed(self, namespace_id: bytes, keys: bytes, first: int) -> Counter[MissReason]:
+        """Chunks from the `first` one of `keys` on, by the reason why each is no hit. REQUIRES: that one is not READY.
+
+        A READY chunk behind a hole has the hole's reason. From the first chunk on that was never stored all have that
+        reason: nothing that L1 could have kept would have made them hits. Of more than _MISSES_ASKED chunks each n-th is
+        looked at, for itself and those up to the next.
+        """
+        total = len(keys) // KEY_BYTES
+        step = -(-(total - first) // _MISSES_ASKED)
         namespace = self.index.find(namespace_id)
-        if namespace is not None and key in namespace.chunks:
-            return MissReason.FILLING
+        known = namespace.chunks if namespace is not None else {}
+        found: Counter[MissReason] = Counter()
+        reason = MissReason.NEVER_STORED
+        for position in range(first, total, step):
+            key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+            chunk = known.get(key)
+            if chunk is None:
+                reason = self._why_absent(namespace_id, key)
+            elif not chunk.ready:
+                reason = MissReason.FILLING
+            if reason is MissReason.NEVER_STORED:
+                found[reason] += total - position
+                break
+            found[reason] += min(step, total - position)
+        return found
+
+    def _why_absent(self, namespace_id: bytes, key: bytes) -> MissReason:
         if (namespace_id, key) in self._evicted_keys:
             return MissReason.EVICTED
         return MissReason.OTHER_NAMESPACE if self.index.holds(key, _NAMESPACES_ASKED) else MissReason.NEVER_STORED
@@ -406,4 +429,4 @@ class Cache:
         self.evicted_pages += chunk.page_count
         self._free(chunk)
         plan.evicted.append((chunk.namespace.id, chunk.key))
-        self._evicted_keys.add(chunk.namespace.id, chunk.key)
+        self._evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)

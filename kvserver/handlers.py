@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvserver import __version__
@@ -24,7 +24,6 @@ from kvserver.lifeline import Lifelines
 from kvserver.misses import MissReason
 from kvserver.placement import Placement
 from kvserver.protocol import (
-    KEY_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Clear,
@@ -168,7 +167,8 @@ class Handlers:
         counts.lookup_tokens += chunks * chunk_tokens
         counts.hit_tokens += hits * chunk_tokens
         if hits < chunks:
-            counts.missed_tokens[self._why_missed(namespace, request.keys, hits)] += (chunks - hits) * chunk_tokens
+            for reason, missed in self._why_missed(namespace, request.keys, hits).items():
+                counts.missed_tokens[reason] += missed * chunk_tokens
         if request.tokens > chunks * chunk_tokens:
             counts.missed_tokens[MissReason.PARTIAL_CHUNK] += request.tokens - chunks * chunk_tokens
         self.bus.publish(
@@ -179,10 +179,11 @@ class Handlers:
         )  # fmt: skip
         return LookupReply(hit_chunks=hits)
 
-    def _why_missed(self, namespace: bytes | None, keys: bytes, first: int) -> MissReason:
+    def _why_missed(self, namespace: bytes | None, keys: bytes, first: int) -> Mapping[MissReason, int]:
+        """Chunks from the `first` one on, by reason."""
         if namespace is None or self.devices.lost:
-            return MissReason.UNAVAILABLE
-        return self.cache.why_missed(namespace, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES])
+            return {MissReason.UNAVAILABLE: chunk_count(keys) - first}
+        return self.cache.why_missed(namespace, keys, first)
 
     def _take_kv_events(self, request: TakeKVEvents) -> KVEventsTaken:
         instance = self.instances.instance(request.instance_id, request.incarnation)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from enum import Enum
 
-REMEMBERED_KEYS = 1 << 16  # evicted keys, at least half of them; at most some 6 MB
+LEAST_REMEMBERED = 1 << 15  # evicted keys, however few chunks L1 has
+_BUCKET = 8  # places, in one of which a digest is
 
 
 class MissReason(str, Enum):
-    """Decided by the first chunk that was missing, for all from there on."""
+    """Each chunk has its own; see Cache.why_missed."""
 
     EVICTED = "evicted"  # it was here, and is among the last evicted
     FILLING = "filling"  # it is on its way
@@ -22,18 +23,53 @@ class MissReason(str, Enum):
 
 
 class EvictedKeys:
-    """The last evicted (namespace, key) pairs, as 8-byte hashes, in two generations."""
+    """The last evicted (namespace, key) pairs: about one to two times as many as L1 has chunks.
 
-    def __init__(self, limit: int = REMEMBERED_KEYS) -> None:
-        self._half = limit // 2
-        self._young: set[int] = set()
-        self._old: set[int] = set()
+    In two generations of digests, 16 bytes a chunk of L1 in all. A few in a hundred are lost where buckets overflow;
+    a stranger is taken for one of them once in some hundred million times.
+    """
 
-    def add(self, namespace: bytes, key: bytes) -> None:
+    def __init__(self) -> None:
+        self._young = _Generation(LEAST_REMEMBERED)
+        self._old = _Generation(0)
+
+    def add(self, namespace: bytes, key: bytes, chunks: int) -> None:
+        """`chunks`: how many L1 has."""
+        if not self._young.room:
+            self._old, self._young = self._young, _Generation(max(LEAST_REMEMBERED, chunks))
         self._young.add(hash((namespace, key)))
-        if len(self._young) >= self._half:
-            self._old, self._young = self._young, set()
 
     def __contains__(self, pair: tuple[bytes, bytes]) -> bool:
         digest = hash(pair)
         return digest in self._young or digest in self._old
+
+    @property
+    def bytes(self) -> int:
+        return self._young.bytes + self._old.bytes
+
+
+class _Generation:
+    """Room for so many digests, made and dropped at once: no call takes longer the more there are."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._buckets = max(1, 2 * room // _BUCKET)  # half empty, so that few overflow
+        self._marks = memoryview(bytearray(4 * _BUCKET * self._buckets)).cast("I")  # 0: a free place
+
+    @property
+    def bytes(self) -> int:
+        return self._marks.nbytes
+
+    def add(self, digest: int) -> None:
+        first, mark = self._bucket(digest)
+        marks = self._marks[first : first + _BUCKET].tolist()
+        place = marks.index(0) if 0 in marks else self.room % _BUCKET
+        self._marks[first + place] = mark
+        self.room -= 1
+
+    def __contains__(self, digest: int) -> bool:
+        first, mark = self._bucket(digest)
+        return mark in self._marks[first : first + _BUCKET].tolist()
+
+    def _bucket(self, digest: int) -> tuple[int, int]:
+        return (digest >> 32) % self._buckets * _BUCKET, (digest & 0xFFFFFFFF) or 1

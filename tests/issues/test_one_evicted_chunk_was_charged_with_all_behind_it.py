@@ -1,0 +1,113 @@
+"""Of a lookup all tokens behind the first missing chunk counted under that chunk's reason: one chunk evicted and 39 never stored
+were 40 chunks that a larger L1 would have had. And of a large L1 what was evicted was soon forgotten."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.worker import Worker, make_keys
+
+from kvserver.cache import Cache
+from kvserver.eviction import POLICIES
+from kvserver.misses import EvictedKeys, MissReason
+from kvserver.pool import PagePool
+
+NS, OTHER, PAGE = b"n" * 32, b"o" * 32, 4096
+
+
+def store(cache: Cache, keys: list[bytes], namespace: bytes = NS, copied: bool = True) -> None:
+    plan = cache.plan_store(namespace, 1, 0, b"".join(keys), PAGE)
+    if copied:
+        cache.finish_store(plan, copied=True)
+
+
+def evicted(cache: Cache, keys: list[bytes]) -> None:
+    """They were stored, and others had to go for nobody but them."""
+    store(cache, keys)
+    store(cache, make_keys(cache.pool.pages), b"x" * 32)
+    assert cache.index.find(NS) is None
+    cache.clear(b"x")
+    while cache.step():
+        pass
+
+
+def reasons(cache: Cache, keys: list[bytes], first: int = 0) -> dict[MissReason, int]:
+    return {reason: chunks for reason, chunks in cache.why_missed(NS, b"".join(keys), first).items() if chunks}
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache(PagePool(64 * PAGE, PAGE), POLICIES["lru"]())
+
+
+def test_a_chunk_counts_under_its_own_reason(cache: Cache) -> None:
+    keys = make_keys(40)
+    evicted(cache, keys[:1])
+    assert reasons(cache, keys) == {MissReason.EVICTED: 1, MissReason.NEVER_STORED: 39}
+
+
+def test_each_reason_is_found_in_one_lookup(cache: Cache) -> None:
+    keys = make_keys(10)
+    evicted(cache, keys[1:3])
+    store(cache, keys[:1])
+    store(cache, keys[3:6], copied=False)
+    store(cache, keys[6:8], OTHER)
+    assert reasons(cache, keys, first=1) == {
+        MissReason.EVICTED: 2, MissReason.FILLING: 3, MissReason.OTHER_NAMESPACE: 2, MissReason.NEVER_STORED: 2,
+    }  # fmt: skip
+
+
+def test_a_ready_chunk_behind_a_hole_counts_under_the_reason_of_the_hole(cache: Cache) -> None:
+    keys = make_keys(6)
+    evicted(cache, keys[:2])
+    store(cache, keys[2:5])
+    assert reasons(cache, keys) == {MissReason.EVICTED: 5, MissReason.NEVER_STORED: 1}
+
+
+def test_what_is_behind_a_chunk_that_no_l1_could_have_had_counts_with_it(cache: Cache) -> None:
+    keys = make_keys(6)
+    evicted(cache, keys[3:])
+    assert reasons(cache, keys) == {MissReason.NEVER_STORED: 6}
+
+
+@pytest.mark.parametrize("gone", [0, 1, 127, 5000, 16384])
+def test_of_very_many_chunks_the_shares_are_right_and_none_is_lost(gone: int) -> None:
+    cache = Cache(PagePool(16384 * PAGE, PAGE), POLICIES["lru"]())
+    keys = make_keys(16384, "many")
+    if gone:
+        evicted(cache, keys[:gone])
+    found = reasons(cache, keys)
+    assert sum(found.values()) == 16384
+    assert abs(found.get(MissReason.EVICTED, 0) - gone) <= 128, "more than the distance between two that are looked at"
+
+
+@pytest.mark.parametrize("chunks", [1, 100_000, 300_000])
+def test_as_many_evicted_keys_are_remembered_as_l1_has_chunks(chunks: int) -> None:
+    remembered = EvictedKeys()
+    source = random.Random(1)
+    keys = [source.randbytes(32) for _ in range(2 * chunks + 40_000)]
+    for key in keys:
+        remembered.add(NS, key, chunks)
+    last = keys[-max(chunks, 32_768) :]
+    assert sum((NS, key) in remembered for key in last) > 0.97 * len(last)
+    strangers = [source.randbytes(32) for _ in range(20_000)]
+    assert sum((NS, key) in remembered for key in strangers) < 5
+    assert remembered.bytes <= max(1 << 20, 17 * chunks)
+
+
+def test_operators_see_each_reason(make_daemon: Any, make_worker: Callable[..., Worker]) -> None:
+    daemon = make_daemon(l1_size="1MiB")
+    worker = make_worker(daemon)
+    keys, tokens = make_keys(40), worker.chunk_blocks * 16
+    worker.store(keys[:1], worker.blocks_for(1))
+    number = 0
+    while not daemon.status()["l1"]["evictions"]:
+        number += 1
+        worker.store(make_keys(1, number), worker.blocks_for(1))
+    assert worker.lookup(keys) == 0
+    (instance,) = daemon.status()["instances"]
+    missed = {reason: count for reason, count in instance["requests"]["missed_tokens"].items() if count}
+    assert missed == {"evicted": tokens, "never_stored": 39 * tokens}
