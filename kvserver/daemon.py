@@ -138,6 +138,7 @@ def serve(configuration: Configuration) -> int:
     router.setsockopt(zmq.MAXMSGSIZE, settings.max_message_bytes * 16)
     router.setsockopt(zmq.RCVHWM, 10_000)
     router.setsockopt(zmq.SNDHWM, 10_000)
+    _refuse_other_users(router)
     try:
         endpoint.bind(router)
         boot_id, token = secrets.token_hex(8), secrets.token_hex(16)
@@ -216,6 +217,15 @@ def serve(configuration: Configuration) -> int:
     log.info("stopped")
     gc.unfreeze()  # for the interpreter's end: a native module that is never freed complains on stderr
     return 0
+
+
+def _refuse_other_users(router: zmq.Socket[bytes]) -> None:
+    """Of an ipc endpoint whose file came to be writable for them; as lifelines do. REQUIRES: not yet bound."""
+    try:
+        for uid in {os.getuid(), 0}:
+            router.setsockopt(zmq.IPC_FILTER_UID, uid)
+    except zmq.ZMQError as error:
+        log.debug("libzmq %s does not look at the user of a peer: %s", zmq.zmq_version(), error)
 
 
 def _http_token(settings: Settings) -> str:

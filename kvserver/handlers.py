@@ -248,8 +248,9 @@ class Handlers:
     # ---- time ---------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a second or so: leases whose requests never ended, instances long gone, and what has been pinned."""
+        """Once a second or so: leases whose requests never ended, instances long gone, silent connections, what has been pinned."""
         self.devices.tick(self.cache.pool)
+        self.lifelines.close_silent()
         self.instances.forget_departed(self._clock())
         self.cache.expire_leases(self._clock())
 

@@ -19,6 +19,7 @@ import os
 import select
 import socket
 import struct
+import time
 from dataclasses import dataclass
 
 from kvserver.errors import ErrorCode, KVServerError
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
 MAX_FDS = 251  # the kernel passes at most 253 in one message
+SILENT_SECONDS = 10.0  # until a connection has a registered worker
 _MAX_ATTACH_BYTES = 4096
 
 
@@ -40,6 +42,7 @@ class Attachment:
     pid: int
     uid: int
     fds: list[int]
+    deadline: float  # of the monotonic clock, to be registered
     process: int | None = None  # a pidfd, where the peer's process can be seen
     attached: bool = False
     registration: int | None = None
@@ -111,7 +114,8 @@ class Lifelines:
             connection.close()
             return None
         self._next += 1
-        attachment = Attachment(self._next, connection, pid, uid, [], _open_process(pid))
+        deadline = time.monotonic() + SILENT_SECONDS
+        attachment = Attachment(self._next, connection, pid, uid, [], deadline, _open_process(pid))
         self._attachments[self._next] = attachment
         self._by_fd[connection.fileno()] = attachment
         if attachment.process is not None:
@@ -186,6 +190,16 @@ class Lifelines:
         if attachment.number in self._attachments:
             self._send(attachment, encode(Detached()))
             self.close(attachment)
+
+    def close_silent(self) -> None:
+        """Close the connections that have no worker at their deadline: there are no copies that the end of one could tell of."""
+        now = time.monotonic()
+        for attachment in list(self._attachments.values()):
+            if attachment.registration is None and now > attachment.deadline:
+                log.info(
+                    "connection of pid %d ended: it registered no worker in %.0f s", attachment.pid, SILENT_SECONDS
+                )
+                self.close(attachment)
 
     def close(self, attachment: Attachment) -> None:
         """Close the connection and whatever descriptors nobody claimed. Idempotent."""

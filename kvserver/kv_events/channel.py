@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _SEND_MESSAGES = 1000  # for each subscriber; what it misses it can ask for
 _REPLAY_MESSAGES = 100  # in the socket of whoever replays
 _MOST_REPLAYS = 64
+_MOST_QUESTION_BYTES = (
+    4096  # of a subscription, of a request: a number and a prefix of topics; a longer one ends the connection
+)
 _SLICE = 16  # batches of a replay, and messages that came, before others have their turn
 _STUCK_SECONDS = 30.0  # a replay whose reader takes nothing is given up
 _RETRY_SECONDS = 5.0
@@ -108,6 +111,7 @@ class Channel:
     @staticmethod
     def _configure(socket: zmq.Socket[bytes], url: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_QUESTION_BYTES)
         if socket.type == zmq.XPUB:
             socket.setsockopt(zmq.SNDHWM, _SEND_MESSAGES)
             socket.setsockopt(zmq.XPUB_MANUAL, 1)

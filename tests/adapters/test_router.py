@@ -82,11 +82,14 @@ class KV:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.rows: Any = []
+        self.token = ""  # that it wants
         self.stalls = False
         self.code = 200
 
     async def match(self, request: web.Request) -> web.Response:
         self.asked.append(await request.json())
+        if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.json_response({"error": "token_required"}, status=401)
         if self.stalls:
             await asyncio.sleep(30)
         return web.json_response({"instances": self.rows}, status=self.code)
@@ -119,14 +122,14 @@ def row(name: str, l0: int = 0, best: int = 0, running: int = 0, **more: Any) ->
 
 
 @contextlib.asynccontextmanager
-async def stage(module: Any) -> AsyncIterator[Scene]:
+async def stage(module: Any, *daemon_token: str) -> AsyncIterator[Scene]:
     async with contextlib.AsyncExitStack() as stack:
         engines, kv = [Engine(), Engine()], KV()
         urls = []
         for app in (*(engine.app() for engine in engines), kv.app()):
             server = await stack.enter_async_context(TestServer(app))
             urls.append(str(server.make_url("")).rstrip("/"))
-        router = module.Router([module.Engine("one", urls[0]), module.Engine("two", urls[1])], urls[2])
+        router = module.Router([module.Engine("one", urls[0]), module.Engine("two", urls[1])], urls[2], *daemon_token)
         front = await stack.enter_async_context(TestServer(router.app()))
         client = await stack.enter_async_context(aiohttp.ClientSession(front.make_url("")))
         yield Scene(engines, kv, client, router)
@@ -297,3 +300,16 @@ def test_other_paths_are_passed_on_and_its_own_status_is_shown(play):
         assert [engine["in_flight"] for engine in status["engines"]] == [0, 0]
 
     play(act)
+
+
+@pytest.mark.parametrize("token", ["", "correct-horse-battery"])
+def test_the_token_of_the_daemon_is_shown_to_it_and_to_nobody_else(router: Any, token: str) -> None:
+    async def act() -> None:
+        async with stage(router, token) as scene:
+            scene.kv.rows, scene.kv.token = [row("two", l0=10, best=10)], "correct-horse-battery"
+            found = [await scene.complete() for _ in range(4)]
+            assert scene.router.guesses == (0 if token else 4)
+            assert not token or found == ["two"] * 4
+            assert not [headers for headers in (*scene.one.headers, *scene.two.headers) if "Authorization" in headers]
+
+    asyncio.run(asyncio.wait_for(act(), 30))
