@@ -34,6 +34,7 @@ from kvserver.protocol import (
     Attached,
     Clear,
     Cleared,
+    Detached,
     EndRequest,
     Error,
     Lookup,
@@ -395,6 +396,7 @@ class World:
         poll = select.poll()
         poll.register(rank.connection, select.POLLIN)
         if poll.poll(0):
+            assert isinstance(decode_attach_reply(rank.connection.recv(4096)), Detached)
             assert rank.connection.recv(16) == b""
             assert not self.device.copies_of(rank.side), "it may still be written to"
             self.hang_up(rank)
