@@ -20,11 +20,11 @@ from kvserver.client import Attachment, Client
 from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
+    Counted,
     EndRequest,
     Lookup,
     LookupReply,
     Memory,
-    ModelIdentity,
     Registered,
     RegisterWorker,
     Retrieve,
@@ -34,7 +34,7 @@ from kvserver.protocol import (
     Stored,
 )
 
-_IDENTITY = ModelIdentity(model="bench", dtype="bfloat16", kv_dtype="auto", parallel="", hash_algorithm="sha256")
+_IDENTITY = (Counted("model", "bench"),)
 
 
 class BenchDaemon:
@@ -117,7 +117,7 @@ class BenchWorker:
                 num_blocks=num_blocks,
                 block_tokens=block_tokens,
                 chunk_blocks=self.chunk_blocks,
-                identity=_IDENTITY,
+                counted=_IDENTITY,
             ),
             Registered,
         ).registration

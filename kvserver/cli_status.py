@@ -129,6 +129,11 @@ def table(status: dict[str, Any]) -> str:
                 *(_row(instance) for instance in status["instances"]),
             ]
         )
+        lines += [
+            f"PRIVATE  {instance['instance_id']} shares KV with no other engine: {instance['private']}"
+            for instance in status["instances"]
+            if instance.get("private")
+        ]
     else:
         lines.append("no engine is connected")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from kvserver.kv_messages import DescribeScheduler
 from kvserver.lifeline import Attachment
 from kvserver.loads import Loads
 from kvserver.misses import MissReason
-from kvserver.namespace import check_agreement, fingerprint, with_variant
+from kvserver.namespace import check_agreement, counted, fingerprint, private_reason, with_variant
 from kvserver.planes import block_bytes, group_count
 from kvserver.protocol import RegisterWorker
 
@@ -120,11 +120,6 @@ class Instance:
     _variants: dict[str, bytes] = field(default_factory=dict)
     _told: tuple[DescribeScheduler, bytes] | None = None
 
-    @property
-    def private(self) -> str:
-        """Why it shares KV with itself only; empty if nothing says so."""
-        return self.description.private if self.description is not None else ""
-
     def described(self, now_ns: int) -> InstanceDescribed | None:
         """What watchers should hear of it: None if nothing is known, or it is what they heard."""
         reach = self.namespace_of(self.description.variant) if self.description is not None else None
@@ -144,6 +139,12 @@ class Instance:
                 self._variants.clear()
             digest = self._variants[variant] = with_variant(self.namespace, variant)
         return digest
+
+    @property
+    def private(self) -> str:
+        """Why it shares KV with itself only; empty if nothing says so."""
+        since = self.description.private if self.description is not None else ""
+        return private_reason(worker.spec for worker in self.workers.values()) or since
 
     def any_worker(self) -> Worker:
         return next(iter(self.workers.values()))
@@ -180,6 +181,7 @@ class Instances:
         """KVServerError if this worker may not stand: id or rank taken, or ranks that disagree."""
         if spec.rank >= spec.world_size:
             raise KVServerError(ErrorCode.UNKNOWN_RANK, f"rank {spec.rank} of a world of {spec.world_size}")
+        counted(spec)
         instance = self.by_id.get(spec.instance_id)
         if instance is None:
             return

@@ -1,17 +1,18 @@
 """Who may share KV with whom.
 
 Owns: the fingerprint of everything that must agree, and whether the ranks of an instance do. Refuses
-to know: where the texts of a ModelIdentity come from, and the chunks.
+to know: what the fields that count mean, and the chunks.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import msgspec
 
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.protocol import ModelIdentity, RegisterWorker
+from kvserver.protocol import Counted, RegisterWorker
 
 # Part of every fingerprint: bump it when the arrangement of bytes in a slot changes.
 SLOT_FORMAT = "block,plane,run/1"
@@ -24,9 +25,10 @@ def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
     """KVServerError(RANKS_DISAGREE) names the first thing two ranks of one instance say differently."""
     for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "replicated"):
         _same(name, getattr(first, name), getattr(other, name), first.rank, other.rank)
-    for field in msgspec.structs.fields(ModelIdentity):
-        name = field.name
-        _same(f"identity.{name}", getattr(first.identity, name), getattr(other.identity, name), first.rank, other.rank)
+    fields, others = counted(first), counted(other)
+    for name in sorted({*fields, *others}):
+        if _digest(fields.get(name)) != _digest(others.get(name)):
+            _same(name, fields.get(name), others.get(name), first.rank, other.rank)
     if first.replicated:
         _same("layout", first.layout, other.layout, first.rank, other.rank)
         for name, value in (("runs", "run_bytes"), ("groups", "group")):
@@ -36,11 +38,40 @@ def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
 
 def _same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> None:
     if a != b:
-        raise KVServerError(ErrorCode.RANKS_DISAGREE, f"rank {rank_b} says {name}={b!r}, rank {rank_a} says {a!r}")
+        said = [_shown(value) for value in (a, b)]
+        raise KVServerError(
+            ErrorCode.RANKS_DISAGREE, f"rank {rank_b} says {name}={said[1]}, rank {rank_a} says {said[0]}"
+        )
+
+
+def _digest(field: Counted | None) -> str | None:
+    return field.digest if field is not None else None
+
+
+def _shown(value: object) -> str:
+    return repr((value.value or value.digest) if isinstance(value, Counted) else value)
+
+
+def counted(spec: RegisterWorker) -> dict[str, Counted]:
+    """All that must agree beside the geometry, by name. KVServerError if nothing was named."""
+    if spec.counted:
+        return {field.name: field for field in spec.counted}
+    if spec.identity is None:
+        raise KVServerError(ErrorCode.BAD_MESSAGE, "neither `$.counted` nor `$.identity` says what must agree")
+    texts = msgspec.structs.asdict(spec.identity)
+    return {f"identity.{name}": Counted(f"identity.{name}", text) for name, text in texts.items()}
+
+
+def private_reason(ranks: Iterable[RegisterWorker]) -> str:
+    """Why an instance shares with no other incarnation; empty if it does."""
+    reasons = (rank.private or (rank.identity.private if rank.identity is not None else "") for rank in ranks)
+    return next(filter(None, reasons), "")
 
 
 def fingerprint(ranks: list[RegisterWorker]) -> bytes:
-    """32 bytes over the identity, block and chunk tokens, what ranks share, and each rank's layout, groups and run lengths.
+    """32 bytes over the fields that count, block and chunk tokens, what ranks share, and each rank's layout, groups and run lengths.
+
+    Of a private instance also over which incarnation it is.
 
     REQUIRES: all ranks, in rank order, that agree. Addresses, block counts and strides stay out: they
     do not change what a slot holds.
@@ -48,7 +79,8 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
     first = ranks[0]
     content = [
         SLOT_FORMAT,
-        first.identity,
+        {field.name: field.digest for field in counted(first).values()},
+        [first.instance_id, first.incarnation] if any(rank.private for rank in ranks) else [],
         first.block_tokens,
         first.chunk_blocks,
         first.replicated,

@@ -37,8 +37,8 @@ from kvserver.wire import KEY_BYTES as KEY_BYTES
 from kvserver.wire import MAX_CHUNKS as MAX_CHUNKS
 from kvserver.wire import ArrayMessage, Bytes, Keys, Label, Message, Name, Positive, Ratio, Size, Small, Text, Unsigned
 
-PROTOCOL_VERSION = 3
-# 2 has nothing of kv_messages; in 1 ReportBlockAllocations has records and time_ns and no payload. All else is alike.
+PROTOCOL_VERSION = 4
+# 3 registers a ModelIdentity instead of counted fields; 2 has nothing of kv_messages; in 1 ReportBlockAllocations has records and time_ns and no payload. All else is alike.
 OLDEST_PROTOCOL_VERSION = 1
 MAX_REPORTED_BLOCKS = 1 << 16  # in one message, however few bytes name them
 REQUEST_ID_BYTES = 8
@@ -87,8 +87,16 @@ class CudaVmmFabric(Message):
 Memory: TypeAlias = SharedFd | CudaIpc | CudaVmmFd | CudaVmmFabric
 
 
+class Counted(msgspec.Struct, frozen=True, array_like=True):
+    """A field of the engine's configuration, or a fact like one, that must agree before KV may be shared."""
+
+    name: Name
+    digest: Label
+    value: Label = ""  # for people, of fields that are neither a place nor a secret
+
+
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything beside geometry that must agree before KV may be shared. Opaque text to the server."""
+    """Until protocol 3: everything beside geometry that must agree before KV may be shared. Opaque text to the server."""
 
     model: Text  # resolved commit, or a fingerprint of the local files
     overrides: Text = ""  # hf_overrides, rope
@@ -121,9 +129,11 @@ class RegisterWorker(Message):
     num_blocks: Positive
     block_tokens: Positive
     chunk_blocks: Positive  # blocks per chunk, from HelloReply.chunk_tokens
-    identity: ModelIdentity
+    identity: ModelIdentity | None = None  # until protocol 3
     layout: Text = ""  # how this rank's blocks are arranged: layers, shapes, strides, attention backends
     replicated: bool = False  # all ranks hold the same bytes (MLA): rank 0 stores them, any rank loads them
+    counted: Annotated[tuple[Counted, ...], Meta(max_length=4096)] = ()  # what must agree beside geometry
+    private: Text = ""  # why KV is shared with no other incarnation; "" if it is
 
 
 class UnregisterWorker(Message):

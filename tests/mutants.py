@@ -26,11 +26,16 @@ OUTBOX, REPORTS, VARIANTS = "adapters/vllm/outbox.py", "adapters/vllm/reports.py
 
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
 NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"
+IDENTITY, CANONICAL = "adapters/vllm/identity.py", "adapters/vllm/canonical.py"
+WEIGHTS = "adapters/vllm/weights.py"
+
 CACHE_TESTS = ("unit/test_cache.py",)
 INDEX_TESTS = ("unit/test_index.py",)
 POOL_TESTS = ("unit/test_pool.py",)
 EVICTION_TESTS = ("unit/test_eviction.py",)
 NAMESPACE_TESTS = ("unit/test_namespace.py",)
+IDENTITY_TESTS = ("adapters/test_identity.py",)
+UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 
 STORES_AND_LOADS = (
     # ---- what a lookup finds, and leases ------------------------------------------------------
@@ -229,6 +234,18 @@ STORES_AND_LOADS = (
     Mutant(
         "the layout does not count",
         NAMESPACE, "fingerprint", "[rank.layout, [", "[[", NAMESPACE_TESTS,
+    ),
+    Mutant(
+        "no field of the configuration counts",
+        NAMESPACE, "fingerprint", "{field.name: field.digest for field in counted(first).values()}", "{}", NAMESPACE_TESTS,
+    ),
+    Mutant(
+        "a private engine shares with its next start",
+        NAMESPACE, "fingerprint", "[first.instance_id, first.incarnation] if", "[] if", NAMESPACE_TESTS,
+    ),
+    Mutant(
+        "ranks of two configurations are taken for one engine's",
+        NAMESPACE, "check_agreement", "if _digest(", "if False and _digest(", NAMESPACE_TESTS,
     ),
     Mutant(
         "a LoRA's namespace is not below that of its epoch",
@@ -607,7 +624,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "after a reset requests store into the old epoch",
-        SCHEDULER, "SchedulerHalf._begin_epoch", "state.variant = self._variant_of(state.request)", "pass",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "state.variant = self._variants.of(state.request) or state.variant", "pass",
         ("adapters/test_resets.py",),
     ),
     Mutant(
@@ -755,12 +772,53 @@ SCHEDULER_HALF = (
     Mutant(
         "engines whose hashes start elsewhere share",
         VARIANTS, "Variants.epoch", 'parts = [f"chain={self._chain}"]', "parts = ['']",
-        ("adapters/test_identity.py::test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart",),
+        ("adapters/test_variants.py::test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart",),
     ),
     Mutant(
         "a second reset keeps the epoch of the first",
         VARIANTS, "Variants.weights_changed", "self._epoch += 1", "pass",
         ("adapters/test_resets.py::test_every_reset_begins_an_epoch_of_its_own",),
+    ),
+    Mutant(
+        "images whose names users gave are shared",
+        VARIANTS, "Variants.of", "and not self._trusts_uuids", "and False", ("adapters/test_variants.py",),
+    ),
+    Mutant(
+        "a LoRA of the hub is shared",
+        VARIANTS, "Variants.of", "private or known.fingerprint is None", "private", ("adapters/test_variants.py",),
+    ),
+    Mutant(
+        "a LoRA whose files were replaced is served",
+        VARIANTS, "Variants._lora", "if known.stamps == stamps:", "if True:", (UNLISTED,),
+    ),
+    Mutant(
+        "what is computed after a LoRA's files were replaced is stored",
+        SCHEDULER, "SchedulerHalf._plan_store", " or not self._is_current(state)", "", (UNLISTED,),
+    ),
+    # ---- what must agree ----------------------------------------------------------------------
+    Mutant(
+        "a field that no class declares does not count",
+        CANONICAL, "counted_fields", 'declared | set(getattr(config, "__dict__", ()))', "declared", IDENTITY_TESTS,
+    ),
+    Mutant(
+        "an engine that counts its images shares them",
+        IDENTITY, "config_identity", "and not cache.enable_prefix_caching:", "and False:", IDENTITY_TESTS,
+    ),
+    Mutant(
+        "weights at another place without files have the name of none",
+        IDENTITY, "weights_of", "        if model_version:\n            return", "        if True:\n            return", IDENTITY_TESTS,
+    ),
+    Mutant(
+        "a length that was fitted to the memory counts",
+        IDENTITY, "_max_model_len", "== -1", "== -2", IDENTITY_TESTS,
+    ),
+    Mutant(
+        "only the first bytes of a tensor count",
+        WEIGHTS, "_samples", " + (last - begin) * number // (count - 1)", "", ("adapters/test_weights.py",),
+    ),
+    Mutant(
+        "a file that was replaced within its mtime is not read again",
+        WEIGHTS, "stamp_of", "stat.st_ctime_ns,", "0,", ("adapters/test_weights.py",),
     ),
     # ---- the connector ------------------------------------------------------------------------
     Mutant(

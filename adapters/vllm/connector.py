@@ -16,7 +16,7 @@ import torch
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, block_dimensions
 from kvserver.adapters.vllm.description import Engine
 from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
-from kvserver.adapters.vllm.identity import model_identity, served_name
+from kvserver.adapters.vllm.identity import Identity, config_identity, served_name, with_weights
 from kvserver.adapters.vllm.link import GPU_MARGIN_SECONDS, Link, Registration
 from kvserver.adapters.vllm.memory import SharedCaches, share
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.kvserver")
+
+_COUNTED_SINCE = 4  # the protocol version
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -101,6 +103,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # engine and the same in all its processes.
         self._instance_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = str(vllm_config.instance_id) or self._instance_id
+        self._identity: Identity | None = None  # of the first registration: files may be replaced later
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._group_bytes = [0]
         self._lookups_told: Counter[str] = Counter()
@@ -254,10 +257,13 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             link.start(self._settings.connect_timeout_ms / 1000)
 
     def _registration(self, caches: SharedCaches, backends: str) -> Callable[[HelloReply, int], RegisterWorker]:
-        identity = model_identity(self._config, self._incarnation)
+        if self._identity is None:
+            self._identity = config_identity(self._config, self._caches_config)
+        identify = self._identify
         block_tokens = self._caches_config.kv_cache_groups[0].kv_cache_spec.block_size
 
         def message(hello: HelloReply, attachment: int) -> RegisterWorker:
+            identity = identify()
             return RegisterWorker(
                 instance_id=self._instance_id,
                 incarnation=self._incarnation,
@@ -271,12 +277,23 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 num_blocks=self._caches_config.num_blocks,
                 block_tokens=block_tokens,
                 chunk_blocks=max(1, hello.chunk_tokens // block_tokens),
-                identity=identity,
+                identity=None if hello.protocol_version >= _COUNTED_SINCE else identity.older(self._incarnation),
                 layout=f"{caches.layout} {backends}",
                 replicated=replicated(self._config, self._caches_config),
+                counted=identity.fields(),
+                private=identity.private,
             )
 
         return message
+
+    def _identify(self) -> Identity:
+        """What must agree, with the weights: read once, in the link's thread, for it may take a while."""
+        assert self._identity is not None
+        if not self._identity.has_weights:
+            self._identity = with_weights(self._identity, self._config, self._settings.model_version)
+            if self._identity.private:
+                log.warning("kvserver: this engine shares KV with no other: %s", self._identity.private)
+        return self._identity
 
     @fenced()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

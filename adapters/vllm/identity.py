@@ -1,34 +1,114 @@
-"""What must agree before KV may be shared, read from vLLM's configuration.
+"""What must agree before KV may be shared, read from vLLM's effective configuration.
 
-Owns: the texts of ModelIdentity, LoRA fingerprints and the start of the hash chain. Refuses to know:
-how the server hashes them into a namespace.
+Every field counts unless `harmless` lists it; so do vLLM's version, the device, vLLM's environment and the content of the
+weights. What has no form that another process would give it too, or no content that can be read, makes the engine private.
+
+Owns: what counts beside the fields, the reasons to be private, LoRA fingerprints and the start of the hash chain.
+Refuses to know: how the server hashes all this into a namespace.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import dataclasses
+import functools
+import importlib.util
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvserver.protocol import ModelIdentity
+import torch
+import vllm
+from kvserver.adapters.vllm.canonical import (
+    Refused,
+    canonical,
+    counted_fields,
+    digest,
+    hf_content,
+    is_hf_config,
+)
+from kvserver.adapters.vllm.harmless import HARMLESS_VARIABLES, OTHER_VARIABLES
+from kvserver.adapters.vllm.support import hash_block_tokens
+from kvserver.adapters.vllm.weights import NoWeights, file_digest, folder_digest
+from vllm import envs
+from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-_ROPE_KEYS = ("rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
+from kvserver.protocol import Counted, ModelIdentity
+
+# Fields whose values the daemon may be told, to name what differs: never an address, a path or anything secret.
+SHOWN = frozenset({
+    "vllm", "torch", "transformers", "device", "model_config.dtype", "model_config.quantization",
+    "model_config.max_model_len", "model_config.model_impl", "cache_config.cache_dtype",
+    "cache_config.prefix_caching_hash_algo", "cache_config.mamba_cache_mode", "kv_cache.hash_block_tokens",
+    "kv_cache.groups", "parallel_config.tensor_parallel_size", "parallel_config.pipeline_parallel_size",
+    "load_config.load_format", "attention_config.backend", "speculative_config.method",
+    "speculative_config.num_speculative_tokens",
+})  # fmt: skip
+_LONGEST_VALUE = 100
+
+# Formats that take the weights from the files of the model's folder.
+_FROM_FILES = frozenset(
+    [
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "pt",
+        "npcache",
+        "mistral",
+        "bitsandbytes",
+        "gguf",
+        "sharded_state",
+        "runai_streamer",
+        "runai_streamer_sharded",
+    ]
+)
 
 
-def folder_fingerprint(folder: Path, config_name: str) -> str:
-    """The configuration's content, and names, sizes and mtimes of the weight files."""
-    digest = hashlib.sha256()
-    config = folder / config_name
-    if config.is_file():
-        digest.update(config.read_bytes())
-    for path in sorted(folder.iterdir()):
-        if path.name.endswith(_WEIGHT_SUFFIXES):
-            stat = path.stat()
-            digest.update(f"\n{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return digest.hexdigest()
+@dataclass
+class Identity:
+    """`counted`: field -> digest. `values`: of some of these, for people. `private`: why KV is shared with nobody, or "".
+
+    A private engine is one that another start of the same engine would not equal, or would wrongly.
+    """
+
+    counted: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    private: str = ""
+    has_weights: bool = False
+
+    def add(self, name: str, value: Any) -> None:
+        """Digest it; what cannot be makes the engine private, by name."""
+        try:
+            form = canonical(value)
+        except (Refused, RecursionError) as refusal:
+            self.refuse(f"{name} cannot be compared: {refusal}")
+            return
+        self.counted[name] = digest(form)
+        text = str(form)
+        if name in SHOWN and len(text) <= _LONGEST_VALUE:
+            self.values[name] = text
+
+    def refuse(self, reason: str) -> None:
+        self.private = self.private or reason
+
+    def fields(self) -> tuple[Counted, ...]:
+        return tuple(Counted(name, found, self.values.get(name, "")) for name, found in sorted(self.counted.items()))
+
+    def older(self, incarnation: str) -> ModelIdentity:
+        """As protocols 1 to 3 have it."""
+        return ModelIdentity(
+            model=digest(self.counted),
+            dtype=self.values.get("model_config.dtype", ""),
+            kv_dtype=self.values.get("cache_config.cache_dtype", ""),
+            parallel=self.values.get("parallel_config.tensor_parallel_size", ""),
+            hash_algorithm=self.values.get("cache_config.prefix_caching_hash_algo", ""),
+            private=incarnation if self.private else "",
+        )
 
 
 def served_name(model: Any) -> str:
@@ -37,53 +117,171 @@ def served_name(model: Any) -> str:
     return str(served[0] if isinstance(served, list) else served or model.model)
 
 
-def model_fingerprint(model: str, hf_config: Any, incarnation: str) -> str:
-    """A local folder's fingerprint, a hub model's resolved commit, or else a text that nobody shares."""
-    path = Path(model)
-    if path.is_dir():
-        return "path:" + folder_fingerprint(path, "config.json")
-    if path.is_file():
-        stat = path.stat()
-        return f"file:{path.name} {stat.st_size} {stat.st_mtime_ns}"
-    commit = getattr(hf_config, "_commit_hash", None)
-    return f"commit:{model}@{commit}" if commit else f"unknown:{incarnation}"
-
-
-def model_identity(vllm_config: Any, incarnation: str) -> ModelIdentity:
-    """From VllmConfig. Anything that cannot be reproduced makes the identity private to this life of the engine."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    rope = {key: getattr(model.hf_text_config, key, None) for key in _ROPE_KEYS}
-    overrides = model.hf_overrides
-    private = ""
-    if callable(overrides) or getattr(cache, "calculate_kv_scales", False) or _random_weights(vllm_config):
-        private = incarnation
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = ""
-    if speculative is not None:
-        draft_model = getattr(speculative, "draft_model_config", None)
-        draft = f"{getattr(speculative, 'method', '')}:" + (
-            model_fingerprint(draft_model.model, draft_model.hf_config, incarnation) if draft_model is not None else ""
+def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
+    """All but the weights, as it is now. Reads no model file."""
+    found = Identity()
+    for name, value in (*_config(vllm_config, ""), *_facts(vllm_config, kv_cache_config), *_environment()):
+        found.add(name, value)
+    cache, multimodal = vllm_config.cache_config, getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is not None and not multimodal.mm_processor_cache_gb and not cache.enable_prefix_caching:
+        found.refuse(
+            "multimodal items are named by a counter of the process (no prefix caching, mm_processor_cache_gb 0)"
         )
-    return ModelIdentity(
-        model=model_fingerprint(model.model, model.hf_config, incarnation),
-        overrides=_text({"hf": {} if callable(overrides) else overrides, "rope": rope, "draft": draft}),
-        dtype=str(model.dtype),
-        kv_dtype=str(cache.cache_dtype),
-        quantization=str(model.quantization),
-        parallel=f"tp={parallel.tensor_parallel_size} pp={parallel.pipeline_parallel_size}",
-        hash_algorithm=str(cache.prefix_caching_hash_algo),
-        private=private,
-    )
+    if getattr(cache, "calculate_kv_scales", False):
+        found.refuse("calculate_kv_scales: KV scales are made from the first request")
+    return found
 
 
-def _random_weights(vllm_config: Any) -> bool:
-    load = getattr(vllm_config, "load_config", None)
-    return str(getattr(load, "load_format", "")).endswith("dummy")
+def with_weights(found: Identity, vllm_config: Any, model_version: str = "") -> Identity:
+    """And what the weights are. Reads samples of their files, which may take a while."""
+    whole = dataclasses.replace(found, counted=dict(found.counted), has_weights=True)
+    for name, model, load in _models(vllm_config):
+        try:
+            whole.counted[name] = digest([model_version, weights_of(model, load, model_version)])
+        except (NoWeights, OSError) as reason:
+            why = (
+                reason
+                if isinstance(reason, NoWeights)
+                else f"the model's files cannot be read, {type(reason).__name__}"
+            )
+            whole.refuse(f"{name}: {why}; kvserver.model_version may name them")
+    return whole
 
 
-def _text(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=repr)
-    return text if len(text) < 4000 else hashlib.sha256(text.encode()).hexdigest()
+def weights_of(model: Any, load: Any, model_version: str = "") -> str:
+    """A text that is the same for the same weights of a ModelConfig, or, where there are no files, "" if they have a name.
+
+    NoWeights or OSError if there is neither.
+    """
+    load_format = str(getattr(load, "load_format", "auto"))
+    path = Path(model.model)
+    try:
+        if load_format not in _FROM_FILES:
+            raise NoWeights(f"load_format {load_format} does not take them from the model's files")
+        if getattr(model, "model_weights", ""):
+            raise NoWeights("they are not in the model's folder")
+        if path.is_dir():
+            return "folder:" + folder_digest(path)
+        if path.is_file():
+            return "file:" + file_digest(path)
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        if not commit or getattr(model, "hf_config_path", None):
+            raise NoWeights("the commit of the model is not known")
+        return f"commit:{model.model}@{commit}"
+    except NoWeights:
+        if model_version:
+            return ""
+        raise
+
+
+# ---- what counts ------------------------------------------------------------------------------
+
+
+def _config(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """(path, value) of every field that counts, down to values that are no configuration themselves."""
+    if _is_model(config):
+        yield f"{prefix}max_model_len", _max_model_len(config)
+    for name, value in counted_fields(config):
+        path = prefix + name
+        if is_hf_config(value):
+            for key, part in hf_content(value).items():
+                yield f"{path}.{key}", part
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _config(value, path + ".")
+        else:
+            yield path, value
+
+
+def _facts(vllm_config: Any, kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
+    yield "vllm", vllm.__version__
+    yield "torch", torch.__version__
+    yield "transformers", _version("transformers")
+    yield "device", _device(str(vllm_config.device_config.device_type))
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    yield "kv_cache.groups", [f"{type(spec).__name__} of {spec.block_size}" for spec in groups]
+    yield "kv_cache.hash_block_tokens", hash_block_tokens(vllm_config, kv_cache_config)
+
+
+def _environment() -> Iterator[tuple[str, Any]]:
+    """What vLLM makes of its variables, and what others make of theirs."""
+    for name, read in envs.environment_variables.items():
+        if name not in HARMLESS_VARIABLES:
+            try:
+                yield f"environment.{name}", read()
+            except Exception as error:  # a value that vLLM itself would refuse, or a library that is not there
+                yield f"environment.{name}", type(error)
+    for name in OTHER_VARIABLES:
+        yield f"environment.{name}", os.environ.get(name)
+
+
+def _models(vllm_config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, ModelConfig, LoadConfig) of the model and of a draft model of its own."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    yield "weights", model, load
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft is not model:
+        yield "draft weights", draft, getattr(speculative, "draft_load_config", None) or load
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _device(device_type: str) -> list[str]:
+    """Type and what chooses kernels within it."""
+    if device_type != "cpu":
+        capability = current_platform.get_device_capability()
+        return [device_type, str(capability) if capability is not None else str(current_platform.get_device_name())]
+    architecture = str(getattr(current_platform.get_cpu_architecture(), "name", ""))
+    found = [device_type, architecture, torch.backends.cpu.get_cpu_capability()]
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        supported = getattr(torch.cpu, name, None)
+        found.append(str(bool(supported is not None and supported())))
+    return found
+
+
+# ---- the length of a context, which some models compute with -----------------------------------
+
+
+def _is_model(config: Any) -> bool:
+    return hasattr(config, "max_model_len") and hasattr(config, "hf_config")
+
+
+def _max_model_len(model: Any) -> int | str | None:
+    """As it was when the model was built, where the model reads it.
+
+    LongRoPE chooses its factors by it, Llama 4 the temperature of its attention. Where vLLM fits it to the memory (-1),
+    that comes later: the model was built with what its configuration says.
+    """
+    if not _reads_max_model_len(model):
+        return None
+    fitted = getattr(model, "original_max_model_len", None) == -1
+    return "what the model's configuration says" if fitted else int(model.max_model_len)
+
+
+def _reads_max_model_len(model: Any) -> bool:
+    for config in (model.hf_config, getattr(model, "hf_text_config", None)):
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        if "longrope" in str(rope) or "llama4" in str(getattr(config, "model_type", "")):
+            return True
+    return any(_source_names_it(name) for name in getattr(model.hf_config, "architectures", None) or [""])
+
+
+@functools.cache
+def _source_names_it(architecture: str) -> bool:
+    """Whether the model's module has the word; of one that is not vLLM's own nobody knows."""
+    module = getattr(ModelRegistry.models.get(architecture), "module_name", "")
+    if not module.startswith("vllm."):
+        return True
+    spec = importlib.util.find_spec(module)
+    return spec is None or spec.origin is None or "max_model_len" in Path(spec.origin).read_text(errors="replace")
+
+
+# ---- keys and LoRAs ---------------------------------------------------------------------------
 
 
 def chain_start(incarnation: str) -> str:
@@ -97,12 +295,12 @@ def chain_start(incarnation: str) -> str:
     return start.hex() if isinstance(start, bytes) else f"unknown-{incarnation}"
 
 
-def lora_fingerprint(lora: Any) -> str:
-    """Name and content of a LoRA: block hashes cover its name only, and files behind a name may differ."""
-    digest = hashlib.sha256(f"{lora.lora_name}\n".encode())
-    folder = Path(lora.lora_path)
-    if folder.is_dir():
-        digest.update(folder_fingerprint(folder, "adapter_config.json").encode())
-    else:
-        digest.update(os.fsencode(lora.lora_path))
-    return digest.hexdigest()[:32]
+def lora_fingerprint(lora: Any) -> str | None:
+    """Name and content of a LoRA: block hashes cover its name only, and files behind a name may differ.
+
+    None where there is no folder: vLLM downloads whatever the hub has then.
+    """
+    folder = Path(lora.lora_path).expanduser()
+    if not folder.is_dir():
+        return None
+    return digest([lora.lora_name, bool(getattr(lora, "is_3d_lora_weight", False)), folder_digest(folder)])

@@ -102,8 +102,13 @@ class SchedulerHalf:
         self._rehashes_sessions = rehashes_sessions
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
         self._fault = fault  # takes note of an exception of ours: (where, which)
-        transferred = "epoch: weight_transfer_config is set" if weights_are_transferred else ""
-        self._variants = Variants(f"{instance_id}/{incarnation}", weights_version, transferred)
+        self._variants = Variants(
+            f"{instance_id}/{incarnation}",
+            weights_version,
+            "epoch: weight_transfer_config is set" if weights_are_transferred else "",
+            counters=self.counters,
+            trusts_uuids=settings.trust_multi_modal_uuids,
+        )
         self._follows_resets = weights_are_transferred or settings.on_prefix_reset == "private"
         self._resets_seen = 0
         self._serves = False  # until the pool's hook sees which blocks are given away
@@ -153,7 +158,10 @@ class SchedulerHalf:
                 )
             self._stale_hashes = True
             return
-        state = RequestState(request, self._variant_of(request))
+        variant = self._variants.of(request)
+        if variant is None:
+            return  # it runs without cache
+        state = RequestState(request, variant)
         self._requests[request.request_id] = state
         if not _computes_all(request):
             self._lookups.send(state)
@@ -171,6 +179,8 @@ class SchedulerHalf:
             return None, False
         tokens = min((state.hit_chunks or 0) * self._chunks.tokens, request.num_tokens - 1) - local_tokens
         if tokens <= 0 or (self._whole_prompts_only and local_tokens + tokens < request.num_tokens - 1):
+            return 0, False
+        if not self._is_current(state):
             return 0, False
         state.local_tokens = local_tokens
         return tokens, True
@@ -299,6 +309,8 @@ class SchedulerHalf:
         if self._holds_back_tail and tokens >= request.num_tokens:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
         end = tokens // self._chunks.tokens
+        if state.stored_chunks >= end or not self._is_current(state):
+            return
         per_chunk = self._chunks.blocks
         most = max(1, min(MAX_CHUNKS, _STORE_TOKENS // self._chunks.tokens))
         first = state.stored_chunks
@@ -441,7 +453,7 @@ class SchedulerHalf:
             if state.load is not None:
                 self._plan.abort_loads.append(state.load.load_id)
             self._lookups.forget(state)
-            state.variant = self._variant_of(state.request)
+            state.variant = self._variants.of(state.request) or state.variant  # if None it is no longer current
             state.hit_chunks = None
             state.stored_chunks = 0
         self._serves = serves
@@ -474,5 +486,6 @@ class SchedulerHalf:
             self._introduction.refused(number, reply)
         self._guarded("events", self._announcer.heard, number, reply)
 
-    def _variant_of(self, request: Request) -> str:
-        return self._variants.of(getattr(request, "lora_request", None))
+    def _is_current(self, state: RequestState) -> bool:
+        """Whether what the request computes with is still what its variant names: a LoRA's files may be replaced."""
+        return getattr(state.request, "lora_request", None) is None or self._variants.of(state.request) == state.variant

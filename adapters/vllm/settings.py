@@ -75,6 +75,19 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
             description='What vLLM does with a request whose load failed. vLLM\'s own default, "fail", ends it with an error.'
         ),
     ] = "recompute"
+    model_version: Annotated[
+        str,
+        Meta(
+            max_length=200,
+            description="Names weights that have no files in the model's folder (s3://, tensorizer, dummy): engines with one name share KV. Without it such an engine shares with no other. Where there are files both count.",
+        ),
+    ] = ""
+    trust_multi_modal_uuids: Annotated[
+        bool,
+        Meta(
+            description="Says that multi_modal_uuids, if requests have them, name the same image, video or sound in every engine and at any time. Without it the KV of prompts with such items is shared with no other engine: nothing tells a user's name from a hash of the content."
+        ),
+    ] = False
     weights_version: Annotated[
         str,
         Meta(

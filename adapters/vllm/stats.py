@@ -22,12 +22,19 @@ HOST: Any = getattr(getattr(base, "CacheHitSource", None), "HOST", None)
 log = logging.getLogger("vllm.kvserver")
 
 _PREFIX = "vllm:kvserver_"
-SCHEDULER = ("lookups", "lookup_hits", "lookup_timeouts", "prefix_resets")  # what the scheduler half counts
+SCHEDULER = (
+    "lookups",
+    "lookup_hits",
+    "lookup_timeouts",
+    "prefix_resets",
+    "replaced_lora_requests",
+)  # what the scheduler half counts
 _COUNTERS = {
     "lookups": "Lookups sent to kvserver.",
     "lookup_hits": "Lookups that found something.",
     "lookup_timeouts": "Lookups that were not answered in time.",
     "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only: its weights may have changed.",
+    "replaced_lora_requests": "Times that a request was kept from the cache since the files of its LoRA were replaced.",
     "load_bytes": "Bytes loaded from kvserver, by all ranks.",
     "load_failures": "Loads that failed, by all ranks; the engine computes those tokens itself.",
     "store_bytes": "Bytes stored in kvserver, by all ranks; not those that were there.",

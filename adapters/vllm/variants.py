@@ -1,16 +1,33 @@
-"""What may differ between requests of one registration: weights and LoRA.
+"""What may differ between requests of one registration: weights, LoRA, and who named its images.
 
 Owns: the weights epoch, the LoRAs seen, and the text that goes with every key. Refuses to know: keys,
 and how the server hashes the text into a namespace.
+
+A LoRA is the files that its name and path had at its first request. vLLM reads them again when it had no more room for
+the LoRA, or is told to, but keeps its own blocks and their hashes: once the files were replaced nobody knows what a block
+holds, and requests with that name and path run without cache. New files at a new path are a new LoRA.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvserver.adapters.vllm.identity import chain_start, lora_fingerprint
+from kvserver.adapters.vllm.weights import NoWeights, stamps_of
+
+log = logging.getLogger("vllm.kvserver")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lora:
+    stamps: object  # of its files when they were read
+    fingerprint: str | None  # None: not known, so it is shared with no other engine
 
 
 class Variants:
@@ -18,17 +35,29 @@ class Variants:
 
     `private` says why the engine shares KV with itself only; empty while others may read and write it too. It may be
     given from the start, which also a version that is configured already does not change.
+    `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine.
     """
 
-    def __init__(self, life: str, configured_version: Callable[[], str], private: str = "") -> None:
+    def __init__(
+        self,
+        life: str,
+        configured_version: Callable[[], str],
+        private: str = "",
+        *,
+        counters: Counter[str] | None = None,
+        trusts_uuids: bool = False,
+    ) -> None:
         self.private = private
+        self._counters = counters if counters is not None else Counter()
+        self._trusts_uuids = trusts_uuids
         self._life = life
         self._configured_version = configured_version
         self._version_seen = configured_version()
         self._version = "" if private else self._version_seen
         self._epoch = 0
         self._chain = ""
-        self._loras: dict[tuple[int, str, str], str] = {}
+        self._loras: dict[tuple[str, str], _Lora] = {}  # by name and path, as vLLM's block hashes have them
+        self._replaced: set[tuple[str, str]] = set()
 
     def weights_changed(self, since: str) -> None:
         """To a private epoch, because of `since`, unless the configured version was set anew since the last change."""
@@ -53,16 +82,49 @@ class Variants:
             parts.append(f"epoch={self._life}/{self._epoch}")
         return _digest(" ".join(parts))
 
-    def of(self, lora: Any) -> str:
-        """The text for requests with this LoRA (or None): "epoch" or "epoch/lora"."""
-        return f"{self.epoch}/{_digest(self._lora(lora))}" if lora is not None else self.epoch
+    def of(self, request: Any) -> str | None:
+        """The text for a request: "epoch" or "epoch/lora"; None if it must run without cache."""
+        lora = getattr(request, "lora_request", None)
+        private = bool(getattr(request, "mm_features", None)) and not self._trusts_uuids
+        if lora is None:
+            return self._own(self.epoch) if private else self.epoch
+        known = self._lora(lora)
+        if known is None:
+            return None
+        epoch = self._own(self.epoch) if private or known.fingerprint is None else self.epoch
+        return f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}"
 
-    def _lora(self, lora: Any) -> str:
-        """The files as they were when the engine first used them, or reloaded them in place."""
-        known = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if known not in self._loras or getattr(lora, "load_inplace", False):
-            self._loras[known] = lora_fingerprint(lora)
-        return self._loras[known]
+    def _own(self, epoch: str) -> str:
+        """Of that epoch what only this life of the engine knows."""
+        return _digest(f"{epoch} {self._life}")
+
+    def _lora(self, lora: Any) -> _Lora | None:
+        """None if its files are not those of its first request."""
+        name = (lora.lora_name, lora.lora_path)
+        stamps = stamps_of(Path(lora.lora_path).expanduser())
+        known = self._loras.get(name)
+        if known is None:
+            known = self._loras[name] = _Lora(stamps, self._read(lora))
+        if known.stamps == stamps:
+            return known
+        self._counters["replaced_lora_requests"] += 1
+        if name not in self._replaced:
+            self._replaced.add(name)
+            log.warning(
+                "the files of LoRA %r were replaced: its requests run without kvserver; give new files a new path",
+                lora.lora_name,
+            )
+        return None
+
+    def _read(self, lora: Any) -> str | None:
+        try:
+            found = lora_fingerprint(lora)
+        except (NoWeights, OSError) as error:
+            log.debug("LoRA %r", lora.lora_name, exc_info=error)
+            found = None
+        if found is None:
+            log.warning("kvserver: KV with LoRA %r is shared with no other engine: no files to read", lora.lora_name)
+        return found
 
 
 def _digest(text: str) -> str:

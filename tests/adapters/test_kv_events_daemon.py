@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from kv_events_log import Log, events_on
+from model_folder import write_lora
 from modelless import BLOCK, Engine, prompt
 from support.daemon import Daemon, wait_until
 from support.kv_audience import Subscriber
@@ -122,9 +123,9 @@ def test_what_one_engine_stored_all_of_them_announce_by_its_own_names(make_scene
     assert {type(name) for name in held} == {int if as_int == "1" else bytes}
 
 
-def test_all_streams_say_the_same_of_a_block(make_scene):
+def test_all_streams_say_the_same_of_a_block(make_scene, tmp_path):
     scene = make_scene()
-    lora = LoRARequest("sql", 1, "/nowhere")
+    lora = LoRARequest("sql", 1, str(write_lora(tmp_path)))
     scene.engines[0].generate("plain", TOKENS)
     scene.engines[0].generate("salted", TOKENS, cache_salt="pepper")
     scene.engines[0].generate("lora", TOKENS, lora_request=lora)

@@ -244,7 +244,7 @@ class Hostile:
         return [
             *self._notices(),
             Hello(
-                protocol_version=self.random.choice((1, 2, 3, 4)), client="c" * 100
+                protocol_version=self.random.choice((1, 2, 3, 4, 5)), client="c" * 100
             ),  # most changes spare the version
             Lookup(
                 instance_id=self.worker.instance_id,

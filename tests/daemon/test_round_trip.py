@@ -234,7 +234,7 @@ def test_ranks_that_disagree_are_told_which_field(daemon, make_worker):
     one = make_worker(daemon, rank=1, connect_now=False, **same)
     one.attach()
     for changes, words in [
-        ({"identity": identity(dtype="float16")}, "rank 1 says identity.dtype='float16', rank 0 says 'bfloat16'"),
+        ({"counted": identity(dtype="float16")}, "rank 1 says dtype='float16', rank 0 says 'bfloat16'"),
         ({"model_name": "other"}, "rank 1 says model_name='other', rank 0 says 'test/model'"),
         ({"world_size": 3}, "rank 1 says world_size=3, rank 0 says 2"),
         ({"num_blocks": 63}, "rank 1 says num_blocks=63, rank 0 says 64"),

@@ -25,6 +25,7 @@ from kvserver.kv_messages import DescribeScheduler
 from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
+    Counted,
     CudaIpc,
     CudaVmmFabric,
     CudaVmmFd,
@@ -32,7 +33,6 @@ from kvserver.protocol import (
     HelloReply,
     Lookup,
     LookupReply,
-    ModelIdentity,
     Registered,
     RegisterWorker,
     Reply,
@@ -53,9 +53,9 @@ WORDS = 256
 GpuMemory = CudaIpc | CudaVmmFd | CudaVmmFabric
 
 
-def identity(**changes: Any) -> ModelIdentity:
-    """A model's identity; without changes always the same one."""
-    values: dict[str, Any] = {
+def identity(**changes: str) -> tuple[Counted, ...]:
+    """What a model's engines agree on, as they register it; without changes always the same."""
+    values = {
         "model": "test-model@0123",
         "dtype": "bfloat16",
         "kv_dtype": "auto",
@@ -63,7 +63,7 @@ def identity(**changes: Any) -> ModelIdentity:
         "hash_algorithm": "sha256_cbor",
         **changes,
     }
-    return ModelIdentity(**values)
+    return tuple(Counted(name, digest=value, value=value) for name, value in values.items())
 
 
 def make_keys(count: int, seed: object = None) -> list[bytes]:
@@ -292,7 +292,7 @@ class Worker:
     model_name: str = "test/model"
     rank: int = 0
     world_size: int = 1
-    identity: ModelIdentity = field(default_factory=identity)
+    identity: tuple[Counted, ...] = field(default_factory=identity)
     layout: str = "NHD"
     replicated: bool = False
     gpu: str = ""
@@ -353,7 +353,7 @@ class Worker:
             num_blocks=self.geometry.num_blocks,
             block_tokens=self.geometry.block_tokens,
             chunk_blocks=self.chunk_blocks,
-            identity=self.identity,
+            counted=self.identity,
             layout=self.layout,
             replicated=self.replicated,
         )

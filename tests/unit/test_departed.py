@@ -23,7 +23,7 @@ def arrive(instances: Instances, instance_id: str, model_name: str = "m") -> Any
     spec = RegisterWorker(
         instance_id=instance_id, incarnation="x", model_name=model_name, rank=0, world_size=1, attachment=0,
         memory=[SharedFd(0, 1)], words=8, planes=list(geometry.planes), num_blocks=geometry.num_blocks,
-        block_tokens=16, chunk_blocks=4, identity=identity(),
+        block_tokens=16, chunk_blocks=4, counted=identity(),
     )  # fmt: skip
     nothing: Any = Nothing()
     return instances.add(spec, nothing, nothing, [], nothing)

@@ -9,9 +9,9 @@ import pytest
 from support.worker import identity
 
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.namespace import check_agreement, epoch_of, fingerprint, with_variant
+from kvserver.namespace import check_agreement, epoch_of, fingerprint, private_reason, with_variant
 from kvserver.planes import Plane
-from kvserver.protocol import ModelIdentity, RegisterWorker, SharedFd
+from kvserver.protocol import Counted, ModelIdentity, RegisterWorker, SharedFd
 
 REGISTRATION = RegisterWorker(
     instance_id="i",
@@ -26,7 +26,7 @@ REGISTRATION = RegisterWorker(
     num_blocks=8,
     block_tokens=16,
     chunk_blocks=4,
-    identity=identity(),
+    counted=identity(),
 )
 
 SHAPES_THE_SLOT: dict[str, Any] = {
@@ -65,17 +65,77 @@ def test_the_same_registration_has_the_same_namespace() -> None:
     assert len(fingerprint([REGISTRATION])) == 32
 
 
+@pytest.mark.parametrize("name", [field.name for field in REGISTRATION.counted])
+def test_every_counted_field_separates(name: str) -> None:
+    assert fingerprint([changed(counted=identity(**{name: "something else"}))]) != fingerprint([REGISTRATION])
+
+
+def test_a_field_more_or_less_separates() -> None:
+    prints = {fingerprint([changed(counted=c)]) for c in (identity(), identity(new="x"), identity()[1:])}
+    assert len(prints) == 3
+
+
+def test_neither_the_order_of_fields_nor_what_is_shown_of_them_separates() -> None:
+    shown_otherwise = tuple(msgspec.structs.replace(field, value="") for field in reversed(identity()))
+    assert fingerprint([changed(counted=shown_otherwise)]) == fingerprint([REGISTRATION])
+
+
+def test_a_digest_counts_for_its_own_field_only() -> None:
+    names = [field.name for field in REGISTRATION.counted]
+    prints = {fingerprint([changed(counted=identity(**dict.fromkeys(names, "")))])}
+    prints |= {fingerprint([changed(counted=identity(**{**dict.fromkeys(names, ""), name: "x"}))]) for name in names}
+    assert len(prints) == len(names) + 1
+
+
+# ---- private instances ------------------------------------------------------------------------
+
+
+def test_a_private_instance_shares_with_no_other_incarnation() -> None:
+    private = changed(private="no weight files")
+    others = [REGISTRATION, *(msgspec.structs.replace(private, **{f: "x"}) for f in ("instance_id", "incarnation"))]
+    assert fingerprint([private]) == fingerprint([msgspec.structs.replace(private, private="a reason in other words")])
+    assert len({fingerprint([spec]) for spec in (private, *others)}) == 4
+
+
+def test_one_private_rank_makes_the_instance_private() -> None:
+    ranks = world(2)
+    ranks[1] = msgspec.structs.replace(ranks[1], private="its files cannot be read")
+    check_agreement(*ranks)
+    assert private_reason(ranks) == "its files cannot be read"
+    assert private_reason(world(2)) == ""
+    again = [msgspec.structs.replace(rank, incarnation="o") for rank in ranks]
+    assert len({fingerprint(ranks), fingerprint(again), fingerprint(world(2))}) == 3
+
+
+# ---- protocols 1 to 3 -------------------------------------------------------------------------
+
+OLD = ModelIdentity(model="m", dtype="bfloat16", kv_dtype="auto", parallel="tp=1", hash_algorithm="sha256")
+
+
+def old(**changes: str) -> RegisterWorker:
+    return changed(counted=(), identity=msgspec.structs.replace(OLD, **changes))
+
+
 @pytest.mark.parametrize("field", [field.name for field in msgspec.structs.fields(ModelIdentity)])
-def test_every_part_of_the_identity_separates(field: str) -> None:
-    other = fingerprint([changed(identity=identity(**{field: "something else"}))])
-    assert other != fingerprint([REGISTRATION])
+def test_every_part_of_an_older_clients_identity_separates(field: str) -> None:
+    assert fingerprint([old(**{field: "something else"})]) != fingerprint([old()])
+    with pytest.raises(KVServerError, match=rf"rank 1 says identity\.{field}='z'"):
+        check_agreement(old(), msgspec.structs.replace(old(**{field: "z"}), rank=1))
 
 
-def test_a_text_counts_for_its_own_field_only() -> None:
+def test_a_text_of_an_older_client_counts_for_its_own_field_only() -> None:
     names = [field.name for field in msgspec.structs.fields(ModelIdentity)]
     blank = dict.fromkeys(names, "")
-    prints = {fingerprint([changed(identity=ModelIdentity(**{**blank, name: "x"}))]) for name in names}
-    assert len(prints) == len(names)
+    assert len({fingerprint([old(**{**blank, name: "x"})]) for name in names}) == len(names)
+
+
+def test_an_older_client_that_names_its_incarnation_is_private() -> None:
+    assert private_reason([old(private="life-1")]) == "life-1"
+
+
+def test_a_registration_that_names_nothing_is_refused() -> None:
+    with pytest.raises(KVServerError, match=r"\$\.counted"):
+        fingerprint([changed(counted=())])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +158,7 @@ def test_where_the_planes_lie_does_not_separate() -> None:
 
 def test_every_field_of_a_registration_is_known_to_these_tests() -> None:
     """A new field must be put into one of the tables above."""
-    known = {*SHAPES_THE_SLOT, *LEAVES_THE_SLOT, "identity", "rank", "world_size"}
+    known = {*SHAPES_THE_SLOT, *LEAVES_THE_SLOT, "identity", "counted", "private", "rank", "world_size"}
     assert {field.name for field in msgspec.structs.fields(RegisterWorker)} == known
 
 
@@ -146,10 +206,20 @@ def test_ranks_that_differ_are_told_where(field: str, value: Any) -> None:
     assert caught.value.code is ErrorCode.RANKS_DISAGREE
 
 
-@pytest.mark.parametrize("field", [field.name for field in msgspec.structs.fields(ModelIdentity)])
-def test_ranks_of_two_models_are_told_where(field: str) -> None:
-    with pytest.raises(KVServerError, match=rf"identity\.{field}='z'"):
-        check_agreement(REGISTRATION, changed(rank=1, identity=identity(**{field: "z"})))
+@pytest.mark.parametrize("name", [field.name for field in REGISTRATION.counted])
+def test_ranks_of_two_models_are_told_where(name: str) -> None:
+    with pytest.raises(KVServerError, match=rf"rank 1 says {name}='z'"):
+        check_agreement(REGISTRATION, changed(rank=1, counted=identity(**{name: "z"})))
+
+
+def test_of_a_field_whose_value_is_not_shown_ranks_are_told_the_digests() -> None:
+    secret, other = (changed(rank=rank, counted=(Counted("uri", digest),)) for rank, digest in ((0, "12"), (1, "34")))
+    with pytest.raises(KVServerError, match="rank 1 says uri='34', rank 0 says '12'"):
+        check_agreement(secret, other)
+
+
+def test_ranks_may_show_an_equal_field_differently() -> None:
+    check_agreement(changed(counted=(Counted("uri", "12", "x"),)), changed(rank=1, counted=(Counted("uri", "12"),)))
 
 
 def test_ranks_may_differ_in_their_planes() -> None:

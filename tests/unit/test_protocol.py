@@ -35,6 +35,7 @@ from kvserver.protocol import (
     HelloReply,
     Lookup,
     LookupReply,
+    ModelIdentity,
     Registered,
     RegisterWorker,
     ReportBlockAllocations,
@@ -65,6 +66,7 @@ COPY: dict[str, Any] = {
     "sequence": 1 << 40,
     "deadline_ns": (1 << 63) - 1,
 }
+MODEL_IDENTITY = ModelIdentity(model="m", dtype="bfloat16", kv_dtype="auto", parallel="tp=1", hash_algorithm="sha256")
 REQUESTS = [
     Hello(protocol_version=1, client="test"),
     RegisterWorker(
@@ -80,7 +82,9 @@ REQUESTS = [
         num_blocks=1 << 20,
         block_tokens=16,
         chunk_blocks=16,
-        identity=identity(),
+        identity=MODEL_IDENTITY,
+        counted=identity(),
+        private="no weight files",
     ),
     UnregisterWorker(boot_id="b", registration=1),
     Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=16, keys=KEYS, variant="lora"),
@@ -291,6 +295,8 @@ HOSTILE = [
     ("RegisterWorker", "block_tokens", 0),
     ("RegisterWorker", "chunk_blocks", -1),
     ("RegisterWorker", "identity", {}),
+    ("RegisterWorker", "counted", [["x" * 513, ""]]),
+    ("RegisterWorker", "counted", [["name", "digest"]] * 4097),
 ]
 
 

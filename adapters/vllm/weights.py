@@ -1,0 +1,123 @@
+"""What a model's or a LoRA's files hold: samples of their content, so that copies are alike wherever and whenever they were made.
+
+Of safetensors the names, types and shapes of all tensors and some bytes of each; of other files pieces all through them.
+Names of folders and times of files do not matter. What was read of a file is remembered by its inode, size and ctime.
+
+Owns: reading and digesting files. Refuses to know: which of them an engine reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvserver.adapters.vllm.harmless import HARMLESS_FILES
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npy")
+_WHOLE_SUFFIXES = (".json", ".py")  # small, and read by vLLM: of quantization, processors, remote code
+_SKIPPED_FOLDERS = {"original"}  # as vLLM does
+_SAMPLE_BYTES = 256
+_SAMPLES_OF_TENSOR = 3
+_SAMPLES_OF_FILE = 4096
+_LONGEST_HEADER = 100_000_000  # as safetensors itself has it
+
+
+class NoWeights(Exception):
+    """A folder without weights, or one that cannot be read."""
+
+
+class Stamp(NamedTuple):
+    """A file as it is now: whoever changes its content changes this."""
+
+    inode: int
+    size: int
+    ctime_ns: int
+    mtime_ns: int
+
+
+def stamp_of(path: Path) -> Stamp:
+    stat = path.stat()
+    return Stamp(stat.st_ino, stat.st_size, stat.st_ctime_ns, stat.st_mtime_ns)
+
+
+def stamps_of(folder: Path) -> tuple[tuple[str, Stamp], ...]:
+    """Of all files of a folder that count; empty if it is none."""
+    return tuple((path.relative_to(folder).as_posix(), stamp_of(path)) for path in _files(folder))
+
+
+def folder_digest(folder: Path) -> str:
+    """Of everything that a folder gives a model. NoWeights, or an OSError."""
+    files = list(_files(folder))
+    if not any(path.name.endswith(WEIGHT_SUFFIXES) for path in files):
+        raise NoWeights("no weight files in the model's folder")
+    parts = [(path.relative_to(folder).as_posix(), file_digest(path)) for path in files]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    return _file_digest(path, stamp_of(path))
+
+
+@functools.lru_cache(maxsize=4096)
+def _file_digest(path: Path, stamp: Stamp) -> str:
+    found = hashlib.sha256(stamp.size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        for begin, size in _pieces(path, descriptor, stamp.size):
+            found.update(os.pread(descriptor, size, begin))
+    return found.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """What vLLM may read of a folder, in the order of names."""
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
+        for name in sorted(names):
+            counts = name.endswith(_WHOLE_SUFFIXES) and name not in HARMLESS_FILES and not name.startswith("tokenizer")
+            if counts or name.endswith(WEIGHT_SUFFIXES):
+                yield Path(here, name)
+
+
+def _pieces(path: Path, descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of what is read of a file."""
+    if path.name.endswith(_WHOLE_SUFFIXES):
+        yield 0, size
+        return
+    tensors = _tensors(descriptor, size) if path.name.endswith(".safetensors") else None
+    if tensors is None:
+        yield from _samples(0, size, _SAMPLES_OF_FILE)
+        return
+    data, places = tensors
+    yield 0, data
+    for begin, end in places:
+        yield from _samples(data + begin, data + end, _SAMPLES_OF_TENSOR)
+
+
+def _samples(begin: int, end: int, count: int) -> Iterator[tuple[int, int]]:
+    """`count` pieces at even distances, the first bytes and the last among them; all, if that is not more."""
+    if end - begin <= count * _SAMPLE_BYTES:
+        yield begin, end - begin
+        return
+    last = end - _SAMPLE_BYTES
+    for number in range(count):
+        yield begin + (last - begin) * number // (count - 1), _SAMPLE_BYTES
+
+
+def _tensors(descriptor: int, size: int) -> tuple[int, list[tuple[int, int]]] | None:
+    """(bytes before the data, where each tensor is in it); None if that is not how safetensors are written."""
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+        return None
+    try:
+        header: dict[str, dict[str, Any]] = json.loads(os.pread(descriptor, length, 8))
+        places = sorted(tuple(tensor["data_offsets"]) for name, tensor in header.items() if name != "__metadata__")
+        if any(not 0 <= begin <= end <= size - 8 - length for begin, end in places):
+            return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return 8 + length, [(begin, end) for begin, end in places]

@@ -1,0 +1,98 @@
+"""The text that goes with every key: weights epoch, LoRA, and whether a request shares with other engines at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvserver.adapters.vllm.identity import lora_fingerprint
+from kvserver.adapters.vllm.variants import Variants
+from model_folder import write_lora
+from modelless import Engine, prompt
+from vllm.lora.request import LoRARequest
+from vllm.v1.core import kv_cache_utils
+
+CHUNK = 64
+TOKENS = prompt(1, 2 * CHUNK + 10)
+
+
+def lora(folder: Path, name: str = "sql", number: int = 1, **options: Any) -> LoRARequest:
+    return LoRARequest(name, number, str(folder), **options)
+
+
+def request(lora_request: LoRARequest | None = None, mm_features: Any = ()) -> Any:
+    return SimpleNamespace(lora_request=lora_request, mm_features=list(mm_features))
+
+
+def test_a_lora_is_its_files(tmp_path):
+    one = lora_fingerprint(lora(write_lora(tmp_path / "one")))
+    assert one == lora_fingerprint(lora(write_lora(tmp_path / "copy"), number=5))
+    os.utime(tmp_path / "copy" / "adapter_model.safetensors")
+    assert one == lora_fingerprint(lora(tmp_path / "copy"))
+    assert one != lora_fingerprint(lora(write_lora(tmp_path / "other", seed=1)))
+    assert one != lora_fingerprint(lora(write_lora(tmp_path / "ranked", config='{"r": 8}')))
+    assert one != lora_fingerprint(lora(tmp_path / "one", name="chat"))
+    assert one != lora_fingerprint(lora(tmp_path / "one", is_3d_lora_weight=True))
+
+
+def ask(engine: Engine, name: str, request: LoRARequest | None) -> int:
+    answer = engine.add(name, TOKENS, lora_request=request)
+    engine.run()
+    assert answer.right
+    return answer.external
+
+
+def test_a_lora_shares_with_the_same_files_only(make_daemon, make_engine, tmp_path):
+    """vLLM hashes a LoRA's name and path, not its files."""
+    daemon = make_daemon()
+    folder = write_lora(tmp_path / "one")
+    cold = make_engine(daemon)
+    assert ask(cold, "plain", None) == 0
+    assert ask(cold, "lora", lora(folder)) == 0
+    assert ask(make_engine(daemon), "warm", lora(folder)) == 2 * CHUNK
+    assert ask(make_engine(daemon), "plain", None) == 2 * CHUNK
+    write_lora(folder, seed=1)
+    assert ask(make_engine(daemon), "changed", lora(folder)) == 0
+
+
+def test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart(monkeypatch, tmp_path):
+    version = ""
+    variants = Variants("life", lambda: version)
+    tuned = request(lora(write_lora(tmp_path / "one")))
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\1" * 32)
+    found = [variants.of(request()), variants.of(tuned), Variants("life", lambda: "v1").of(request())]
+    variants.weights_changed("test")
+    found.append(variants.of(request()))
+    variants.weights_changed("test")
+    found.append(variants.of(request()))
+    version = "v2"
+    variants.weights_changed("test")
+    found.append(variants.of(request()))
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\2" * 32)
+    found.append(Variants("life", lambda: version).of(request()))
+    assert len(set(found)) == len(found)
+    assert {len(text) for text in found if text} == {
+        32,
+        65,
+    }  # a LoRA's stands behind the epoch's; every Store carries it
+    assert Variants("another life", lambda: "v2").of(request()) == found[-1]
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+def test_a_prompt_with_images_is_shared_only_where_their_names_are_trusted(trusts):
+    one, again, other = (Variants(life, lambda: "", trusts_uuids=trusts) for life in ("a", "a", "b"))
+    image = request(mm_features=["an image"])
+    assert one.of(image) == again.of(image)
+    assert (one.of(image) == other.of(image)) is trusts
+    assert (one.of(image) == one.of(request())) is trusts
+
+
+def test_a_lora_of_the_hub_is_shared_with_no_other_engine():
+    tuned = request(LoRARequest("sql", 1, "org/some-lora"))
+    one, again, other = (Variants(life, lambda: "").of(tuned) for life in ("a", "a", "b"))
+    assert one == again != other
+    second = Variants("a", lambda: "").of(request(LoRARequest("sql", 1, "org/another")))
+    assert second != one

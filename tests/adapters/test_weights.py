@@ -1,0 +1,124 @@
+"""Weights count by their content: not by names of folders, nor by times of files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from kvserver.adapters.vllm.weights import NoWeights, folder_digest
+from model_folder import write_model, write_weights
+
+SIZES = {"small": 10, "large": 100_000, "after": 3_000}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_weights(tmp_path / "model" / "model.safetensors", SIZES)
+    return tmp_path / "model"
+
+
+def poke(path: Path, at: int) -> None:
+    """Change one byte; size and mtime stay."""
+    stat = path.stat()
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_a_copy_with_other_times_is_the_same(folder: Path) -> None:
+    copy = shutil.copytree(folder, folder.with_name("copy"))
+    os.utime(copy / "model.safetensors")
+    assert folder_digest(copy) == folder_digest(folder)
+
+
+@pytest.mark.parametrize("tensor", SIZES)
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_a_byte_at_either_end_or_in_the_middle_of_any_tensor_counts(folder: Path, tensor: str, place: float) -> None:
+    """Though size and mtime are those of before, and the file was read already."""
+    before = folder_digest(folder)
+    path = folder / "model.safetensors"
+    end = path.stat().st_size - sum(SIZES.values())
+    for name, size in SIZES.items():
+        begin, end = end, end + size
+        if name == tensor:
+            poke(path, begin + int(place * (size - 1)))
+    assert folder_digest(folder) != before
+
+
+@pytest.mark.parametrize(
+    "tensors", [{"small": 10, "large": 100_000, "renamed": 3_000}, {"small": 13, "large": 100_000, "after": 2_997}]
+)
+def test_names_and_shapes_of_tensors_count(folder: Path, tensors: dict[str, int]) -> None:
+    before = folder_digest(folder)
+    write_weights(folder / "model.safetensors", tensors)
+    assert folder_digest(folder) != before
+
+
+def test_types_of_tensors_count(folder: Path) -> None:
+    before = folder_digest(folder)
+    write_weights(folder / "model.safetensors", SIZES, dtype="I8")
+    assert folder_digest(folder) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model-2.safetensors", "pytorch_model.bin", "hf_quant_config.json", "preprocessor_config.json", "modeling.py"],
+)
+def test_another_file_that_vllm_may_read_counts(folder: Path, name: str) -> None:
+    before = folder_digest(folder)
+    (folder / name).write_bytes(b"{}")
+    assert folder_digest(folder) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "config.json", "tokenizer.json", "generation_config.json", ".git/x.json"]
+)
+def test_files_that_count_otherwise_or_not_at_all_do_not_matter(folder: Path, name: str) -> None:
+    before = folder_digest(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"{}")
+    assert folder_digest(folder) == before
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "broken.safetensors"])
+def test_of_other_formats_pieces_all_through_the_file_count(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(bytes(5_000_000))
+    found = {folder_digest(tmp_path)}
+    for at in (0, 1_249_999, 2_500_000, 4_999_999):
+        for near in range(at - 600, at + 601, 100):  # wherever the pieces are, one of these is in one
+            if 0 <= near < 5_000_000:
+                poke(path, near)
+        found.add(folder_digest(tmp_path))
+    assert len(found) == 5
+
+
+def test_safetensors_that_lie_about_their_tensors_are_read_as_any_file(tmp_path: Path) -> None:
+    header = b'{"w": {"dtype": "U8", "shape": [9], "data_offsets": [0, 99999999]}}'
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"123456789")
+    before = folder_digest(tmp_path)
+    poke(path, path.stat().st_size - 1)
+    assert folder_digest(tmp_path) != before
+
+
+def test_a_file_that_did_not_change_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *arguments: (reads.append(1), pread(*arguments))[1])
+    before = folder_digest(folder)
+    count = len(reads)
+    assert (folder_digest(folder), len(reads)) == (before, count)
+    assert count >= len(SIZES)
+    poke(folder / "model.safetensors", 200)
+    folder_digest(folder)
+    assert len(reads) > count
+
+
+def test_a_folder_without_weights_has_no_digest(tmp_path: Path) -> None:
+    (write_model(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(NoWeights, match="no weight files"):
+        folder_digest(tmp_path)
