@@ -352,11 +352,23 @@ SERVER = (
     # ---- lifelines ----------------------------------------------------------------------------
     Mutant(
         "there is no limit of connections",
-        LIFELINE, "Lifelines.accept", "len(self._attachments) >= MAX_CONNECTIONS or ", "", ("daemon/test_bad_input.py",),
+        LIFELINE, "Lifelines.accept", "len(self._attachments) >= MAX_CONNECTIONS or ", "",
+        ("issues/test_nobody_tested_who_connects.py::test_one_connection_too_many_is_hung_up_on_and_the_others_live",),
     ),
     Mutant(
         "any user may connect",
-        LIFELINE, "Lifelines.accept", " or uid not in (os.getuid(), 0)", "", ("daemon/test_bad_input.py",),
+        LIFELINE, "Lifelines.accept", " or uid not in (os.getuid(), 0)", "",
+        ("issues/test_nobody_tested_who_connects.py::test_another_user_who_reaches_the_fd_socket_is_hung_up_on_even_with_the_token",),
+    ),
+    Mutant(
+        "a silent connection keeps its place",
+        LIFELINE, "Lifelines.close_silent", "now > attachment.deadline", "False",
+        ("issues/test_silent_connection_kept_its_place.py",),
+    ),
+    Mutant(
+        "a worker that registered in time is hung up on",
+        LIFELINE, "Lifelines.close_silent", "attachment.registration is None and ", "",
+        ("issues/test_silent_connection_kept_its_place.py",),
     ),
     Mutant(
         "any token will do",
