@@ -1,0 +1,129 @@
+"""How copies end where only state words and block ids show it: nobody else's word, no block twice, none too early."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from kvserver.adapters.vllm import KVServerConnector
+from kvserver.adapters.vllm.blockpool import PoolHook
+from kvserver.adapters.vllm.hazards import Quarantine
+from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan, StepReport, StoreSpec
+from modelless import BLOCK, HEADS, WIDTH, prompt
+from support.daemon import wait_until
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+CHUNK = 64
+
+
+def test_a_store_is_cancelled_at_its_deadline(make_daemon, make_engine):
+    """The daemon is not left to copy, for seconds, what it would not publish."""
+    daemon = make_daemon(test_copy_delay_us=200_000)
+    engine = make_engine(daemon, extra={"kvserver.store_timeout_ms": 200})
+    engine.generate("r", prompt(1, 16 * CHUNK), count=1)  # 64 blocks, by two threads: 6.4 s
+    daemon.wait_for_books(seconds=3, tickets=0)
+    assert daemon.status()["l1"]["chunks"] == 0
+
+
+def test_stores_in_a_new_session_have_words_of_their_own(make_daemon, make_engine):
+    """The store that died with the daemon before has one that is another's by now."""
+    daemon = make_daemon(test_copy_delay_us=20_000)
+    engine = make_engine(daemon)
+    answer = engine.add("lost", prompt(0, 4 * CHUNK), count=1)
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert engine.connector.has_pending_push_work()
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: any(instance["namespace"] for instance in daemon.status()["instances"]), what="it registers")
+    seeds = itertools.count(100)  # the scheduler half finds out by what it is answered
+    wait_until(
+        lambda: engine.generate(f"r{(n := next(seeds))}", prompt(n, CHUNK + 5)) and daemon.status()["l1"]["chunks"]
+    )
+    prompts = [prompt(i, 2 * CHUNK + 5) for i in range(1, 4)]
+    answers = [engine.add(f"together{i}", tokens, count=1) for i, tokens in enumerate(prompts)]
+    engine.run()
+    assert all(answer.right for answer in answers)
+    for tokens in prompts:
+        assert make_engine(daemon).generate("warm", tokens).external == 2 * CHUNK
+
+
+def test_quarantine_ends_with_the_last_ranks_word():
+    pool = BlockPool(10, True, BLOCK)
+    hook = PoolHook(lambda block_id: None)
+    hook.install(pool)
+    quarantine = Quarantine(hook)
+    blocks = pool.get_new_blocks(3)
+    ids = [block.block_id for block in blocks]
+    assert [quarantine.add(7, ids) for _ in range(3)] == [True, False, False], "the first rank's pins them"
+    pool.free_blocks(blocks)  # as vLLM does with a request that failed
+    for _ in range(2):
+        quarantine.release(7)
+        assert pool.get_num_free_blocks() == 6, "a rank may still write"
+    quarantine.release(7)
+    assert pool.get_num_free_blocks() == 9
+    quarantine.release(7)
+    assert pool.get_num_free_blocks() == 9
+
+
+def two_groups(config, caches):
+    spec = caches.kv_cache_groups[0].kv_cache_spec
+    caches.kv_cache_groups[:] = [KVCacheGroupSpec([f"layers.{group}"], spec) for group in range(2)]
+    config.kv_transfer_config.kv_connector_extra_config["kvserver.load_timeout_ms"] = 200
+
+
+@dataclass
+class Steps:
+    """A worker half whose plans the test makes."""
+
+    connector: KVServerConnector
+    reports: list[StepReport] = field(default_factory=list)
+
+    def step(self, plan: StepPlan) -> set[str]:
+        """The requests whose loads have failed."""
+        self.connector.handle_preemptions(plan)
+        self.connector.bind_connector_metadata(plan)
+        self.connector.start_load_kv(None)
+        self.connector.wait_for_save()
+        failed = self.connector.get_transfer_results(set()).failed_recving
+        if (report := self.connector.build_connector_worker_meta()) is not None:
+            self.reports.append(report)
+        self.connector.clear_connector_metadata()
+        return failed
+
+    def idle(self) -> set[str]:
+        return self.step(StepPlan(idle=True))
+
+
+@pytest.fixture
+def steps(make_daemon, make_halves):
+    daemon = make_daemon(test_copy_delay_us=30_000)
+    scheduler, worker = make_halves(daemon, two_groups)
+    yield Steps(worker), daemon
+    daemon.thaw()
+    for half in (scheduler, worker):
+        half.shutdown()
+        assert half.errors == {}
+
+
+def test_the_null_block_is_not_quarantined(steps):
+    """It is nobody's: pinned and freed once more, vLLM would give it to a request."""
+    worker, daemon = steps
+    storage = torch.randint(1, 1 << 60, (2, 100, HEADS, BLOCK, WIDTH), dtype=torch.int64)
+    caches = {f"layers.{i}": layer for i, layer in enumerate(storage.unbind(0))}
+    worker.connector.register_kv_caches(caches)
+    key, targets = random.Random(1).randbytes(32), [9, 0, 10, 0, 11, 12, 13, 14]  # a window's group lacks two
+    worker.step(StepPlan(stores=[StoreSpec(1, "cold", "", 4, key, list(range(1, 9)))]))
+    wait_until(lambda: worker.idle() or worker.reports)
+    before = caches["layers.0"][9].clone()
+    worker.step(StepPlan(loads=[LoadSpec(2, "warm", "", 4, key, targets, 0)]))
+    wait_until(lambda: not torch.equal(caches["layers.0"][9], before), what="the load's first bytes")
+    daemon.freeze()
+    wait_until(lambda: "warm" in worker.idle(), what="the load is given up")
+    assert [report.quarantined for report in worker.reports if report.quarantined] == [[(2, [9, 10, 11, 12, 13, 14])]]
+    daemon.thaw()
+    wait_until(lambda: worker.idle() or worker.reports[-1].released, what="the blocks are free again")
+    assert worker.reports[-1].released == [2]
