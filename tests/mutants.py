@@ -295,6 +295,11 @@ SERVER = (
         ("daemon/test_bad_input.py::test_a_load_that_leaves_out_a_whole_chunk_is_refused",),
     ),
     Mutant(
+        "a store that was whole after its deadline is published",
+        TRANSFERS, "Transfers.store_ended", "completion.done and self._now_ns() > ticket.deadline_ns", "False",
+        ("issues/test_a_late_store_was_published.py",),
+    ),
+    Mutant(
         "a copy that is late as it comes is begun",
         TRANSFERS, "Transfers.begin", "if request.deadline_ns <= self._clock() * 1e9:", "if False:",
         ("daemon/test_bad_input.py::test_a_copy_whose_deadline_has_passed_is_not_started",),
@@ -468,16 +473,28 @@ SERVER = (
 WORKER_HALF = (
     Mutant(
         "a store is not cancelled at its deadline",
-        WORKER, "WorkerHalf._store_over", "            copy.cancel()\n", "", ("adapters/test_failures.py",),
+        WORKER, "WorkerHalf._store_over", "            copy.cancel()\n", "",
+        ("adapters/test_ends_of_copies.py::test_a_store_is_cancelled_at_its_deadline",),
     ),
     Mutant(
         "the word of an old session is given to the free list of the new one",
-        WORKER, "WorkerHalf._end", "if copy.session is self._session:", "if True:", ("adapters/test_failures.py",),
+        WORKER, "WorkerHalf._end", "if copy.session is self._session:", "if True:",
+        ("adapters/test_ends_of_copies.py::test_stores_in_a_new_session_have_words_of_their_own",),
     ),
     Mutant(
         "a null block is quarantined",
         WORKER, "WorkerHalf._load_failed", "[i for i in spec.block_ids if i != NULL_BLOCK]", "list(spec.block_ids)",
-        ("adapters/test_failures.py",),
+        ("adapters/test_ends_of_copies.py::test_the_null_block_is_not_quarantined",),
+    ),
+    Mutant(
+        "a fault while a step waits for stores skips their cancels",
+        WORKER, "WorkerHalf.settle", "        finally:\n", "        except ZeroDivisionError:\n            raise\n        else:\n",
+        ("issues/adapters/test_a_fault_skipped_what_must_happen.py",),
+    ),
+    Mutant(
+        "stores that a fault kept from beginning are not answered for",
+        WORKER, "WorkerHalf.answer_for_stores", "self._report.ended_stores.append(store.store_id)", "pass",
+        ("issues/adapters/test_a_fault_skipped_what_must_happen.py",),
     ),
     Mutant(
         "skipped chunks count as stored bytes",
@@ -582,7 +599,7 @@ WORKER_HALF = (
     Mutant(
         "quarantine is released at the first rank's word",
         HAZARDS, "Quarantine.release", "if held.ranks == 0:", "if True:",
-        ("adapters/test_ranks.py::test_blocks_that_no_rank_can_get_back_are_held_until_both_can",),
+        ("adapters/test_ends_of_copies.py::test_quarantine_ends_with_the_last_ranks_word",),
     ),
     Mutant(
         "only one rank's quarantine is remembered",
