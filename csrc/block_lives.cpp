@@ -302,8 +302,8 @@ void BlockLives::hold_one(uint64_t request, uint32_t id, uint64_t content, uint6
     const bool owns = owned_by(block, id, request);
     const bool same = block.alive && content != 0 && block.content == content;
     --gauge(block);
-    if (owns && block.content == 0) {
-        block.content = content;
+    if (owns && (block.content == 0 || content == 0)) {
+        if (content != 0) block.content = content;  // else nothing new is said of it
     } else if (same && !owns) {
         if (watched) access(block, now);
         own(block, id, request);

@@ -117,8 +117,9 @@ class BlockLives {
     // `blocks` are u32, `contents` u64 names of what is in the first ones: the others are partial.
     // 0 names nothing either. Of a block that
     //   has no life             a life begins
-    //   the request owns        a partial one may fill, in the same life; the same content is no
-    //                           news
+    //   the request owns        a partial one may fill, in the same life; the same content, or
+    //   none,
+    //                           is no news
     //   has the same content    the request becomes an owner: a shared access, or a reuse if nobody
     //                           was; contents of two groups are never the same
     //   else                    its life ends, evicted if it had a content, else recycled; another

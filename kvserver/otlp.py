@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import requests
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -179,7 +179,7 @@ class OtlpMetrics:
         self._sender = sender
         self._read = read
         self._interval = interval_seconds
-        self._began_ns = time.time_ns()
+        self._starts = _Starts(time.time_ns())
         self._link = Link("metrics over OTLP")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
@@ -204,26 +204,60 @@ class OtlpMetrics:
         self._link.attempt(self._send)
 
     def _send(self) -> bool:
-        data = metrics_data(self._read(), self._sender, self._began_ns, time.time_ns())
+        now_ns = time.time_ns()  # before it is read: what is counted meanwhile is not from before a series' start
+        data = metrics_data(list(self._read()), self._sender, self._starts, now_ns)
         return self._exporter.export(data) is MetricExportResult.SUCCESS
 
 
-def metrics_data(families: Iterable[Family], sender: Resource, began_ns: int, now_ns: int) -> MetricsData:
-    """Wall times. `began_ns`: since when counters count."""
-    metrics = [_metric(family, began_ns, now_ns) for family in families if family.points]
+Series: TypeAlias = tuple[str, tuple[str, ...]]  # name and label values
+
+
+class _Starts:
+    """Since when each counter and histogram counts, in wall time.
+
+    A series that was not there the last time, or that fell, begins anew: with an instance that came, or came back after
+    its series had ended. It counts since the last time.
+    """
+
+    def __init__(self, began_ns: int) -> None:
+        self._last_ns = began_ns
+        self._series: dict[Series, tuple[int, float]] = {}  # of the last time: start and value
+
+    def look_at(self, families: Iterable[Family], now_ns: int) -> None:
+        """These are sent now."""
+        seen = {}
+        for family in families:
+            for labels, figure in family.points:
+                value = sum(figure.counts) if isinstance(figure, Buckets) else figure
+                start_ns, before = self._series.get((family.name, labels), (self._last_ns, 0.0))
+                fell = value < before and family.kind is not Kind.GAUGE
+                seen[family.name, labels] = (self._last_ns if fell else start_ns, value)
+        self._last_ns, self._series = now_ns, seen
+
+    def of(self, name: str, labels: tuple[str, ...]) -> int:
+        return self._series[name, labels][0]
+
+
+def metrics_data(families: Sequence[Family], sender: Resource, starts: _Starts, now_ns: int) -> MetricsData:
+    """`now_ns` is wall time."""
+    starts.look_at(families, now_ns)
+    metrics = [_metric(family, starts, now_ns) for family in families if family.points]
     scope = ScopeMetrics(InstrumentationScope("kvserver", __version__), metrics, "")
     return MetricsData([ResourceMetrics(sender, [scope], "")])
 
 
-def _metric(family: Family, began_ns: int, now_ns: int) -> Metric:
-    points = [(dict(zip(family.labels, labels, strict=True)), figure) for labels, figure in family.points]
+def _metric(family: Family, starts: _Starts, now_ns: int) -> Metric:
+    points = [
+        (dict(zip(family.labels, labels, strict=True)), starts.of(family.name, labels), figure)
+        for labels, figure in family.points
+    ]
     if family.kind is Kind.HISTOGRAM:
-        lives = [_histogram(labels, cast(Buckets, f), family.bounds, began_ns, now_ns) for labels, f in points]
+        lives = [_histogram(labels, cast(Buckets, f), family.bounds, began, now_ns) for labels, began, f in points]
         data: Histogram | Gauge | Sum = Histogram(lives, AggregationTemporality.CUMULATIVE)
     else:
         numbers = [
-            NumberDataPoint(labels, began_ns, now_ns, figure)
-            for labels, figure in points
+            NumberDataPoint(labels, began, now_ns, figure)
+            for labels, began, figure in points
             if not isinstance(figure, Buckets) and math.isfinite(figure)
         ]
         counts = family.kind is Kind.COUNTER

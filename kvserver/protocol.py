@@ -216,6 +216,7 @@ class Held(msgspec.Struct, tag_field="type", tag="held", array_like=True):
 
     `contents` names what is in the full ones, 8 bytes each from the first on; fewer than blocks where the last ones
     are partial. Engines without hashes leave it empty and give the u32 `tokens` of the positions instead.
+    Where nothing is said of the content of a block that the request owns already, nothing about it has changed.
     """
 
     request_id: Name

@@ -11,10 +11,12 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_C
 from prometheus_client.parser import text_string_to_metric_families
 from support.collector import labels_of, nobody, over_grpc, over_http, that_hangs
 from support.daemon import Daemon, wait_until
+from support.lives import accessed, allocated, evicted, exact, released
 from support.worker import make_keys
 
 from kvserver import __version__
 from kvserver.metrics import RPC_BUCKETS
+from kvserver.protocol import ReportBlockAllocations
 
 OFTEN = {"otlp_interval_seconds": 0.1}
 
@@ -76,7 +78,6 @@ def test_counters_move_with_what_engines_do_and_count_since_the_start(make_daemo
     before_ns = time.time_ns()
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
-        started_ns = time.time_ns()
         worker = make_worker(daemon)
         labels = {"instance_id": worker.instance_id, "model_name": worker.model_name}
         worker.lookup(make_keys(2))
@@ -88,7 +89,34 @@ def test_counters_move_with_what_engines_do_and_count_since_the_start(make_daemo
         assert metric.sum.is_monotonic
         assert metric.sum.aggregation_temporality == AGGREGATION_TEMPORALITY_CUMULATIVE
         (point,) = metric.sum.data_points
-        assert before_ns < point.start_time_unix_nano < started_ns < point.time_unix_nano < time.time_ns()
+        assert before_ns < point.start_time_unix_nano < point.time_unix_nano < time.time_ns()
+
+
+def test_l0_histograms_carry_the_instance_and_its_model(make_daemon, make_worker):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, metrics_sample_rate=1.0, **OFTEN)
+        workers = [make_worker(daemon, instance_id=name, model_name=f"{name}/model") for name in ("one", "other")]
+        for blocks, worker in enumerate(workers, 1):
+            some = range(1, 1 + blocks)
+            report = exact((2, [*allocated(*some), *released(*some), *accessed(*some), *evicted(*some)]), full=True)
+            worker.send(
+                ReportBlockAllocations(
+                    worker.instance_id, worker.incarnation, worker.model_name, sequence=0, payload=report
+                )
+            )
+        for name in ("lifetime", "idle_before_evict", "since_last_access", "reuse_gap"):
+            expected = {(w.instance_id, w.model_name): blocks for blocks, w in enumerate(workers, 1)}
+
+            def counted(name: str = name) -> dict[tuple[str, str], int]:
+                metric = collector.latest().get(f"kvserver_l0_block_{name}_seconds")
+                points = metric.histogram.data_points if metric else ()
+                assert all(labels_of(point).keys() == {"instance_id", "model_name"} for point in points)
+                return {
+                    tuple(labels_of(point)[label] for label in ("instance_id", "model_name")): point.count
+                    for point in points
+                }
+
+            wait_until(lambda: counted() == expected, what=f"{name}: {counted()}")  # noqa: B023
 
 
 def test_a_histogram_keeps_its_bounds_and_counts(make_daemon, make_worker):

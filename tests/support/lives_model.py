@@ -133,8 +133,8 @@ class Model:
 
     def _hold(self, block: Block, owner: str, content: int, now: int, state: bool) -> None:
         life = block.life
-        if life is not None and owner in block.owners and not life.content:
-            life.content = content
+        if life is not None and owner in block.owners and not (life.content and content):
+            life.content = life.content or content
         elif life is not None and content and life.content == content:
             if owner not in block.owners:
                 if not state:

@@ -127,12 +127,6 @@ def test_a_partial_block_that_its_request_let_go_is_another_life(engine: Engine)
     assert engine.counts() == {"allocations": 2, "recycled": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_a_full_block_is_not_partial_again(engine: Engine) -> None:
-    engine.holds(1, hold("a", [5], [50]))
-    engine.holds(2, hold("a", [5]))
-    assert engine.counts() == {"allocations": 2, "evictions": 1, "active_blocks": 1, "tracked_blocks": 1}
-
-
 def test_a_preempted_request_releases_only_what_it_names(engine: Engine) -> None:
     engine.holds(1, hold("a", [5, 6], [50, 60]), hold("b", [5], [50]))
     engine.holds(2, release("a", [5, 6, 7]))
