@@ -262,12 +262,12 @@ SERVER = (
     Mutant(
         "every rank counts the tokens that a load saved",
         TRANSFERS, "Transfers.load_ended", "if spec.rank == 0:", "if True:",
-        ("daemon/test_round_trip.py", "daemon/test_lifecycle.py", "daemon/test_replicated.py"),
+        ("daemon/test_counted_once.py",),
     ),
     Mutant(
         "skipped chunks count as stored",
         TRANSFERS, "Transfers.store_ended", "counts.stored_chunks += len(ticket.plan.chunks)",
-        "counts.stored_chunks += len(ticket.plan.prefix)", ("daemon/test_operation.py",),
+        "counts.stored_chunks += len(ticket.plan.prefix)", ("daemon/test_counted_once.py",),
     ),
     Mutant(
         "what a worker stored that is gone is published",
@@ -419,7 +419,7 @@ SERVER = (
     Mutant(
         "an instance that is gone is never forgotten",
         HANDLERS, "Handlers.tick", "self.instances.forget_departed(self._clock())", "pass",
-        ("unit/test_departed.py", "daemon/test_lifecycle.py"),
+        ("model/test_departures.py",),
     ),
     Mutant(
         "a worker whose memory was taken away stays",

@@ -215,7 +215,7 @@ class Engine:
             num_blocks=geometry.num_blocks,
             block_tokens=geometry.block_tokens,
             chunk_blocks=self.model.chunk_blocks,
-            identity=identity(model=self.model.name),
+            counted=identity(model=self.model.name),
         )
 
     def namespace(self, variant: str) -> bytes:

@@ -1,0 +1,28 @@
+"""What the server's clock ends: the counters of an instance that has been gone for long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvserver.families import DEPARTED_SECONDS
+
+from .world import World
+
+
+def test_an_instance_that_is_gone_is_shown_for_five_minutes_of_the_servers_clock(tmp_path: Path) -> None:
+    world = World(tmp_path, seed=1, pages=60, trouble=0.0)
+    engine = world.engines[0]
+    world.connect(engine.ranks[0])
+    while engine.ranks[0].state != "open":
+        world.device.step()
+        world.settle()
+    world.lookup(engine, "r", engine.model.keys(0), "")
+    world.hang_up(engine.ranks[0])
+    world.watch_lifelines()
+    world.pass_time(DEPARTED_SECONDS - 1)
+    (departed,) = world.handlers.status()["departed"]
+    assert (departed["instance_id"], departed["requests"]["lookups"]) == (engine.instance_id, 1)
+    world.pass_time(2)
+    assert world.handlers.status()["departed"] == []
+    assert world.handlers.status()["totals"]["lookup_tokens"] > 0, "sums forget nothing"
+    world.end()
