@@ -303,4 +303,4 @@ def lora_fingerprint(lora: Any) -> str | None:
     folder = Path(lora.lora_path).expanduser()
     if not folder.is_dir():
         return None
-    return digest([lora.lora_name, bool(getattr(lora, "is_3d_lora_weight", False)), folder_digest(folder)])
+    return digest([lora.lora_name, bool(getattr(lora, "is_3d_lora_weight", False)), folder_digest(folder, deep=False)])

@@ -46,13 +46,13 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def stamps_of(folder: Path) -> tuple[tuple[str, Stamp], ...]:
-    """Of all files of a folder that count; empty if it is none."""
-    return tuple((path.relative_to(folder).as_posix(), stamp_of(path)) for path in _files(folder))
+    """Of all files that count and lie directly in a folder; empty if it is none."""
+    return tuple((path.name, stamp_of(path)) for path in _files(folder, deep=False))
 
 
-def folder_digest(folder: Path) -> str:
-    """Of everything that a folder gives a model. NoWeights, or an OSError."""
-    files = list(_files(folder))
+def folder_digest(folder: Path, deep: bool = True) -> str:
+    """Of everything that a folder, and if `deep` those in it, gives a model. NoWeights, or an OSError."""
+    files = list(_files(folder, deep))
     if not any(path.name.endswith(WEIGHT_SUFFIXES) for path in files):
         raise NoWeights("no weight files in the model's folder")
     parts = [(path.relative_to(folder).as_posix(), file_digest(path)) for path in files]
@@ -73,10 +73,11 @@ def _file_digest(path: Path, stamp: Stamp) -> str:
     return found.hexdigest()
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, deep: bool) -> Iterator[Path]:
     """What vLLM may read of a folder, in the order of names."""
     for here, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
+        inside = (name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
+        folders[:] = sorted(inside) if deep else []
         for name in sorted(names):
             counts = name.endswith(_WHOLE_SUFFIXES) and name not in HARMLESS_FILES and not name.startswith("tokenizer")
             if counts or name.endswith(WEIGHT_SUFFIXES):

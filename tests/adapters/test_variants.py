@@ -32,6 +32,8 @@ def test_a_lora_is_its_files(tmp_path):
     assert one == lora_fingerprint(lora(write_lora(tmp_path / "copy"), number=5))
     os.utime(tmp_path / "copy" / "adapter_model.safetensors")
     assert one == lora_fingerprint(lora(tmp_path / "copy"))
+    write_lora(tmp_path / "one" / "checkpoint-500", seed=2)
+    assert one == lora_fingerprint(lora(tmp_path / "one")), "vLLM reads no folders in it"
     assert one != lora_fingerprint(lora(write_lora(tmp_path / "other", seed=1)))
     assert one != lora_fingerprint(lora(write_lora(tmp_path / "ranked", config='{"r": 8}')))
     assert one != lora_fingerprint(lora(tmp_path / "one", name="chat"))
