@@ -42,7 +42,7 @@ from kvserver.match_pages import MatchPages
 from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
 from kvserver.server import Server
-from kvserver.settings import Settings
+from kvserver.settings import Settings, stranger_at
 from kvserver.watchers import Watchers
 
 log = logging.getLogger("kvserver")
@@ -71,6 +71,8 @@ class Endpoint:
         folder_path = Path(self.fd_path).parent
         try:
             folder_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if stranger := stranger_at(url):  # before anything is opened there
+                raise ConfigError(f"--endpoint {url!r}: {stranger}")
             self._lock: IO[str] = open(self.fd_path.removesuffix(".fd") + ".lock", "w")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--endpoint {url!r}: {error}") from None

@@ -29,6 +29,7 @@ from kvserver.protocol import (
     Unregistered,
     UnregisterWorker,
 )
+from kvserver.settings import stranger_at
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -177,6 +178,9 @@ class Link:
         path = self._endpoint.removeprefix("ipc://")
         if path != self._endpoint and not os.path.exists(path):
             self._say(f"no kvserver at {self._endpoint}")
+            return None
+        if stranger := stranger_at(self._endpoint):
+            self._say(stranger)
             return None
         attachment: Attachment | None = None
         try:
