@@ -147,6 +147,7 @@ class Handlers:
             token=self._token,
             traces=self.watchers.traces is not None,
             kv_events=self.watchers.wants_contents,
+            lease_seconds=self.settings.lease_seconds,
         )
 
     def _lookup(self, request: Lookup) -> LookupReply:

@@ -286,6 +286,7 @@ class HelloReply(Message):
     token: str
     traces: bool = False  # whether requests should be named in Store and Retrieve
     kv_events: bool = False  # whether a Store should say what is in its chunks
+    lease_seconds: float = 0.0  # how long a lookup protects what it found; 0: not told
 
 
 class Registered(Message):

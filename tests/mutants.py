@@ -755,7 +755,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a lookup without an answer does not open the breaker",
-        LOOKUPS, "Lookups.answered", "self._link.breaker.timed_out()", "pass",
+        LOOKUPS, "Lookups._give_up", "self._link.breaker.timed_out()", "pass",
         ("adapters/test_failures.py::test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker_is_open",),
     ),
     Mutant(

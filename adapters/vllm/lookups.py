@@ -1,6 +1,7 @@
-"""The scheduler half's lookups: sent as a request comes, polled for when vLLM asks.
+"""The scheduler half's lookups: sent as a request comes, polled for when vLLM asks, sent anew when their answer is old.
 
-Owns: the session of the scheduler half and the lookups in flight in it. Refuses to know: loads, stores, blocks.
+Owns: the session of the scheduler half, the lookups in flight in it, and those that wait for room. Refuses to know: loads,
+stores, blocks.
 The only wait of the engine's scheduler thread is here: `lookup_poll_ms` per pass over all requests together, none
 with an open breaker.
 """
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvserver")
 
+MOST_IN_FLIGHT = 512  # fewer than the answers that a channel and a daemon keep for somebody who does not read
 _LONGEST_TRACEPARENT = 512  # as the protocol has it
 # What a daemon may say that is not the one of this session: it took the endpoint of a dead one, and our workers are there already.
 _RENEW = {
@@ -51,8 +53,9 @@ class Question:
     request: Request
     variant: str
     lookup: int | None = None  # number of the lookup in flight
-    lookup_deadline: float = 0.0
+    deadline: float = 0.0  # of the answer; 0 = its time begins when it is sent or vLLM asks, whichever is first
     hit_chunks: int | None = None  # its answer; None = not asked or not answered
+    answered_at: float = 0.0
 
 
 class Lookups:
@@ -79,11 +82,16 @@ class Lookups:
         self._heard = heard
         self._session: Session | None = None
         self._in_flight: dict[int, Question] = {}
-        self._poll_left = 0.0
-        self.next_pass()
+        self._waiting: dict[int, Question] = {}  # for room, by id()
+        self._full = False  # there was none; an answer may have made some
+        self._heard_at = 0.0
+        self._poll_left = settings.lookup_poll_ms / 1000
 
     def next_pass(self) -> None:
+        """A scheduler pass ends. What waits for room is sent, in the order in which it came."""
         self._poll_left = self._settings.lookup_poll_ms / 1000
+        self._full = False
+        self._send_waiting()
 
     def usable(self) -> Session | None:
         """The session to talk to; a new one means that answers from the old one will never come."""
@@ -91,6 +99,7 @@ class Lookups:
         current = self._link.session
         if current is not self._session:
             self._in_flight.clear()
+            self._waiting.clear()
             self._new_session()
             self._hang_up()
             self._session = current
@@ -98,52 +107,102 @@ class Lookups:
         return session if session is current else None
 
     def send(self, question: Question) -> None:
+        """Ask, or ask anew. REQUIRES: it is not in flight."""
+        question.hit_chunks = None
+        question.deadline = 0.0
+        if self.usable() is None or not self._asked(question.request):
+            self._answer(question, 0)
+            return
+        self._waiting[id(question)] = question
+        if self._full:
+            self.receive()
+        self._send_waiting()
+
+    def _asked(self, request: Request) -> int:
+        """About how many chunks."""
+        return min(self._chunks.hashed(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
+
+    def _send_waiting(self) -> None:
+        while self._waiting and self._send_now(next(iter(self._waiting.values()))):
+            pass
+
+    def _send_now(self, question: Question) -> bool:
+        """Whether there was room for this one, which waits. No more is tried in a pass until an answer has come."""
         session = self.usable()
-        request = question.request
-        asked = min(self._chunks.hashed(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
-        keys = self._chunks.keys(request, 0, asked) if session is not None else b""
-        number = None
-        if session is not None and keys:
+        if session is None or self._full:
+            return False
+        request, number = question.request, None
+        if len(self._in_flight) < MOST_IN_FLIGHT:
             number = session.channel.send(
                 Lookup(
                     instance_id=self._instance_id,
                     incarnation=self._incarnation,
                     request_id=request.request_id,
                     chunk_blocks=self._chunks.blocks,
-                    keys=keys,
+                    keys=self._chunks.keys(request, 0, self._asked(request)),
                     variant=question.variant,
                     tokens=request.num_tokens,
                     traceparent=traceparent(request),
                 )
             )
-            self._counters["lookups" if number is not None else "unsent"] += 1
         if number is None:
-            question.hit_chunks = 0
-            return
+            self._full = True
+            return False
+        self._counters["lookups"] += 1
+        del self._waiting[id(question)]
         question.lookup = number
-        question.hit_chunks = None
-        question.lookup_deadline = time.monotonic() + self._settings.lookup_timeout_ms / 1000
+        question.deadline = question.deadline or time.monotonic() + self._settings.lookup_timeout_ms / 1000
         self._in_flight[number] = question
+        return True
 
     def answered(self, question: Question) -> bool:
-        """Whether the lookup has its answer, waiting what is left of this pass's budget."""
-        if question.lookup is None:  # after a preemption
+        """Whether there is an answer that is not old, waiting what is left of this pass's budget."""
+        now = time.monotonic()
+        if question.hit_chunks is not None and now - question.answered_at <= self._longest_age:
+            return True
+        if (
+            question.lookup is None and id(question) not in self._waiting
+        ):  # its answer is old, or void since a preemption
             self.send(question)
-        self.receive()
+        question.deadline = question.deadline or now + self._settings.lookup_timeout_ms / 1000
+        self._receive_for(question)
         while question.hit_chunks is None and self._poll_left > 0 and (session := self.usable()) is not None:
             began = time.monotonic()
             came = session.channel.wait(max(self._poll_left, 0.001))
             self._poll_left -= time.monotonic() - began
             if not came:
                 break
-            self.receive()
-        if question.hit_chunks is None and (self.usable() is None or time.monotonic() > question.lookup_deadline):
-            self._counters["lookup_timeouts"] += 1
-            if self._link.session is self._session and not self._link.breaker.open:
-                self._link.breaker.timed_out()
-            self.forget(question)
-            question.hit_chunks = 0
+            self._receive_for(question)
+        if question.hit_chunks is None and (self.usable() is None or time.monotonic() > question.deadline):
+            self._give_up(question)
         return question.hit_chunks is not None
+
+    def _receive_for(self, question: Question) -> None:
+        """The room that answers leave is for what vLLM asks about now."""
+        self.receive()
+        if id(question) in self._waiting:
+            self._send_now(question)
+
+    def _give_up(self, question: Question) -> None:
+        self._counters["lookup_timeouts"] += 1
+        now = time.monotonic()
+        # One whose turn did not come says nothing of a daemon that answers the others.
+        silent = question.lookup is not None or now - self._heard_at > self._settings.lookup_timeout_ms / 1000
+        if silent and self._link.session is self._session and not self._link.breaker.open:
+            self._link.breaker.timed_out()
+        self.forget(question)
+        self._answer(question, 0)
+
+    @property
+    def _longest_age(self) -> float:
+        """Of an answer that is used, in seconds: well within the lease."""
+        lease = self._session.hello.lease_seconds if self._session is not None else 0.0
+        seconds = self._settings.lookup_age_ms / 1000
+        return min(seconds, lease / 2) if lease > 0 else seconds
+
+    def _answer(self, question: Question, hit_chunks: int) -> None:
+        question.hit_chunks = hit_chunks
+        question.answered_at = time.monotonic()
 
     def receive(self) -> None:
         """Take every answer that has come."""
@@ -151,11 +210,13 @@ class Lookups:
             return
         for number, reply in self._session.channel.receive():
             self._link.breaker.answered()
+            self._heard_at = time.monotonic()
+            self._full = False
             question = self._in_flight.pop(number, None)
             if question is not None:
                 question.lookup = None
-                question.hit_chunks = reply.hit_chunks if isinstance(reply, LookupReply) else 0
-                self._counters["lookup_hits"] += question.hit_chunks > 0
+                self._answer(question, reply.hit_chunks if isinstance(reply, LookupReply) else 0)
+                self._counters["lookup_hits"] += question.hit_chunks != 0
             if isinstance(reply, Error):
                 self._note_refusal(reply)
             self._heard(number, reply)
@@ -168,6 +229,7 @@ class Lookups:
             self._link.refresh()
 
     def forget(self, question: Question) -> None:
+        self._waiting.pop(id(question), None)
         if question.lookup is not None:
             self._in_flight.pop(question.lookup, None)
             question.lookup = None

@@ -175,7 +175,7 @@ class SchedulerHalf:
         if state.admitted:  # it was preempted since: ask anew, more may be stored by now
             state.admitted = False
             state.hit_chunks = None
-        if state.hit_chunks is None and not self._lookups.answered(state):
+        if not self._lookups.answered(state):
             return None, False
         tokens = min((state.hit_chunks or 0) * self._chunks.tokens, request.num_tokens - 1) - local_tokens
         if tokens <= 0 or (self._whole_prompts_only and local_tokens + tokens < request.num_tokens - 1):

@@ -34,6 +34,13 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     lookup_poll_ms: Annotated[
         float, Meta(gt=0, description="How long the scheduler waits for lookups in one pass, all requests together.")
     ] = 1.0
+    lookup_age_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How old the answer to a lookup may be when vLLM admits its request, which may have waited long. An older one is asked for anew; the daemon's lease, if it is less than twice that, makes it earlier.",
+        ),
+    ] = 1_000.0
     load_timeout_ms: Annotated[
         float, Meta(gt=0, description="After this a load is cancelled and its request computes the tokens itself.")
     ] = 10_000.0

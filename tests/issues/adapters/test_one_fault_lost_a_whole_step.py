@@ -11,6 +11,7 @@ from kvserver.adapters.vllm.description import Introduction
 from kvserver.adapters.vllm.reports import Reports
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from modelless import Engine, prompt
+from support.daemon import wait_until
 
 from kvserver.kv_messages import DescribeScheduler
 from kvserver.protocol import EndRequest, ReportBlockAllocations
@@ -56,8 +57,7 @@ def test_one_requests_fault_is_its_own(make_daemon, make_tap, make_engine):
     other = make_engine(tap.endpoint)
     assert other.generate("good again", GOOD).external == 3 * CHUNK
     assert other.generate("bad again", BAD).external == 0
-    assert tap.of(ReportBlockAllocations)
-    assert tap.of(DescribeScheduler)
+    wait_until(lambda: tap.of(ReportBlockAllocations) and tap.of(DescribeScheduler))
     assert list(engine.errors()) == ["stores of a request: Fault"]
 
 
@@ -76,9 +76,9 @@ def test_each_part_of_a_pass_is_done_whatever_another_raises(
     with monkeypatch.context() as patch:
         patch.setattr(part, method, fault)
         engine.generate("good", GOOD)
+    wait_until(lambda: [end.request_id for end in tap.of(EndRequest)] == ["good"])
     assert bool(tap.of(ReportBlockAllocations)) == (part is not Reports)
     assert bool(tap.of(DescribeScheduler)) == (part is not Introduction)
-    assert [end.request_id for end in tap.of(EndRequest)] == ["good"]
     assert len(engine.errors()) == 1
     assert make_engine(tap.endpoint).generate("again", GOOD).external == 3 * CHUNK
 

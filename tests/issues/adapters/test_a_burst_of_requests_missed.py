@@ -1,0 +1,107 @@
+"""Of 3,000 requests that came at once 128 lookups found no room in the channel and became misses, though all was stored."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from kvserver.adapters.vllm.lookups import MOST_IN_FLIGHT
+from modelless import Engine, prompt
+from support.daemon import Daemon, wait_until
+
+CHUNK = 64
+TOKENS = prompt(1, 2 * CHUNK + 10)
+PATIENT = {"kvserver.lookup_timeout_ms": 20_000, "kvserver.lookup_age_ms": 60_000}
+NOTHING = SimpleNamespace(
+    num_scheduled_tokens={},
+    total_num_scheduled_tokens=0,
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), num_computed_tokens=[], new_block_ids=[]),
+)
+
+
+@pytest.fixture
+def begin(make_engine):
+    """An engine, and what requests are left is aborted at the end."""
+    engines: list[Engine] = []
+
+    def make(daemon: Daemon, extra: dict[str, float]) -> Engine:
+        engines.append(make_engine(daemon, extra=extra))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        for name in list(engine.scheduler.requests):
+            engine.abort(name)
+        engine.run()
+
+
+def submit(engine: Engine, count: int) -> None:
+    for number in range(count):
+        engine.add(f"r{number}", TOKENS)
+
+
+def answers(engine: Engine) -> dict[str, tuple[int | None, bool]]:
+    """vLLM asks for each request in turn, in one pass after the other until it has its answer."""
+    found: dict[str, tuple[int | None, bool]] = {}
+    passes = 0
+    while len(found) < len(engine.scheduler.requests):
+        for name, request in engine.scheduler.requests.items():
+            if name not in found:
+                answer = engine.connector.get_num_new_matched_tokens(request, 0)
+                if answer != (None, False):
+                    found[name] = answer
+        engine.connector.build_connector_meta(NOTHING)
+        passes += 1
+        assert passes < 20_000
+    return found
+
+
+def test_each_lookup_waits_its_turn(make_daemon, make_engine, begin):
+    """The daemon is busy while they come."""
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    make_engine(daemon).generate("stores", TOKENS)
+    engine = begin(daemon, PATIENT)
+    daemon.freeze()
+    submit(engine, 3000)
+    daemon.thaw()
+    assert set(answers(engine).values()) == {(2 * CHUNK, True)}
+    counters = engine.connector.scheduler.counters
+    assert (counters["lookups"], counters["lookup_hits"], counters["lookup_timeouts"]) == (3000, 3000, 0)
+
+
+def test_they_are_sent_without_being_asked_for(make_daemon, begin):
+    """As passes end, in the order in which they came."""
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    engine = begin(daemon, PATIENT)
+    daemon.freeze()
+    submit(engine, 3 * MOST_IN_FLIGHT)
+    counters = engine.connector.scheduler.counters
+    assert counters["lookups"] <= MOST_IN_FLIGHT
+    daemon.thaw()
+    wait_until(lambda: engine.connector.build_connector_meta(NOTHING) and counters["lookups"] == 3 * MOST_IN_FLIGHT)
+
+
+def test_requests_that_end_before_their_turn_are_not_looked_up(make_daemon, begin):
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    engine = begin(daemon, PATIENT)
+    daemon.freeze()
+    submit(engine, MOST_IN_FLIGHT + 100)
+    sent = engine.connector.scheduler.counters["lookups"]
+    for number in range(MOST_IN_FLIGHT + 50):
+        engine.abort(f"r{number}")
+    daemon.thaw()
+    assert len(answers(engine)) == 50
+    assert engine.connector.scheduler.counters["lookups"] == sent + 50
+
+
+def test_a_hung_daemon_makes_them_misses(make_daemon, begin):
+    """When their time is over, and at once when the breaker is open."""
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    engine = begin(daemon, {"kvserver.lookup_timeout_ms": 100, "kvserver.store_timeout_ms": 200})
+    daemon.freeze()
+    submit(engine, 2 * MOST_IN_FLIGHT)
+    assert set(answers(engine).values()) == {(0, False)}
+    assert engine.connector.scheduler.counters["lookups"] <= MOST_IN_FLIGHT
+    assert not engine.connector.scheduler.connected
+    daemon.thaw()
