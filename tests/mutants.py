@@ -30,6 +30,7 @@ IDENTITY, CANONICAL = "adapters/vllm/identity.py", "adapters/vllm/canonical.py"
 WEIGHTS = "adapters/vllm/weights.py"
 
 CACHE_TESTS = ("unit/test_cache.py",)
+MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
 INDEX_TESTS = ("unit/test_index.py",)
 POOL_TESTS = ("unit/test_pool.py",)
 EVICTION_TESTS = ("unit/test_eviction.py",)
@@ -139,6 +140,28 @@ STORES_AND_LOADS = (
         "one rank fills L1 with what the others have no room for",
         CACHE, "Cache.plan_store", "(pages * world_size)", "pages",
         ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
+    ),
+    Mutant(
+        "leases of an engine that is gone never end",
+        CACHE, "Cache.end_leases_of", "self._ownerless.append(leases)", "pass", CACHE_TESTS,
+    ),
+    # ---- why a lookup missed ------------------------------------------------------------------
+    Mutant(
+        "all missing chunks count under the reason of the first",
+        CACHE, "Cache.why_missed", "if reason is MissReason.NEVER_STORED:", "if True:", MISSES_TESTS,
+    ),
+    Mutant(
+        "chunks behind one that was never stored count as evicted",
+        CACHE, "Cache.why_missed", "if reason is MissReason.NEVER_STORED:", "if False:", MISSES_TESTS,
+    ),
+    Mutant(
+        "what is evicted from a large L1 is soon forgotten",
+        MISSES, "EvictedKeys.add", "max(LEAST_REMEMBERED, chunks)", "LEAST_REMEMBERED", MISSES_TESTS,
+    ),
+    Mutant(
+        "evicted keys overwrite each other while there is room",
+        MISSES, "_Generation.add", "marks.index(0) if 0 in marks else self.room % _BUCKET", "self.room % _BUCKET",
+        MISSES_TESTS,
     ),
     # ---- the index ----------------------------------------------------------------------------
     Mutant(
