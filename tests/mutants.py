@@ -537,10 +537,7 @@ WORKER_HALF = (
     Mutant(
         "a load goes on when its request is gone",
         WORKER, "WorkerHalf.start_loads", "aborted.cancel()", "pass",
-        (
-            "adapters/test_failures.py::test_an_aborted_request_leaves_nothing_behind",
-            "adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",
-        ),
+        ("adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",),
     ),
     Mutant(
         "a load that a fault kept from beginning is not answered for",
@@ -565,15 +562,12 @@ WORKER_HALF = (
     Mutant(
         "a load that the server may begin is failed",
         WORKER, "WorkerHalf._look_at_load", "if copy.move(State.PENDING, State.CANCELLED):", "if True:",
-        ("adapters/test_failures.py::test_stopped_before_a_load_began_holds_nothing",),
+        ("adapters/test_failures.py::test_a_load_that_was_given_up_is_never_begun",),
     ),
     Mutant(
         "a load that is refused waits for its deadline",
         WORKER, "WorkerHalf._answered", "copy.move(State.PENDING, State.CANCELLED)", "pass",
-        (
-            "adapters/test_failures.py::test_restarted_between_lookup_and_load",
-            "adapters/test_failures.py::test_killed_between_lookup_and_load",
-        ),
+        ("adapters/test_failures.py::test_a_load_that_is_refused_is_over_at_once",),
     ),
     Mutant(
         "a finished load is told twice",
@@ -583,11 +577,12 @@ WORKER_HALF = (
     Mutant(
         "every rank stores what all of them hold",
         WORKER, "WorkerHalf.start_stores", "if self._stores_own else ()", "if True else ()",
-        ("adapters/test_ranks.py::test_what_all_ranks_hold_is_stored_once_and_loaded_by_each",),
+        ("adapters/test_ranks.py::test_what_all_ranks_hold_is_asked_to_be_stored_by_one_of_them",),
     ),
     Mutant(
         "copies go on when the memory goes",
-        WORKER, "WorkerHalf.detach", "            copy.cancel()\n", "            pass\n", ("adapters/test_sleep.py",),
+        WORKER, "WorkerHalf.detach", "            copy.cancel()\n", "            pass\n",
+        ("adapters/test_sleep.py::test_a_load_that_a_hung_daemon_has_not_read_writes_nothing_after_sleep",),
     ),
     Mutant(
         "the memory may go while a load is written",

@@ -8,9 +8,13 @@ import resource
 import statistics
 import time
 
+import msgspec
 import pytest
 from modelless import BLOCK, Engine, continuation, prompt
 from support.daemon import wait_until
+
+from kvserver.client import Client, RequestFailed
+from kvserver.protocol import Error, Retrieve, Retrieved, Stored
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)
@@ -79,6 +83,36 @@ def test_a_worker_that_could_not_register_answers_for_every_load(stored, make_en
     engine.generate("warm", TOKENS)
     assert len(engine.loads) == 1
     assert engine.received == ["warm"]
+
+
+# ---- it refuses -------------------------------------------------------------------------------
+
+
+def test_a_load_that_is_refused_is_over_at_once(stored, make_engine, make_tap):
+    """Also if the daemon refused it before it knew the load's word."""
+    tap = make_tap(stored())
+    tap.instead = lambda message: Error(code="internal", message="no") if isinstance(message, Retrieve) else None
+    engine = make_engine(tap.endpoint, extra={"kvserver.load_timeout_ms": 60_000})
+    engine.generate("warm", TOKENS, seconds=10)
+    assert len(engine.loads) == 1
+    assert engine.received == ["warm"]
+
+
+def test_a_load_that_was_given_up_is_never_begun(stored, make_engine, make_tap):
+    """Whenever its message comes, and whatever deadline is in it: the word says so."""
+    daemon = stored()
+    tap = make_tap(daemon)
+    tap.instead = lambda message: Stored(stored=0, skipped=0) if isinstance(message, Retrieve) else None  # goes astray
+    engine = make_engine(tap.endpoint, extra={"kvserver.load_timeout_ms": 100})
+    answer = engine.add("warm", TOKENS)
+    engine.run(until=lambda: engine.received == ["warm"])
+    (load,) = tap.of(Retrieve)
+    late = msgspec.structs.replace(load, deadline_ns=time.monotonic_ns() + 10**10)
+    with Client(daemon.endpoint, 5) as client, pytest.raises(RequestFailed) as refused:
+        client.ask(late, Retrieved)
+    assert refused.value.code == "cancelled"
+    engine.run()
+    assert answer.right
 
 
 # ---- it dies ----------------------------------------------------------------------------------

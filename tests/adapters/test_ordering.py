@@ -159,10 +159,10 @@ def test_settling_waits_for_a_store_whose_work_is_done_in_time(make_daemon, make
 def test_a_load_that_is_aborted_is_never_sent(stored, make_engine, sent):
     gpu = LateGpu(held=True)
     sent.clear()
-    engine = make_engine(stored, gpu=gpu)
+    engine = make_engine(stored, gpu=gpu, extra={"kvserver.load_timeout_ms": 60_000})
     begin_load(engine)
     engine.abort("warm")
-    engine.run(until=lambda: engine.received == ["warm"])
+    engine.run(10, until=lambda: engine.received == ["warm"])
     gpu.release()
     engine.run()
     assert [message for message in sent if isinstance(message, Retrieve)] == []

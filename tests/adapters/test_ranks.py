@@ -9,6 +9,8 @@ from modelless import LAYERS, prompt
 from support.daemon import wait_until
 from vllm.config import ParallelConfig
 
+from kvserver.protocol import Store
+
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)
 SLOW = 30_000  # microseconds a block
@@ -141,6 +143,13 @@ def test_what_all_ranks_hold_is_stored_once_and_loaded_by_each(make_daemon, pair
     assert warm.generate("warm", TOKENS).external == 3 * CHUNK
     assert daemon.status()["totals"]["loaded_bytes"] == 2 * once
     assert [runner.connector.worker.counters["loaded"] for runner in warm.runners] == [1, 1]
+
+
+def test_what_all_ranks_hold_is_asked_to_be_stored_by_one_of_them(make_daemon, make_tap, pair):
+    tap = make_tap(make_daemon())
+    engine = pair(tap.endpoint, adjust=same_on_all)
+    engine.generate("cold", TOKENS)
+    assert len(tap.of(Store)) == len(engine.stores)
 
 
 def test_the_same_ranks_without_that_word_share_nothing_with_them(make_daemon, pair):

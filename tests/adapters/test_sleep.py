@@ -117,3 +117,22 @@ def test_sleep_fails_while_a_hung_daemon_may_write(make_daemon, make_engine):
     daemon.wait_for_books(mappings=2)
     sleep(engine)
     wait_until(lambda: engine.generate_free("tick") == 99, 10, "the blocks come back")
+
+
+def test_a_load_that_a_hung_daemon_has_not_read_writes_nothing_after_sleep(make_daemon, make_engine):
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", TOKENS)
+    extra = {"kvserver.unregister_timeout_ms": 200, "kvserver.load_timeout_ms": 60_000}
+    engine = make_engine(daemon, extra=extra)
+    engine.before_step = lambda plan: daemon.freeze() if plan.loads else None
+    answer = engine.add("warm", TOKENS)
+    engine.run(until=lambda: bool(engine.loads))
+    engine.before_step = lambda plan: None
+    sleep(engine)
+    for kv in engine.runners[0].kv:
+        kv[...] = 7  # as somebody else's
+    daemon.thaw()
+    daemon.wait_for_books(mappings=2)
+    assert all((kv == 7).all() for kv in engine.runners[0].kv)
+    engine.run()
+    assert answer.right

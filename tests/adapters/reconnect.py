@@ -1,0 +1,30 @@
+"""A daemon that is replaced under an engine at work."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+from modelless import Engine
+from support.daemon import Daemon, wait_until
+
+
+def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixture, steps: int = 20) -> None:
+    """The next one is empty. Steps, slowly, until the engine's scheduler half knows it; so many while there is none.
+
+    REQUIRES: the engine has work.
+    """
+    caplog.set_level(logging.INFO, "vllm.kvserver")
+    daemon.kill()
+    for _ in range(steps):
+        engine.step()
+    daemon.start()
+
+    def connected() -> bool:
+        assert engine.scheduler.requests, "all was over before the engine knew"
+        engine.step()
+        time.sleep(0.02)
+        return any("scheduler: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
+
+    wait_until(connected, 20, "the scheduler half knows the new daemon")
