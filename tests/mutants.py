@@ -660,14 +660,12 @@ SCHEDULER_HALF = (
     Mutant(
         "a new session keeps the answers of the last one",
         SCHEDULER, "SchedulerHalf._begin_session", "            state.hit_chunks = None\n", "",
-        (
-            "adapters/test_failures.py::test_restarted_between_lookup_and_load",
-            "adapters/test_failures.py::test_after_a_restart_the_engine_stores_and_loads_again",
-        ),
+        ("adapters/test_waiting_requests.py::test_what_the_last_daemon_had_is_not_loaded_from_the_next_one",),
     ),
     Mutant(
         "after a reset the old answers count",
-        SCHEDULER, "SchedulerHalf._begin_epoch", "            state.hit_chunks = None\n", "", ("adapters/test_resets.py",),
+        SCHEDULER, "SchedulerHalf._begin_epoch", "            state.hit_chunks = None\n", "",
+        ("adapters/test_waiting_requests.py::test_what_the_old_weights_made_is_not_loaded_after_a_reset",),
     ),
     Mutant(
         "after a reset requests store into the old epoch",
@@ -704,7 +702,7 @@ SCHEDULER_HALF = (
     Mutant(
         "chunks with a null block are stored",
         SCHEDULER, "SchedulerHalf._plan_store", "and not any(NULL_BLOCK in t[", "and not any(None in t[",
-        ("adapters/test_reuse.py::test_blocks_that_a_sliding_window_gave_up_are_not_stored",),
+        ("adapters/test_refusals.py::test_a_chunk_that_a_short_window_left_before_it_was_whole_is_counted_and_not_stored",),
     ),
     Mutant(
         "a hit leaves no token to compute",
@@ -735,10 +733,7 @@ SCHEDULER_HALF = (
     Mutant(
         "a request whose load failed tries again and again",
         SCHEDULER, "SchedulerHalf._load_failed", "state.give_up = True", "pass",
-        (
-            "adapters/test_failures.py::test_cleared_between_lookup_and_load",
-            "adapters/test_failures.py::test_killed_between_lookup_and_load",
-        ),
+        ("adapters/test_failures.py::test_a_load_that_is_refused_is_over_at_once",),
     ),
     Mutant(
         "what a failed load did not bring is not stored",
@@ -748,7 +743,7 @@ SCHEDULER_HALF = (
     Mutant(
         "the load of an aborted request goes on",
         SCHEDULER, "SchedulerHalf.request_finished", "self._plan.abort_loads.append(state.load.load_id)", "pass",
-        ("adapters/test_failures.py::test_an_aborted_request_leaves_nothing_behind",),
+        ("adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",),
     ),
     Mutant(
         "an engine that cannot prefill after a hit is given one",
@@ -764,7 +759,7 @@ SCHEDULER_HALF = (
     Mutant(
         "an unknown instance does not renew the session",
         LOOKUPS, "", "    ErrorCode.UNKNOWN_INSTANCE.value,\n", "",
-        ("adapters/test_reports.py::test_a_daemon_replaced_unnoticed_asks_for_the_full_state",),
+        (NEW_DAEMON,),
     ),
     Mutant(
         "every request waits its own time for its answer",

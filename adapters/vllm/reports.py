@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from kvserver.adapters.vllm.blockpool import PoolHook, Records
@@ -27,8 +28,17 @@ class Reports:
     """begin() for each session, before its first notice."""
 
     def __init__(
-        self, instance_id: str, incarnation: str, model_name: str, pool: PoolHook, counters: Counter[str]
+        self,
+        instance_id: str,
+        incarnation: str,
+        model_name: str,
+        pool: PoolHook,
+        counters: Counter[str],
+        unsent: Callable[[], None] = lambda: None,
     ) -> None:
+        """`unsent`: a notice found no connection. The daemon may be another when there is one again, and would not
+        complain: a full state is what it gets first.
+        """
         self._sender: dict[str, Any] = {
             "instance_id": instance_id,
             "incarnation": incarnation,
@@ -36,6 +46,7 @@ class Reports:
         }
         self._pool = pool
         self._counters = counters
+        self._unsent = unsent
         self._sequence = 0
         self._full_due = True
         self._full_number = 0  # the last full state's: what was refused before it no longer matters
@@ -105,4 +116,5 @@ class Reports:
         self._counters["notices" if number is not None else "unsent"] += 1
         if number is None:
             self._full_due = True
+            self._unsent()
         return number

@@ -119,7 +119,7 @@ class SchedulerHalf:
         self._pending = PendingStores(world_size, settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
         self._pool = PoolHook(self._allocated)
         self._quarantine = Quarantine(self._pool)
-        self._reports = Reports(instance_id, incarnation, model_name, self._pool, self.counters)
+        self._reports = Reports(instance_id, incarnation, model_name, self._pool, self.counters, unsent=link.refresh)
         self._speed = PrefillSpeed()
         self._engine = engine
         self._contents = Contents(self._chunks, self.counters)

@@ -16,15 +16,21 @@ def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixt
     REQUIRES: the engine has work.
     """
     caplog.set_level(logging.INFO, "vllm.kvserver")
+    instances = len(daemon.status()["instances"])
     daemon.kill()
     for _ in range(steps):
         engine.step()
     daemon.start()
 
-    def connected() -> bool:
+    def connected(half: str) -> int:
+        return sum(f"{half}: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
+
+    wait_until(lambda: connected("worker 0") == instances, 20, "the workers know the new daemon")
+
+    def stepped() -> int:
         assert engine.scheduler.requests, "all was over before the engine knew"
         engine.step()
         time.sleep(0.02)
-        return any("scheduler: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
+        return connected("scheduler")
 
-    wait_until(connected, 20, "the scheduler half knows the new daemon")
+    wait_until(stepped, 20, "the scheduler half knows the new daemon")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from modelless import prompt
+from reconnect import replace_daemon
 from support.daemon import wait_until
 
 from kvserver.protocol import Cleared, EndRequest, ReportBlockAllocations
@@ -17,13 +19,15 @@ def restart(daemon, workers: int) -> None:
     wait_until(lambda: len(daemon.status()["instances"]) == workers, 20, "the engines register")
 
 
-def test_a_running_requests_first_chunks_are_stored_again(make_daemon, make_engine):
+@pytest.mark.parametrize("steps", [0, 20], ids=["unnoticed", "noticed"])
+def test_a_running_requests_first_chunks_are_stored_again(make_daemon, make_engine, caplog, steps):
+    """Also where a report could not be sent meanwhile: a full state follows, of which no daemon complains."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = make_engine(daemon)
     answer = engine.add("long", TOKENS, count=6 * CHUNK)
     engine.run(until=lambda: len(answer.tokens) > 10)
     wait_until(lambda: daemon.status()["l1"]["chunks"] == 3)
-    restart(daemon, workers=1)
+    replace_daemon(daemon, engine, caplog, steps)
     engine.run()
     assert answer.right
     wait_until(lambda: engine.generate_free("r") and not engine.connector.has_pending_push_work())
