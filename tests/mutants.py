@@ -19,6 +19,7 @@ CACHE, INDEX, POOL = "kvserver/cache.py", "kvserver/index.py", "kvserver/pool.py
 EVICTION, MISSES, NAMESPACE = "kvserver/eviction.py", "kvserver/misses.py", "kvserver/namespace.py"
 TRANSFERS, LIFELINE, HANDLERS = "kvserver/transfers.py", "kvserver/lifeline.py", "kvserver/handlers.py"
 INSTANCES, WORKERS = "kvserver/instances.py", "kvserver/workers.py"
+CLIENT, SUPPORT, BACKENDS = "kvserver/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/vllm/copies.py"
 SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.py", "adapters/vllm/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
@@ -29,6 +30,10 @@ NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"
 IDENTITY, CANONICAL = "adapters/vllm/identity.py", "adapters/vllm/canonical.py"
 WEIGHTS = "adapters/vllm/weights.py"
 
+FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
+DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_file.py"
+RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
+SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 CACHE_TESTS = ("unit/test_cache.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
 INDEX_TESTS = ("unit/test_index.py",)
@@ -423,6 +428,23 @@ SERVER = (
         LIFELINE, "Lifelines.read", "os.close(extra)", "pass",
         ("daemon/test_bad_input.py::test_what_comes_after_attach_is_ignored",),
     ),
+    Mutant(
+        "a process that left a child is not seen to be dead",
+        LIFELINE, "_open_process", "return os.pidfd_open(pid)", "return None",
+        (f"{FORKED}::test_the_daemon_notices_the_death_while_the_child_lives",),
+    ),
+    Mutant(
+        "a forked child keeps the lifeline",
+        CLIENT, "_close_in_child", "attachment.close()", "pass", (f"{FORKED}::test_a_child_has_no_lifeline",),
+    ),
+    Mutant(
+        "the server ends a connection without a word",
+        LIFELINE, "Lifelines.detach", "self._send(attachment, encode(Detached()))", "pass", (DYING,),
+    ),
+    Mutant(
+        "the end of a connection is the end of the process",
+        CLIENT, "Attachment.wait_for_death", "poller.poll()", "pass", (DYING,),
+    ),
     # ---- requests -----------------------------------------------------------------------------
     Mutant(
         "a copy meant for the last daemon is taken",
@@ -628,6 +650,32 @@ WORKER_HALF = (
         "quarantined blocks are given out",
         HAZARDS, "Quarantine.add", "self._pool.pin(block_ids)", "pass",
         ("adapters/test_failures.py::test_stopped_during_a_load",),
+    ),
+    Mutant(
+        "quarantined blocks keep vLLM from a reset",
+        BLOCKPOOL, "PoolHook._unpinned", "self.unpin(pinned)", "pinned = []", (RESET,),
+    ),
+    Mutant(
+        "a reset frees quarantined blocks",
+        BLOCKPOOL, "PoolHook._unpinned", "self.pin(pinned)", "pass", (RESET,),
+    ),
+    Mutant(
+        "scales are filled over what was loaded",
+        BACKENDS, "begin_scales", '.endswith("per_token_head")', '.endswith("none")',
+        ("issues/adapters/test_scales_were_filled_over_a_load.py",),
+    ),
+    Mutant(
+        "sessions are served whose hashes are other tokens'",
+        SUPPORT, "rehashes_sessions", ">= (0, 32)", ">= (0, 0)", (SESSIONS,),
+    ),
+    Mutant(
+        "what was computed upon a session's blocks is stored",
+        SCHEDULER, "SchedulerHalf.new_request", "self._stale_hashes = True", "pass", (SESSIONS,),
+    ),
+    Mutant(
+        "a prompt of more chunks than a message takes is refused",
+        LOOKUPS, "Lookups.send", "min(self._chunks.hashed(request), MAX_CHUNKS)", "self._chunks.hashed(request)",
+        ("issues/adapters/test_a_very_long_prompt_was_always_a_miss.py",),
     ),
     Mutant(
         "a store has ended when the first rank says so",

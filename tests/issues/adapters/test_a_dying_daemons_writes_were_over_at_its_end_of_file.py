@@ -1,8 +1,5 @@
 """A process that is killed closes its sockets before its last files: a GPU may still work for it then. The adapter took the end of
 the lifeline for the end of every write, and gave blocks away that a running load still wrote.
-
-The daemon here ends its connections as the kernel would, and is dead only when it is killed. Meanwhile it may go on to copy, as a GPU
-would, and acknowledges nothing.
 """
 
 from __future__ import annotations
@@ -14,30 +11,14 @@ from pathlib import Path
 
 import pytest
 from modelless import BLOCK, Engine, prompt
+from support import dying_daemon
 from support.daemon import KVSERVER, wait_until
 
 from kvserver.client import Client
 from kvserver.protocol import Unregistered, UnregisterWorker
 
 TOKENS = prompt(1, 4 * 64 + 10)
-DYING = """
-import os, signal, socket, sys
-from kvserver.__main__ import main
-
-def die(number, frame):
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            connection = socket.socket(fileno=os.dup(int(fd)))
-            if connection.type == socket.SOCK_SEQPACKET:
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-signal.signal(signal.SIGUSR1, die)
-sys.exit(main())
-"""
-PROGRAM = (str(Path(KVSERVER).with_name("python")), "-c", DYING)
+PROGRAM = (str(Path(KVSERVER).with_name("python")), dying_daemon.__file__)
 
 
 @pytest.fixture
