@@ -674,7 +674,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a prompt of more chunks than a message takes is refused",
-        LOOKUPS, "Lookups.send", "min(self._chunks.hashed(request), MAX_CHUNKS)", "self._chunks.hashed(request)",
+        LOOKUPS, "Lookups._asked", "min(self._chunks.hashed(request), MAX_CHUNKS)", "self._chunks.hashed(request)",
         ("issues/adapters/test_a_very_long_prompt_was_always_a_miss.py",),
     ),
     Mutant(
