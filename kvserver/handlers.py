@@ -95,6 +95,7 @@ class Handlers:
         self._token = token
         self._clock = clock
         self._told_loss = ""
+        self._put_off = False  # the last step() left something to do
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -256,15 +257,19 @@ class Handlers:
         self.cache.expire_leases(self._clock())
 
     def step(self) -> bool:
-        """Once a turn: a slice of what was put off. True while there is more to do at once."""
+        """At the end of each turn: a slice of what was put off. True while there is more to do at once."""
         more = self.cache.step() | self.recount.step()
         for worker in self.transfers.step():
             self.workers.unmap_if_settled(worker)
-        return more or self.transfers.waiting > 0
+        self._put_off = more or self.transfers.waiting > 0
+        return self._put_off
 
     def audit_if_idle(self) -> bool:
-        """Assert the books when nothing is in flight and L1 is small enough to count; True if they were."""
-        if self.step() or self.copier.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
+        """Assert the books when nothing is in flight and L1 is small enough to count; True if they were.
+
+        REQUIRES: step() came after all else.
+        """
+        if self._put_off or self.copier.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
             return False
         self.cache.audit()
         assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"

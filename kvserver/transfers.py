@@ -114,8 +114,7 @@ class Transfers:
         return len(self._waiting)
 
     def step(self) -> list[Worker]:
-        """Once a turn: go on with the stores that wait. Returns the closing workers that no longer have one."""
-        self._steps = STEPS_PER_TURN
+        """At the end of a turn: go on with the stores that wait. Returns the closing workers that no longer have one."""
         closing = []
         while self._waiting and self._steps > 0:
             store = self._waiting[0]
@@ -133,6 +132,7 @@ class Transfers:
             store.worker.waiting -= 1
             if store.worker.closing:
                 closing.append(store.worker)
+        self._steps = STEPS_PER_TURN  # in the next turn
         return closing
 
     def begin(self, request: Store | Retrieve, respond: Respond) -> None:
