@@ -644,7 +644,7 @@ WORKER_HALF = (
     Mutant(
         "only one rank's quarantine is remembered",
         HAZARDS, "Quarantine.add", "held.ranks += 1", "pass",
-        ("adapters/test_ranks.py::test_blocks_that_no_rank_can_get_back_are_held_until_both_can",),
+        ("adapters/test_ends_of_copies.py::test_quarantine_ends_with_the_last_ranks",),
     ),
     Mutant(
         "quarantined blocks are given out",
