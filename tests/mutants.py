@@ -644,7 +644,7 @@ WORKER_HALF = (
     Mutant(
         "only one rank's quarantine is remembered",
         HAZARDS, "Quarantine.add", "held.ranks += 1", "pass",
-        ("adapters/test_ends_of_copies.py::test_quarantine_ends_with_the_last_ranks",),
+        ("adapters/test_ends_of_copies.py::test_quarantine_ends_with_the_last_ranks_word",),
     ),
     Mutant(
         "quarantined blocks are given out",
