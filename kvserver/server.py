@@ -162,13 +162,22 @@ class Server:
                 self._stopping = True
             more = self._serve_requests()
             if lifelines.listener_fd in ready:
-                lifelines.accept()
+                self._guarded(lifelines.accept)
             for fd in watched & ready.keys():
-                self._read_lifeline(fd)
+                self._guarded(self._read_lifeline, fd)
             if self._wake_read in ready:
                 self._run_calls()
-            more |= self.handlers.step()
+            more |= bool(self._guarded(self.handlers.step))
             self._keep_time(turn_began, busy=bool(ready))
+
+    def _guarded(self, part: Callable[..., T], *arguments: Any) -> T | None:
+        """A part of a turn that answers no message. A fault in it is logged and counted; the loop goes on."""
+        try:
+            return part(*arguments)
+        except Exception:
+            self.rpc.errors[ErrorCode.INTERNAL.value] += 1
+            log.exception("internal error in %s", part.__name__)
+            return None
 
     def _serve_requests(self) -> bool:
         """Answer what has come, up to a bound; True if there may be more."""
@@ -246,11 +255,11 @@ class Server:
         self._lag[1] = max(self._lag[1], now - turn_began)
         if now - self._last_tick >= 1.0:
             self._last_tick = now
-            self.handlers.tick()
+            self._guarded(self.handlers.tick)
             gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
         self._audited = self._audited and not busy
         if not busy and not self._audited:
-            self._audited = self._audit()
+            self._audited = self._guarded(self._audit) is not False  # not again in each idle turn
 
     def _audit(self) -> bool:
         """Books that do not balance are a bug of ours: told loudly, but no reason to end engines' cache."""

@@ -1,0 +1,45 @@
+"""A fault while a message was handled became its reply, but one in what the loop does between messages ended the loop, and with
+it the cache of every engine.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.daemon import wait_until
+from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.worker import Worker, make_keys
+
+from kvserver._native import HostRegion
+from kvserver.copier import cpu_device
+from kvserver.devices import Devices
+
+
+@pytest.mark.parametrize(
+    "part", ["handlers.tick", "handlers.step", "handlers.audit_if_idle", "handlers.lifelines.accept"]
+)
+def test_the_loop_goes_on_and_the_fault_is_counted(monkeypatch, caplog, part):
+    *owners, name = part.split(".")
+    with running_server(Devices(cpu_device(HostRegion(L1_BYTES), PAGE_BYTES, 1, 0))) as pages:
+        server = pages.kvserver
+        owner = server
+        for attribute in owners:
+            owner = getattr(owner, attribute)
+        right, faults = getattr(owner, name), []
+
+        def raise_once():
+            if not faults:
+                faults.append(part)
+                raise RuntimeError("planted")
+            return right()
+
+        raise_once.__name__ = name
+        errors = server.rpc.errors["internal"]
+        monkeypatch.setattr(owner, name, raise_once)
+        worker = Worker(server.handlers.settings.endpoint)  # connects, registers: the loop turns
+        try:
+            wait_until(lambda: faults)
+            wait_until(lambda: server.rpc.errors["internal"] == errors + 1)
+            assert worker.lookup(make_keys(1)) == 0
+        finally:
+            worker.close()
+    assert "planted" in caplog.text
