@@ -330,7 +330,7 @@ SERVER = (
     Mutant(
         "a copy that is late as it comes is begun",
         TRANSFERS, "Transfers.begin", "if request.deadline_ns <= self._clock() * 1e9:", "if False:",
-        ("daemon/test_bad_input.py::test_a_copy_whose_deadline_has_passed_is_not_started",),
+        ("daemon/test_bad_input.py::test_nothing_is_evicted_for_a_store_whose_deadline_has_passed",),
     ),
     Mutant(
         "the word of a refused copy stays PENDING",

@@ -25,7 +25,8 @@ def wait_with_an_answer(engine: Engine):
 def engine(make_daemon, make_engine) -> tuple[Daemon, Engine]:
     daemon = make_daemon()
     make_engine(daemon).generate("cold", TOKENS)
-    return daemon, make_engine(daemon, num_blocks=21)
+    # Their answers do not age: nothing but what happens meanwhile makes them void.
+    return daemon, make_engine(daemon, num_blocks=21, extra={"kvserver.lookup_age_ms": 600_000})
 
 
 def test_what_the_last_daemon_had_is_not_loaded_from_the_next_one(engine, caplog):

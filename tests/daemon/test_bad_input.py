@@ -341,6 +341,20 @@ def test_a_copy_whose_deadline_has_passed_is_not_started(worker):
     assert worker.memory.image() == untouched
 
 
+def test_nothing_is_evicted_for_a_store_whose_deadline_has_passed(make_daemon, make_worker):
+    daemon = make_daemon(l1_size="1MiB")
+    worker = make_worker(daemon)
+    for _ in range(1000):
+        worker.store(make_keys(1), worker.blocks_for(1))
+        if daemon.status()["l1"]["evictions"]:
+            break
+    full = daemon.status()["l1"]
+    assert full["evictions"] == 1
+    late = worker.store_message(make_keys(8), worker.blocks_for(8), deadline_ns=time.monotonic_ns() - 1)
+    assert_error(worker.error_of(late), "late", "deadline had passed")
+    assert daemon.status()["l1"] == full
+
+
 def test_the_word_of_a_refused_copy_says_failed_before_its_reply(worker):
     keys = make_keys(1)
     for message in (

@@ -7,10 +7,11 @@ from modelless import prompt
 from reconnect import replace_daemon
 from support.daemon import wait_until
 
-from kvserver.protocol import Cleared, EndRequest, ReportBlockAllocations
+from kvserver.protocol import Cleared, EndRequest, Error, Lookup, ReportBlockAllocations
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)
+NOTICES = (ReportBlockAllocations, EndRequest)
 
 
 def restart(daemon, workers: int) -> None:
@@ -34,12 +35,33 @@ def test_a_running_requests_first_chunks_are_stored_again(make_daemon, make_engi
     assert make_engine(daemon).generate("warm", TOKENS + answer.tokens[:CHUNK]).external == 4 * CHUNK
 
 
+def test_a_daemon_that_does_not_know_the_instance_is_another_one(make_daemon, make_tap, make_engine):
+    """Where nothing but its refusal of a lookup shows that."""
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    tap = make_tap(daemon)
+    engine = make_engine(tap.endpoint)
+    answer = engine.add("long", TOKENS, count=6 * CHUNK)
+    tap.instead = lambda message: Cleared(chunks=0) if isinstance(message, NOTICES) else None
+    engine.run(until=lambda: len(answer.tokens) > 10)
+    wait_until(lambda: daemon.status()["l1"]["chunks"] == 3)
+    restart(daemon, workers=1)
+    unknown = Error(code="unknown_instance", message="its workers come later")
+    tap.instead = lambda message: (
+        Cleared(chunks=0) if isinstance(message, NOTICES) else unknown if isinstance(message, Lookup) else None
+    )
+    engine.add("other", prompt(3, CHUNK + 1))
+    engine.run(until=lambda: engine.connector.scheduler.counters["refused_unknown_instance"] > 0)
+    engine.run()
+    assert answer.right
+    wait_until(lambda: engine.generate_free("r") and not engine.connector.has_pending_push_work())
+    assert make_engine(daemon).generate("warm", TOKENS + answer.tokens[:CHUNK]).external == 4 * CHUNK
+
+
 def test_a_daemon_with_chunks_of_another_size_is_served(make_daemon, make_tap, make_engine):
     """Where nothing but its refusal of a lookup, which names another number of blocks, shows that it is another daemon."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     tap = make_tap(daemon)
-    notices = (ReportBlockAllocations, EndRequest)
-    tap.instead = lambda message: Cleared(chunks=0) if isinstance(message, notices) else None
+    tap.instead = lambda message: Cleared(chunks=0) if isinstance(message, NOTICES) else None
     engine = make_engine(tap.endpoint)
     engine.generate("before", prompt(2, 3 * CHUNK))
     daemon.flags["chunk_tokens"] = CHUNK // 2
