@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from kvserver.adapters.vllm.planes import UnsupportedLayout
+from vllm import envs
 
 _SENTINEL = 1_000_003  # a number of blocks that is no other dimension's size
 
@@ -22,6 +23,16 @@ def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:
         if name not in names:
             names.append(name)
     return ",".join(names)
+
+
+def check_invariance(backends: str) -> None:
+    """UnsupportedLayout where vLLM, asked for results that no batch changes, takes no cached prefix.
+
+    It turns its own prefix caching off as a worker builds the layers; its scheduler does not learn of it.
+    """
+    unable = {"FLASHINFER", "TRITON_MLA"} & set(backends.split(","))
+    if unable and getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        raise UnsupportedLayout(f"VLLM_BATCH_INVARIANT: {unable.pop()} computes otherwise upon a cached prefix")
 
 
 def block_dimensions(

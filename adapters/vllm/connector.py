@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from kvserver.adapters.vllm.backends import attention_backends, begin_scales, block_dimensions
+from kvserver.adapters.vllm.backends import attention_backends, begin_scales, block_dimensions, check_invariance
 from kvserver.adapters.vllm.description import Engine
 from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
 from kvserver.adapters.vllm.identity import Identity, config_identity, served_name, with_weights
@@ -206,7 +206,9 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _make_link(self) -> Link | None:
         """To a daemon with which the KV cache is to be registered, as it lies in memory now. None: it cannot be."""
         kv_caches = self._kv_caches
+        backends = attention_backends(self._config, list(kv_caches))
         try:
+            check_invariance(backends)
             begin_scales(self._config)
             shapes = {name: getattr(tensor, "ndim", 0) for name, tensor in kv_caches.items()}
             dims = block_dimensions(self._config, self._caches_config, shapes, vllm_version())
@@ -218,7 +220,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._group_bytes = [
             sum(plane.run_bytes for plane in caches.planes if plane.group == group) for group in range(len(groups))
         ]
-        message = self._registration(caches, attention_backends(self._config, list(kv_caches)))
+        message = self._registration(caches, backends)
         rank = self._config.parallel_config.rank
         margin = GPU_MARGIN_SECONDS if self._on_gpu else 0.0
         return Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message, margin))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,3 +127,24 @@ def test_an_operator_who_turns_vllms_own_off_still_has_ours(make_daemon, make_en
     daemon = make_daemon()
     make_engine(daemon, adjust=own_off).generate("cold", TOKENS)
     assert make_engine(daemon, adjust=own_off).generate("warm", TOKENS).external == 3 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("backend", "invariant", "served"),
+    [("FLASHINFER", "1", False), ("TRITON_MLA", "1", False), ("FLASHINFER", "0", True), ("FLASH_ATTN", "1", True)],
+)
+def test_a_backend_that_is_not_invariant_upon_cached_prefixes_is_refused_where_results_must_be(
+    make_daemon, make_engine, monkeypatch, backend, invariant, served
+):
+    """vLLM turns prefix caching off in its workers then; the scheduler's configuration says nothing of it."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+
+    def built_with(config, caches):
+        config.compilation_config.static_forward_context.update({f"layers.{i}": layer for i in range(2)})
+
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    for name, tokens in (("cold", 0), ("warm", 3 * CHUNK)):
+        answer = make_engine(daemon, adjust=built_with).generate(name, TOKENS)
+        assert answer.external == (tokens if served else 0)
+    assert bool(daemon.status()["l1"]["chunks"]) == served
