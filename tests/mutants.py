@@ -474,7 +474,7 @@ SERVER = (
     Mutant(
         "the ticket of an ended copy keeps the memory mapped",
         HANDLERS, "Handlers._ended", "worker.tickets.discard(completion.number)", "pass",
-        ("daemon/test_round_trip.py",),
+        ("daemon/test_failures.py::test_unregister_with_copies_in_flight_is_answered_when_the_memory_is_unmapped",),
     ),
     # ---- who is connected ---------------------------------------------------------------------
     Mutant(
