@@ -836,8 +836,13 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a session ends before the server has closed its mappings",
-        LINK, "Link._run", "                self._hang_up(session)\n                session.ended.set()",
-        "                session.ended.set()\n                self._hang_up(session)", ("adapters/test_sleep.py",),
+        LINK, "Link._end", "        self._hang_up(session)\n        session.ended.set()",
+        "        session.ended.set()\n        self._hang_up(session)", ("adapters/test_sleep.py",),
+    ),
+    Mutant(
+        "there is no session while the next one is made",
+        LINK, "Link._watch", "return bool(boot_id)", "return False",
+        ("issues/adapters/test_requests_missed_while_the_session_was_renewed.py",),
     ),
     Mutant(
         "a chunk is named by the hash of its first block",

@@ -154,24 +154,35 @@ class Link:
     def _run(self) -> None:
         pause = _RETRY_SECONDS[0]
         while not self._stopping:
-            session = self._connect()
+            former, session = self.session, self._connect()
             self._attempted.set()
+            if session is not None:
+                pause = _RETRY_SECONDS[0]
+                self.breaker.answered()
+                self.session = session
+            if former is not None:
+                self._end(former)
             if session is None:
                 self._sleep(pause * random.uniform(0.5, 1.5))
                 pause = min(pause * 2, _RETRY_SECONDS[1])
                 continue
-            pause = _RETRY_SECONDS[0]
-            self.breaker.answered()
-            self.session = session
+            replaced = False
             try:
-                self._watch(session)
+                replaced = self._watch(session)
             except Exception:
                 log.exception("%s: cannot watch the connection to kvserver; connecting again", self._name)
                 self._sleep(_RETRY_SECONDS[1])
             finally:
-                self.session = None
-                self._hang_up(session)
-                session.ended.set()
+                if not replaced:
+                    self._end(session)
+        if self.session is not None:
+            self._end(self.session)
+
+    def _end(self, session: Session) -> None:
+        if self.session is session:
+            self.session = None
+        self._hang_up(session)
+        session.ended.set()
 
     def _connect(self) -> Session | None:
         """One attempt; None after saying once why it failed."""
@@ -217,18 +228,22 @@ class Link:
             log.warning("%s: running without cache: %s", self._name, reason)
             self._said = reason
 
-    def _watch(self, session: Session) -> None:
-        """Return when the session is over; while the breaker is open, ask until the daemon answers."""
+    def _watch(self, session: Session) -> bool:
+        """Return when the session is over; while the breaker is open, ask until the daemon answers.
+
+        True if another daemon answers at the endpoint, and nothing but lookups and notices is sent in this session: it is
+        used until there is the next one, since requests that came in between would miss.
+        """
         pause = _RETRY_SECONDS[0]
         while not self._stopping:
             if self._refresh:
                 self._refresh = False
-                if session.attachment is None and self._boot_id() != session.hello.boot_id:
-                    return
+                if session.attachment is None and (boot_id := self._boot_id()) != session.hello.boot_id:
+                    return bool(boot_id)
             seconds = pause * random.uniform(0.5, 1.5) if self.breaker.open else 3600.0
             if self._wait(session.attachment, seconds):
                 log.warning("%s: the connection to kvserver ended", self._name)
-                return
+                return False
             if not self.breaker.open:
                 pause = _RETRY_SECONDS[0]
             elif boot_id := self._boot_id():
@@ -236,6 +251,7 @@ class Link:
                 self.breaker.answered()
             elif session.attachment is None and not self._stopping:
                 pause = min(pause * 2, _RETRY_SECONDS[1])
+        return False
 
     def _boot_id(self) -> str:
         """Of the daemon at the endpoint; empty if none answers."""
