@@ -113,7 +113,7 @@ class PoolHook:
         return release_blocks
 
     def _resetting(self, reset: Callable[..., bool]) -> Callable[..., bool]:
-        """The pool calls our reset() only if no block is in use; of a reset that it refuses nothing else tells."""
+        """The pool calls our reset() only if no block is in use; this wrapper is the only sign of a reset that it refuses."""
 
         def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
             self.resets += 1

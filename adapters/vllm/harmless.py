@@ -1,6 +1,6 @@
 """Fields of vLLM's configuration that may differ between engines that share KV, each group with its reason.
 
-Whatever is on no list counts: what a newer vLLM adds, and what nobody has looked at. A field is here only if, for the same
+Whatever is on no list counts: fields that a newer vLLM adds, and fields that were not examined. A field is here only if, for the same
 key, it changes neither K nor V beyond what the composition of a batch does to their last bits, nor what a key or a
 slot means. Read in vLLM 0.32; names of other versions do no harm.
 

@@ -22,7 +22,7 @@ class _Store:
 
 
 class PendingStores:
-    """Stores from their plan until nobody can publish what their blocks will hold next.
+    """Stores from their plan until no server can publish what their blocks will hold next.
 
     That is when every rank has said that they ended; or when a step ends them before it overwrites a block of theirs;
     or `seconds`, which exceed their deadline, after their step's outputs came: every rank that will ever begin a store
@@ -84,7 +84,7 @@ class PendingStores:
 
     @property
     def awaited(self) -> bool:
-        """Whether an idle engine should step to hear of their end; not for ever, should that get lost."""
+        """Whether an idle engine should step to receive reports of their end; bounded, since a report may be lost."""
         self._forget_late()
         return bool(self._awaited)
 

@@ -41,7 +41,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
         if getattr(parallel, name, 1) > 1:
             return f"{name} > 1: ranks hold different tokens of a block"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        return "external_launcher: each rank has a scheduler of its own, which hears of no other rank's copies"
+        return (
+            "external_launcher: each rank has a scheduler of its own, which receives no reports of other ranks' copies"
+        )
     second_runner = getattr(vllm_config, "use_v2_model_runner", False)
     if parallel.pipeline_parallel_size > 1 and getattr(vllm_config, "speculative_config", None) and not second_runner:
         # Its ranks but the last return before wait_for_save.
