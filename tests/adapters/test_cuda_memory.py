@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,11 @@ def memfd() -> Iterator[int]:
 
 def layer(storage: torch.Tensor | None = None, first: int = 0) -> torch.Tensor:
     """A layer's KV cache, of its own storage or `first` rows into another one."""
-    whole = torch.zeros(BLOCKS, ROW) if storage is None else storage
-    return whole[first : first + BLOCKS]
+    if storage is None:
+        # With room for an allocation around it: a heap may put two layers into one page.
+        room = mmap(-1, BELOW + BLOCKS * ROW * torch.float32.itemsize + ABOVE)
+        storage = torch.frombuffer(room, dtype=torch.float32, offset=BELOW, count=BLOCKS * ROW).view(BLOCKS, ROW)
+    return storage[first : first + BLOCKS]
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
