@@ -21,7 +21,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
-from kvserver import __version__, metrics, snapshot_page
+from kvserver import __version__, prometheus, snapshot_page
 from kvserver.families import Family
 from kvserver.http_access import OPEN_PAGES, Access, Refusal
 from kvserver.http_connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
@@ -273,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
             snapshot_page.answer(self, self.server.take_kv_snapshot)
 
     def _metrics(self) -> None:
-        self._send(200, metrics.render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")
+        self._send(200, prometheus.render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")
 
     def _livez(self) -> None:
         self._send(200, "alive\n")

@@ -25,7 +25,6 @@ from kvserver import __version__
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import ErrorSent
 from kvserver.handlers import Handlers
-from kvserver.metrics import Rpc
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     REQUEST_ID_BYTES,
@@ -36,6 +35,7 @@ from kvserver.protocol import (
     decode_request,
     encode,
 )
+from kvserver.rpc_counts import Rpc
 
 log = logging.getLogger(__name__)
 

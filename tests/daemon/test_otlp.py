@@ -15,8 +15,8 @@ from support.lives import accessed, allocated, evicted, exact, released
 from support.worker import make_keys
 
 from kvserver import __version__
-from kvserver.metrics import RPC_BUCKETS
 from kvserver.protocol import ReportBlockAllocations
+from kvserver.rpc_counts import RPC_BUCKETS
 
 OFTEN = {"otlp_interval_seconds": 0.1}
 

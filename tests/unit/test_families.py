@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvserver import metrics
+from kvserver import metrics, prometheus
 from kvserver.events import Bus
 from kvserver.families import Buckets, Family, Kind
 from kvserver.instances import Counts
 from kvserver.misses import MissReason
+from kvserver.rpc_counts import Rpc
 from kvserver.status import counts_status
 
 LABELS = ("instance_id", "model_name")
@@ -41,14 +42,14 @@ def status(
 
 
 def made(*instances: dict[str, Any], more: Sequence[Family] = (), **options: Any) -> dict[str, Family]:
-    families = metrics.families(status(*instances, **options), metrics.Rpc().snapshot(), more)
+    families = metrics.families(status(*instances, **options), Rpc().snapshot(), more)
     assert len({family.name for family in families}) == len(families), "a family stands there twice"
     return {family.name: family for family in families}
 
 
 def samples(*families: Family) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """What Prometheus reads: figures by sample name and labels."""
-    found = [s for f in text_string_to_metric_families(metrics.render(families).decode()) for s in f.samples]
+    found = [s for f in text_string_to_metric_families(prometheus.render(families).decode()) for s in f.samples]
     by_name = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in found}
     assert len(by_name) == len(found), "a sample stands there twice"
     return by_name
@@ -80,7 +81,9 @@ def test_a_histogram_is_cumulative_and_ends_with_infinity() -> None:
 
 
 def test_a_family_without_points_has_a_type_and_a_help_line() -> None:
-    text = metrics.render([Family("kvserver_h_seconds", "Times.", Kind.HISTOGRAM, ("type",), bounds=(1.0,))]).decode()
+    text = prometheus.render(
+        [Family("kvserver_h_seconds", "Times.", Kind.HISTOGRAM, ("type",), bounds=(1.0,))]
+    ).decode()
     assert text == "# HELP kvserver_h_seconds Times.\n# TYPE kvserver_h_seconds histogram\n"
 
 
@@ -163,7 +166,7 @@ def test_events_are_told_by_type_and_subscriber() -> None:
         "lag_seconds": 0.5,
         "subscribers": [{"name": "l0", "errors": 2, "last_error": "ValueError"}],
     }
-    families = metrics.families(status(events=events), metrics.Rpc().snapshot())
+    families = metrics.families(status(events=events), Rpc().snapshot())
     found = {labels: value for labels, value in samples(*families).items() if labels[0].startswith("kvserver_events_")}
     assert found == {
         ("kvserver_events_published_total", (("type", "BlockReport"),)): 5,

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvserver import __version__, metrics
+from kvserver import __version__, metrics, prometheus
 from kvserver.events import Bus
 from kvserver.instances import Counts
+from kvserver.rpc_counts import Rpc
 from kvserver.status import counts_status
 
 FROM_THE_START = {
@@ -84,8 +85,8 @@ def status(*instances: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def families(status: dict[str, Any], rpc: metrics.Rpc) -> dict[str, Any]:
-    text = metrics.render(metrics.families(status, rpc.snapshot())).decode()
+def families(status: dict[str, Any], rpc: Rpc) -> dict[str, Any]:
+    text = prometheus.render(metrics.families(status, rpc.snapshot())).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -96,17 +97,17 @@ def value(family: Any, suffix: str = "", **labels: str) -> float:
 
 @pytest.mark.parametrize(("name", "kind"), FROM_THE_START.items())
 def test_every_family_is_there_before_anybody_connects(name: str, kind: str) -> None:
-    family = families(status(), metrics.Rpc())[name]
+    family = families(status(), Rpc())[name]
     assert family.type == kind
     assert family.documentation.endswith(".")
 
 
 def test_every_name_has_the_prefix() -> None:
-    assert all(name.startswith("kvserver_") for name in families(status(), metrics.Rpc()))
+    assert all(name.startswith("kvserver_") for name in families(status(), Rpc()))
 
 
 def test_l1_and_build_are_told() -> None:
-    found = families(status(), metrics.Rpc())
+    found = families(status(), Rpc())
     assert value(found["kvserver_l1_size_bytes"]) == 1000
     assert value(found["kvserver_l1_used_bytes"]) == 600
     assert value(found["kvserver_l1_pinned_bytes"]) == 500
@@ -117,7 +118,7 @@ def test_l1_and_build_are_told() -> None:
 
 
 def test_each_gpu_tells_which_way_its_bytes_went() -> None:
-    found = families(status(), metrics.Rpc())
+    found = families(status(), Rpc())
     assert value(found["kvserver_gpu_mapped_bytes"], device="GPU-0") == 70
     for direction, way, expected in [
         ("store", "dma", 1),
@@ -133,14 +134,14 @@ def test_each_gpu_tells_which_way_its_bytes_went() -> None:
 def test_each_instance_has_its_own_series_in_base_units() -> None:
     first = {"instance_id": "a", "model_name": "m", "requests": counts(lookup_tokens=512, store_nanos=1_500_000_000)}
     second = {"instance_id": 'b"\\\n', "model_name": "m", "requests": counts(lookup_tokens=1)}
-    found = families(status(first, second), metrics.Rpc())
+    found = families(status(first, second), Rpc())
     assert value(found["kvserver_lookup_tokens"], "_total", instance_id="a", model_name="m") == 512
     assert value(found["kvserver_lookup_tokens"], "_total", instance_id='b"\\\n', model_name="m") == 1
     assert value(found["kvserver_store_seconds"], "_total", instance_id="a", model_name="m") == 1.5
 
 
 def test_request_times_fall_into_cumulative_buckets() -> None:
-    rpc = metrics.Rpc()
+    rpc = Rpc()
     for seconds in (0.00001, 0.001, 0.002, 100.0):
         rpc.observe("Lookup", seconds)
     family = families(status(), rpc)["kvserver_rpc_seconds"]
@@ -156,7 +157,7 @@ def test_request_times_fall_into_cumulative_buckets() -> None:
 
 
 def test_errors_are_counted_by_reason() -> None:
-    rpc = metrics.Rpc()
+    rpc = Rpc()
     rpc.errors["late"] += 2
     rpc.errors["bad_keys"] += 1
     family = families(status(), rpc)["kvserver_rpc_errors"]
@@ -165,7 +166,7 @@ def test_errors_are_counted_by_reason() -> None:
 
 
 def test_a_snapshot_does_not_change_with_what_comes_later() -> None:
-    rpc = metrics.Rpc()
+    rpc = Rpc()
     rpc.observe("Lookup", 0.001)
     snapshot = rpc.snapshot()
     rpc.observe("Lookup", 0.001)

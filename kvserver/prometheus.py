@@ -1,0 +1,53 @@
+"""The Prometheus text of metric families.
+
+Owns: that form. Refuses to know: where the families come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import cast
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from kvserver.families import Buckets, Family, Kind
+
+
+class _Collector:
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return map(_metric, self._families)
+
+
+def _metric(family: Family) -> Metric:
+    match family.kind:
+        case Kind.COUNTER:
+            counter = CounterMetricFamily(family.name, family.help, labels=family.labels)
+            for labels, figure in family.points:
+                counter.add_metric(labels, cast(float, figure))
+            return counter
+        case Kind.GAUGE:
+            gauge = GaugeMetricFamily(family.name, family.help, labels=family.labels)
+            for labels, figure in family.points:
+                gauge.add_metric(labels, cast(float, figure))
+            return gauge
+        case Kind.HISTOGRAM:
+            histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+            bounds = [*map(repr, family.bounds), "+Inf"]
+            for labels, figure in family.points:
+                assert isinstance(figure, Buckets)
+                below = list(zip(bounds, accumulate(figure.counts), strict=True))
+                histogram.add_metric(labels, below, figure.sum)
+            return histogram
+
+
+def render(families: Iterable[Family]) -> bytes:
+    """What GET /metrics answers."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(families))
+    return generate_latest(registry)
