@@ -50,6 +50,7 @@ class InstanceCame(_Event, frozen=True):
     incarnation: str
     num_blocks: int
     block_tokens: int
+    has_computed: bool = False  # before it registered: its blocks may have content
 
 
 class InstanceGone(_Event, frozen=True):

@@ -5,7 +5,8 @@ know: how reports travel, what a life is (csrc/block_lives.h), how figures leave
 
 Reports are counted by `sequence`. Where one is missing the instance is unsure: lives end as lost, for their true end
 may be what is missing. What comes then is followed all the same, as far as it says when it began; the gauges are
-right again when the full state of each pool has come. An engine that comes back is unsure likewise.
+right again when the full state of each pool has come. An engine that registers again, or that computed before it
+registered, is unsure likewise; a new incarnation that did not has a new and empty pool.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _GAUGES = {
     "lives.active_blocks": "L0 blocks that requests own.",
     "lives.released_blocks": "L0 blocks that nobody owns and whose lives go on.",
     "tracked_blocks": "L0 blocks that are active or released.",
-    "unsure": "1 while reports are missing and the engine's full state has not come.",
+    "unsure": "1 while the L0 gauges are too low, for the engine owes the full state of its blocks.",
 }
 _HISTOGRAMS = {
     "lives.lifetime": "Allocation of an L0 block to its eviction or recycling.",
@@ -161,18 +162,18 @@ class L0:
         self._expire()
         key = (event.instance_id, event.model_name)
         with self._lock:
-            known = self._instances.get(key)
-            instance = known or self._instances.setdefault(key, _Instance())
+            instance = self._instances.setdefault(key, _Instance())
             before = self._present.get(event.instance_id)
             self._present[event.instance_id] = instance
-        if before is instance and instance.incarnation == event.incarnation:
+        again = instance.incarnation == event.incarnation
+        if before is instance and again:
             return
         if before is not None and before is not instance:  # it is another model now
             self._end(before)
         instance.forget_pools()
         instance.gone_ns = None
         instance.incarnation, instance.num_blocks = event.incarnation, event.num_blocks
-        if known is not None:
+        if again or event.has_computed:
             instance.lose_track()
 
     def _gone(self, event: InstanceGone) -> None:

@@ -134,6 +134,7 @@ class RegisterWorker(Message):
     replicated: bool = False  # all ranks hold the same bytes (MLA): rank 0 stores them, any rank loads them
     counted: Annotated[tuple[Counted, ...], Meta(max_length=4096)] = ()  # what must agree beside geometry
     private: Text = ""  # why KV is shared with no other incarnation; "" if it is
+    has_computed: bool = False  # this incarnation ran a step before: its blocks may have content
 
 
 class UnregisterWorker(Message):

@@ -81,7 +81,13 @@ class Workers:
         if first:
             self._bus.publish(
                 InstanceCame(
-                    now_ns, spec.instance_id, spec.model_name, spec.incarnation, spec.num_blocks, spec.block_tokens
+                    now_ns,
+                    spec.instance_id,
+                    spec.model_name,
+                    spec.incarnation,
+                    spec.num_blocks,
+                    spec.block_tokens,
+                    spec.has_computed,
                 )
             )
         name = self._devices.name(device)

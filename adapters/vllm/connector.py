@@ -108,6 +108,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._group_bytes = [0]
         self._lookups_told: Counter[str] = Counter()
         self._registered = False
+        self._has_computed = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches
         self._refusal: str | None = "the connector could not be set up"
         self._set_up(role)
@@ -284,6 +285,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 replicated=replicated(self._config, self._caches_config),
                 counted=identity.fields(),
                 private=identity.private,
+                has_computed=self._has_computed,
             )
 
         return message
@@ -304,6 +306,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._has_computed = True
         if self.worker is None:
             return
         plan = self._plan()

@@ -112,17 +112,17 @@ class Engine:
         self.sequence = 0
         self.come()
 
-    def come(self) -> None:
-        self.l0.handle(InstanceCame(0, *self.names, self.incarnation, self.num_blocks, self.block_tokens))
+    def come(self, has_computed: bool = False) -> None:
+        self.l0.handle(InstanceCame(0, *self.names, self.incarnation, self.num_blocks, self.block_tokens, has_computed))
 
     def go(self, died: bool = True) -> None:
         self.l0.handle(InstanceGone(0, *self.names, self.incarnation, died))
 
-    def restart(self) -> None:
+    def restart(self, has_computed: bool = False) -> None:
         """Another process of the same id, of which nothing was heard yet."""
         self.incarnation += "+"
         self.sequence = 0
-        self.come()
+        self.come(has_computed)
 
     def report(self, payload: Payload) -> None:
         self.sequence += 1

@@ -282,16 +282,26 @@ def test_an_instance_that_comes_back_late_begins_anew(l0: L0, clock: Clock) -> N
     assert not l0.is_unsure("engine")
 
 
-def test_a_restarted_engine_is_unsure_and_has_no_gap(l0: L0) -> None:
+@pytest.mark.parametrize("has_computed", [False, True], ids=["new pool", "used pool"])
+def test_a_restarted_engine_is_unsure_if_it_has_computed_and_has_no_gap(l0: L0, has_computed: bool) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.did((1, allocated(6)))
-    engine.restart()  # that it went was never told
+    engine.restart(has_computed)  # that it went was never told
     assert engine.counts() == {"allocations": 2, "lost": 2}
-    assert l0.is_unsure("engine")
+    assert l0.is_unsure("engine") == has_computed
     engine.did((2, []), full=True)
     assert not l0.is_unsure("engine")
     assert engine.figure("report_gaps") == 0
+
+
+def test_an_incarnation_that_comes_back_after_it_was_gone_is_unsure(l0: L0) -> None:
+    """Its connection ended, or its memory went and came back: its pool is the old one."""
+    engine = Engine(l0)
+    engine.did((1, allocated(5)))
+    engine.go()
+    engine.come()
+    assert l0.is_unsure("engine")
 
 
 def test_a_restarted_engine_may_have_other_blocks(l0: L0) -> None:

@@ -61,9 +61,10 @@ class Pair:
         self.unsure = set(self.seen) or {0}
 
     def restart(self) -> None:
-        self.engine.restart()
+        has_computed = self.rng.random() < 0.5
+        self.engine.restart(has_computed)
         self.model.lose()
-        self.seen, self.unsure = set(), {0}
+        self.seen, self.unsure = set(), {0} if has_computed else set()
 
     def end_request(self) -> None:
         self.engine.ended(0, "nobody")

@@ -1,0 +1,78 @@
+"""The gauges of a restarted engine were marked as too low until its next scheduler pass, though its new block pool is empty.
+
+An engine that computed before it registered is the other case: what its pool holds only a full state says.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.daemon import Daemon, wait_until
+from support.lives import allocated
+from support.worker import Worker, ids
+
+from kvserver.protocol import MARK, ExactRecords, ReportBlockAllocations
+
+
+def out_of_sync(daemon: Daemon, worker: Worker) -> int | None:
+    _, text = daemon.http("/metrics")
+    found = re.search(
+        rf'^kvserver_l0_unsure{{instance_id="{worker.instance_id}",model_name="test/model"}} (\S+)$', text, re.MULTILINE
+    )
+    return int(float(found[1])) if found is not None else None
+
+
+def report(worker: Worker, sequence: int, *blocks: int) -> None:
+    records = ids(record for block in blocks for record in allocated(block))
+    worker.send(
+        ReportBlockAllocations(
+            instance_id=worker.instance_id,
+            incarnation=worker.incarnation,
+            model_name=worker.model_name,
+            sequence=sequence,
+            payload=ExactRecords(records=records, marks=MARK.pack(0, 1) if records else b"", full=True),
+        )
+    )
+
+
+@pytest.fixture
+def first(make_daemon, make_worker):
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    report(worker, 0, 1, 2)
+    wait_until(lambda: daemon.status()["instances"][0]["l0"]["active_blocks"] == 2)
+    return daemon, worker
+
+
+def gone(daemon: Daemon, worker: Worker) -> None:
+    worker.hang_up()
+    wait_until(lambda: daemon.status()["instances"] == [])
+
+
+def test_a_restarted_engine_without_work_is_in_sync(first, make_worker):
+    daemon, former = first
+    gone(daemon, former)
+    worker = make_worker(daemon, instance_id=former.instance_id)
+    wait_until(lambda: daemon.status()["instances"][0]["l0"].get("lost") == 2)
+    assert daemon.status()["instances"][0]["l0"]["active_blocks"] == 0
+    assert out_of_sync(daemon, worker) == 0
+
+
+def test_an_engine_that_registers_again_is_out_of_sync_until_its_full_state_has_come(first):
+    daemon, worker = first
+    gone(daemon, worker)
+    worker.connect()
+    wait_until(lambda: out_of_sync(daemon, worker) == 1)
+    report(worker, 1, 1)
+    wait_until(lambda: out_of_sync(daemon, worker) == 0)
+
+
+def test_an_engine_that_computed_before_it_met_this_daemon_is_out_of_sync(make_daemon, make_worker):
+    daemon = make_daemon()
+    worker = make_worker(daemon, connect_now=False)
+    worker.attach()
+    worker.register(has_computed=True)
+    wait_until(lambda: out_of_sync(daemon, worker) == 1)
+    report(worker, 0, 1)
+    wait_until(lambda: out_of_sync(daemon, worker) == 0)
