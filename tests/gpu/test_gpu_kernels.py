@@ -1,4 +1,5 @@
-"""The copies of a GPU device, each way forced: every layout, element size, skip and pattern of ids, byte for byte.
+"""The copies of a GPU device, each way forced, L1 pinned and not: every layout, element size, skip and pattern of ids,
+byte for byte; one copy after the other, and several at once.
 
 The same cases as `tests/native/kernel_matrix.cpp` has for the kernels' addresses alone.
 """
@@ -13,7 +14,7 @@ from native.rig import L0, Device, Job, l0_after_load, l1_after_store
 from support.gpu_memory import by_fd, open_gpu
 from support.worker import Geometry
 
-from kvserver._native import NO_BLOCK, FakeGpu, Outcome, Way
+from kvserver._native import NO_BLOCK, Direction, FakeGpu, GpuCopier, Outcome, Way
 
 from .layouts import boundary_runs, engine_layouts, of_runs
 
@@ -22,13 +23,25 @@ ID_LISTS = [[5], [2, 3, 4, 5], [7, 1, 10, 4], [9, 8, 7, 6]]
 SEED = 1
 
 
+@pytest.fixture(params=["pinned", "unpinned"])
+def pinned(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "pinned")
+
+
 @pytest.fixture(params=[Way.DMA, Way.STAGED], ids=["dma", "staged"])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+def device(request: pytest.FixtureRequest, pinned: bool) -> Iterator[Device]:
+    """As it is used, but for the way: no copy of it may go another one, or to L1 that is not what the test says."""
     gpu = open_gpu()
-    made = Device(300, PAGE, gpu=gpu, way=request.param, batch_bytes=1 << 20, allocate=by_fd)
+    made = Device(300, PAGE, gpu=gpu, way=request.param, batch_bytes=1 << 20, pinned=pinned, allocate=by_fd)
     yield made
     if isinstance(gpu, FakeGpu):
         assert gpu.faults == []
+    assert isinstance(made.copier, GpuCopier)
+    for direction in (Direction.STORE, Direction.LOAD):
+        dma, staged, unpinned, _ = made.copier.counts(direction)
+        moved, other = (staged, dma) if request.param == Way.STAGED else (dma, staged)
+        assert moved > other == 0
+        assert (unpinned == 0) == pinned
 
 
 def both_directions(device: Device, l0: L0, blocks: list[object], skip: int = 0, per_slot: int = 4) -> None:
@@ -64,6 +77,49 @@ def test_a_layout_is_copied_byte_for_byte(device: Device, name: str, element_byt
     for ids in ID_LISTS:
         for skip in (0, 1, 3):
             both_directions(device, l0, grouped(ids, geometry), skip)
+
+
+STORED, LOADED = [[5], [2, 3], [7, 1, 10]], [[9, 8], [6], [0, 4]]
+
+
+@pytest.mark.parametrize("name", engine_layouts(1, 1))
+def test_copies_of_both_directions_that_are_queued_at_once_keep_every_byte(device: Device, name: str) -> None:
+    """Nothing waits between the submissions, and a simulated GPU moves nothing before the last one."""
+    geometry = engine_layouts(BLOCKS, 2)[name].geometry()
+    l0 = L0(device, geometry)
+    pages_per_block = -(-geometry.block_bytes // PAGE)
+    free = iter(random.Random(SEED).sample(range(device.pages), BLOCKS * pages_per_block))
+
+    def job(blocks: list[int]) -> Job:
+        pages = [next(free) for _ in range(len(blocks) * pages_per_block)]
+        return Job(grouped(blocks, geometry), pages, pages_per_block, 1)
+
+    stores, loads = [job(blocks) for blocks in STORED], [job(blocks) for blocks in LOADED]
+    l1 = device.fill_l1()
+    expected_l1 = l1_after_store(l1, joined(stores), l0.memory, PAGE)
+    expected_l0 = l0_after_load(l1, joined(loads), l0.memory, PAGE)
+    if isinstance(device.gpu, FakeGpu):
+        device.gpu.hold()
+    tickets = [
+        device.submit(direction, l0, each)
+        for pair in zip(stores, loads, strict=True)
+        for direction, each in zip((Direction.STORE, Direction.LOAD), pair, strict=True)
+    ]
+    if isinstance(device.gpu, FakeGpu):
+        assert device.drain() == []
+        device.gpu.resume()
+    for ticket in tickets:  # each is heard of by the descriptor
+        end = device.wait(ticket)
+        assert end.outcome == Outcome.DONE, end.what
+    assert l0.memory.image() == expected_l0
+    assert device.read_l1() == expected_l1
+
+
+def joined(jobs: list[Job]) -> Job:
+    """What they do together."""
+    blocks = [block for job in jobs for block in job.blocks]
+    pages = [page for job in jobs for page in job.pages]
+    return Job(blocks, pages, jobs[0].pages_per_slot, jobs[0].blocks_per_slot)
 
 
 @pytest.mark.parametrize("misaligned", [1, 3, 4, 8])

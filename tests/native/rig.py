@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from support.daemon import wait_until
 from support.slots import slot_of
 from support.worker import Geometry, Memory, Piece, SharedMemory, ids
 
@@ -25,6 +27,7 @@ from kvserver._native import (
     HostRegion,
     Mapping,
     Outcome,
+    Pinner,
     PlaneTable,
     Way,
     WordMapping,
@@ -87,6 +90,7 @@ class Device:
     """A device over an L1 of `pages` pages, whose tickets it numbers. On a fake one, waiting moves things.
 
     `gpu`: a real or simulated one, whose streams run by themselves; small batches, so that a copy has several.
+    `pinned`: L1 is pinned for that GPU before the first copy; else no copy ever finds it so.
     `allocate`: engines' memory; each piece of it has one descriptor.
     """
 
@@ -100,6 +104,7 @@ class Device:
         gpu: Gpu | None = None,
         way: Way | None = None,
         batch_bytes: int = 16384,
+        pinned: bool = False,
         allocate: Callable[[int], Piece] = SharedMemory,
     ) -> None:
         self.pages = pages
@@ -113,8 +118,16 @@ class Device:
             self.copier = GpuCopier(region, page_bytes, gpu, batch_bytes, way)
         else:
             self.copier = self.fake or Copier(region, page_bytes, threads, delay_micros)
+        self.pinner = self._pin() if pinned else None
         self.ended: dict[int, End] = {}
         self.tickets = 0
+
+    def _pin(self) -> Pinner:
+        assert self.gpu is not None, "only GPUs pin"
+        pinner = Pinner(self.region, self.gpu, 2)
+        wait_until(lambda: pinner.done)
+        assert (pinner.error, self.region.pinned_bytes) == ("", self.region.size)
+        return pinner
 
     def mapping(self, fd: int, size: int) -> Mapping:
         """An engine's memory, as this device takes it."""
@@ -172,19 +185,21 @@ class Device:
 
     # ---- L1 itself: read and written page by page through the plainest geometry ------------------
 
+    @functools.cached_property
     def _plain(self) -> tuple[L0, Job]:
         plane = Plane(0, 0, self.page_bytes, self.page_bytes)
         l0 = L0(self, Geometry(self.pages, 1, (self.pages * self.page_bytes,), (plane,)))
         return l0, Job(range(self.pages), range(self.pages), 1, 1)
 
     def read_l1(self) -> bytes:
-        l0, job = self._plain()
+        l0, job = self._plain
         assert self.load(l0, job).outcome == Outcome.DONE
         return l0.memory.image()[0]
 
     def fill_l1(self) -> bytes:
         """Noise everywhere; returns it."""
-        l0, job = self._plain()
+        l0, job = self._plain
+        l0.memory.fill()
         assert self.store(l0, job).outcome == Outcome.DONE
         return l0.memory.image()[0]
 

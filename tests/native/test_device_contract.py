@@ -1,6 +1,7 @@
 """The contract of `csrc/core.h`, the same cases for every device.
 
-The CPU's threads, the fake device, a simulated GPU by each of its two ways, and a real one likewise where there is one.
+The CPU's threads, the fake device, a simulated GPU by each of its two ways, with L1 pinned and not, and a real one likewise
+where there is one.
 A new backend joins by one more line in BACKENDS.
 """
 
@@ -26,8 +27,13 @@ from .rig import L0, Device, End, Job, flat, l0_after_load, l1_after_store
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 BOTH = pytest.mark.parametrize("direction", [STORE, LOAD])
-BACKENDS = ["cpu", "fake", "gpu-dma", "gpu-staged"] + (["cuda-dma", "cuda-staged"] if real_gpu() else [])
-WAYS = {"gpu-dma": Way.DMA, "gpu-staged": Way.STAGED, "cuda-dma": Way.DMA, "cuda-staged": Way.STAGED}
+WAYS = {"dma": Way.DMA, "staged": Way.STAGED}
+BACKENDS = ["cpu", "fake"] + [
+    f"{gpu}-{way}{pinned}"
+    for gpu in ["gpu", "cuda"][: 2 if real_gpu() else 1]
+    for way in WAYS
+    for pinned in ("", "-pinned")
+]
 
 Make: TypeAlias = Callable[..., Device]
 
@@ -37,13 +43,14 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     gpus: list[FakeGpu] = []
 
     def device(pages: int = 64, delay_micros: int = 0, **options: int) -> Device:
-        if request.param.startswith("cuda"):
-            return Device(pages, gpu=cuda_gpu(real_gpu()), way=WAYS[request.param], allocate=VmmMemory, **options)
-        if request.param in WAYS:
-            gpu = FakeGpu("GPU-0", 0 if delay_micros else 4711, delay_micros)
-            gpus.append(gpu)
-            return Device(pages, gpu=gpu, way=WAYS[request.param], **options)
-        return Device(pages, delay_micros=delay_micros, fake_seed=4711 if request.param == "fake" else 0, **options)
+        kind, way, pinned = (*request.param.split("-"), "", "")[:3]
+        if kind == "cuda":
+            gpu, allocate = cuda_gpu(real_gpu()), VmmMemory
+            return Device(pages, gpu=gpu, way=WAYS[way], pinned=bool(pinned), allocate=allocate, **options)
+        if kind == "gpu":
+            gpus.append(FakeGpu("GPU-0", 0 if delay_micros else 4711, delay_micros))
+            return Device(pages, gpu=gpus[-1], way=WAYS[way], pinned=bool(pinned), **options)
+        return Device(pages, delay_micros=delay_micros, fake_seed=4711 if kind == "fake" else 0, **options)
 
     yield device
     for gpu in gpus:
