@@ -126,10 +126,17 @@ class CopyEnded(_Event, frozen=True):
 
 
 class RequestEnded(_Event, frozen=True):
+    """The last five as in EndRequest, but they fit together: local and loaded tokens are at most the prompt's."""
+
     instance_id: str
     model_name: str
     sequence: int
     request_id: str
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    loads: int = 0
+    failed_loads: int = 0
 
 
 class BlockReport(_Event, frozen=True):

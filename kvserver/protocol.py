@@ -35,7 +35,21 @@ from kvserver.kv_messages import ChunkContents, DescribeScheduler, EngineLoad, K
 from kvserver.planes import Plane
 from kvserver.wire import KEY_BYTES as KEY_BYTES
 from kvserver.wire import MAX_CHUNKS as MAX_CHUNKS
-from kvserver.wire import ArrayMessage, Bytes, Keys, Label, Message, Name, Positive, Ratio, Size, Small, Text, Unsigned
+from kvserver.wire import (
+    ArrayMessage,
+    Bytes,
+    Keys,
+    Label,
+    Message,
+    Name,
+    Positive,
+    Ratio,
+    Size,
+    Small,
+    Text,
+    Tokens,
+    Unsigned,
+)
 
 PROTOCOL_VERSION = 4
 # 3 registers a ModelIdentity instead of counted fields; 2 has nothing of kv_messages; in 1 ReportBlockAllocations has records and time_ns and no payload. All else is alike.
@@ -269,6 +283,11 @@ class EndRequest(Message):
     sequence: Unsigned
     request_id: Name
     prefill_tokens_per_second: Ratio = 0.0  # the engine's present speed, if it knows
+    prompt_tokens: Tokens = 0  # 0: not known, or the request ended before its prompt was whole
+    local_tokens: Tokens = 0  # of them: the engine's own prefix cache had when it placed the request
+    loaded_tokens: Tokens = 0  # of them: copied from this server; what is left of them the engine computed
+    loads: Small = 0  # that ended, however many ranks took part; those after a preemption too
+    failed_loads: Small = 0  # of them: failed on at least one rank
 
 
 class Heartbeat(Message):

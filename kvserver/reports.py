@@ -78,11 +78,15 @@ class Reports:
         instance.counts.ended_requests += 1
         instance.prefill_speed = request.prefill_tokens_per_second or instance.prefill_speed
         self._cache.end_lease((request.instance_id, request.request_id))
+        local = min(request.local_tokens, request.prompt_tokens)
+        loaded = min(request.loaded_tokens, request.prompt_tokens - local)
+        failed = min(request.failed_loads, request.loads)
         self._bus.publish(
             RequestEnded(
-                self._now_ns(), instance.instance_id, instance.model_name, request.sequence, request.request_id
+                self._now_ns(), instance.instance_id, instance.model_name, request.sequence, request.request_id,
+                request.prompt_tokens, local, loaded, request.loads, failed,
             )
-        )
+        )  # fmt: skip
         self._count_sequence(instance, request.sequence)
 
     def scheduler(self, request: DescribeScheduler) -> None:

@@ -18,6 +18,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 Label = Annotated[str, Meta(max_length=512)]
 Small = Annotated[int, Meta(ge=0, le=1 << 20)]
 Positive = Annotated[int, Meta(gt=0, le=1 << 31)]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]  # of one request
 Unsigned = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 Size = Annotated[int, Meta(gt=0, le=1 << 62)]

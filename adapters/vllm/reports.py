@@ -15,6 +15,7 @@ from typing import Any
 
 from kvserver.adapters.vllm.blockpool import PoolHook, Records
 from kvserver.adapters.vllm.link import Session
+from kvserver.adapters.vllm.sources import Prompt
 
 from kvserver.errors import ErrorCode
 from kvserver.protocol import EndRequest, Error, ExactRecords, ReportBlockAllocations
@@ -62,12 +63,17 @@ class Reports:
         if error.code in _LOST and number >= self._full_number:
             self._full_due = True
 
-    def end_request(self, session: Session, request_id: str, prefill_speed: float) -> None:
+    def end_request(self, session: Session, request_id: str, prefill_speed: float, prompt: Prompt) -> None:
         end = EndRequest(
             **self._sender,
             sequence=self._sequence,
             request_id=request_id,
             prefill_tokens_per_second=prefill_speed,
+            prompt_tokens=prompt.prompt_tokens,
+            local_tokens=prompt.local_tokens,
+            loaded_tokens=prompt.loaded_tokens,
+            loads=prompt.loads,
+            failed_loads=prompt.failed_loads,
         )
         self._send(session, end)
 

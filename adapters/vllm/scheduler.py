@@ -27,6 +27,7 @@ from kvserver.adapters.vllm.lookups import Lookups, Question
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
 from kvserver.adapters.vllm.reports import Reports
 from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
 
@@ -121,6 +122,7 @@ class SchedulerHalf:
         self._quarantine = Quarantine(self._pool)
         self._reports = Reports(instance_id, incarnation, model_name, self._pool, self.counters, unsent=link.refresh)
         self._speed = PrefillSpeed()
+        self._sources = Sources()
         self._engine = engine
         self._contents = Contents(self._chunks, self.counters)
         self._announcer = Announcer(
@@ -168,6 +170,7 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's question: (tokens beyond `local_tokens` to load, asynchronously), (None, False) = ask again."""
+        self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
         state = self._requests.get(request.request_id)
         if state is None or state.give_up or not self._serves or _computes_all(request):
@@ -189,6 +192,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has placed the request; with external tokens, these are the blocks to load into."""
+        self._guarded("sources of a prompt", self._sources.placed, request, external_tokens)
         state = self._requests.get(request.request_id)
         if state is not None:
             state.tables = [list(table) for table in tables]
@@ -386,6 +390,7 @@ class SchedulerHalf:
 
     def _load_failed(self, request_id: str) -> None:
         self.counters["failed_loads"] += 1
+        self._sources.load_failed(request_id)
         if (state := self._requests.get(request_id)) is not None:
             state.give_up = True
             state.stored_chunks = 0
@@ -400,15 +405,16 @@ class SchedulerHalf:
     # ---- end of requests, cache resets, shutdown ----------------------------------------------
 
     def request_finished(self, request: Request) -> None:
+        """Also of requests that ran without cache: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
-        if state is None:
-            return
-        if state.load is not None:
+        if state is not None and state.load is not None:
             self._plan.abort_loads.append(state.load.load_id)  # a no-op unless it still runs
-        self._lookups.forget(state)
+        prompt = self._sources.ended(request)
+        if state is not None:
+            self._lookups.forget(state)
         session = self._lookups.usable()
         if session is not None:
-            self._reports.end_request(session, request.request_id, self._speed.tokens_per_second)
+            self._reports.end_request(session, request.request_id, self._speed.tokens_per_second, prompt)
 
     def reset_cache(self) -> bool:
         """vLLM's word that the weights may have changed. It resets its own blocks first, if it can."""

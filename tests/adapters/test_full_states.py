@@ -12,6 +12,7 @@ import zmq
 from kvserver.adapters.vllm.blockpool import MAX_RECORDS
 from kvserver.adapters.vllm.link import Session
 from kvserver.adapters.vllm.reports import Reports
+from kvserver.adapters.vllm.sources import Prompt
 from replay import Churn, Replay
 from support.daemon import wait_until
 
@@ -132,7 +133,7 @@ def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(mak
     churn.begin(1, 1)
     talk.end_pass()
     deaf = make_talk(Churn(1), listens=False).session
-    talk.reports.end_request(deaf, "r", 0.0)
+    talk.reports.end_request(deaf, "r", 0.0, Prompt())
     talk.wait_heard(2)
     assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (2, True)]
 

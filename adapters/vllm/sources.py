@@ -1,0 +1,87 @@
+"""Where the tokens of each request's prompt came from: vLLM's own prefix cache, a load, or the model.
+
+Owns: a few numbers per request, from vLLM's first question about it to its end. Refuses to know: lookups, blocks, the daemon.
+
+As vLLM counts `vllm:prompt_tokens`: a prompt counts once, when its first output is there, as the request was placed before
+any preemption; of a streaming session its first prompt. What another connector beside this one loaded counts as computed.
+Unlike vLLM's, tokens of a load that failed count as computed: they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The fields of EndRequest with the same names."""
+
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    loads: int = 0
+    failed_loads: int = 0
+
+
+@dataclass(slots=True)
+class _Account:
+    prompt: int = 0
+    local: int = 0
+    loaded: int = 0
+    loads: int = 0
+    failed: int = 0
+    asked: int | None = None  # local tokens in vLLM's question, until it places the request
+    loading: int | None = None  # tokens of the prompt that the load under way brings, if it ends well
+
+
+class Sources:
+    """Of every request, also those that run without cache."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+
+    def asked(self, request_id: str, local_tokens: int) -> None:
+        """vLLM looks for a place for the request, and has so many tokens itself."""
+        self._accounts.setdefault(request_id, _Account()).asked = local_tokens
+
+    def placed(self, request: Request, external_tokens: int) -> None:
+        """With external tokens a load begins; the next placement comes when it has ended."""
+        account = self._accounts.get(request.request_id)
+        if account is None:
+            return
+        if account.loading is not None:
+            account.loads += 1
+            account.loaded += account.loading
+            account.loading = None
+        counts = account.asked is not None and request.num_preemptions <= 0
+        if counts and account.asked is not None:
+            account.prompt = request.num_prompt_tokens
+            account.local = min(account.asked, account.prompt)
+            account.loaded = 0
+        account.asked = None
+        if external_tokens > 0:
+            account.loading = min(external_tokens, account.prompt - account.local) if counts else 0
+
+    def load_failed(self, request_id: str) -> None:
+        """On one rank: others may say the same later."""
+        account = self._accounts.get(request_id)
+        if account is not None and account.loading is not None:
+            account.loads += 1
+            account.failed += 1
+            account.loading = None
+
+    def ended(self, request: Request) -> Prompt:
+        account = self._accounts.pop(request.request_id, None)
+        if account is None:
+            return Prompt()
+        found = Prompt(account.prompt, account.local, account.loaded, account.loads, account.failed)
+        return found if _has_output(request) else replace(found, prompt_tokens=0, local_tokens=0, loaded_tokens=0)
+
+
+def _has_output(request: Request) -> bool:
+    """vLLM takes the prefill's figures with the first output; before 0.28 only after it ended the request."""
+    return request.num_output_tokens > 0 or getattr(request, "prefill_stats", request) is None
