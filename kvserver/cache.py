@@ -123,7 +123,9 @@ class Cache:
         return len(found)
 
     def why_missed(self, namespace_id: bytes, keys: bytes, first: int) -> Counter[MissReason]:
-        """Chunks from the `first` one of `keys` on, by the reason why each is no hit. REQUIRES: that one is not READY.
+        """Chunks from the `first` one of `keys` on, by the reason why each is no hit, that of the first one first.
+
+        REQUIRES: that one is not READY.
 
         A READY chunk behind a hole has the hole's reason. From the first chunk on that was never stored all have that
         reason: nothing that L1 could have kept would have made them hits. Of more than _MISSES_ASKED chunks each n-th is
@@ -151,7 +153,11 @@ class Cache:
     def _why_absent(self, namespace_id: bytes, key: bytes) -> MissReason:
         if (namespace_id, key) in self._evicted_keys:
             return MissReason.EVICTED
-        return MissReason.OTHER_NAMESPACE if self.index.holds(key, _NAMESPACES_ASKED) else MissReason.NEVER_STORED
+        return MissReason.OTHER_NAMESPACE if self.namespace_with(key) else MissReason.NEVER_STORED
+
+    def namespace_with(self, key: bytes) -> bytes:
+        """The id of a namespace that has the key; b"" if none of those that are asked has."""
+        return self.index.namespace_with(key, _NAMESPACES_ASKED)
 
     def end_lease(self, owner: Owner) -> None:
         instance_id, request_id = owner

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias, get_args
 import msgspec
 
 from kvserver.kv_messages import ChunkContents, DescribeScheduler
-from kvserver.protocol import Payload
+from kvserver.protocol import Payload, RegisterWorker
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,15 @@ class InstanceDescribed(_Event, frozen=True):
     block_tokens: int
 
 
+class NamespaceFormed(_Event, frozen=True):
+    """All ranks of the instance are registered and agree. `ranks` is what each registered, in rank order."""
+
+    instance_id: str
+    model_name: str
+    namespace: bytes  # without a variant
+    ranks: tuple[RegisterWorker, ...]
+
+
 class WorkerCame(_Event, frozen=True):
     instance_id: str
     model_name: str
@@ -87,7 +96,10 @@ class WorkerGone(_Event, frozen=True):
 
 
 class LookupEnded(_Event, frozen=True):
-    """`time_ns` is its end; the missed chunks are those from the first that was not READY on."""
+    """`time_ns` is its end; the missed chunks are those from the first that was not READY on.
+
+    `missed` counts them by MissReason; its first reason is that of the first missing chunk.
+    """
 
     instance_id: str
     model_name: str
@@ -97,6 +109,12 @@ class LookupEnded(_Event, frozen=True):
     hit_chunks: int
     chunk_tokens: int
     traceparent: str = ""
+    prompt_tokens: int = 0  # 0: not told
+    namespace: bytes = b""
+    missed: tuple[tuple[str, int], ...] = ()
+    missing_key: bytes = b""  # of the first missing chunk
+    other_namespace: bytes = b""  # one that has that chunk, if this is its reason
+    unavailable: str = ""  # why nothing could be found, if this is its reason
 
 
 class CopyBegan(_Event, frozen=True):
@@ -123,6 +141,17 @@ class CopyEnded(_Event, frozen=True):
     bytes: int
     device_ns: int
     outcome: str
+
+
+class CopyRefused(_Event, frozen=True):
+    """A store or a load that was not given to the device: nothing was copied."""
+
+    instance_id: str
+    model_name: str
+    rank: int
+    direction: str
+    request_id: str
+    code: str  # an ErrorCode
 
 
 class RequestEnded(_Event, frozen=True):
@@ -212,11 +241,13 @@ Event: TypeAlias = (
     InstanceCame
     | InstanceGone
     | InstanceDescribed
+    | NamespaceFormed
     | WorkerCame
     | WorkerGone
     | LookupEnded
     | CopyBegan
     | CopyEnded
+    | CopyRefused
     | RequestEnded
     | BlockReport
     | ErrorSent
@@ -246,6 +277,7 @@ _NEVER_DROPPED = (
     InstanceCame,
     InstanceGone,
     InstanceDescribed,
+    NamespaceFormed,
     WorkerCame,
     WorkerGone,
 )  # few, and what follows means nothing without

@@ -18,12 +18,13 @@ from kvserver.copier import Completion, Copier, Outcome
 from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import L1Cleared, LookupEnded
-from kvserver.instances import Instances
+from kvserver.instances import Instance, Instances
 from kvserver.kv_messages import DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 from kvserver.lifeline import Lifelines
 from kvserver.misses import MissReason
 from kvserver.placement import Placement
 from kvserver.protocol import (
+    KEY_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Clear,
@@ -168,18 +169,32 @@ class Handlers:
         counts.hits += hits > 0
         counts.lookup_tokens += chunks * chunk_tokens
         counts.hit_tokens += hits * chunk_tokens
-        if hits < chunks:
-            for reason, missed in self._why_missed(namespace, request.keys, hits).items():
-                counts.missed_tokens[reason] += missed * chunk_tokens
+        missed = self._why_missed(namespace, request.keys, hits) if hits < chunks else {}
+        for reason, count in missed.items():
+            counts.missed_tokens[reason] += count * chunk_tokens
         if request.tokens > chunks * chunk_tokens:
             counts.missed_tokens[MissReason.PARTIAL_CHUNK] += request.tokens - chunks * chunk_tokens
         self.bus.publish(
             LookupEnded(
                 self._now_ns(), instance.instance_id, instance.model_name, request.request_id,
-                began_ns, chunks, hits, chunk_tokens, request.traceparent,
+                began_ns, chunks, hits, chunk_tokens, request.traceparent, request.tokens, namespace or b"",
+                *(self._first_missing(instance, request.keys, hits, missed) if missed else ()),
             )
         )  # fmt: skip
         return LookupReply(hit_chunks=hits)
+
+    def _first_missing(
+        self, instance: Instance, keys: bytes, first: int, missed: Mapping[MissReason, int]
+    ) -> tuple[tuple[tuple[str, int], ...], bytes, bytes, str]:
+        """What LookupEnded has of it, from `missed` on."""
+        key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+        other, unavailable = b"", ""
+        match next(iter(missed)):
+            case MissReason.OTHER_NAMESPACE:
+                other = self.cache.namespace_with(key)
+            case MissReason.UNAVAILABLE:
+                unavailable = self.devices.lost or instance.ranks_text
+        return tuple(missed.items()), key, other, unavailable
 
     def _why_missed(self, namespace: bytes | None, keys: bytes, first: int) -> Mapping[MissReason, int]:
         """Chunks from the `first` one on, by reason."""

@@ -129,9 +129,12 @@ class Index:
     def find(self, id: bytes) -> Namespace | None:
         return self._namespaces.get(id)
 
-    def holds(self, key: bytes, most: int) -> bool:
-        """Whether one of the first `most` namespaces has the key."""
-        return any(key in namespace.chunks for namespace in islice(self._namespaces.values(), most))
+    def namespace_with(self, key: bytes, most: int) -> bytes:
+        """The id of that of the first `most` namespaces that has the key; b"" if none has."""
+        for namespace in islice(self._namespaces.values(), most):
+            if key in namespace.chunks:
+                return namespace.id
+        return b""
 
     def find_or_make(self, id: bytes, world_size: int) -> Namespace:
         """The namespace; a new one is not kept until its first chunk is added."""

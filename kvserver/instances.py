@@ -146,6 +146,12 @@ class Instance:
         since = self.description.private if self.description is not None else ""
         return private_reason(worker.spec for worker in self.workers.values()) or since
 
+    @property
+    def ranks_text(self) -> str:
+        """How many of its ranks can copy: nothing is found until all can."""
+        ready = sum(worker.table is not None for worker in self.workers.values())
+        return f"{ready} of {self.world_size} ranks of {self.instance_id!r} are registered"
+
     def any_worker(self) -> Worker:
         return next(iter(self.workers.values()))
 

@@ -7,7 +7,7 @@ to know: what the fields that count mean, and the chunks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -16,7 +16,8 @@ from kvserver.protocol import Counted, RegisterWorker
 
 # Part of every fingerprint: bump it when the arrangement of bytes in a slot changes.
 SLOT_FORMAT = "block,plane,run/1"
-_EPOCH_BYTES = 64  # of a namespace: registration, then epoch
+_BASE_BYTES = 32  # of a namespace: the registration
+_EPOCH_BYTES = 64  # and the epoch
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -89,6 +90,26 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
     return hashlib.sha256(_encoder.encode(content)).digest()
 
 
+def parts(ranks: Sequence[RegisterWorker]) -> Iterator[tuple[str, object, str]]:
+    """What fingerprint() is made of, one part after the other: name, content, and a value for people where that is safe.
+
+    A value is what the engine itself gave for people, or geometry: never a place or a secret.
+    """
+    first = ranks[0]
+    for name, field in counted(first).items():
+        yield name, field.digest, field.value
+    private = private_reason(ranks) if any(rank.private for rank in ranks) else ""
+    yield "private", [first.instance_id, first.incarnation] if private else [], private or "no"
+    yield "block_tokens", first.block_tokens, str(first.block_tokens)
+    yield "chunk_blocks", first.chunk_blocks, str(first.chunk_blocks)
+    yield "replicated", first.replicated, str(first.replicated)
+    yield "ranks", len(ranks), str(len(ranks))
+    yield "layout", [rank.layout for rank in ranks], ""
+    runs = [[(plane.group, plane.run_bytes) for plane in rank.planes] for rank in ranks]
+    bytes_per_block = sum(run_bytes for _, run_bytes in runs[0])
+    yield "planes", runs, f"{len(runs[0])} of rank 0, {bytes_per_block} bytes a block"
+
+
 def with_variant(base: bytes, variant: str) -> bytes:
     """The namespace of one weights epoch and LoRA within a registration; `base` itself for "".
 
@@ -96,6 +117,11 @@ def with_variant(base: bytes, variant: str) -> bytes:
     that one registration can see, or one epoch of it, is found by that.
     """
     return base + b"".join(hashlib.sha256(part.encode()).digest() for part in variant.split("/", 1) if part)
+
+
+def split(namespace: bytes) -> tuple[bytes, bytes, bytes]:
+    """Of a namespace's id the registration, the weights epoch and the LoRA; b"" for what it has none of."""
+    return namespace[:_BASE_BYTES], namespace[_BASE_BYTES:_EPOCH_BYTES], namespace[_EPOCH_BYTES:]
 
 
 def epoch_of(namespace: bytes) -> bytes:

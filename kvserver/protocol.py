@@ -196,7 +196,7 @@ class Retrieve(_Copy):
     """
 
     skip_blocks: Small = 0
-    request_id: Label = ""  # only where HelloReply.traces
+    request_id: Label = ""  # older engines: only where HelloReply.traces
 
 
 class Clear(Message):
@@ -304,7 +304,7 @@ class HelloReply(Message):
     chunk_tokens: int
     fd_path: str
     token: str
-    traces: bool = False  # whether requests should be named in Store and Retrieve
+    traces: bool = False  # whether requests should be named in Store; in Retrieve they always are
     kv_events: bool = False  # whether a Store should say what is in its chunks
     lease_seconds: float = 0.0  # how long a lookup protects what it found; 0: not told
 

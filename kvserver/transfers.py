@@ -17,7 +17,16 @@ from kvserver._native import unpack_blocks
 from kvserver.cache import Cache, StorePlan
 from kvserver.copier import NO_BLOCK, Completion, Copier, Direction, Outcome
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksLoaded, ChunksStored, CopyBegan, CopyEnded
+from kvserver.events import (
+    Bus,
+    ChunksDescribed,
+    ChunksEvicted,
+    ChunksLoaded,
+    ChunksStored,
+    CopyBegan,
+    CopyEnded,
+    CopyRefused,
+)
 from kvserver.index import Chunk
 from kvserver.instances import Instance, Instances, Worker
 from kvserver.kv_messages import MOST_EXTRA_KEY_BYTES, ChunkContents
@@ -158,13 +167,21 @@ class Transfers:
                 self._store(request, respond, worker, instance, namespace)
             else:
                 self._load(request, respond, worker, instance, namespace)
-        except Exception:
-            self._refused(request, worker)
+        except Exception as error:
+            self._refused(request, worker, error)
             raise
 
-    def _refused(self, request: Store | Retrieve, worker: Worker) -> None:
+    def _refused(self, request: Store | Retrieve, worker: Worker, error: Exception) -> None:
+        spec = worker.spec
+        code = error.code if isinstance(error, KVServerError) else ErrorCode.INTERNAL
+        direction = _DIRECTIONS[Direction.STORE if isinstance(request, Store) else Direction.LOAD]
+        self._bus.publish(
+            CopyRefused(
+                self._now_ns(), spec.instance_id, spec.model_name, spec.rank, direction, request.request_id, code.value
+            )
+        )
         worker.words.fail_word(request.word, request.sequence)  # who waits on it learns at once that nothing is copied
-        counts = self._instances.counts_of(worker.spec)
+        counts = self._instances.counts_of(spec)
         if isinstance(request, Store):
             counts.failed_stores += 1
         else:
@@ -228,7 +245,7 @@ class Transfers:
         if not store.plan.complete:
             self._tell_evictions(store.plan)
             self._cache.finish_store(store.plan, copied=False)
-        self._refused(store.request, store.worker)
+        self._refused(store.request, store.worker, error)
         if not isinstance(error, KVServerError):
             log.error("while a store was planned", exc_info=error)
             error = KVServerError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvserver.cache import Cache
 from kvserver.copier import Completion, Copier, Device, Outcome, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
-from kvserver.events import Bus, InstanceCame, InstanceGone, WorkerCame, WorkerGone
+from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
 from kvserver.instances import Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
 from kvserver.planes import block_bytes, group_count
@@ -155,6 +155,13 @@ class Workers:
         self._devices.found(worker.device)
         instance = self._instances.of(worker)
         instance.refresh_namespace()
+        if instance.namespace is not None:
+            ranks = tuple(instance.workers[rank].spec for rank in range(instance.world_size))
+            self._bus.publish(
+                NamespaceFormed(
+                    int(self._clock() * 1e9), instance.instance_id, instance.model_name, instance.namespace, ranks
+                )
+            )
         if (described := instance.described(int(self._clock() * 1e9))) is not None:
             self._bus.publish(described)
         log.info(

@@ -187,11 +187,11 @@ class WorkerHalf:
             "sequence": copy.sequence,
             "deadline_ns": int(copy.deadline * 1e9),
             "variant": spec.variant,
-            "request_id": spec.request_id if copy.session.hello.traces else "",
         }
-        if isinstance(spec, LoadSpec):
-            return Retrieve(**fields, skip_blocks=spec.skip_blocks)
-        return Store(**fields, contents=spec.contents if self._tells_contents else None)
+        if isinstance(spec, LoadSpec):  # the daemon explains requests by their loads
+            return Retrieve(**fields, skip_blocks=spec.skip_blocks, request_id=spec.request_id)
+        named = spec.request_id if copy.session.hello.traces else ""
+        return Store(**fields, request_id=named, contents=spec.contents if self._tells_contents else None)
 
     # ---- copies end ---------------------------------------------------------------------------
 
