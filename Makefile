@@ -11,6 +11,7 @@
 #   make rules   Prometheus rules with their tests, the dashboard's queries and a real daemon's /metrics, by promtool
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
+#   make dashboard  Grafana's dashboard, from deploy/grafana/panels.yaml
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,7 +27,7 @@ PYTEST := pytest -q
 # What runs in $(VENV_VLLM).
 ENGINE_TESTS := tests/adapters tests/issues/adapters tests/vllm tests/issues/vllm
 
-.PHONY: run test test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs demo bench bench-gpu clean rules FORCE
+.PHONY: run test test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu clean rules FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -95,6 +96,9 @@ format: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(VENV)/bin/python .ci/tables.py
+
+dashboard: $(VENV)/.installed
+	$(VENV)/bin/python deploy/grafana/make.py
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) build dist

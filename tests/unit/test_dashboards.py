@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,13 @@ VALUES = {
 def dashboard() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((DEPLOY / "grafana/kvserver.json").read_text())
     return found
+
+
+def test_the_dashboard_is_what_its_panels_make() -> None:
+    made = subprocess.run(
+        [sys.executable, DEPLOY / "grafana/make.py", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert made.returncode == 0, made.stderr
 
 
 def rules(path: Path) -> list[dict[str, Any]]:

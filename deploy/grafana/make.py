@@ -1,0 +1,213 @@
+"""Write kvserver.json, which Grafana imports, from panels.yaml: `make dashboard`. With --check only say whether it differs.
+
+panels.yaml lists rows of panels. A panel has a `title` and an `id` (links name it, so it never changes), `queries` by their legends, and
+where they differ from these defaults: `kind` timeseries (or stat, table, heatmap), `size` 8x8 of 24 columns, `unit` short, `text`.
+In queries [R] stands for the interval that fits the width, and in braces D selects the chosen daemons, M their chosen models, I their
+chosen engines, V the chosen models in vLLM's own metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+OUT = HERE / "kvserver.json"
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+DAEMON, MODEL, ENGINE = 'instance=~"$instance"', 'model_name=~"$model"', 'instance_id=~"$engine"'
+SELECTORS = {"D": DAEMON, "M": f"{DAEMON}, {MODEL}", "I": f"{DAEMON}, {MODEL}, {ENGINE}", "V": MODEL}
+VARIABLES = {  # name: (label, query)
+    "instance": ("Daemon", "label_values(kvserver_build_info, instance)"),
+    "model": ("Model", "label_values(kvserver_lookup_requests_total{D}, model_name)"),
+    "engine": ("Engine", "label_values(kvserver_lookup_requests_total{M}, instance_id)"),
+}
+
+
+def expanded(query: str) -> str:
+    """With selectors and intervals written out."""
+    query = query.replace("[R]", "[$__rate_interval]")
+    return re.sub(
+        r"\{[^{}]*\}", lambda braces: re.sub(r"\b[DMIV]\b(?!\")", lambda m: SELECTORS[m[0]], braces[0]), query
+    )
+
+
+def dashboard() -> dict[str, Any]:
+    described = yaml.safe_load((HERE / "panels.yaml").read_text())
+    panels, y = [], 0
+    for row in described["rows"]:
+        place = {"h": 1, "w": 24, "x": 0, "y": y}
+        panels.append(
+            {"id": row["id"], "type": "row", "title": row["title"], "collapsed": False, "gridPos": place, "panels": []}
+        )
+        x, y, height = 0, y + 1, 0
+        for panel in row["panels"]:
+            w, h = map(int, panel.get("size", "8x8").split("x"))
+            if x + w > 24:
+                x, y = 0, y + height
+            panels.append(_panel(panel) | {"gridPos": {"h": h, "w": w, "x": x, "y": y}})
+            x, height = x + w, h
+        y += height
+    return described["dashboard"] | {"templating": {"list": _variables()}, "panels": panels}
+
+
+def _variables() -> list[dict[str, Any]]:
+    chosen: dict[str, Any] = {
+        "multi": False,
+        "includeAll": False,
+        "current": {},
+        "options": [],
+        "hide": 0,
+        "skipUrlSync": False,
+    }
+    source = {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "refresh": 1,
+        "regex": "",
+    }
+    found: list[dict[str, Any]] = [source | chosen]
+    for name, (label, query) in VARIABLES.items():
+        of = {"name": name, "label": label, "type": "query", "datasource": SOURCE}
+        asked = {
+            "query": {"query": expanded(query), "refId": name},
+            "definition": expanded(query),
+            "refresh": 2,
+            "sort": 1,
+        }
+        everything = {
+            "multi": True,
+            "includeAll": True,
+            "allValue": ".*",
+            "current": {"text": ["All"], "value": ["$__all"]},
+        }
+        found.append(of | asked | everything | {"hide": 0, "options": [], "regex": "", "skipUrlSync": False})
+    return found
+
+
+def _panel(panel: dict[str, Any]) -> dict[str, Any]:
+    kind = panel.get("kind", "timeseries")
+    made: dict[str, Any] = {"id": panel["id"], "type": kind, "title": panel["title"]}
+    if "text" in panel:
+        made["description"] = panel["text"]
+    made["datasource"] = SOURCE
+    made |= KINDS[kind](panel)
+    made["targets"] = [
+        _target(chr(ord("A") + number), kind, legend, query)
+        for number, (legend, query) in enumerate(panel["queries"].items())
+    ]
+    return made
+
+
+def _target(ref: str, kind: str, legend: str, query: str) -> dict[str, Any]:
+    made = {"refId": ref, "datasource": SOURCE, "editorMode": "code", "expr": expanded(query), "legendFormat": legend}
+    if kind == "table":
+        return made | {"range": False, "instant": True, "format": "table"}
+    if kind == "heatmap":
+        return made | {"range": True, "format": "heatmap"}
+    return made | ({"range": False, "instant": True} if kind == "stat" else {"range": True})
+
+
+# ---- kinds: what Grafana is told of each ------------------------------------------------------
+
+
+def _timeseries(panel: dict[str, Any]) -> dict[str, Any]:
+    stacked = panel.get("stacked", False)
+    lines = {
+        "drawStyle": "line",
+        "lineWidth": 1,
+        "fillOpacity": 20 if stacked else 8,
+        "showPoints": "never",
+        "spanNulls": False,
+    }
+    stacking = {"mode": "normal" if stacked else "none", "group": "A"}
+    defaults = {
+        "unit": panel.get("unit", "short"),
+        "min": panel.get("min", 0),
+        "custom": {**lines, "stacking": stacking},
+    }
+    if "max" in panel:
+        defaults["max"] = panel["max"]
+    overrides = [
+        {
+            "matcher": {"id": "byRegexp", "options": f"/^{legend}/"},
+            "properties": [{"id": "unit", "value": unit}, {"id": "custom.axisPlacement", "value": "right"}],
+        }
+        for legend, unit in panel.get("right", {}).items()
+    ]
+    legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
+    options = {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+    return {"fieldConfig": {"defaults": defaults, "overrides": overrides}, "options": options}
+
+
+def _stat(panel: dict[str, Any]) -> dict[str, Any]:
+    """`words`: what to show for 0, in red, and 1, in green. `red_from`: the number from which it is red."""
+    mappings = []
+    if "words" in panel:
+        bad, good = panel["words"]
+        options = {"0": {"text": bad, "color": "red", "index": 0}, "1": {"text": good, "color": "green", "index": 1}}
+        mappings.append({"type": "value", "options": options})
+    steps: list[dict[str, Any]] = [{"color": "green" if "red_from" in panel else "text", "value": None}]
+    if "red_from" in panel:
+        steps.append({"color": "red", "value": panel["red_from"]})
+    thresholds = {"mode": "absolute", "steps": steps}
+    defaults = {"unit": panel.get("unit", "short"), "mappings": mappings, "thresholds": thresholds}
+    last = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+    options = {
+        "colorMode": "value",
+        "graphMode": "none",
+        "textMode": panel.get("shows", "value"),
+        "reduceOptions": last,
+    }
+    return {"fieldConfig": {"defaults": defaults, "overrides": []}, "options": options}
+
+
+def _table(panel: dict[str, Any]) -> dict[str, Any]:
+    """`hides`: columns that say nothing; `columns`: their names, those of values after the query's letter: "Value #A"."""
+    organize = {
+        "excludeByName": dict.fromkeys(["Time", *panel.get("hides", [])], True),
+        "renameByName": panel.get("columns", {}),
+    }
+    return {
+        "fieldConfig": {"defaults": {"unit": panel.get("unit", "short")}, "overrides": []},
+        "options": {"showHeader": True, "cellHeight": "sm"},
+        "transformations": [{"id": "merge", "options": {}}, {"id": "organize", "options": organize}],
+    }
+
+
+def _heatmap(panel: dict[str, Any]) -> dict[str, Any]:
+    """Of a histogram's buckets, summed by `le`."""
+    options = {
+        "calculate": False,
+        "cellGap": 1,
+        "color": {"mode": "scheme", "scheme": "Blues", "steps": 32, "reverse": False, "exponent": 0.5},
+        "yAxis": {"unit": panel.get("unit", "short")},
+        "rowsFrame": {"layout": "auto"},
+        "legend": {"show": True},
+        "tooltip": {"mode": "single", "yHistogram": False},
+    }
+    return {"fieldConfig": {"defaults": {}, "overrides": []}, "options": options}
+
+
+KINDS = {"timeseries": _timeseries, "stat": _stat, "table": _table, "heatmap": _heatmap}
+
+
+def main() -> int:
+    text = json.dumps(dashboard(), indent=2) + "\n"
+    if "--check" not in sys.argv:
+        OUT.write_text(text)
+        return 0
+    if OUT.read_text() == text:
+        return 0
+    print("deploy/grafana/kvserver.json is not what panels.yaml makes: make dashboard", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
