@@ -36,6 +36,7 @@ from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.http_token import read_token
+from kvserver.instances import Disconnect
 from kvserver.lifeline import Lifelines
 from kvserver.logs import set_up_logging
 from kvserver.match_pages import MatchPages
@@ -285,7 +286,7 @@ def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:
     handlers = server.handlers
     deadline = time.monotonic() + deadline_seconds
     for worker in list(handlers.instances.by_registration.values()):
-        handlers.workers.close(worker)
+        handlers.workers.close(worker, Disconnect.STOPPED)
     while (handlers.copier.open_tickets or handlers.transfers.waiting) and time.monotonic() < deadline:
         handlers.settle()
         handlers.step()

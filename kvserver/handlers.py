@@ -18,7 +18,7 @@ from kvserver.copier import Completion, Copier, Outcome
 from kvserver.devices import Devices
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import L1Cleared, LookupEnded
-from kvserver.instances import Instance, Instances
+from kvserver.instances import Disconnect, Instance, Instances
 from kvserver.kv_messages import DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 from kvserver.lifeline import Lifelines
 from kvserver.misses import MissReason
@@ -45,7 +45,7 @@ from kvserver.protocol import (
 from kvserver.recount import Recount
 from kvserver.reports import Reports
 from kvserver.settings import Settings
-from kvserver.status import books_status, departed_status, instance_status, l1_status, totals_status
+from kvserver.status import books_status, connects_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.transfers import (
     LoadTicket,
     MapTicket,
@@ -259,7 +259,7 @@ class Handlers:
                 self.transfers.load_ended(ticket, completion)
         if completion.outcome == Outcome.MEMORY_LOST:
             log.warning("worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what)
-            self.workers.close(worker, died=True)
+            self.workers.close(worker, Disconnect.DIED)
         self.workers.unmap_if_settled(worker)
 
     # ---- time ---------------------------------------------------------------------------------
@@ -304,6 +304,7 @@ class Handlers:
             "l2": [],
             "gpus": self.devices.status(),
             "instances": self.instances_status(),
+            "connects": connects_status(self.instances),
             "departed": [departed_status(departed, now) for departed in self.instances.departed.values()],
             "totals": totals_status(self.instances),
             "events": self.bus.status(),

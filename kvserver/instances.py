@@ -9,6 +9,7 @@ agree. A worker that is closing takes no new requests; its memory is unmapped wh
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -117,6 +118,7 @@ class Instance:
     prefill_speed: float = 0.0  # tokens a second, as the engine told it last
     description: DescribeScheduler | None = None
     loads: Loads = field(default_factory=Loads)
+    died: bool = False  # one of its workers did
     _variants: dict[str, bytes] = field(default_factory=dict)
     _told: tuple[DescribeScheduler, bytes] | None = None
 
@@ -162,6 +164,15 @@ class Instance:
         self._variants.clear()
 
 
+class Disconnect(str, enum.Enum):
+    """Why an instance is no longer registered."""
+
+    UNREGISTERED = "unregistered"
+    DIED = "died"  # a worker's connection ended, or the memory of one was lost
+    REFUSED = "refused"  # the memory of its worker could not be used
+    STOPPED = "stopped"  # this daemon stops
+
+
 @dataclass
 class Departed:
     """What an instance that is no more asked for and got."""
@@ -180,6 +191,8 @@ class Instances:
         self.by_id: dict[str, Instance] = {}
         self.by_registration: dict[int, Worker] = {}
         self.departed: dict[tuple[str, str], Departed] = {}  # by id and model, for DEPARTED_SECONDS
+        self.connected = 0  # that registered a first worker
+        self.disconnected: Counter[Disconnect] = Counter()
         self._gone = Counts()  # sums over those before them
         self._next = 0
 
@@ -214,6 +227,7 @@ class Instances:
             if before is not None:
                 instance.counts, instance.loads = before.counts, before.loads
             self.by_id[spec.instance_id] = instance
+            self.connected += 1
         self._next += 1
         worker = Worker(self._next, spec, attachment, device, memory, words)
         instance.workers[spec.rank] = worker
@@ -221,14 +235,16 @@ class Instances:
         attachment.registration = self._next
         return worker
 
-    def remove(self, worker: Worker, now: float) -> Instance | None:
+    def remove(self, worker: Worker, now: float, reason: Disconnect = Disconnect.UNREGISTERED) -> Instance | None:
         """Take the worker out; returns its instance if that ended with it."""
         del self.by_registration[worker.registration]
         instance = self.by_id[worker.spec.instance_id]
         del instance.workers[worker.spec.rank]
         instance.refresh_namespace()
+        instance.died |= reason is Disconnect.DIED
         if instance.workers:
             return None
+        self.disconnected[Disconnect.DIED if instance.died else reason] += 1
         del self.by_id[instance.instance_id]
         name = (instance.instance_id, instance.model_name)
         self.departed[name] = Departed(*name, instance.counts, instance.loads, now)

@@ -20,6 +20,7 @@ import select
 import socket
 import struct
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from kvserver.errors import ErrorCode, KVServerError
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024
 MAX_FDS = 251  # the kernel passes at most 253 in one message
 SILENT_SECONDS = 10.0  # until a connection has a registered worker
+CONNECTION_REFUSED = "connection_refused"  # by another user, or one too many
 _MAX_ATTACH_BYTES = 4096
 
 
@@ -76,6 +78,9 @@ class Lifelines:
         self._attachments: dict[int, Attachment] = {}
         self._by_fd: dict[int, Attachment] = {}
         self._next = 0
+        self.refused: Counter[str] = (
+            Counter()
+        )  # connections, by the code of the Error that ended them or CONNECTION_REFUSED
         self._listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
@@ -104,6 +109,7 @@ class Lifelines:
             return None
         except OSError as error:
             log.warning("refused a connection on %s: %s", self.path, error)
+            self.refused[CONNECTION_REFUSED] += 1
             self._refuse_with_spare()
             return None
         connection.setblocking(False)
@@ -111,6 +117,7 @@ class Lifelines:
         pid, uid, _gid = struct.unpack("3i", credentials)
         if len(self._attachments) >= MAX_CONNECTIONS or uid not in (os.getuid(), 0):
             log.warning("refused a connection of uid %d, pid %d on %s", uid, pid, self.path)
+            self.refused[CONNECTION_REFUSED] += 1
             connection.close()
             return None
         self._next += 1
@@ -162,6 +169,7 @@ class Lifelines:
             if decode_attach(raw).token != self._token:
                 raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; say Hello again")
         except KVServerError as error:
+            self.refused[error.code.value] += 1
             self._send(attachment, encode(Error(code=error.code.value, message=error.message)))
             return False
         attachment.attached = True

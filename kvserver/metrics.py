@@ -27,7 +27,7 @@ def families(
     rows = {(row["instance_id"], row["model_name"]): row for row in (*status["departed"], *status["instances"])}
     for family in (
         *daemon_families(status, rpc),
-        *instance_families(list(rows.values())),
+        *instance_families(status["instances"], list(rows.values())),
         *more,
     ):
         known = found.setdefault(family.name, family)

@@ -35,7 +35,7 @@ from kvserver.protocol import (
     decode_request,
     encode,
 )
-from kvserver.rpc_counts import Rpc
+from kvserver.rpc_counts import LOOP, UNREADABLE, Rpc
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Call:
     peer: bytes
     request_id: bytes
     started: float
-    type_name: str = "unreadable"
+    type_name: str = UNREADABLE
     answered: bool = False
 
     def respond(self, reply: Reply) -> None:
@@ -175,7 +175,7 @@ class Server:
         try:
             return part(*arguments)
         except Exception:
-            self.rpc.errors[ErrorCode.INTERNAL.value] += 1
+            self.rpc.error(ErrorCode.INTERNAL.value, LOOP)
             log.exception("internal error in %s", part.__name__)
             return None
 
@@ -223,7 +223,7 @@ class Server:
     def send(self, call: Call, reply: Reply) -> None:
         """Send without waiting: a peer that is gone or does not read loses its replies, nobody else's."""
         if isinstance(reply, Error):
-            self.rpc.errors[reply.code] += 1
+            self.rpc.error(reply.code, call.type_name)
             self.handlers.bus.publish(ErrorSent(time.monotonic_ns(), call.type_name, reply.code))
             log.debug("%s: %s: %s", call.type_name, reply.code, reply.message)
         self.rpc.observe(call.type_name, time.monotonic() - call.started)
@@ -284,10 +284,12 @@ class Server:
             "metrics_sample_rate": self.handlers.settings.metrics_sample_rate,
             **self.handlers.status(),
         }
-        demands = self.rpc.errors[ErrorCode.REPORT_GAP.value]  # no fault: an engine of before this daemon is asked
+        demands = self.rpc.of_code(ErrorCode.REPORT_GAP)  # no fault: an engine of before this daemon is asked
         status["totals"]["errors"] = sum(self.rpc.errors.values()) - demands
         status["totals"]["undelivered_replies"] = self.undelivered
         status["books"]["unbalanced"] = self.unbalanced
+        refused = self.rpc.refused_registrations() + self.handlers.lifelines.refused
+        status["refused_registrations"] = dict(refused)
         return status
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvserver.cache import Cache
 from kvserver.copier import Copier
 from kvserver.devices import Devices
-from kvserver.instances import Counts, Departed, Instance, Instances
+from kvserver.instances import Counts, Departed, Disconnect, Instance, Instances
 from kvserver.misses import MissReason
 from kvserver.placement import Placement
 from kvserver.transfers import Ticket
@@ -59,6 +59,14 @@ def books_status(cache: Cache, copier: Copier[Ticket], workers: Workers, attachm
     }
 
 
+def connects_status(instances: Instances) -> dict[str, Any]:
+    """Of instances, since the daemon began."""
+    return {
+        "connected": instances.connected,
+        "disconnected": {reason.value: instances.disconnected[reason] for reason in Disconnect},
+    }
+
+
 def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], now: float) -> dict[str, Any]:
     """`l0`: what is known of its blocks."""
     spec = instance.any_worker().spec
@@ -85,6 +93,7 @@ def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], no
             }
             for rank, worker in sorted(instance.workers.items())
         ],
+        "prefill_tokens_per_second": instance.prefill_speed,
         "block_tokens": spec.block_tokens,
         "chunk_tokens": spec.block_tokens * spec.chunk_blocks,
         "requests": counts_status(counts),

@@ -15,7 +15,7 @@ from kvserver.cache import Cache
 from kvserver.copier import Completion, Copier, Device, Outcome, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
-from kvserver.instances import Instances, Worker
+from kvserver.instances import Disconnect, Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
 from kvserver.planes import block_bytes, group_count
 from kvserver.protocol import (
@@ -150,7 +150,7 @@ class Workers:
         except KVServerError as error:
             self._refused(worker.spec, error)
             ticket.respond(Error(code=error.code.value, message=error.message))
-            self.close(worker)
+            self.close(worker, Disconnect.REFUSED)
             return
         self._devices.found(worker.device)
         instance = self._instances.of(worker)
@@ -175,15 +175,16 @@ class Workers:
     def unregister(self, request: UnregisterWorker, respond: Respond) -> None:
         worker = self._instances.worker(request.registration)
         self._waiting[worker.registration] = respond
-        self.close(worker)
+        self.close(worker, Disconnect.UNREGISTERED)
 
-    def close(self, worker: Worker, died: bool = False) -> None:
+    def close(self, worker: Worker, reason: Disconnect) -> None:
         """End a worker: no new requests, its copies end at their next block, then its memory is unmapped."""
         if worker.closing:
             return
         worker.closing = True
         spec, now_ns = worker.spec, int(self._clock() * 1e9)
-        ended = self._instances.remove(worker, self._clock())
+        died = reason is Disconnect.DIED
+        ended = self._instances.remove(worker, self._clock(), reason)
         self._bus.publish(WorkerGone(now_ns, spec.instance_id, spec.model_name, spec.rank, died))
         if ended is not None:
             self._cache.end_leases_of(ended.instance_id)
@@ -198,7 +199,7 @@ class Workers:
         worker = self._instances.by_registration.get(attachment.registration or 0)
         if worker is not None:
             log.info("worker %s/%d: connection ended", worker.spec.instance_id, worker.spec.rank)
-            self.close(worker, died=True)
+            self.close(worker, Disconnect.DIED)
 
     def unmap_if_settled(self, worker: Worker) -> None:
         if worker.closing and not worker.tickets and not worker.waiting and not worker.unmapping:

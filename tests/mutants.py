@@ -468,7 +468,7 @@ SERVER = (
     ),
     Mutant(
         "a worker whose memory was taken away stays",
-        HANDLERS, "Handlers._ended", "self.workers.close(worker, died=True)", "pass",
+        HANDLERS, "Handlers._ended", "self.workers.close(worker, Disconnect.DIED)", "pass",
         ("daemon/test_failures.py::test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing",),
     ),
     Mutant(

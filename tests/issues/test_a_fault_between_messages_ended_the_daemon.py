@@ -33,12 +33,12 @@ def test_the_loop_goes_on_and_the_fault_is_counted(monkeypatch, caplog, part):
             return right()
 
         raise_once.__name__ = name
-        errors = server.rpc.errors["internal"]
+        errors = server.rpc.errors["internal", "loop"]
         monkeypatch.setattr(owner, name, raise_once)
         worker = Worker(server.handlers.settings.endpoint)  # connects, registers: the loop turns
         try:
             wait_until(lambda: faults)
-            wait_until(lambda: server.rpc.errors["internal"] == errors + 1)
+            wait_until(lambda: server.rpc.errors["internal", "loop"] == errors + 1)
             assert worker.lookup(make_keys(1)) == 0
         finally:
             worker.close()

@@ -17,6 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
 T = TypeVar("T")
 GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(2)]  # of --test-fake-gpus 2
 KVSERVER = os.environ.get("KVSERVER_BIN") or str(Path(sys.executable).parent / "kvserver")
@@ -130,6 +133,17 @@ class Daemon:
         assert code == 200, body
         found: dict[str, Any] = json.loads(body)
         return found
+
+    def samples(self) -> list[Sample]:
+        """All of /metrics."""
+        code, body = self.http("/metrics")
+        assert code == 200, body
+        return [sample for family in text_string_to_metric_families(body) for sample in family.samples]
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """The sum of the series of that name that have these labels; None if there is none."""
+        found = [s.value for s in self.samples() if s.name == name and labels.items() <= s.labels.items()]
+        return sum(found) if found else None
 
     def books(self) -> dict[str, int]:
         found: dict[str, int] = self.status()["books"]

@@ -10,7 +10,6 @@ PAGE = Path(__file__).parent.parent.parent / "kvserver/METRICS.md"
 _ROW = re.compile(
     r"^\| `(kvserver_[a-z0-9_]+)` \| (counter|gauge|histogram) \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE
 )
-_REASON = re.compile(r"^\| `([a-z_]+)` \| [^|]+ \|$", re.MULTILINE)
 _INSTANCE = ("instance_id", "model_name")  # the page's I
 
 
@@ -38,6 +37,14 @@ def documented() -> dict[str, Documented]:
     return found
 
 
+def values(header: str) -> list[str]:
+    """The label values that the table with this header explains."""
+    ((_, rows),) = re.findall(
+        rf"^(\| {re.escape(header)} \|)\n\| --- \| --- \|\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE
+    )
+    return re.findall(r"^\| `(\w+)` \| [^|]+ \|$", rows, re.MULTILINE)
+
+
 def miss_reasons() -> set[str]:
     """Of kvserver_lookup_missed_tokens_total."""
-    return set(_REASON.findall(PAGE.read_text()))
+    return set(values("reason | what it means"))

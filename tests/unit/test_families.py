@@ -12,17 +12,29 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvserver import metrics, prometheus
 from kvserver.events import Bus
 from kvserver.families import Buckets, Family, Kind
-from kvserver.instances import Counts
+from kvserver.instances import Counts, Instances
 from kvserver.misses import MissReason
 from kvserver.rpc_counts import Rpc
-from kvserver.status import counts_status
+from kvserver.status import connects_status, counts_status
 
 LABELS = ("instance_id", "model_name")
 
 
 def row(instance_id: str, model_name: str = "m", **values: Any) -> dict[str, Any]:
     """One of `status["instances"]`."""
-    return {"instance_id": instance_id, "model_name": model_name, "requests": counts_status(Counts()) | values}
+    return {
+        "instance_id": instance_id,
+        "model_name": model_name,
+        "world_size": 1,
+        "l0_source": "exact",
+        "block_tokens": 16,
+        "chunk_tokens": 256,
+        "workers": [{"device": "cpu"}],
+        "private": "",
+        "prefill_tokens_per_second": 0.0,
+        "load": None,
+        "requests": counts_status(Counts()) | values,
+    }
 
 
 def status(
@@ -38,6 +50,10 @@ def status(
         "instances": list(instances),
         "departed": list(departed),
         "ready": True,
+        "connects": connects_status(Instances()),
+        "refused_registrations": {},
+        "books": {"tickets": 1, "leases": 2, "pins": 3, "unbalanced": 0},
+        "totals": {"undelivered_replies": 0},
     }
 
 

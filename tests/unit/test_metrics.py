@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver import __version__, metrics, prometheus
+from kvserver.errors import ErrorCode
 from kvserver.events import Bus
 from kvserver.instances import Counts
 from kvserver.rpc_counts import Rpc
@@ -49,12 +50,37 @@ FROM_THE_START = {
     "kvserver_loop_lag_seconds": "gauge",
     "kvserver_ready": "gauge",
     "kvserver_build_info": "gauge",
+    "kvserver_instances": "gauge",
+    "kvserver_instances_connected": "counter",
+    "kvserver_instances_disconnected": "counter",
+    "kvserver_refused_registrations": "counter",
+    "kvserver_instance_info": "gauge",
+    "kvserver_instance_private": "gauge",
+    "kvserver_engine_prefill_tokens_per_second": "gauge",
+    "kvserver_tickets": "gauge",
+    "kvserver_leases": "gauge",
+    "kvserver_pins": "gauge",
+    "kvserver_accounting_failures": "counter",
+    "kvserver_undelivered_replies": "counter",
 }
 
 
-def counts(**values: Any) -> dict[str, Any]:
-    """What `/status` says of an instance's requests."""
-    return counts_status(Counts()) | values
+def instance(instance_id: str, requests: dict[str, Any] | None = None, **values: Any) -> dict[str, Any]:
+    """One of `status["instances"]`."""
+    row = {
+        "instance_id": instance_id,
+        "model_name": "m",
+        "world_size": 2,
+        "l0_source": "exact",
+        "block_tokens": 16,
+        "chunk_tokens": 256,
+        "workers": [{"device": "cpu"}],
+        "private": "",
+        "prefill_tokens_per_second": 0.0,
+        "load": None,
+        "requests": counts_status(Counts()) | (requests or {}),
+    }
+    return row | values
 
 
 def status(*instances: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +107,10 @@ def status(*instances: dict[str, Any]) -> dict[str, Any]:
         "events": Bus().status(),
         "departed": [],
         "ready": True,
+        "connects": {"connected": 5, "disconnected": {"died": 2, "unregistered": 1}},
+        "refused_registrations": {"ranks_disagree": 3, "connection_refused": 1},
+        "books": {"tickets": 11, "leases": 12, "pins": 13, "unbalanced": 14},
+        "totals": {"undelivered_replies": 15},
         "instances": list(instances),
     }
 
@@ -132,8 +162,8 @@ def test_each_gpu_tells_which_way_its_bytes_went() -> None:
 
 
 def test_each_instance_has_its_own_series_in_base_units() -> None:
-    first = {"instance_id": "a", "model_name": "m", "requests": counts(lookup_tokens=512, store_nanos=1_500_000_000)}
-    second = {"instance_id": 'b"\\\n', "model_name": "m", "requests": counts(lookup_tokens=1)}
+    first = instance("a", {"lookup_tokens": 512, "store_nanos": 1_500_000_000})
+    second = instance('b"\\\n', {"lookup_tokens": 1})
     found = families(status(first, second), Rpc())
     assert value(found["kvserver_lookup_tokens"], "_total", instance_id="a", model_name="m") == 512
     assert value(found["kvserver_lookup_tokens"], "_total", instance_id='b"\\\n', model_name="m") == 1
@@ -156,13 +186,70 @@ def test_request_times_fall_into_cumulative_buckets() -> None:
     assert value(family, "_sum", type="Lookup") == pytest.approx(100.00301)
 
 
-def test_errors_are_counted_by_reason() -> None:
+def test_errors_are_counted_by_reason_and_type() -> None:
     rpc = Rpc()
-    rpc.errors["late"] += 2
-    rpc.errors["bad_keys"] += 1
+    for code, type_name in (("late", "Store"), ("late", "Store"), ("late", "Retrieve"), ("bad_message", "unreadable")):
+        rpc.error(code, type_name)
     family = families(status(), rpc)["kvserver_rpc_errors"]
-    assert value(family, "_total", reason="late") == 2
-    assert value(family, "_total", reason="bad_keys") == 1
+    assert value(family, "_total", reason="late", type="Store") == 2
+    assert value(family, "_total", reason="late", type="Retrieve") == 1
+    assert value(family, "_total", reason="bad_message", type="unreadable") == 1
+
+
+def test_the_first_internal_error_of_each_type_is_an_increase() -> None:
+    family = families(status(), Rpc())["kvserver_rpc_errors"]
+    types = {sample.labels["type"] for sample in family.samples}
+    assert types > {"Lookup", "Store", "Retrieve", "RegisterWorker", "unreadable", "loop"}
+    assert {(s.labels["reason"], s.value) for s in family.samples} == {("internal", 0)}
+
+
+def test_errors_that_answer_a_registration_are_refusals() -> None:
+    rpc = Rpc()
+    for code, type_name in (
+        ("version_mismatch", "Hello"),
+        ("too_large", "RegisterWorker"),
+        ("too_large", "RegisterWorker"),
+        ("too_large", "Store"),
+        ("bad_message", "unreadable"),
+    ):
+        rpc.error(code, type_name)
+    assert rpc.refused_registrations() == {"version_mismatch": 1, "too_large": 2}
+
+
+def test_refused_registrations_have_a_series_for_every_code_from_the_start() -> None:
+    family = families(status(), Rpc())["kvserver_refused_registrations"]
+    assert value(family, "_total", reason="ranks_disagree") == 3
+    assert value(family, "_total", reason="connection_refused") == 1
+    others = {s.labels["reason"]: s.value for s in family.samples if s.value == 0}
+    assert others == dict.fromkeys((code.value for code in ErrorCode if code is not ErrorCode.RANKS_DISAGREE), 0)
+
+
+def test_what_is_open_and_what_went_wrong_is_exported() -> None:
+    found = families(status(instance("a"), instance("b")), Rpc())
+    assert value(found["kvserver_instances"]) == 2
+    assert value(found["kvserver_instances_connected"], "_total") == 5
+    assert value(found["kvserver_instances_disconnected"], "_total", reason="died") == 2
+    assert value(found["kvserver_instances_disconnected"], "_total", reason="unregistered") == 1
+    assert [value(found[f"kvserver_{name}"]) for name in ("tickets", "leases", "pins")] == [11, 12, 13]
+    assert value(found["kvserver_accounting_failures"], "_total") == 14
+    assert value(found["kvserver_undelivered_replies"], "_total") == 15
+
+
+def test_an_instance_has_labels_for_joins() -> None:
+    gpu = [{"device": "GPU-1"}, {"device": "GPU-2"}]
+    found = families(status(instance("a"), instance("b", workers=gpu, prefill_tokens_per_second=2e4)), Rpc())
+    info = {"model_name": "m", "world_size": "2", "l0_source": "exact", "block_tokens": "16", "chunk_tokens": "256"}
+    assert value(found["kvserver_instance_info"], instance_id="a", device="cpu", **info) == 1
+    assert value(found["kvserver_instance_info"], instance_id="b", device="gpu", **info) == 1
+    speed = found["kvserver_engine_prefill_tokens_per_second"]
+    assert [(s.labels["instance_id"], s.value) for s in speed.samples] == [("b", 2e4)], "0 is no speed"
+
+
+def test_a_private_instance_has_its_reason_which_is_cut() -> None:
+    found = families(status(instance("a"), instance("b", private="x" * 4096)), Rpc())["kvserver_instance_private"]
+    (sample,) = found.samples
+    assert sample.labels == {"instance_id": "b", "model_name": "m", "reason": "x" * 200}
+    assert sample.value == 1
 
 
 def test_a_snapshot_does_not_change_with_what_comes_later() -> None:
@@ -170,6 +257,6 @@ def test_a_snapshot_does_not_change_with_what_comes_later() -> None:
     rpc.observe("Lookup", 0.001)
     snapshot = rpc.snapshot()
     rpc.observe("Lookup", 0.001)
-    rpc.errors["late"] += 1
+    rpc.error("late", "Lookup")
     assert sum(snapshot["times"]["Lookup"]) == 1
     assert snapshot["errors"] == {}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import Daemon
-from support.metrics_doc import PAGE, documented, miss_reasons
+from support.metrics_doc import PAGE, documented, miss_reasons, values
 from support.worker import Worker
 
+from kvserver import events, rpc_counts
+from kvserver.kv_events import types
 from kvserver.misses import MissReason
 
 DOCUMENTED = documented()
@@ -61,3 +64,9 @@ def test_every_row_of_a_table_of_families_was_read() -> None:
 
 def test_every_reason_of_a_missed_token_is_explained() -> None:
     assert miss_reasons() == {reason.value for reason in MissReason}
+
+
+def test_every_type_of_a_label_is_explained() -> None:
+    assert set(values("type | the request")) == set(rpc_counts.TYPES)
+    assert set(values("type | the event")) == {kind.__name__ for kind in events.TYPES}
+    assert set(values("type | the KV event")) == {kind.__name__ for kind in get_args(types.KVEvent)}
