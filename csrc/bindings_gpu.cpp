@@ -46,8 +46,10 @@ void bind_fake_gpu(nb::module_& m) {
              "uuid"_a, "seed"_a = 0, "delay_micros"_a = 0, "memory_bytes"_a = uint64_t{1} << 30)
         .def("hold", &FakeGpu::hold, Released())
         .def("resume", &FakeGpu::resume, Released())
-        .def("fail_next", &FakeGpu::fail_next, "call"_a, "what"_a, "lost"_a = false, Released())
+        .def("fail_next", &FakeGpu::fail_next, "call"_a, "what"_a, "lost"_a = false,
+             "alive"_a = false, Released())
         .def("die", &FakeGpu::die, "what"_a, Released())
+        .def("lose", &FakeGpu::lose, "what"_a, Released())
         .def_prop_ro("faults", &FakeGpu::faults)
         .def_prop_ro("calls", &FakeGpu::calls)
         .def_prop_ro("open_memories", &FakeGpu::open_memories)

@@ -272,8 +272,9 @@ struct MapJob {
 // Failure. A ticket that ends as anything but kDone may have moved any part of its bytes:
 //   `bytes` says how many, what lies in its pages and (for a load) blocks is garbage.
 // Loss. When the hardware is gone for good, every open ticket ends as kDeviceLost, after the
-//   device made sure that nothing of it still moves; later copies and maps end so at once. What is
-//   left to do for unmaps is done, and they end as kDone. lost() then says why.
+//   device made sure that nothing of it still moves; where it cannot, the ticket stays open until
+//   the process is gone. Later copies and maps end so at once. What is left to do for unmaps is
+//   done, and they end as kDone. lost() then says why.
 // Time. No function waits for a copy, a map or the hardware: all return at once and may be called
 //   by the loop. Only the destructor waits, for what runs to reach its next block.
 class Device {

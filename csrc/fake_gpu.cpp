@@ -72,9 +72,9 @@ void FakeGpu::resume() {
     wake_.notify_all();
 }
 
-void FakeGpu::fail_next(const std::string& call, const std::string& what, bool lost) {
+void FakeGpu::fail_next(const std::string& call, const std::string& what, bool lost, bool alive) {
     std::lock_guard lock(mutex_);
-    failures_[call] = {what, lost};
+    failures_[call] = {what, lost, alive};
 }
 
 void FakeGpu::die(const std::string& what) {
@@ -82,12 +82,13 @@ void FakeGpu::die(const std::string& what) {
     end(what, lock);
 }
 
-// What is lost moves nothing any more, so memory may go: what moves ends first.
+// What is dead moves nothing any more, so memory may go: what moves ends first.
 void FakeGpu::end(const std::string& what, std::unique_lock<std::mutex>& lock) {
     dying_ = true;
     wake_.wait(lock, [&] {
         return std::none_of(queues_.begin(), queues_.end(), [](const Queue& q) { return q.busy; });
     });
+    dead_ = true;
     lose(what);
 }
 
@@ -125,20 +126,21 @@ uint64_t FakeGpu::pinned_bytes() const {
 // What every call begins with.
 void FakeGpu::call(const std::string& name, std::unique_lock<std::mutex>& lock) {
     ++calls_[name];
-    if (is_lost()) throw GpuError(name + ": the GPU is lost: " + lost());
-    require(name == "enter" || entered_.contains(std::this_thread::get_id()),
+    if (dead_) throw GpuError(name + ": the GPU is dead: " + lost());
+    require(name == "enter" || name == "finish" || entered_.contains(std::this_thread::get_id()),
             name + " by a thread that did not enter");
     const auto failure = failures_.find(name);
     if (failure == failures_.end()) return;
     const Failure planned = failure->second;
     failures_.erase(failure);
-    if (planned.lost) end(planned.what, lock);
+    if (planned.alive) lose(planned.what);
+    if (planned.lost && !planned.alive) end(planned.what, lock);
     throw GpuError(planned.what, planned.what == "out of memory");
 }
 
-// Until then, or until the GPU is lost, of which nobody wakes us.
+// Until then, or until the GPU is dead, of which nobody wakes us.
 void FakeGpu::wait_for(const std::function<bool()>& happened, std::unique_lock<std::mutex>& lock) {
-    while (!happened() && !is_lost()) wake_.wait_for(lock, std::chrono::milliseconds(10));
+    while (!happened() && !dead_) wake_.wait_for(lock, std::chrono::milliseconds(10));
 }
 
 // REQUIRES: mutex_ held.
@@ -312,7 +314,7 @@ void FakeGpu::run(Queue& queue) {
         if (options_.seed != 0) micros += queue.random() % 200;
         lock.unlock();
         if (micros != 0) std::this_thread::sleep_for(std::chrono::microseconds(micros));
-        if (!is_lost()) work();
+        work();
         lock.lock();
         queue.busy = false;
         wake_.notify_all();
@@ -356,7 +358,15 @@ void FakeGpu::wait(Event event) {
     auto* mark = static_cast<Mark*>(event);
     require(mark->recorded, "a wait for an event that was not recorded");
     wait_for([&] { return mark->happened; }, lock);
-    if (is_lost()) throw GpuError("wait: the GPU is lost: " + lost());
+    if (dead_) throw GpuError("wait: the GPU is dead: " + lost());
+}
+
+void FakeGpu::finish(Stream stream) {
+    std::unique_lock lock(mutex_);
+    if (dead_) return;
+    call("finish", lock);
+    const auto& queue = *static_cast<Queue*>(stream);
+    wait_for([&] { return queue.work.empty() && !queue.busy; }, lock);
 }
 
 uint64_t FakeGpu::nanos_between(Event first, Event last) {

@@ -35,9 +35,11 @@ class FakeGpu final : public Gpu {
     // ---- for the test
     void hold();    // streams stand still, before their next operation
     void resume();  // and go on
-    // The next call of this name (a function of Gpu) throws; with `lost`, the GPU is lost by it.
-    void fail_next(const std::string& call, const std::string& what, bool lost);
-    void die(const std::string& what);  // lost while nobody calls: waiters are told
+    // The next call of this name (a function of Gpu) throws. With `lost`, the GPU is lost by it:
+    // dead, so that nothing moves any more, or with `alive` only given up, and what its streams
+    // were given still runs.
+    void fail_next(const std::string& call, const std::string& what, bool lost, bool alive);
+    void die(const std::string& what);  // dead while nobody calls: waiters are told
     std::vector<std::string> faults() const;
     std::map<std::string, uint64_t> calls() const;  // how often each was made
     uint64_t open_memories() const;
@@ -61,6 +63,7 @@ class FakeGpu final : public Gpu {
     void free_event(Event event) override;
     void record(Event event, Stream stream) override;
     void wait(Event event) override;
+    void finish(Stream stream) override;
     uint64_t nanos_between(Event first, Event last) override;
     void copy(Stream stream, const std::vector<Piece>& pieces, bool pinned) override;
     void copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) override;
@@ -82,7 +85,7 @@ class FakeGpu final : public Gpu {
     };
     struct Failure {
         std::string what;
-        bool lost;
+        bool lost, alive;
     };
     using Ranges = std::map<const std::byte*, uint64_t>;
 
@@ -113,7 +116,7 @@ class FakeGpu final : public Gpu {
     std::map<std::string, Failure> failures_;
     std::map<std::string, uint64_t> calls_;
     std::vector<std::string> faults_;
-    bool held_ = false, dying_ = false;
+    bool held_ = false, dying_ = false, dead_ = false;
 };
 
 }  // namespace kvserver

@@ -7,8 +7,8 @@
 // Threads: every virtual function is called by native threads without the GIL, from several at
 // once; each calls enter() first. None is called by the server's loop.
 // Errors: every function that talks to the GPU throws GpuError. After a sticky one, which fails all
-// later calls, lost() says why: the context is gone, nothing of it moves any more, and nobody makes
-// a further call.
+// later calls, lost() says why, and nobody makes a further call but finish(): a GPU that is given
+// up may still move what its streams were given.
 #pragma once
 
 #include <array>
@@ -90,6 +90,10 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     virtual void free_event(Event event) = 0;
     virtual void record(Event event, Stream stream) = 0;
     virtual void wait(Event event) = 0;  // until what was recorded happened
+    // Until nothing that was queued on the stream moves any more: it has run, or the context is
+    // dead, which is known at once. The one call that may be made on a lost GPU; needs no enter().
+    // GpuError: that cannot be told. May never return where the hardware hangs.
+    virtual void finish(Stream stream) = 0;
     virtual uint64_t nanos_between(Event first, Event last) = 0;  // REQUIRES: both happened
 
     // Queue on the stream, in order with what was queued before and after. The pieces of one call

@@ -221,6 +221,11 @@ class CudaGpu final : public Gpu {
     void wait(Event event) override {
         CHECK(cudaEventSynchronize(static_cast<cudaEvent_t>(event)));
     }
+    // An error that leaves the context says nothing about the stream.
+    void finish(Stream stream) override {
+        const cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+        if (error != cudaSuccess && leaves_context(error)) CHECK(error);
+    }
     uint64_t nanos_between(Event first, Event last) override {
         float milliseconds = 0;
         CHECK(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(first),

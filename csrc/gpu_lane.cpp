@@ -53,14 +53,7 @@ void Lane::cancel(uint64_t ticket) {
 
 void Lane::gpu_lost() {
     std::lock_guard lock(mutex_);
-    if (!gpu_->is_lost()) return;
-    for (auto& [ticket, flight] : open_)
-        completions_.push(flight->begun
-                              ? end_job(*flight->job, Outcome::kDeviceLost, gpu_->lost())
-                              : refuse_job(*flight->job, Outcome::kDeviceLost, gpu_->lost()));
-    open_.clear();
-    short_.clear();
-    long_.clear();
+    if (gpu_->is_lost()) end_as_lost(false);
 }
 
 // ---- the submitting thread ------------------------------------------------------------------
@@ -73,6 +66,10 @@ void Lane::run_submits() {
             return stopping_ || (running_.size() < kSlots && !(short_.empty() && long_.empty()));
         });
         if (stopping_) break;
+        if (gpu_->is_lost()) {
+            end_as_lost(false);
+            continue;
+        }
         const Shared flight = next_job();
         if (!advance(flight)) continue;
         CopyJob& job = *flight->job;
@@ -81,10 +78,12 @@ void Lane::run_submits() {
         flight->submitted = batch.last == job.positions();
         if (!flight->submitted) long_.push_front(flight);
         ++flight->in_flight;
+        queuing_ = true;
         lock.unlock();
         const Queued queued = try_queue(batch);
-        if (gpu_->is_lost()) gpu_lost();
         lock.lock();
+        queuing_ = false;
+        wake_.notify_all();
         if (gpu_->is_lost()) continue;
         if (!queued.fault.empty()) {
             flight->fault = queued.fault;
@@ -94,7 +93,6 @@ void Lane::run_submits() {
         if (queued.in_flight) {
             ++turn_;
             running_.push_back(batch);
-            wake_.notify_all();
         } else {
             settle(batch);
         }
@@ -303,29 +301,70 @@ void Lane::run_ends() {
     bool entered = false;
     std::unique_lock lock(mutex_);
     for (;;) {
-        wake_.wait(lock, [this] { return !running_.empty() || submits_over_; });
+        wake_.wait(lock, [this] {
+            return !running_.empty() || submits_over_ || (gpu_->is_lost() && !loss_over_);
+        });
+        if (gpu_->is_lost() && !loss_over_) {
+            end_after_loss(lock);
+            continue;
+        }
         if (running_.empty()) return;
         const Batch batch = running_.front();            // stays there: its slot is in use
         const bool timed = batch.flight->fault.empty();  // else `began` may not have been recorded
         lock.unlock();
         uint64_t nanos = 0;
         try {
-            if (!gpu_->is_lost()) {
-                if (!std::exchange(entered, true)) gpu_->enter();
-                gpu_->wait(batch.slot->done);
-                if (timed) nanos = gpu_->nanos_between(batch.flight->began, batch.slot->done);
-            }
+            if (!std::exchange(entered, true)) gpu_->enter();
+            gpu_->wait(batch.slot->done);
+            if (timed) nanos = gpu_->nanos_between(batch.flight->began, batch.slot->done);
         } catch (const GpuError& error) {
             gpu_->lose(std::string("a copy's end cannot be told: ") + error.what());
         }
-        if (gpu_->is_lost()) gpu_lost();
         lock.lock();
+        if (gpu_->is_lost()) continue;
         running_.pop_front();
-        if (!gpu_->is_lost()) {
-            batch.flight->gpu_nanos = nanos;
-            settle(batch);
-        }
+        batch.flight->gpu_nanos = nanos;
+        settle(batch);
         wake_.notify_all();
+    }
+}
+
+// A lost GPU may still move what it was given: only a dead context surely does not. REQUIRES: lock
+// held; not all the while.
+void Lane::end_after_loss(std::unique_lock<std::mutex>& lock) {
+    end_as_lost(false);
+    wake_.wait(lock, [this] { return !queuing_; });
+    lock.unlock();
+    const bool quiet = all_quiet();
+    lock.lock();
+    if (quiet) end_as_lost(true);
+    running_.clear();  // what is left in open_ stays there
+    loss_over_ = true;
+    wake_.notify_all();
+}
+
+// REQUIRES: mutex_ held; of those that have begun nothing moves any more.
+void Lane::end_as_lost(bool begun) {
+    std::erase_if(open_, [&](const auto& open) {
+        Flight& flight = *open.second;
+        if (flight.begun != begun) return false;
+        completions_.push(begun ? end_job(*flight.job, Outcome::kDeviceLost, gpu_->lost())
+                                : refuse_job(*flight.job, Outcome::kDeviceLost, gpu_->lost()));
+        return true;
+    });
+    short_.clear();
+    long_.clear();
+    wake_.notify_all();
+}
+
+// Wait until no stream moves anything any more. False if that cannot be told.
+bool Lane::all_quiet() {
+    try {
+        for (Slot& slot : slots_)
+            if (slot.stream != nullptr) gpu_->finish(slot.stream);
+        return true;
+    } catch (const GpuError&) {
+        return false;
     }
 }
 

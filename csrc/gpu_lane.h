@@ -12,15 +12,17 @@ namespace kvserver {
 // turn; the other waits for each batch's event, in the same order, and ends the jobs. A job of one
 // batch goes before the next batch of a longer one, every other time.
 //
-// A GPU that is lost: whoever notices ends every open job, once; then both threads only wait to be
-// stopped.
+// A GPU that is lost: nothing more is queued. Jobs that have not begun end at once; the others when
+// the waiting thread has seen that no stream of the lane moves anything any more, which on a dead
+// context is at once. There is no deadline: a stream that never says so keeps its jobs open, as it
+// may still write into their blocks and pages until the process is gone.
 class Lane {
   public:
     Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options);
     ~Lane();                                    // what is in flight is waited for, the rest dropped
     void submit(std::shared_ptr<CopyJob> job);  // REQUIRES: check_job() passed
     void cancel(uint64_t ticket);
-    void gpu_lost();  // end every open job if it is
+    void gpu_lost();  // look whether it is
     const LaneCounts& counts() const { return counts_; }
 
   private:
@@ -71,6 +73,9 @@ class Lane {
     const Plane* planes_on_gpu(const std::shared_ptr<PlaneTable>& table, Slot& slot);
     void settle(const Batch& batch);
     void end_if_over(const Shared& flight);
+    void end_after_loss(std::unique_lock<std::mutex>& lock);
+    void end_as_lost(bool begun);
+    bool all_quiet();
     void prepare();
     void prepare_staging();
     void tear_down();
@@ -82,7 +87,7 @@ class Lane {
     const GpuOptions options_;
     LaneCounts counts_;
 
-    // The submitting thread's.
+    // The submitting thread's; the other's while nothing is queued any more.
     bool prepared_ = false;
     bool no_staging_ = false;
     uint64_t batch_bytes_;
@@ -98,7 +103,9 @@ class Lane {
     std::deque<Batch> running_;        // in flight, oldest first
     std::vector<Gpu::Event> events_;   // spare ones
     bool stopping_ = false;
+    bool queuing_ = false;  // the submitting thread is giving the GPU a batch
     bool submits_over_ = false;
+    bool loss_over_ = false;  // the GPU is lost, and what could end has
     std::thread submits_, ends_;
 };
 

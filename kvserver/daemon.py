@@ -202,10 +202,12 @@ def serve(configuration: Configuration) -> int:
             flush=True,
         )
         server.run()
-        if not _drain(server):
+        drained = _drain(server)
+        lost = devices.lost
+        if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
         watchers.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))
-        if lost := devices.lost:
+        if lost:
             log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
             context.destroy(_LAST_WORDS_MS)
             endpoint.release()

@@ -260,3 +260,23 @@ def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
     assert worker.connect().lookup(keys) == 0
     assert worker.memory.image() == image
     worker.round_trip()
+
+
+def test_copies_that_hang_in_a_lost_gpu_stay_open_until_the_daemon_is_gone(
+    mortal: Daemon, tmp_path: Path, make_worker: Callable[..., Worker]
+) -> None:
+    """They may still be written; engines see the end of the process."""
+    worker = make_worker(mortal, gpu=GPUS[0])
+    worker.store(keys := make_keys(1), worker.blocks_for(1))
+    load = worker.begin_load(keys, worker.blocks_for(1, first=1))
+    wait_until(lambda: load.state == State.RUNNING)
+    started = tmp_path / "started"
+    started.write_text("hang")
+    started.rename(tmp_path / "die")
+    assert worker.attachment is not None
+    assert mortal.process is not None
+    assert mortal.process.wait(20) == 3
+    assert load.state == State.RUNNING
+    assert not worker.attachment.alive()
+    assert "1 copies did not end" in mortal.log
+    assert f"exit code 3: the device is lost: {REASON}" in mortal.log

@@ -91,7 +91,7 @@ class Device:
 
     `gpu`: a real or simulated one, whose streams run by themselves; small batches, so that a copy has several.
     `pinned`: L1 is pinned for that GPU before the first copy; else no copy ever finds it so.
-    `allocate`: engines' memory; each piece of it has one descriptor.
+    `allocate`: engines' memory; each piece of it has one descriptor. `region`: another device's L1.
     """
 
     def __init__(
@@ -106,10 +106,11 @@ class Device:
         batch_bytes: int = 16384,
         pinned: bool = False,
         allocate: Callable[[int], Piece] = SharedMemory,
+        region: HostRegion | None = None,
     ) -> None:
         self.pages = pages
         self.page_bytes = page_bytes
-        self.region = region = HostRegion(pages * page_bytes)
+        self.region = region = region or HostRegion(pages * page_bytes)
         self.gpu = gpu
         self.allocate = allocate
         self.fake = FakeDevice(region, page_bytes, fake_seed, delay_micros=delay_micros) if fake_seed else None

@@ -1,4 +1,7 @@
-"""`kvserver`, but its simulated GPUs die when a file appears. Usage: python mortal_gpus.py FILE ARGUMENTS"""
+"""`kvserver`, but its simulated GPUs die when a file appears; if it says "hang", what they were given never ends.
+
+Usage: python mortal_gpus.py FILE ARGUMENTS
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ def mortal_opener(settings: Settings) -> OpenGpu:
 def die_with(gpu: FakeGpu, file: Path) -> None:
     while not file.exists():
         time.sleep(0.002)
-    gpu.die(REASON)
+    if file.read_text() == "hang":
+        gpu.hold()
+        gpu.lose(REASON)
+    else:
+        gpu.die(REASON)
 
 
 if __name__ == "__main__":
