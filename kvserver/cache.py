@@ -25,9 +25,9 @@ from typing import TypeAlias
 
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import EvictionPolicy
-from kvserver.index import Chunk, Index, Namespace
+from kvserver.index import Chunk, Index, ModelUse, Namespace
 from kvserver.misses import EvictedKeys, MissReason
-from kvserver.pool import PagePool
+from kvserver.pool import PagePool, page_count
 from kvserver.protocol import KEY_BYTES
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
@@ -64,6 +64,7 @@ class StorePlan:
     rank: int
     namespace_id: bytes = b""
     world_size: int = 1
+    model_name: str = ""  # whose the namespace is if it is new
     keys: bytes = b""  # those that may fit
     pages: int = 0  # of one slot
     steps: int = 0  # it may still look at so many keys and chunks before extend_plan() returns
@@ -179,7 +180,14 @@ class Cache:
     # ---- store --------------------------------------------------------------------------------
 
     def plan_store(
-        self, namespace_id: bytes, world_size: int, rank: int, keys: bytes, slot_bytes: int, steps: int = sys.maxsize
+        self,
+        namespace_id: bytes,
+        world_size: int,
+        rank: int,
+        keys: bytes,
+        slot_bytes: int,
+        steps: int = sys.maxsize,
+        model_name: str = "",
     ) -> StorePlan:
         """Reserve slots for the chunks that this rank still misses; pins them. Pair with finish_store.
 
@@ -197,7 +205,7 @@ class Cache:
             )
         count = len(keys) // KEY_BYTES
         fitting = min(count, max(1, self.pool.pages // (pages * world_size)))
-        plan = StorePlan(rank, namespace_id, world_size, keys[: fitting * KEY_BYTES], pages, complete=False)
+        plan = StorePlan(rank, namespace_id, world_size, model_name, keys[: fitting * KEY_BYTES], pages, complete=False)
         plan.starved = count - fitting
         if (namespace := self.index.find(namespace_id)) is not None:
             get = namespace.chunks.get
@@ -212,7 +220,7 @@ class Cache:
         Meanwhile `evicted` grows, and anything may happen to the index between two calls.
         """
         plan.steps = steps
-        namespace = self.index.find_or_make(plan.namespace_id, plan.world_size)
+        namespace = self.index.find_or_make(plan.namespace_id, plan.world_size, plan.model_name)
         bit = 1 << plan.rank
         first = len(plan.prefix)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
@@ -239,6 +247,7 @@ class Cache:
                 chunk = self.index.add(namespace, key)
                 chunk.pins += 1
             chunk.put_slot(plan.rank, slot)
+            namespace.model.pages += plan.pages
             chunk.filling |= bit
             self.pins += 1
             plan.steps -= 1
@@ -266,6 +275,7 @@ class Cache:
                     plan.ready.append(chunk)
             else:
                 self.pool.give(chunk.slot(plan.rank))
+                chunk.namespace.model.pages -= plan.pages
                 chunk.put_slot(plan.rank, b"")
                 if not chunk.detached and not chunk.done and not chunk.filling:
                     self.index.remove(chunk)
@@ -354,24 +364,34 @@ class Cache:
         """
         assert not self._garbage, "free the garbage first"
         assert not self._ownerless, "end the leases of those that are gone first"
-        pages = leases = pins = chunks = 0
+        leases = pins = 0
+        chunks: Counter[ModelUse] = Counter()
+        pages: Counter[ModelUse] = Counter()
         for chunk in self.index:
-            chunks += 1
-            pages += chunk.page_count
+            chunks[chunk.namespace.model] += 1
+            pages[chunk.namespace.model] += chunk.page_count
             leases += chunk.leases
             pins += chunk.pins
             full = (1 << chunk.namespace.world_size) - 1
             assert chunk.ready == (chunk.done == full), "READY without every rank's bytes, or the reverse"
             held = bool(chunk.leases or chunk.pins)
             assert held or chunk.tracked, "an idle chunk that eviction cannot find"
-        assert chunks == self.index.chunk_count, f"{chunks} chunks, index says {self.index.chunk_count}"
+        count = chunks.total()
+        assert count == self.index.chunk_count, f"{count} chunks, index says {self.index.chunk_count}"
+        models = self.index.models
+        assert all(chunks[model] == model.chunks for model in models.values()), "chunks of a model are counted wrongly"
+        evicted = sum(model.evicted_chunks for model in models.values())
+        assert evicted == self.evicted_chunks, f"models count {evicted} evictions of {self.evicted_chunks}"
+        used = sum(model.pages for model in models.values())
+        assert used == self.pool.used_pages, f"models count {used} pages, {self.pool.used_pages} are used"
         all_leases = [lease for leases in self._leases.values() for lease in leases.values()]
         assert len(all_leases) == self.lease_count, f"{len(all_leases)} leases, {self.lease_count} counted"
         in_leases = sum(not chunk.detached for lease in all_leases for chunk in lease.chunks)
         assert leases == in_leases, f"chunks count {leases} leases, leases hold {in_leases} chunks"
         assert pins <= self.pins, f"chunks count {pins} pins, open plans {self.pins}"
         if self.pins == 0:
-            assert pages == self.pool.used_pages, f"chunks hold {pages} pages, {self.pool.used_pages} are used"
+            assert all(pages[model] == model.pages for model in models.values()), "pages of a model are counted wrongly"
+            assert pages.total() == used, f"chunks have {pages.total()} pages, {used} are used"
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -401,11 +421,16 @@ class Cache:
                 self._free(chunk)
         self.policy.track(chunks)
 
-    def _free(self, chunk: Chunk) -> None:
-        self.pool.give(chunk.take_slots())
+    def _free(self, chunk: Chunk) -> int:
+        """How many pages that gave back."""
+        slots = chunk.take_slots()
+        self.pool.give(slots)
+        pages = page_count(slots)
+        chunk.namespace.model.pages -= pages
         chunk.ready = False
         if chunk.tracked:
             self.policy.forget(chunk)
+        return pages
 
     def _take(self, plan: StorePlan) -> bytes | None:
         """Pages for one slot, evicting as needed for the plan; None if its steps are up, or nothing more may be evicted."""
@@ -432,7 +457,7 @@ class Cache:
     def _evict(self, chunk: Chunk, plan: StorePlan) -> None:
         self.index.remove(chunk)
         self.evicted_chunks += 1
-        self.evicted_pages += chunk.page_count
-        self._free(chunk)
+        chunk.namespace.model.evicted_chunks += 1
+        self.evicted_pages += self._free(chunk)
         plan.evicted.append((chunk.namespace.id, chunk.key))
         self._evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)

@@ -6,6 +6,7 @@ Owns: the shape. Refuses to know: where figures come from (`metrics`) and how th
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +17,14 @@ RESIDENCY_SECONDS = (
 )  # fmt: skip
 
 DEPARTED_SECONDS = 300.0  # the series of an instance that is gone are shown for so long, and go on if it comes back
+
+MOST_MODELS = 256  # that have series of their own for what outlives instances
+OTHER = "(other)"
+
+
+def bounded(value: str, known: Collection[str], most: int = MOST_MODELS) -> str:
+    """A label's value that a peer chose: itself if it is known or there is room for one more, else OTHER."""
+    return value if value in known or len(known) < most else OTHER
 
 
 class Kind(Enum):

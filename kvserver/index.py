@@ -2,7 +2,7 @@
 
 Ranks here are those that store: where all hold the same bytes there is one, whatever the engine's world.
 
-Owns: `Chunk`, `Namespace` and their states. Refuses to know: pages' contents, leases' deadlines,
+Owns: `Chunk`, `Namespace` and their states, and what each model has of them. Refuses to know: pages' contents, leases' deadlines,
 copies. One thread uses it.
 
 A chunk is FILLING until every rank's bytes were copied whole, then READY. A chunk whose namespace was
@@ -17,17 +17,30 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
+from kvserver.families import bounded
 from kvserver.pool import page_count
+
+
+class ModelUse:
+    """What one model has in L1. `pages` counts those of detached chunks, too, until they are freed."""
+
+    __slots__ = ("chunks", "evicted_chunks", "pages")
+
+    def __init__(self) -> None:
+        self.chunks = 0
+        self.pages = 0
+        self.evicted_chunks = 0
 
 
 class Namespace:
     """All chunks whose KV may be shared. `cleared` detaches every chunk in it at once."""
 
-    __slots__ = ("chunks", "cleared", "id", "world_size")
+    __slots__ = ("chunks", "cleared", "id", "model", "world_size")
 
-    def __init__(self, id: bytes, world_size: int) -> None:
+    def __init__(self, id: bytes, world_size: int, model: ModelUse) -> None:
         self.id = id
         self.world_size = world_size
+        self.model = model
         self.chunks: dict[bytes, Chunk] = {}
         self.cleared = False
 
@@ -125,6 +138,7 @@ class Index:
     def __init__(self) -> None:
         self._namespaces: dict[bytes, Namespace] = {}
         self.chunk_count = 0
+        self.models: dict[str, ModelUse] = {}  # by name, also those without chunks; at most MOST_MODELS and OTHER
 
     def find(self, id: bytes) -> Namespace | None:
         return self._namespaces.get(id)
@@ -136,17 +150,21 @@ class Index:
                 return namespace.id
         return b""
 
-    def find_or_make(self, id: bytes, world_size: int) -> Namespace:
-        """The namespace; a new one is not kept until its first chunk is added."""
-        found = self._namespaces.get(id) or Namespace(id, world_size)
+    def find_or_make(self, id: bytes, world_size: int, model_name: str = "") -> Namespace:
+        """The namespace; a new one, which belongs to this model from then on, is not kept until its first chunk is added."""
+        found = self._namespaces.get(id) or Namespace(id, world_size, self._model(model_name))
         assert found.world_size == world_size, "the world size is part of the fingerprint"
         return found
+
+    def _model(self, name: str) -> ModelUse:
+        return self.models.setdefault(bounded(name, self.models), ModelUse())
 
     def add(self, namespace: Namespace, key: bytes) -> Chunk:
         if not namespace.chunks:  # an empty one may have been dropped by remove()
             self._namespaces[namespace.id] = namespace
         chunk = namespace.chunks[key] = Chunk(namespace, key)
         self.chunk_count += 1
+        namespace.model.chunks += 1
         return chunk
 
     def remove(self, chunk: Chunk) -> None:
@@ -154,6 +172,7 @@ class Index:
         del chunk.namespace.chunks[chunk.key]
         chunk.in_index = False
         self.chunk_count -= 1
+        chunk.namespace.model.chunks -= 1
         if not chunk.namespace.chunks and self._namespaces.get(chunk.namespace.id) is chunk.namespace:
             del self._namespaces[chunk.namespace.id]
 
@@ -163,6 +182,7 @@ class Index:
         if namespace is not None:
             namespace.cleared = True
             self.chunk_count -= len(namespace.chunks)
+            namespace.model.chunks -= len(namespace.chunks)
         return namespace
 
     def ids(self) -> list[bytes]:

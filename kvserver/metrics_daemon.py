@@ -34,6 +34,11 @@ _STATUS = (  # name, help, kind, path in the status
     ("kvserver_events_queue_depth", "Events in the daemon's queue; an event that carries bytes counts once more for every 4 KiB.", Kind.GAUGE, "events.queue_depth"),
     ("kvserver_events_lag_seconds", "Longest time that an event of the event thread's last round waited in the queue.", Kind.GAUGE, "events.lag_seconds"),
 )  # fmt: skip
+_L1_MODELS = (  # name, help, kind, key of the model
+    ("kvserver_l1_model_used_bytes", "Memory of L1 that chunks of a model occupy.", Kind.GAUGE, "used_bytes"),
+    ("kvserver_l1_model_chunks", "Chunks of a model in L1, also chunks that stores are filling.", Kind.GAUGE, "chunks"),
+    ("kvserver_l1_model_evicted_chunks", "Chunks of a model evicted from L1, each once for all ranks.", Kind.COUNTER, "evictions"),
+)  # fmt: skip
 
 
 def daemon_families(status: dict[str, Any], rpc: dict[str, Any]) -> Iterable[Family]:
@@ -45,10 +50,19 @@ def daemon_families(status: dict[str, Any], rpc: dict[str, Any]) -> Iterable[Fam
     yield Family("kvserver_build_info", "Always 1; the label is the daemon's version.", Kind.GAUGE, ("version",)).add(
         1, __version__
     )
+    yield from _models(status["l1"]["models"])
     yield from _connects(status)
     yield from _gpus(status["gpus"])
     yield from _rpcs(rpc)
     yield from _events(status["events"])
+
+
+def _models(models: dict[str, dict[str, int]]) -> Iterable[Family]:
+    for name, text, kind, key in _L1_MODELS:
+        family = Family(name, text, kind, ("model_name",))
+        for model_name, of_model in models.items():
+            family.add(of_model[key], model_name)
+        yield family
 
 
 def _connects(status: dict[str, Any]) -> Iterable[Family]:

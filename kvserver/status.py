@@ -28,6 +28,14 @@ def l1_status(cache: Cache, placement: Placement) -> dict[str, Any]:
         "evictions": cache.evicted_chunks,
         "evicted_bytes": cache.evicted_pages * pool.page_bytes,
         "cleared_chunks": cache.cleared_chunks,
+        "models": {
+            name: {
+                "used_bytes": model.pages * pool.page_bytes,
+                "chunks": model.chunks,
+                "evictions": model.evicted_chunks,
+            }
+            for name, model in cache.index.models.items()
+        },
         "policy": cache.policy.name,
         "huge_pages": placement.pages,
         "numa_nodes": list(placement.nodes),

@@ -200,7 +200,9 @@ class Transfers:
         if worker.stores:
             steps = 0 if self._waiting else self._steps  # none overtakes another
             slots = 1 if worker.spec.replicated else instance.world_size
-            plan = self._cache.plan_store(namespace, slots, worker.slot, request.keys, worker.slot_bytes, steps)
+            plan = self._cache.plan_store(
+                namespace, slots, worker.slot, request.keys, worker.slot_bytes, steps, instance.model_name
+            )
             self._steps = plan.steps if steps else self._steps
             self._tell_evictions(plan)
         else:  # another rank stores what all of them hold

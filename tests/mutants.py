@@ -37,6 +37,7 @@ SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 CACHE_TESTS = ("unit/test_cache.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
 INDEX_TESTS = ("unit/test_index.py",)
+L1_MODELS_TESTS = ("unit/test_l1_models.py",)
 POOL_TESTS = ("unit/test_pool.py",)
 EVICTION_TESTS = ("unit/test_eviction.py",)
 NAMESPACE_TESTS = ("unit/test_namespace.py",)
@@ -44,6 +45,15 @@ IDENTITY_TESTS = ("adapters/test_identity.py",)
 UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 
 STORES_AND_LOADS = (
+    # ---- what each model has ------------------------------------------------------------------
+    Mutant(
+        "a slot that was given back after a failed copy still counts for its model",
+        CACHE, "Cache.finish_store", "chunk.namespace.model.pages -= plan.pages", "pass", L1_MODELS_TESTS,
+    ),
+    Mutant(
+        "the chunks of a cleared namespace still count for their model",
+        INDEX, "Index.clear", "namespace.model.chunks -= len(namespace.chunks)", "pass", L1_MODELS_TESTS,
+    ),
     # ---- what a lookup finds, and leases ------------------------------------------------------
     Mutant(
         "a lookup finds a chunk that is still being filled",

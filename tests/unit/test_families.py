@@ -42,7 +42,7 @@ def status(
 ) -> dict[str, Any]:
     keys = ("size_bytes", "used_bytes", "pinned_bytes", "chunks", "evictions", "evicted_bytes", "cleared_chunks")
     return {
-        "l1": {key: number for number, key in enumerate(keys)},
+        "l1": {key: number for number, key in enumerate(keys)} | {"models": {}},
         "gpus": [],
         "loop_lag_seconds": 0.25,
         "metrics_sample_rate": 0.125,

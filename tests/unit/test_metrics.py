@@ -50,6 +50,9 @@ FROM_THE_START = {
     "kvserver_loop_lag_seconds": "gauge",
     "kvserver_ready": "gauge",
     "kvserver_build_info": "gauge",
+    "kvserver_l1_model_used_bytes": "gauge",
+    "kvserver_l1_model_chunks": "gauge",
+    "kvserver_l1_model_evicted_chunks": "counter",
     "kvserver_instances": "gauge",
     "kvserver_instances_connected": "counter",
     "kvserver_instances_disconnected": "counter",
@@ -93,6 +96,10 @@ def status(*instances: dict[str, Any]) -> dict[str, Any]:
             "pinned_bytes": 500,
             "evicted_bytes": 70,
             "cleared_chunks": 2,
+            "models": {
+                "m": {"used_bytes": 400, "chunks": 2, "evictions": 7},
+                "n": {"used_bytes": 200, "chunks": 1, "evictions": 0},
+            },
         },
         "gpus": [
             {
@@ -145,6 +152,13 @@ def test_l1_and_build_are_told() -> None:
     assert value(found["kvserver_l1_evicted_chunks"], "_total") == 7
     assert value(found["kvserver_loop_lag_seconds"]) == 0.25
     assert value(found["kvserver_build_info"], version=__version__) == 1
+
+
+def test_l1_is_shown_by_model() -> None:
+    found = families(status(), Rpc())
+    for model_name, expected in (("m", [400, 2, 7]), ("n", [200, 1, 0])):
+        names = (("used_bytes", ""), ("chunks", ""), ("evicted_chunks", "_total"))
+        assert [value(found[f"kvserver_l1_model_{n}"], end, model_name=model_name) for n, end in names] == expected
 
 
 def test_each_gpu_tells_which_way_its_bytes_went() -> None:
