@@ -26,6 +26,7 @@ from kvserver.families import Family
 from kvserver.http_access import OPEN_PAGES, Access, Refusal
 from kvserver.http_connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
 from kvserver.match_pages import MOST_BODY_BYTES, MatchPages
+from kvserver.metrics_process import process_families
 from kvserver.server import Server
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,9 @@ class StatusPages(Connections):
 
     def families_of(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
         """All of the daemon's; from any thread."""
-        return [*self.kvserver.handlers.watchers.families(status, rpc), *self.connections_families()]
+        match = self.match.families() if self.match else []
+        watched = self.kvserver.handlers.watchers.families(status, rpc)
+        return [*watched, *self.connections_families(), *match, *process_families()]
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` in the loop. TimeoutError if that did not begin in time; it will not then."""

@@ -29,7 +29,9 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.block_hashes import DUMPS, hash_blocks
+from kvserver.families import Family, Histogram, Kind
 from kvserver.kv_events.index import KVIndex, Match, Reader
+from kvserver.rpc_counts import RPC_BUCKETS
 from kvserver.wire import Label, Name, Text
 
 MOST_BODY_BYTES = 4 << 20
@@ -102,9 +104,12 @@ class MatchPages:
         self._index = index
         self._loads = Loads(ask)
         self._hashing = threading.BoundedSemaphore(_HASHING_AT_ONCE)
+        self._seconds = Histogram(RPC_BUCKETS)
+        self._counting = threading.Lock()
 
     def match(self, body: bytes, content_type: str) -> tuple[int, bytes, str]:
         """(HTTP code, body, content type) of the answer."""
+        began = time.monotonic()
         form = MSGPACK if content_type == MSGPACK else JSON
         try:
             if content_type not in (JSON, MSGPACK):
@@ -112,7 +117,16 @@ class MatchPages:
             code, answer = 200, self._answer(_decoded(body, form))
         except BadQuery as error:
             code, answer = error.code, {"error": error.error, "message": error.message}
-        return code, msgspec.msgpack.encode(answer) if form == MSGPACK else msgspec.json.encode(answer), form
+        raw = msgspec.msgpack.encode(answer) if form == MSGPACK else msgspec.json.encode(answer)
+        with self._counting:
+            self._seconds.observe(time.monotonic() - began)
+        return code, raw, form
+
+    def families(self) -> list[Family]:
+        with self._counting:
+            seconds = self._seconds.figures()
+        text = "Time that the daemon took to answer POST /kv/match, also queries that it refused."
+        return [Family("kvserver_kv_match_seconds", text, Kind.HISTOGRAM, bounds=RPC_BUCKETS).add(seconds)]
 
     def instances(self, status: Sequence[Status]) -> bytes:
         """`status`: /status's instances."""

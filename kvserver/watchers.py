@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvserver import metrics
 from kvserver.events import Bus, Subscriber
-from kvserver.families import Family
+from kvserver.families import Family, Kind
 from kvserver.kv_events import publisher
 from kvserver.kv_events.feed import Feed
 from kvserver.kv_events.hub import Hub
@@ -61,7 +61,33 @@ class Watchers:
             family for each in (self.l0, self.l1, self.hub, self.observers, self.index) for family in each.families()
         ]
         published = publisher.families(self.publisher.status() if self.publisher is not None else None)
-        return metrics.families(status, rpc, [*more, *published])
+        return metrics.families(status, rpc, [*more, *published, *self._otlp_families()])
+
+    def _otlp_families(self) -> list[Family]:
+        sent = Family(
+            "kvserver_otlp_sent",
+            "Exports of all metrics, and spans of traces, that the OTLP collector accepted, by signal.",
+            Kind.COUNTER,
+            ("signal",),
+        )
+        failed = Family(
+            "kvserver_otlp_failed",
+            "Exports of all metrics, and spans of traces, that did not reach the OTLP collector, by signal.",
+            Kind.COUNTER,
+            ("signal",),
+        )
+        for signal, sender in (("metrics", self._sender), ("traces", self.traces)):
+            became = sender.status() if sender is not None else {"sent": 0, "failed": 0}
+            sent.add(became["sent"], signal)
+            failed.add(became["failed"], signal)
+        traces = self.traces.status() if self.traces is not None else {"spans": 0, "forgotten": 0}
+        spans = Family("kvserver_trace_spans", "Spans of traced requests that ended.", Kind.COUNTER)
+        forgotten = Family(
+            "kvserver_trace_forgotten_requests",
+            "Traced requests that were forgotten before they ended: too many were open.",
+            Kind.COUNTER,
+        )
+        return [sent, failed, spans.add(traces["spans"]), forgotten.add(traces["forgotten"])]
 
     @property
     def wants_contents(self) -> bool:

@@ -69,6 +69,7 @@ ORDER = [
     "workers",
     "reports",
     "status",
+    "metrics_process",
     "metrics_daemon",
     "metrics_instances",
     "metrics",

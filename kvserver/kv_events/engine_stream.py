@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from kvserver.kv_events.engine_wire import Batch, Change, decode
 
+FOLLOWING = ("waiting", "complete", "incomplete")  # states of a stream that is read
+
 
 class Blocks(Protocol):
     """Where they are kept; 8 bytes each."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvserver._native import PrefixIndex
 from kvserver.families import Family, Kind
+from kvserver.kv_events.engine_stream import FOLLOWING
 from kvserver.kv_events.engines import EngineEvents
 from kvserver.kv_events.types import (
     KVChunk,
@@ -201,14 +202,42 @@ class KVIndex:
         }
 
     def families(self) -> list[Family]:
-        blocks = Family("kvserver_kv_index_blocks", "Blocks and chunks that POST /kv/match finds.", Kind.GAUGE)
-        memory = Family("kvserver_kv_index_bytes", "Memory of the index behind POST /kv/match.", Kind.GAUGE)
-        refused = Family("kvserver_kv_index_refused_blocks", "Blocks for which it had no room.", Kind.COUNTER)
+        blocks = Family("kvserver_kv_index_blocks", "Blocks and chunks that POST /kv/match can find.", Kind.GAUGE)
+        memory = Family("kvserver_kv_index_bytes", "Memory of the index that answers POST /kv/match.", Kind.GAUGE)
+        refused = Family(
+            "kvserver_kv_index_refused_blocks",
+            "Blocks that POST /kv/match cannot find because its index had no space for them.",
+            Kind.COUNTER,
+        )
         return [
             blocks.add(len(self._index)),
             memory.add(self._index.memory_bytes),
             refused.add(self._index.refused),
+            *self._of_engines(),
         ]
+
+    def _of_engines(self) -> list[Family]:
+        """Of those that publish KV events themselves."""
+        labels = ("instance_id", "model_name")
+        following = Family(
+            "kvserver_engine_events_following",
+            "1 while the daemon reads the KV events that an engine publishes itself, 0 if it cannot.",
+            Kind.GAUGE,
+            labels,
+        )
+        gaps = Family(
+            "kvserver_engine_events_gaps",
+            "Gaps in an engine's own KV events that no replay filled: what the engine has in L0 is then unknown.",
+            Kind.COUNTER,
+            labels,
+        )
+        for reader in self.readers():
+            status = self._engines.status(reader.instance_id)
+            if status is not None:
+                name = (reader.instance_id, reader.scheduler.model_name)
+                following.add(int(status["state"] in FOLLOWING), *name)
+                gaps.add(status.get("lost_gaps", 0), *name)
+        return [following, gaps]
 
     def close(self) -> None:
         self._engines.close()

@@ -66,6 +66,11 @@ def status(index: KVIndex, name: str = "engine") -> dict[str, Any]:
     return index.status()["engines"][name] or {}
 
 
+def exported(index: KVIndex, name: str) -> list[Any]:
+    (family,) = (family for family in index.families() if family.name == f"kvserver_engine_events_{name}")
+    return family.points
+
+
 def wait_for(index: KVIndex, blocks: int, name: str = "engine") -> None:
     wait_until(lambda: leading(index, name) == blocks, what=f"{blocks} blocks; {status(index, name)}")
 
@@ -190,6 +195,8 @@ def test_a_gap_that_cannot_be_replayed_drops_what_was_known(index, folder, repla
     wait_for(index, 2)
     assert leading(index, blocks=BLOCKS[2:]) == 0
     assert (status(index)["lost_gaps"], status(index)["state"]) == (1, "incomplete")
+    assert exported(index, "gaps") == [(("engine", "model"), 1)]
+    assert exported(index, "following") == [(("engine", "model"), 1)]
     engine.close()
 
 
@@ -298,6 +305,18 @@ def test_an_endpoint_elsewhere_is_refused_and_said(index, engine):
     index.observe(came(engine, events_endpoint="tcp://192.0.2.1:5557"))
     assert status(index)["state"] == "refused"
     assert "192.0.2.1" in status(index)["reason"]
+    assert exported(index, "following") == [(("engine", "model"), 0)]
+    assert exported(index, "gaps") == [(("engine", "model"), 0)]
+
+
+def test_an_engine_that_publishes_nothing_has_no_series_and_one_that_left_none_more(index, engine):
+    assert exported(index, "following") == exported(index, "gaps") == []
+    index.observe(came(engine, events_endpoint=""))
+    assert exported(index, "following") == exported(index, "gaps") == []
+    index.observe(came(engine))
+    wait_until(lambda: exported(index, "following") == [(("engine", "model"), 1)])
+    index.observe(ReaderGone(2, 0, "engine", "model"))
+    assert exported(index, "following") == exported(index, "gaps") == []
 
 
 @pytest.mark.parametrize("field", ["events_endpoint", "events_replay_endpoint"])

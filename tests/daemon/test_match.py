@@ -108,6 +108,11 @@ def test_its_own_memory_and_l1_carry_each_other_on(daemon: Daemon, worker: Worke
     (shown,) = json.loads(daemon.http("/instances")[1])["instances"]
     assert (shown["instance_id"], shown["l0"]["blocks"], shown["l1"]["chunks"]) == (worker.instance_id, 7, 1)
     assert shown["l0"]["kv_events"]["state"] == "complete"
+    name = {"instance_id": worker.instance_id, "model_name": worker.model_name}
+    assert daemon.metric("kvserver_engine_events_following", **name) == 1
+    assert daemon.metric("kvserver_engine_events_gaps_total", **name) == 0
+    worker.close()
+    wait_until(lambda: daemon.metric("kvserver_engine_events_following", **name) is None)
 
 
 def test_an_engine_that_goes_is_no_longer_answered_for(daemon: Daemon, worker: Worker) -> None:
@@ -127,6 +132,19 @@ def test_the_index_is_in_the_status(daemon: Daemon, worker: Worker) -> None:
         return int(index["blocks"])
 
     wait_until(lambda: blocks() == 8)
+
+
+def test_queries_are_counted_and_timed_also_malformed_ones(daemon: Daemon) -> None:
+    def count() -> float:
+        return daemon.metric("kvserver_kv_match_seconds_count")
+
+    before, seconds = count(), daemon.metric("kvserver_kv_match_seconds_sum")
+    ask(daemon, block_hashes=[value.hex() for value in HASHES])
+    with pytest.raises(urllib.error.HTTPError):
+        ask(daemon, block_hashes=7)
+    assert count() == before + 2
+    assert daemon.metric("kvserver_kv_match_seconds_bucket", le="+Inf") == before + 2
+    assert 0 < daemon.metric("kvserver_kv_match_seconds_sum") - seconds < 5
 
 
 def test_bodies_that_are_none_do_no_harm(daemon: Daemon) -> None:

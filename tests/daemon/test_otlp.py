@@ -186,6 +186,8 @@ def test_a_collector_that_is_down_costs_a_counted_failure(make_daemon, make_work
     wait_until(failed, 30)
     shown = daemon.status()["otlp"]
     assert shown["sent"] == 0
+    assert daemon.metric("kvserver_otlp_failed_total", signal="metrics") >= 2
+    assert daemon.metric("kvserver_otlp_sent_total", signal="metrics") == 0
     assert "refused" in shown["last_error"].lower()
     stop(daemon)
     assert daemon.log.count("metrics over OTLP do not arrive") == 1, "told once"

@@ -124,12 +124,19 @@ def test_a_daemon_traces_a_request_from_lookup_to_end(make_daemon, make_worker):
             assert before_ns <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
         assert "request_id" not in daemon.http("/metrics")[1]
         wait_until(lambda: daemon.status()["traces"]["sent"] == 6)
+        assert daemon.metric("kvserver_otlp_sent_total", signal="traces") == 6
+        assert daemon.metric("kvserver_otlp_failed_total", signal="traces") == 0
+        assert daemon.metric("kvserver_trace_spans_total") == 6
+        assert daemon.metric("kvserver_trace_forgotten_requests_total") == 0
         assert daemon.terminate() == 0
 
 
 def test_a_daemon_without_a_collector_asks_for_no_names(make_daemon, make_worker):
     daemon = make_daemon(trace_sample_rate=1)
     assert not make_worker(daemon).hello.traces
+    for name in ("otlp_sent", "otlp_failed"):
+        assert [daemon.metric(f"kvserver_{name}_total", signal=signal) for signal in ("metrics", "traces")] == [0, 0]
+    assert daemon.metric("kvserver_trace_spans_total") == 0
     assert "traces" not in [s["name"] for s in daemon.status()["events"]["subscribers"]]
 
 

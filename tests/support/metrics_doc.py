@@ -8,7 +8,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent.parent.parent / "kvserver/METRICS.md"
 _ROW = re.compile(
-    r"^\| `(kvserver_[a-z0-9_]+)` \| (counter|gauge|histogram) \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE
+    r"^\| `((?:kvserver|process)_[a-z0-9_]+)` \| (counter|gauge|histogram) \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE
 )
 _INSTANCE = ("instance_id", "model_name")  # the page's I
 

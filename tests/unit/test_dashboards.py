@@ -22,7 +22,7 @@ DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 RULES = sorted(DEPLOY.glob("prometheus/*.yaml"))
 SERIES = {series: family for family in documented().values() for series in family.series}
 FROM_PROMETHEUS = {"job", "instance"}  # labels that it adds
-_NAME = re.compile(r"(?<![\w:$])((?:\w+:)?kvserver_[\w:]*|up)(?![\w:(])")
+_NAME = re.compile(r"(?<![\w:$])((?:\w+:)?kvserver_[\w:]*|process_\w+|up)(?![\w:(])")
 _SELECTOR = re.compile(r"(?<![\w:])([\w:]+)\{([^}]*)\}")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left)\s*\(([^)]*)\)")

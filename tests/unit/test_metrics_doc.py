@@ -58,7 +58,9 @@ def test_names_end_in_what_they_count() -> None:
 
 
 def test_every_row_of_a_table_of_families_was_read() -> None:
-    rows = re.findall(r"^\| `(kvserver_\w+)` \| (?:counter|gauge|histogram) ", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `((?:kvserver|process)_\w+)` \| (?:counter|gauge|histogram) ", PAGE.read_text(), re.MULTILINE
+    )
     assert sorted(rows) == sorted(DOCUMENTED)
 
 
