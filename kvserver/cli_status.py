@@ -20,6 +20,7 @@ from kvserver.http_token import bearer, read_token
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
 _BAR = 20
+_NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +107,7 @@ def table(status: dict[str, Any]) -> str:
         f"up {duration(status['uptime_seconds'])}  boot {status['boot_id']}",
         f"L1     {bar(l1['used_bytes'], l1['size_bytes'])} {size(l1['used_bytes'])} of {size(l1['size_bytes'])}, "
         f"{l1['chunks']} chunks, {l1['evictions']} evicted ({l1['policy']})",
-        f"hits   {rate(totals['hit_tokens'], totals['lookup_tokens'])} of {totals['lookup_tokens']} tokens",
+        _prompts(totals["prompt_tokens"]),
         f"moved  {size(totals['stored_bytes'])} stored, {size(totals['loaded_bytes'])} loaded, "
         f"{totals['failed_stores']} failed stores, {totals['failed_loads']} failed loads, {totals['errors']} errors",
     ]
@@ -120,13 +121,15 @@ def table(status: dict[str, Any]) -> str:
         lines.append(f"BOOKS  did not balance in {unbalanced} audits, please report it with the log: {books}")
     lines.append("")
     if status["instances"]:
+        sources = _sources(totals["prompt_tokens"])
         lines += columns(
             [
                 (
-                    *("instance", "model", "ranks", "running", "waiting", "lookups", "hits", "hit rate"),
+                    *("instance", "model", "ranks", "running", "waiting", "prompt tokens"),
+                    *(_NAMES[source] for source in sources),
                     *("stored", "loaded", "failed", "seen"),
                 ),
-                *(_row(instance) for instance in status["instances"]),
+                *(_row(instance, sources) for instance in status["instances"]),
             ]
         )
         lines += [
@@ -151,9 +154,22 @@ def _gpu(gpu: dict[str, Any], l1: dict[str, Any]) -> str:
     return f"GPU    {gpu['device']}: {size(gpu['mapped_bytes'])} mapped; {'; '.join(ways)}; L1 {pinned} pinned"
 
 
-def _row(instance: dict[str, Any]) -> tuple[str, ...]:
-    """A rate of tokens; of an instance whose ranks do not agree nothing is shared."""
+def _sources(tokens: dict[str, int]) -> list[str]:
+    """L2 only where something came from there."""
+    return [source for source in _NAMES if source != "l2" or tokens["l2"]]
+
+
+def _prompts(tokens: dict[str, int]) -> str:
+    """Where the prompts' tokens came from: what the engines had themselves is no merit of the daemon's."""
+    total = sum(tokens.values())
+    shares = ", ".join(f"{rate(tokens[source], total)} {_NAMES[source]}" for source in _sources(tokens))
+    return f"prompts {total} tokens: {shares}" if total else "prompts none reported yet"
+
+
+def _row(instance: dict[str, Any], sources: Sequence[str]) -> tuple[str, ...]:
+    """Shares of the prompt tokens; of an instance whose ranks do not agree nothing is shared."""
     counts, workers, load = instance["requests"], instance["workers"], instance["load"]
+    total = sum(counts["prompt_tokens"].values())
     told = load is not None and not load["stale"]
     seen = max((worker["last_seen_seconds"] for worker in workers), default=0.0)
     ranks = f"{len(workers)}/{instance['world_size']}"
@@ -163,9 +179,8 @@ def _row(instance: dict[str, Any]) -> tuple[str, ...]:
         ranks if instance["namespace"] else f"{ranks} WAITING",
         str(load["running"]) if told else "-",
         str(load["waiting"]) if told else "-",
-        str(counts["lookups"]),
-        str(counts["hits"]),
-        rate(counts["hit_tokens"], counts["lookup_tokens"]),
+        str(total),
+        *(rate(counts["prompt_tokens"][source], total) for source in sources),
         size(counts["stored_bytes"]),
         size(counts["loaded_bytes"]),
         str(counts["failed_stores"] + counts["failed_loads"]),

@@ -13,6 +13,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvserver.benefit import Benefit, LoadWaits
 from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import InstanceDescribed
@@ -62,6 +63,7 @@ class Counts:
     engine_external_hits: int = 0
     engine_finished_requests: int = 0
     missed_tokens: Counter[MissReason] = field(default_factory=Counter)
+    benefit: Benefit = field(default_factory=Benefit)
 
     def add(self, other: Counts) -> None:
         for name in self.__slots__:
@@ -119,6 +121,7 @@ class Instance:
     description: DescribeScheduler | None = None
     loads: Loads = field(default_factory=Loads)
     died: bool = False  # one of its workers did
+    load_waits: LoadWaits = field(default_factory=LoadWaits)
     _variants: dict[str, bytes] = field(default_factory=dict)
     _told: tuple[DescribeScheduler, bytes] | None = None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvserver.families import Family
+from kvserver.metrics_benefit import benefit_families
 from kvserver.metrics_daemon import daemon_families
 from kvserver.metrics_instances import instance_families
 
@@ -28,6 +29,7 @@ def families(
     for family in (
         *daemon_families(status, rpc),
         *instance_families(status["instances"], list(rows.values())),
+        *benefit_families(list(rows.values())),
         *more,
     ):
         known = found.setdefault(family.name, family)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable
 
 from kvserver._native import check_records, unpack_blocks
+from kvserver.benefit import MOST
 from kvserver.cache import Cache
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import BlockReport, Bus, RequestEnded
@@ -28,7 +29,6 @@ from kvserver.protocol import (
 _ASK_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time
 _CONTENT_BYTES = 8
 _TOKEN_BYTES = 4
-_MOST = 1 << 62  # of a total that an engine tells: OTLP has 64 bits for it
 
 
 class Reports:
@@ -81,6 +81,7 @@ class Reports:
         local = min(request.local_tokens, request.prompt_tokens)
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)
         failed = min(request.failed_loads, request.loads)
+        instance.counts.benefit.request_ended(request.prompt_tokens, local, loaded, request.loads, failed)
         self._bus.publish(
             RequestEnded(
                 self._now_ns(), instance.instance_id, instance.model_name, request.sequence, request.request_id,
@@ -104,7 +105,7 @@ class Reports:
         instance = self._reporter(request)
         for name, grown in instance.loads.take(request, self._clock()).items():
             total = f"engine_{name}"
-            setattr(instance.counts, total, min(getattr(instance.counts, total) + grown, _MOST))
+            setattr(instance.counts, total, min(getattr(instance.counts, total) + grown, MOST))
 
     def _reporter(self, request: ReportBlockAllocations | EndRequest | DescribeScheduler | EngineLoad) -> Instance:
         """Identity is in the message and must be the registered one: figures of two models never mix."""

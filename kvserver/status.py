@@ -51,6 +51,7 @@ def totals_status(instances: Instances) -> dict[str, Any]:
         "loaded_bytes": totals.loaded_bytes,
         "failed_stores": totals.failed_stores,
         "failed_loads": totals.failed_loads,
+        "prompt_tokens": dict(totals.benefit.prompt_tokens),
     }
 
 
@@ -122,4 +123,5 @@ def departed_status(departed: Departed, now: float) -> dict[str, Any]:
 def counts_status(counts: Counts) -> dict[str, Any]:
     figures = {name: getattr(counts, name) for name in counts.__slots__}
     figures["missed_tokens"] = {reason.value: counts.missed_tokens[reason] for reason in MissReason}
-    return figures
+    del figures["benefit"]
+    return figures | counts.benefit.status()

@@ -46,6 +46,7 @@ class StoreTicket:
     namespace: bytes
     plan: StorePlan
     deadline_ns: int  # the engine may give its blocks to others from then on
+    arrived_ns: int
     began_ns: int = 0
 
     @property
@@ -62,6 +63,7 @@ class LoadTicket:
     keys: bytes
     tokens: int  # whose KV is loaded
     chunks: list[Chunk]
+    arrived_ns: int
     began_ns: int = 0
 
 
@@ -78,6 +80,7 @@ class _Waiting:
     namespace: bytes
     blocks: array[int]
     plan: StorePlan
+    arrived_ns: int
 
 
 @dataclass(slots=True)
@@ -186,6 +189,7 @@ class Transfers:
             counts.failed_stores += 1
         else:
             counts.failed_loads += 1
+            self._count_wait(worker, request.request_id, self._now_ns(), 0)
 
     def _store(self, request: Store, respond: Respond, worker: Worker, instance: Instance, namespace: bytes) -> None:
         per_chunk = worker.spec.chunk_blocks * worker.groups
@@ -207,7 +211,7 @@ class Transfers:
             self._tell_evictions(plan)
         else:  # another rank stores what all of them hold
             plan = StorePlan(worker.slot, skipped=chunk_count(request.keys))
-        store = _Waiting(request, respond, worker, namespace, blocks, plan)
+        store = _Waiting(request, respond, worker, namespace, blocks, plan, self._now_ns())
         if plan.complete:
             self._planned(store)
         else:
@@ -229,7 +233,9 @@ class Transfers:
         wanted = array("I")
         for position in plan.positions:
             wanted.extend(store.blocks[position * per_chunk : (position + 1) * per_chunk])
-        ticket = StoreTicket(worker, store.respond, request.request_id, store.namespace, plan, request.deadline_ns)
+        ticket = StoreTicket(
+            worker, store.respond, request.request_id, store.namespace, plan, request.deadline_ns, store.arrived_ns
+        )
         try:
             self._submit(request, ticket, Direction.STORE, wanted, plan.chunks, 0)
         except BaseException:
@@ -268,10 +274,11 @@ class Transfers:
             _refuse_null_block(blocks)
         else:
             blocks = _with_holes(blocks, groups)
+        arrived_ns = self._now_ns()
         found = self._cache.plan_load(namespace, request.keys)
         instance.counts.loads += 1
         tokens = len(blocks) // groups * worker.spec.block_tokens
-        ticket = LoadTicket(worker, respond, request.request_id, namespace, request.keys, tokens, found)
+        ticket = LoadTicket(worker, respond, request.request_id, namespace, request.keys, tokens, found, arrived_ns)
         try:
             self._submit(request, ticket, Direction.LOAD, blocks, found, request.skip_blocks)
         except BaseException:
@@ -340,6 +347,7 @@ class Transfers:
         counts.stored_chunks += len(ticket.plan.chunks)
         counts.stored_bytes += completion.bytes
         counts.store_nanos += completion.nanos
+        self._count_duration(ticket, completion, Direction.STORE)
         plan = ticket.plan
         ticket.respond(Stored(stored=len(plan.chunks), skipped=plan.skipped, starved=plan.starved))
 
@@ -347,6 +355,8 @@ class Transfers:
         self._cache.finish_load(ticket.chunks)
         self._tell_end(ticket, completion, Direction.LOAD)
         counts = self._instances.counts_of(ticket.worker.spec)
+        tokens = ticket.tokens if completion.done else 0
+        self._count_wait(ticket.worker, ticket.request_id, ticket.arrived_ns, tokens)
         if not completion.done:
             counts.failed_loads += 1
             ticket.respond(_failure(completion))
@@ -354,6 +364,7 @@ class Transfers:
         counts.loaded_chunks += len(ticket.chunks)
         counts.loaded_bytes += completion.bytes
         counts.load_nanos += completion.nanos
+        self._count_duration(ticket, completion, Direction.LOAD)
         spec = ticket.worker.spec
         if spec.rank == 0:  # the ranks of an engine save the same prefill
             counts.saved_tokens += ticket.tokens
@@ -365,6 +376,22 @@ class Transfers:
                 len(ticket.keys),
             )
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))
+
+    def _count_duration(self, ticket: StoreTicket | LoadTicket, completion: Completion, direction: Direction) -> None:
+        waited = (self._now_ns() - ticket.arrived_ns) * 1e-9
+        benefit = self._instances.counts_of(ticket.worker.spec).benefit
+        benefit.copied(_DIRECTIONS[direction], waited, completion.nanos * 1e-9)
+
+    def _count_wait(self, worker: Worker, request_id: str, arrived_ns: int, tokens: int) -> None:
+        """A load ended on this rank, having brought the KV of so many tokens."""
+        spec = worker.spec
+        instance = self._instances.by_id.get(spec.instance_id)
+        if instance is None:
+            return
+        waits = instance.load_waits
+        whole = waits.ended(request_id, spec.rank, instance.world_size, arrived_ns, self._now_ns(), tokens)
+        if whole is not None:
+            instance.counts.benefit.load_ended(*whole, instance.prefill_speed)
 
     def _tell_evictions(self, plan: StorePlan) -> None:
         """Those since the last time: before anybody else can store the same chunks anew."""

@@ -13,6 +13,7 @@ import pytest
 from support.daemon import KVSERVER, wait_until
 
 from kvserver import cli_status
+from kvserver.protocol import EndRequest
 
 
 @contextlib.contextmanager
@@ -44,7 +45,12 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
     daemon = make_daemon()
     workers = [make_worker(daemon), make_worker(daemon)]
     workers[0].round_trip()
+    end = {"incarnation": workers[0].incarnation, "model_name": workers[0].model_name, "sequence": 0, "request_id": "r"}
+    tokens = {"prompt_tokens": 1000, "local_tokens": 250, "loaded_tokens": 600}
+    workers[0].send(EndRequest(instance_id=workers[0].instance_id, **end, **tokens))
+    wait_until(lambda: daemon.status()["totals"]["prompt_tokens"]["computed"] == 150)
     lines = lines_of_table(daemon)
+    assert "prompts 1000 tokens: 25.0% L0, 60.0% L1, 15.0% computed" in lines
     number = next(number for number, line in enumerate(lines) if line.startswith("instance "))
     heads = lines[number].split()
     assert heads == [
@@ -53,10 +59,11 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
         "ranks",
         "running",
         "waiting",
-        "lookups",
-        "hits",
-        "hit",
-        "rate",
+        "prompt",
+        "tokens",
+        "L0",
+        "L1",
+        "computed",
         "stored",
         "loaded",
         "failed",
@@ -66,17 +73,9 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
     assert rows.keys() == {worker.instance_id for worker in workers}
     counts = next(i for i in daemon.status()["instances"] if i["instance_id"] == workers[0].instance_id)["requests"]
     row = rows[workers[0].instance_id]
-    assert row[1:8] == [
-        "test/model",
-        "1/1",
-        "-",  # nobody told
-        "-",
-        str(counts["lookups"]),
-        str(counts["hits"]),
-        f"{100 * counts['hit_tokens'] / counts['lookup_tokens']:.1f}%",
-    ]
+    assert row[1:9] == ["test/model", "1/1", "-", "-", "1000", "25.0%", "60.0%", "15.0%"]  # it reported no engine stats
     assert cli_status.size(counts["stored_bytes"]) in " ".join(row)
-    assert rows[workers[1].instance_id][7] == "-"  # nothing was looked up, which is no rate of 0%
+    assert rows[workers[1].instance_id][5:9] == ["0", "-", "-", "-"]  # no prompt was reported, which is no share of 0%
 
 
 def test_a_daemon_without_engines_says_so(make_daemon):
@@ -156,7 +155,7 @@ def status_with(**changes):
         "l1": {"size_bytes": 4096, "used_bytes": 1024, "pinned_bytes": 1024, "chunks": 1, "evictions": 0, "policy": "lru"},
         "gpus": [],
         "totals": {"lookup_tokens": 0, "hit_tokens": 0, "stored_bytes": 0, "loaded_bytes": 0, "failed_stores": 0,
-                   "failed_loads": 0, "errors": 0},
+                   "failed_loads": 0, "errors": 0, "prompt_tokens": {"l0": 0, "l1": 0, "l2": 0, "computed": 0}},
         "books": {"unbalanced": 0, "tickets": 3}, "instances": [],
     } | changes  # fmt: skip
 
@@ -164,6 +163,12 @@ def status_with(**changes):
 def test_books_are_shown_only_when_they_do_not_balance():
     assert "BOOKS" not in cli_status.table(status_with())
     assert "BOOKS  did not balance in 2 audits" in cli_status.table(status_with(books={"unbalanced": 2, "tickets": 3}))
+
+
+def test_l2_is_shown_where_something_came_from_there():
+    tokens = {"l0": 1, "l1": 1, "l2": 2, "computed": 4}
+    shown = cli_status.table(status_with(totals=status_with()["totals"] | {"prompt_tokens": tokens}))
+    assert "prompts 8 tokens: 12.5% L0, 12.5% L1, 25.0% L2, 50.0% computed" in shown
 
 
 def test_a_status_that_is_old_says_so():

@@ -54,7 +54,7 @@ def test_names_end_in_what_they_count() -> None:
         assert family.name.endswith("_total") == (family.type == "counter"), family.name
         for unit in ("seconds", "bytes"):
             if family.unit == unit:
-                assert family.name.removesuffix("_total").endswith(f"_{unit}"), family.name
+                assert re.search(f"_{unit}(_gained|_lost)?$", family.name.removesuffix("_total")), family.name
 
 
 def test_every_row_of_a_table_of_families_was_read() -> None:

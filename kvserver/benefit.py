@@ -1,0 +1,118 @@
+"""What the cache brought an instance's requests, and what that cost: prompt tokens by source, net time, how long copies took.
+
+Owns: these counts and what they add up to. Refuses to know: messages, tickets, clocks.
+
+A prompt's tokens come from L0 (the engine's own prefix cache), L1, L2, or were computed; the four add up to the prompts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from kvserver.families import Histogram
+from kvserver.rpc_counts import RPC_BUCKETS
+
+SOURCES = ("l0", "l1", "l2", "computed")
+OUTCOMES = ("done", "failed")
+DIRECTIONS = ("store", "load")
+PHASES = ("queue", "copy")
+RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+COPY_BUCKETS = RPC_BUCKETS
+_MOST_WAITS = 1024
+MOST = 1 << 62  # of a total that engines report: OTLP has 64 bits for it
+
+
+class Benefit:
+    """Of one instance."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = dict.fromkeys(SOURCES, 0)
+        self.request_loads = dict.fromkeys(OUTCOMES, 0)
+        self.gained_seconds = 0.0
+        self.lost_seconds = 0.0
+        self.hit_ratio = Histogram(RATIO_BUCKETS)
+        self.durations = {(d, phase): Histogram(COPY_BUCKETS) for d in DIRECTIONS for phase in PHASES}
+
+    def __add__(self, other: Benefit) -> Benefit:
+        both = Benefit()
+        for one in (self, other):
+            for sums, more in ((both.prompt_tokens, one.prompt_tokens), (both.request_loads, one.request_loads)):
+                _grow(sums, more)
+            both.gained_seconds += one.gained_seconds
+            both.lost_seconds += one.lost_seconds
+            both.hit_ratio.take(one.hit_ratio)
+            for name, histogram in one.durations.items():
+                both.durations[name].take(histogram)
+        return both
+
+    def request_ended(self, prompt: int, local: int, loaded: int, loads: int, failed: int) -> None:
+        """REQUIRES: local + loaded <= prompt, failed <= loads. A prompt of 0 is one that is not known."""
+        computed = prompt - local - loaded
+        _grow(self.prompt_tokens, {"l0": local, "l1": loaded, "computed": computed})
+        _grow(self.request_loads, {"done": loads - failed, "failed": failed})
+        if prompt:
+            self.hit_ratio.observe((local + loaded) / prompt)
+
+    def load_ended(self, tokens: int, waited_seconds: float, prefill_speed: float) -> None:
+        """On all ranks. `tokens`: whose KV it brought; 0 if it failed. Without a speed only failed loads count."""
+        if tokens and not prefill_speed:
+            return
+        gained = (tokens / prefill_speed if tokens else 0.0) - waited_seconds
+        if gained > 0:
+            self.gained_seconds += gained
+        else:
+            self.lost_seconds -= gained
+
+    def copied(self, direction: str, waited_seconds: float, device_seconds: float) -> None:
+        """One rank's copy, done. `waited_seconds`: from its request's arrival to its end."""
+        self.durations[direction, "copy"].observe(device_seconds)
+        self.durations[direction, "queue"].observe(max(0.0, waited_seconds - device_seconds))
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": dict(self.prompt_tokens),
+            "request_loads": dict(self.request_loads),
+            "prefill_seconds_gained": self.gained_seconds,
+            "prefill_seconds_lost": self.lost_seconds,
+            "hit_ratio": _figures(self.hit_ratio),
+            **{f"{d}_duration": {phase: _figures(self.durations[d, phase]) for phase in PHASES} for d in DIRECTIONS},
+        }
+
+
+class LoadWaits:
+    """Loads of an instance whose ranks have not all ended theirs: a request waits for the slowest.
+
+    A rank that never begins leaves one behind, until the same request loads again or _MOST_WAITS others came.
+    """
+
+    def __init__(self) -> None:
+        self._loads: OrderedDict[str, dict[int, tuple[int, int, int]]] = OrderedDict()  # by request, then by rank
+
+    def ended(
+        self, request_id: str, rank: int, world_size: int, arrived_ns: int, ended_ns: int, tokens: int
+    ) -> tuple[int, float] | None:
+        """One rank's load has; of the last one (tokens, seconds) of all. `tokens` is 0 if it failed on that rank."""
+        if world_size == 1 or not request_id:  # older engines do not name their requests: rank 0's is taken for all
+            return None if rank else (tokens, (ended_ns - arrived_ns) * 1e-9)
+        ranks = self._loads.setdefault(request_id, {})
+        if rank in ranks:  # of a former load of the request, that not all ranks took part in
+            ranks.clear()
+        ranks[rank] = arrived_ns, ended_ns, tokens
+        if len(ranks) < world_size:
+            if len(self._loads) > _MOST_WAITS:
+                self._loads.popitem(last=False)
+            return None
+        del self._loads[request_id]
+        arrivals, ends, all_tokens = zip(*ranks.values(), strict=True)
+        return min(all_tokens), (max(ends) - min(arrivals)) * 1e-9
+
+
+def _grow(sums: dict[str, int], more: dict[str, int]) -> None:
+    for name, count in more.items():
+        sums[name] = min(sums[name] + count, MOST)
+
+
+def _figures(histogram: Histogram) -> dict[str, Any]:
+    figures = histogram.figures()
+    return {"counts": figures.counts, "sum": figures.sum}
