@@ -306,10 +306,10 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._has_computed = True
         if self.worker is None:
             return
         plan = self._plan()
+        self._has_computed |= not plan.idle
         try:
             self.worker.start_loads(plan)
         finally:
