@@ -1,4 +1,4 @@
-"""The command line: `kvserver serve`, `status` and `doctor`.
+"""The command line: `kvserver serve`, `status`, `explain` and `doctor`.
 
 Owns: the commands and exit codes. Refuses to know: how anything is done.
 """
@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 
-from kvserver import __version__, cli_status, config
+from kvserver import __version__, cli_explain, cli_status, config
 from kvserver.errors import ConfigError
 
 
@@ -19,6 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     config.add_arguments(commands.add_parser("serve", help="run the daemon"))
     cli_status.add_arguments(commands.add_parser("status", help="what the daemon on this machine is doing"))
+    cli_explain.add_arguments(commands.add_parser("explain", help="why a request's prompt was computed, not loaded"))
     doctor = commands.add_parser("doctor", help="what is wrong with this machine, and what mends it")
     doctor.add_argument("--json", action="store_true", help="a list of {check, level, text, mend}")
     doctor.add_argument("--python", default="", metavar="PATH", help="the interpreter of vLLM's environment")
@@ -44,6 +45,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from kvserver import doctor
 
         return doctor.main(arguments)
+    if arguments.command == "explain":
+        return cli_explain.main(arguments)
     return cli_status.main(arguments)
 
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from kvserver.http_token import bearer, read_token
+from kvserver import http_client
 
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
@@ -25,14 +23,7 @@ _NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the whole of /status")
-    parser.add_argument("--http-host", default="127.0.0.1")
-    parser.add_argument("--http-port", type=int, default=8080)
-    parser.add_argument(
-        "--http-token-file",
-        default=os.environ.get("KVSERVER_HTTP_TOKEN_FILE", ""),
-        metavar="FILE",
-        help="the daemon's, if it has one (or KVSERVER_HTTP_TOKEN_FILE)",
-    )
+    http_client.add_arguments(parser)
     parser.add_argument(
         "--watch",
         nargs="?",
@@ -46,12 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0, or 1 if no daemon answers. A watch goes on through a daemon's restart; Ctrl-C ends it with 0."""
     try:
-        headers = bearer(read_token(arguments.http_token_file))
-    except ValueError as error:
-        print(f"kvserver: --http-token-file {arguments.http_token_file}: {error}", file=sys.stderr)
-        return 2
-    url = f"http://{arguments.http_host}:{arguments.http_port}/status"
-    request = urllib.request.Request(url, headers=headers)
+        request = http_client.request_of(arguments, "/status")
+    except http_client.NoAnswer as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     if arguments.watch is None:
         text, code = _look(request, arguments.json)
         print(text, file=sys.stderr if code else sys.stdout)
@@ -79,24 +68,11 @@ def _seconds(text: str) -> float:
 
 
 def _look(request: urllib.request.Request, as_json: bool, indent: int | None = 2) -> tuple[str, int]:
-    url = request.full_url
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            status = json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return f"kvserver: {url} answers {error.code}: {_reason(error)}", 1
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        return f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port", 1
+        status = http_client.get(request)
+    except http_client.NoAnswer as error:
+        return str(error), error.exit_code
     return json.dumps(status, indent=indent) if as_json else table(status), 0
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    """What the daemon said with an error; of others, what HTTP says."""
-    try:
-        return str(json.loads(error.read(4096))["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(error.reason)
 
 
 def table(status: dict[str, Any]) -> str:

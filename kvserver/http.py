@@ -1,4 +1,4 @@
-"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, `/kv/snapshot`, and what is
+"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, `/kv/snapshot`, `/explain`, and what is
 sent to the daemon: `POST /cache/clear`, `POST /kv/match`.
 
 A request is read as a whole before it is answered: its head is judged by `http_access`, then its body is read.
@@ -21,7 +21,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
-from kvserver import __version__, prometheus, snapshot_page
+from kvserver import __version__, explain_page, prometheus, snapshot_page
 from kvserver.families import Family
 from kvserver.http_access import OPEN_PAGES, Access, Refusal
 from kvserver.http_connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
@@ -232,6 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/readyz": self._readyz,
             "/config": self._config,
             "/kv/snapshot": self._kv_snapshot,
+            "/explain": self._explain,
         }
         self._run(pages.get(self._page_name))
 
@@ -242,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
         if page is None:
             self._send(
                 404,
-                f"no page {self.path}; there are /, /status, /instances, /metrics, /livez, /readyz, /config, /kv/snapshot, "
+                f"no page {self.path}; there are /, /status, /instances, /metrics, /explain, /livez, /readyz, /config, /kv/snapshot, "
                 "POST /cache/clear, POST /kv/match\n",
             )
             return
@@ -274,6 +275,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(503, f"KV events are published no more: {reason}\n")
         elif self.server.enter(self._visit, Phase.ANSWERING, snapshot_page.MOST_SECONDS):
             snapshot_page.answer(self, self.server.take_kv_snapshot)
+
+    def _explain(self) -> None:
+        code, body = explain_page.answer(self.server.kvserver.handlers.watchers.explain, self.path.partition("?")[2])
+        self._send(code, body, "application/json")
 
     def _metrics(self) -> None:
         self._send(200, prometheus.render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")

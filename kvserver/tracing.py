@@ -1,6 +1,7 @@
 """A span for each traced request, with children for its lookups, stores and loads, and in those for the copy.
 
-A request begins with its first lookup, whose trace context is the parent, and ends when the engine says so or is gone.
+A request begins with its first lookup, whose trace context is the parent, and ends when the engine says so or is gone; its
+span has what `explain` knows of it then. A copy that was refused is a child without a duration.
 Copies that end later still belong to it. What is not sampled is not remembered.
 
 Owns: the open requests, the span processor. Refuses to know: how spans get to the collector (`otlp`). Runs in the bus's
@@ -12,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes
 
 from kvserver import __version__
-from kvserver.events import CopyEnded, Event, InstanceGone, LookupEnded, RequestEnded
+from kvserver.events import CopyEnded, CopyRefused, Event, InstanceGone, LookupEnded, RequestEnded
 from kvserver.otlp import CLOSE_SECONDS, CountedSpans, Link
 
 MOST_REQUESTS = 4096  # remembered, traced ones only; beyond them the oldest is forgotten
@@ -43,8 +45,15 @@ class Traces:
     name = "traces"
 
     def __init__(
-        self, exporter: SpanExporter, sender: Resource, sample_rate: float, most_requests: int = MOST_REQUESTS
+        self,
+        exporter: SpanExporter,
+        sender: Resource,
+        sample_rate: float,
+        most_requests: int = MOST_REQUESTS,
+        attributes: Callable[[str, str], Attributes] = lambda instance_id, request_id: None,
     ) -> None:
+        """`attributes`: what is known at its end of the request of an instance."""
+        self._attributes = attributes
         self.forgotten = 0  # requests that did not end while they were remembered: their own span is not sent
         self._spans = 0  # ended; those not sent, failed or waiting were too many for the processor
         self._most = most_requests
@@ -62,6 +71,10 @@ class Traces:
                 self._looked_up(event)
             case CopyEnded():
                 self._copied(event)
+            case CopyRefused():
+                if (request := self._requests.get((event.instance_id, event.request_id))) is not None:
+                    at = event.time_ns
+                    self._child(request, event.direction, at, at, {"rank": event.rank}, event.code)
             case RequestEnded():
                 self._end((event.instance_id, event.request_id), event.time_ns)
             case InstanceGone():
@@ -164,6 +177,7 @@ class Traces:
         if request is None or request.ended:
             return
         request.ended = True
+        request.span.set_attributes(self._attributes(*name) or {})
         if failure:
             request.span.set_status(Status(StatusCode.ERROR, failure))
         request.span.end(time_ns + request.wall_ns)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvserver import metrics
 from kvserver.events import Bus, Subscriber
+from kvserver.explain import Explain
 from kvserver.families import Family, Kind
 from kvserver.kv_events import publisher
 from kvserver.kv_events.feed import Feed
@@ -39,6 +40,7 @@ class Watchers:
         self._settings = settings
         self.l0 = L0(settings.metrics_sample_rate)
         self.l1 = L1(settings.metrics_sample_rate)
+        self.explain = Explain()
         self.traces: Traces | None = None
         self._sender: OtlpMetrics | None = None
         self._make_sender: Callable[[Callable[[], list[Family]]], OtlpMetrics] | None = None
@@ -47,12 +49,15 @@ class Watchers:
             from kvserver import otlp, tracing
 
             sender = otlp.resource(boot_id)
-            self.traces = tracing.Traces(otlp.span_exporter(endpoint), sender, settings.trace_sample_rate)
+            self.traces = tracing.Traces(
+                otlp.span_exporter(endpoint), sender, settings.trace_sample_rate, attributes=self.explain.attributes
+            )
             self._make_sender = lambda read: otlp.OtlpMetrics(endpoint, sender, read, settings.otlp_interval_seconds)
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
         boot_micros = time.time_ns() // 1000
         self.observers = Observers(ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot))
-        subscribers: list[Subscriber] = [self.l0, self.l1, self.hub]
+        # Each event reaches `explain` before the traces, whose spans show what it knows.
+        subscribers: list[Subscriber] = [self.l0, self.l1, self.hub, self.explain]
         self.bus = Bus([*subscribers, self.traces] if self.traces is not None else subscribers)
 
     def families(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
@@ -116,7 +121,10 @@ class Watchers:
 
     def status(self) -> dict[str, Any]:
         """The parts of `/status` about what leaves."""
-        found: dict[str, Any] = {"kv_events": {**self.hub.status(), "observers": self.observers.status()}}
+        found: dict[str, Any] = {
+            "kv_events": {**self.hub.status(), "observers": self.observers.status()},
+            "explain": self.explain.status(),
+        }
         if self._sender is not None and self.traces is not None:
             found |= {"otlp": self._sender.status(), "traces": self.traces.status()}
         return found

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.collector import Collected, labels_of, nobody, over_grpc, over_http, that_hangs
 from support.daemon import wait_until
-from support.worker import Worker, make_keys
+from support.worker import Worker, identity, make_keys
 
 from kvserver.events import CopyEnded, LookupEnded, RequestEnded
 from kvserver.otlp import resource, span_exporter
@@ -129,6 +129,32 @@ def test_a_daemon_traces_a_request_from_lookup_to_end(make_daemon, make_worker):
         assert daemon.metric("kvserver_trace_spans_total") == 6
         assert daemon.metric("kvserver_trace_forgotten_requests_total") == 0
         assert daemon.terminate() == 0
+
+
+def test_the_span_of_a_request_says_what_was_missing_and_which_fields_differ(make_daemon, make_worker):
+    with over_http() as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, trace_sample_rate=1, env=AT_ONCE)
+        keys = make_keys(2)
+        owner = make_worker(daemon)
+        owner.store(keys, owner.blocks_for(2))
+        worker = make_worker(daemon, identity=identity(dtype="float16"))
+        assert worker.lookup(keys, "r", tokens=130) == 0
+        assert worker.error_of(worker.load_message(keys, worker.blocks_for(2), request_id="r")).code == "not_found"
+        names = {name: getattr(worker, name) for name in ("instance_id", "incarnation", "model_name")}
+        worker.send(EndRequest(**names, sequence=0, request_id="r", prompt_tokens=130, loads=1, failed_loads=1))
+        wait_until(lambda: "request" in {span.name for span in collector.spans()})
+        spans = {span.name: span for span in collector.spans()}
+        values = {a.key: a.value for a in spans["request"].attributes}
+        numbers = {key: value.int_value for key, value in values.items() if key.endswith("_tokens")}
+        assert numbers["prompt_tokens"] == numbers["computed_tokens"] == 130
+        assert (numbers["l0_tokens"], numbers["l1_tokens"], numbers["l2_tokens"]) == (0, 0, 0)
+        assert (values["outcome"].string_value, values["miss_reason"].string_value) == (
+            "load_failed",
+            "other_namespace",
+        )
+        assert (values["missing_chunk"].int_value, values["missing_token"].int_value) == (0, 0)
+        assert [value.string_value for value in values["differing_fields"].array_value.values] == ["dtype"]
+        assert spans["load"].status.message == "not_found"
 
 
 def test_a_daemon_without_a_collector_asks_for_no_names(make_daemon, make_worker):

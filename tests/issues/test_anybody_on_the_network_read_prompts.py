@@ -17,7 +17,17 @@ from support.worker import Worker, make_keys
 
 TOKEN = "correct-horse-battery"
 OPEN = ("/metrics", "/livez", "/readyz")
-SHUT = ("/", "/status", "/instances", "/config", "/kv/snapshot", "/nothing", "/metrics/", "/livez/../status")
+SHUT = (
+    "/",
+    "/status",
+    "/instances",
+    "/config",
+    "/kv/snapshot",
+    "/explain",
+    "/nothing",
+    "/metrics/",
+    "/livez/../status",
+)
 
 
 @pytest.fixture

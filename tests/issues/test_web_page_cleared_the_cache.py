@@ -12,7 +12,7 @@ import pytest
 from support.daemon import KVSERVER, Daemon
 from support.worker import Worker, make_keys
 
-PAGES = ("/", "/status", "/instances", "/config", "/kv/snapshot", "/nothing")
+PAGES = ("/", "/status", "/instances", "/config", "/kv/snapshot", "/explain", "/nothing")
 OPEN = ("/metrics", "/livez", "/readyz")
 
 

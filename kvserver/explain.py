@@ -1,0 +1,274 @@
+"""What became of the last requests: how many of their tokens were found where, what was missing first, and why.
+
+Remembers at most MOST_REQUESTS requests in MOST_BYTES, the oldest forgotten first; the keys of the last evicted chunks in
+MOST_EVICTED_BYTES, to say when a missing one was evicted; and what namespaces are made of (`differences`). A request begins
+with its first lookup, or with its end where no lookup of it is known.
+
+Owns: that memory, the search by the client's id and the order of the worst. Refuses to know: what follows of a record
+(`explain_facts`), HTTP. Written in the bus's thread, asked from any.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from kvserver.differences import Differences
+from kvserver.events import (
+    ChunksEvicted,
+    CopyBegan,
+    CopyEnded,
+    CopyRefused,
+    Event,
+    InstanceGone,
+    LookupEnded,
+    NamespaceFormed,
+    RequestEnded,
+)
+from kvserver.explain_facts import MOST_RANKS, Facts, RankLoad, Request, facts_of
+from kvserver.misses import MissReason
+from kvserver.protocol import KEY_BYTES
+
+MOST_REQUESTS = 8192
+MOST_BYTES = 8 << 20
+MOST_EVICTED_BYTES = 4 << 20
+LONGEST_REASON = 200  # characters of why nothing could be found
+_REQUEST_BYTES = 1300  # of one, beside its id and its loads; an upper bound that a test holds
+_LOAD_BYTES = 300
+_EVICTED_BYTES = 300  # of one event, beside its keys
+
+# What vLLM makes of a client's id: "cmpl-<id>-<prompt>-<8 hex>", "chatcmpl-<id>-<8 hex>", "<sample>_cmpl-<id>-...".
+_SAMPLE = re.compile(r"\d+_")
+_KIND = re.compile(r"(?:generate-tokens|generative-scoring|[a-z]+)[-_]")
+_ADDED = re.compile(r"(?:[-_]\d+)?(?:-[0-9a-f]{8})?")
+
+
+class Explain:
+    """A subscriber of the bus."""
+
+    name = "explain"
+
+    def __init__(
+        self,
+        most_requests: int = MOST_REQUESTS,
+        most_bytes: int = MOST_BYTES,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._most_requests = most_requests
+        self._most_bytes = most_bytes
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()  # of all below
+        self._ring: deque[Request] = deque()
+        self._newest: dict[tuple[str, str], Request] = {}  # by instance and request id
+        self._bytes = 0
+        self._evicted: deque[ChunksEvicted] = deque()
+        self._evicted_bytes = 0
+        self._differences = Differences()
+        self._chunk_tokens: dict[str, int] = {}  # by instance
+
+    # ---- from any thread ----------------------------------------------------------------------
+
+    def find(self, client_id: str, most: int) -> list[Facts]:
+        """The requests that a client knows by this id, or by the beginning of one, newest first."""
+        found: list[Request] = []
+        begun: list[Request] = []
+        with self._lock:
+            ring = list(self._ring)
+        for request in reversed(ring):
+            match _fit(request.request_id, client_id):
+                case None:
+                    continue
+                case True:
+                    found.append(request)
+                case False:
+                    begun.append(request)
+        return self._facts((found or begun)[:most])
+
+    def worst(self, seconds: float, most: int, instance_id: str = "") -> list[Facts]:
+        """Those begun in the last so many seconds: most avoidable tokens first, then most computed ones, then the newest.
+
+        Of one instance, if it is named.
+        """
+        since_ns = self._clock_ns() - int(seconds * 1e9)
+        with self._lock:
+            ring = [request for request in reversed(self._ring) if request.began_ns >= since_ns]
+        if instance_id:
+            ring = [request for request in ring if request.instance_id == instance_id]
+
+        def badness(request: Request) -> tuple[int, int]:
+            tokens = request.tokens()
+            return tokens["avoidable"], tokens["computed"] or 0
+
+        return self._facts(sorted(ring, key=badness, reverse=True)[:most])
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            oldest_ns = self._ring[0].began_ns if self._ring else self._clock_ns()
+            return {
+                "requests": len(self._ring),
+                "most_requests": self._most_requests,
+                "bytes": self._bytes + self._evicted_bytes + self._differences.bytes,
+                "oldest_seconds": round((self._clock_ns() - oldest_ns) * 1e-9, 3),
+            }
+
+    def attributes(self, instance_id: str, request_id: str) -> Mapping[str, str | int | list[str]]:
+        """Of the newest request of that id, for its span."""
+        with self._lock:
+            request = self._newest.get((instance_id, request_id))
+        if request is None:
+            return {}
+        facts = self._facts([request])[0]
+        tokens, missing, differs = facts["tokens"], facts["missing"], facts["differs"]
+        found: dict[str, str | int | list[str]] = {"outcome": facts["outcome"], "lookups": facts["waits"]["lookups"]}
+        for name in ("prompt", "l0", "l1", "l2", "computed", "avoidable"):
+            if (count := tokens[name]) is not None:
+                found[f"{name}_tokens"] = count
+        if missing is not None:
+            found |= {"missing_chunk": missing["chunk"], "missing_token": missing["token"]}
+            found["miss_reason"] = missing["reason"]
+        if differs is not None:
+            found["differing_fields"] = [field["name"] for field in differs["fields"]]
+        return found
+
+    def _facts(self, requests: Iterable[Request]) -> list[Facts]:
+        with self._lock:
+            now_ns = self._clock_ns()
+            return [self._facts_of(request, now_ns) for request in requests]
+
+    def _facts_of(self, request: Request, now_ns: int) -> Facts:
+        lookup, missing = request.lookup, request.missing
+        evicted_before, differs = None, None
+        if lookup is not None and missing is not None:
+            if missing[1] is MissReason.EVICTED:
+                evicted_before = self._evicted_before(lookup)
+            elif lookup.other_namespace:
+                differs = self._differences.between(lookup.namespace, lookup.other_namespace)
+        return facts_of(request, now_ns, evicted_before, differs)
+
+    def _evicted_before(self, lookup: LookupEnded) -> float | None:
+        for event in reversed(self._evicted):
+            if event.time_ns <= lookup.time_ns and event.namespace == lookup.namespace:
+                at = event.keys.find(lookup.missing_key)
+                if at >= 0 and at % KEY_BYTES == 0:
+                    return (lookup.time_ns - event.time_ns) * 1e-9
+        return None
+
+    # ---- the bus's thread ---------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case LookupEnded():
+                with self._lock:
+                    self._looked_up(event)
+            case CopyBegan() | CopyEnded() | CopyRefused():
+                if event.direction == "load":
+                    with self._lock:
+                        self._loading(event)
+            case RequestEnded():
+                with self._lock:
+                    self._ended(event)
+            case ChunksEvicted():
+                with self._lock:
+                    self._chunks_evicted(event)
+            case NamespaceFormed():
+                with self._lock:
+                    first = event.ranks[0]
+                    self._chunk_tokens[event.instance_id] = first.chunk_blocks * first.block_tokens
+                    self._differences.formed(event)
+            case InstanceGone():
+                with self._lock:
+                    self._gone(event)
+            case _:
+                return
+
+    def close(self) -> None:
+        """What it knows may be asked for until the process ends."""
+
+    def _looked_up(self, event: LookupEnded) -> None:
+        request = self._open(event) or self._remember(event, event.began_ns)
+        # Not what a peer may make long, and the id once.
+        request.lookup = replace(
+            event, request_id=request.request_id, traceparent="", unavailable=event.unavailable[:LONGEST_REASON]
+        )
+        request.lookups += 1
+        request.chunk_tokens = event.chunk_tokens
+
+    def _loading(self, event: CopyBegan | CopyEnded | CopyRefused) -> None:
+        request = self._newest.get((event.instance_id, event.request_id))
+        if request is None:
+            return
+        load = request.loads.get(event.rank)
+        if load is None:
+            if len(request.loads) >= MOST_RANKS:
+                request.unlisted_loads += isinstance(event, CopyBegan)
+                return
+            load = request.loads[event.rank] = RankLoad(event.rank)
+            self._grow(request, _LOAD_BYTES)
+        match event:
+            case CopyBegan():
+                request.load_began_ns = request.load_began_ns or event.time_ns
+                load.began += 1
+            case CopyEnded():
+                load.ended(event.time_ns - event.began_ns, event.device_ns, event.bytes, event.chunks, event.outcome)
+            case CopyRefused():
+                load.ended(0, 0, 0, 0, event.code)
+
+    def _ended(self, event: RequestEnded) -> None:
+        request = self._open(event)
+        if request is None:
+            request = self._remember(event, event.time_ns)
+            request.chunk_tokens = self._chunk_tokens.get(event.instance_id, 0)
+        request.ended = replace(event, request_id=request.request_id)
+
+    def _chunks_evicted(self, event: ChunksEvicted) -> None:
+        self._evicted.append(event)
+        self._evicted_bytes += _EVICTED_BYTES + len(event.keys)
+        while self._evicted_bytes > MOST_EVICTED_BYTES:
+            self._evicted_bytes -= _EVICTED_BYTES + len(self._evicted.popleft().keys)
+
+    def _gone(self, event: InstanceGone) -> None:
+        self._chunk_tokens.pop(event.instance_id, None)
+        for request in self._ring:
+            if request.instance_id == event.instance_id and request.ended is None:
+                request.gone = request.gone or ("died" if event.died else "left")
+
+    def _open(self, event: LookupEnded | RequestEnded) -> Request | None:
+        """The request, if it has not ended: an id that comes again afterwards is another request's."""
+        request = self._newest.get((event.instance_id, event.request_id))
+        return request if request is not None and request.ended is None and not request.gone else None
+
+    def _remember(self, event: LookupEnded | RequestEnded, began_ns: int) -> Request:
+        request = Request(event.instance_id, event.model_name, event.request_id, began_ns)
+        self._ring.append(request)
+        self._newest[request.instance_id, request.request_id] = request
+        self._grow(request, _REQUEST_BYTES + sys.getsizeof(event.request_id))
+        return request
+
+    def _grow(self, request: Request, more: int) -> None:
+        request.bytes += more
+        self._bytes += more
+        while len(self._ring) > self._most_requests or (self._bytes > self._most_bytes and len(self._ring) > 1):
+            oldest = self._ring.popleft()
+            self._bytes -= oldest.bytes
+            if self._newest.get((oldest.instance_id, oldest.request_id)) is oldest:
+                del self._newest[oldest.instance_id, oldest.request_id]
+
+
+def _fit(request_id: str, client_id: str) -> bool | None:
+    """Whether this is the engine's name for the client's request: True if the client's id is in it whole, False if it only
+    begins so, None if it does not."""
+    begin = match.end() if (match := _SAMPLE.match(request_id)) else 0
+    starts = {0, begin}
+    if kind := _KIND.match(request_id, begin):
+        starts.add(kind.end())
+    ends = [start + len(client_id) for start in starts if request_id.startswith(client_id, start)]
+    if not ends:
+        return None
+    return any(_ADDED.fullmatch(request_id, end) for end in ends)

@@ -1,0 +1,267 @@
+"""What is known of one request, and what follows of it: tokens by tier, the first missing chunk, the outcome.
+
+Owns: the record of a request, and what `/explain` and spans show of it. Refuses to know: how many are remembered (`explain`),
+sentences (`explain_text`).
+
+Tokens: `computed` is None while the engine has not reported the request's end, or where its adapter is too old to report
+tokens; then `l1` is what loads copied and `l0` is None. `avoidable` counts the computed tokens that were in L1, are in L1 for
+others or had been there: all that were looked up and missed but those never stored, and those found and not loaded; never
+the prompt's last one, which engines compute in any case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from kvserver.differences import Difference
+from kvserver.events import LookupEnded, RequestEnded
+from kvserver.misses import MissReason
+
+MOST_RANKS = 64  # whose loads are listed for one request
+OUTCOMES = {
+    "hit": "all that whole chunks could give was in the engine's own memory or was loaded",
+    "partial": "a part of the chunks was",
+    "miss": "none was",
+    "load_failed": "a load of what was found failed",
+    "not_loaded": "the engine loaded nothing of what was found",
+    "found": "found in L1; the engine does not report what became of it",
+    "no_lookup": "no lookup of the request is known",
+    "running": "the engine has not reported its end",
+    "instance_died": "the engine's connection ended before it reported the request's end",
+    "instance_left": "the engine unregistered before it reported the request's end",
+}
+_DONE = "done"
+
+
+class Tokens(TypedDict):
+    prompt: int
+    looked_up: int  # whole chunks only
+    found: int  # in L1, from the first on without a hole
+    l0: int | None  # that the engine had itself
+    l1: int
+    l2: int
+    computed: int | None
+    avoidable: int
+
+
+class Missing(TypedDict):
+    chunk: int  # from 0
+    token: int
+    reason: str
+    evicted_seconds_before: float | None  # the lookup; None if that is not known, or not the reason
+
+
+class Load(TypedDict):
+    rank: int
+    loads: int
+    seconds: float
+    queue_seconds: float
+    copy_seconds: float
+    bytes: int
+    outcome: str  # "done", "running", or the code of its failure
+
+
+class Waits(TypedDict):
+    lookups: int  # more than one: the request waited, and was looked up again
+    first_lookup_to_load_seconds: float | None
+    load_seconds: float | None  # of the slowest rank
+    load_queue_seconds: float | None
+    load_copy_seconds: float | None
+
+
+class Facts(TypedDict):
+    request_id: str
+    instance_id: str
+    model_name: str
+    age_seconds: float  # since its first lookup
+    outcome: str  # one of OUTCOMES
+    failure: str  # code of the load that failed
+    tokens: Tokens
+    chunk_tokens: int
+    missing: Missing | None
+    missed_tokens: dict[str, int]  # by reason
+    unavailable: str
+    namespace: str
+    differs: Difference | None
+    waits: Waits
+    loads: list[Load]
+    unlisted_loads: int
+
+
+@dataclass(slots=True)
+class RankLoad:
+    """All loads of one rank for one request."""
+
+    rank: int
+    began: int = 0
+    nanos: int = 0
+    copy_nanos: int = 0
+    bytes: int = 0
+    chunks: int = 0
+    outcome: str = "running"
+
+    def ended(self, nanos: int, copy_nanos: int, copied_bytes: int, chunks: int, outcome: str) -> None:
+        self.nanos += nanos
+        self.copy_nanos += copy_nanos
+        self.bytes += copied_bytes
+        self.chunks += chunks if outcome == _DONE else 0
+        self.outcome = outcome if self.outcome in ("running", _DONE) else self.outcome
+
+    def shown(self) -> Load:
+        copy = min(self.copy_nanos, self.nanos)
+        return Load(
+            rank=self.rank,
+            loads=self.began,
+            seconds=self.nanos * 1e-9,
+            queue_seconds=(self.nanos - copy) * 1e-9,
+            copy_seconds=copy * 1e-9,
+            bytes=self.bytes,
+            outcome=self.outcome,
+        )
+
+
+@dataclass(slots=True)
+class Request:
+    instance_id: str
+    model_name: str
+    request_id: str
+    began_ns: int
+    bytes: int = 0  # of memory, about
+    lookup: LookupEnded | None = None  # the last one
+    lookups: int = 0
+    load_began_ns: int = 0  # of the first rank's first load
+    loads: dict[int, RankLoad] = field(default_factory=dict)  # by rank
+    unlisted_loads: int = 0  # of ranks beyond MOST_RANKS
+    ended: RequestEnded | None = None
+    gone: str = ""  # how its instance went while it ran: "died" or "left"
+    chunk_tokens: int = 0
+
+    @property
+    def missing(self) -> tuple[int, MissReason] | None:
+        """Number of the first missing chunk, and its reason."""
+        lookup = self.lookup
+        if lookup is None:
+            short = self.ended is not None and 0 < self.ended.prompt_tokens < self.chunk_tokens
+            return (0, MissReason.PARTIAL_CHUNK) if short else None
+        if lookup.missed:
+            return lookup.hit_chunks, MissReason(lookup.missed[0][0])
+        beyond = self.prompt_tokens > lookup.chunks * lookup.chunk_tokens
+        return (lookup.chunks, MissReason.PARTIAL_CHUNK) if beyond else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        told = self.ended.prompt_tokens if self.ended is not None else 0
+        if told or self.lookup is None:
+            return told
+        return self.lookup.prompt_tokens or self.lookup.chunks * self.lookup.chunk_tokens
+
+    @property
+    def failure(self) -> str:
+        """The code of a failed load; "" if none failed."""
+        codes = (load.outcome for load in tuple(self.loads.values()) if load.outcome not in ("running", _DONE))
+        told = self.ended is not None and self.ended.failed_loads > 0
+        return next(codes, "failed" if told else "")
+
+    def missed_tokens(self) -> dict[str, int]:
+        lookup = self.lookup
+        if lookup is None:
+            return {MissReason.PARTIAL_CHUNK.value: self.prompt_tokens} if self.missing else {}
+        missed = {MissReason(reason).value: chunks * lookup.chunk_tokens for reason, chunks in lookup.missed}
+        if (beyond := self.prompt_tokens - lookup.chunks * lookup.chunk_tokens) > 0:
+            missed[MissReason.PARTIAL_CHUNK.value] = beyond
+        return missed
+
+    def tokens(self) -> Tokens:
+        lookup, ended, prompt = self.lookup, self.ended, self.prompt_tokens
+        looked_up = lookup.chunks * lookup.chunk_tokens if lookup is not None else 0
+        found = lookup.hit_chunks * lookup.chunk_tokens if lookup is not None else 0
+        if ended is not None and ended.prompt_tokens:
+            l0: int | None = ended.local_tokens
+            l1 = ended.loaded_tokens
+            had = ended.local_tokens + l1
+            computed: int | None = max(0, prompt - had)
+        else:
+            l0, computed = None, None
+            l1 = had = max((load.chunks for load in tuple(self.loads.values())), default=0) * self.chunk_tokens
+        never = sum(chunks for reason, chunks in lookup.missed if reason == MissReason.NEVER_STORED) if lookup else 0
+        missed = max(0, looked_up - max(found, l0 or 0))
+        avoidable = min(missed, looked_up - found - never * self.chunk_tokens)
+        if computed is not None:
+            avoidable = min(max(0, computed - 1), avoidable + max(0, min(found, prompt - 1) - had))
+        return Tokens(
+            prompt=prompt,
+            looked_up=looked_up,
+            found=found,
+            l0=l0,
+            l1=l1,
+            l2=0,
+            computed=computed,
+            avoidable=avoidable,
+        )
+
+    def outcome(self, tokens: Tokens) -> str:
+        """One of OUTCOMES."""
+        if self.failure:
+            return "load_failed"
+        if self.ended is None:
+            return f"instance_{self.gone}" if self.gone else "running"
+        if self.lookup is None:
+            return "no_lookup"
+        usable, l0 = min(tokens["found"], tokens["prompt"] - 1), tokens["l0"]
+        if l0 is None:
+            if not tokens["found"]:
+                return "miss"
+            if not tokens["l1"]:
+                return "found"
+        elif usable > l0 and not tokens["l1"]:
+            return "not_loaded"
+        had = (l0 or 0) + tokens["l1"]
+        if had >= min(tokens["looked_up"], tokens["prompt"] - 1):
+            return "hit"
+        return "partial" if had else "miss"
+
+
+def facts_of(
+    request: Request, now_ns: int, evicted_before: float | None = None, differs: Difference | None = None
+) -> Facts:
+    """`evicted_before`: how long before its lookup the first missing chunk was evicted."""
+    tokens, missing = request.tokens(), request.missing
+    slowest = max(request.loads.values(), key=lambda load: load.nanos, default=None)
+    timed = slowest.shown() if slowest is not None and slowest.nanos else None
+    return Facts(
+        request_id=request.request_id,
+        instance_id=request.instance_id,
+        model_name=request.model_name,
+        age_seconds=round((now_ns - request.began_ns) * 1e-9, 3),
+        outcome=request.outcome(tokens),
+        failure=request.failure,
+        tokens=tokens,
+        chunk_tokens=request.chunk_tokens,
+        missing=Missing(
+            chunk=missing[0],
+            token=missing[0] * request.chunk_tokens,
+            reason=missing[1].value,
+            evicted_seconds_before=evicted_before,
+        )
+        if missing is not None
+        else None,
+        missed_tokens=request.missed_tokens(),
+        unavailable=request.lookup.unavailable if request.lookup is not None else "",
+        namespace=request.lookup.namespace.hex()[:_SHORT] if request.lookup is not None else "",
+        differs=differs,
+        waits=Waits(
+            lookups=request.lookups,
+            first_lookup_to_load_seconds=(request.load_began_ns - request.began_ns) * 1e-9
+            if request.load_began_ns
+            else None,
+            load_seconds=timed["seconds"] if timed else None,
+            load_queue_seconds=timed["queue_seconds"] if timed else None,
+            load_copy_seconds=timed["copy_seconds"] if timed else None,
+        ),
+        loads=[load.shown() for _, load in sorted(request.loads.items())],
+        unlisted_loads=request.unlisted_loads,
+    )
+
+
+_SHORT = 16  # of a namespace in hex

@@ -1,0 +1,122 @@
+"""One request in words: the sentence that says why tokens were computed, and what would change that.
+
+Owns: the sentences, one for each reason and outcome. Refuses to know: how the facts came about (`explain_facts`).
+"""
+
+from __future__ import annotations
+
+from kvserver.explain_facts import OUTCOMES, Facts
+from kvserver.misses import MissReason
+
+_FIELDS_NAMED = 3  # in a sentence; the rest is counted
+
+_ADVICE = {
+    MissReason.EVICTED: "L1 is too small for what comes back: a larger --l1-size keeps chunks longer, engines that get the same prompts"
+    " again (a router) need less of it. kvserver_l1_chunk_idle_before_evict_seconds shows how long chunks stay.",
+    MissReason.FILLING: "Requests with one prefix arrived together, before the first one's store had ended. Rare ones cost little; of many,"
+    " send one ahead of the others.",
+    MissReason.OTHER_NAMESPACE: "Engines share KV only where all that changes it agrees. Start them with the same values of the fields"
+    " named here; a private engine says in `kvserver status` why it is private.",
+    MissReason.UNAVAILABLE: "`kvserver status` shows which ranks are registered; the engine's log says why one is not. A lost device needs"
+    " a restart of the daemon.",
+    MissReason.NEVER_STORED: "If the prompt was computed here before, compare its tokens from the first missing one on: a time, a name or"
+    " an id early in a prompt changes all chunks after it. A restart of the daemon and POST /cache/clear empty L1; engines whose block"
+    " hashes start differently (xxhash without one PYTHONHASHSEED for all) share nothing.",
+    MissReason.PARTIAL_CHUNK: "Only whole chunks are stored: a smaller --chunk-tokens leaves fewer tokens over.",
+}
+_FAILURES = {
+    "late": "The load's deadline had passed before it began: copies wait for each other. More --copy-threads, or a longer"
+    " kvserver.load_timeout_ms.",
+    "not_found": "A chunk was evicted or cleared between lookup and load: a longer --lease-seconds, or a shorter"
+    " kvserver.lookup_age_ms, where requests wait long.",
+    "cancelled": "The engine gave up (kvserver.load_timeout_ms, or its client went away), or it is going.",
+    "memory_lost": "The engine took memory back that it had registered: look for its end in its log.",
+    "device_lost": "The device that copies has failed: restart the daemon, and see its log.",
+}
+_FAILED = "See the logs of the daemon and of the engine's worker of that rank; vllm:kvserver_load_failures_total counts such loads."
+_NOT_LOADED = (
+    "The adapter does not report why. The answer may have taken longer than kvserver.lookup_timeout_ms, the weights may have"
+    " changed meanwhile, the request may have ended first, or this engine cannot prefill behind a hit: see the engine's log and"
+    " vllm:kvserver_lookup_timeouts_total."
+)
+_NO_LOOKUP = (
+    "The engine does not look up prompts shorter than a chunk, prompts that it must compute whole (prompt logprobs), and none while"
+    " its breaker is open; a lookup may also have been forgotten, or lost when the events' queue was full (/status, events.dropped)."
+)
+
+
+def verdict(facts: Facts) -> str:
+    """One sentence."""
+    tokens = facts["tokens"]
+    if tokens["computed"] is not None:
+        said = f"{tokens['computed']:,} of {tokens['prompt']:,} prompt tokens were computed"
+    elif facts["waits"]["lookups"]:
+        said = f"{tokens['found']:,} of {tokens['prompt']:,} prompt tokens were found in L1"
+    else:
+        said = "nothing is known of its tokens"
+    return f"{said}: {_why(facts)}"
+
+
+def _why(facts: Facts) -> str:
+    outcome, tokens = facts["outcome"], facts["tokens"]
+    match outcome:
+        case "load_failed":
+            rank = next(
+                (f" on rank {load['rank']}" for load in facts["loads"] if load["outcome"] == facts["failure"]), ""
+            )
+            return f"the load of what was found failed{rank} ({facts['failure']})"
+        case "not_loaded":
+            return f"{tokens['found']:,} tokens were found in L1, and the engine loaded none of them"
+    parts = [_missing(facts)] if facts["missing"] is not None else []
+    if outcome not in ("partial", "miss") or not parts:
+        parts = [OUTCOMES[outcome], *parts]
+    return "; ".join(parts)
+
+
+def _missing(facts: Facts) -> str:
+    missing = facts["missing"]
+    assert missing is not None
+    chunk = f"chunk {missing['chunk']} on"
+    match MissReason(missing["reason"]):
+        case MissReason.EVICTED:
+            before = missing["evicted_seconds_before"]
+            when = f" {_seconds(before)} before" if before is not None else ""
+            return f"{chunk} was evicted{when}; a larger --l1-size would have kept it"
+        case MissReason.FILLING:
+            return f"{chunk} was on its way into L1 at that moment, by the store of another request"
+        case MissReason.OTHER_NAMESPACE:
+            return f"{chunk} is in L1 for engines that may not share KV with this one; {_differing(facts)}"
+        case MissReason.UNAVAILABLE:
+            return f"nothing could be found: {facts['unavailable'] or 'not all ranks of the instance were registered'}"
+        case MissReason.NEVER_STORED:
+            return f"{chunk} was never stored here, or was cleared, or evicted long ago"
+        case MissReason.PARTIAL_CHUNK:
+            left = facts["missed_tokens"][MissReason.PARTIAL_CHUNK.value]
+            return f"the last {left:,} tokens are no whole chunk of {facts['chunk_tokens']:,}"
+
+
+def _differing(facts: Facts) -> str:
+    differs = facts["differs"]
+    if differs is None or not differs["known"]:
+        return "what differs is not remembered"
+    named = [f"{f['name']} is {f['here']} here and {f['there']} there" for f in differs["fields"][:_FIELDS_NAMED]]
+    more = len(differs["fields"]) + differs["more_fields"] - len(named)
+    return ", ".join([*named, *([f"and {more} more fields differ"] if more else [])])
+
+
+def advice(facts: Facts) -> list[str]:
+    """What to do, of the outcome first, then for each reason why tokens were missed, most tokens first."""
+    found = []
+    match facts["outcome"]:
+        case "load_failed":
+            found.append(_FAILURES.get(facts["failure"], _FAILED))
+        case "not_loaded":
+            found.append(_NOT_LOADED)
+        case "no_lookup":
+            found.append(_NO_LOOKUP)
+    missed = sorted(facts["missed_tokens"].items(), key=lambda item: -item[1])
+    return [*found, *(_ADVICE[MissReason(reason)] for reason, _ in missed)]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"

@@ -1,0 +1,67 @@
+"""How a command asks the daemon's pages: the flags that say where they are, and the answer or what went wrong.
+
+Owns: the request, its token, and the words for what failed. Refuses to know: any page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any
+
+from kvserver.http_token import bearer, read_token
+
+_ANSWER_SECONDS = 5
+
+
+class NoAnswer(Exception):
+    """The line to print; `exit_code` says whose fault it is, as `kvserver` does."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(f"kvserver: {message}")
+        self.exit_code = exit_code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--http-host", default="127.0.0.1")
+    parser.add_argument("--http-port", type=int, default=8080)
+    parser.add_argument(
+        "--http-token-file",
+        default=os.environ.get("KVSERVER_HTTP_TOKEN_FILE", ""),
+        metavar="FILE",
+        help="the daemon's, if it has one (or KVSERVER_HTTP_TOKEN_FILE)",
+    )
+
+
+def request_of(arguments: argparse.Namespace, path: str) -> urllib.request.Request:
+    """NoAnswer if there is no token in the file."""
+    try:
+        headers = bearer(read_token(arguments.http_token_file))
+    except ValueError as error:
+        raise NoAnswer(f"--http-token-file {arguments.http_token_file}: {error}", exit_code=2) from None
+    return urllib.request.Request(f"http://{arguments.http_host}:{arguments.http_port}{path}", headers=headers)
+
+
+def get(request: urllib.request.Request) -> dict[str, Any]:
+    """The JSON of a page. NoAnswer says why not."""
+    url = request.full_url
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as error:
+        with error:
+            raise NoAnswer(f"{url} answers {error.code}: {_reason(error)}") from None
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise NoAnswer(f"no daemon answers at {url}: {error}; see --http-host and --http-port") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the daemon said with an error; of others, what HTTP says."""
+    try:
+        return str(json.loads(error.read(4096))["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(error.reason)

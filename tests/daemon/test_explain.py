@@ -1,0 +1,477 @@
+"""A daemon says of a request why its prompt was computed: for each reason, with what differs, on the page and on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from support.daemon import KVSERVER, Daemon, wait_until
+from support.worker import Worker, identity, make_keys, packed
+
+from kvserver.protocol import Clear, Cleared, Counted, EndRequest, Retrieved, Stored
+
+CHUNK = 64  # tokens, as Daemon() starts it
+MakeDaemon = Callable[..., Daemon]
+MakeWorker = Callable[..., Worker]
+
+
+def page(daemon: Daemon, **query: object) -> tuple[int, dict[str, Any]]:
+    code, body = daemon.http("/explain?" + "&".join(f"{name}={quote(str(value))}" for name, value in query.items()))
+    found: dict[str, Any] = json.loads(body)
+    return code, found
+
+
+def explained(daemon: Daemon, request_id: str, **expected: object) -> dict[str, Any]:
+    """What the page says of it, once it has these values; the newest of several."""
+
+    def found() -> dict[str, Any] | None:
+        code, body = page(daemon, request_id=request_id)
+        request: dict[str, Any] = body["requests"][0] if code == 200 else {}
+        return request if request and all(request[name] == value for name, value in expected.items()) else None
+
+    return wait_until(found, 10, f"{expected} of {page(daemon, request_id=request_id)}")
+
+
+def end(worker: Worker, request_id: str, sequence: int = 0, **tokens: int) -> None:
+    worker.send(
+        EndRequest(
+            instance_id=worker.instance_id,
+            incarnation=worker.incarnation,
+            model_name=worker.model_name,
+            sequence=sequence,
+            request_id=request_id,
+            **tokens,
+        )
+    )
+
+
+def stored(worker: Worker, chunks: int) -> list[bytes]:
+    keys = make_keys(chunks)
+    assert worker.store(keys, worker.blocks_for(chunks)) == Stored(stored=chunks, skipped=0)
+    return keys
+
+
+# ---- each reason ------------------------------------------------------------------------------
+
+
+def test_all_that_was_found_and_loaded_is_a_hit(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    keys = stored(worker, 4)
+    assert worker.lookup(keys, "r", tokens=4 * CHUNK + 9) == 4
+    assert worker.load(keys[1:], worker.blocks_for(3), request_id="r") == Retrieved(chunks=3)
+    end(worker, "r", prompt_tokens=4 * CHUNK + 9, local_tokens=CHUNK, loaded_tokens=3 * CHUNK, loads=1)
+    found = explained(daemon, "r", outcome="hit")
+    assert found["tokens"] == {
+        "prompt": 4 * CHUNK + 9, "looked_up": 4 * CHUNK, "found": 4 * CHUNK,
+        "l0": CHUNK, "l1": 3 * CHUNK, "l2": 0, "computed": 9, "avoidable": 0,
+    }  # fmt: skip
+    (load,) = found["loads"]
+    assert (load["rank"], load["loads"], load["outcome"], load["bytes"]) == (0, 1, "done", 3 * worker.chunk_bytes)
+    assert load["seconds"] == pytest.approx(load["queue_seconds"] + load["copy_seconds"])
+    assert load["seconds"] >= load["copy_seconds"] > 0
+    assert found["waits"]["lookups"] == 1
+    assert found["waits"]["first_lookup_to_load_seconds"] > 0
+    assert found["namespace"]
+    assert worker.registered is not None
+    assert worker.registered.namespace.startswith(found["namespace"])
+
+
+def test_an_evicted_chunk_says_when_and_what_would_have_kept_it(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon(l1_size="1MiB")
+    worker = make_worker(daemon)
+    keys = stored(worker, 8)
+
+    def evictions() -> int:
+        worker.store(make_keys(4), worker.blocks_for(4))
+        return int(daemon.status()["l1"]["evictions"])
+
+    wait_until(lambda: evictions() >= 3, what="chunks are evicted")
+    left = worker.lookup(keys, "late", tokens=8 * CHUNK)
+    assert left < 8
+    end(worker, "late", prompt_tokens=8 * CHUNK, loaded_tokens=0)
+    found = explained(daemon, "late", outcome="not_loaded" if left else "miss")
+    missing = found["missing"]
+    assert (missing["chunk"], missing["token"], missing["reason"]) == (left, left * CHUNK, "evicted")
+    assert 0 <= missing["evicted_seconds_before"] < 60
+    assert found["missed_tokens"] == {"evicted": (8 - left) * CHUNK}
+    assert found["tokens"]["avoidable"] == found["tokens"]["computed"] - 1 == 8 * CHUNK - 1
+    assert "--l1-size" in found["advice"][-1]
+
+
+def test_a_chunk_on_its_way_is_filling(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon(test_copy_delay_us=50_000)
+    worker = make_worker(daemon)
+    keys = make_keys(2)
+    store = worker.begin_store(keys, worker.blocks_for(2))
+    assert worker.lookup(keys, "early", tokens=2 * CHUNK) == 0
+    found = explained(daemon, "early", outcome="running")
+    assert found["missing"] == {"chunk": 0, "token": 0, "reason": "filling", "evicted_seconds_before": None}
+    assert found["missed_tokens"] == {"filling": 2 * CHUNK}
+    assert "on its way" in found["verdict"]
+    assert store.reply() == Stored(stored=2, skipped=0)
+    assert worker.lookup(keys, "early", tokens=2 * CHUNK) == 2, "the request waited, and asks again"
+    found = explained(daemon, "early", missing=None)
+    assert found["waits"]["lookups"] == 2
+
+
+def test_another_namespace_names_the_fields_that_differ_and_no_secret(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    secrets = [(Counted("config.salt", digest=text, value=""),) for text in ("salt-of-a", "salt-of-b")]
+    worker = make_worker(daemon, identity=identity() + secrets[0], instance_id="has-it")
+    keys = stored(worker, 3)
+    other = make_worker(daemon, identity=identity(dtype="float16") + secrets[1], layout="HND", instance_id="asks")
+    assert other.lookup(keys, "r", tokens=3 * CHUNK) == 0
+    end(other, "r", prompt_tokens=3 * CHUNK)
+    found = explained(daemon, "r", outcome="miss")
+    assert found["missing"]["reason"] == "other_namespace"
+    differs = found["differs"]
+    assert differs["known"]
+    assert differs["instances"] == ["has-it"]
+    shown = {field["name"]: (field["here"], field["there"]) for field in differs["fields"]}
+    assert shown.keys() == {"config.salt", "dtype", "layout"}
+    assert shown["dtype"] == ("float16", "bfloat16")
+    assert shown["config.salt"][0] != shown["config.salt"][1]
+    assert "dtype is float16 here and bfloat16 there" in found["verdict"]
+    assert found["tokens"]["avoidable"] == 3 * CHUNK - 1
+    body = daemon.http("/explain")[1] + daemon.http("/explain?request_id=r")[1]
+    assert "salt-of" not in body
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "field"),
+    [
+        ("0a/aa", "0a/bb", "LoRA"),
+        ("0a", "0b", "weights epoch"),
+        ("0a/aa", "0a", "LoRA"),
+    ],
+)
+def test_a_variant_that_differs_is_named(
+    make_daemon: MakeDaemon, make_worker: MakeWorker, here: str, there: str, field: str
+) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    keys = make_keys(1)
+    worker.store(keys, worker.blocks_for(1), variant=there)
+    assert worker.lookup(keys, "r", variant=here) == 0
+    found = explained(daemon, "r")
+    assert [f["name"] for f in found["differs"]["fields"]] == [field]
+
+
+def test_the_namespace_of_an_engine_that_is_gone_is_remembered(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    first = make_worker(daemon)
+    keys = stored(first, 1)
+    first.unregister()
+    second = make_worker(daemon, identity=identity(kv_dtype="fp8"))
+    assert second.lookup(keys, "r") == 0
+    assert [f["name"] for f in explained(daemon, "r")["differs"]["fields"]] == ["kv_dtype"]
+
+
+def test_an_instance_whose_ranks_are_not_all_there_says_so(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon, world_size=2, instance_id="half")
+    assert worker.lookup(make_keys(2), "r") == 0
+    found = explained(daemon, "r")
+    assert (found["missing"]["reason"], found["missed_tokens"]) == ("unavailable", {"unavailable": 2 * CHUNK})
+    assert found["unavailable"] == "1 of 2 ranks of 'half' are registered"
+    assert found["unavailable"] in found["verdict"]
+
+
+def test_a_new_prompt_was_never_stored_and_nothing_of_it_could_be_avoided(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    known = stored(worker, 2)
+    assert worker.lookup([*known, *make_keys(2)], "r", tokens=4 * CHUNK) == 2
+    assert worker.load(known, worker.blocks_for(2), request_id="r") == Retrieved(chunks=2)
+    end(worker, "r", prompt_tokens=4 * CHUNK, loaded_tokens=2 * CHUNK, loads=1)
+    found = explained(daemon, "r", outcome="partial")
+    assert (found["missing"]["chunk"], found["missing"]["reason"]) == (2, "never_stored")
+    assert (found["tokens"]["computed"], found["tokens"]["avoidable"]) == (2 * CHUNK, 0)
+    assert found["verdict"].startswith("128 of 256 prompt tokens were computed: chunk 2 on was never stored")
+
+
+def test_what_is_no_whole_chunk_is_partial(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    keys = stored(worker, 1)
+    assert worker.lookup(keys, "longer", tokens=CHUNK + 40) == 1
+    found = explained(daemon, "longer")
+    assert (found["missing"]["chunk"], found["missing"]["token"]) == (1, CHUNK)
+    assert found["missed_tokens"] == {"partial_chunk": 40}
+    end(worker, "short", prompt_tokens=40)
+    found = explained(daemon, "short", outcome="no_lookup")
+    assert (found["missing"]["reason"], found["missed_tokens"]) == ("partial_chunk", {"partial_chunk": 40})
+    assert found["waits"]["lookups"] == 0
+
+
+# ---- each outcome -----------------------------------------------------------------------------
+
+
+def test_a_load_that_was_refused_is_a_failed_load_with_its_code(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    keys = stored(worker, 2)
+    assert worker.lookup(keys, "r", tokens=2 * CHUNK) == 2
+    worker.ask(Clear(), Cleared)
+    assert worker.error_of(worker.load_message(keys, worker.blocks_for(2), request_id="r")).code == "not_found"
+    end(worker, "r", prompt_tokens=2 * CHUNK, loads=1, failed_loads=1)
+    found = explained(daemon, "r", outcome="load_failed")
+    assert found["failure"] == "not_found"
+    assert [load["outcome"] for load in found["loads"]] == ["not_found"]
+    assert found["tokens"]["avoidable"] == 2 * CHUNK - 1, "vLLM computes the last token in any case"
+    assert "--lease-seconds" in found["advice"][0]
+
+
+def test_a_load_that_was_late_is_a_failed_load_of_that_rank(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    names = {"instance_id": "two", "incarnation": "one", "world_size": 2}
+    ranks = [make_worker(daemon, rank=rank, **names) for rank in range(2)]
+    keys = make_keys(1)
+    for rank in ranks:
+        rank.store(keys, rank.blocks_for(1))
+    assert ranks[0].lookup(keys, "r") == 1
+    assert ranks[0].load(keys, ranks[0].blocks_for(1), request_id="r") == Retrieved(chunks=1)
+    late = ranks[1].load_message(keys, ranks[1].blocks_for(1), request_id="r", deadline_ns=time.monotonic_ns())
+    assert ranks[1].error_of(late).code == "late"
+    found = explained(daemon, "r", outcome="load_failed")
+    assert [(load["rank"], load["outcome"]) for load in found["loads"]] == [(0, "done"), (1, "late")]
+    assert "on rank 1 (late)" in found["verdict"]
+
+
+def test_what_was_found_and_not_loaded_is_said(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    keys = stored(worker, 2)
+    assert worker.lookup(keys, "r", tokens=2 * CHUNK + 5) == 2
+    end(worker, "r", prompt_tokens=2 * CHUNK + 5, local_tokens=CHUNK)
+    found = explained(daemon, "r", outcome="not_loaded")
+    assert found["tokens"]["avoidable"] == CHUNK
+    assert worker.lookup(keys, "own", tokens=2 * CHUNK + 5) == 2
+    end(worker, "own", 1, prompt_tokens=2 * CHUNK + 5, local_tokens=2 * CHUNK)
+    assert explained(daemon, "own", outcome="hit")["tokens"]["avoidable"] == 0
+
+
+def test_an_older_engine_that_reports_no_tokens_is_explained_by_its_lookup(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    keys = stored(worker, 2)
+    assert worker.lookup(keys, "old") == 2
+    end(worker, "old")
+    found = explained(daemon, "old", outcome="found")
+    assert (found["tokens"]["l0"], found["tokens"]["computed"]) == (None, None)
+    assert worker.lookup(keys, "named") == 2
+    worker.load(keys, worker.blocks_for(2), request_id="named")
+    end(worker, "named", 1)
+    assert explained(daemon, "named", outcome="hit")["tokens"]["l1"] == 2 * CHUNK
+
+
+def test_a_request_whose_engine_died_does_not_stay_running(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    dies, leaves = make_worker(daemon), make_worker(daemon)
+    for worker in (dies, leaves):
+        worker.lookup(make_keys(1), f"of-{worker is dies}")
+    assert explained(daemon, "of-True")["outcome"] == "running"
+    dies.hang_up()
+    explained(daemon, "of-True", outcome="instance_died")
+    leaves.unregister()
+    explained(daemon, "of-False", outcome="instance_left")
+
+
+# ---- which request ----------------------------------------------------------------------------
+
+
+def test_the_id_that_a_client_knows_finds_its_request(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    ids = (
+        "cmpl-my-id-0-0123abcd",
+        "cmpl-my-id-1-0123abcd",
+        "cmpl-my-id-10-0-0123abcd",
+        "chatcmpl-9f-89abcdef",
+        "1_cmpl-n-0-00000000",
+    )
+    for request_id in ids:
+        worker.lookup(make_keys(1), request_id)
+    explained(daemon, ids[-1])
+
+    def known_as(client_id: str) -> list[str]:
+        code, body = page(daemon, request_id=client_id)
+        return [request["request_id"] for request in body["requests"]] if code == 200 else []
+
+    assert known_as("cmpl-my-id") == known_as("my-id") == [ids[1], ids[0]], "newest first; not my-id-10"
+    assert known_as("my-id-1") == [ids[1]]
+    assert known_as("chatcmpl-9f") == known_as("9f") == [ids[3]]
+    assert known_as("cmpl-n") == known_as("n") == [ids[4]]
+    assert known_as("cmpl-m") == [ids[2], ids[1], ids[0]], "no whole id, so what begins like it"
+    assert known_as(ids[0]) == [ids[0]]
+    assert [r["request_id"] for r in page(daemon, request_id="cmpl-m", limit=1)[1]["requests"]] == [ids[2]]
+    assert known_as("y-id") == []
+
+
+def test_an_id_that_comes_again_is_another_request(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    for sequence in range(2):
+        worker.lookup(make_keys(1 + sequence), "same")
+        end(worker, "same", sequence, prompt_tokens=100 * (1 + sequence))
+    wait_until(lambda: len(page(daemon, request_id="same")[1].get("requests", ())) == 2)
+    found = page(daemon, request_id="same")[1]["requests"]
+    assert [request["tokens"]["prompt"] for request in found] == [200, 100]
+
+
+def test_without_an_id_the_worst_come_first(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon, instance_id="one")
+    keys = stored(worker, 3)
+    assert page(daemon)[1]["requests"] == []
+    for sequence, (request_id, asked, local) in enumerate(
+        (("good", keys, 3), ("worst", keys, 0), ("new", make_keys(4), 0), ("bad", keys, 2), ("newer", make_keys(3), 0))
+    ):
+        worker.lookup(asked, request_id, tokens=len(asked) * CHUNK)
+        end(worker, request_id, sequence, prompt_tokens=len(asked) * CHUNK, local_tokens=local * CHUNK)
+    explained(daemon, "newer", outcome="miss")
+    code, body = page(daemon)
+    assert code == 200
+    assert [request["request_id"] for request in body["requests"]] == ["worst", "bad", "new", "newer", "good"]
+    assert body["order"] == "most avoidable tokens first, then most computed tokens, then newest"
+    assert body["remembered"]["requests"] == daemon.status()["explain"]["requests"] == 5
+    assert [r["request_id"] for r in page(daemon, limit=2, minutes=1)[1]["requests"]] == ["worst", "bad"]
+    assert len(page(daemon, instance_id="one")[1]["requests"]) == 5
+    assert page(daemon, instance_id="two")[1]["requests"] == []
+
+
+def test_an_unknown_id_says_how_far_back_the_daemon_remembers(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    worker.lookup(make_keys(1), "known")
+    explained(daemon, "known")
+    code, body = page(daemon, request_id="nobody's")
+    assert (code, body["error"]) == (404, "unknown_request")
+    assert "1 are, of at most 8,192" in body["message"]
+    assert "the oldest from " in body["message"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "request_id=",
+        "request_id=" + "x" * 513,
+        "request_id=a&request_id=b",
+        "request_id=a&minutes=5",
+        "request_id=%ff",
+        "minutes=0",
+        "minutes=1441",
+        "minutes=-1",
+        "minutes=1e3",
+        "minutes=%D9%A3",
+        "limit=101",
+        "limit=",
+        "unknown=1",
+        "&".join(f"limit={n}" for n in range(1, 50)),
+    ],
+)
+def test_a_bad_parameter_is_a_typed_400(module_daemon: Daemon, query: str) -> None:
+    code, body = module_daemon.http("/explain?" + query)
+    assert (code, json.loads(body)["error"]) == (400, "bad_parameter")
+
+
+# ---- the command line -------------------------------------------------------------------------
+
+
+def run(daemon: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [KVSERVER, "explain", "--http-port", str(daemon.http_port), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+
+
+def test_the_command_begins_with_the_verdict_and_ends_with_what_to_do(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    keys = stored(make_worker(daemon, instance_id="has-it"), 2)
+    worker = make_worker(daemon, identity=identity(dtype="float16"), instance_id="asks")
+    worker.lookup(keys, "cmpl-x-0-01234567", tokens=2 * CHUNK)
+    end(worker, "cmpl-x-0-01234567", prompt_tokens=2 * CHUNK)
+    explained(daemon, "x", outcome="miss")
+    shown = run(daemon, "x")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("128 of 128 prompt tokens were computed: chunk 0 on is in L1 for engines that may not")
+    facts = {line.split()[0]: line for line in lines[1:] if line.startswith("  ") and not line.startswith("    ")}
+    assert "cmpl-x-0-01234567" in facts["request"]
+    assert "asks" in facts["engine"]
+    assert "dtype: float16 here, bfloat16 there" in facts["differs"]
+    assert "one lookup" in facts["waited"]
+    assert "same values" in shown.stdout.split("to do")[1]
+    assert run(daemon).stdout.startswith(lines[0][:60]), "the worst, without an id"
+    as_json = json.loads(run(daemon, "x", "--json").stdout)
+    assert as_json["requests"][0]["request_id"] == "cmpl-x-0-01234567"
+
+
+def test_the_command_says_what_is_wrong_in_one_line(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon()
+    empty = run(daemon)
+    assert (empty.returncode, empty.stdout) == (0, "no request of that time is remembered\n")
+    for words, code, said in (
+        (("nobody's",), 1, 'no request "nobody\'s" is remembered'),
+        (("--minutes", "0"), 1, "minutes is a number from 1 to 1440"),
+        (("--http-token-file", "/nowhere"), 2, "--http-token-file /nowhere: cannot be read"),
+    ):
+        shown = run(daemon, *words)
+        assert shown.returncode == code
+        assert said in shown.stderr
+        assert len(shown.stderr.splitlines()) == 1
+    daemon.kill()
+    assert "no daemon answers at" in run(daemon).stderr
+
+
+def test_the_page_is_for_operators_only(make_daemon: MakeDaemon, tmp_path: Any) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("correct-horse-battery")
+    daemon = make_daemon(http_token_file=token)
+    assert daemon.http("/explain")[0] == 401
+    assert run(daemon).returncode == 1
+    assert run(daemon, "--http-token-file", str(token)).returncode == 0
+
+
+def test_a_peer_cannot_make_the_daemon_remember_more_than_its_bounds(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    keys = make_keys(1)
+    for number in range(9000):
+        worker.lookup(keys, f"{number:0512}", traceparent="x" * 512)
+    found = wait_until(lambda: (e := daemon.status()["explain"])["requests"] > 4000 and e)
+    assert found["requests"] <= 8192
+    assert found["bytes"] <= 17 << 20
+    assert explained(daemon, f"{8999:0512}")
+    assert page(daemon, request_id=f"{0:0512}")[0] == 404
+
+
+def test_a_load_without_a_lookup_is_nobodys(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    keys = stored(worker, 1)
+    worker.load(keys, worker.blocks_for(1), request_id="unknown", block_ids=packed(worker.blocks_for(1)))
+    worker.lookup(keys, "after")
+    explained(daemon, "after")
+    assert page(daemon, request_id="unknown")[0] == 404
