@@ -8,7 +8,7 @@ from typing import Any
 from common import table
 from gpu_rig import ONE_WAY, WAYS
 
-from kvserver._native import GPU_SHORT_RUN_BYTES
+from kvserver._native import GPU_SHORT_LOAD_BYTES, GPU_SHORT_STORE_BYTES
 
 
 def crossover(rows: list[dict[str, Any]], direction: str) -> str:
@@ -40,8 +40,9 @@ def tables(results: dict[str, list[dict[str, Any]]], left_out: list[str]) -> str
     part("run lengths", "runs", ["run", "direction", "ceiling GB/s", "dma", "staged"],
          lambda r: [r["run"], r["direction"], r["ceiling"]["median"], cell(r["dma"]), cell(r["staged"])])  # fmt: skip
     if "runs" in results:
-        best = ", ".join(f"{name} {crossover(results['runs'], name)}" for name in ONE_WAY)
-        parts.append(f"best kShortRunBytes: {best}; it is {GPU_SHORT_RUN_BYTES}")
+        now = {"store": GPU_SHORT_STORE_BYTES, "load": GPU_SHORT_LOAD_BYTES}
+        best = ", ".join(f"{name} {crossover(results['runs'], name)} (it is {now[name]})" for name in ONE_WAY)
+        parts.append(f"best kShortStoreBytes, kShortLoadBytes: {best}")
     part("other ways", "peers",
          ["geometry", "direction", "chosen", "by tokens", "over PCIe", "gain over tokens"],
          lambda r: [r["geometry"], r["direction"], cell(r["chosen"]), cell(r["by_tokens"]), cell(r.get("over_pcie")),

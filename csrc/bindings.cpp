@@ -41,6 +41,25 @@ std::vector<Extent> to_extents(const nb::bytes& raw) {
     return extents;
 }
 
+}  // namespace
+
+std::shared_ptr<CopyJob> kvserver::make_job(Direction direction, std::shared_ptr<PlaneTable> planes,
+                                            const nb::bytes& blocks, const nb::bytes& extents,
+                                            uint32_t pages_per_slot, uint32_t blocks_per_slot,
+                                            uint32_t skip) {
+    auto job = std::make_shared<CopyJob>();
+    job->direction = direction;
+    job->planes = std::move(planes);
+    job->blocks = to_u32(blocks, "blocks");
+    job->extents = to_extents(extents);
+    job->pages_per_slot = pages_per_slot;
+    job->blocks_per_slot = blocks_per_slot;
+    job->skip = skip;
+    return job;
+}
+
+namespace {
+
 using Row = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
 
 std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> memories,
@@ -57,15 +76,9 @@ void submit_copy(Device& device, uint64_t ticket, Direction direction,
                  const nb::bytes& extents, uint32_t pages_per_slot, uint32_t blocks_per_slot,
                  uint32_t skip, std::shared_ptr<WordMapping> word_memory, uint64_t word_index,
                  uint64_t sequence, uint64_t deadline_nanos) {
-    auto job = std::make_shared<CopyJob>();
+    auto job = make_job(direction, std::move(planes), blocks, extents, pages_per_slot,
+                        blocks_per_slot, skip);
     job->ticket = ticket;
-    job->direction = direction;
-    job->planes = std::move(planes);
-    job->blocks = to_u32(blocks, "blocks");
-    job->extents = to_extents(extents);
-    job->pages_per_slot = pages_per_slot;
-    job->blocks_per_slot = blocks_per_slot;
-    job->skip = skip;
     if (word_memory) {
         job->word = word_memory->word(word_index);
         if (job->word == nullptr)

@@ -6,6 +6,8 @@
 #include <memory>
 #include <utility>
 
+#include "core.h"
+
 namespace kvserver {
 
 // Joining threads and unmapping memory take their time; Python must not stand still for it.
@@ -26,5 +28,10 @@ std::shared_ptr<T> make_without_gil(Arguments... arguments) {
     nanobind::gil_scoped_release released;
     return {new T(std::move(arguments)...), DeleteWithoutGil<T>()};
 }
+
+// What a copy's arguments in Python are; the word is left out.
+std::shared_ptr<CopyJob> make_job(Direction direction, std::shared_ptr<PlaneTable> planes,
+                                  const nanobind::bytes& blocks, const nanobind::bytes& extents,
+                                  uint32_t pages_per_slot, uint32_t blocks_per_slot, uint32_t skip);
 
 }  // namespace kvserver

@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "fake_gpu.h"
 #include "gpu_copier.h"
+#include "pieces.h"
 #include "pinner.h"
 
 namespace nb = nanobind;
@@ -34,6 +35,27 @@ std::shared_ptr<GpuMapping> by_bytes(GpuHandle::Kind kind, GpuPtr gpu, const nb:
 
 auto gpu_tuple(const GpuInfo& info) {
     return std::make_tuple(info.uuid, info.name, info.pci, info.memory_bytes);
+}
+
+using PieceTuple = std::tuple<uintptr_t, uintptr_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+
+std::vector<PieceTuple> dma_pieces(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
+                                   Direction direction, std::shared_ptr<PlaneTable> planes,
+                                   const nb::bytes& blocks, const nb::bytes& extents,
+                                   uint32_t pages_per_slot, uint32_t blocks_per_slot,
+                                   uint32_t skip) {
+    const L1 l1{std::move(region), page_bytes};
+    check_l1(l1);
+    const auto job = make_job(direction, std::move(planes), blocks, extents, pages_per_slot,
+                              blocks_per_slot, skip);
+    check_job(*job, l1);
+    const Pieces pieces = run_pieces(*job, l1, 0, job->positions());
+    std::vector<PieceTuple> tuples;
+    for (const Piece& piece : pieces.list())
+        tuples.emplace_back(reinterpret_cast<uintptr_t>(piece.to),
+                            reinterpret_cast<uintptr_t>(piece.from), piece.bytes, piece.rows,
+                            piece.to_pitch, piece.from_pitch);
+    return tuples;
 }
 
 void bind_fake_gpu(nb::module_& m) {
@@ -62,7 +84,8 @@ void bind_fake_gpu(nb::module_& m) {
 void bind_gpu(nb::module_& m) {
     m.attr("GPU_BATCH_BYTES") = kBatchBytes;
     m.attr("GPU_STAGING_BYTES") = 2 * kSlots * kBatchBytes;  // both directions
-    m.attr("GPU_SHORT_RUN_BYTES") = kShortRunBytes;
+    m.attr("GPU_SHORT_LOAD_BYTES") = kShortLoadBytes;
+    m.attr("GPU_SHORT_STORE_BYTES") = kShortStoreBytes;
     m.attr("PIN_BYTES") = HostRegion::kPinBytes;
     m.def("built_with_cuda", &built_with_cuda);
     m.def(
@@ -75,6 +98,11 @@ void bind_gpu(nb::module_& m) {
         Released(),
         "(uuid, name, pci, bytes of memory) of each. RuntimeError says why there is none.");
     m.def("cuda_gpu", &cuda_gpu, "uuid"_a);
+
+    m.def("dma_pieces", &dma_pieces, "region"_a, "page_bytes"_a, "direction"_a, "planes"_a,
+          "blocks"_a, "extents"_a, "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
+          "(to, from, bytes of a row, rows, to's pitch, from's pitch) of each piece that a copy of "
+          "one batch would be by DMA.");
 
     nb::enum_<Way>(m, "Way").value("DMA", Way::kDma).value("STAGED", Way::kStaged);
     nb::class_<Gpu>(m, "Gpu").def_prop_ro("uuid", &Gpu::uuid).def_prop_ro("lost", &Gpu::lost);
@@ -104,12 +132,15 @@ void bind_gpu(nb::module_& m) {
 
     nb::class_<GpuCopier, Device>(m, "GpuCopier")
         .def(nb::new_([](std::shared_ptr<HostRegion> region, uint64_t page_bytes, GpuPtr gpu,
-                         uint64_t batch_bytes, std::optional<Way> way) {
-                 return make_without_gil<GpuCopier>(std::move(region), page_bytes, std::move(gpu),
-                                                    GpuOptions{batch_bytes, way});
+                         uint64_t batch_bytes, std::optional<Way> way, uint64_t short_store_bytes,
+                         uint64_t short_load_bytes) {
+                 return make_without_gil<GpuCopier>(
+                     std::move(region), page_bytes, std::move(gpu),
+                     GpuOptions{batch_bytes, way, short_store_bytes, short_load_bytes});
              }),
              "region"_a, "page_bytes"_a, "gpu"_a, "batch_bytes"_a = kBatchBytes,
-             "way"_a = nb::none())
+             "way"_a = nb::none(), "short_store_bytes"_a = kShortStoreBytes,
+             "short_load_bytes"_a = kShortLoadBytes)
         .def_prop_ro("gpu", &GpuCopier::gpu)
         .def_prop_ro("mapped_bytes", &GpuCopier::mapped_bytes)
         .def(

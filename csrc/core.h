@@ -31,7 +31,7 @@
 #include <thread>
 #include <vector>
 
-#include "plane.h"
+#include "plane_series.h"
 
 namespace kvserver {
 
@@ -127,6 +127,7 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
                uint64_t num_blocks);
 
     const std::vector<Plane>& planes() const { return planes_; }
+    const std::vector<PlaneSeries>& series() const { return series_; }  // the same planes
     uint64_t num_blocks() const { return num_blocks_; }
     uint64_t block_bytes() const { return block_bytes_; }  // of one position, over all groups
     uint64_t groups() const { return group_bytes_.size(); }
@@ -138,6 +139,7 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
   private:
     std::vector<std::shared_ptr<Mapping>> memories_;
     std::vector<Plane> planes_;
+    std::vector<PlaneSeries> series_;
     uint64_t num_blocks_;
     uint64_t block_bytes_ = 0;
     std::vector<uint64_t> group_bytes_;

@@ -173,14 +173,22 @@ bool FakeGpu::on_gpu(const std::byte* memory, uint64_t bytes) const {
 
 // Between the host and this GPU. REQUIRES: mutex_ held.
 bool FakeGpu::check(const Piece& piece, bool pinned) {
-    const bool to_gpu = on_gpu(piece.to, piece.bytes);
+    if (!require(piece.bytes > 0 && piece.rows > 0, "a piece of no bytes")) return false;
+    const auto pitched = [&](uint64_t pitch) {
+        return piece.rows == 1 || (pitch >= piece.bytes && pitch <= kMaxPitch);
+    };
+    if (!require(pitched(piece.to_pitch) && pitched(piece.from_pitch), "a pitch out of range"))
+        return false;
+    const uint64_t to_bytes = (piece.rows - 1) * piece.to_pitch + piece.bytes;
+    const uint64_t from_bytes = (piece.rows - 1) * piece.from_pitch + piece.bytes;
+    const bool to_gpu = on_gpu(piece.to, to_bytes);
     const std::byte* host = to_gpu ? piece.from : piece.to;
+    const uint64_t bytes = to_gpu ? from_bytes : to_bytes;
     std::lock_guard lock(all_pinned_mutex_);
-    const bool whole = within(all_pinned_, host, piece.bytes) || within(rings_, host, piece.bytes);
-    return require(piece.bytes > 0, "a piece of no bytes") &&
-           require(to_gpu != on_gpu(piece.from, piece.bytes),
+    const bool whole = within(all_pinned_, host, bytes) || within(rings_, host, bytes);
+    return require(to_gpu != on_gpu(piece.from, from_bytes),
                    "a piece that is not between the host and memory of this GPU") &&
-           require(whole || !touches(all_pinned_, host, piece.bytes),
+           require(whole || !touches(all_pinned_, host, bytes),
                    "a piece that spans two registrations") &&
            require(whole || !pinned, "a piece said to be pinned");
 }
@@ -388,7 +396,9 @@ void FakeGpu::copy(Stream stream, const std::vector<Piece>& pieces, bool pinned)
                 std::lock_guard inner(mutex_);
                 if (!check(piece, pinned)) return;
             }
-            std::memcpy(piece.to, piece.from, piece.bytes);
+            for (uint64_t row = 0; row < piece.rows; ++row)
+                std::memcpy(piece.to + row * piece.to_pitch, piece.from + row * piece.from_pitch,
+                            piece.bytes);
         }
     });
     // As the driver does it: such a copy has left, or reached, host memory when the call returns.

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "copy_blocks.h"
+#include "plane_series.h"
 
 namespace kvserver {
 
@@ -31,10 +32,14 @@ struct GpuError : std::runtime_error {
     bool out_of_memory;  // of the GPU; worth a smaller try
 };
 
-struct Piece {  // of a copy between host and GPU memory
+// Of a copy between host and GPU memory: rows, equally spaced at either end.
+struct Piece {
     std::byte* to;
     const std::byte* from;
-    uint64_t bytes;
+    uint64_t bytes;  // of a row
+    uint64_t rows = 1;
+    uint64_t to_pitch = 0;  // from one row's first byte to the next one's; of more rows than one
+    uint64_t from_pitch = 0;
 };
 
 // An engine's GPU memory, as it is handed over.
@@ -99,7 +104,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     // Queue on the stream, in order with what was queued before and after. The pieces of one call
     // are in no order among themselves. `pinned`: all host memory in it is; otherwise the call may
     // take as long as the copy.
-    // REQUIRES: no byte is touched twice by one call; no piece spans two registrations of pin().
+    // REQUIRES: no byte is touched twice by one call; no piece spans two registrations of pin() or
+    // two allocations of the GPU; its pitches are from `bytes` to kMaxPitch.
     virtual void copy(Stream stream, const std::vector<Piece>& pieces, bool pinned) = 0;
     virtual void copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) = 0;
 

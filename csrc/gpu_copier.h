@@ -2,8 +2,9 @@
 //
 // Two lanes, one for loads and one for stores, which share nothing and never wait for each other.
 // A job is cut into batches of bounded bytes; a lane keeps a few of them in flight, each in a slot
-// of its own with its own stream. Two ways to move a batch, chosen for each:
-//   DMA     one piece for each run (neighbours merged), by the copy engines: no SM, no staging.
+// of its own with its own stream. Two ways to move a batch; which, follows from the planes:
+//   DMA     by the copy engines, a pitched piece for each series of planes of a block, or for each
+//           plane of a stretch of blocks (pieces.h): no SM, no staging.
 //   staged  a kernel gathers a store's runs into the slot's staging memory, and few large pieces go
 //           to L1; a load the other way round. While one slot's pieces move, another's kernel runs.
 //
@@ -49,10 +50,14 @@ constexpr uint64_t kLeastBatchBytes = 1ull << 20;  // of a GPU that is nearly fu
 // Block ids that travel with a batch: the pinned ring of a lane has kSlots times so many.
 constexpr uint64_t kBatchIds = 16384;
 
-// Shorter runs than this are staged, unless there are few. Host to device by batched DMA on an
-// H100, PCIe 5: runs of 24 KiB 6.9 GB/s, of 28 KiB 44 GB/s (vLLM pull request 42212, issue 57555).
-// Device to host is taken to be alike until bench/gpu says otherwise.
-constexpr uint64_t kShortRunBytes = 28ull << 10;
+// A copy is staged where a piece of a scattered block carries less than this on average, unless
+// there are few. Loads: by batched DMA on an H100, PCIe 5, pieces of 24 KiB reach 6.9 GB/s, of
+// 28 KiB 44 GB/s (vLLM pull request 42212, issue 57555); a piece costs ~0.5 us of CPU (issue
+// 48434), in which the link moves 25 KiB. That a pitched piece costs as much as a flat one,
+// whatever the length of its rows, is an assumption: nothing here was measured. Stores: always by
+// DMA, as vLLM has it; the cliff is reported for loads only, and DMA waits for no SM.
+constexpr uint64_t kShortLoadBytes = 28ull << 10;
+constexpr uint64_t kShortStoreBytes = 0;
 // So few pieces cost less by DMA (~1.5 us each) than a launch and one more hop.
 constexpr uint64_t kFewPieces = 8;
 
@@ -68,6 +73,8 @@ struct LaneCounts {
 struct GpuOptions {
     uint64_t batch_bytes = kBatchBytes;
     std::optional<Way> way = std::nullopt;  // always this one, where it can be
+    uint64_t short_store_bytes = kShortStoreBytes;
+    uint64_t short_load_bytes = kShortLoadBytes;
 };
 
 class Lane;

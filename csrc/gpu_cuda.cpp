@@ -147,6 +147,8 @@ class CudaGpu final : public Gpu {
         if (entered_) return;
         CHECK(load_copy_blocks());
         batch_ = DRIVER(cuMemcpyBatchAsync, 12080);
+        pitched_batch_ = DRIVER(cuMemcpy3DBatchAsync, 12080);
+        check_max_pitch();
         entered_ = true;
     }
 
@@ -234,10 +236,17 @@ class CudaGpu final : public Gpu {
     }
 
     void copy(Stream stream, const std::vector<Piece>& pieces, bool pinned) override {
-        if (!pinned || pieces.size() == 1 || !copy_batch(stream, pieces))
-            for (const Piece& piece : pieces)
+        std::vector<Piece> flat, pitched;
+        for (const Piece& piece : pieces) (piece.rows == 1 ? flat : pitched).push_back(piece);
+        if (!pinned || flat.size() < 2 || !copy_batch(stream, flat))
+            for (const Piece& piece : flat)
                 CHECK(cudaMemcpyAsync(piece.to, piece.from, piece.bytes, cudaMemcpyDefault,
                                       static_cast<cudaStream_t>(stream)));
+        if (!pinned || pitched.size() < 2 || !copy_pitched_batch(stream, pitched))
+            for (const Piece& piece : pitched)
+                CHECK(cudaMemcpy2DAsync(piece.to, piece.to_pitch, piece.from, piece.from_pitch,
+                                        piece.bytes, piece.rows, cudaMemcpyDefault,
+                                        static_cast<cudaStream_t>(stream)));
     }
 
     void copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) override {
@@ -262,6 +271,13 @@ class CudaGpu final : public Gpu {
                        "; see CUDA_VISIBLE_DEVICES, or give the container that GPU");
     }
 
+    void check_max_pitch() {
+        int most = 0;
+        CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxPitch, ordinal_));
+        if (static_cast<uint64_t>(most) < kMaxPitch)
+            throw GpuError("pitched copies reach " + std::to_string(most) + " bytes on " + uuid_);
+    }
+
     // False if this driver has no such call.
     bool copy_batch(Stream stream, const std::vector<Piece>& pieces) {
         if (batch_ == nullptr) return false;
@@ -278,6 +294,33 @@ class CudaGpu final : public Gpu {
         const CUresult result =
             batch_(to.data(), from.data(), sizes.data(), pieces.size(), &attributes, &begins_at, 1,
                    &failed, static_cast<CUstream>(stream));
+        if (result == CUDA_ERROR_NOT_SUPPORTED) return false;
+        CHECK(result);
+        return true;
+    }
+
+    static CUmemcpy3DOperand operand(const std::byte* first, uint64_t pitch) {
+        CUmemcpy3DOperand side{};
+        side.type = CU_MEMCPY_OPERAND_TYPE_POINTER;
+        side.op.ptr.ptr = reinterpret_cast<CUdeviceptr>(first);
+        side.op.ptr.rowLength = pitch;
+        return side;
+    }
+
+    // Likewise.
+    bool copy_pitched_batch(Stream stream, const std::vector<Piece>& pieces) {
+        if (pitched_batch_ == nullptr) return false;
+        std::vector<CUDA_MEMCPY3D_BATCH_OP> copies(pieces.size());
+        for (size_t i = 0; i < pieces.size(); ++i) {
+            const Piece& piece = pieces[i];
+            copies[i].src = operand(piece.from, piece.from_pitch);
+            copies[i].dst = operand(piece.to, piece.to_pitch);
+            copies[i].extent = {piece.bytes, piece.rows, 1};
+            copies[i].srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        }
+        size_t failed = 0;
+        const CUresult result =
+            pitched_batch_(copies.size(), copies.data(), &failed, 0, static_cast<CUstream>(stream));
         if (result == CUDA_ERROR_NOT_SUPPORTED) return false;
         CHECK(result);
         return true;
@@ -351,6 +394,7 @@ class CudaGpu final : public Gpu {
     int ordinal_ = -1;
     bool entered_ = false;
     PFN_cuMemcpyBatchAsync_v12080 batch_ = nullptr;
+    PFN_cuMemcpy3DBatchAsync_v12080 pitched_batch_ = nullptr;
     std::vector<Opened> opened_;
 };
 

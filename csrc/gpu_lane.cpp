@@ -159,20 +159,29 @@ Lane::Queued Lane::try_queue(const Batch& batch) {
     return queued;
 }
 
+// By the table alone: blocks are taken to be scattered, as they are once an engine has worked.
+bool Lane::staged_way(const CopyJob& job, uint64_t positions) const {
+    if (options_.way) return *options_.way == Way::kStaged;
+    const uint64_t pieces = job.planes->series().size();  // of a block
+    const uint64_t least =
+        job.direction == Direction::kStore ? options_.short_store_bytes : options_.short_load_bytes;
+    return positions * pieces > kFewPieces && job.planes->block_bytes() / pieces < least;
+}
+
 void Lane::queue_batch(const Batch& batch) {
     const CopyJob& job = *batch.flight->job;
     if (batch.first == 0) {
         batch.flight->began = take_event();
         gpu_->record(batch.flight->began, batch.slot->stream);
     }
-    const Pieces pieces = run_pieces(job, l1_, batch.first, batch.last);
-    const bool staged = options_.way ? *options_.way == Way::kStaged : pieces.short_runs();
+    const bool staged = staged_way(job, batch.last - batch.first);
     if (staged && batch.slot->staging == nullptr) prepare_staging();
     const uint64_t bytes = (batch.last - batch.first) * job.planes->block_bytes();
     if (staged && batch.slot->staging != nullptr && bytes <= counts_.staging_bytes / kSlots) {
         queue_staged(batch);
         return;
     }
+    const Pieces pieces = run_pieces(job, l1_, batch.first, batch.last);
     gpu_->copy(batch.slot->stream, pieces.list(), pieces.unpinned() == 0);
     counts_.dma_bytes += bytes;
     counts_.unpinned_bytes += pieces.unpinned();

@@ -67,6 +67,7 @@ class Lane {
     Shared next_job();
     bool advance(const Shared& flight);
     uint64_t batch_end(const CopyJob& job) const;
+    bool staged_way(const CopyJob& job, uint64_t positions) const;
     Queued try_queue(const Batch& batch);
     void queue_batch(const Batch& batch);
     void queue_staged(const Batch& batch);

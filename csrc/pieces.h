@@ -1,4 +1,5 @@
-// pieces.h: what a batch of a GPU's lane copies between L1 and GPU memory, piece by piece.
+// pieces.h: what a batch of a GPU's lane copies between L1 and GPU memory, piece by piece. No CUDA
+// in here: positions in, descriptors of copies out.
 #pragma once
 
 #include <vector>
@@ -17,9 +18,17 @@ class Pieces {
 
     void add(std::byte* in_l1, std::byte* on_gpu, uint64_t bytes);
 
+    struct Rows {
+        std::byte *in_l1, *on_gpu;
+        uint64_t bytes, count, l1_pitch, gpu_pitch;
+    };
+    // REQUIRES: one_registration() from its first to its last byte.
+    void add(const Rows& rows);
+
+    bool one_registration(const std::byte* in_l1, uint64_t bytes) const;
+
     const std::vector<Piece>& list() const { return list_; }
     uint64_t unpinned() const { return unpinned_; }
-    bool short_runs() const;
 
   private:
     void append(const Piece& piece, bool begins_registration);
@@ -31,7 +40,10 @@ class Pieces {
     uint64_t unpinned_ = 0;
 };
 
-// Of positions first..last-1 of a job: each run of each block by itself.
+// Of positions first..last-1 of a job, each run at its place in L0. A series of planes is one piece
+// a block; where more blocks than planes follow each other, each plane is one piece for all of
+// them. Where an extent or a registration ends inside of a block, its rows on either side are
+// pieces of their own.
 Pieces run_pieces(const CopyJob& job, const L1& l1, uint64_t first, uint64_t last);
 
 // The same positions, packed end to end in `staging`.

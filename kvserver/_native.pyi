@@ -145,7 +145,8 @@ class FakeDevice(Device):
 
 GPU_BATCH_BYTES: int
 GPU_STAGING_BYTES: int
-GPU_SHORT_RUN_BYTES: int
+GPU_SHORT_LOAD_BYTES: int
+GPU_SHORT_STORE_BYTES: int
 PIN_BYTES: int
 
 class Way(enum.Enum):
@@ -179,6 +180,18 @@ class FakeGpu(Gpu):
 def built_with_cuda() -> bool: ...
 def cuda_gpus() -> list[tuple[str, str, str, int]]: ...
 def cuda_gpu(uuid: str) -> Gpu: ...
+def dma_pieces(
+    region: HostRegion,
+    page_bytes: int,
+    direction: Direction,
+    planes: PlaneTable,
+    blocks: bytes,
+    extents: bytes,
+    pages_per_slot: int,
+    blocks_per_slot: int,
+    skip: int = 0,
+) -> list[tuple[int, int, int, int, int, int]]:
+    """(to, from, bytes of a row, rows, to's pitch, from's pitch) of each, for a copy of one batch."""
 
 class GpuMapping(Mapping):
     @staticmethod
@@ -190,7 +203,14 @@ class GpuMapping(Mapping):
 
 class GpuCopier(Device):
     def __init__(
-        self, region: HostRegion, page_bytes: int, gpu: Gpu, batch_bytes: int = ..., way: Way | None = None
+        self,
+        region: HostRegion,
+        page_bytes: int,
+        gpu: Gpu,
+        batch_bytes: int = ...,
+        way: Way | None = None,
+        short_store_bytes: int = ...,
+        short_load_bytes: int = ...,
     ) -> None: ...
     @property
     def gpu(self) -> Gpu: ...

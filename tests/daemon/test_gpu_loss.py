@@ -163,7 +163,7 @@ def test_a_gpu_that_is_lost_by_an_unmap_ends_all_that_is_open(machine: Machine) 
 TO_PREPARE = ["enter", "make_stream", "allocate", "allocate_pinned", "make_event", "record", "copy"]
 
 
-@pytest.mark.parametrize("call", [*TO_PREPARE, "copy_blocks", "wait", "nanos_between"])
+@pytest.mark.parametrize("call", [*TO_PREPARE, "wait", "nanos_between"])
 def test_a_gpu_that_is_lost_by_any_call_of_a_store_publishes_nothing(unpinned: Machine, call: str) -> None:
     with unpinned.worker() as worker, unpinned.worker(gpu="") as on_cpu:
         unpinned.gpu.fail_next(call, REASON, lost=True)
@@ -195,7 +195,7 @@ def test_a_gpu_that_is_lost_by_a_call_of_a_store_ends_a_load_as_well(unpinned: M
         assert worker.lookup(keys) == 0
 
 
-@pytest.mark.parametrize("call", ["make_stream", "allocate_pinned", "copy", "copy_blocks"])
+@pytest.mark.parametrize("call", ["make_stream", "allocate_pinned", "copy"])
 def test_a_call_that_fails_for_once_fails_its_copy_only(unpinned: Machine, call: str) -> None:
     with unpinned.worker() as worker:
         unpinned.gpu.fail_next(call, "no luck this time")

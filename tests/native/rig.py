@@ -91,7 +91,7 @@ class Device:
 
     `gpu`: a real or simulated one, whose streams run by themselves; small batches, so that a copy has several.
     `pinned`: L1 is pinned for that GPU before the first copy; else no copy ever finds it so.
-    `allocate`: engines' memory; each piece of it has one descriptor. `region`: another device's L1.
+    `allocate`: engines' memory; each piece of it has one descriptor. `region`: another device's L1. `limits`: of a GPU's ways.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Device:
         pinned: bool = False,
         allocate: Callable[[int], Piece] = SharedMemory,
         region: HostRegion | None = None,
+        **limits: int,
     ) -> None:
         self.pages = pages
         self.page_bytes = page_bytes
@@ -116,7 +117,7 @@ class Device:
         self.fake = FakeDevice(region, page_bytes, fake_seed, delay_micros=delay_micros) if fake_seed else None
         self.copier: Copier | FakeDevice | GpuCopier
         if gpu is not None:
-            self.copier = GpuCopier(region, page_bytes, gpu, batch_bytes, way)
+            self.copier = GpuCopier(region, page_bytes, gpu, batch_bytes, way, **limits)
         else:
             self.copier = self.fake or Copier(region, page_bytes, threads, delay_micros)
         self.pinner = self._pin() if pinned else None

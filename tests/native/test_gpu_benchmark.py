@@ -21,4 +21,4 @@ def test_the_gpu_benchmark_runs_over_the_simulated_gpu(tmp_path: Path) -> None:
     assert all(row[way]["median"] > 0 for row in found["transfers"] for way in ("ceiling", "dma", "staged", "chosen"))
     assert {"runs", "neighbours", "chunks", "daemon", "pinning"} <= found.keys()
     assert "SIMULATED" in done.stdout
-    assert "best kShortRunBytes: store" in done.stdout
+    assert "best kShortStoreBytes, kShortLoadBytes: store" in done.stdout

@@ -56,14 +56,45 @@ def layered(blocks: int, layers: int, run: int) -> Geometry:
 
 
 class TestWays:
-    @BOTH
-    def test_short_runs_are_staged(self, gpu: FakeGpu, direction: Direction) -> None:
+    @pytest.mark.parametrize(("direction", "way"), [(STORE, "dma"), (LOAD, "staged")])
+    def test_loads_of_short_runs_are_staged_and_stores_go_by_dma(
+        self, gpu: FakeGpu, direction: Direction, way: str
+    ) -> None:
         device = Device(64, gpu=gpu, batch_bytes=1 << 20)
-        l0 = L0(device, layered(9, 16, 1 * KiB))
-        end = device.wait(device.submit(direction, l0, Job(range(1, 9), range(32), 4, 1)))
-        assert (end.outcome, end.bytes) == (Outcome.DONE, 8 * 16 * KiB)
-        assert counts(device, direction)["staged"] == end.bytes
-        assert counts(device, direction)["dma"] == 0
+        l0 = L0(device, layered(11, 16, 1 * KiB))
+        end = device.wait(device.submit(direction, l0, Job(range(1, 11), range(40), 4, 1)))
+        assert (end.outcome, end.bytes) == (Outcome.DONE, 10 * 16 * KiB)
+        found = counts(device, direction)
+        assert (found[way], found["dma"] + found["staged"]) == (end.bytes, end.bytes)
+
+    def test_short_runs_of_many_equally_spaced_planes_are_loaded_by_dma(self, gpu: FakeGpu) -> None:
+        """One piece a block carries them all: 28 of 1 KiB are as good as one of 28 KiB."""
+        device = Device(63, gpu=gpu, batch_bytes=1 << 20)
+        l0 = L0(device, layered(19, 28, 1 * KiB))
+        assert device.load(l0, Job(range(18, 9, -1), range(63), 7, 1)).outcome == Outcome.DONE
+        assert counts(device, LOAD) == {"dma": 252 * KiB, "staged": 0, "unpinned": 252 * KiB, "staging": 0}
+        step = 19 * KiB
+        uneven = tuple(Plane(0, n * step + n * n, 1 * KiB, 1 * KiB) for n in range(28))
+        l0 = L0(device, Geometry(19, 16, (28 * step + 27 * 27,), uneven))
+        assert device.load(l0, Job(range(18, 9, -1), range(63), 7, 1)).outcome == Outcome.DONE
+        assert counts(device, LOAD)["staged"] == 252 * KiB
+
+    @pytest.mark.parametrize(
+        ("direction", "limits", "way"),
+        [
+            (STORE, {"short_store_bytes": 16 * KiB + 1}, "staged"),
+            (STORE, {"short_store_bytes": 16 * KiB, "short_load_bytes": 1 << 30}, "dma"),
+            (LOAD, {"short_load_bytes": 16 * KiB + 1}, "staged"),
+            (LOAD, {"short_load_bytes": 16 * KiB, "short_store_bytes": 1 << 30}, "dma"),
+        ],
+    )
+    def test_each_direction_has_a_limit_of_its_own(
+        self, gpu: FakeGpu, direction: Direction, limits: dict[str, int], way: str
+    ) -> None:
+        device = Device(64, gpu=gpu, batch_bytes=1 << 20, **limits)
+        l0 = L0(device, layered(11, 16, 1 * KiB))
+        end = device.wait(device.submit(direction, l0, Job(range(1, 11), range(40), 4, 1)))
+        assert counts(device, direction)[way] == end.bytes == 160 * KiB
 
     @BOTH
     def test_long_runs_go_by_dma(self, gpu: FakeGpu, direction: Direction) -> None:
@@ -77,16 +108,8 @@ class TestWays:
     def test_few_short_runs_go_by_dma(self, gpu: FakeGpu) -> None:
         device = Device(8, gpu=gpu)
         l0 = L0(device, layered(9, 4, 1 * KiB))
-        assert device.store(l0, Job([1, 2], [0, 1], 1, 1)).outcome == Outcome.DONE
-        assert counts(device, STORE)["dma"] == 8 * KiB
-
-    def test_neighbouring_blocks_of_one_plane_are_one_run(self, gpu: FakeGpu) -> None:
-        device = Device(64, gpu=gpu, batch_bytes=1 << 20)
-        l0 = L0(device, flat(65, 4 * KiB))
-        assert device.store(l0, Job(range(1, 65), range(64), 1, 1)).outcome == Outcome.DONE
-        assert counts(device, STORE) == {"dma": 256 * KiB, "staged": 0, "unpinned": 256 * KiB, "staging": 0}
-        assert device.store(l0, Job(range(64, 0, -1), range(64), 1, 1)).outcome == Outcome.DONE
-        assert counts(device, STORE)["staged"] == 256 * KiB, "reversed ones are not"
+        assert device.load(l0, Job([1, 2], [0, 1], 1, 1)).outcome == Outcome.DONE
+        assert counts(device, LOAD)["dma"] == 8 * KiB
 
     @pytest.mark.parametrize("way", [Way.DMA, Way.STAGED])
     @pytest.mark.parametrize("batch_bytes", [1, 700, 30_000, 1 << 20])

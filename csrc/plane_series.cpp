@@ -1,0 +1,72 @@
+// plane_series.cpp: see plane_series.h.
+#include "plane_series.h"
+
+namespace kvserver {
+
+namespace {
+
+// How many series may be interleaved, as an indexer's planes are with those of the layers. Bounds
+// the search, since a peer says how many planes there are.
+constexpr size_t kInterleaved = 8;
+
+struct Open {
+    PlaneSeries series;
+    uint64_t memory;
+};
+
+bool alike(const Open& open, const Plane& plane, uint64_t memory) {
+    const Plane& first = open.series.first;
+    return open.memory == memory && first.group == plane.group && first.stride == plane.stride;
+}
+
+bool extends_run(const Open& open, const Plane& plane, uint64_t memory) {
+    const Plane& first = open.series.first;
+    return alike(open, plane, memory) && first.base + first.run == plane.base &&
+           first.slot_offset + first.run == plane.slot_offset;
+}
+
+bool extends_series(const Open& open, const Plane& plane, uint64_t memory) {
+    const PlaneSeries& series = open.series;
+    if (!alike(open, plane, memory) || series.first.run != plane.run) return false;
+    if (plane.base <= series.first.base) return false;
+    const auto step = static_cast<uint64_t>(plane.base - series.first.base);
+    const uint64_t slot_step = plane.slot_offset - series.first.slot_offset;
+    if (series.count > 1)
+        return step == series.count * series.pitch && slot_step == series.count * series.slot_pitch;
+    return step >= plane.run && step <= kMaxPitch && slot_step <= kMaxPitch;
+}
+
+}  // namespace
+
+std::vector<PlaneSeries> plane_series(const std::vector<Plane>& planes,
+                                      const std::vector<uint64_t>& memory_of) {
+    std::vector<Open> runs;
+    for (size_t i = 0; i < planes.size(); ++i) {
+        if (!runs.empty() && extends_run(runs.back(), planes[i], memory_of[i]))
+            runs.back().series.first.run += planes[i].run;
+        else
+            runs.push_back({{planes[i]}, memory_of[i]});
+    }
+    std::vector<Open> open;
+    for (const Open& run : runs) {
+        const Plane& plane = run.series.first;
+        Open* found = nullptr;
+        for (size_t back = 1; back <= kInterleaved && back <= open.size() && !found; ++back)
+            if (extends_series(open[open.size() - back], plane, run.memory))
+                found = &open[open.size() - back];
+        if (found == nullptr) {
+            open.push_back(run);
+            continue;
+        }
+        PlaneSeries& series = found->series;
+        if (series.count++ == 1) {
+            series.pitch = static_cast<uint64_t>(plane.base - series.first.base);
+            series.slot_pitch = plane.slot_offset - series.first.slot_offset;
+        }
+    }
+    std::vector<PlaneSeries> all;
+    for (const Open& each : open) all.push_back(each.series);
+    return all;
+}
+
+}  // namespace kvserver
