@@ -80,6 +80,12 @@ def _identities(registered: Sequence[dict[str, Any]]) -> Iterable[Family]:
         Kind.GAUGE,
         (*_INSTANCE, *facts, "device"),
     )
+    size = Family(
+        "kvserver_instance_world_size",
+        "Ranks of a registered engine instance: GPU-seconds are its seconds times this.",
+        Kind.GAUGE,
+        _INSTANCE,
+    )
     private = Family(
         "kvserver_instance_private",
         "1 for a registered engine instance that shares KV with no other, with the reason.",
@@ -95,11 +101,12 @@ def _identities(registered: Sequence[dict[str, Any]]) -> Iterable[Family]:
     for row in registered:
         device = "cpu" if all(worker["device"] == "cpu" for worker in row["workers"]) else "gpu"
         info.add(1, *_labels(row), *(str(row[fact]) for fact in facts), device)
+        size.add(row["world_size"], *_labels(row))
         if row["private"]:
             private.add(1, *_labels(row), row["private"][:_MOST_REASON])
         if row["prefill_tokens_per_second"]:
             speed.add(row["prefill_tokens_per_second"], *_labels(row))
-    yield from (info, private, speed)
+    yield from (info, size, private, speed)
 
 
 def _loads(rows: Sequence[dict[str, Any]]) -> Iterable[Family]:

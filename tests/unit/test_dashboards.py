@@ -180,6 +180,5 @@ def test_series_of_the_rules_tests_are_real_ones() -> None:
 def test_the_example_scrapes_the_default_port_and_loads_the_rules() -> None:
     example = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     assert set(example["rule_files"]) == {"kvserver-recording.yaml", "kvserver-alerts.yaml"}
-    (job,) = example["scrape_configs"]
-    assert job["job_name"] == "kvserver"
-    assert job["static_configs"] == [{"targets": ["127.0.0.1:8080"]}]
+    jobs = {job["job_name"]: job["static_configs"] for job in example["scrape_configs"]}
+    assert jobs == {"kvserver": [{"targets": ["127.0.0.1:8080"]}], "vllm": [{"targets": ["127.0.0.1:8000"]}]}

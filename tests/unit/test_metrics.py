@@ -58,6 +58,7 @@ FROM_THE_START = {
     "kvserver_instances_disconnected": "counter",
     "kvserver_refused_registrations": "counter",
     "kvserver_instance_info": "gauge",
+    "kvserver_instance_world_size": "gauge",
     "kvserver_instance_private": "gauge",
     "kvserver_engine_prefill_tokens_per_second": "gauge",
     "kvserver_tickets": "gauge",
@@ -255,6 +256,7 @@ def test_an_instance_has_labels_for_joins() -> None:
     info = {"model_name": "m", "world_size": "2", "l0_source": "exact", "block_tokens": "16", "chunk_tokens": "256"}
     assert value(found["kvserver_instance_info"], instance_id="a", device="cpu", **info) == 1
     assert value(found["kvserver_instance_info"], instance_id="b", device="gpu", **info) == 1
+    assert value(found["kvserver_instance_world_size"], instance_id="b", model_name="m") == 2
     speed = found["kvserver_engine_prefill_tokens_per_second"]
     assert [(s.labels["instance_id"], s.value) for s in speed.samples] == [("b", 2e4)], "0 is no speed"
 
