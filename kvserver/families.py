@@ -18,6 +18,7 @@ RESIDENCY_SECONDS = (
 
 DEPARTED_SECONDS = 300.0  # the series of an instance that is gone are shown for so long, and go on if it comes back
 
+MOST_DEPARTED = 64  # instances at a time that are gone and still shown; of more the newest
 MOST_MODELS = 256  # that have series of their own for what outlives instances
 OTHER = "(other)"
 

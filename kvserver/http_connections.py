@@ -96,9 +96,12 @@ class Connections(ThreadingHTTPServer):
 
     def connections_families(self) -> list[Family]:
         status = self.connections_status()
-        open_ = Family("kvserver_http_connections", "Connections to the status pages.", Kind.GAUGE)
+        open_ = Family("kvserver_http_connections", "Open connections to the daemon's status pages.", Kind.GAUGE)
         refused = Family(
-            "kvserver_http_refused", "Requests and connections to the status pages refused.", Kind.COUNTER, ("reason",)
+            "kvserver_http_refused",
+            "Requests and connections to the daemon's status pages that were refused or given up, by reason.",
+            Kind.COUNTER,
+            ("reason",),
         )
         for reason, count in status["refused"].items():
             refused.add(count, reason)

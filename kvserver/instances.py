@@ -17,7 +17,7 @@ from kvserver.benefit import Benefit, LoadWaits
 from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import InstanceDescribed
-from kvserver.families import DEPARTED_SECONDS
+from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED
 from kvserver.kv_messages import DescribeScheduler
 from kvserver.lifeline import Attachment
 from kvserver.loads import Loads
@@ -193,7 +193,7 @@ class Instances:
     def __init__(self) -> None:
         self.by_id: dict[str, Instance] = {}
         self.by_registration: dict[int, Worker] = {}
-        self.departed: dict[tuple[str, str], Departed] = {}  # by id and model, for DEPARTED_SECONDS
+        self.departed: dict[tuple[str, str], Departed] = {}  # by id and model, the oldest first
         self.connected = 0  # that registered a first worker
         self.disconnected: Counter[Disconnect] = Counter()
         self._gone = Counts()  # sums over those before them
@@ -251,13 +251,17 @@ class Instances:
         del self.by_id[instance.instance_id]
         name = (instance.instance_id, instance.model_name)
         self.departed[name] = Departed(*name, instance.counts, instance.loads, now)
+        if len(self.departed) > MOST_DEPARTED:
+            self._forget(next(iter(self.departed)))
         return instance
 
     def forget_departed(self, now: float) -> None:
         for name, departed in list(self.departed.items()):
             if now - departed.gone_at > DEPARTED_SECONDS:
-                self._gone.add(departed.counts)
-                del self.departed[name]
+                self._forget(name)
+
+    def _forget(self, name: tuple[str, str]) -> None:
+        self._gone.add(self.departed.pop(name).counts)
 
     def counts_of(self, spec: RegisterWorker) -> Counts:
         """Of the worker's instance, also when that is gone."""

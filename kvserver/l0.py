@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from kvserver._native import BlockLives, LifeFigures, LifeSnapshot
 from kvserver.events import BlockReport, Event, InstanceCame, InstanceGone, RequestEnded
-from kvserver.families import DEPARTED_SECONDS, RESIDENCY_SECONDS, Buckets, Family, Kind
+from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, RESIDENCY_SECONDS, Buckets, Family, Kind
 from kvserver.holdings import Holdings
 from kvserver.protocol import ExactRecords, Payload, ReportedBlocks
 
@@ -43,27 +43,27 @@ class Figures(NamedTuple):
 
 # Where a figure is found in Figures, and what it tells; its metric is named by the last part.
 _COUNTERS = {
-    "lives.allocations": "L0 blocks given out.",
-    "lives.reuses": "Accesses of L0 blocks that nobody owned.",
-    "lives.shared_accesses": "Accesses of L0 blocks that somebody owned.",
-    "lives.evictions": "Lives of L0 blocks that ended with cached content.",
-    "lives.recycled": "Lives of L0 blocks that were never cached and ended as the block was given out again.",
-    "lives.cleared": "Lives of L0 blocks that a clear of the engine's cache ended.",
-    "lives.lost": "Lives of L0 blocks whose end was not seen: a gap, a restart, a death.",
-    "report_gaps": "Sequence gaps in the engine's reports.",
-    "records": "Records of L0 blocks received.",
+    "lives.allocations": "L0 blocks that the engine allocated.",
+    "lives.reuses": "Accesses of L0 blocks that no request owned: hits in the engine's prefix cache.",
+    "lives.shared_accesses": "Accesses of L0 blocks that another request owned.",
+    "lives.evictions": "Lifetimes of L0 blocks that ended by eviction of cached content.",
+    "lives.recycled": "Lifetimes of L0 blocks that were never cached and ended when the block was allocated again.",
+    "lives.cleared": "Lifetimes of L0 blocks that ended when the engine cleared its prefix cache.",
+    "lives.lost": "Lifetimes of L0 blocks whose end was not reported: a gap in the reports, or the engine restarted or died.",
+    "report_gaps": "Gaps in the sequence of the engine's reports about L0 blocks.",
+    "records": "Records about L0 blocks that the daemon received from the engine.",
 }
 _GAUGES = {
     "lives.active_blocks": "L0 blocks that requests own.",
-    "lives.released_blocks": "L0 blocks that nobody owns and whose lives go on.",
-    "tracked_blocks": "L0 blocks that are active or released.",
-    "unsure": "1 while the L0 gauges are too low, for the engine owes the full state of its blocks.",
+    "lives.released_blocks": "L0 blocks that no request owns and whose content the engine can still use.",
+    "tracked_blocks": "L0 blocks that requests own or whose content the engine can still use.",
+    "unsure": "1 while the L0 gauges of an engine are too low: reports were lost and its full state has not arrived.",
 }
 _HISTOGRAMS = {
-    "lives.lifetime": "Allocation of an L0 block to its eviction or recycling.",
-    "lives.idle_before_evict": "Last release of an L0 block to the end of its life; 0 if it was still owned.",
-    "lives.since_last_access": "Last access or allocation of an L0 block to the end of its life.",
-    "lives.reuse_gap": "Access of an L0 block since the access before it, the first since its allocation.",
+    "lives.lifetime": "Time from the allocation of an L0 block to the eviction or recycling of its content.",
+    "lives.idle_before_evict": "Time from the last release of an L0 block to the end of its content; 0 if a request still owned it.",
+    "lives.since_last_access": "Time from the last access or the allocation of an L0 block to the end of its content.",
+    "lives.reuse_gap": "Time between two accesses of an L0 block, the first counted from its allocation.",
 }
 _PLAIN = [(Kind.COUNTER, *row) for row in _COUNTERS.items()] + [(Kind.GAUGE, *row) for row in _GAUGES.items()]
 
@@ -273,9 +273,11 @@ class L0:
         return families
 
     def _expire(self) -> None:
-        """Figures of instances that are gone for long."""
+        """Figures of instances that are gone for long, or before MOST_DEPARTED others."""
         until = self._clock() - int(DEPARTED_SECONDS * 1e9)
         with self._lock:
-            for key, instance in list(self._instances.items()):
-                if instance.gone_ns is not None and instance.gone_ns <= until:
+            gone = [(of.gone_ns, key) for key, of in self._instances.items() if of.gone_ns is not None]
+            gone.sort(reverse=True)
+            for number, (gone_ns, key) in enumerate(gone):
+                if gone_ns <= until or number >= MOST_DEPARTED:
                     del self._instances[key]

@@ -27,13 +27,13 @@ from kvserver.events import (
     InstanceGone,
     L1Cleared,
 )
-from kvserver.families import DEPARTED_SECONDS, RESIDENCY_SECONDS, Family, Histogram, Kind
+from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, RESIDENCY_SECONDS, Family, Histogram, Kind, bounded
 
 _HISTOGRAMS = {
-    "kvserver_l1_chunk_residency_seconds": "READY to eviction.",
-    "kvserver_l1_chunk_idle_before_evict_seconds": "Last load, or READY, to eviction.",
-    "kvserver_l1_chunk_reuse_gap_seconds": "From one load of a chunk to the next, the first from READY.",
-    "kvserver_l1_hit_age_seconds": "READY to a load.",
+    "kvserver_l1_chunk_residency_seconds": "Time from a chunk of L1 becoming READY to its eviction.",
+    "kvserver_l1_chunk_idle_before_evict_seconds": "Time from the last load of a chunk, or from its becoming READY, to its eviction.",
+    "kvserver_l1_chunk_reuse_gap_seconds": "Time between two loads of a chunk, the first counted from its becoming READY.",
+    "kvserver_l1_hit_age_seconds": "Time from a chunk becoming READY to a load of it.",
 }
 Name = tuple[str, str]  # instance id, model name
 
@@ -57,6 +57,7 @@ class L1:
         self._secret = secrets.token_bytes(16)
         self._lives: dict[bytes, dict[bytes, _Life]] = {}  # by namespace and key
         self._instances: dict[Name, int] = {}  # when it went; 0: it is there
+        self._ownerless: set[str] = set()  # models of figures that are no instance's any more
         self._figures: dict[str, dict[Name, Histogram]] = {name: {} for name in _HISTOGRAMS}
         self._lock = threading.Lock()  # of the figures
 
@@ -79,6 +80,8 @@ class L1:
                 gone_ns = event.time_ns if isinstance(event, InstanceGone) else 0
                 with self._lock:
                     self._instances[event.instance_id, event.model_name] = gone_ns
+                    if gone_ns:
+                        self._forget_instances(gone_ns)
             case _:
                 return
 
@@ -143,15 +146,18 @@ class L1:
 
     def _observe(self, name: str, owner: Name, nanos: int) -> None:
         if owner not in self._instances:
-            owner = ("", owner[1])
+            model_name = bounded(owner[1], self._ownerless)
+            self._ownerless.add(model_name)
+            owner = ("", model_name)
         histogram = self._figures[name].get(owner)
         if histogram is None:
             histogram = self._figures[name][owner] = Histogram(RESIDENCY_SECONDS)
         histogram.observe(nanos * 1e-9)
 
     def _forget_instances(self, now_ns: int) -> None:
-        for owner, gone_ns in list(self._instances.items()):
-            if gone_ns and now_ns - gone_ns > DEPARTED_SECONDS * 1e9:
+        gone = sorted(((gone_ns, owner) for owner, gone_ns in self._instances.items() if gone_ns), reverse=True)
+        for number, (gone_ns, owner) in enumerate(gone):
+            if now_ns - gone_ns > DEPARTED_SECONDS * 1e9 or number >= MOST_DEPARTED:
                 del self._instances[owner]
                 for histograms in self._figures.values():
                     histograms.pop(owner, None)

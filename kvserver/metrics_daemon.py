@@ -18,7 +18,7 @@ _STATUS = (  # name, help, kind, path in the status
     ("kvserver_ready", "1 while the daemon should receive traffic, 0 while it should not, as /readyz answers.", Kind.GAUGE, "ready"),
     ("kvserver_loop_lag_seconds", "Longest turn of the daemon's event loop in the last 10 to 20 seconds.", Kind.GAUGE, "loop_lag_seconds"),
     ("kvserver_metrics_sample_rate", "Share of block and chunk lifetimes that the lifetime histograms of L0 and L1 sample.", Kind.GAUGE, "metrics_sample_rate"),
-    ("kvserver_l1_size_bytes", "Memory of L1.", Kind.GAUGE, "l1.size_bytes"),
+    ("kvserver_l1_size_bytes", "Memory that L1 has for chunks.", Kind.GAUGE, "l1.size_bytes"),
     ("kvserver_l1_used_bytes", "Memory of L1 that chunks occupy.", Kind.GAUGE, "l1.used_bytes"),
     ("kvserver_l1_pinned_bytes", "Memory of L1 that is pinned for GPUs.", Kind.GAUGE, "l1.pinned_bytes"),
     ("kvserver_l1_chunks", "Chunks in L1, also chunks that stores are filling.", Kind.GAUGE, "l1.chunks"),
@@ -66,7 +66,9 @@ def _models(models: dict[str, dict[str, int]]) -> Iterable[Family]:
 
 
 def _connects(status: dict[str, Any]) -> Iterable[Family]:
-    yield Family("kvserver_instances", "Engine instances registered now.", Kind.GAUGE).add(len(status["instances"]))
+    yield Family("kvserver_instances", "Engine instances that are registered now.", Kind.GAUGE).add(
+        len(status["instances"])
+    )
     disconnected = Family(
         "kvserver_instances_disconnected",
         "Engine instances whose last worker ended, by how.",

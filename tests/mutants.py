@@ -509,7 +509,7 @@ SERVER = (
     ),
     Mutant(
         "totals forget the instances that are gone",
-        INSTANCES, "Instances.forget_departed", "self._gone.add(departed.counts)", "pass", ("unit/test_departed.py",),
+        INSTANCES, "Instances._forget", "self._gone.add(self.departed.pop(name).counts)", "self.departed.pop(name)", ("unit/test_departed.py",),
     ),
     Mutant(
         "memory is unmapped while copies run",

@@ -133,19 +133,26 @@ class Hub:
         }
 
     def families(self) -> list[Family]:
-        told = Family("kvserver_kv_events", "Typed KV events told to the observers.", Kind.COUNTER, ("type",))
+        told = Family(
+            "kvserver_kv_events",
+            "KV events that the daemon published to its observers, by type.",
+            Kind.COUNTER,
+            ("type",),
+        )
         for kind in (KVStored, KVRemoved, ReaderCame, ReaderGone):
             told.add(self._told[kind.__name__], kind.__name__)
         missing = Family(
             "kvserver_kv_events_unannounced_chunks",
-            "Chunks that became READY and could not be announced.",
+            "Chunks that became READY and could not be published as KV events, by reason.",
             Kind.COUNTER,
             ("reason",),
         )
         for reason in Unannounced:
             missing.add(self._unannounced[reason], reason.value)
-        described = Family("kvserver_kv_events_described_chunks", "READY chunks with a description.", Kind.GAUGE)
-        state = Family("kvserver_kv_events_state_bytes", "Memory that descriptions take.", Kind.GAUGE)
+        described = Family(
+            "kvserver_kv_events_described_chunks", "Chunks of L1 that are READY and whose tokens are known.", Kind.GAUGE
+        )
+        state = Family("kvserver_kv_events_state_bytes", "Memory that the descriptions of chunks use.", Kind.GAUGE)
         return [told, missing, described.add(self._described), state.add(self._bytes)]
 
     # ---- coming -------------------------------------------------------------------------------

@@ -75,7 +75,10 @@ class Observers:
 
     def families(self) -> list[Family]:
         up = Family(
-            "kvserver_kv_event_observer_up", "1 while the observer is told of KV events.", Kind.GAUGE, ("observer",)
+            "kvserver_kv_event_observer_up",
+            "1 while an observer receives KV events, 0 after it was cut off or could not be made.",
+            Kind.GAUGE,
+            ("observer",),
         )
         for runner in self._runners:
             up.add(int(not runner.reason), runner.name)

@@ -277,12 +277,35 @@ class ZmqPublisher:
 def families(status: dict[str, Any] | None) -> list[Family]:
     """Of a publisher's status(); None where nothing is published."""
     labels = ("model_name", "hash_form")
-    batches = Family("kvserver_kv_events_batches", "Batches of KV events published.", Kind.COUNTER, labels)
-    blocks = Family("kvserver_kv_events_held_blocks", "Blocks announced and not removed.", Kind.GAUGE, labels)
-    replayed = Family("kvserver_kv_events_replayed_batches", "Batches sent again.", Kind.COUNTER, labels)
-    readers = Family("kvserver_kv_events_subscribers", "Subscriptions to the events.", Kind.GAUGE, labels)
-    bound = Family("kvserver_kv_events_bound", "1 while the stream has its addresses.", Kind.GAUGE, labels)
-    refused = Family("kvserver_kv_events_refused_streams", "Engines beyond the most streams.", Kind.COUNTER)
+    batches = Family(
+        "kvserver_kv_events_batches", "Batches of KV events that the ZMQ publisher sent.", Kind.COUNTER, labels
+    )
+    blocks = Family(
+        "kvserver_kv_events_held_blocks",
+        "Blocks that the ZMQ publisher announced and has not removed since.",
+        Kind.GAUGE,
+        labels,
+    )
+    replayed = Family(
+        "kvserver_kv_events_replayed_batches",
+        "Batches of KV events that the ZMQ publisher sent again on request.",
+        Kind.COUNTER,
+        labels,
+    )
+    readers = Family(
+        "kvserver_kv_events_subscribers", "Subscriptions to a stream of the ZMQ publisher.", Kind.GAUGE, labels
+    )
+    bound = Family(
+        "kvserver_kv_events_bound",
+        "1 while a stream of the ZMQ publisher is bound to its addresses, 0 while it cannot be.",
+        Kind.GAUGE,
+        labels,
+    )
+    refused = Family(
+        "kvserver_kv_events_refused_streams",
+        "Engines whose stream of KV events was refused: there were too many streams.",
+        Kind.COUNTER,
+    )
     for row in status["streams"] if status is not None else ():
         name = (row["model_name"], row["hash_form"])
         batches.add(row["sequence"] - row["first_sequence"] + 1, *name)

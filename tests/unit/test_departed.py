@@ -6,7 +6,7 @@ from typing import Any
 
 from support.worker import awkward, identity
 
-from kvserver.families import DEPARTED_SECONDS
+from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED
 from kvserver.instances import Counts, Instances
 from kvserver.misses import MissReason
 from kvserver.protocol import RegisterWorker, SharedFd
@@ -80,6 +80,17 @@ def test_what_ends_after_its_instance_is_counted_with_it() -> None:
     instances.forget_departed(1e9)
     instances.counts_of(worker.spec).failed_loads += 1
     assert instances.totals().failed_loads == 2
+
+
+def test_of_very_many_that_are_gone_the_newest_are_shown_and_none_is_lost_in_sums() -> None:
+    instances = Instances()
+    for number in range(3 * MOST_DEPARTED):
+        worker = arrive(instances, f"hostile {number}", model_name=f"model {number}")
+        serve(instances, worker, 1)
+        instances.remove(worker, now=100.0)
+    assert len(instances.departed) == MOST_DEPARTED
+    assert (f"hostile {3 * MOST_DEPARTED - 1}", f"model {3 * MOST_DEPARTED - 1}") in instances.departed
+    assert instances.totals().lookups == 3 * MOST_DEPARTED
 
 
 def test_counts_of_all_kinds_add_up() -> None:

@@ -23,8 +23,8 @@ from support.lives import (
     released,
 )
 
-from kvserver.events import BlockReport, Bus, InstanceCame
-from kvserver.families import DEPARTED_SECONDS, Kind
+from kvserver.events import BlockReport, Bus, InstanceCame, InstanceGone
+from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, Kind
 from kvserver.l0 import L0, MAX_POOLS
 from kvserver.protocol import ExactRecords
 
@@ -505,3 +505,15 @@ def test_figures_read_while_reports_are_applied_are_of_one_moment() -> None:
         reader.join()
     assert not wrong
     assert engine.figure("allocations") == engine.sequence * len(everything)
+
+
+def test_instances_that_come_and_go_without_end_have_series_within_bounds(l0: L0, clock: Clock) -> None:
+    l0.handle(InstanceCame(clock.ns, "stays", "m", "x", 8, 16))
+    for number in range(3 * MOST_DEPARTED):
+        clock.advance(0.001)
+        l0.handle(InstanceCame(clock.ns, f"i{number}", f"m{number}", "x", 8, 16))
+        l0.handle(InstanceGone(clock.ns, f"i{number}", f"m{number}", "x", True))
+    for family in l0.families():
+        names = {labels[0] for labels, _ in family.points}
+        assert len(family.points) == len(names) == MOST_DEPARTED + 1, family.name
+        assert {"stays", f"i{3 * MOST_DEPARTED - 1}"} <= names

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
-from kvserver.families import DEPARTED_SECONDS, RESIDENCY_SECONDS, Buckets
+from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, MOST_MODELS, RESIDENCY_SECONDS, Buckets
+from kvserver.families import OTHER as OTHERS
 from kvserver.l1 import L1
 
 SECOND = 1_000_000_000
@@ -44,8 +45,8 @@ class World:
     def gone(self, instance: str, model: str = "m") -> None:
         self.lives.handle(InstanceGone(self.ns, instance, model, "x", True))
 
-    def stored(self, *numbers: int, instance: str = "i", namespace: bytes = NS) -> None:
-        self.lives.handle(ChunksStored(self.ns, instance, "m", namespace, keys(*numbers), 4096))
+    def stored(self, *numbers: int, instance: str = "i", namespace: bytes = NS, model: str = "m") -> None:
+        self.lives.handle(ChunksStored(self.ns, instance, model, namespace, keys(*numbers), 4096))
 
     def loaded(self, *numbers: int, instance: str = "i", namespace: bytes = NS) -> None:
         self.lives.handle(ChunksLoaded(self.ns, instance, "m", namespace, keys(*numbers)))
@@ -197,3 +198,23 @@ def test_who_is_sampled_is_not_the_clients_choice() -> None:
             picked.append(world.lives.tracked > before)
         picks.append(picked)
     assert picks[0] != picks[1]
+
+
+def series(world: World, name: str) -> list[tuple[str, ...]]:
+    (family,) = (family for family in world.lives.families() if family.name == name)
+    return [labels for labels, _ in family.points]
+
+
+def test_instances_that_come_and_go_without_end_have_series_within_bounds() -> None:
+    world = World()
+    for number in range(2 * MOST_MODELS):
+        world.now += 0.001
+        world.came(f"i{number}", f"m{number}")
+        world.stored(number, instance=f"i{number}", model=f"m{number}")
+        world.gone(f"i{number}", f"m{number}")
+    world.evicted(*range(2 * MOST_MODELS))
+    shown = series(world, RESIDENCY)
+    assert sum(instance != "" for instance, _ in shown) == MOST_DEPARTED
+    assert sum(instance == "" for instance, _ in shown) == MOST_MODELS + 1
+    assert ("", OTHERS) in shown
+    assert (f"i{2 * MOST_MODELS - 1}", f"m{2 * MOST_MODELS - 1}") in shown, "the newest are shown"

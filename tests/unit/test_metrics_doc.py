@@ -72,3 +72,21 @@ def test_every_type_of_a_label_is_explained() -> None:
     assert set(values("type | the request")) == set(rpc_counts.TYPES)
     assert set(values("type | the event")) == {kind.__name__ for kind in events.TYPES}
     assert set(values("type | the KV event")) == {kind.__name__ for kind in get_args(types.KVEvent)}
+
+
+UNCLEAR = re.compile(
+    r"^(Those|These|Their|They|The same|That|This|It|Its|Likewise|Also)\b"
+    r"|\b(told|tells|tell|says|said|nobody|somebody|whoever|whatever came|lives|comings|goings|held|holds|holder|books|unsure|recount"
+    r"|starved|mend|outbox|courier|settled?)\b"
+)
+
+
+def test_every_help_text_means_something_alone(text: str) -> None:
+    """Prometheus shows it without the rows around it. Words as in the table of words that this code keeps to."""
+    helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
+    assert helps.keys() == DOCUMENTED.keys()
+    for name, help in helps.items():
+        assert help.endswith("."), name
+        assert help[0].isupper() or help[0].isdigit(), name
+        assert len(help.split()) >= 5, f"{name}: {help!r} is no sentence"
+        assert not UNCLEAR.search(help), f"{name}: {help!r}: {UNCLEAR.search(help)}"
