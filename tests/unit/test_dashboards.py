@@ -22,7 +22,15 @@ DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 RULES = sorted(DEPLOY.glob("prometheus/*.yaml"))
 SERIES = {series: family for family in documented().values() for series in family.series}
 FROM_PROMETHEUS = {"job", "instance"}  # labels that it adds
-FOREIGN: dict[str, set[str]] = {"up": set()}  # series of others, with labels that Prometheus does not add
+_VLLM_ROW = re.compile(r"^\| `(vllm:kvserver_\w+)` \| (?:counter|gauge) \|([^|]*)\|", re.MULTILINE)
+FOREIGN = {  # series that are not the daemon's, with labels that Prometheus does not add
+    "up": set[str](),
+    "vllm:engine_sleep_state": {"model_name", "engine", "sleep_state"},
+    **{
+        name: {"model_name", "engine", *re.findall(r"`(\w+)`", labels)}
+        for name, labels in _VLLM_ROW.findall((DEPLOY.parent / "adapters/README.md").read_text())
+    },
+}
 _NAME = re.compile(rf"(?<![\w:$])((?:\w+:)?kvserver_[\w:]*|process_\w+|{'|'.join(FOREIGN)})(?![\w:(])")
 _SELECTOR = re.compile(r"(?<![\w:])([\w:]+)\{([^}]*)\}")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
@@ -130,7 +138,8 @@ def test_all_panels_use_the_chosen_data_source_and_variables() -> None:
             assert target["datasource"]["uid"] == "${datasource}"
             used = set(re.findall(r"\$(?!__)\{?(\w+)", target["expr"]))
             assert used <= names, f"panel {panel['title']}"
-            assert "instance" in used, f"panel {panel['title']} shows daemons that were not chosen"
+            chosen = "model" if names_in(target["expr"]) <= FOREIGN.keys() - {"up"} else "instance"
+            assert chosen in used, f"panel {panel['title']} shows daemons, or models, that were not chosen"
 
 
 def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
