@@ -179,6 +179,22 @@ def test_the_services_of_compose_share_the_folder_of_the_endpoint_and_the_user(c
     )
 
 
+def test_every_example_names_its_engine_and_all_of_them_differently(compose):
+    """Without a name of its own, legends are made up anew at every start; with one name two engines cannot both have a cache."""
+    names = []
+    for page in (ROOT / "README.md", DEPLOY / "README.md", DEPLOY / "router/README.md", ROOT / "adapters/README.md"):
+        text = page.read_text()
+        examples = re.findall(r"--kv-transfer-config '(\{.*?\}+)'(?=[\s`\\])", text, re.DOTALL)
+        assert len(examples) == text.count("--kv-transfer-config '"), page
+        names += [json.loads(example)["engine_id"] for example in examples]
+    for service in compose["services"].values():
+        command = service.get("command", [])
+        if "--kv-transfer-config" in command:
+            names.append(json.loads(command[command.index("--kv-transfer-config") + 1])["engine_id"])
+    assert len(names) >= 4
+    assert len(set(names)) == len(names)
+
+
 def test_the_shared_memory_of_compose_holds_the_kv_cache(compose):
     vllm = compose["services"]["vllm"]
     assert int(vllm["shm_size"].removesuffix("gb")) > int(vllm["environment"]["VLLM_CPU_KVCACHE_SPACE"])

@@ -34,6 +34,11 @@ def test_every_family_of_a_daemon_is_documented_and_every_documented_one_is_ther
     assert {family.name: family.type for family in DOCUMENTED.values()} == exported
 
 
+def test_every_family_is_there_before_anybody_connects(make_daemon: Callable[..., Daemon]) -> None:
+    text = make_daemon().http("/metrics")[1]
+    assert set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)) == DOCUMENTED.keys()
+
+
 def test_every_series_has_the_labels_that_are_documented(text: str) -> None:
     seen = 0
     for family in text_string_to_metric_families(text):
