@@ -65,7 +65,7 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h
+	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h bench/native/*.cu bench/native/*.h
 	$(VENV)/bin/hadolint --failure-threshold warning --ignore DL3008 deploy/*Dockerfile
 	rm -rf build/typing && mkdir -p build/typing && cp -r kvserver build/typing/ && cp -r adapters build/typing/kvserver/
 	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
@@ -92,7 +92,7 @@ sanitize: $(VENV)/.installed
 	done
 
 format: $(VENV)/.installed
-	$(VENV)/bin/ruff check --fix -q . && $(VENV)/bin/ruff format -q . && $(VENV)/bin/clang-format -i csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h
+	$(VENV)/bin/ruff check --fix -q . && $(VENV)/bin/ruff format -q . && $(VENV)/bin/clang-format -i csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h bench/native/*.cu bench/native/*.h
 
 docs: $(VENV)/.installed
 	$(VENV)/bin/python .ci/tables.py

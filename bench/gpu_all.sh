@@ -1,56 +1,136 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: build, run its tests and its benchmark, in less than 8 minutes.
+# On a machine with a GPU: the tests that need one, then the benchmark. Each call fits into 10 minutes.
 #
-#   bench/gpu_all.sh [tests|bench|all] [arguments for pytest or bench/gpu.py]
+#   bench/gpu_all.sh tests|bench|all [arguments for pytest or bench/gpu.py]
 #
-# PYTHON (python3) has torch. What it lacks for the build comes from KVSERVER_WHEELS, a folder of wheels, where that is set,
-# else from the package index. Nothing is installed into PYTHON's own environment. Figures go to $OUT or build/gpu.
-# Tests that fail do not keep the benchmark from running. KVSERVER_SIMULATED_GPU=1 tries all this out without a GPU.
-set -euo pipefail
+# PYTHON (python3)        has torch; nothing is installed into its environment. `bench` needs torch: the ceiling is CUDA's.
+# KVSERVER_WHEELS         a folder of wheels for what PYTHON lacks; else the package index is asked
+# KVSERVER_BUILD=0        PYTHON has kvserver already
+# KVSERVER_GPU_SIZES      full (default) or small
+# KVSERVER_GPU_SECONDS    of one call, 540; every part has a limit of its own besides, and what is over is ended
+# KVSERVER_COMMIT         where there is no repository to ask
+# KVSERVER_REQUIRE_GPU=1  `tests` fail where there is no GPU instead of being skipped; `bench` always fails
+# OUT                     where <date>-<device>-{tests,bench}.{json,md} and the logs go: bench/results
+# KVSERVER_SIMULATED_GPU=1 tries all this out without a GPU, writes to build/gpu-simulated, and says that it means nothing.
+#
+# Tests that fail do not keep the benchmark from running, nor one part of it the others.
+set -uo pipefail
 cd "$(dirname "$0")/.."
-what=${1:-all}
-shift || true
-PYTHON=$(command -v "${PYTHON:-python3}")
-export OUT=${OUT:-$PWD/build/gpu} PYTHONUNBUFFERED=1
-[ "$what" = tests ] || [ "${KVSERVER_SIMULATED_GPU:-}" = 1 ] || export KVSERVER_REQUIRE_GPU=1
-mkdir -p "$OUT"
+what=${1:?tests, bench or all}
+shift
+case $what in tests | bench | all) ;; *) echo "gpu_all.sh: tests, bench or all, not $what" >&2; exit 2 ;; esac
+simulated=${KVSERVER_SIMULATED_GPU:-0}
+PYTHON=$(command -v "${PYTHON:-python3}") || { echo "gpu_all.sh: there is no ${PYTHON:-python3}" >&2; exit 2; }
+if [ "$simulated" = 1 ]; then
+    OUT=${OUT:-$PWD/build/gpu-simulated}
+    case $(realpath -m "$OUT") in "$PWD"/bench/results*) echo "gpu_all.sh: a simulation's figures do not belong into $OUT" >&2; exit 2 ;; esac
+    echo "SIMULATED: no GPU is used; what follows says that the scripts run, and nothing about speed"
+elif [ "$what" != tests ]; then
+    export KVSERVER_REQUIRE_GPU=1
+fi
+export OUT=${OUT:-$PWD/bench/results} PYTHONUNBUFFERED=1
+parts=build/gpu-parts
+rm -rf $parts
+mkdir -p "$OUT" $parts
+status=0
+left() { # seconds: the part's own limit, or what is left of the call; at least 1
+    local rest=$((${KVSERVER_GPU_SECONDS:-540} - SECONDS))
+    [ $rest -lt "$1" ] || rest=$1
+    [ $rest -gt 1 ] && echo $rest || echo 1
+}
+fail() { # what ended, status
+    echo "== $1 ended with $2$([ "$2" != 124 ] || echo ' (its time was over)')" >&2
+    status=1
+}
+
+# ---- what it runs on: first, so that it is known of a run that dies -----------------------------
+export KVSERVER_COMMIT=${KVSERVER_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
+date=$(date -u +%Y-%m-%dT%H:%MZ)
+{
+    echo "date $date, commit $KVSERVER_COMMIT"
+    uname -a
+    nproc
+    free -g
+    df -h /dev/shm . | sed 's/^/  /'
+    ulimit -l
+    [ "$simulated" = 1 ] && echo "SIMULATED GPU" ||
+        { timeout 30 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,compute_mode,mig.mode.current --format=csv
+          timeout 30 nvidia-smi || echo "nvidia-smi does not work"; }
+} 2>&1 | tee $parts/machine.txt
+device=simulated
+[ "$simulated" = 1 ] || device=$(timeout 30 nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1)
+head=$("$PYTHON" -c 'import json, sys; print(json.dumps({"device": sys.argv[1], "date": sys.argv[2], "commit": sys.argv[3], "simulated": sys.argv[4] == "1"}))' \
+    "${device:-unknown}" "$date" "$KVSERVER_COMMIT" "$simulated")
+stem=$OUT/${date%T*}-$(echo "${device:-unknown}" | tr -cs 'A-Za-z0-9\n' -)
 
 # ---- an environment that sees PYTHON's packages, which may itself be a venv -------------------
-env=build/gpu-env
-[ -x $env/bin/python ] || "$PYTHON" -m venv --without-pip $env
-site=$($env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$PYTHON" -c 'import site, sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' >"$site/parent.pth"
-export PATH=$PWD/$env/bin:$(dirname "$PYTHON"):$PATH
-for folder in /usr/local/cuda/bin; do [ -d $folder ] && PATH=$PATH:$folder; done
-pip() { $env/bin/python -m pip --disable-pip-version-check -q "$@"; }
-from=()
-[ -z "${KVSERVER_WHEELS:-}" ] || from=(--no-index --find-links "$KVSERVER_WHEELS")
-began=$SECONDS
-pip install "${from[@]}" "scikit-build-core>=0.10" "nanobind>=2.4" ninja cmake pytest "pyzmq>=25" "msgspec>=0.18" "prometheus-client>=0.17"
-pip install --no-deps --no-build-isolation --force-reinstall -C build-dir=build/gpu-build .
-echo "built in $((SECONDS - began)) s"
+python=$PYTHON
+build() {
+    local env=build/gpu-env site from=() need=("scikit-build-core>=0.10" "nanobind>=2.4" pytest "pyzmq>=25" "msgspec>=0.18" "prometheus-client>=0.17")
+    [ -x $env/bin/python ] || "$PYTHON" -m venv --without-pip $env || return
+    site=$($env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$PYTHON" -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' >"$site/parent.pth"
+    for tool in cmake ninja; do command -v $tool >/dev/null || need+=($tool); done
+    [ -z "${KVSERVER_WHEELS:-}" ] || from=(--no-index --find-links "$KVSERVER_WHEELS")
+    local pip=($env/bin/python -m pip --disable-pip-version-check -q install)
+    timeout "$(left 120)" "${pip[@]}" "${from[@]}" "${need[@]}" || return
+    timeout "$(left 240)" "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build . || return
+    python=$PWD/$env/bin/python
+}
+PATH=$PWD/build/gpu-env/bin:$(dirname "$PYTHON"):$PATH
+[ ! -d /usr/local/cuda/bin ] || PATH=$PATH:/usr/local/cuda/bin
+if [ "${KVSERVER_BUILD:-1}" = 1 ]; then
+    build || { fail "the build" $?; exit 1; }
+    echo "== built after $SECONDS s"
+fi
 
-# ---- what it runs on --------------------------------------------------------------------------
-{
-echo "date    $(date -u +%Y-%m-%dT%H:%MZ)"
-echo "commit  ${KVSERVER_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}"
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sed 's/^/device  /' || true
-(cd tests && python -c 'import kvserver._native as n; print("cuda   ", n.built_with_cuda())')
-} | tee "$OUT/machine.log"
+# ---- smoke: copies within this process; if that cannot be, to memory that another one made ------
+smoke() { timeout "$(left 60)" "$python" bench/gpu_smoke.py; }
+smoke
+result=$?
+if [ $result = 3 ] && [ "${KVSERVER_REQUIRE_GPU:-}" != 1 ]; then
+    echo "== no GPU: the tests that need one will be skipped; KVSERVER_REQUIRE_GPU=1 makes that a failure" >&2
+elif [ $result != 0 ]; then
+    [ $result != 3 ] || { fail smoke 3; exit 1; }
+    echo "== smoke failed with memory of its own; once more with a child's" >&2
+    export KVSERVER_VMM=child
+    smoke || { fail smoke $?; exit 1; }
+fi
 
-status=0
+report() { # name, parts, options
+    "$python" bench/gpu_report.py "$stem-$1" --head "$head" --machine $parts/machine.txt "${@:2}" && echo "== $stem-$1.json and .md"
+}
+
 if [ "$what" != bench ]; then
     extra=()
     [ "$what" = tests ] && extra=("$@")
-    timeout 210 $env/bin/python -c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' \
-        -q tests/gpu tests/native/test_device_contract.py "${extra[@]}" 2>&1 | tee "$OUT/tests.log" || status=$?
-    echo "tests ended with $status after $((SECONDS - began)) s"
+    timeout "$(left 420)" "$python" -c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' \
+        -q -p no:cacheprovider --junitxml=$parts/tests.xml tests/gpu tests/native/test_device_contract.py "${extra[@]}" 2>&1 |
+        tee "$stem-tests.log"
+    [ "${PIPESTATUS[0]}" = 0 ] || fail tests "${PIPESTATUS[0]}"
+    [ ! -f $parts/tests.xml ] || report tests --tests $parts/tests.xml || fail "the tests' report" $?
+    echo "== tests ended after $SECONDS s"
 fi
+
 if [ "$what" != tests ]; then
-    extra=()
-    [ "$what" = bench ] && extra=("$@")
-    [ "${KVSERVER_SIMULATED_GPU:-}" = 1 ] && extra+=(--simulated)
-    $env/bin/python bench/gpu.py --out "$OUT/gpu.json" "${extra[@]}" 2>&1 | tee "$OUT/gpu.log" || status=$?
+    extra=(--sizes "${KVSERVER_GPU_SIZES:-full}")
+    [ "$simulated" = 1 ] && extra=(--simulated)
+    [ "$what" = bench ] && extra+=("$@")
+    : >"$stem-bench.log"
+    part() { # its limit, its sections: in a process of its own, so that one that hangs costs no other
+        local limit
+        limit=$(left "$1")
+        timeout "$limit" "$python" bench/gpu.py --only "$2" --seconds "$limit" --out "$parts/${2%%,*}.json" "${extra[@]}" 2>&1 |
+            tee -a "$stem-bench.log"
+        [ "${PIPESTATUS[0]}" = 0 ] || fail "$2" "${PIPESTATUS[0]}"
+    }
+    part 90 ways,runs
+    part 180 busy
+    part 120 transfers
+    part 90 chunks,daemon
+    part 90 neighbours,pinning
+    shopt -s nullglob
+    report bench $parts/*.json || fail "the benchmark's report" $?
+    echo "== benchmark ended after $SECONDS s"
 fi
-echo "all in $((SECONDS - began)) s"
 exit $status

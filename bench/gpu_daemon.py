@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
+from typing import Any
 
-from gpu_rig import Board, Geometry
+from gpu_bytes import KvBytes, expect_equal
+from gpu_rig import Board
+from gpu_sizes import Geometry
 from rig import BenchDaemon, BenchWorker, make_keys
 
 from kvserver.protocol import Clear, Cleared, Status, StatusReply
@@ -32,6 +35,8 @@ class Served:
             memory=(board.kv.fds[0], board.kv.described(0)),
         )
         self._ids = array("I", range(1, self.blocks + 1))
+        self._kv = KvBytes(board, geometry.planes, geometry.run, self.blocks + 1)
+        self._stored: Any = None
         self._names = itertools.count()
         self._keys = b""
         self._wait_until_pinned()
@@ -54,14 +59,25 @@ class Served:
         """GB/s, from the send to the reply. The chunks of the store before are forgotten first."""
         self.worker.client.ask(Clear(), Cleared)
         self._keys = make_keys(f"{next(self._names)}", self.chunks)
+        self._kv.change()
+        self._stored = self._kv.of(self._ids)
         began = time.perf_counter()
         self.worker.store(self._keys, self._ids)
         return self.payload / (time.perf_counter() - began) / 1e9
 
     def load(self) -> float:
+        """What it brings back must be what was stored last, the bytes of which were changed meanwhile."""
+        self._kv.change()
         began = time.perf_counter()
         self.worker.load(self._keys, self._ids)
-        return self.payload / (time.perf_counter() - began) / 1e9
+        seconds = time.perf_counter() - began
+        self.check(self.blocks)
+        return self.payload / seconds / 1e9
+
+    def check(self, blocks: int) -> None:
+        """The first blocks are as they were stored."""
+        stored = self._stored[: len(self._stored) * blocks // self.blocks]
+        expect_equal("a load through the daemon", self._kv.of(self._ids[:blocks]), stored)
 
     def load_chunk(self) -> float:
         """Milliseconds."""

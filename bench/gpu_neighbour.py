@@ -1,8 +1,9 @@
 """Another process that computes on the GPU while the benchmark copies. Usage: gpu_neighbour.py [--simulated]
 
 Each line of its input is `[work, seconds]` in JSON; it answers with the milliseconds of each turn of that work.
-  decode    a CUDA graph of 64 products of a few rows with 128 MiB of weights each: memory-bound, ~2 ms on an H200
-  matmul    one product of 8192 x 8192 x 8192 in bf16: compute-bound, ~1.5 ms
+  decode    a CUDA graph of 16 layers of a step of 16 sequences: five thin products (memory-bound) and an attention over
+            2048 tokens each, 7 GB of weights in all: ~3 ms on an H100, the time of a token
+  prefill   four products of 8192 x 8192 x 8192 in bf16: compute-bound, every SM is taken for ~1.5 ms at a time
   launches  one tiny kernel and a synchronize: what a stall of the driver shows in
 """
 
@@ -20,7 +21,7 @@ def simulated_works() -> dict[str, Callable[[], None]]:
     def copy() -> None:
         target[:] = source
 
-    return dict.fromkeys(("decode", "matmul", "launches"), copy)
+    return dict.fromkeys(("decode", "prefill", "launches"), copy)
 
 
 def works() -> dict[str, Callable[[], None]]:
@@ -30,16 +31,34 @@ def works() -> dict[str, Callable[[], None]]:
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda:0", dtype=torch.bfloat16) / 90
 
-    weights = [made(8192, 8192) for _ in range(64)]
-    rows = made(16, 8192)
+    hidden, inner, kv_heads, queries, tokens, batch = 4096, 14336, 8, 4, 2048, 16
+    shapes = [
+        (hidden, hidden + 2 * kv_heads * 128),
+        (hidden, hidden),
+        (hidden, inner),
+        (hidden, inner),
+        (inner, hidden),
+    ]
+    weights = [[made(*shape) for shape in shapes] for _ in range(16)]
+    caches = [made(2, batch, kv_heads, tokens, 128) for _ in range(2)]  # in turn: larger than L2
+    rows = made(batch, hidden)
     left, right, product = made(8192, 8192), made(8192, 8192), made(8192, 8192)
     small = torch.zeros(1024, device="cuda:0")
 
     def layers() -> torch.Tensor:
         x = rows
-        for weight in weights:
-            x = torch.matmul(x, weight)
+        for number, (qkv, out, gate, up, down) in enumerate(weights):
+            query = (x @ qkv)[:, :hidden].reshape(batch, kv_heads, queries, 128)
+            keys, values = caches[number % 2]
+            attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+            x = x + attended.reshape(batch, hidden) @ out
+            x = x + (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
+            x = x / 8  # else it overflows
         return x
+
+    def products() -> None:
+        for _ in range(4):
+            torch.matmul(left, right, out=product)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -58,7 +77,7 @@ def works() -> dict[str, Callable[[], None]]:
 
     return {
         "decode": synchronized(graph.replay),
-        "matmul": synchronized(lambda: torch.matmul(left, right, out=product)),
+        "prefill": synchronized(products),
         "launches": synchronized(lambda: small.add_(1)),
     }
 

@@ -15,13 +15,15 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from common import Buffer
+from gpu_bytes import KvBytes
+from gpu_sizes import Geometry
 from support.gpu_memory import FAKE_UUID, SimulatedVmmMemory, VmmMemory
 
 from kvserver import _native
@@ -36,7 +38,7 @@ from kvserver._native import (
     PlaneTable,
     Way,
 )
-from kvserver.pool import PagePool, page_bytes_for
+from kvserver.pool import PagePool, extents, page_bytes_for
 
 try:
     import torch
@@ -44,40 +46,9 @@ except ImportError:
     torch = None
 
 WAYS = {"dma": Way.DMA, "staged": Way.STAGED, "chosen": None}
+WAIT_SECONDS = 60  # for one copy: a GPU that hangs shall cost one section
 STORE, LOAD = Direction.STORE, Direction.LOAD
 ONE_WAY = {"store": STORE, "load": LOAD}
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """`planes` planes of `run` bytes per block, each an array of blocks of its own."""
-
-    name: str
-    layout: str
-    planes: int
-    run: int
-    block_tokens: int
-
-    @property
-    def block_bytes(self) -> int:
-        return self.planes * self.run
-
-    def blocks(self, tokens: int) -> int:
-        return max(1, tokens // self.block_tokens)
-
-    def across_layers(self) -> Geometry:
-        return Geometry(self.name, "cross-layer", 1, self.block_bytes, self.block_tokens)
-
-
-def geometries(simulated: bool) -> list[Geometry]:
-    """bf16. K and V apart, as [2, blocks, ...] has them: a plane each per layer."""
-    few = 16 if simulated else 1  # so many times fewer layers
-    per_layer = [
-        Geometry("Llama-8B", "per layer", 2 * 32 // few, 16 * 8 * 128 * 2, 16),
-        Geometry("Llama-70B TP8", "per layer", 2 * 80 // few, 16 * 1 * 128 * 2, 16),
-        Geometry("DeepSeek MLA", "per layer", 61 // few, 64 * 576 * 2, 64),
-    ]
-    return [form for geometry in per_layer for form in (geometry, geometry.across_layers())]
 
 
 class _CudaArray:
@@ -96,43 +67,57 @@ def tensor_at(address: int, size: int) -> Any:
 class Board:
     """One GPU, L1 pinned for it, KV on it, and a device for each way."""
 
-    def __init__(self, simulated: bool, l1_bytes: int, kv_bytes: int) -> None:
+    def __init__(self, simulated: bool, size: int) -> None:
+        if not simulated and (torch is None or not torch.cuda.is_available()):
+            sys.exit("no torch that sees a GPU: the ceiling must be CUDA's, and is measured by torch (or: --simulated)")
         self.simulated = simulated
         self.uuid: str
         self.name: str
         self.uuid, self.name = (FAKE_UUID, "simulated") if simulated else _native.cuda_gpus()[0][:2]
         self.gpu = FakeGpu(self.uuid) if simulated else _native.cuda_gpu(self.uuid)
-        self.page_bytes = page_bytes_for(l1_bytes)
-        self.region = HostRegion(l1_bytes)
-        self.kv = (SimulatedVmmMemory if simulated else VmmMemory)(kv_bytes)
-        self.mapping = GpuMapping.by_fd(self.gpu, os.dup(self.kv.fds[0]), 0, kv_bytes)
-        self.devices = {name: GpuCopier(self.region, self.page_bytes, self.gpu, way=way) for name, way in WAYS.items()}
+        self.page_bytes = page_bytes_for(size)
+        self.region = HostRegion(size)
+        self.kv = (SimulatedVmmMemory if simulated else VmmMemory)(size)
+        self.mapping = GpuMapping.by_fd(self.gpu, os.dup(self.kv.fds[0]), 0, size)
+        self._devices: dict[tuple[str, int], GpuCopier] = {}
         self._tickets = iter(range(1, 1 << 60))
-        self.wait(self.devices["dma"], self._map())
-        self.tensor = self._tensor(kv_bytes)
+        self.device("dma").submit_map(0, [self.mapping])
+        self.wait(self.device("dma"), {0})
         self.fill()
         self.pinner = Pinner(self.region, self.gpu, 4)
         self.wait_pinned(self.pinner)
 
-    def _map(self) -> set[int]:
-        self.devices["dma"].submit_map(0, [self.mapping])
-        return {0}
+    def device(self, way: str, batch_bytes: int = _native.GPU_BATCH_BYTES) -> GpuCopier:
+        """The same one for the same arguments."""
+        found = self._devices.get((way, batch_bytes))
+        if found is None:
+            found = GpuCopier(self.region, self.page_bytes, self.gpu, batch_bytes, WAYS[way])
+            self._devices[way, batch_bytes] = found
+        return found
 
-    def _tensor(self, size: int) -> Any:
-        if torch is None:
-            return None
-        return torch.frombuffer(self.kv.view, dtype=torch.uint8) if self.simulated else tensor_at(self.kv.address, size)
+    def drop_devices(self) -> None:
+        """Their staging memory is free again."""
+        self._devices.clear()
+
+    @property
+    def kv_address(self) -> int:
+        """In this process, without the device's mapping."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.kv.view)) if self.simulated else self.kv.address
+
+    def gpu_words(self) -> Any:
+        """The KV as a tensor of words of 8 bytes. REQUIRES: a real GPU."""
+        return tensor_at(self.kv.address, len(self.kv.view)).view(torch.int64)
 
     def fill(self) -> None:
         """Noise: zeros can move faster than data does."""
-        if self.tensor is None:
+        if self.simulated:
             self.kv.fill()
         else:
-            self.tensor.view(torch.int64).random_()
+            self.gpu_words().random_()
             self.synchronize()
 
     def synchronize(self) -> None:
-        if torch is not None and not self.simulated:
+        if not self.simulated:
             torch.cuda.synchronize()
 
     @staticmethod
@@ -148,7 +133,8 @@ class Board:
     @staticmethod
     def wait(device: GpuCopier, tickets: set[int]) -> None:
         while tickets:
-            select.select([device.completion_fd], [], [])
+            if not select.select([device.completion_fd], [], [], WAIT_SECONDS)[0]:
+                raise TimeoutError(f"{len(tickets)} copies did not end within {WAIT_SECONDS} s")
             for ticket, outcome, _, _, what in device.drain():
                 assert outcome == Outcome.DONE, what
                 tickets.discard(ticket)
@@ -157,24 +143,30 @@ class Board:
         return next(self._tickets)
 
     def close(self) -> None:
-        self.devices.clear()
+        self.drop_devices()
         del self.pinner
 
 
+@dataclass
 class Transfer:
-    """One request of so many tokens each way: two sets of shuffled blocks, two slots.
+    """One request of so many tokens each way: two sets of shuffled blocks, two slots. What `gb_per_second` times it checks.
 
     REQUIRES: the board's L1 and KV have room for both.
     """
 
-    def __init__(self, board: Board, geometry: Geometry, tokens: int) -> None:
-        self.board, self.geometry = board, geometry
-        self.blocks = geometry.blocks(tokens)
+    board: Board
+    geometry: Geometry
+    tokens: int
+    batch_bytes: int = _native.GPU_BATCH_BYTES
+    ids: dict[Direction, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        board, geometry = self.board, self.geometry
+        self.blocks = geometry.blocks(self.tokens)
         self.payload = self.blocks * geometry.block_bytes
-        num_blocks = 2 * self.blocks + 1
+        self.num_blocks = num_blocks = 2 * self.blocks + 1
         rows = [(0, p * num_blocks * geometry.run, geometry.run, geometry.run, 0) for p in range(geometry.planes)]
         self.table = PlaneTable([board.mapping], rows, num_blocks)
-        self.num_blocks = num_blocks
         ids = list(range(1, num_blocks))
         random.Random(0).shuffle(ids)
         self.ids = {STORE: ids[: self.blocks], LOAD: ids[self.blocks :]}
@@ -182,7 +174,16 @@ class Transfer:
         self.pages = pool.pages_for(self.payload)
         self.slots = {direction: pool.take(self.pages) for direction in (STORE, LOAD)}
         assert None not in self.slots.values(), "L1 is too small"
-        board.wait(board.devices["dma"], {self._submit("dma", STORE, LOAD)})  # what a load loads is noise, too
+        self.kv = KvBytes(board, geometry.planes, geometry.run, num_blocks)
+        board.wait(
+            board.device("dma", self.batch_bytes), {self._submit("dma", STORE, LOAD)}
+        )  # what a load loads is noise, too
+
+    def l1_offset(self, direction: Direction) -> int:
+        slot = self.slots[direction]
+        assert slot is not None
+        ((first, _),) = extents(slot)  # of a fresh pool
+        return first * self.board.page_bytes
 
     def submit(self, way: str, direction: Direction) -> int:
         return self._submit(way, direction, direction)
@@ -191,18 +192,30 @@ class Transfer:
         ticket = self.board.next_ticket()
         blocks, slot = array("I", self.ids[which]).tobytes(), self.slots[which]
         assert slot is not None
-        self.board.devices[way].submit_copy(ticket, direction, self.table, blocks, slot, self.pages, self.blocks)
+        device = self.board.device(way, self.batch_bytes)
+        device.submit_copy(ticket, direction, self.table, blocks, slot, self.pages, self.blocks)
         return ticket
 
     def seconds(self, way: str, *directions: Direction) -> float:
         """From the submission to the completion's arrival here."""
         began = time.perf_counter()
         tickets = {self.submit(way, direction) for direction in directions}
-        self.board.wait(self.board.devices[way], tickets)
+        self.board.wait(self.board.device(way, self.batch_bytes), tickets)
         return time.perf_counter() - began
 
+    def check(self, way: str, direction: Direction, chunk_blocks: int = 1) -> None:
+        """REQUIRES: the KV changed before the copy, and not since."""
+        what = (
+            f"a {direction.name.lower()} of {self.geometry.name}, {self.geometry.layout}, {self.tokens} tokens, {way}"
+        )
+        self.kv.check(what, self.ids[direction], self.l1_offset(direction), chunk_blocks)
+
     def gb_per_second(self, way: str, *directions: Direction) -> float:
-        return self.payload * len(directions) / self.seconds(way, *directions) / 1e9
+        self.kv.change()
+        seconds = self.seconds(way, *directions)
+        for direction in directions:
+            self.check(way, direction)
+        return self.payload * len(directions) / seconds / 1e9
 
 
 class Ceiling:
@@ -210,7 +223,7 @@ class Ceiling:
 
     def __init__(self, board: Board, size: int) -> None:
         self._board, self._size = board, size
-        if board.simulated or torch is None:
+        if board.simulated:
             self._buffers = {direction: (Buffer(size), Buffer(size)) for direction in (STORE, LOAD)}
             return
         self._streams = {direction: torch.cuda.Stream() for direction in (STORE, LOAD)}
@@ -225,7 +238,7 @@ class Ceiling:
 
     def gb_per_second(self, *directions: Direction) -> float:
         began = time.perf_counter()
-        if self._board.simulated or torch is None:
+        if self._board.simulated:
             self._copy_on_host(directions)
         else:
             for direction in directions:

@@ -179,6 +179,10 @@ NB_MODULE(_native, m) {
              "size"_a, "huge_page_bytes"_a = 0, "transparent"_a = true,
              "nodes"_a = std::vector<unsigned>(), "bound"_a = false)
         .def_prop_ro("size", &HostRegion::size)
+        .def_prop_ro(
+            "address",
+            [](const HostRegion& region) { return reinterpret_cast<uintptr_t>(region.data()); },
+            "For benchmarks, which look at its bytes.")
         .def_prop_ro("pinned_bytes",
                      [](const HostRegion& region) { return region.pinned_bytes.load(); })
         .def_prop_ro("numa_error", &HostRegion::numa_error)

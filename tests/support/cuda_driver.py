@@ -54,6 +54,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "cuMemGetAllocationGranularity": [c_void_p, c_void_p, c_int],
     "cuMemCreate": [c_void_p, c_size_t, c_void_p, c_uint64],
     "cuMemExportToShareableHandle": [c_void_p, c_uint64, c_int, c_uint64],
+    "cuMemImportFromShareableHandle": [c_void_p, c_void_p, c_int],
     "cuMemAddressReserve": [c_void_p, c_size_t, c_size_t, c_uint64, c_uint64],
     "cuMemMap": [c_uint64, c_size_t, c_size_t, c_uint64, c_uint64],
     "cuMemSetAccess": [c_uint64, c_size_t, c_void_p, c_size_t],
@@ -133,27 +134,45 @@ def ipc_handle(address: int) -> tuple[bytes, int]:
     return bytes(bytearray(handle)), address - base.value
 
 
-class Allocation:
-    """Memory of the GPU that a descriptor stands for (cuMemCreate)."""
+def export(size: int) -> int:
+    """A descriptor of fresh memory of the GPU (cuMemCreate), which lives as long as it or a mapping does."""
+    enter()
+    handle, fd = c_uint64(), c_int(-1)
+    call("cuMemCreate", byref(handle), _whole(size), byref(_properties()), 0)
+    call("cuMemExportToShareableHandle", byref(fd), handle, _POSIX_FD, 0)
+    call("cuMemRelease", handle)
+    return fd.value
 
-    def __init__(self, size: int) -> None:
+
+def _properties() -> _Properties:
+    return _Properties(type=_PINNED, handle_types=_POSIX_FD, location=_Location(_DEVICE, 0))
+
+
+def _whole(size: int) -> int:
+    """A driver maps whole granules."""
+    granularity = c_size_t()
+    call("cuMemGetAllocationGranularity", byref(granularity), byref(_properties()), 0)
+    return -(-size // granularity.value) * granularity.value
+
+
+class Allocation:
+    """Memory of the GPU that a descriptor stands for, mapped here; takes the descriptor over. Who made it does not matter."""
+
+    def __init__(self, size: int, fd: int) -> None:
         enter()
-        properties = _Properties(type=_PINNED, handle_types=_POSIX_FD, location=_Location(_DEVICE, 0))
-        granularity, handle, address, fd = c_size_t(), c_uint64(), c_uint64(), c_int(-1)
-        call("cuMemGetAllocationGranularity", byref(granularity), byref(properties), 0)
-        self._whole = -(-size // granularity.value) * granularity.value
-        call("cuMemCreate", byref(handle), self._whole, byref(properties), 0)
-        call("cuMemExportToShareableHandle", byref(fd), handle, _POSIX_FD, 0)
-        call("cuMemAddressReserve", byref(address), self._whole, 0, 0, 0)
-        call("cuMemMap", address, self._whole, 0, handle, 0)
+        handle, address = c_uint64(), c_uint64()
+        self._mapped = _whole(size)
+        call("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_FD)
+        call("cuMemAddressReserve", byref(address), self._mapped, 0, 0, 0)
+        call("cuMemMap", address, self._mapped, 0, handle, 0)
         access = _Access(_Location(_DEVICE, 0), _READ_WRITE)
-        call("cuMemSetAccess", address, self._whole, byref(access), 1)
+        call("cuMemSetAccess", address, self._mapped, byref(access), 1)
         call("cuMemRelease", handle)  # the mapping and the descriptor hold it
-        self.address, self.fd, self.size = address.value, fd.value, size
+        self.address, self.fd, self.size = address.value, fd, size
 
     def close(self) -> None:
         enter()
         call("cuCtxSynchronize")
-        call("cuMemUnmap", self.address, self._whole)
-        call("cuMemAddressFree", self.address, self._whole)
+        call("cuMemUnmap", self.address, self._mapped)
+        call("cuMemAddressFree", self.address, self._mapped)
         os.close(self.fd)

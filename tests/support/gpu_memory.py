@@ -1,7 +1,7 @@
 """Memory of a test engine on a GPU, and the GPU itself: a real one, or the simulated one.
 
 `KVSERVER_SIMULATED_GPU=1` chooses the simulated one, whose memory is the host's. Without it and without a GPU there is
-none, and `why_not` says so.
+none, and `why_not` says so. With `KVSERVER_VMM=child` another process makes the memory that is handed over by descriptor.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from kvserver import protocol
 from kvserver._native import FakeGpu, Gpu, cuda_gpu, cuda_gpus
 from kvserver.protocol import CudaIpc, CudaVmmFd
 
-from . import cuda_driver
+from . import cuda_driver, vmm_child
 from .worker import SharedMemory
 
 SIMULATED = os.environ.get("KVSERVER_SIMULATED_GPU") == "1"
+BY_CHILD = os.environ.get("KVSERVER_VMM", "self") == "child"
 FAKE_UUID = "GPU-00000000-0000-0000-0000-000000000000"  # as `kvserver serve --test-fake-gpus 1` has it
 
 
@@ -70,11 +71,15 @@ class _View:
         cuda_driver.write(self._address + first, bytes(content))
 
 
+def _descriptor(size: int, simulated: bool) -> int:
+    return (vmm_child.of_child if BY_CHILD else vmm_child.make)(size, simulated)
+
+
 class VmmMemory:
     """Memory that a descriptor stands for. It can be mapped by the process that made it, too."""
 
     def __init__(self, size: int) -> None:
-        self._allocation = cuda_driver.Allocation(size)
+        self._allocation = cuda_driver.Allocation(size, _descriptor(size, simulated=False))
         self.fds = [self._allocation.fd]
         self.address = self._allocation.address
         self.view: Any = _View(self.address, size)
@@ -115,6 +120,9 @@ class TorchMemory:
 
 
 class SimulatedVmmMemory(SharedMemory):
+    def __init__(self, size: int) -> None:
+        super().__init__(size, _descriptor(size, simulated=True))
+
     def described(self, index: int) -> protocol.Memory:
         return CudaVmmFd(device=FAKE_UUID, index=index, offset=0, size_bytes=len(self.view))
 
