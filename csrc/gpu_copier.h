@@ -46,9 +46,10 @@ class GpuMapping final : public Mapping {
 // behind a longer one: 32 MiB, ~0.6 ms.
 constexpr uint64_t kBatchBytes = 8ull << 20;
 constexpr unsigned kSlots = 4;
-constexpr uint64_t kLeastBatchBytes = 1ull << 20;  // of a GPU that is nearly full
-// Block ids that travel with a batch: the pinned ring of a lane has kSlots times so many.
+// Block ids of a batch at most, and what a staged one may have of them and of its planes together:
+// they travel with it, in pinned memory of its slot.
 constexpr uint64_t kBatchIds = 16384;
+constexpr uint64_t kTableBytes = 256ull << 10;
 
 // A copy is staged where a piece of a scattered block carries less than this on average, unless
 // there are few. Loads: by batched DMA on an H100, PCIe 5, pieces of 24 KiB reach 6.9 GB/s, of

@@ -10,11 +10,7 @@
 namespace kvserver {
 
 Lane::Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options)
-    : l1_(l1),
-      gpu_(std::move(gpu)),
-      completions_(completions),
-      options_(options),
-      batch_bytes_(options.batch_bytes) {
+    : l1_(l1), gpu_(std::move(gpu)), completions_(completions), options_(options) {
     submits_ = std::thread([this] { run_submits(); });
     ends_ = std::thread([this] { run_ends(); });
 }
@@ -135,8 +131,8 @@ bool Lane::advance(const Shared& flight) {
 }
 
 uint64_t Lane::batch_end(const CopyJob& job) const {
-    const uint64_t most =
-        std::min(batch_bytes_ / job.planes->block_bytes(), kBatchIds / job.planes->groups());
+    const uint64_t most = std::min(options_.batch_bytes / job.planes->block_bytes(),
+                                   kBatchIds / job.planes->groups());
     return std::min(job.positions(), job.next + std::max<uint64_t>(1, most));
 }
 
@@ -160,12 +156,25 @@ Lane::Queued Lane::try_queue(const Batch& batch) {
 }
 
 // By the table alone: blocks are taken to be scattered, as they are once an engine has worked.
-bool Lane::staged_way(const CopyJob& job, uint64_t positions) const {
+bool Lane::wants_staging(const CopyJob& job, uint64_t positions) const {
     if (options_.way) return *options_.way == Way::kStaged;
     const uint64_t pieces = job.planes->series().size();  // of a block
     const uint64_t least =
         job.direction == Direction::kStore ? options_.short_store_bytes : options_.short_load_bytes;
     return positions * pieces > kFewPieces && job.planes->block_bytes() / pieces < least;
+}
+
+// Whether it is to be staged, and can be.
+bool Lane::stage(const Batch& batch) {
+    const CopyJob& job = *batch.flight->job;
+    const uint64_t positions = batch.last - batch.first;
+    const uint64_t table = job.planes->planes().size() * sizeof(Plane) +
+                           positions * job.planes->groups() * sizeof(uint32_t);
+    if (table > kTableBytes || positions * job.planes->block_bytes() > options_.batch_bytes ||
+        !wants_staging(job, positions))
+        return false;
+    if (batch.slot->staging == nullptr) prepare_staging();
+    return batch.slot->staging != nullptr;
 }
 
 void Lane::queue_batch(const Batch& batch) {
@@ -174,39 +183,32 @@ void Lane::queue_batch(const Batch& batch) {
         batch.flight->began = take_event();
         gpu_->record(batch.flight->began, batch.slot->stream);
     }
-    const bool staged = staged_way(job, batch.last - batch.first);
-    if (staged && batch.slot->staging == nullptr) prepare_staging();
-    const uint64_t bytes = (batch.last - batch.first) * job.planes->block_bytes();
-    if (staged && batch.slot->staging != nullptr && bytes <= counts_.staging_bytes / kSlots) {
-        queue_staged(batch);
-        return;
-    }
+    if (stage(batch)) return queue_staged(batch);
     const Pieces pieces = run_pieces(job, l1_, batch.first, batch.last);
     gpu_->copy(batch.slot->stream, pieces.list(), pieces.unpinned() == 0);
-    counts_.dma_bytes += bytes;
+    counts_.dma_bytes += (batch.last - batch.first) * job.planes->block_bytes();
     counts_.unpinned_bytes += pieces.unpinned();
 }
 
 void Lane::queue_staged(const Batch& batch) {
     const CopyJob& job = *batch.flight->job;
     Slot& slot = *batch.slot;
+    const std::vector<Plane>& planes = job.planes->planes();
     const uint64_t groups = job.planes->groups(), positions = batch.last - batch.first;
-    std::memcpy(slot.ids, job.blocks.data() + batch.first * groups,
-                positions * groups * sizeof(uint32_t));
+    const uint64_t plane_bytes = planes.size() * sizeof(Plane);
+    const uint64_t id_bytes = positions * groups * sizeof(uint32_t);
+    std::memcpy(slot.table, planes.data(), plane_bytes);
+    std::memcpy(slot.table + plane_bytes, job.blocks.data() + batch.first * groups, id_bytes);
     const PackedBlocks packed{
-        .planes = planes_on_gpu(job.planes, slot),
-        .num_planes = static_cast<uint32_t>(job.planes->planes().size()),
+        .planes = reinterpret_cast<const Plane*>(slot.gpu_table),
+        .num_planes = static_cast<uint32_t>(planes.size()),
         .groups = static_cast<uint32_t>(groups),
-        .blocks = slot.gpu_ids,
+        .blocks = reinterpret_cast<const uint32_t*>(slot.gpu_table + plane_bytes),
         .positions = static_cast<uint32_t>(positions),
         .position_bytes = job.planes->block_bytes(),
         .packed = slot.staging,
     };
-    gpu_->copy(
-        slot.stream,
-        {{reinterpret_cast<std::byte*>(slot.gpu_ids), reinterpret_cast<const std::byte*>(slot.ids),
-          positions * groups * sizeof(uint32_t)}},
-        true);
+    gpu_->copy(slot.stream, {{slot.gpu_table, slot.table, plane_bytes + id_bytes}}, true);
     const Pieces pieces = staged_pieces(job, l1_, batch.first, batch.last, slot.staging);
     const bool pinned = pieces.unpinned() == 0;
     if (job.direction == Direction::kLoad) gpu_->copy(slot.stream, pieces.list(), pinned);
@@ -216,62 +218,32 @@ void Lane::queue_staged(const Batch& batch) {
     counts_.unpinned_bytes += pieces.unpinned();
 }
 
-// Waits for the upload: once a registration.
-const Plane* Lane::planes_on_gpu(const std::shared_ptr<PlaneTable>& table, Slot& slot) {
-    GpuTable* spare = nullptr;
-    const uint64_t bytes = table->planes().size() * sizeof(Plane);
-    for (GpuTable& entry : tables_) {
-        const auto known = entry.table.lock();
-        if (known == table) return entry.planes;
-        if (known == nullptr && entry.capacity >= bytes) spare = &entry;
-    }
-    if (spare == nullptr) {
-        auto* memory = reinterpret_cast<Plane*>(gpu_->allocate(bytes));
-        spare = &tables_.emplace_back(GpuTable{{}, memory, bytes});
-    }
-    gpu_->copy(slot.stream,
-               {{reinterpret_cast<std::byte*>(spare->planes),
-                 reinterpret_cast<const std::byte*>(table->planes().data()), bytes}},
-               false);
-    gpu_->record(slot.done, slot.stream);
-    gpu_->wait(slot.done);
-    spare->table = table;
-    return spare->planes;
-}
-
-// Streams, events and the ring of ids. What an earlier try left missing is made.
+// Streams, events and tables. What an earlier try left missing is made.
 void Lane::prepare() {
     if (prepared_) return;
     gpu_->enter();
     for (Slot& slot : slots_) {
         if (slot.stream == nullptr) slot.stream = gpu_->make_stream();
         if (slot.done == nullptr) slot.done = gpu_->make_event();
-        const uint64_t bytes = kBatchIds * sizeof(uint32_t);
-        if (slot.ids == nullptr)
-            slot.ids = reinterpret_cast<uint32_t*>(gpu_->allocate_pinned(bytes));
-        if (slot.gpu_ids == nullptr)
-            slot.gpu_ids = reinterpret_cast<uint32_t*>(gpu_->allocate(bytes));
+        if (slot.table == nullptr) slot.table = gpu_->allocate_pinned(kTableBytes);
+        if (slot.gpu_table == nullptr) slot.gpu_table = gpu_->allocate(kTableBytes);
     }
     prepared_ = true;
 }
 
-// As much as there is, down to kLeastBatchBytes; without any, all goes by DMA.
+// Without memory for it all goes by DMA.
 void Lane::prepare_staging() {
     if (no_staging_) return;
-    for (uint64_t bytes = batch_bytes_;; bytes /= 2) {
-        try {
-            for (Slot& slot : slots_) slot.staging = gpu_->allocate(bytes);
-            batch_bytes_ = bytes;
-            counts_.staging_bytes = bytes * kSlots;
-            return;
-        } catch (const GpuError& error) {
-            if (gpu_->is_lost() || !error.out_of_memory) throw;
-        }
-        for (Slot& slot : slots_)
-            if (std::byte* memory = std::exchange(slot.staging, nullptr)) gpu_->free(memory);
-        no_staging_ = bytes / 2 < std::min(kLeastBatchBytes, options_.batch_bytes);
-        if (no_staging_) return;
+    try {
+        for (Slot& slot : slots_) slot.staging = gpu_->allocate(options_.batch_bytes);
+        counts_.staging_bytes = options_.batch_bytes * kSlots;
+        return;
+    } catch (const GpuError& error) {
+        if (gpu_->is_lost() || !error.out_of_memory) throw;
     }
+    no_staging_ = true;
+    for (Slot& slot : slots_)
+        if (std::byte* memory = std::exchange(slot.staging, nullptr)) gpu_->free(memory);
 }
 
 void Lane::tear_down() {
@@ -281,10 +253,9 @@ void Lane::tear_down() {
             gpu_->free_stream(slot.stream);
             gpu_->free_event(slot.done);
             if (slot.staging != nullptr) gpu_->free(slot.staging);
-            gpu_->free_pinned(reinterpret_cast<std::byte*>(slot.ids));
-            gpu_->free(reinterpret_cast<std::byte*>(slot.gpu_ids));
+            gpu_->free_pinned(slot.table);
+            gpu_->free(slot.gpu_table);
         }
-        for (GpuTable& entry : tables_) gpu_->free(reinterpret_cast<std::byte*>(entry.planes));
         for (Gpu::Event event : events_) gpu_->free_event(event);
     } catch (const GpuError& error) {
         gpu_->lose(error.what());

@@ -42,9 +42,9 @@ class Lane {
     struct Slot {
         Gpu::Stream stream = nullptr;
         Gpu::Event done = nullptr;
-        std::byte* staging = nullptr;  // batch_bytes_, or null: DMA only
-        uint32_t* ids = nullptr;       // kBatchIds, pinned
-        uint32_t* gpu_ids = nullptr;
+        std::byte* staging = nullptr;  // batch_bytes, or null: DMA only
+        std::byte* table = nullptr;    // kTableBytes, pinned: planes and block ids for the kernel
+        std::byte* gpu_table = nullptr;
     };
     struct Batch {
         Shared flight;
@@ -55,23 +55,17 @@ class Lane {
         bool in_flight;     // some of it may move: its slot's event tells when it no longer does
         std::string fault;  // why not all of it
     };
-    // The planes of a registration in GPU memory. An entry whose table is gone is used again.
-    struct GpuTable {
-        std::weak_ptr<PlaneTable> table;
-        Plane* planes;
-        uint64_t capacity;
-    };
 
     void run_submits();
     void run_ends();
     Shared next_job();
     bool advance(const Shared& flight);
     uint64_t batch_end(const CopyJob& job) const;
-    bool staged_way(const CopyJob& job, uint64_t positions) const;
+    bool wants_staging(const CopyJob& job, uint64_t positions) const;
+    bool stage(const Batch& batch);
     Queued try_queue(const Batch& batch);
     void queue_batch(const Batch& batch);
     void queue_staged(const Batch& batch);
-    const Plane* planes_on_gpu(const std::shared_ptr<PlaneTable>& table, Slot& slot);
     void settle(const Batch& batch);
     void end_if_over(const Shared& flight);
     void end_after_loss(std::unique_lock<std::mutex>& lock);
@@ -91,10 +85,8 @@ class Lane {
     // The submitting thread's; the other's while nothing is queued any more.
     bool prepared_ = false;
     bool no_staging_ = false;
-    uint64_t batch_bytes_;
     std::array<Slot, kSlots> slots_;
     uint64_t turn_ = 0;
-    std::vector<GpuTable> tables_;
 
     std::mutex mutex_;  // guards what follows
     std::condition_variable wake_;
