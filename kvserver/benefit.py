@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from kvserver.families import Histogram
-from kvserver.rpc_counts import RPC_BUCKETS
+from kvserver.families import WAIT_SECONDS, Histogram
 
 SOURCES = ("l0", "l1", "l2", "computed")
 OUTCOMES = ("done", "failed")
 DIRECTIONS = ("store", "load")
 PHASES = ("queue", "copy")
 RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
-COPY_BUCKETS = RPC_BUCKETS
+COPY_BUCKETS = WAIT_SECONDS
 _MOST_WAITS = 1024
 MOST = 1 << 62  # of a total that engines report: OTLP has 64 bits for it
 
@@ -75,8 +74,8 @@ class Benefit:
             "request_loads": dict(self.request_loads),
             "prefill_seconds_gained": self.gained_seconds,
             "prefill_seconds_lost": self.lost_seconds,
-            "hit_ratio": _figures(self.hit_ratio),
-            **{f"{d}_duration": {phase: _figures(self.durations[d, phase]) for phase in PHASES} for d in DIRECTIONS},
+            "hit_ratio": self.hit_ratio.status(),
+            **{f"{d}_duration": {phase: self.durations[d, phase].status() for phase in PHASES} for d in DIRECTIONS},
         }
 
 
@@ -111,8 +110,3 @@ class LoadWaits:
 def _grow(sums: dict[str, int], more: dict[str, int]) -> None:
     for name, count in more.items():
         sums[name] = min(sums[name] + count, MOST)
-
-
-def _figures(histogram: Histogram) -> dict[str, Any]:
-    figures = histogram.figures()
-    return {"counts": figures.counts, "sum": figures.sum}

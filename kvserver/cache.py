@@ -298,9 +298,11 @@ class Cache:
         self._pin(chunks)
         return chunks
 
-    def finish_load(self, chunks: list[Chunk]) -> None:
+    def finish_load(self, chunks: list[Chunk], copied: bool) -> None:
+        """`copied`: every byte of this rank was."""
         for chunk in chunks:
             chunk.pins -= 1
+            chunk.loaded |= copied
         self.pins -= len(chunks)
         self._settle(*reversed(chunks))
 
@@ -458,6 +460,7 @@ class Cache:
         self.index.remove(chunk)
         self.evicted_chunks += 1
         chunk.namespace.model.evicted_chunks += 1
+        chunk.namespace.model.never_loaded_chunks += chunk.ready and not chunk.loaded
         self.evicted_pages += self._free(chunk)
         plan.evicted.append((chunk.namespace.id, chunk.key))
         self._evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeAlias, get_args
 
 import msgspec
 
+from kvserver.families import WAIT_SECONDS, Histogram
 from kvserver.kv_messages import ChunkContents, DescribeScheduler
 from kvserver.protocol import Payload, RegisterWorker
 
@@ -295,6 +296,7 @@ class Bus:
         self.dropped = dict.fromkeys((t.__name__ for t in TYPES), 0)
         self.errors: Counter[str] = Counter()  # what subscribers raised, by their names
         self.lag_seconds = 0.0  # from an event's time until the thread took it: the longest of the last round
+        self._waits = Histogram(WAIT_SECONDS)  # the same of every event
         self.lost_chunks = False  # what became of chunks was dropped; whoever tells all anew sets it back
         self._limit = limit
         self._queue: queue.SimpleQueue[tuple[Event, int] | None] = queue.SimpleQueue()
@@ -351,6 +353,7 @@ class Bus:
             "dropped_types": dict(self.dropped),
             "queue_depth": self._cost_in - self._cost_out,
             "lag_seconds": round(self.lag_seconds, 6),
+            "waits": self._waits.status(),
             "subscribers": [
                 {"name": s.name, "errors": self.errors[s.name], "last_error": self._last_errors.get(s.name, "")}
                 for s in self.subscribers
@@ -383,7 +386,9 @@ class Bus:
         lag = 0.0
         while item is not None:
             event, cost = item
-            lag = max(lag, (time.monotonic_ns() - event.time_ns) * 1e-9)
+            waited = (time.monotonic_ns() - event.time_ns) * 1e-9
+            self._waits.observe(waited)
+            lag = max(lag, waited)
             for subscriber in self.subscribers:
                 self._guarded(subscriber, subscriber.handle, event)
             self._cost_out += cost

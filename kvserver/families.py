@@ -9,11 +9,17 @@ from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 # How long KV stays somewhere: the buckets of vLLM's own KV cache residency histograms.
 RESIDENCY_SECONDS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
     1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0,
+)  # fmt: skip
+
+# From a bare loopback echo (~0.1 ms) to a copy of gigabytes.
+WAIT_SECONDS = (
+    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
 )  # fmt: skip
 
 DEPARTED_SECONDS = 300.0  # the series of an instance that is gone are shown for so long, and go on if it comes back
@@ -61,6 +67,14 @@ class Histogram:
 
     def figures(self) -> Buckets:
         return Buckets(list(self._counts), self._sum)
+
+    def status(self) -> dict[str, Any]:
+        """The same for `/status`; buckets() reads it."""
+        return {"counts": list(self._counts), "sum": self._sum}
+
+
+def buckets(status: dict[str, Any]) -> Buckets:
+    return Buckets(list(status["counts"]), status["sum"])
 
 
 @dataclass(slots=True)

@@ -24,12 +24,13 @@ from kvserver.pool import page_count
 class ModelUse:
     """What one model has in L1. `pages` counts those of detached chunks, too, until they are freed."""
 
-    __slots__ = ("chunks", "evicted_chunks", "pages")
+    __slots__ = ("chunks", "evicted_chunks", "never_loaded_chunks", "pages")
 
     def __init__(self) -> None:
         self.chunks = 0
         self.pages = 0
         self.evicted_chunks = 0
+        self.never_loaded_chunks = 0  # of the evicted ones that were READY
 
 
 class Namespace:
@@ -62,7 +63,7 @@ class Chunk(Link):
     `pins` counts tickets, `leases` counts requests; either one keeps it from being evicted.
     """
 
-    __slots__ = ("_slots", "done", "filling", "in_index", "key", "leases", "namespace", "pins", "ready")
+    __slots__ = ("_slots", "done", "filling", "in_index", "key", "leases", "loaded", "namespace", "pins", "ready")
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         self.namespace = namespace
@@ -73,6 +74,7 @@ class Chunk(Link):
         self.done = 0
         self.filling = 0
         self.ready = False
+        self.loaded = False  # some rank has read it whole
         self.leases = 0
         self.pins = 0
         self.in_index = True

@@ -27,7 +27,7 @@ from kvserver.events import (
     InstanceGone,
     L1Cleared,
 )
-from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, RESIDENCY_SECONDS, Family, Histogram, Kind, bounded
+from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, Family, Histogram, Kind, bounded
 
 _HISTOGRAMS = {
     "kvserver_l1_chunk_residency_seconds": "Time from a chunk of L1 becoming READY to its eviction.",
@@ -35,6 +35,10 @@ _HISTOGRAMS = {
     "kvserver_l1_chunk_reuse_gap_seconds": "Time between two loads of a chunk, the first counted from its becoming READY.",
     "kvserver_l1_hit_age_seconds": "Time from a chunk becoming READY to a load of it.",
 }
+L1_SECONDS = (  # to a week: L1 keeps what L0 had to let go
+    1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,
+    3600.0, 7200.0, 14400.0, 28800.0, 86400.0, 172800.0, 345600.0, 604800.0,
+)  # fmt: skip
 Name = tuple[str, str]  # instance id, model name
 
 
@@ -96,7 +100,7 @@ class L1:
                     Kind.HISTOGRAM,
                     ("instance_id", "model_name"),
                     [(owner, histogram.figures()) for owner, histogram in self._figures[name].items()],
-                    RESIDENCY_SECONDS,
+                    L1_SECONDS,
                 )
                 for name, text in _HISTOGRAMS.items()
             ]
@@ -151,7 +155,7 @@ class L1:
             owner = ("", model_name)
         histogram = self._figures[name].get(owner)
         if histogram is None:
-            histogram = self._figures[name][owner] = Histogram(RESIDENCY_SECONDS)
+            histogram = self._figures[name][owner] = Histogram(L1_SECONDS)
         histogram.observe(nanos * 1e-9)
 
     def _forget_instances(self, now_ns: int) -> None:

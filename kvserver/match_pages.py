@@ -29,9 +29,8 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.block_hashes import DUMPS, hash_blocks
-from kvserver.families import Family, Histogram, Kind
+from kvserver.families import WAIT_SECONDS, Family, Histogram, Kind
 from kvserver.kv_events.index import KVIndex, Match, Reader
-from kvserver.rpc_counts import RPC_BUCKETS
 from kvserver.wire import Label, Name, Text
 
 MOST_BODY_BYTES = 4 << 20
@@ -104,7 +103,7 @@ class MatchPages:
         self._index = index
         self._loads = Loads(ask)
         self._hashing = threading.BoundedSemaphore(_HASHING_AT_ONCE)
-        self._seconds = Histogram(RPC_BUCKETS)
+        self._seconds = Histogram(WAIT_SECONDS)
         self._counting = threading.Lock()
 
     def match(self, body: bytes, content_type: str) -> tuple[int, bytes, str]:
@@ -126,7 +125,7 @@ class MatchPages:
         with self._counting:
             seconds = self._seconds.figures()
         text = "Time that the daemon took to answer POST /kv/match, also queries that it refused."
-        return [Family("kvserver_kv_match_seconds", text, Kind.HISTOGRAM, bounds=RPC_BUCKETS).add(seconds)]
+        return [Family("kvserver_kv_match_seconds", text, Kind.HISTOGRAM, bounds=WAIT_SECONDS).add(seconds)]
 
     def instances(self, status: Sequence[Status]) -> bytes:
         """`status`: /status's instances."""

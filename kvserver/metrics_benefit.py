@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvserver.benefit import COPY_BUCKETS, DIRECTIONS, RATIO_BUCKETS
-from kvserver.families import Buckets, Family, Kind
+from kvserver.families import Family, Kind, buckets
 
 _INSTANCE = ("instance_id", "model_name")
 _BY_LABEL = (  # name, help, label, key of the instance's requests
@@ -64,7 +64,7 @@ def benefit_families(rows: Sequence[dict[str, Any]]) -> Iterable[Family]:
         bounds=RATIO_BUCKETS,
     )
     for row in rows:
-        ratio.add(_buckets(row["requests"]["hit_ratio"]), row["instance_id"], row["model_name"])
+        ratio.add(buckets(row["requests"]["hit_ratio"]), row["instance_id"], row["model_name"])
     yield ratio
     for direction in DIRECTIONS:
         duration = Family(
@@ -76,9 +76,5 @@ def benefit_families(rows: Sequence[dict[str, Any]]) -> Iterable[Family]:
         )
         for row in rows:
             for phase, figures in row["requests"][f"{direction}_duration"].items():
-                duration.add(_buckets(figures), row["instance_id"], row["model_name"], phase)
+                duration.add(buckets(figures), row["instance_id"], row["model_name"], phase)
         yield duration
-
-
-def _buckets(figures: dict[str, Any]) -> Buckets:
-    return Buckets(list(figures["counts"]), figures["sum"])

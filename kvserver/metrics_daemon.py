@@ -10,9 +10,9 @@ from typing import Any
 
 from kvserver import __version__
 from kvserver.errors import ErrorCode
-from kvserver.families import Buckets, Family, Kind
+from kvserver.families import WAIT_SECONDS, Buckets, Family, Kind, buckets
 from kvserver.lifeline import CONNECTION_REFUSED
-from kvserver.rpc_counts import RPC_BUCKETS, TYPES
+from kvserver.rpc_counts import TYPES
 
 _STATUS = (  # name, help, kind, path in the status
     ("kvserver_ready", "1 while the daemon should receive traffic, 0 while it should not, as /readyz answers.", Kind.GAUGE, "ready"),
@@ -37,16 +37,21 @@ _STATUS = (  # name, help, kind, path in the status
 _L1_MODELS = (  # name, help, kind, key of the model
     ("kvserver_l1_model_used_bytes", "Memory of L1 that chunks of a model occupy.", Kind.GAUGE, "used_bytes"),
     ("kvserver_l1_model_chunks", "Chunks of a model in L1, also chunks that stores are filling.", Kind.GAUGE, "chunks"),
+    ("kvserver_l1_never_loaded_chunks", "Chunks of a model evicted from L1 that no engine had ever loaded.", Kind.COUNTER, "never_loaded"),
     ("kvserver_l1_model_evicted_chunks", "Chunks of a model evicted from L1, each once for all ranks.", Kind.COUNTER, "evictions"),
+)  # fmt: skip
+
+_WAITS = (  # name, help, path in the status of a histogram
+    ("kvserver_loop_turn_seconds", "Duration of each turn of the daemon's event loop.", "loop_turns"),
+    ("kvserver_events_wait_seconds", "Time that each event waited in the daemon's queue for the event thread.", "events.waits"),
 )  # fmt: skip
 
 
 def daemon_families(status: dict[str, Any], rpc: dict[str, Any]) -> Iterable[Family]:
     for name, text, kind, path in _STATUS:
-        value: Any = status
-        for key in path.split("."):
-            value = value[key]
-        yield Family(name, text, kind).add(+value)  # a bool is exported as 0 or 1
+        yield Family(name, text, kind).add(+_at(status, path))  # a bool is exported as 0 or 1
+    for name, text, path in _WAITS:
+        yield Family(name, text, Kind.HISTOGRAM, bounds=WAIT_SECONDS).add(buckets(_at(status, path)))
     yield Family("kvserver_build_info", "Always 1; the label is the daemon's version.", Kind.GAUGE, ("version",)).add(
         1, __version__
     )
@@ -55,6 +60,13 @@ def daemon_families(status: dict[str, Any], rpc: dict[str, Any]) -> Iterable[Fam
     yield from _gpus(status["gpus"])
     yield from _rpcs(rpc)
     yield from _events(status["events"])
+
+
+def _at(status: dict[str, Any], path: str) -> Any:
+    value: Any = status
+    for key in path.split("."):
+        value = value[key]
+    return value
 
 
 def _models(models: dict[str, dict[str, int]]) -> Iterable[Family]:
@@ -123,7 +135,7 @@ def _rpcs(rpc: dict[str, Any]) -> Iterable[Family]:
         "Time from the arrival of a request at the daemon to its reply, by type of request.",
         Kind.HISTOGRAM,
         ("type",),
-        bounds=RPC_BUCKETS,
+        bounds=WAIT_SECONDS,
     )
     for name, counts in rpc["times"].items():
         times.add(Buckets(counts, rpc["seconds"][name]), name)

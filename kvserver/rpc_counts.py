@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any, get_args
 
 from kvserver.errors import ErrorCode
+from kvserver.families import WAIT_SECONDS
 from kvserver.protocol import Request
 
 REQUESTS = tuple(kind.__name__ for kind in get_args(Request))
@@ -17,26 +18,6 @@ UNREADABLE = "unreadable"  # a message that is no request
 LOOP = "loop"  # work of the loop that answers no message
 TYPES = (*REQUESTS, UNREADABLE, LOOP)
 _REGISTERING = ("Hello", "RegisterWorker")
-
-# Seconds. From a bare loopback echo (~0.1 ms) to a copy of gigabytes.
-RPC_BUCKETS = (
-    0.00005,
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    10.0,
-)
 
 
 class Rpc:
@@ -50,8 +31,8 @@ class Rpc:
     def observe(self, type_name: str, seconds: float) -> None:
         buckets = self.times.get(type_name)
         if buckets is None:
-            buckets = self.times[type_name] = [0] * (len(RPC_BUCKETS) + 1)
-        buckets[bisect_left(RPC_BUCKETS, seconds)] += 1
+            buckets = self.times[type_name] = [0] * (len(WAIT_SECONDS) + 1)
+        buckets[bisect_left(WAIT_SECONDS, seconds)] += 1
         self.seconds[type_name] += seconds  # type: ignore[assignment]
 
     def error(self, code: str, type_name: str) -> None:

@@ -24,6 +24,7 @@ import zmq
 from kvserver import __version__
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import ErrorSent
+from kvserver.families import WAIT_SECONDS, Histogram
 from kvserver.handlers import Handlers
 from kvserver.protocol import (
     PROTOCOL_VERSION,
@@ -88,6 +89,7 @@ class Server:
         self._started = time.monotonic()
         self._last_tick = 0.0
         self._last_turn = time.monotonic()
+        self._turns = Histogram(WAIT_SECONDS)
         self._lag = [0.0, 0.0]  # longest turn of the last lag window and of the present one
         self._lag_window_began = time.monotonic()
         self._audited = False
@@ -253,6 +255,7 @@ class Server:
             self._lag_window_began = now
             self._lag = [self._lag[1], 0.0]
         self._lag[1] = max(self._lag[1], now - turn_began)
+        self._turns.observe(now - turn_began)
         if now - self._last_tick >= 1.0:
             self._last_tick = now
             self._guarded(self.handlers.tick)
@@ -281,6 +284,7 @@ class Server:
             "ready": not self.failure,
             "protocol_version": PROTOCOL_VERSION,
             "loop_lag_seconds": max(self._lag),
+            "loop_turns": self._turns.status(),
             "metrics_sample_rate": self.handlers.settings.metrics_sample_rate,
             **self.handlers.status(),
         }

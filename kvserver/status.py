@@ -33,6 +33,7 @@ def l1_status(cache: Cache, placement: Placement) -> dict[str, Any]:
                 "used_bytes": model.pages * pool.page_bytes,
                 "chunks": model.chunks,
                 "evictions": model.evicted_chunks,
+                "never_loaded": model.never_loaded_chunks,
             }
             for name, model in cache.index.models.items()
         },

@@ -282,7 +282,7 @@ class Transfers:
         try:
             self._submit(request, ticket, Direction.LOAD, blocks, found, request.skip_blocks)
         except BaseException:
-            self._cache.finish_load(found)
+            self._cache.finish_load(found, copied=False)
             raise
 
     def _submit(
@@ -352,7 +352,7 @@ class Transfers:
         ticket.respond(Stored(stored=len(plan.chunks), skipped=plan.skipped, starved=plan.starved))
 
     def load_ended(self, ticket: LoadTicket, completion: Completion) -> None:
-        self._cache.finish_load(ticket.chunks)
+        self._cache.finish_load(ticket.chunks, completion.done)
         self._tell_end(ticket, completion, Direction.LOAD)
         counts = self._instances.counts_of(ticket.worker.spec)
         tokens = ticket.tokens if completion.done else 0

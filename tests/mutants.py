@@ -379,7 +379,7 @@ SERVER = (
     ),
     Mutant(
         "a load that cannot be queued keeps its chunks pinned",
-        TRANSFERS, "Transfers._load", "            self._cache.finish_load(found)\n", "",
+        TRANSFERS, "Transfers._load", "            self._cache.finish_load(found, copied=False)\n", "",
         ("daemon/test_copies_not_taken.py",),
     ),
     Mutant(

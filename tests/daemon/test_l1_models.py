@@ -43,3 +43,24 @@ def test_models_add_up_to_l1_also_without_their_engines(
     assert of(daemon)[:2] == l1(daemon)[:2] == [0, 0]
     assert of(daemon, "model-0")[2] == evicted, "a counter goes on"
     daemon.audit()
+
+
+def test_chunks_that_no_engine_ever_loaded_are_shown_when_they_are_evicted(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
+) -> None:
+    daemon = make_daemon(l1_size="1MiB")
+    worker = make_worker(daemon, model_name="m")
+    keys = make_keys(3)
+    worker.store(keys, worker.blocks_for(3))
+    worker.load(keys[:1], worker.blocks_for(1))
+
+    def shown() -> list[float | None]:
+        names = ("model_evicted_chunks_total", "never_loaded_chunks_total")
+        return [daemon.metric(f"kvserver_l1_{name}", model_name="m") for name in names]
+
+    assert shown() == [0, 0]
+    for number in range(1000):
+        worker.store(make_keys(1, f"more {number}"), worker.blocks_for(1))
+        if (evicted := shown()[0]) is not None and evicted >= 3:
+            break
+    assert shown() == [evicted, evicted - 1]

@@ -321,6 +321,16 @@ def test_metrics_count_what_happened(make_daemon, make_worker):
     assert rpcs == {("Hello",): 1, ("RegisterWorker",): 1, ("Store",): 1, ("Lookup",): 1, ("Retrieve",): 2}
 
 
+def test_every_turn_of_the_loop_is_counted(make_daemon, make_worker):
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    before = daemon.metric("kvserver_loop_turn_seconds_count")
+    for _ in range(20):
+        worker.lookup(make_keys(1))
+    wait_until(lambda: daemon.metric("kvserver_loop_turn_seconds_count") >= before + 20)
+    assert 0 < daemon.metric("kvserver_loop_turn_seconds_sum") < daemon.status()["uptime_seconds"]
+
+
 def test_the_pages_of_probes_and_people_answer(daemon):
     assert daemon.http("/livez") == (200, "alive\n")
     assert daemon.http("/readyz") == (200, "ready\n")

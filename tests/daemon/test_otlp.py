@@ -15,8 +15,8 @@ from support.lives import accessed, allocated, evicted, exact, released
 from support.worker import make_keys
 
 from kvserver import __version__
+from kvserver.families import WAIT_SECONDS
 from kvserver.protocol import ReportBlockAllocations
-from kvserver.rpc_counts import RPC_BUCKETS
 
 OFTEN = {"otlp_interval_seconds": 0.1}
 
@@ -131,9 +131,9 @@ def test_a_histogram_keeps_its_bounds_and_counts(make_daemon, make_worker):
             return next((p for p in points if labels_of(p) == {"type": "Lookup"} and p.count == 3), None)
 
         point = wait_until(arrived)
-        assert tuple(point.explicit_bounds) == RPC_BUCKETS
+        assert tuple(point.explicit_bounds) == WAIT_SECONDS
         assert sum(point.bucket_counts) == 3
-        assert len(point.bucket_counts) == len(RPC_BUCKETS) + 1
+        assert len(point.bucket_counts) == len(WAIT_SECONDS) + 1
         assert point.sum > 0
         assert not point.HasField("min")
         assert not point.HasField("max")

@@ -85,7 +85,7 @@ def test_pages_of_a_prefix_are_its_own() -> None:
     store(cache, keys)
     chunks = cache.plan_load(NS, b"".join(keys[:ROOM]))
     assert sorted(page for chunk in chunks for page in pages_of(chunk.slot(0))) == list(range(ROOM))
-    cache.finish_load(chunks)
+    cache.finish_load(chunks, copied=True)
 
 
 def test_an_engine_loads_the_prefix_of_a_prompt_larger_than_l1(

@@ -116,7 +116,7 @@ class TestReady:
         assert cache.pins == 0
         loading = cache.plan_load(NS, keys("ab"))
         assert cache.pins == 2
-        cache.finish_load(loading)
+        cache.finish_load(loading, copied=True)
         cache.audit()
 
     def test_a_load_of_a_chunk_that_is_being_filled_is_refused(self, cache: Cache) -> None:
@@ -136,7 +136,7 @@ class TestReady:
         store(cache, "a", rank=1, world=2, pages=3)
         (chunk,) = cache.plan_load(NS, keys("a"))
         assert [page_count(chunk.slot(rank)) for rank in (0, 1)] == [2, 3]
-        cache.finish_load([chunk])
+        cache.finish_load([chunk], copied=True)
 
 
 class TestDuplicates:
@@ -187,7 +187,7 @@ class TestEviction:
     def test_a_load_counts_as_a_use(self, cache: Cache) -> None:
         for name in "abcdefghij":
             store(cache, name)
-        cache.finish_load(cache.plan_load(NS, keys("a")))
+        cache.finish_load(cache.plan_load(NS, keys("a")), copied=True)
         store(cache, "k")
         assert which(cache, "ab") == "a"
 
@@ -231,7 +231,7 @@ class TestEviction:
     def test_later_chunks_leave_first_after_a_load(self, cache: Cache) -> None:
         for name in "jihgfedcba":
             store(cache, name)
-        cache.finish_load(cache.plan_load(NS, keys("abcdefghij")))
+        cache.finish_load(cache.plan_load(NS, keys("abcdefghij")), copied=True)
         store(cache, "x", namespace=OTHER, pages=3)
         assert which(cache, "abcdefghij") == "abcdefg"
 
@@ -278,7 +278,7 @@ class TestEviction:
         assert len(filling.chunks) == 1
         assert plan(cache, "y", namespace=OTHER).starved == 1
         assert which(cache, "abcdefghij") == "abcde"
-        cache.finish_load(loading)
+        cache.finish_load(loading, copied=True)
         assert plan(cache, "y", namespace=OTHER).starved == 0
 
     def test_a_store_that_finds_no_room_for_all_keeps_the_first_ones(self, cache: Cache) -> None:
@@ -430,7 +430,7 @@ class TestClear:
         assert len(used) == 2
         assert len(fresh) == 3
         assert not used & fresh, "pages under a reader were given away"
-        cache.finish_load(loading)
+        cache.finish_load(loading, copied=True)
         assert cache.pool.used_pages == 3
         cache.audit()
 
@@ -439,9 +439,9 @@ class TestClear:
         first, second = cache.plan_load(NS, keys("a")), cache.plan_load(NS, keys("a"))
         cache.clear()
         free_all(cache)
-        cache.finish_load(first)
+        cache.finish_load(first, copied=True)
         assert cache.pool.used_pages == 1
-        cache.finish_load(second)
+        cache.finish_load(second, copied=True)
         assert cache.pool.used_pages == 0
         cache.audit()
 
@@ -522,7 +522,7 @@ class TestBooks:
         loading = cache.plan_load(NS, keys("ab"))
         assert cache.pins == 2
         cache.audit()
-        cache.finish_load(loading)
+        cache.finish_load(loading, copied=True)
         assert cache.pins == 0
         cache.audit()
 

@@ -167,3 +167,13 @@ def test_the_lag_is_from_the_events_time_until_it_was_taken(make_bus: Any) -> No
     bus.publish(WorkerGone(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
     assert bus.flush()
     assert 3.0 <= wait_until(lambda: bus.lag_seconds) < 30
+
+
+def test_the_wait_of_every_event_is_counted(make_bus: Any) -> None:
+    bus = make_bus(Collects())
+    bus.publish(WorkerGone(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
+    bus.publish(error())
+    assert bus.flush()
+    waits = bus.status()["waits"]
+    assert sum(waits["counts"]) == 2
+    assert 3.0 <= waits["sum"] < 30

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver import metrics, prometheus
 from kvserver.events import Bus
-from kvserver.families import Buckets, Family, Kind
+from kvserver.families import WAIT_SECONDS, Buckets, Family, Histogram, Kind
 from kvserver.instances import Counts, Instances
 from kvserver.misses import MissReason
 from kvserver.rpc_counts import Rpc
@@ -45,6 +45,7 @@ def status(
         "l1": {key: number for number, key in enumerate(keys)} | {"models": {}},
         "gpus": [],
         "loop_lag_seconds": 0.25,
+        "loop_turns": Histogram(WAIT_SECONDS).status(),
         "metrics_sample_rate": 0.125,
         "events": events or Bus().status(),
         "instances": list(instances),
@@ -173,6 +174,8 @@ def test_l1_and_the_sample_rate_are_told() -> None:
 
 
 def test_events_are_told_by_type_and_subscriber() -> None:
+    waits = Histogram(WAIT_SECONDS)
+    waits.observe(2.0)
     events = {
         "published": 5,
         "dropped": 1,
@@ -180,10 +183,14 @@ def test_events_are_told_by_type_and_subscriber() -> None:
         "dropped_types": {"BlockReport": 1},
         "queue_depth": 4,
         "lag_seconds": 0.5,
+        "waits": waits.status(),
         "subscribers": [{"name": "l0", "errors": 2, "last_error": "ValueError"}],
     }
     families = metrics.families(status(events=events), Rpc().snapshot())
     found = {labels: value for labels, value in samples(*families).items() if labels[0].startswith("kvserver_events_")}
+    waits = {name: found.pop(name) for name in list(found) if name[0].startswith("kvserver_events_wait_seconds_")}
+    assert waits["kvserver_events_wait_seconds_bucket", (("le", "2.5"),)] == 1
+    assert waits["kvserver_events_wait_seconds_sum", ()] == 2.0
     assert found == {
         ("kvserver_events_published_total", (("type", "BlockReport"),)): 5,
         ("kvserver_events_published_total", (("type", "CopyBegan"),)): 0,

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
-from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, MOST_MODELS, RESIDENCY_SECONDS, Buckets
+from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, MOST_MODELS, Buckets
 from kvserver.families import OTHER as OTHERS
-from kvserver.l1 import L1
+from kvserver.l1 import L1, L1_SECONDS
 
 SECOND = 1_000_000_000
 RESIDENCY = "kvserver_l1_chunk_residency_seconds"
@@ -69,7 +69,7 @@ class World:
 def test_families_exist_before_anything_happened() -> None:
     families = L1(1.0).families()
     assert [family.name for family in families] == [RESIDENCY, IDLE, GAP, AGE]
-    assert all(family.bounds == RESIDENCY_SECONDS and not family.points for family in families)
+    assert all(family.bounds == L1_SECONDS and not family.points for family in families)
 
 
 def test_residency_is_from_ready_to_eviction_and_idle_from_the_last_load() -> None:

@@ -73,6 +73,39 @@ def test_engines_that_share_a_namespace_have_one_model(cache: Cache) -> None:
     assert models(cache) == {"a": (5, 5, 0)}
 
 
+def never_loaded(cache: Cache) -> dict[str, int]:
+    return {name: of["never_loaded"] for name, of in l1_status(cache, Placement())["models"].items()}
+
+
+def load(cache: Cache, namespace: bytes, keys: list[bytes], copied: bool = True) -> None:
+    cache.finish_load(cache.plan_load(namespace, b"".join(keys)), copied)
+
+
+def test_a_chunk_that_nobody_loaded_counts_when_it_is_evicted(cache: Cache) -> None:
+    old, new = make_keys(10), make_keys(10, "new")
+    store(cache, "a", A, old)
+    load(cache, A, old[:4])
+    load(cache, A, old[4:6], copied=False)
+    store(cache, "b", B, new)
+    assert models(cache) == {"a": (0, 0, 10), "b": (10, 10, 0)}
+    assert never_loaded(cache) == {"a": 6, "b": 0}
+    store(cache, "a", A, old)
+    assert never_loaded(cache) == {"a": 6, "b": 10}
+    store(cache, "b", B, new)
+    assert never_loaded(cache) == {"a": 16, "b": 10}, "what was loaded in an earlier residence is not any more"
+
+
+def test_what_was_never_whole_or_is_cleared_was_not_stored_for_nothing(cache: Cache) -> None:
+    plan = cache.plan_store(A, 2, 0, b"".join(make_keys(4)), PAGE, model_name="a")
+    cache.finish_store(plan, copied=True)  # one rank of two
+    store(cache, "b", B, make_keys(10, "all of L1"))
+    assert models(cache)["a"] == (0, 0, 4)
+    cache.clear()
+    while cache.step():
+        pass
+    assert never_loaded(cache) == {"a": 0, "b": 0}
+
+
 def test_names_without_end_are_one_series() -> None:
     cache = Cache(PagePool(4 * MOST_MODELS * PAGE, PAGE), POLICIES["lru"]())
     for number in range(3 * MOST_MODELS):

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvserver import __version__, metrics, prometheus
 from kvserver.errors import ErrorCode
 from kvserver.events import Bus
+from kvserver.families import WAIT_SECONDS, Histogram
 from kvserver.instances import Counts
 from kvserver.rpc_counts import Rpc
 from kvserver.status import counts_status
@@ -98,8 +99,8 @@ def status(*instances: dict[str, Any]) -> dict[str, Any]:
             "evicted_bytes": 70,
             "cleared_chunks": 2,
             "models": {
-                "m": {"used_bytes": 400, "chunks": 2, "evictions": 7},
-                "n": {"used_bytes": 200, "chunks": 1, "evictions": 0},
+                "m": {"used_bytes": 400, "chunks": 2, "evictions": 7, "never_loaded": 4},
+                "n": {"used_bytes": 200, "chunks": 1, "evictions": 0, "never_loaded": 0},
             },
         },
         "gpus": [
@@ -111,6 +112,7 @@ def status(*instances: dict[str, Any]) -> dict[str, Any]:
             }
         ],
         "loop_lag_seconds": 0.25,
+        "loop_turns": Histogram(WAIT_SECONDS).status(),
         "metrics_sample_rate": 0.01,
         "events": Bus().status(),
         "departed": [],
