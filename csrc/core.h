@@ -71,8 +71,10 @@ class Mapping : public std::enable_shared_from_this<Mapping> {
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
-    virtual void map() = 0;            // throws std::runtime_error with the reason
-    virtual void unmap() = 0;          // also gives back what it was made from; idempotent
+    virtual void map() = 0;  // throws std::runtime_error with the reason
+    // Also gives back what it was made from; idempotent. Throws std::runtime_error if something
+    // stays mapped, which then does so for good.
+    virtual void unmap() = 0;
     virtual bool intact() const = 0;   // false once there is less than what was mapped
     virtual bool on_host() const = 0;  // whether a host thread may touch data()
 
@@ -290,7 +292,7 @@ class Device {
     // Throws std::invalid_argument by check_job().
     virtual void submit_copy(std::shared_ptr<CopyJob> job) = 0;
     virtual void cancel(uint64_t ticket) = 0;
-    // A map that fails leaves nothing mapped.
+    // A map that fails leaves nothing mapped. An unmap that fails is over as well: see Mapping.
     // REQUIRES of an unmap: no open copy uses the mappings.
     virtual void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) = 0;
     virtual void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) = 0;

@@ -79,17 +79,17 @@ void FakeGpu::fail_next(const std::string& call, const std::string& what, bool l
 
 void FakeGpu::die(const std::string& what) {
     std::unique_lock lock(mutex_);
-    end(what, lock);
+    kill(lock);
+    lose(what);
 }
 
 // What is dead moves nothing any more, so memory may go: what moves ends first.
-void FakeGpu::end(const std::string& what, std::unique_lock<std::mutex>& lock) {
+void FakeGpu::kill(std::unique_lock<std::mutex>& lock) {
     dying_ = true;
     wake_.wait(lock, [&] {
         return std::none_of(queues_.begin(), queues_.end(), [](const Queue& q) { return q.busy; });
     });
     dead_ = true;
-    lose(what);
 }
 
 std::vector<std::string> FakeGpu::faults() const {
@@ -126,7 +126,7 @@ uint64_t FakeGpu::pinned_bytes() const {
 // What every call begins with.
 void FakeGpu::call(const std::string& name, std::unique_lock<std::mutex>& lock) {
     ++calls_[name];
-    if (dead_) throw GpuError(name + ": the GPU is dead: " + lost());
+    if (dead_) fail(name + ": the GPU is dead: " + lost());
     require(name == "enter" || name == "finish" || entered_.contains(std::this_thread::get_id()),
             name + " by a thread that did not enter");
     const auto failure = failures_.find(name);
@@ -134,8 +134,8 @@ void FakeGpu::call(const std::string& name, std::unique_lock<std::mutex>& lock) 
     const Failure planned = failure->second;
     failures_.erase(failure);
     if (planned.alive) lose(planned.what);
-    if (planned.lost && !planned.alive) end(planned.what, lock);
-    throw GpuError(planned.what, planned.what == "out of memory");
+    if (planned.lost && !planned.alive) kill(lock);
+    fail(planned.what, planned.what == "out of memory");
 }
 
 // Until then, or until the GPU is dead, of which nobody wakes us.
@@ -206,7 +206,7 @@ std::byte* FakeGpu::allocate(uint64_t bytes) {
     call("allocate", lock);
     uint64_t used = bytes;
     for (const auto& [data, size] : allocated_) used += size;
-    if (used > options_.memory_bytes) throw GpuError("out of memory", true);
+    if (used > options_.memory_bytes) fail("out of memory", true);
     auto* memory = static_cast<std::byte*>(::operator new(bytes));
     std::fill_n(memory, bytes, kPoison);
     allocated_[memory] = bytes;
@@ -268,9 +268,15 @@ GpuMemory FakeGpu::open(const GpuHandle& handle, uint64_t) {
         address = mmap(nullptr, static_cast<size_t>(info.st_size), PROT_READ | PROT_WRITE,
                        MAP_SHARED, fd, 0);
     if (fd >= 0) ::close(fd);
-    if (address == MAP_FAILED) throw GpuError("cannot open this handle");
+    if (address == MAP_FAILED) fail("cannot open this handle");
     const auto size = static_cast<uint64_t>(info.st_size);
     opened_[static_cast<std::byte*>(address)] = {path, size, 1};
+    try {
+        call("address_range", lock);
+    } catch (const GpuError&) {
+        if (dead_) throw;
+        return {static_cast<std::byte*>(address), std::nullopt};
+    }
     return {static_cast<std::byte*>(address), size};
 }
 
@@ -366,7 +372,7 @@ void FakeGpu::wait(Event event) {
     auto* mark = static_cast<Mark*>(event);
     require(mark->recorded, "a wait for an event that was not recorded");
     wait_for([&] { return mark->happened; }, lock);
-    if (dead_) throw GpuError("wait: the GPU is dead: " + lost());
+    if (dead_) fail("wait: the GPU is dead: " + lost());
 }
 
 void FakeGpu::finish(Stream stream) {

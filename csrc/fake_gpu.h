@@ -35,9 +35,9 @@ class FakeGpu final : public Gpu {
     // ---- for the test
     void hold();    // streams stand still, before their next operation
     void resume();  // and go on
-    // The next call of this name (a function of Gpu) throws. With `lost`, the GPU is lost by it:
-    // dead, so that nothing moves any more, or with `alive` only given up, and what its streams
-    // were given still runs.
+    // The next call of this name (a function of Gpu, or "address_range", which open() makes)
+    // throws. With `lost`, the GPU is lost by it: dead, so that nothing moves any more, or with
+    // `alive` only given up, and what its streams were given still runs.
     void fail_next(const std::string& call, const std::string& what, bool lost, bool alive);
     void die(const std::string& what);  // dead while nobody calls: waiters are told
     std::vector<std::string> faults() const;
@@ -68,6 +68,9 @@ class FakeGpu final : public Gpu {
     void copy(Stream stream, const std::vector<Piece>& pieces, bool pinned) override;
     void copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) override;
 
+  protected:
+    bool alive() override { return !dead_; }  // mutex_ is held by every call that fails
+
   private:
     struct Queue {  // a stream
         std::deque<std::function<void()>> work;
@@ -90,7 +93,7 @@ class FakeGpu final : public Gpu {
     using Ranges = std::map<const std::byte*, uint64_t>;
 
     void call(const std::string& name, std::unique_lock<std::mutex>& lock);
-    void end(const std::string& what, std::unique_lock<std::mutex>& lock);
+    void kill(std::unique_lock<std::mutex>& lock);
     void run(Queue& queue);
     void enqueue(Stream stream, std::function<void()> work);
     void wait_for(const std::function<bool()>& happened, std::unique_lock<std::mutex>& lock);

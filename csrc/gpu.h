@@ -6,9 +6,10 @@
 //
 // Threads: every virtual function is called by native threads without the GIL, from several at
 // once; each calls enter() first. None is called by the server's loop.
-// Errors: every function that talks to the GPU throws GpuError. After a sticky one, which fails all
-// later calls, lost() says why, and nobody makes a further call but finish(): a GPU that is given
-// up may still move what its streams were given.
+// Errors: every function that talks to the GPU throws GpuError, which fails what it was called for
+// and nothing else. After a sticky one, which fails all later calls, lost() says why, and nobody
+// makes a further call but finish(): a GPU that is given up may still move what its streams were
+// given.
 #pragma once
 
 #include <array>
@@ -17,6 +18,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -52,7 +54,7 @@ struct GpuHandle {
 
 struct GpuMemory {
     std::byte* data;
-    uint64_t size;  // as the driver says, not the peer
+    std::optional<uint64_t> size;  // as the driver says, not the peer; it may not know
 };
 
 struct GpuInfo {
@@ -110,6 +112,12 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     virtual void copy_blocks(Stream stream, Direction direction, const PackedBlocks& blocks) = 0;
 
     void lose(const std::string& why);  // the first reason stays
+
+  protected:
+    // Throw, and lose the GPU if its context is dead. No list of codes says which errors those are:
+    // a sticky one comes again from a call that has nothing to do with what failed.
+    [[noreturn]] void fail(const std::string& what, bool no_memory = false);
+    virtual bool alive() = 0;  // by such a call, a cheap one; true while there is no context
 
   private:
     std::atomic<bool> is_lost_{false};

@@ -10,17 +10,6 @@
 
 namespace kvserver {
 
-std::string Gpu::lost() const {
-    std::lock_guard lock(mutex_);
-    return lost_;
-}
-
-void Gpu::lose(const std::string& why) {
-    std::lock_guard lock(mutex_);
-    if (lost_.empty()) lost_ = why;
-    is_lost_ = true;
-}
-
 // ---- mappings -------------------------------------------------------------------------------
 
 GpuMapping::GpuMapping(std::shared_ptr<Gpu> gpu, GpuHandle handle, uint64_t offset, uint64_t size)
@@ -35,9 +24,9 @@ void GpuMapping::map() {
     const GpuMemory memory = gpu_->open(handle_, offset_ + size_);
     close_fd();
     opened_ = memory.data;
-    if (offset_ + size_ > memory.size) {
+    if (memory.size && offset_ + size_ > *memory.size) {
         unmap();
-        throw std::runtime_error("the GPU memory holds " + std::to_string(memory.size) +
+        throw std::runtime_error("the GPU memory holds " + std::to_string(*memory.size) +
                                  " bytes, the registration says " +
                                  std::to_string(offset_ + size_));
     }
@@ -52,7 +41,7 @@ void GpuMapping::unmap() {
     try {
         gpu_->close(opened);
     } catch (const GpuError& error) {
-        gpu_->lose(std::string("an engine's memory cannot be unmapped: ") + error.what());
+        if (!gpu_->is_lost()) throw;
     }
 }
 
@@ -149,7 +138,8 @@ Completion GpuCopier::run_map(const MapJob& job) {
         end = refuse_map_job(job, error.what());
         end.outcome = Outcome::kFailed;
     }
-    if (end.outcome == Outcome::kFailed && gpu_->is_lost()) end.outcome = Outcome::kDeviceLost;
+    if (end.outcome == Outcome::kFailed && !job.unmap && gpu_->is_lost())
+        end.outcome = Outcome::kDeviceLost;
     for (const auto& mapping : job.mappings)
         if (mapping->mapped() && !mapping->on_host()) after += mapping->size();
     mapped_bytes_ += after - before;

@@ -27,7 +27,9 @@ class GpuMapping final : public Mapping {
     GpuMapping(std::shared_ptr<Gpu> gpu, GpuHandle handle, uint64_t offset, uint64_t size);
     ~GpuMapping() override;
     void map() override;
-    void unmap() override;  // leaves a lost GPU alone: the end of the process unmaps it
+    // Leaves a lost GPU alone: the end of the process unmaps it. So it does with what the driver
+    // refused to unmap; nothing moves there any more.
+    void unmap() override;
     bool intact() const override { return true; }  // its owner cannot take it back
     bool on_host() const override { return false; }
     const std::shared_ptr<Gpu>& gpu() const { return gpu_; }

@@ -24,41 +24,13 @@ namespace {
 
 // ---- errors ---------------------------------------------------------------------------------
 
-// Errors that leave the context as it was. Any other one is taken as the end of it: a daemon that
-// restarts for nothing is better than one that goes on with a dead GPU.
-bool leaves_context(int error) {
-    static constexpr int kHarmless[] = {
-        cudaErrorInvalidValue,
-        cudaErrorMemoryAllocation,
-        cudaErrorInitializationError,
-        cudaErrorInvalidDevicePointer,
-        cudaErrorInsufficientDriver,
-        cudaErrorNoDevice,
-        cudaErrorInvalidDevice,
-        cudaErrorDeviceUninitialized,
-        cudaErrorMapBufferObjectFailed,
-        cudaErrorAlreadyMapped,
-        cudaErrorInvalidResourceHandle,
-        cudaErrorHostMemoryAlreadyRegistered,
-        cudaErrorNotSupported,
-        cudaErrorNotPermitted,
-        cudaErrorOperatingSystem,
-        cudaErrorHostMemoryNotRegistered,
-        cudaErrorInvalidConfiguration,
-        cudaErrorNoKernelImageForDevice,
-        cudaErrorPeerAccessUnsupported,
-        cudaErrorPeerAccessAlreadyEnabled,
-        cudaErrorUnsupportedPtxVersion,
-        cudaErrorSystemDriverMismatch,
-        cudaErrorCallRequiresNewerDriver,
-    };
-    return std::find(std::begin(kHarmless), std::end(kHarmless), error) != std::end(kHarmless);
-}
-
 std::string told(const char* call, int error) {
     const auto code = static_cast<cudaError_t>(error);  // the driver's numbers are the same
     return std::string(call) + ": " + cudaGetErrorName(code) + " (" + std::to_string(error) +
-           "): " + cudaGetErrorString(code);
+           "): " + cudaGetErrorString(code) +
+           (code == cudaErrorDevicesUnavailable ? "; in exclusive-process mode an engine has the "
+                                                  "GPU to itself, `nvidia-smi -c DEFAULT` ends that"
+                                                : "");
 }
 
 // Where no GPU could be lost yet.
@@ -68,19 +40,7 @@ void check_free(int error, const char* call) {
     throw GpuError(told(call, error), error == cudaErrorMemoryAllocation);
 }
 
-void check(Gpu& gpu, int error, const char* call, const char* file, int line) {
-    if (error == cudaSuccess) return;
-    const std::string what =
-        told(call, error) + " at " + file + ":" + std::to_string(line) + " on " + gpu.uuid();
-    if (!leaves_context(error)) {
-        gpu.lose(what);
-        throw GpuError(what);
-    }
-    (void)cudaGetLastError();
-    throw GpuError(what, error == cudaErrorMemoryAllocation);
-}
-
-#define CHECK(call) check(*this, static_cast<int>(call), #call, __FILE_NAME__, __LINE__)
+#define CHECK(call) check(static_cast<int>(call), #call, __FILE_NAME__, __LINE__)
 
 // ---- the driver -----------------------------------------------------------------------------
 
@@ -145,6 +105,7 @@ class CudaGpu final : public Gpu {
         if (ordinal_ < 0) ordinal_ = find_ordinal();
         CHECK(cudaSetDevice(ordinal_));
         if (entered_) return;
+        make_probe();
         CHECK(load_copy_blocks());
         batch_ = DRIVER(cuMemcpyBatchAsync, 12080);
         pitched_batch_ = DRIVER(cuMemcpy3DBatchAsync, 12080);
@@ -176,7 +137,8 @@ class CudaGpu final : public Gpu {
         std::lock_guard lock(mutex_);
         for (Opened& opened : opened_)
             if (handle.kind != GpuHandle::Kind::kFd && opened.handle.kind == handle.kind &&
-                opened.handle.bytes == handle.bytes && opened.memory.size >= bytes) {
+                opened.handle.bytes == handle.bytes &&
+                opened.memory.size.value_or(bytes) >= bytes) {
                 ++opened.count;
                 return opened.memory;
             }
@@ -197,7 +159,7 @@ class CudaGpu final : public Gpu {
         if (opened.handle.kind == GpuHandle::Kind::kIpc)
             CHECK(cudaIpcCloseMemHandle(data));
         else
-            unmap_vmm(reinterpret_cast<CUdeviceptr>(data), opened.memory.size);
+            unmap_vmm(reinterpret_cast<CUdeviceptr>(data), *opened.memory.size);
     }
 
     Stream make_stream() override {
@@ -226,7 +188,7 @@ class CudaGpu final : public Gpu {
     // An error that leaves the context says nothing about the stream.
     void finish(Stream stream) override {
         const cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
-        if (error != cudaSuccess && leaves_context(error)) CHECK(error);
+        if (error != cudaSuccess && alive()) CHECK(error);
     }
     uint64_t nanos_between(Event first, Event last) override {
         float milliseconds = 0;
@@ -253,7 +215,33 @@ class CudaGpu final : public Gpu {
         CHECK(launch_copy_blocks(direction, blocks, static_cast<cudaStream_t>(stream)));
     }
 
+  protected:
+    // A record, as nothing waits for it and no one else uses that stream.
+    bool alive() override {
+        cudaStream_t stream = probe_stream_;
+        if (stream == nullptr) return true;
+        const bool lives = cudaEventRecord(probe_event_, stream) == cudaSuccess;
+        (void)cudaGetLastError();
+        return lives;
+    }
+
   private:
+    void check(int error, const char* call, const char* file, int line) {
+        if (error == cudaSuccess) return;
+        (void)cudaGetLastError();  // it would be told again by the next launch
+        fail(told(call, error) + " at " + file + ":" + std::to_string(line) + " on " + uuid_,
+             error == cudaErrorMemoryAllocation);
+    }
+
+    void make_probe() {
+        if (probe_stream_ != nullptr) return;
+        if (probe_event_ == nullptr)
+            CHECK(cudaEventCreateWithFlags(&probe_event_, cudaEventDisableTiming));
+        cudaStream_t stream = nullptr;
+        CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        probe_stream_ = stream;
+    }
+
     struct Opened {
         GpuHandle handle;
         GpuMemory memory;
@@ -332,15 +320,20 @@ class CudaGpu final : public Gpu {
         std::memcpy(&raw, handle.bytes.data(), sizeof raw);
         void* data = nullptr;
         CHECK(cudaIpcOpenMemHandle(&data, raw, cudaIpcMemLazyEnablePeerAccess));
+        return {static_cast<std::byte*>(data), size_of(data)};
+    }
+
+    // Drivers may know no range of imported memory (CUDA_ERROR_NOT_FOUND).
+    std::optional<uint64_t> size_of(void* data) {
+        const auto range = DRIVER(cuMemGetAddressRange, 3020);
         CUdeviceptr base = 0;
         size_t size = 0;
-        const auto range = DRIVER(cuMemGetAddressRange, 3020);
         const int result = range == nullptr
                                ? static_cast<int>(CUDA_ERROR_NOT_SUPPORTED)
                                : range(&base, &size, reinterpret_cast<CUdeviceptr>(data));
-        if (result != 0) (void)cudaIpcCloseMemHandle(data);
-        CHECK(result);
-        return {static_cast<std::byte*>(data), size};
+        if (result == 0) return size;
+        if (!alive()) CHECK(result);
+        return std::nullopt;
     }
 
     // The driver refuses to map more than there is.
@@ -393,6 +386,8 @@ class CudaGpu final : public Gpu {
     std::mutex mutex_;  // guards what follows; held over slow calls, but by no copying thread
     int ordinal_ = -1;
     bool entered_ = false;
+    cudaEvent_t probe_event_ = nullptr;
+    std::atomic<cudaStream_t> probe_stream_{nullptr};  // read without mutex_; set last
     PFN_cuMemcpyBatchAsync_v12080 batch_ = nullptr;
     PFN_cuMemcpy3DBatchAsync_v12080 pitched_batch_ = nullptr;
     std::vector<Opened> opened_;

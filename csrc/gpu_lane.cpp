@@ -81,11 +81,7 @@ void Lane::run_submits() {
         queuing_ = false;
         wake_.notify_all();
         if (gpu_->is_lost()) continue;
-        if (!queued.fault.empty()) {
-            flight->fault = queued.fault;
-            flight->submitted = true;
-            std::erase(long_, flight);
-        }
+        if (!queued.fault.empty()) give_up(flight, queued.fault);
         if (queued.in_flight) {
             ++turn_;
             running_.push_back(batch);
@@ -150,7 +146,8 @@ Lane::Queued Lane::try_queue(const Batch& batch) {
         if (queued.in_flight && !gpu_->is_lost())
             gpu_->record(batch.slot->done, batch.slot->stream);
     } catch (const GpuError& error) {
-        gpu_->lose(std::string("what a stream still does is not known: ") + error.what());
+        queued = {false, error.what()};
+        finish(*batch.slot);
     }
     return queued;
 }
@@ -175,6 +172,15 @@ bool Lane::stage(const Batch& batch) {
         return false;
     if (batch.slot->staging == nullptr) prepare_staging();
     return batch.slot->staging != nullptr;
+}
+
+// Wait here, as no event tells when, until the slot's stream moves nothing any more.
+void Lane::finish(const Slot& slot) {
+    try {
+        gpu_->finish(slot.stream);
+    } catch (const GpuError& error) {
+        gpu_->lose(std::string("what a stream still does is not known: ") + error.what());
+    }
 }
 
 void Lane::queue_batch(const Batch& batch) {
@@ -235,7 +241,8 @@ void Lane::prepare() {
 void Lane::prepare_staging() {
     if (no_staging_) return;
     try {
-        for (Slot& slot : slots_) slot.staging = gpu_->allocate(options_.batch_bytes);
+        for (Slot& slot : slots_)
+            if (slot.staging == nullptr) slot.staging = gpu_->allocate(options_.batch_bytes);
         counts_.staging_bytes = options_.batch_bytes * kSlots;
         return;
     } catch (const GpuError& error) {
@@ -257,8 +264,7 @@ void Lane::tear_down() {
             gpu_->free(slot.gpu_table);
         }
         for (Gpu::Event event : events_) gpu_->free_event(event);
-    } catch (const GpuError& error) {
-        gpu_->lose(error.what());
+    } catch (const GpuError&) {  // the end of the process frees the rest
     }
 }
 
@@ -292,21 +298,45 @@ void Lane::run_ends() {
         const Batch batch = running_.front();            // stays there: its slot is in use
         const bool timed = batch.flight->fault.empty();  // else `began` may not have been recorded
         lock.unlock();
-        uint64_t nanos = 0;
-        try {
-            if (!std::exchange(entered, true)) gpu_->enter();
-            gpu_->wait(batch.slot->done);
-            if (timed) nanos = gpu_->nanos_between(batch.flight->began, batch.slot->done);
-        } catch (const GpuError& error) {
-            gpu_->lose(std::string("a copy's end cannot be told: ") + error.what());
-        }
+        const std::string fault = wait_for(batch, entered);
+        const uint64_t nanos = timed && fault.empty() ? nanos_of(batch) : 0;
         lock.lock();
         if (gpu_->is_lost()) continue;
         running_.pop_front();
+        if (!fault.empty()) give_up(batch.flight, fault);
         batch.flight->gpu_nanos = nanos;
         settle(batch);
         wake_.notify_all();
     }
+}
+
+// Until nothing of it moves any more. What went wrong, if it did.
+std::string Lane::wait_for(const Batch& batch, bool& entered) {
+    try {
+        if (!entered) gpu_->enter();
+        entered = true;
+        gpu_->wait(batch.slot->done);
+        return "";
+    } catch (const GpuError& error) {
+        finish(*batch.slot);
+        return error.what();
+    }
+}
+
+// From the job's first batch on; 0 if it cannot be told, which harms no byte.
+uint64_t Lane::nanos_of(const Batch& batch) {
+    try {
+        return gpu_->nanos_between(batch.flight->began, batch.slot->done);
+    } catch (const GpuError&) {
+        return 0;
+    }
+}
+
+// No batch of it follows; those in flight are waited for. REQUIRES: mutex_ held.
+void Lane::give_up(const Shared& flight, const std::string& fault) {
+    flight->fault = fault;
+    flight->submitted = true;
+    std::erase(long_, flight);
 }
 
 // A lost GPU may still move what it was given: only a dead context surely does not. REQUIRES: lock

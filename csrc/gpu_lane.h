@@ -66,7 +66,11 @@ class Lane {
     Queued try_queue(const Batch& batch);
     void queue_batch(const Batch& batch);
     void queue_staged(const Batch& batch);
+    void finish(const Slot& slot);
     void settle(const Batch& batch);
+    void give_up(const Shared& flight, const std::string& fault);
+    std::string wait_for(const Batch& batch, bool& entered);
+    uint64_t nanos_of(const Batch& batch);
     void end_if_over(const Shared& flight);
     void end_after_loss(std::unique_lock<std::mutex>& lock);
     void end_as_lost(bool begun);

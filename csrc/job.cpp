@@ -55,6 +55,17 @@ bool give_up_word(const CopyJob& job) {
     return true;
 }
 
+// Whatever one of them does; what went wrong is added to `what`.
+void unmap_all(const MapJob& job, std::string& what) {
+    for (auto& mapping : job.mappings) {
+        try {
+            mapping->unmap();
+        } catch (const std::exception& error) {
+            what += (what.empty() ? "" : "; ") + std::string(error.what());
+        }
+    }
+}
+
 }  // namespace
 
 uint64_t CopyJob::bytes_at(uint64_t position) const {
@@ -126,24 +137,20 @@ Completion end_job(const CopyJob& job, Outcome fault, std::string what) {
 Completion run_map_job(const MapJob& job) {
     Completion end{job.ticket, Outcome::kDone, 0, monotonic_nanos(), ""};
     try {
-        for (auto& mapping : job.mappings) {
-            if (job.unmap)
-                mapping->unmap();
-            else
-                mapping->map();
-            end.bytes += mapping->size();
-        }
+        if (!job.unmap)
+            for (auto& mapping : job.mappings) mapping->map();
     } catch (const std::exception& error) {
-        for (auto& mapping : job.mappings) mapping->unmap();
-        end.outcome = Outcome::kFailed;
         end.what = error.what();
     }
+    if (job.unmap || !end.what.empty()) unmap_all(job, end.what);
+    if (!end.what.empty()) end.outcome = Outcome::kFailed;
+    for (auto& mapping : job.mappings) end.bytes += mapping->size();
     end.nanos = monotonic_nanos() - end.nanos;
     return end;
 }
 
 Completion refuse_map_job(const MapJob& job, std::string what) {
-    for (auto& mapping : job.mappings) mapping->unmap();
+    unmap_all(job, what);
     return {job.ticket, Outcome::kDeviceLost, 0, 0, std::move(what)};
 }
 

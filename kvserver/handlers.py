@@ -246,7 +246,7 @@ class Handlers:
 
     def _ended(self, ticket: Ticket, completion: Completion) -> None:
         if isinstance(ticket, UnmapTicket):
-            self.workers.unmapped(ticket)
+            self.workers.unmapped(ticket, completion)
             return
         worker = ticket.worker
         worker.tickets.discard(completion.number)

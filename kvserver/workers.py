@@ -207,8 +207,13 @@ class Workers:
             worker.table = None
             self._copier.unmap(worker.device, UnmapTicket(worker), worker.mappings)
 
-    def unmapped(self, ticket: UnmapTicket) -> None:
+    def unmapped(self, ticket: UnmapTicket, completion: Completion) -> None:
         worker = ticket.worker
+        if not completion.done:
+            log.warning(
+                "worker %s/%d: its memory is no longer used, but stays allocated until this daemon ends: %s",
+                worker.spec.instance_id, worker.spec.rank, completion.what,
+            )  # fmt: skip
         self.mappings -= len(worker.mappings)
         self._devices.left(worker.device)
         self._lifelines.detach(worker.attachment)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -229,8 +228,7 @@ def test_a_gpu_without_room_for_staging_is_served_by_dma() -> None:
 
 @pytest.fixture
 def mortal(make_daemon: Callable[..., Daemon], tmp_path: Path) -> Daemon:
-    program = (sys.executable, mortal_gpus.__file__, str(tmp_path / "die"))
-    return make_daemon(program=program, test_fake_gpus=1, test_copy_delay_us=50_000)
+    return make_daemon(program=mortal_gpus.program(tmp_path / "die"), test_fake_gpus=1, test_copy_delay_us=50_000)
 
 
 def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
@@ -241,7 +239,7 @@ def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
     copies = [worker.begin_store([key], worker.blocks_for(1)) for key in make_keys(6)]
     copies += [worker.begin_load(keys, worker.blocks_for(1, first=1 + 4 * i)) for i in range(6)]
     wait_until(lambda: State.RUNNING in [copy.state for copy in copies])
-    (tmp_path / "die").touch()
+    mortal_gpus.order(tmp_path / "die", "die")
     replies = [copy.reply() for copy in copies]
     assert mortal.process is not None
     assert mortal.process.wait(10) == 3
@@ -254,7 +252,7 @@ def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
     assert "Traceback" not in mortal.log
     image = worker.memory.image()
 
-    (tmp_path / "die").unlink()
+    (tmp_path / "die").unlink(missing_ok=True)
     mortal.start()
     worker.hang_up()
     assert worker.connect().lookup(keys) == 0
@@ -270,9 +268,7 @@ def test_copies_that_hang_in_a_lost_gpu_stay_open_until_the_daemon_is_gone(
     worker.store(keys := make_keys(1), worker.blocks_for(1))
     load = worker.begin_load(keys, worker.blocks_for(1, first=1))
     wait_until(lambda: load.state == State.RUNNING)
-    started = tmp_path / "started"
-    started.write_text("hang")
-    started.rename(tmp_path / "die")
+    mortal_gpus.order(tmp_path / "die", "hang")
     assert worker.attachment is not None
     assert mortal.process is not None
     assert mortal.process.wait(20) == 3

@@ -40,6 +40,7 @@ KiB = 1 << 10
 def gpu() -> Iterator[FakeGpu]:
     gpu = FakeGpu("GPU-0", seed=1)
     yield gpu
+    gpu.resume()
     assert gpu.faults == []
 
 
@@ -361,12 +362,60 @@ class TestFailures:
             assert (end.outcome, mapping.mapped) == (Outcome.FAILED, False)
             assert "201" in end.what
 
-    def test_memory_that_cannot_be_unmapped_loses_the_gpu(self, gpu: FakeGpu) -> None:
-        """What is mapped then nobody knows: only the end of the process unmaps it for sure."""
-        device, l0, _ = self.begin(gpu)
+    def test_memory_that_cannot_be_unmapped_is_reported_and_the_rest_unmapped(self, gpu: FakeGpu) -> None:
+        device, l0, job = self.begin(gpu)
+        other = L0(device, layered(9, 16, 1 * KiB))
         gpu.fail_next("close", "cudaIpcCloseMemHandle: invalid value")
-        assert device.unmap(l0.mappings).outcome == Outcome.DONE
-        assert "cannot be unmapped" in device.copier.lost
+        end = device.unmap([*other.mappings[:-1], *l0.mappings])
+        assert (end.outcome, end.what) == (Outcome.FAILED, "cudaIpcCloseMemHandle: invalid value")
+        assert [m.mapped for m in (*other.mappings[:-1], *l0.mappings)] == [False] * 3
+        assert (gpu.open_memories, device.copier.lost) == (1, "")
+        assert device.store(L0(device, layered(9, 16, 1 * KiB)), job).outcome == Outcome.DONE
+
+    @BOTH
+    @pytest.mark.parametrize("call", ["record", "wait"])
+    def test_an_event_that_fails_fails_its_copy_when_its_stream_has_ended(
+        self, gpu: FakeGpu, direction: Direction, call: str
+    ) -> None:
+        """`record`: of the fifth batch, with four in flight."""
+        device = Device(64, gpu=gpu, way=Way.STAGED, batch_bytes=16 * KiB, pinned=True)
+        l0, job = L0(device, layered(9, 16, 1 * KiB)), Job(range(1, 9), range(32), 4, 1)
+        assert device.wait(device.submit(direction, l0, job)).outcome == Outcome.DONE
+        gpu.hold()
+        recorded, waited = gpu.calls["record"], gpu.calls["wait"]
+        ticket = device.submit_with_word(direction, l0, job)
+        wait_until(lambda: gpu.calls["record"] == recorded + 5 and gpu.calls["wait"] > waited)
+        gpu.fail_next(call, f"{call} said no")
+        time.sleep(0.1)
+        assert device.drain() == []
+        gpu.resume()
+        end = device.wait(ticket)
+        assert (end.outcome, end.what, l0.words.state(0)) == (Outcome.FAILED, f"{call} said no", State.FAILED)
+        assert (gpu.calls["finish"], device.copier.lost) == (1, "")
+        assert device.wait(device.submit(direction, l0, job)).outcome == Outcome.DONE
+
+    def test_a_time_that_cannot_be_told_harms_no_copy(self, gpu: FakeGpu) -> None:
+        device, l0, job = self.begin(gpu)
+        gpu.fail_next("nanos_between", "cudaEventElapsedTime: invalid resource handle")
+        assert device.store(l0, job).outcome == Outcome.DONE
+        assert device.copier.lost == ""
+
+    def test_a_stream_that_says_nothing_about_its_end_loses_the_gpu(self, gpu: FakeGpu) -> None:
+        device, l0, job = self.begin(gpu)
+        assert device.store(l0, job).outcome == Outcome.DONE
+        gpu.fail_next("wait", "an odd error")
+        gpu.fail_next("finish", "another one")
+        ticket = device.submit(STORE, l0, job)
+        wait_until(lambda: device.copier.lost)
+        assert "another one" in device.copier.lost
+        assert device.wait(ticket).outcome == Outcome.DEVICE_LOST, "asked again, it said so"
+
+    def test_memory_whose_size_the_driver_does_not_know_is_mapped(self, gpu: FakeGpu) -> None:
+        device = Device(64, gpu=gpu)
+        gpu.fail_next("address_range", "cuMemGetAddressRange: named symbol not found (500)")
+        l0 = L0(device, flat(9, 4096))
+        assert device.store(l0, Job(range(1, 9), range(8), 1, 1)).outcome == Outcome.DONE
+        assert device.copier.lost == ""
 
     def test_a_hung_gpu_holds_up_neither_calls_nor_the_other_gpu(self, gpu: FakeGpu) -> None:
         device, l0, job = self.begin(gpu)

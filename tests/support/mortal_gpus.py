@@ -1,6 +1,7 @@
-"""`kvserver`, but its simulated GPUs die when a file appears; if it says "hang", what they were given never ends.
+"""`kvserver`, but a file says what happens to its first simulated GPU: at once when it appears, or else when the GPU is opened.
 
-Usage: python mortal_gpus.py FILE ARGUMENTS
+Lines: `die`; `hang` (lost, but what it was given neither ends nor goes away); `fail CALL TEXT` (the next call of that name
+does; the file is removed when it was read). Usage: python mortal_gpus.py FILE ARGUMENTS
 """
 
 from __future__ import annotations
@@ -19,23 +20,51 @@ from kvserver.settings import Settings
 REASON = "Xid 79: the GPU has fallen off the bus"
 
 
+def program(file: Path) -> tuple[str, ...]:
+    return sys.executable, __file__, str(file)
+
+
 def mortal_opener(settings: Settings) -> OpenGpu:
+    file = Path(sys.argv[1])
+
     def opened(uuid: str) -> Gpu:
         gpu = FakeGpu(uuid, delay_micros=settings.test_copy_delay_us)
-        threading.Thread(target=die_with, args=(gpu, Path(sys.argv[1])), daemon=True).start()
+        if not uuid.endswith("0"):
+            return gpu
+        if file.exists():
+            follow(gpu, file)
+        else:
+            threading.Thread(target=follow_later, args=(gpu, file), daemon=True).start()
         return gpu
 
     return opened
 
 
-def die_with(gpu: FakeGpu, file: Path) -> None:
-    while not file.exists():
+def follow_later(gpu: FakeGpu, file: Path) -> None:
+    while True:
+        if file.exists():
+            follow(gpu, file)
+            file.unlink()
         time.sleep(0.002)
-    if file.read_text() == "hang":
-        gpu.hold()
-        gpu.lose(REASON)
-    else:
-        gpu.die(REASON)
+
+
+def follow(gpu: FakeGpu, file: Path) -> None:
+    for line in file.read_text().splitlines():
+        match line.split(" ", 2):
+            case ["die"]:
+                gpu.die(REASON)
+            case ["hang"]:
+                gpu.hold()
+                gpu.lose(REASON)
+            case ["fail", call, text]:
+                gpu.fail_next(call, text)
+
+
+def order(file: Path, text: str) -> None:
+    """Write the file, whole at once."""
+    beside = file.with_suffix(".new")
+    beside.write_text(text)
+    beside.rename(file)
 
 
 if __name__ == "__main__":
