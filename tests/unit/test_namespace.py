@@ -49,6 +49,7 @@ LEAVES_THE_SLOT: dict[str, Any] = {
     "memory": [SharedFd(index=0, size_bytes=1 << 21), SharedFd(index=1, size_bytes=1)],
     "words": 32,
     "num_blocks": 9,
+    "has_computed": True,
 }
 
 

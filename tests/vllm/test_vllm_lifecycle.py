@@ -12,6 +12,7 @@ import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import tiny_models
@@ -130,7 +131,8 @@ class Figures:
     vllm: dict[str, Values]
     records: Model
     daemon: dict[str, float]
-    preemptions: float
+    vllm_counters: dict[str, float]
+    requests: dict[str, Any]  # of the instance's status
     instance_id: str
 
     def ours(self, name: str) -> Values:
@@ -150,6 +152,11 @@ def metrics_of(daemon: Daemon, instance_id: str) -> dict[str, float]:
         of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         if of.pop("instance_id", "") == instance_id and set(of) <= {"model_name"}:
             found[name] = float(value)
+    return found
+
+
+def requests_of(daemon: Daemon) -> dict[str, Any]:
+    found: dict[str, Any] = daemon.status()["instances"][0]["requests"]
     return found
 
 
@@ -192,6 +199,8 @@ def run(engine: Engine, daemon: Daemon) -> Figures:
     kept = engine.ask("records")["records"]
     for piece in kept:
         records.take(bytes.fromhex(piece["records"]), bytes.fromhex(piece["marks"]))
+    counted = engine.metrics()
+    wait_until(lambda: sum(requests_of(daemon)["prompt_tokens"].values()) >= counted["vllm:prompt_tokens"], 10)
     told = sum(len(piece["records"]) for piece in kept) // 8
     wait_until(lambda: metrics_of(daemon, instance_id).get("kvserver_l0_records_total") == told, 10, f"{told} records")
     histograms = engine.ask("histograms")["histograms"]
@@ -199,14 +208,15 @@ def run(engine: Engine, daemon: Daemon) -> Figures:
         {name: Values(int(histograms[metric]["count"]), histograms[metric]["sum"]) for name, metric in VLLM.items()},
         records,
         metrics_of(daemon, instance_id),
-        engine.metrics()["vllm:num_preemptions"],
+        counted,
+        requests_of(daemon),
         instance_id,
     )
 
 
 def test_enough_happened(figures: Figures) -> None:
     counts = figures.records.counts
-    assert figures.preemptions > 0
+    assert figures.vllm_counters["vllm:num_preemptions"] > 0
     assert counts["evictions"] > 200
     assert counts["recycled"] > 10
     assert counts["reuses"] > 50
@@ -245,6 +255,17 @@ def test_every_life_began_and_has_ended_or_goes_on(figures: Figures) -> None:
     assert figures.counter("allocations") == ends + gauges["tracked_blocks"]
     assert gauges["tracked_blocks"] == gauges["active_blocks"] + gauges["released_blocks"] == len(figures.records.lives)
     assert gauges["unsure"] == 0
+
+
+def test_the_sources_of_prompts_add_up_to_vllms_prompt_tokens(figures: Figures) -> None:
+    tokens, loads = figures.requests["prompt_tokens"], figures.requests["request_loads"]
+    cached = tokens["l0"] + tokens["l1"]
+    assert sum(tokens.values()) == figures.vllm_counters["vllm:prompt_tokens"]
+    assert tokens["l0"] > 0
+    assert tokens["l1"] > 0
+    assert loads["done"] > 0
+    theirs = figures.vllm_counters["vllm:prompt_tokens_cached"]
+    assert cached == theirs if not loads["failed"] else cached <= theirs  # a failed one's were computed
 
 
 def test_the_two_beside_each_other(figures: Figures, capsys: pytest.CaptureFixture[str]) -> None:
