@@ -24,9 +24,9 @@ namespace {
 using Released = nb::call_guard<nb::gil_scoped_release>;
 using GpuPtr = std::shared_ptr<Gpu>;
 
-std::shared_ptr<GpuMapping> by_bytes(GpuHandle::Kind kind, GpuPtr gpu, const nb::bytes& raw,
-                                     uint64_t offset, uint64_t size) {
-    GpuHandle handle{.kind = kind};
+std::shared_ptr<GpuMapping> by_ipc(GpuPtr gpu, const nb::bytes& raw, uint64_t offset,
+                                   uint64_t size) {
+    GpuHandle handle{.kind = GpuHandle::Kind::kIpc};
     if (raw.size() != handle.bytes.size())
         throw std::invalid_argument("a handle of GPU memory has 64 bytes");
     std::memcpy(handle.bytes.data(), raw.c_str(), raw.size());
@@ -109,18 +109,7 @@ void bind_gpu(nb::module_& m) {
     bind_fake_gpu(m);
 
     nb::class_<GpuMapping, Mapping>(m, "GpuMapping")
-        .def_static(
-            "by_ipc",
-            [](GpuPtr gpu, const nb::bytes& handle, uint64_t offset, uint64_t size) {
-                return by_bytes(GpuHandle::Kind::kIpc, std::move(gpu), handle, offset, size);
-            },
-            "gpu"_a, "handle"_a, "offset"_a, "size"_a)
-        .def_static(
-            "by_fabric",
-            [](GpuPtr gpu, const nb::bytes& handle, uint64_t offset, uint64_t size) {
-                return by_bytes(GpuHandle::Kind::kFabric, std::move(gpu), handle, offset, size);
-            },
-            "gpu"_a, "handle"_a, "offset"_a, "size"_a)
+        .def_static("by_ipc", &by_ipc, "gpu"_a, "handle"_a, "offset"_a, "size"_a)
         .def_static(
             "by_fd",
             [](GpuPtr gpu, int fd, uint64_t offset, uint64_t size) {

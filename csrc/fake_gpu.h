@@ -6,7 +6,7 @@
 // fail, and lose it.
 //
 // Memory of another process is a file: a descriptor (kFd), or a path in the handle's bytes, ended
-// by a zero (kIpc, kFabric).
+// by a zero (kIpc).
 #pragma once
 
 #include <condition_variable>

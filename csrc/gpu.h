@@ -46,9 +46,9 @@ struct Piece {
 
 // An engine's GPU memory, as it is handed over.
 struct GpuHandle {
-    enum class Kind : uint8_t { kIpc, kFd, kFabric };
+    enum class Kind : uint8_t { kIpc, kFd };
     Kind kind;
-    std::array<std::byte, 64> bytes{};  // kIpc, kFabric
+    std::array<std::byte, 64> bytes{};  // kIpc
     int fd = -1;                        // kFd; the caller's
 };
 

@@ -59,6 +59,14 @@ Function driver(const char* name, unsigned version) {
 
 #define DRIVER(name, version) driver<PFN_##name##_v##version>(#name, version)
 
+template <typename Function>
+Function needed(Function function, const char* name) {
+    if (function == nullptr) throw GpuError(std::string("this driver has no ") + name);
+    return function;
+}
+
+#define NEED(name, version) needed(DRIVER(name, version), #name)
+
 std::string uuid_text(const cudaUUID_t& uuid) {
     std::string text = "GPU-";
     for (size_t i = 0; i < sizeof uuid.bytes; ++i) {
@@ -136,9 +144,8 @@ class CudaGpu final : public Gpu {
     GpuMemory open(const GpuHandle& handle, uint64_t bytes) override {
         std::lock_guard lock(mutex_);
         for (Opened& opened : opened_)
-            if (handle.kind != GpuHandle::Kind::kFd && opened.handle.kind == handle.kind &&
-                opened.handle.bytes == handle.bytes &&
-                opened.memory.size.value_or(bytes) >= bytes) {
+            if (handle.kind == GpuHandle::Kind::kIpc && opened.handle.kind == handle.kind &&
+                opened.handle.bytes == handle.bytes) {
                 ++opened.count;
                 return opened.memory;
             }
@@ -342,44 +349,40 @@ class CudaGpu final : public Gpu {
         properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
         properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {ordinal_}};
         size_t granularity = 0;
-        CHECK(DRIVER(cuMemGetAllocationGranularity, 10020)(&granularity, &properties,
-                                                           CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+        CHECK(NEED(cuMemGetAllocationGranularity, 10020)(&granularity, &properties,
+                                                         CU_MEM_ALLOC_GRANULARITY_MINIMUM));
         const size_t size = (bytes + granularity - 1) / granularity * granularity;
-        const bool is_fd = handle.kind == GpuHandle::Kind::kFd;
-        auto fabric = handle.bytes;
-        void* source = is_fd ? reinterpret_cast<void*>(static_cast<intptr_t>(handle.fd))
-                             : static_cast<void*>(fabric.data());
         CUmemGenericAllocationHandle memory = 0;
-        CHECK(DRIVER(cuMemImportFromShareableHandle, 10020)(
-            &memory, source,
-            is_fd ? CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR : CU_MEM_HANDLE_TYPE_FABRIC));
+        CHECK(NEED(cuMemImportFromShareableHandle, 10020)(
+            &memory, reinterpret_cast<void*>(static_cast<intptr_t>(handle.fd)),
+            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
         CUdeviceptr data = 0;
         const int mapped = map_vmm(&data, memory, size);
         // The mapping holds it from here on.
-        const int released = DRIVER(cuMemRelease, 10020)(memory);
+        const int released = NEED(cuMemRelease, 10020)(memory);
         CHECK(mapped);
         CHECK(released);
         return {reinterpret_cast<std::byte*>(data), size};
     }
 
     int map_vmm(CUdeviceptr* data, CUmemGenericAllocationHandle memory, size_t size) {
-        int result = DRIVER(cuMemAddressReserve, 10020)(data, size, 0, 0, 0);
+        int result = NEED(cuMemAddressReserve, 10020)(data, size, 0, 0, 0);
         if (result != 0) return result;
-        result = DRIVER(cuMemMap, 10020)(*data, size, 0, memory, 0);
+        result = NEED(cuMemMap, 10020)(*data, size, 0, memory, 0);
         if (result == 0) {
             CUmemAccessDesc access{};
             access.location = {CU_MEM_LOCATION_TYPE_DEVICE, {ordinal_}};
             access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-            result = DRIVER(cuMemSetAccess, 10020)(*data, size, &access, 1);
-            if (result != 0) (void)DRIVER(cuMemUnmap, 10020)(*data, size);
+            result = NEED(cuMemSetAccess, 10020)(*data, size, &access, 1);
+            if (result != 0) (void)NEED(cuMemUnmap, 10020)(*data, size);
         }
-        if (result != 0) (void)DRIVER(cuMemAddressFree, 10020)(*data, size);
+        if (result != 0) (void)NEED(cuMemAddressFree, 10020)(*data, size);
         return result;
     }
 
     void unmap_vmm(CUdeviceptr data, size_t size) {
-        CHECK(DRIVER(cuMemUnmap, 10020)(data, size));
-        CHECK(DRIVER(cuMemAddressFree, 10020)(data, size));
+        CHECK(NEED(cuMemUnmap, 10020)(data, size));
+        CHECK(NEED(cuMemAddressFree, 10020)(data, size));
     }
 
     const std::string uuid_;

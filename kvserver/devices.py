@@ -84,6 +84,11 @@ class Devices:
 
     def serving(self, memory: Sequence[Memory]) -> Device:
         """The device for a worker with such memory. KVServerError(BAD_MEMORY) if there can be none."""
+        if any(isinstance(piece, CudaVmmFabric) for piece in memory):
+            raise KVServerError(
+                ErrorCode.BAD_MEMORY,
+                "GPU memory by a fabric handle is not served; leave out --enable-sleep-mode and --enable-cumem-allocator",
+            )
         places = {None if isinstance(piece, SharedFd) else piece.device for piece in memory}
         if len(places) > 1:
             named = sorted("cpu" if place is None else place for place in places)
@@ -97,13 +102,10 @@ class Devices:
         if isinstance(memory, SharedFd):
             return FileMapping(fds[memory.index], memory.size_bytes)
         assert isinstance(device, GpuCopier)
-        match memory:
-            case CudaIpc():
-                return GpuMapping.by_ipc(device.gpu, memory.handle, memory.offset, memory.size_bytes)
-            case CudaVmmFd():
-                return GpuMapping.by_fd(device.gpu, fds[memory.index], memory.offset, memory.size_bytes)
-            case CudaVmmFabric():
-                return GpuMapping.by_fabric(device.gpu, memory.handle, memory.offset, memory.size_bytes)
+        if isinstance(memory, CudaVmmFd):
+            return GpuMapping.by_fd(device.gpu, fds[memory.index], memory.offset, memory.size_bytes)
+        assert isinstance(memory, CudaIpc)
+        return GpuMapping.by_ipc(device.gpu, memory.handle, memory.offset, memory.size_bytes)
 
     def name(self, device: Device) -> str:
         return device.gpu.uuid if isinstance(device, GpuCopier) else "cpu"

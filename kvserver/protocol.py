@@ -90,7 +90,7 @@ class CudaVmmFd(Message):
 
 
 class CudaVmmFabric(Message):
-    """Likewise by its fabric handle."""
+    """Likewise by its fabric handle. An older engine may send it; it is refused."""
 
     device: GpuUuid
     handle: GpuHandle

@@ -17,9 +17,8 @@ from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint64, 
 
 LIBRARY = "libcuda.so.1"
 FD_HANDLE = 0x1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-FABRIC_HANDLE = 0x8  # CU_MEM_HANDLE_TYPE_FABRIC
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-_HANDLE_BYTES = 64  # CUipcMemHandle, CUmemFabricHandle
+_HANDLE_BYTES = 64  # CUipcMemHandle
 
 
 class IpcMemHandle(ctypes.Structure):
@@ -106,7 +105,7 @@ class Driver:
             self._call("cuMemRelease", handle.value)
 
     def handle_types(self, allocation: int) -> int:
-        """What it may be exported as: FD_HANDLE | FABRIC_HANDLE."""
+        """What it may be exported as: FD_HANDLE and other bits."""
         properties = AllocationProperties()
         self._call("cuMemGetAllocationPropertiesFromHandle", byref(properties), allocation)
         return int(properties.requested_handle_types)
@@ -117,8 +116,3 @@ class Driver:
         self._call("cuMemExportToShareableHandle", byref(fd), allocation, FD_HANDLE, 0)
         os.set_inheritable(fd.value, False)
         return fd.value
-
-    def export_fabric(self, allocation: int) -> bytes:
-        handle = (c_char * _HANDLE_BYTES)()
-        self._call("cuMemExportToShareableHandle", byref(handle), allocation, FABRIC_HANDLE, 0)
-        return handle.raw

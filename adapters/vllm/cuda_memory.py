@@ -1,8 +1,8 @@
 """CUDA memory: one handle for each allocation that the KV cache lies in, with the window that it uses.
 
-Memory of cudaMalloc goes by its IPC handle. Memory of cuMemCreate (VMM) goes by what it was made exportable as:
-a descriptor, else a fabric handle. A descriptor holds the memory even when the engine has freed it, so it is
-closed when the registration ends; allocation handles are held only while they are looked at.
+Memory of cudaMalloc goes by its IPC handle, memory of cuMemCreate (VMM) by a descriptor if it was made to be exported as
+one. A descriptor holds the memory even when the engine has freed it, so it is closed when the registration ends;
+allocation handles are held only while they are looked at.
 
 Owns: which handle, and what to tell whoever's memory has none. Refuses to know: the driver's calls, planes.
 """
@@ -13,19 +13,18 @@ import os
 from collections.abc import Sequence
 
 import torch
-from kvserver.adapters.vllm.cuda_driver import FABRIC_HANDLE, FD_HANDLE, Driver, DriverError
+from kvserver.adapters.vllm.cuda_driver import FD_HANDLE, Driver, DriverError
 from kvserver.adapters.vllm.exporter import CannotShare, Exported, Window
 
-from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd, Memory
+from kvserver.protocol import CudaIpc, CudaVmmFd, Memory
 
 _PIECEWISE = (
     "the KV cache is mapped from several pieces of GPU memory, as expandable segments are: "
     "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 )
 _NOT_EXPORTABLE = (
-    "the KV cache lies in GPU memory that was not made to be exported. vLLM's cumem allocator makes such memory, "
-    "before 0.33 always and later on GPUs without fabric handles: leave out --enable-sleep-mode and "
-    "--enable-cumem-allocator"
+    "the KV cache lies in GPU memory that was not made to be exported by a file descriptor. vLLM's cumem allocator makes "
+    "such memory: leave out --enable-sleep-mode and --enable-cumem-allocator"
 )
 _NO_HANDLE = (
     "the CUDA driver gives no handle for the KV cache's memory; set PYTORCH_CUDA_ALLOC_CONF=backend:native "
@@ -83,13 +82,9 @@ class CudaMemory:
                 # The range may be a reservation of many pieces: one must begin it and reach the window's end.
                 if not all(self._is_of(allocation, address) for address in (window.base, window.end - 1)):
                     raise CannotShare(_PIECEWISE)
-                types = self._driver.handle_types(allocation)
-                if types & FD_HANDLE:
+                if self._driver.handle_types(allocation) & FD_HANDLE:
                     fds.append(self._driver.export_fd(allocation))
                     return CudaVmmFd(device=self._device, index=len(fds) - 1, offset=offset, size_bytes=window.size)
-                if types & FABRIC_HANDLE:
-                    handle = self._driver.export_fabric(allocation)
-                    return CudaVmmFabric(device=self._device, handle=handle, offset=offset, size_bytes=window.size)
         except DriverError as not_vmm:
             raise CannotShare(f"{_NO_HANDLE} ({not_classic}; {not_vmm})") from None
         raise CannotShare(_NOT_EXPORTABLE)

@@ -7,7 +7,7 @@
 
 typedef int CUresult;
 enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_PERMITTED = 800 };
-enum { FD = 1, FABRIC = 8, DEVICE_ORDINAL = 9, PIECES = 64 };
+enum { FD = 1, DEVICE_ORDINAL = 9, PIECES = 64 };
 
 typedef struct {
     int type, requestedHandleTypes, locationType, locationId;
@@ -135,12 +135,7 @@ CUresult cuMemGetAllocationPropertiesFromHandle(Properties* properties, uint64_t
 CUresult cuMemExportToShareableHandle(void* handle, uint64_t allocation, int type, uint64_t flags) {
     MAY_FAIL;
     Piece* piece = of(allocation);
-    if (!piece || flags || !(piece->types & type)) return INVALID_VALUE;
-    if (type == FD) {
-        *(int*)handle = dup(piece->fd);
-    } else {
-        memset(handle, 0, 64);
-        memcpy((char*)handle + 8, &allocation, sizeof allocation);
-    }
+    if (!piece || flags || type != FD || !(piece->types & type)) return INVALID_VALUE;
+    *(int*)handle = dup(piece->fd);
     return SUCCESS;
 }

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvserver.adapters.vllm.cuda_driver import FABRIC_HANDLE, FD_HANDLE, Driver
+from kvserver.adapters.vllm.cuda_driver import FD_HANDLE, Driver
 from kvserver.adapters.vllm.cuda_memory import CudaMemory
 from kvserver.adapters.vllm.exporter import CannotShare
 from kvserver.adapters.vllm.memory import SharedCaches, exporter_for, share
 
-from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd
+from kvserver.protocol import CudaIpc, CudaVmmFd
 
+FABRIC_HANDLE = 0x8  # CU_MEM_HANDLE_TYPE_FABRIC
 UUIDS = ["GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"]
 BLOCKS, ROW = 8, 63
 BELOW, ABOVE = 4096, 1 << 20  # how far an allocation reaches around the tensors in it
@@ -146,16 +147,6 @@ def test_vmm_memory_goes_by_a_descriptor(standin, memfd):
         os.close(fd)
 
 
-def test_vmm_memory_without_a_descriptor_goes_by_a_fabric_handle(standin):
-    tensor = layer(torch.zeros(2 * BLOCKS, ROW), 3)
-    standin.vmm(*span(tensor), FABRIC_HANDLE, allocation=0x0123456789ABCDEF)
-    shared = standin.share(tensor)
-    handle = bytes(8) + (0x0123456789ABCDEF).to_bytes(8, "little") + bytes(48)
-    assert shared.memory == [CudaVmmFabric(device=UUIDS[0], handle=handle, offset=0, size_bytes=span(tensor)[1])]
-    assert shared.planes[0].offset == 3 * ROW * 4
-    assert shared.fds == []
-
-
 def test_ranks_on_different_gpus_have_the_same_layout(standin):
     """What goes into the namespace names neither addresses nor devices."""
     tensors = [layer(), layer()]
@@ -169,9 +160,10 @@ def test_ranks_on_different_gpus_have_the_same_layout(standin):
 # ---- what is refused --------------------------------------------------------------------------
 
 
-def test_memory_that_cannot_be_exported_says_which_setting_made_it(standin):
+@pytest.mark.parametrize("types", [0, FABRIC_HANDLE])
+def test_memory_that_cannot_be_exported_says_which_setting_made_it(standin, types):
     tensor = layer()
-    standin.vmm(*span(tensor), types=0)
+    standin.vmm(*span(tensor), types=types)
     with pytest.raises(CannotShare, match="--enable-cumem-allocator"):
         standin.share(tensor)
 
@@ -221,10 +213,9 @@ def test_a_call_that_fails_is_named(standin, call):
 
 
 @pytest.mark.parametrize("call", ["cuMemGetAllocationPropertiesFromHandle", "cuMemExportToShareableHandle"])
-@pytest.mark.parametrize("types", [FD_HANDLE, FABRIC_HANDLE])
-def test_an_export_that_fails_is_named(standin, memfd, call, types):
+def test_an_export_that_fails_is_named(standin, memfd, call):
     tensor = layer()
-    standin.vmm(*span(tensor), types, fd=memfd)
+    standin.vmm(*span(tensor), FD_HANDLE, fd=memfd)
     standin.fail(call, 800)
     with pytest.raises(CannotShare, match=f"{call}: error 800"):
         standin.share(tensor)

@@ -27,7 +27,7 @@ from kvserver.settings import GiB, KiB, MiB
 
 MakeDaemon = Callable[..., Daemon]
 MakeWorker = Callable[..., Worker]
-each_handle = pytest.mark.parametrize("handles", [CudaIpc, CudaVmmFd, CudaVmmFabric])
+each_handle = pytest.mark.parametrize("handles", [CudaIpc, CudaVmmFd])
 SLOW = 200_000  # microseconds an operation of a stream
 
 
@@ -113,6 +113,7 @@ BAD_MEMORY: dict[str, tuple[Callable[[Worker], list[Any]], str]] = {
     "memory of two GPUs": (lambda w: [ipc(w, 0), ipc(w, 1, gpu=GPUS[1])], "is of one device"),
     "memory of the CPU and of a GPU": (lambda w: [SharedFd(index=0, size_bytes=4096), ipc(w, 1)], "is of one device"),
     "a handle that opens nothing": (lambda w: [ipc(w, 0), CudaIpc(w.gpu, bytes(64), 0, 4096)], "cannot open"),
+    "a fabric handle": (lambda w: [CudaVmmFabric(w.gpu, bytes(64), 0, 4096), ipc(w, 1)], "fabric handle is not served"),
     "a descriptor that is not there": (lambda w: [CudaVmmFd(w.gpu, 7, 0, 4096), ipc(w, 1)], "descriptors came with"),
     "a descriptor that nobody names": (lambda w: [ipc(w, 0), ipc(w, 1)], "descriptors came with"),
 }

@@ -241,6 +241,12 @@ void a_stream_is_quiet_if_it_ended_or_its_context_is_dead() {
     CHECK(calls["cudaStreamSynchronize"] == 3);
 }
 
+void a_driver_without_a_call_is_an_error() {
+    auto gpu = ready();
+    error_of([&] { gpu->open({.kind = GpuHandle::Kind::kFd, .fd = 0}, 1); });
+    CHECK(gpu->lost().empty());
+}
+
 void a_full_gpu_is_no_other_error() {
     auto gpu = ready();
     failures = {{"cudaMalloc", cudaErrorMemoryAllocation}};
@@ -259,6 +265,7 @@ int main(int, char** arguments) {
         CASE(what_enter_left_missing_it_makes_the_next_time),
         CASE(memory_whose_range_is_not_known_has_no_size),
         CASE(a_stream_is_quiet_if_it_ended_or_its_context_is_dead),
+        CASE(a_driver_without_a_call_is_an_error),
         CASE(a_full_gpu_is_no_other_error),
     };
     cases.at(arguments[1])();
