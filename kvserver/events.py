@@ -110,7 +110,7 @@ class LookupEnded(_Event, frozen=True):
     hit_chunks: int
     chunk_tokens: int
     traceparent: str = ""
-    prompt_tokens: int = 0  # 0: not told
+    prompt_tokens: int = 0  # 0: not reported
     namespace: bytes = b""
     missed: tuple[tuple[str, int], ...] = ()
     missing_key: bytes = b""  # of the first missing chunk

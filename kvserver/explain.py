@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from kvserver.differences import Differences
+from kvserver.differences import Difference, Differences
 from kvserver.events import (
     ChunksEvicted,
     CopyBegan,
@@ -37,7 +37,7 @@ from kvserver.misses import MissReason
 from kvserver.protocol import KEY_BYTES
 
 MOST_REQUESTS = 8192
-MOST_BYTES = 8 << 20
+MOST_BYTES = 16 << 20
 MOST_EVICTED_BYTES = 4 << 20
 LONGEST_REASON = 200  # characters of why nothing could be found
 _REQUEST_BYTES = 1300  # of one, beside its id and its loads; an upper bound that a test holds
@@ -124,7 +124,7 @@ class Explain:
             request = self._newest.get((instance_id, request_id))
         if request is None:
             return {}
-        facts = self._facts([request])[0]
+        facts = self._facts([request], dated=False)[0]
         tokens, missing, differs = facts["tokens"], facts["missing"], facts["differs"]
         found: dict[str, str | int | list[str]] = {"outcome": facts["outcome"], "lookups": facts["waits"]["lookups"]}
         for name in ("prompt", "l0", "l1", "l2", "computed", "avoidable"):
@@ -137,28 +137,20 @@ class Explain:
             found["differing_fields"] = [field["name"] for field in differs["fields"]]
         return found
 
-    def _facts(self, requests: Iterable[Request]) -> list[Facts]:
+    def _facts(self, requests: Sequence[Request], dated: bool = True) -> list[Facts]:
+        """`dated`: with the time of an eviction, for which evicted keys are searched."""
+        with self._lock:
+            evicted = tuple(self._evicted) if dated else ()
+        before = [_evicted_before(request, evicted) for request in requests]
         with self._lock:
             now_ns = self._clock_ns()
-            return [self._facts_of(request, now_ns) for request in requests]
+            return [facts_of(r, now_ns, seconds, self._differs(r)) for r, seconds in zip(requests, before, strict=True)]
 
-    def _facts_of(self, request: Request, now_ns: int) -> Facts:
-        lookup, missing = request.lookup, request.missing
-        evicted_before, differs = None, None
-        if lookup is not None and missing is not None:
-            if missing[1] is MissReason.EVICTED:
-                evicted_before = self._evicted_before(lookup)
-            elif lookup.other_namespace:
-                differs = self._differences.between(lookup.namespace, lookup.other_namespace)
-        return facts_of(request, now_ns, evicted_before, differs)
-
-    def _evicted_before(self, lookup: LookupEnded) -> float | None:
-        for event in reversed(self._evicted):
-            if event.time_ns <= lookup.time_ns and event.namespace == lookup.namespace:
-                at = event.keys.find(lookup.missing_key)
-                if at >= 0 and at % KEY_BYTES == 0:
-                    return (lookup.time_ns - event.time_ns) * 1e-9
-        return None
+    def _differs(self, request: Request) -> Difference | None:
+        lookup = request.lookup
+        if lookup is None or not lookup.other_namespace:
+            return None
+        return self._differences.between(lookup.namespace, lookup.other_namespace)
 
     # ---- the bus's thread ---------------------------------------------------------------------
 
@@ -259,6 +251,19 @@ class Explain:
             self._bytes -= oldest.bytes
             if self._newest.get((oldest.instance_id, oldest.request_id)) is oldest:
                 del self._newest[oldest.instance_id, oldest.request_id]
+
+
+def _evicted_before(request: Request, evicted: Sequence[ChunksEvicted]) -> float | None:
+    """How many seconds before its lookup the first missing chunk was evicted; None if that is not known, or not the reason."""
+    lookup, missing = request.lookup, request.missing
+    if lookup is None or missing is None or missing[1] is not MissReason.EVICTED:
+        return None
+    for event in reversed(evicted):
+        if event.time_ns <= lookup.time_ns and event.namespace == lookup.namespace:
+            at = event.keys.find(lookup.missing_key)
+            if at >= 0 and at % KEY_BYTES == 0:
+                return (lookup.time_ns - event.time_ns) * 1e-9
+    return None
 
 
 def _fit(request_id: str, client_id: str) -> bool | None:

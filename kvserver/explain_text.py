@@ -80,7 +80,7 @@ def _missing(facts: Facts) -> str:
     match MissReason(missing["reason"]):
         case MissReason.EVICTED:
             before = missing["evicted_seconds_before"]
-            when = f" {_seconds(before)} before" if before is not None else ""
+            when = f" {_seconds(before)} before the lookup" if before is not None else ""
             return f"{chunk} was evicted{when}; a larger --l1-size would have kept it"
         case MissReason.FILLING:
             return f"{chunk} was on its way into L1 at that moment, by the store of another request"

@@ -19,6 +19,7 @@ CACHE, INDEX, POOL = "kvserver/cache.py", "kvserver/index.py", "kvserver/pool.py
 EVICTION, MISSES, NAMESPACE = "kvserver/eviction.py", "kvserver/misses.py", "kvserver/namespace.py"
 TRANSFERS, LIFELINE, HANDLERS = "kvserver/transfers.py", "kvserver/lifeline.py", "kvserver/handlers.py"
 INSTANCES, WORKERS = "kvserver/instances.py", "kvserver/workers.py"
+EXPLAIN = "kvserver/explain.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/vllm/copies.py"
 SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.py", "adapters/vllm/link.py"
@@ -34,6 +35,7 @@ FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
 DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_file.py"
 RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
+EXPLAIN_TESTS = ("unit/test_explain.py", "daemon/test_explain.py")
 CACHE_TESTS = ("unit/test_cache.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
 INDEX_TESTS = ("unit/test_index.py",)
@@ -159,6 +161,31 @@ STORES_AND_LOADS = (
     Mutant(
         "leases of an engine that is gone never end",
         CACHE, "Cache.end_leases_of", "self._ownerless.append(leases)", "pass", CACHE_TESTS,
+    ),
+    # ---- what is said of a request ------------------------------------------------------------
+    Mutant(
+        "the end of an earlier request with the same id is the end of this one",
+        EXPLAIN, "Explain._open", "request.ended is None and ", "", EXPLAIN_TESTS,
+    ),
+    Mutant(
+        "an id finds also the requests whose id only begins so",
+        EXPLAIN, "Explain.find", "(found or begun)", "[*found, *begun]", EXPLAIN_TESTS,
+    ),
+    Mutant(
+        "requests are remembered beyond their bytes",
+        EXPLAIN, "Explain._grow", "self._bytes > self._most_bytes", "False", EXPLAIN_TESTS,
+    ),
+    Mutant(
+        "chunks that were never stored count as avoidable",
+        "kvserver/explain_facts.py", "Request.tokens", " - never * self.chunk_tokens", "", EXPLAIN_TESTS,
+    ),
+    Mutant(
+        "the content of a field without a value is shown",
+        "kvserver/differences.py", "_shown", 'else ""', "else str(content)", ("unit/test_differences.py",),
+    ),
+    Mutant(
+        "no namespace that has the missing chunk is named",
+        HANDLERS, "Handlers._first_missing", "self.cache.namespace_with(key)", 'b""', EXPLAIN_TESTS,
     ),
     # ---- why a lookup missed ------------------------------------------------------------------
     Mutant(

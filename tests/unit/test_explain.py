@@ -67,15 +67,14 @@ def test_a_hundred_thousand_requests_take_no_more_memory_than_is_said() -> None:
     finally:
         tracemalloc.stop()
     status = engine.explain.status()
-    assert status["requests"] <= status["most_requests"] == 8192
-    assert status["requests"] > 4000
+    assert status["requests"] == status["most_requests"] == 8192
     assert status["bytes"] <= MOST_BYTES
     assert used <= status["bytes"], "each request is counted with at least what it takes"
 
 
 def test_long_ids_and_many_ranks_count_and_the_oldest_are_forgotten() -> None:
     engine = Engine()
-    for number in range(800):
+    for number in range(1500):
         request = f"{number:05}" + "x" * 500
         engine.lookup(request)
         for rank in range(MOST_RANKS):
@@ -84,7 +83,7 @@ def test_long_ids_and_many_ranks_count_and_the_oldest_are_forgotten() -> None:
     assert status["bytes"] <= MOST_BYTES
     assert 100 < status["requests"] < 1000
     assert engine.explain.find("00000", 10) == []
-    assert engine.of("00799")["unlisted_loads"] == 0
+    assert engine.of("01499")["unlisted_loads"] == 0
 
 
 def test_evicted_keys_are_bounded_and_the_last_ones_kept() -> None:
