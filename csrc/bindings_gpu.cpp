@@ -84,6 +84,9 @@ void bind_fake_gpu(nb::module_& m) {
 void bind_gpu(nb::module_& m) {
     m.attr("GPU_BATCH_BYTES") = kBatchBytes;
     m.attr("GPU_STAGING_BYTES") = 2 * kSlots * kBatchBytes;  // both directions
+    m.attr("GPU_SLOTS") = kSlots;
+    m.attr("GPU_MOST_SLOTS") = kMostSlots;
+    m.attr("GPU_SPARE_BYTES") = kSpareBytes;
     m.attr("GPU_SHORT_LOAD_BYTES") = kShortLoadBytes;
     m.attr("GPU_SHORT_STORE_BYTES") = kShortStoreBytes;
     m.attr("PIN_BYTES") = HostRegion::kPinBytes;
@@ -122,14 +125,14 @@ void bind_gpu(nb::module_& m) {
     nb::class_<GpuCopier, Device>(m, "GpuCopier")
         .def(nb::new_([](std::shared_ptr<HostRegion> region, uint64_t page_bytes, GpuPtr gpu,
                          uint64_t batch_bytes, std::optional<Way> way, uint64_t short_store_bytes,
-                         uint64_t short_load_bytes) {
+                         uint64_t short_load_bytes, unsigned most_slots) {
                  return make_without_gil<GpuCopier>(
                      std::move(region), page_bytes, std::move(gpu),
-                     GpuOptions{batch_bytes, way, short_store_bytes, short_load_bytes});
+                     GpuOptions{batch_bytes, way, short_store_bytes, short_load_bytes, most_slots});
              }),
              "region"_a, "page_bytes"_a, "gpu"_a, "batch_bytes"_a = kBatchBytes,
              "way"_a = nb::none(), "short_store_bytes"_a = kShortStoreBytes,
-             "short_load_bytes"_a = kShortLoadBytes)
+             "short_load_bytes"_a = kShortLoadBytes, "most_slots"_a = kMostSlots)
         .def_prop_ro("gpu", &GpuCopier::gpu)
         .def_prop_ro("mapped_bytes", &GpuCopier::mapped_bytes)
         .def(

@@ -201,12 +201,23 @@ void FakeGpu::enter() {
     entered_.insert(std::this_thread::get_id());
 }
 
+uint64_t FakeGpu::free_bytes() {
+    std::unique_lock lock(mutex_);
+    call("free_bytes", lock);
+    return free_now();
+}
+
+// REQUIRES: mutex_ held.
+uint64_t FakeGpu::free_now() const {
+    uint64_t left = options_.memory_bytes;
+    for (const auto& [data, size] : allocated_) left -= size;
+    return left;
+}
+
 std::byte* FakeGpu::allocate(uint64_t bytes) {
     std::unique_lock lock(mutex_);
     call("allocate", lock);
-    uint64_t used = bytes;
-    for (const auto& [data, size] : allocated_) used += size;
-    if (used > options_.memory_bytes) fail("out of memory", true);
+    if (bytes > free_now()) fail("out of memory", true);
     auto* memory = static_cast<std::byte*>(::operator new(bytes));
     std::fill_n(memory, bytes, kPoison);
     allocated_[memory] = bytes;

@@ -49,6 +49,7 @@ class FakeGpu final : public Gpu {
     // ---- Gpu
     std::string uuid() const override { return uuid_; }
     void enter() override;
+    uint64_t free_bytes() override;
     std::byte* allocate(uint64_t bytes) override;
     void free(std::byte* memory) override;
     std::byte* allocate_pinned(uint64_t bytes) override;
@@ -100,6 +101,7 @@ class FakeGpu final : public Gpu {
     bool require(bool kept, const std::string& rule);
     bool check(const Piece& piece, bool pinned);
     bool on_gpu(const std::byte* memory, uint64_t bytes) const;
+    uint64_t free_now() const;
     static bool within(const Ranges& ranges, const std::byte* memory, uint64_t bytes);
     static bool touches(const Ranges& ranges, const std::byte* memory, uint64_t bytes);
 

@@ -78,6 +78,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     // Make this thread work with this GPU; the first one makes the context, which takes its time.
     virtual void enter() = 0;
 
+    virtual uint64_t free_bytes() = 0;                // GPU memory that nobody has
     virtual std::byte* allocate(uint64_t bytes) = 0;  // GPU memory
     virtual void free(std::byte* memory) = 0;
     virtual std::byte* allocate_pinned(uint64_t bytes) = 0;  // host memory

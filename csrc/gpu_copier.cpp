@@ -57,6 +57,8 @@ GpuCopier::GpuCopier(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
     : l1_{std::move(region), page_bytes}, gpu_(std::move(gpu)) {
     check_l1(l1_);
     if (options.batch_bytes == 0) throw std::invalid_argument("a batch needs at least one byte");
+    if (options.most_slots < kSlots)
+        throw std::invalid_argument("a lane has at least " + std::to_string(kSlots) + " slots");
     stores_ = std::make_unique<Lane>(l1_, gpu_, completions_, options);
     loads_ = std::make_unique<Lane>(l1_, gpu_, completions_, options);
     map_thread_ = std::thread([this] { run_maps(); });

@@ -8,8 +8,8 @@
 //   staged  a kernel gathers a store's runs into the slot's staging memory, and few large pieces go
 //           to L1; a load the other way round. While one slot's pieces move, another's kernel runs.
 //
-// Cancels and the state word are looked at before each batch. So up to kSlots batches more are read
-// (or written) after a cancel, and the ticket ends after them.
+// Cancels and the state word are looked at before each batch. So the batches in flight, up to
+// kMostSlots, are read (or written) after a cancel, and the ticket ends after them.
 //
 // Ordering: whoever sends a job has made sure that the engine's work on these blocks is done. No
 // stream here ever waits for another process.
@@ -44,10 +44,22 @@ class GpuMapping final : public Mapping {
 
 // What a lane moves at once, and how much of it is in flight. 8 MiB are ~160 us of PCIe 5 x16, long
 // against a launch (~5 us) and short against an engine's step; two slots overlap copy and kernel,
-// the others cover the time until the host looks again. Also what a load may wait for that arrives
-// behind a longer one: 32 MiB, ~0.6 ms.
+// the others cover the time until the host looks again.
+//
+// On a GPU that an engine keeps busy a kernel waits for its process' time slice, ~1.6 ms beside
+// prefill (LMCache issue 5067): then kSlots batches are ~19 GB/s, kMostSlots more than the link. So
+// a lane that stages gets more slots, one by one, while at least as many batches wait as are in
+// flight, and as long as kSpareBytes of the GPU's memory stay free. They are made by a thread of
+// their own and stay: freeing GPU memory waits for all that the GPU does.
+//
+// What a copy of one batch may wait for that arrives behind a longer one: the batches in flight and
+// one more. Of a longer copy kSlots are, or as many as still wait, up to kMostSlots: 32 MiB,
+// ~0.6 ms of PCIe 5, where little waits, 96 MiB, ~1.9 ms, in a lane that has grown.
 constexpr uint64_t kBatchBytes = 8ull << 20;
 constexpr unsigned kSlots = 4;
+constexpr unsigned kMostSlots = 12;
+constexpr uint64_t kSpareBytes = 512ull << 20;
+constexpr uint64_t kGrowthPauseNanos = 1'000'000'000;  // after a try for which there was no memory
 // Block ids of a batch at most, and what a staged one may have of them and of its planes together:
 // they travel with it, in pinned memory of its slot.
 constexpr uint64_t kBatchIds = 16384;
@@ -78,6 +90,7 @@ struct GpuOptions {
     std::optional<Way> way = std::nullopt;  // always this one, where it can be
     uint64_t short_store_bytes = kShortStoreBytes;
     uint64_t short_load_bytes = kShortLoadBytes;
+    unsigned most_slots = kMostSlots;  // kSlots or more
 };
 
 class Lane;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -83,6 +84,13 @@ bool same_uuid(const std::string& one, const std::string& other) {
     return one.substr(one.find('-') + 1) == other.substr(other.find('-') + 1);
 }
 
+// By default the driver maps all streams of a process to 8 queues of the hardware, so that one
+// waits for another: two lanes may have 2 * kMostSlots. It reads this when it is first used.
+void give_each_stream_a_queue() {
+    static const int once = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+    (void)once;
+}
+
 std::vector<GpuInfo> visible_gpus() {
     int count = 0;
     if (cudaGetDeviceCount(&count) == cudaErrorInsufficientDriver)
@@ -119,6 +127,12 @@ class CudaGpu final : public Gpu {
         pitched_batch_ = DRIVER(cuMemcpy3DBatchAsync, 12080);
         check_max_pitch();
         entered_ = true;
+    }
+
+    uint64_t free_bytes() override {
+        size_t left = 0, all = 0;
+        CHECK(cudaMemGetInfo(&left, &all));
+        return left;
     }
 
     std::byte* allocate(uint64_t bytes) override {
@@ -398,9 +412,15 @@ class CudaGpu final : public Gpu {
 
 }  // namespace
 
-std::vector<GpuInfo> cuda_gpus() { return visible_gpus(); }
+std::vector<GpuInfo> cuda_gpus() {
+    give_each_stream_a_queue();
+    return visible_gpus();
+}
 
-std::shared_ptr<Gpu> cuda_gpu(const std::string& uuid) { return std::make_shared<CudaGpu>(uuid); }
+std::shared_ptr<Gpu> cuda_gpu(const std::string& uuid) {
+    give_each_stream_a_queue();
+    return std::make_shared<CudaGpu>(uuid);
+}
 
 bool built_with_cuda() { return true; }
 

@@ -11,8 +11,10 @@ namespace kvserver {
 
 Lane::Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options)
     : l1_(l1), gpu_(std::move(gpu)), completions_(completions), options_(options) {
+    for (unsigned i = 0; i < kSlots; ++i) idle_.push_back(&slots_.emplace_back());
     submits_ = std::thread([this] { run_submits(); });
     ends_ = std::thread([this] { run_ends(); });
+    grows_ = std::thread([this] { run_growth(); });
 }
 
 Lane::~Lane() {
@@ -21,6 +23,7 @@ Lane::~Lane() {
         stopping_ = true;
     }
     wake_.notify_all();
+    grows_.join();
     submits_.join();
     ends_.join();
 }
@@ -58,22 +61,18 @@ void Lane::run_submits() {
     block_signals();
     std::unique_lock lock(mutex_);
     for (;;) {
-        wake_.wait(lock, [this] {
-            return stopping_ || (running_.size() < kSlots && !(short_.empty() && long_.empty()));
-        });
+        std::deque<Shared>* queue = nullptr;
+        wake_.wait(lock, [&] { return stopping_ || (queue = next_queue()) != nullptr; });
         if (stopping_) break;
         if (gpu_->is_lost()) {
             end_as_lost(false);
             continue;
         }
-        const Shared flight = next_job();
+        const Shared flight = std::move(queue->front());
+        queue->pop_front();
+        short_had_turn_ = queue == &short_;
         if (!advance(flight)) continue;
-        CopyJob& job = *flight->job;
-        const Batch batch{flight, job.next, batch_end(job), &slots_[turn_ % kSlots]};
-        job.next = batch.last;
-        flight->submitted = batch.last == job.positions();
-        if (!flight->submitted) long_.push_front(flight);
-        ++flight->in_flight;
+        const Batch batch = next_batch(flight, queue == &long_);
         queuing_ = true;
         lock.unlock();
         const Queued queued = try_queue(batch);
@@ -83,13 +82,14 @@ void Lane::run_submits() {
         if (gpu_->is_lost()) continue;
         if (!queued.fault.empty()) give_up(flight, queued.fault);
         if (queued.in_flight) {
-            ++turn_;
             running_.push_back(batch);
+            ask_for_growth();
         } else {
+            free_slot(batch);
             settle(batch);
         }
     }
-    wake_.wait(lock, [this] { return running_.empty(); });
+    wake_.wait(lock, [this] { return running_.empty() && !growing_; });
     lock.unlock();
     tear_down();
     lock.lock();
@@ -97,14 +97,46 @@ void Lane::run_submits() {
     wake_.notify_all();
 }
 
-// REQUIRES: mutex_ held, there is one.
-Lane::Shared Lane::next_job() {
-    const bool take_short = !short_.empty() && (long_.empty() || !short_had_turn_);
-    short_had_turn_ = take_short;
-    auto& queue = take_short ? short_ : long_;
-    Shared flight = std::move(queue.front());
-    queue.pop_front();
-    return flight;
+// Whose turn it is; null if nothing may go now. REQUIRES: mutex_ held.
+std::deque<Lane::Shared>* Lane::next_queue() {
+    if (idle_.empty()) return nullptr;
+    const uint64_t all = slots_.size();
+    const bool a_long =
+        !long_.empty() && long_ones_ < std::max<uint64_t>(kSlots, std::min(all, waiting(all)));
+    if (!short_.empty() && !(a_long && short_had_turn_)) return &short_;
+    return a_long ? &long_ : nullptr;
+}
+
+// Batches that are not submitted yet, counted up to `most`. REQUIRES: mutex_ held.
+uint64_t Lane::waiting(uint64_t most) const {
+    uint64_t batches = 0;
+    for (const auto* queue : {&short_, &long_})
+        for (const Shared& flight : *queue) {
+            const CopyJob& job = *flight->job;
+            const uint64_t bytes = (job.positions() - job.next) * job.planes->block_bytes();
+            batches += (bytes + options_.batch_bytes - 1) / options_.batch_bytes;
+            if (batches >= most) return most;
+        }
+    return batches;
+}
+
+// REQUIRES: mutex_ held, a slot is idle, advance() let it.
+Lane::Batch Lane::next_batch(const Shared& flight, bool of_long) {
+    CopyJob& job = *flight->job;
+    const Batch batch{flight, job.next, batch_end(job), idle_.front(), of_long};
+    idle_.pop_front();
+    long_ones_ += of_long;
+    job.next = batch.last;
+    flight->submitted = batch.last == job.positions();
+    if (!flight->submitted) long_.push_front(flight);
+    ++flight->in_flight;
+    return batch;
+}
+
+// REQUIRES: mutex_ held.
+void Lane::free_slot(const Batch& batch) {
+    idle_.push_back(batch.slot);
+    long_ones_ -= batch.of_long;
 }
 
 // Begin it if need be. False if no batch of it is to be queued: then it has ended, or will.
@@ -224,20 +256,15 @@ void Lane::queue_staged(const Batch& batch) {
     counts_.unpinned_bytes += pieces.unpinned();
 }
 
-// Streams, events and tables. What an earlier try left missing is made.
+// Nothing grows before it is done, so slots_ stays as it is.
 void Lane::prepare() {
     if (prepared_) return;
     gpu_->enter();
-    for (Slot& slot : slots_) {
-        if (slot.stream == nullptr) slot.stream = gpu_->make_stream();
-        if (slot.done == nullptr) slot.done = gpu_->make_event();
-        if (slot.table == nullptr) slot.table = gpu_->allocate_pinned(kTableBytes);
-        if (slot.gpu_table == nullptr) slot.gpu_table = gpu_->allocate(kTableBytes);
-    }
+    for (Slot& slot : slots_) make(slot);
     prepared_ = true;
 }
 
-// Without memory for it all goes by DMA.
+// Without memory for it all goes by DMA. Nothing grows before it is done.
 void Lane::prepare_staging() {
     if (no_staging_) return;
     try {
@@ -256,16 +283,26 @@ void Lane::prepare_staging() {
 void Lane::tear_down() {
     if (gpu_->is_lost() || !prepared_) return;
     try {
-        for (Slot& slot : slots_) {
-            gpu_->free_stream(slot.stream);
-            gpu_->free_event(slot.done);
-            if (slot.staging != nullptr) gpu_->free(slot.staging);
-            gpu_->free_pinned(slot.table);
-            gpu_->free(slot.gpu_table);
-        }
+        for (Slot& slot : slots_) free(slot);
         for (Gpu::Event event : events_) gpu_->free_event(event);
     } catch (const GpuError&) {  // the end of the process frees the rest
     }
+}
+
+// What an earlier try left missing.
+void Lane::make(Slot& slot) {
+    if (slot.stream == nullptr) slot.stream = gpu_->make_stream();
+    if (slot.done == nullptr) slot.done = gpu_->make_event();
+    if (slot.table == nullptr) slot.table = gpu_->allocate_pinned(kTableBytes);
+    if (slot.gpu_table == nullptr) slot.gpu_table = gpu_->allocate(kTableBytes);
+}
+
+void Lane::free(Slot& slot) {
+    if (auto stream = std::exchange(slot.stream, nullptr)) gpu_->free_stream(stream);
+    if (auto event = std::exchange(slot.done, nullptr)) gpu_->free_event(event);
+    if (auto* memory = std::exchange(slot.table, nullptr)) gpu_->free_pinned(memory);
+    if (auto* memory = std::exchange(slot.gpu_table, nullptr)) gpu_->free(memory);
+    if (auto* memory = std::exchange(slot.staging, nullptr)) gpu_->free(memory);
 }
 
 Gpu::Event Lane::take_event() {
@@ -278,6 +315,61 @@ Gpu::Event Lane::take_event() {
         }
     }
     return gpu_->make_event();
+}
+
+// ---- growth -------------------------------------------------------------------------------
+
+// If all slots of a lane that stages are in use, and as much waits. REQUIRES: mutex_ held.
+void Lane::ask_for_growth() {
+    const uint64_t slots = slots_.size();
+    if (growing_ || !idle_.empty() || slots >= options_.most_slots || counts_.staging_bytes == 0 ||
+        waiting(slots) < slots || monotonic_nanos() < grow_after_)
+        return;
+    growing_ = true;
+    wake_.notify_all();
+}
+
+void Lane::run_growth() {
+    block_signals();
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_.wait(lock, [this] { return stopping_ || growing_; });
+        if (!stopping_) {
+            lock.unlock();
+            Slot slot;
+            const bool made = make_more(slot);
+            lock.lock();
+            if (made) {
+                idle_.push_back(&slots_.emplace_back(slot));
+                counts_.staging_bytes += options_.batch_bytes;
+            } else {
+                grow_after_ = monotonic_nanos() + kGrowthPauseNanos;
+            }
+        }
+        growing_ = false;
+        wake_.notify_all();
+        if (stopping_) return;
+    }
+}
+
+// One more slot with staging memory. False if there is none, or none to spare, for whatever reason:
+// the lane does with those it has.
+bool Lane::make_more(Slot& slot) {
+    try {
+        if (gpu_->is_lost()) return false;
+        gpu_->enter();
+        if (gpu_->free_bytes() < kSpareBytes + options_.batch_bytes) return false;
+        make(slot);
+        slot.staging = gpu_->allocate(options_.batch_bytes);
+        return true;
+    } catch (const GpuError&) {
+        if (gpu_->is_lost()) return false;
+    }
+    try {
+        free(slot);
+    } catch (const GpuError&) {  // the end of the process frees it
+    }
+    return false;
 }
 
 // ---- the waiting thread ---------------------------------------------------------------------
@@ -303,6 +395,7 @@ void Lane::run_ends() {
         lock.lock();
         if (gpu_->is_lost()) continue;
         running_.pop_front();
+        free_slot(batch);
         if (!fault.empty()) give_up(batch.flight, fault);
         batch.flight->gpu_nanos = nanos;
         settle(batch);
@@ -343,7 +436,7 @@ void Lane::give_up(const Shared& flight, const std::string& fault) {
 // held; not all the while.
 void Lane::end_after_loss(std::unique_lock<std::mutex>& lock) {
     end_as_lost(false);
-    wake_.wait(lock, [this] { return !queuing_; });
+    wake_.wait(lock, [this] { return !queuing_ && !growing_; });
     lock.unlock();
     const bool quiet = all_quiet();
     lock.lock();

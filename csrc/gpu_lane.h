@@ -1,16 +1,15 @@
 // gpu_lane.h: all copies of one direction between L1 and one GPU.
 #pragma once
 
-#include <array>
 #include <map>
 
 #include "gpu_copier.h"
 
 namespace kvserver {
 
-// Two threads. One takes jobs, cuts them into batches and queues these on the slots' streams, in
-// turn; the other waits for each batch's event, in the same order, and ends the jobs. A job of one
-// batch goes before the next batch of a longer one, every other time.
+// Three threads. One takes jobs, cuts them into batches and queues these on the slots' streams;
+// another waits for each batch's event, in the same order, and ends the jobs; the third makes more
+// slots. A job of one batch goes before the next batch of a longer one, every other time.
 //
 // A GPU that is lost: nothing more is queued. Jobs that have not begun end at once; the others when
 // the waiting thread has seen that no stream of the lane moves anything any more, which on a dead
@@ -50,6 +49,7 @@ class Lane {
         Shared flight;
         uint64_t first, last;  // positions of the job, from its own first one on
         Slot* slot;
+        bool of_long;
     };
     struct Queued {
         bool in_flight;     // some of it may move: its slot's event tells when it no longer does
@@ -58,7 +58,15 @@ class Lane {
 
     void run_submits();
     void run_ends();
-    Shared next_job();
+    std::deque<Shared>* next_queue();
+    uint64_t waiting(uint64_t most) const;
+    Batch next_batch(const Shared& flight, bool of_long);
+    void free_slot(const Batch& batch);
+    void ask_for_growth();
+    void run_growth();
+    bool make_more(Slot& slot);
+    void make(Slot& slot);
+    void free(Slot& slot);
     bool advance(const Shared& flight);
     uint64_t batch_end(const CopyJob& job) const;
     bool wants_staging(const CopyJob& job, uint64_t positions) const;
@@ -89,13 +97,16 @@ class Lane {
     // The submitting thread's; the other's while nothing is queued any more.
     bool prepared_ = false;
     bool no_staging_ = false;
-    std::array<Slot, kSlots> slots_;
-    uint64_t turn_ = 0;
 
     std::mutex mutex_;  // guards what follows
     std::condition_variable wake_;
     std::deque<Shared> short_, long_;  // not wholly submitted
     bool short_had_turn_ = false;
+    std::deque<Slot> slots_;           // they never move; each is used by one batch, or none
+    std::deque<Slot*> idle_;           // used by none
+    unsigned long_ones_ = 0;           // slots that batches of long_ use
+    bool growing_ = false;             // one more slot is asked for, or being made
+    uint64_t grow_after_ = 0;          // not before
     std::map<uint64_t, Shared> open_;  // by ticket
     std::deque<Batch> running_;        // in flight, oldest first
     std::vector<Gpu::Event> events_;   // spare ones
@@ -103,7 +114,7 @@ class Lane {
     bool queuing_ = false;  // the submitting thread is giving the GPU a batch
     bool submits_over_ = false;
     bool loss_over_ = false;  // the GPU is lost, and what could end has
-    std::thread submits_, ends_;
+    std::thread submits_, ends_, grows_;
 };
 
 }  // namespace kvserver

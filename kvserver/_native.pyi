@@ -147,6 +147,9 @@ class FakeDevice(Device):
 
 GPU_BATCH_BYTES: int
 GPU_STAGING_BYTES: int
+GPU_SLOTS: int
+GPU_MOST_SLOTS: int
+GPU_SPARE_BYTES: int
 GPU_SHORT_LOAD_BYTES: int
 GPU_SHORT_STORE_BYTES: int
 PIN_BYTES: int
@@ -211,6 +214,7 @@ class GpuCopier(Device):
         way: Way | None = None,
         short_store_bytes: int = ...,
         short_load_bytes: int = ...,
+        most_slots: int = ...,
     ) -> None: ...
     @property
     def gpu(self) -> Gpu: ...
