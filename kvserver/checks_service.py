@@ -22,7 +22,7 @@ from typing import Any
 
 from kvserver import __version__
 from kvserver.checks import Finding, Machine, ok, problem, warning
-from kvserver.client import Client, RequestFailed
+from kvserver.client import Client, RequestFailed, listens
 from kvserver.http_token import bearer, read_token
 from kvserver.protocol import PROTOCOL_VERSION
 from kvserver.settings import Settings
@@ -90,7 +90,7 @@ def daemon(machine: Machine) -> Finding:
     except RequestFailed as error:
         return problem(f"{url} answers: {error}", f"install one version everywhere; this one is {__version__}")
     except TimeoutError:
-        if url.startswith("ipc://") and _listens(path):
+        if url.startswith("ipc://") and listens(url):
             return problem(f"the daemon at {url} does not answer", "kvserver status; then restart it")
         return warning(f"none at {url}, only a dead daemon's socket", _serve_command(machine))
     except Exception as error:  # ZMQ's, of an address that cannot be
@@ -106,17 +106,6 @@ def daemon(machine: Machine) -> Finding:
 def _serve_command(machine: Machine) -> str:
     default = Settings(endpoint=machine.settings.endpoint) == machine.settings
     return "kvserver serve" if default else "kvserver serve, with the flags that you gave here"
-
-
-def _listens(path: Path) -> bool:
-    """Whether a process holds the socket, dead ones do not."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1)
-        try:
-            probe.connect(str(path))
-        except OSError as error:
-            return error.errno != errno.ECONNREFUSED
-    return True
 
 
 def http_port(machine: Machine) -> Finding:

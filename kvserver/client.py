@@ -8,6 +8,7 @@ and the server's insides. Needs msgspec and pyzmq only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import select
@@ -115,6 +116,21 @@ def _close(dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -
     context.term()
 
 
+def listens(endpoint: str) -> bool:
+    """Whether a process has the endpoint's socket, if only a hung one: a dead one's file remains, and refuses. True of
+    endpoints that are no Unix socket, where a second's connection attempt would not tell.
+    """
+    if not endpoint.startswith("ipc://"):
+        return True
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(endpoint.removeprefix("ipc://"))
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
+
+
 class Client:
     """Request and reply with a deadline. One thread uses it."""
 
@@ -141,12 +157,15 @@ class Client:
                 return reply
         raise TimeoutError(f"kvserver at {self.endpoint} did not answer {type(request).__name__} in time")
 
-    def hello(self, name: str = "client") -> HelloReply:
-        """The reply says which protocol was agreed on: ours, or the newest before it that the server speaks."""
+    def hello(self, name: str = "client", instance_id: str = "", incarnation: str = "") -> HelloReply:
+        """The reply says which protocol was agreed on: ours, or the newest before it that the server speaks. With an
+        engine's names also the engine's standing.
+        """
         version = PROTOCOL_VERSION
         while True:
             try:
-                return self.ask(Hello(protocol_version=version, client=name), HelloReply)
+                hello = Hello(version, name, instance_id, incarnation)
+                return self.ask(hello, HelloReply)
             except RequestFailed as refusal:
                 if refusal.code != ErrorCode.VERSION_MISMATCH or version == OLDEST_PROTOCOL_VERSION:
                     raise

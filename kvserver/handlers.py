@@ -140,6 +140,7 @@ class Handlers:
                 f"the client speaks protocol {request.protocol_version}, server {__version__} speaks "
                 f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
             )
+        standing, text = self.workers.standing(request.instance_id, request.incarnation)
         return HelloReply(
             protocol_version=request.protocol_version,
             server_version=__version__,
@@ -150,6 +151,8 @@ class Handlers:
             traces=self.watchers.traces is not None,
             kv_events=self.watchers.wants_contents,
             lease_seconds=self.settings.lease_seconds,
+            standing=standing,
+            standing_text=text,
         )
 
     def _lookup(self, request: Lookup) -> LookupReply:

@@ -54,6 +54,7 @@ from kvserver.wire import (
 PROTOCOL_VERSION = 4
 # 3 registers a ModelIdentity instead of counted fields; 2 has nothing of kv_messages; in 1 ReportBlockAllocations has records and time_ns and no payload. All else is alike.
 OLDEST_PROTOCOL_VERSION = 1
+REGISTERED = "registered"  # HelloReply.standing: all ranks have registered and agree
 MAX_REPORTED_BLOCKS = 1 << 16  # in one message, however few bytes name them
 REQUEST_ID_BYTES = 8
 
@@ -126,8 +127,12 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message):
+    """`instance_id` and `incarnation`: of an engine, where its standing is wanted."""
+
     protocol_version: int
     client: Label = ""
+    instance_id: Label = ""
+    incarnation: Label = ""
 
 
 class RegisterWorker(Message):
@@ -307,6 +312,8 @@ class HelloReply(Message):
     traces: bool = False  # whether requests should be named in Store; in Retrieve they always are
     kv_events: bool = False  # whether a Store should say what is in its chunks
     lease_seconds: float = 0.0  # how long a lookup protects what it found; 0: not told
+    standing: str = ""  # of the engine that Hello named: REGISTERED, or the error code that says why not; "": not told
+    standing_text: str = ""  # the same for people
 
 
 class Registered(Message):

@@ -19,6 +19,7 @@ from kvserver.instances import Disconnect, Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
 from kvserver.planes import block_bytes, group_count
 from kvserver.protocol import (
+    REGISTERED,
     CudaVmmFd,
     Error,
     Registered,
@@ -31,6 +32,9 @@ from kvserver.settings import Settings
 from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)
+
+_MAX_REFUSALS = 256  # engines
+_MAX_TEXT = 1000
 
 
 class Workers:
@@ -55,6 +59,7 @@ class Workers:
         self._clock = clock
         self._waiting: dict[int, Respond] = {}  # registration -> who asked to unregister
         self._last_refusal = ""
+        self._refusals: dict[tuple[str, str], KVServerError] = {}  # the last of each engine that is not all there
 
     def register(self, request: RegisterWorker, respond: Respond) -> None:
         """Begin to map the worker's memory; the reply comes when that is done. KVServerError if it may not stand."""
@@ -98,6 +103,25 @@ class Workers:
         refusal = f"worker {spec.instance_id}/{spec.rank} refused: {error.message}"
         log.log(logging.DEBUG if refusal == self._last_refusal else logging.WARNING, "%s", refusal)
         self._last_refusal = refusal
+        self._refusals.pop((spec.instance_id, spec.incarnation), None)
+        self._refusals[spec.instance_id, spec.incarnation] = error
+        if len(self._refusals) > _MAX_REFUSALS:
+            del self._refusals[next(iter(self._refusals))]
+
+    def standing(self, instance_id: str, incarnation: str) -> tuple[str, str]:
+        """(REGISTERED, or the error code why an engine has no cache; the same for people). Empty if none is named."""
+        if not instance_id:
+            return "", ""
+        error = self._refusals.get((instance_id, incarnation))
+        try:
+            instance = self._instances.instance(instance_id, incarnation)
+            if instance.namespace is not None:
+                return REGISTERED, ""
+            ranks = f"{len(instance.workers)} of {instance.world_size} ranks of {instance_id!r} are registered"
+            error = error or KVServerError(ErrorCode.NOT_READY, ranks)
+        except KVServerError as unknown:
+            error = error or unknown
+        return error.code.value, error.message[:_MAX_TEXT]
 
     def _check_geometry(self, request: RegisterWorker, fds: int) -> None:
         named = sorted(m.index for m in request.memory if isinstance(m, SharedFd | CudaVmmFd))
@@ -156,6 +180,7 @@ class Workers:
         instance = self._instances.of(worker)
         instance.refresh_namespace()
         if instance.namespace is not None:
+            self._refusals.pop((instance.instance_id, instance.incarnation), None)
             ranks = tuple(instance.workers[rank].spec for rank in range(instance.world_size))
             self._bus.publish(
                 NamespaceFormed(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, block_dimensions, check_invariance
+from kvserver.adapters.vllm.condition import SCHEDULER, STARTING, Condition
 from kvserver.adapters.vllm.description import Engine
 from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
 from kvserver.adapters.vllm.identity import Identity, config_identity, served_name, with_weights
@@ -23,9 +24,10 @@ from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
 from kvserver.adapters.vllm.outbox import DirectOutbox, OrderedOutbox, Outbox
 from kvserver.adapters.vllm.planes import UnsupportedLayout
+from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
-from kvserver.adapters.vllm.stats import HOST, KVServerPromMetrics, KVServerStats, grown
+from kvserver.adapters.vllm.stats import HOST, KVServerStats, Teller
 from kvserver.adapters.vllm.support import (
     TransferResults,
     hash_block_tokens,
@@ -106,11 +108,14 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._identity: Identity | None = None  # of the first registration: files may be replaced later
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._group_bytes = [0]
-        self._lookups_told: Counter[str] = Counter()
+        rank = f"rank {vllm_config.parallel_config.rank}"
+        self._teller = Teller(SCHEDULER if role == KVConnectorRole.SCHEDULER else rank)
+        self._stepped = False
         self._registered = False
         self._has_computed = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches
         self._refusal: str | None = "the connector could not be set up"
+        self._off: Condition | None = Condition("setup_failed", "see the engine's log")  # why there is no link
         self._set_up(role)
 
     def _fault(self, where: str, error: Exception) -> None:
@@ -133,9 +138,16 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.WORKER:
             self.worker = self._make_worker(None, DirectOutbox())
         if self._refusal is not None:
-            log.warning("kvserver: this engine runs without cache: %s", self._refusal)
+            self._runs_without("unsupported", self._refusal)
+        elif role == KVConnectorRole.WORKER:
+            self._off = STARTING
         elif role == KVConnectorRole.SCHEDULER:
             self.scheduler = self._make_scheduler()
+            self._off = None
+
+    def _runs_without(self, reason: str, why: str) -> None:
+        self._off = Condition(reason, why)
+        log.warning("kvserver: this engine runs without cache: %s", why)
 
     def _make_scheduler(self) -> SchedulerHalf:
         extra = self._config.kv_transfer_config.kv_connector_extra_config
@@ -187,6 +199,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._refusal is not None:
             return
+        self._off = Condition("setup_failed", "the KV cache could not be registered, see the engine's log")
         self._kv_caches = kv_caches
         link = self._make_link()
         if link is None:
@@ -194,6 +207,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         stores = self._config.parallel_config.rank == 0 or not replicated(self._config, self._caches_config)
         self.worker = self._make_worker(link, self.make_outbox(), stores)
         self._registered = True
+        self._off = None
         link.start(self._settings.connect_timeout_ms / 1000)
 
     def make_outbox(self) -> Outbox:
@@ -216,7 +230,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups = [group.layer_names for group in self._caches_config.kv_cache_groups]
             caches = share(kv_caches, self._caches_config.num_blocks, dims, groups, self.make_exporter)
         except (UnsupportedLayout, CannotShare) as error:
-            log.warning("kvserver: this engine runs without cache: %s", error)
+            self._runs_without("cannot_share", str(error))
             return None
         self._group_bytes = [
             sum(plane.run_bytes for plane in caches.planes if plane.group == group) for group in range(len(groups))
@@ -256,6 +270,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._asleep = False
         link = self._make_link()
         if link is not None:
+            self._off = None
             self.worker.attach(link)
             link.start(self._settings.connect_timeout_ms / 1000)
 
@@ -365,9 +380,12 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced()
     def get_kv_connector_stats(self) -> KVServerStats | None:
-        if self.worker is not None:
-            return self.worker.stats.take()
-        return grown(self.scheduler.counters, self._lookups_told) if self.scheduler is not None else None
+        half = self.worker or self.scheduler
+        stats = (self.worker.stats.take() if self.worker is not None else None) or KVServerStats()
+        quarantined = self.scheduler.quarantined_blocks if self.scheduler is not None else 0
+        condition = self._off or (half.condition if half is not None else STARTING)
+        self._teller.tell(stats, half.counters if half is not None else {}, self.errors, condition, quarantined)
+        return stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVServerStats:
@@ -387,9 +405,10 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if self._settings.load_failure_policy == "recompute" and fails_requests():
             half, self.scheduler = self.scheduler, None
-            log.warning(
-                "kvserver: this engine runs without cache: a failed load would end its request, and the kv_transfer_config "
-                'that says so is out of reach; set its kv_load_failure_policy to "recompute"'
+            self._runs_without(
+                "unsupported",
+                "a failed load would end its request, and the kv_transfer_config that says so is out of reach; set its "
+                'kv_load_failure_policy to "recompute"',
             )
             half.shut()
             return
@@ -413,6 +432,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(StepPlan)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._stepped = True
         if self.scheduler is None:
             return StepPlan(idle=scheduler_output.total_num_scheduled_tokens == 0)
         self._plan_stores(scheduler_output)
@@ -444,7 +464,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(False)
     def has_pending_push_work(self) -> bool:
-        return self.scheduler is not None and self.scheduler.has_pending_work
+        """Also before the first step: with it all halves tell whether they have a daemon, and no request may come for hours."""
+        return not self._stepped or (self.scheduler is not None and self.scheduler.has_pending_work)
 
     @fenced(False)
     def reset_cache(self) -> bool | None:

@@ -120,6 +120,10 @@ class Quarantine:
         self._pool = pool
         self._loads: dict[int, _Load] = {}
 
+    def __len__(self) -> int:
+        """How many blocks; one that several loads may write counts for each."""
+        return sum(len(load.block_ids) for load in self._loads.values())
+
     def add(self, load_id: int, block_ids: list[int]) -> bool:
         """One rank says so; True for the first, before vLLM frees the blocks."""
         held = self._loads.get(load_id)

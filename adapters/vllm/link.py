@@ -20,8 +20,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvserver.adapters.vllm.condition import CONNECTED, STARTING, Condition, refused
+
 from kvserver._native import WordPage
-from kvserver.client import Attachment, Channel, Client, RequestFailed
+from kvserver.client import Attachment, Channel, Client, RequestFailed, listens
 from kvserver.protocol import (
     HelloReply,
     Registered,
@@ -96,6 +98,28 @@ class Breaker:
             self._wake()
 
 
+def absence(endpoint: str) -> Condition | None:
+    """Why nothing is to be sent there, before it is tried."""
+    path = endpoint.removeprefix("ipc://")
+    if path != endpoint and not os.path.exists(path):
+        return Condition("no_daemon", f"no kvserver at {endpoint}")
+    if stranger := stranger_at(endpoint):
+        return Condition("foreign_daemon", stranger)
+    return None
+
+
+def failure(endpoint: str, error: Exception) -> Condition:
+    """What an attempt to speak to the daemon there ended with."""
+    if isinstance(error, RequestFailed):
+        return Condition(refused(error.code), str(error))
+    if isinstance(error, TimeoutError) and listens(endpoint):
+        return Condition("no_answer", f"kvserver at {endpoint} does not answer")
+    if isinstance(error, OSError):
+        return Condition("no_daemon", str(error))
+    log.debug("kvserver link", exc_info=True)
+    return Condition("other", f"{type(error).__name__}: {error}")
+
+
 class Link:
     """REQUIRES: start() once, stop() once; `session` and `breaker` may be read from the engine's thread."""
 
@@ -111,7 +135,7 @@ class Link:
         self._refresh = False
         self._refresh_after = 0.0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._said = ""
+        self._why = STARTING  # why there is no session
         self._thread = threading.Thread(target=self._run, name=f"kvserver-{name}", daemon=True)
 
     def start(self, wait_seconds: float) -> None:
@@ -131,6 +155,15 @@ class Link:
         """The session, if there is one, it has not ended and the breaker is closed."""
         session = self.session
         return session if session is not None and not session.ended.is_set() and not self.breaker.open else None
+
+    @property
+    def condition(self) -> Condition:
+        """Whether this half has a daemon to speak to, and why not."""
+        if self.usable() is not None:
+            return CONNECTED
+        if self.session is not None and self.breaker.open:
+            return Condition("breaker_open", "waits for kvserver ran out; it is asked until it answers")
+        return self._why
 
     def stop(self, wait_seconds: float = 1.0) -> bool:
         """Unregister and end the thread, which takes until the server has closed its mappings.
@@ -186,12 +219,8 @@ class Link:
 
     def _connect(self) -> Session | None:
         """One attempt; None after saying once why it failed."""
-        path = self._endpoint.removeprefix("ipc://")
-        if path != self._endpoint and not os.path.exists(path):
-            self._say(f"no kvserver at {self._endpoint}")
-            return None
-        if stranger := stranger_at(self._endpoint):
-            self._say(stranger)
+        if (absent := absence(self._endpoint)) is not None:
+            self._say(absent)
             return None
         attachment: Attachment | None = None
         try:
@@ -207,26 +236,20 @@ class Link:
                     answer = client.ask(message, Registered, _REGISTER_SECONDS)
                     session = Session(hello, Channel(self._endpoint), answer.registration, words, attachment)
             session.channel.wait_writable(_HELLO_SECONDS)
-        except (RequestFailed, OSError, TimeoutError) as error:
-            if attachment is not None:
-                attachment.close()
-            self._say(str(error))
-            return None
         except Exception as error:
             if attachment is not None:
                 attachment.close()
-            log.debug("kvserver link", exc_info=True)
-            self._say(f"{type(error).__name__}: {error}")
+            self._say(failure(self._endpoint, error))
             return None
         log.info("%s: connected to kvserver %s, boot %s", self._name, hello.server_version, hello.boot_id)
-        self._said = ""
+        self._why = Condition("no_daemon", "the connection to kvserver ended")
         return session
 
-    def _say(self, reason: str) -> None:
+    def _say(self, why: Condition) -> None:
         """Log a reason once, not at every attempt."""
-        if reason != self._said:
-            log.warning("%s: running without cache: %s", self._name, reason)
-            self._said = reason
+        if why != self._why:
+            log.warning("%s: running without cache: %s", self._name, why.detail)
+            self._why = why
 
     def _watch(self, session: Session) -> bool:
         """Return when the session is over; while the breaker is open, ask until the daemon answers.

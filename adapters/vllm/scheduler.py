@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
+from kvserver.adapters.vllm.condition import Condition
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, Engine, Introduction
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
@@ -364,6 +365,14 @@ class SchedulerHalf:
     @property
     def connected(self) -> bool:
         return self._link.usable() is not None
+
+    @property
+    def condition(self) -> Condition:
+        return self._link.condition if self._serves else Condition("fault", "see the engine's log")
+
+    @property
+    def quarantined_blocks(self) -> int:
+        return len(self._quarantine)
 
     @property
     def has_pending_work(self) -> bool:

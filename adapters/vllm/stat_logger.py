@@ -18,6 +18,7 @@ from typing import Any
 from kvserver.adapters.vllm.identity import served_name
 from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import read_settings
+from kvserver.adapters.vllm.watch import incarnation, instance_id
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvserver.client import Client, RequestFailed
@@ -42,8 +43,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
             log.exception("kvserver: the load of this engine is not told")
 
     def _set_up(self, config: Any, engine_index: int) -> None:
-        transfer = config.kv_transfer_config
-        extra = extra_config(transfer)
+        extra = extra_config(config.kv_transfer_config)
         if extra is None:
             return
         settings = read_settings(extra)
@@ -52,7 +52,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
         interval = settings.load_interval_ms / 1000
         self.load = EngineLoad(
             instance_id=instance_id(config, engine_index),
-            incarnation=str(config.instance_id) or str(transfer.engine_id),
+            incarnation=incarnation(config),
             model_name=served_name(config.model_config),
             interval_seconds=interval,
             running=0,
@@ -80,16 +80,6 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
 
     def log_engine_initialized(self) -> None:
         return
-
-
-def instance_id(config: Any, engine_index: int) -> str:
-    """As the engine's own processes have it: with data parallelism vLLM appends the rank there, and only there.
-
-    A process that is one rank of several by itself (offline) has index 0, and its rank in the configuration.
-    """
-    name, parallel = str(config.kv_transfer_config.engine_id), config.parallel_config
-    rank = engine_index or parallel.data_parallel_rank
-    return f"{name}_dp{rank}" if parallel.data_parallel_size > 1 or rank else name
 
 
 def take_scheduler(load: EngineLoad, stats: Any) -> None:

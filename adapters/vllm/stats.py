@@ -1,35 +1,28 @@
-"""What vLLM's own Prometheus and log say of the connector: `vllm:kvserver_*`.
+"""What the halves tell vLLM's metrics and log of themselves.
 
-Owns: the figures of one half between two steps, how those of ranks and halves add up, and the metrics made of them.
-Refuses to know: when something is to be counted.
+Owns: the figures of one half between two steps, and how those of ranks and halves add up. Refuses to know: when something is
+to be counted, and the metrics made of it (`prom`).
 """
 
 from __future__ import annotations
 
-import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import prometheus_client
+from kvserver.adapters.vllm.condition import Condition
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 # What vLLM calls hits that came from CPU memory, where it tells hits by their source.
 HOST: Any = getattr(getattr(base, "CacheHitSource", None), "HOST", None)
 
-log = logging.getLogger("vllm.kvserver")
-
-_PREFIX = "vllm:kvserver_"
-SCHEDULER = (
-    "lookups",
-    "lookup_hits",
-    "lookup_timeouts",
-    "prefix_resets",
-    "replaced_lora_requests",
-)  # what the scheduler half counts
-_COUNTERS = {
+HALVES = "halves"  # by name: whether it has a daemon, and why not
+QUARANTINED = "quarantined_blocks"
+REFUSED = "refused"  # by error code
+FAULTS = "faults"  # by place
+COUNTERS = {
     "lookups": "Lookups sent to kvserver.",
     "lookup_hits": "Lookups that found something.",
     "lookup_timeouts": "Lookups that were not answered in time.",
@@ -39,16 +32,29 @@ _COUNTERS = {
     "load_failures": "Loads that failed, by all ranks; the engine computes those tokens itself.",
     "store_bytes": "Bytes stored in kvserver, by all ranks; not those that were there.",
     "store_failures": "Stores that did not come to their end, by all ranks.",
+    "cancelled_stores": "Stores that were cancelled since the engine needed their blocks, by all ranks.",
+    "unsent": "Loads, stores and notices that could not be sent to kvserver: no connection, or its queue was full.",
 }
-_TIMES = {
+TIMES = {
     "load_seconds": "Duration of each load of one rank, as the rank sees it.",
     "store_seconds": "Duration of each store of one rank, as the rank sees it.",
 }
-_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_TOLD_AGAIN_SECONDS = 1.0  # a half's condition, however long it lasts: each time to one of the front ends
+# Counters of the halves, and what they are told as.
+_NAMES = {
+    **{
+        name: name
+        for name in ("lookups", "lookup_hits", "lookup_timeouts", "prefix_resets", "replaced_lora_requests", "unsent")
+    },
+    **{f"not_sent_{reason}": "unsent" for reason in ("late", "gone", "full", "failed")},
+    "stores_cancelled_for_reuse": "cancelled_stores",
+}
 
 
 class KVServerStats(KVConnectorStats):  # type: ignore[misc]
-    """`data` holds what happened: a number for each counter, a list of seconds for each kind of copy."""
+    """`data` holds what happened: a number for each counter, by label where it has one, a list of seconds for each kind of
+    copy; and how the halves are.
+    """
 
     def add(self, name: str, amount: int = 1) -> None:
         self.data[name] = self.data.get(name, 0) + amount
@@ -70,69 +76,79 @@ class KVServerStats(KVConnectorStats):  # type: ignore[misc]
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVServerStats:
+        """`other` is of another half, or newer."""
         for name, figure in other.data.items():
-            self.data[name] = self.data[name] + figure if name in self.data else figure
+            mine = self.data.get(name)
+            if mine is None or name == QUARANTINED:
+                self.data[name] = figure
+            elif name == HALVES:
+                self.data[name] = {**mine, **figure}
+            elif isinstance(figure, dict):
+                self.data[name] = dict(Counter(mine) + Counter(figure))
+            else:
+                self.data[name] = mine + figure
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """For a line of vLLM's log: sums, and of copies their number."""
         figures: dict[str, int | float] = {}
-        for name in (*_COUNTERS, *_TIMES):
-            if name in _TIMES and name in self.data:
+        if HALVES in self.data:
+            figures["connected"] = int(all(Condition(*half).connected for half in self.data[HALVES].values()))
+        for name in (*COUNTERS, QUARANTINED, REFUSED, FAULTS, *TIMES):
+            if name in TIMES and name in self.data:
                 figures[name.replace("_seconds", "s")] = len(self.data[name])
                 figures[name] = round(sum(self.data[name]), 4)
             elif name in self.data:
-                figures[name] = self.data[name]
+                figure = self.data[name]
+                figures[name] = sum(figure.values()) if isinstance(figure, dict) else figure
         return figures
 
     def is_empty(self) -> bool:
         return not self.data
 
 
-def grown(counters: Mapping[str, int], told: Counter[str]) -> KVServerStats | None:
-    """By how much the scheduler half's counts exceed what was told before, which is updated."""
-    stats = KVServerStats()
-    for name in SCHEDULER:
-        if counters[name] > told[name]:
-            stats.add(name, counters[name] - told[name])
-            told[name] = counters[name]
-    return stats.take()
+class Teller:
+    """What one half has told so far."""
+
+    def __init__(self, half: str) -> None:
+        self._half = half
+        self._counted: Counter[tuple[str, str]] = Counter()  # by name and label
+        self._condition: Condition | None = None
+        self._again_at = 0.0
+        self._quarantined = 0
+
+    def tell(
+        self,
+        stats: KVServerStats,
+        counters: Mapping[str, int],
+        errors: Mapping[str, int],
+        condition: Condition,
+        quarantined: int,
+    ) -> None:
+        """Add to `stats` what is new: by how much counts have grown, and how the half is."""
+        for (name, label), count in counted(counters, errors).items():
+            if more := count - self._counted[name, label]:
+                self._counted[name, label] = count
+                if label:
+                    stats.data.setdefault(name, {})[label] = more
+                else:
+                    stats.add(name, more)
+        if quarantined != self._quarantined:
+            self._quarantined = stats.data[QUARANTINED] = quarantined
+        now = time.monotonic()
+        if condition != self._condition or now >= self._again_at:
+            self._condition, self._again_at = condition, now + _TOLD_AGAIN_SECONDS
+            stats.data[HALVES] = {self._half: list(condition)}
 
 
-class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """With vLLM's labels, one series for each engine of this front end.
-
-    Never raises: vLLM makes it and feeds it where nothing would catch that, and its front end would end.
-    """
-
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine)
-        self._failed = False
-        self._counters: dict[str, Any] = {}
-        self._times: dict[str, Any] = {}
-        try:
-            counter, histogram = metric_types[prometheus_client.Counter], metric_types[prometheus_client.Histogram]
-            for name, text in _COUNTERS.items():
-                self._counters[name] = create_metric_per_engine(counter(_PREFIX + name, text, labelnames), per_engine)
-            for name, text in _TIMES.items():
-                made = histogram(_PREFIX + name, text, labelnames, buckets=_BUCKETS)
-                self._times[name] = create_metric_per_engine(made, per_engine)
-        except Exception:
-            self._incomplete()
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        try:
-            for name, figure in transfer_stats_data.items():
-                if name in self._counters:
-                    self._counters[name][engine_idx].inc(figure)
-                elif name in self._times:
-                    for seconds in figure:
-                        self._times[name][engine_idx].observe(seconds)
-        except Exception:
-            self._incomplete()
-
-    def _incomplete(self) -> None:
-        """REQUIRES: called while an exception is handled."""
-        if not self._failed:
-            log.exception("kvserver: its figures in vLLM's metrics are not complete")
-        self._failed = True
+def counted(counters: Mapping[str, int], errors: Mapping[str, int]) -> Counter[tuple[str, str]]:
+    """What is told of a half's counts, by name and label. `errors`: by place and kind, "place: kind"."""
+    found: Counter[tuple[str, str]] = Counter()
+    for name, count in counters.items():
+        if name in _NAMES:
+            found[_NAMES[name], ""] += count
+        elif name.startswith("refused_"):
+            found[REFUSED, name.removeprefix("refused_")] += count
+    for name, count in errors.items():
+        found[FAULTS, name.rsplit(": ", 1)[0]] += count
+    return found

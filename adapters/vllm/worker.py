@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kvserver.adapters.vllm.condition import Condition
 from kvserver.adapters.vllm.copies import Copy
 from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
@@ -376,6 +377,10 @@ class WorkerHalf:
             return None
         report, self._report = self._report, StepReport()
         return report
+
+    @property
+    def condition(self) -> Condition:
+        return self._link.condition if self._link is not None else Condition("asleep", "the KV cache was given up")
 
     # ---- the memory comes and goes ------------------------------------------------------------
 

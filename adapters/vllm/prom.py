@@ -1,0 +1,204 @@
+"""vLLM's own Prometheus: `vllm:kvserver_*`, in its front end, with its labels.
+
+Owns: the metrics, and what the gauges of an engine's condition say. Refuses to know: how an engine is asked (`watch`), what
+follows from what was heard (`condition`), how figures add up (`stats`).
+
+Not seen: the daemon of an idle engine on another machine. What it told last with a step stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import prometheus_client
+from kvserver.adapters.vllm.condition import Condition, EngineCondition, known
+from kvserver.adapters.vllm.nesting import extra_config
+from kvserver.adapters.vllm.settings import read_settings
+from kvserver.adapters.vllm.stats import COUNTERS, FAULTS, HALVES, QUARANTINED, REFUSED, TIMES
+from kvserver.adapters.vllm.watch import Watch, incarnation, instance_id
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kvserver.errors import ErrorCode
+
+log = logging.getLogger("vllm.kvserver")
+
+_PREFIX = "vllm:kvserver_"
+_OTHER = "other"
+_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_MOST_DETAILS = 16  # texts of one engine; further ones are left out
+_DETAIL_CHARS = 200
+# Where a fault of ours was kept from the engine: methods of vLLM's interface, and parts of what they do.
+PLACES = (
+    *(
+        "_finished",
+        "_plan_stores",
+        "_set_up",
+        "_unregister",
+        "a failed load",
+        "aborting a load",
+        "an answer",
+        "answers",
+    ),
+    *("beginning of a load", "beginning of a store", "beginning of events", "bind_gpu_block_pool"),
+    *("build_connector_meta", "build_connector_worker_meta", "cancelling a copy", "cancelling a store"),
+    *("ending the connection", "events", "failing a load", "get_block_ids_with_load_errors", "get_kv_connector_stats"),
+    *("get_num_new_matched_tokens", "handle_preemptions", "has_pending_push_work", "introduction", "looking at a load"),
+    *("looking at a store", "on_new_request", "planning of a load", "poll", "prefill speed", "quarantine"),
+    *("question for events", "receiving answers", "register_kv_caches", "reports of blocks", "request_finished"),
+    *("reset_cache", "resets", "restore_kv_caches", "shutdown", "start_load_kv", "stores of a request"),
+    *("tables of a request", "take_events", "the end of a quarantine", "the end of a step", "the end of a store"),
+    *("update_connector_output", "update_state_after_alloc", "wait_for_save", "waiting for the engine's own work"),
+)
+_BY_LABEL = {
+    REFUSED: ("code", "Messages that kvserver refused, by its error code, by all ranks.", [c.value for c in ErrorCode]),
+    FAULTS: (
+        "place",
+        "Faults in the connector that were kept from the engine, by where; its log has each once.",
+        PLACES,
+    ),
+}
+
+Labels = Mapping[int, Sequence[object]]  # of each engine
+MakeGauge = Callable[..., Any]  # as prometheus_client.Gauge
+
+
+class Board:
+    """Whether each engine has its cache. Of several front ends each has one: the worst counts, since each hears only a part."""
+
+    def __init__(self, gauge: MakeGauge, labelnames: Sequence[str], per_engine: Labels, local: bool) -> None:
+        """`local`: all engines are on this machine."""
+        self._lock = threading.Lock()  # the front end's thread tells, the watch's too
+        self._labels = per_engine
+        self._conditions = {index: EngineCondition(known_here=local) for index in per_engine}
+        self._shown: dict[int, tuple[Condition, bool]] = {}
+        self._details: dict[int, set[str]] = {index: set() for index in per_engine}
+        text = "1 while the engine's cache is on: kvserver answers, and all ranks are registered with it."
+        made = gauge(_PREFIX + "connected", text, list(labelnames), multiprocess_mode="livemin")
+        self._connected = create_metric_per_engine(made, per_engine)
+        text = "1 while the engine sends nothing to kvserver, since waits for it ran out."
+        made = gauge(_PREFIX + "breaker_open", text, list(labelnames), multiprocess_mode="livemax")
+        self._breaker = create_metric_per_engine(made, per_engine)
+        text = "1 for the reason why the engine runs without cache, while it does."
+        names = [*labelnames, "reason", "detail"]
+        self._why = gauge(_PREFIX + "without_cache_info", text, names, multiprocess_mode="livemax")
+        for index in per_engine:
+            self._show(index)
+
+    def told(self, index: int, halves: Mapping[str, Sequence[str]]) -> None:
+        """By the engine, with a step."""
+        with self._lock:
+            conditions = {name: Condition(*half) for name, half in halves.items()}
+            self._conditions[index].told(conditions, time.monotonic())
+            self._show(index)
+
+    def answered(self, index: int, answer: Condition | None, began: float) -> None:
+        """By the daemon."""
+        with self._lock:
+            self._conditions[index].asked(answer, began)
+            self._show(index)
+
+    def _show(self, index: int) -> None:
+        condition, breaker = self._conditions[index].verdict(), self._conditions[index].breaker_open
+        before, self._shown[index] = self._shown.get(index), (condition, breaker)
+        if before == self._shown[index]:
+            return
+        self._connected[index].set(int(condition.connected))
+        self._breaker[index].set(int(breaker))
+        if before is not None and before[0] != condition and not before[0].connected:
+            self._series(index, before[0]).set(0)
+        if not condition.connected:
+            self._series(index, condition).set(1)
+
+    def _series(self, index: int, condition: Condition) -> Any:
+        """Few: texts have numbers in them, and none is ever forgotten."""
+        detail, kept = " ".join(condition.detail.split())[:_DETAIL_CHARS], self._details[index]
+        if detail not in kept and len(kept) >= _MOST_DETAILS:
+            detail = ""
+        kept.add(detail)
+        return self._why.labels(*self._labels[index], known(condition.reason), detail)
+
+
+class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """With vLLM's labels, one series for each engine of this front end.
+
+    Never raises: vLLM makes it and feeds it where nothing would catch that, and its front end would end.
+    """
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Labels) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        self._failed = False
+        self._counters: dict[str, Any] = {}
+        self._times: dict[str, Any] = {}
+        self._by_label: dict[str, dict[int, dict[str, Any]]] = {}
+        self._board: Board | None = None
+        try:
+            # With data parallelism ranks may be on other machines, beside a front end that serves them all.
+            parallel = getattr(vllm_config, "parallel_config", None)
+            local = getattr(parallel, "data_parallel_size", 1) == 1
+            self._make(metric_types, labelnames, per_engine, local)
+            self._watch(vllm_config, per_engine)
+        except Exception:
+            self._incomplete()
+
+    def _make(self, metric_types: Any, labelnames: list[str], per_engine: Labels, local: bool) -> None:
+        gauge, counter, histogram = (
+            metric_types[kind]
+            for kind in (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
+        )
+        self._board = Board(gauge, labelnames, per_engine, local)
+        text = "Blocks of the engine that are out of use, since a load that was given up may still write into them."
+        made = gauge(_PREFIX + QUARANTINED, text, labelnames, multiprocess_mode="mostrecent")
+        self._quarantined = create_metric_per_engine(made, per_engine)
+        for name, text in COUNTERS.items():
+            self._counters[name] = create_metric_per_engine(counter(_PREFIX + name, text, labelnames), per_engine)
+        for name, text in TIMES.items():
+            made = histogram(_PREFIX + name, text, labelnames, buckets=_BUCKETS)
+            self._times[name] = create_metric_per_engine(made, per_engine)
+        for name, (label, text, values) in _BY_LABEL.items():
+            made = counter(_PREFIX + name, text, [*labelnames, label])
+            # All from the start: the first of a kind is an increase too.
+            self._by_label[name] = {
+                index: {value: made.labels(*labels, value) for value in (*values, _OTHER)}
+                for index, labels in per_engine.items()
+            }
+
+    def _watch(self, config: Any, per_engine: Labels) -> None:
+        """It ends with this object."""
+        extra = extra_config(config.kv_transfer_config)
+        if extra is None or self._board is None:
+            return
+        engines = {index: (instance_id(config, index), incarnation(config)) for index in per_engine}
+        watch = Watch(read_settings(extra).endpoint, engines, self._board.answered)
+        weakref.finalize(self, watch.stop.set)
+        watch.start()
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        try:
+            for name, figure in transfer_stats_data.items():
+                if name in self._counters:
+                    self._counters[name][engine_idx].inc(figure)
+                elif name in self._times:
+                    for seconds in figure:
+                        self._times[name][engine_idx].observe(seconds)
+                elif name in self._by_label:
+                    series = self._by_label[name][engine_idx]
+                    for label, count in figure.items():
+                        series[label if label in series else _OTHER].inc(count)
+                elif name == QUARANTINED:
+                    self._quarantined[engine_idx].set(figure)
+                elif name == HALVES and self._board is not None:
+                    self._board.told(engine_idx, figure)
+        except Exception:
+            self._incomplete()
+
+    def _incomplete(self) -> None:
+        """REQUIRES: called while an exception is handled."""
+        if not self._failed:
+            log.exception("kvserver: its figures in vLLM's metrics are not complete")
+        self._failed = True

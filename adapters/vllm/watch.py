@@ -1,0 +1,91 @@
+"""Asks the daemon whether it serves the engines of this front end, also while they are idle and tell nothing.
+
+Owns: a thread with a connection of its own, and the engines' names. Refuses to know: what follows from the answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvserver.adapters.vllm.condition import Condition, from_standing
+from kvserver.adapters.vllm.link import absence, failure
+
+from kvserver.client import Client
+
+log = logging.getLogger("vllm.kvserver")
+
+_INTERVAL_SECONDS = 1.0
+_ANSWER_SECONDS = 2.0
+
+# (engine index, what the daemon says: None if it answers and does not tell, when it was asked)
+Answered = Callable[[int, Condition | None, float], None]
+
+
+def instance_id(config: Any, engine_index: int) -> str:
+    """As the engine's own processes have it: with data parallelism vLLM appends the rank there, and only there.
+
+    A process that is one rank of several by itself (offline) has index 0, and its rank in the configuration.
+    """
+    name, parallel = str(config.kv_transfer_config.engine_id), config.parallel_config
+    rank = engine_index or parallel.data_parallel_rank
+    return f"{name}_dp{rank}" if parallel.data_parallel_size > 1 or rank else name
+
+
+def incarnation(config: Any) -> str:
+    return str(config.instance_id) or str(config.kv_transfer_config.engine_id)
+
+
+class Watch:
+    """start() once; ends some seconds after `stop` is set."""
+
+    def __init__(self, endpoint: str, engines: Mapping[int, tuple[str, str]], answered: Answered) -> None:
+        """`engines`: instance id and incarnation by index."""
+        self.stop = threading.Event()
+        self._endpoint = endpoint
+        self._engines = dict(engines)
+        self._answered = answered
+        self._client: Client | None = None
+        self._thread = threading.Thread(target=self._run, name="kvserver-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        failed = False
+        while not self.stop.is_set():
+            try:
+                self._ask()
+            except Exception:
+                if not failed:
+                    log.exception(
+                        "kvserver: whether this engine has its cache may not be told (further ones are not logged)"
+                    )
+                failed = True
+            self.stop.wait(_INTERVAL_SECONDS)
+        self._hang_up()
+
+    def _ask(self) -> None:
+        began = time.monotonic()
+        why = absence(self._endpoint)
+        try:
+            if why is None:
+                self._client = self._client or Client(self._endpoint, _ANSWER_SECONDS)
+                for index, names in self._engines.items():
+                    began = time.monotonic()
+                    reply = self._client.hello("watch", *names)
+                    self._answered(index, from_standing(reply.standing, reply.standing_text), began)
+                return
+        except Exception as error:
+            why = failure(self._endpoint, error)
+        self._hang_up()  # what the daemon has not read of ours goes with the connection
+        for index in self._engines:
+            self._answered(index, why, began)
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
