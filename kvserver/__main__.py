@@ -23,6 +23,12 @@ def main(argv: list[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="what is wrong with this machine, and what mends it")
     doctor.add_argument("--json", action="store_true", help="a list of {check, level, text, mend}")
     doctor.add_argument("--python", default="", metavar="PATH", help="the interpreter of vLLM's environment")
+    doctor.add_argument(
+        "--engine",
+        action="append",
+        metavar="URL",
+        help="ask this vLLM server, and nothing else, whether its cache is on, and why not; may be given again",
+    )
     config.add_arguments(doctor)  # of the daemon that is to run
     arguments = parser.parse_args(argv)
     try:

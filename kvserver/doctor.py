@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 
-from kvserver import __version__, checks, checks_gpu, checks_service, config
+from kvserver import __version__, checks, checks_engine, checks_gpu, checks_service, config
 from kvserver.checks import Finding, Level, Machine, ok, problem, warning
 from kvserver.errors import ConfigError
 
@@ -52,7 +52,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
-    """The settings first, then every check with them, or with the defaults if they cannot be."""
+    """Of the engines that are named; or the settings first, then every check with them, or with the defaults if they cannot be."""
+    if arguments.engine:
+        for url in arguments.engine:
+            yield from checks_engine.examine(url)
+        return
     try:
         given = config.read(vars(arguments))
     except ConfigError as error:

@@ -95,6 +95,7 @@ ORDER = [
     "checks",
     "checks_gpu",
     "checks_service",
+    "checks_engine",
     "doctor",
     "http_client",
     "cli_status",
@@ -110,6 +111,7 @@ ONLY = {  # modules that run inside engines, or must stay small
     "checks": {"errors", "settings", "config", "capacity", "placement"},  # all work where the native module does not
     "checks_gpu": {"settings", "placement", "checks"},
     "checks_service": {"settings", "http_token", "protocol", "client", "checks"},
+    "checks_engine": {"checks"},
 }
 ADAPTERS_MAY = {
     "errors",

@@ -23,6 +23,7 @@ from support.daemon import wait_until
 from vllm.config import KVTransferConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from kvserver.checks_engine import HELP
 from kvserver.errors import ErrorCode
 from kvserver.protocol import Error, Hello, HelloReply, Lookup, RegisterWorker, Retrieve
 
@@ -359,6 +360,12 @@ def test_every_place_is_known_beforehand():
                 found.add(node.name)
     assert len(found) > 40
     assert found | {"beginning of a load", "beginning of a store"} == set(PLACES)
+
+
+def test_what_helps_is_known_for_every_reason():
+    assert set(REASONS) <= set(HELP)
+    page = (Path(__file__).parents[2] / "adapters/README.md").read_text()
+    assert [reason for reason in HELP if f"`{reason}`" not in page and not reason.startswith("refused_")] == []
 
 
 # ---- it stays harmless --------------------------------------------------------------------------

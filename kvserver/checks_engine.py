@@ -1,0 +1,220 @@
+"""What `kvserver doctor --engine URL` reads in a vLLM engine's own metrics: whether its cache is on, and why not.
+
+Owns: the question, and what helps for each reason. Refuses to know: the machine and the daemon (`checks` and its kin). The engine
+may be anywhere, and anything may answer there: every answer is a finding.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvserver.checks import Finding, ok, problem, warning
+
+_SECONDS = 10.0
+_MOST_BYTES = 32 << 20
+_PREFIX = "vllm:kvserver_"
+_MANY_LOOKUPS = 20
+_TRANSFER = (
+    '--kv-transfer-config \'{"kv_connector":"KVServerConnector","kv_connector_module_path":"kvserver.adapters.vllm",'
+    '"kv_role":"kv_both"}\''
+)
+# By what vllm:kvserver_without_cache_info says; adapters/README.md has the same table.
+HELP = {
+    "starting": "wait a few seconds and ask again",
+    "no_daemon": "kvserver serve, with the endpoint that the engine has; containers must share its folder",
+    "no_answer": "kvserver status; then restart the daemon, the engine finds the new one by itself",
+    "breaker_open": "kvserver status; then restart the daemon, the engine finds the new one by itself",
+    "foreign_daemon": "remove that folder, or give daemon and engine an endpoint (--endpoint, kvserver.endpoint)",
+    "not_registered": "wake the engine if it sleeps; else its log says why a rank does not register",
+    "unsupported": "change the setting that it names, or run this engine without the connector",
+    "cannot_share": "change the setting that it names: --shm-size of the container, or how GPU memory is allocated",
+    "setup_failed": "the engine's log says which key of kv_connector_extra_config, or what failed",
+    "fault": "the engine's log has the fault: report it, and restart the engine",
+    "asleep": "wake the engine",
+    "other": "the engine's log",
+    "refused_version_mismatch": "install one version of kvserver for daemon and engine",
+    "refused_duplicate_instance": "give each engine its own engine_id in --kv-transfer-config",
+    "refused_ranks_disagree": "start all ranks of the engine alike; its log and the daemon's name the field",
+    "refused_too_large": "kvserver serve with a larger --l1-size, or a smaller --chunk-tokens",
+    "refused_bad_memory": "containers of engine and daemon need the same --ipc and --pid; the daemon's log has more",
+    "refused_device_lost": "restart the daemon: its GPU is lost",
+}
+_REFUSED = "the daemon's log and the engine's say what was refused"
+
+
+@dataclass
+class Engine:
+    """What its metrics say: of this engine label."""
+
+    connected: float | None = None
+    reasons: list[tuple[str, str]] = field(default_factory=list)  # (reason, detail)
+    values: dict[str, float] = field(default_factory=dict)  # by name without prefix; labels are summed up
+
+    def value(self, name: str) -> float:
+        return self.values.get(name, 0.0)
+
+
+def examine(url: str) -> Iterator[tuple[str, Finding]]:
+    """What is to be said of the engines there; a server has several with data parallelism."""
+    try:
+        where = address(url)
+        text = fetch(where)
+    except (OSError, ValueError) as error:
+        why = error.reason if type(error) is urllib.error.URLError else error
+        mend = "give the address of vLLM's API server: kvserver doctor --engine http://127.0.0.1:8000"
+        yield "engine", problem(f"{url} cannot be read: {why}", mend)
+        return
+    try:
+        engines, is_vllm = read(text)
+    except Exception as error:  # whatever the parser makes of what is no metrics
+        yield "engine", problem(f"{where} has no metrics: {error}", "give the address of vLLM's API server")
+        return
+    if not any(engine.connected is not None for engine in engines.values()):
+        yield "engine", _without_gauge(where, bool(engines), is_vllm)
+        return
+    for name, engine in sorted(engines.items()):
+        for finding in judge(engine):
+            yield f"engine {name}", finding
+
+
+def _without_gauge(where: str, has_connector: bool, is_vllm: bool) -> Finding:
+    if has_connector:
+        return problem(
+            f"{where} has metrics of an older connector, which do not say whether the cache is on",
+            "install this version of kvserver in vLLM's environment",
+        )
+    if is_vllm:
+        return problem(
+            f"{where} is vLLM without kvserver's metrics: the connector is not configured, or far too old", _TRANSFER
+        )
+    return problem(
+        f"{where} has no metrics of vLLM", "give the address of vLLM's API server, started without --disable-log-stats"
+    )
+
+
+# ---- asking -------------------------------------------------------------------------------------
+
+
+def address(url: str) -> str:
+    """Of the metrics. ValueError if it cannot be one."""
+    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("no http:// address")
+    path = parts.path.rstrip("/")
+    if not path.endswith("/metrics"):
+        path = path.removesuffix("/v1") + "/metrics"
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+def fetch(url: str) -> str:
+    """The page, with a deadline for all of it and a largest size. OSError or ValueError says why not."""
+    answers: queue.Queue[str | Exception] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            answers.put(_get(url))
+        except Exception as error:
+            answers.put(error)
+
+    # In a thread of its own: a server that sends a byte now and then keeps every timeout of a socket from running out.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=_SECONDS)
+    except queue.Empty:
+        raise OSError(f"no whole answer in {_SECONDS:.0f} s") from None
+    if isinstance(answer, (OSError, ValueError)):
+        raise answer
+    if isinstance(answer, Exception):  # http.client's, of what is no HTTP
+        raise OSError(f"{type(answer).__name__}: {answer}")
+    return answer
+
+
+def _get(url: str) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _SameHost)
+    with opener.open(url, timeout=_SECONDS) as answer:
+        body: bytes = answer.read(_MOST_BYTES + 1)
+    if len(body) > _MOST_BYTES:
+        raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
+    return body.decode(errors="replace")
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    """vLLM sends from /metrics to /metrics/; nobody sends elsewhere."""
+
+    def redirect_request(
+        self, request: urllib.request.Request, answer: Any, code: int, message: str, headers: Any, url: str
+    ) -> urllib.request.Request | None:
+        here, there = urllib.parse.urlsplit(request.full_url), urllib.parse.urlsplit(url)
+        if (here.scheme, here.netloc) != (there.scheme, there.netloc):
+            raise urllib.error.URLError(f"it redirects to another host, {there.netloc}")
+        return super().redirect_request(request, answer, code, message, headers, url)
+
+
+def read(text: str) -> tuple[dict[str, Engine], bool]:
+    """(the engines that have metrics of the connector, by their label; whether this is vLLM at all)."""
+    engines: dict[str, Engine] = {}
+    is_vllm = False
+    for family in text_string_to_metric_families(text):
+        is_vllm |= family.name.startswith("vllm:")
+        if not family.name.startswith(_PREFIX):
+            continue
+        for sample in family.samples:
+            engine = engines.setdefault(sample.labels.get("engine", ""), Engine())
+            name = sample.name.removeprefix(_PREFIX)
+            if name == "connected":
+                engine.connected = sample.value
+            elif name == "without_cache_info" and sample.value:
+                engine.reasons.append((sample.labels.get("reason", ""), sample.labels.get("detail", "")))
+            else:
+                engine.values[name] = engine.value(name) + sample.value
+    return engines, is_vllm
+
+
+# ---- judging ------------------------------------------------------------------------------------
+
+
+def judge(engine: Engine) -> Iterator[Finding]:
+    if engine.connected != 1:
+        reason, detail = engine.reasons[0] if engine.reasons else ("other", "no reason is told")
+        help_ = HELP.get(reason) or (_REFUSED if reason.startswith("refused_") else HELP["other"])
+        yield problem(f"the cache is off ({reason}): {detail or 'see its log'}", help_)
+    else:
+        yield _used(engine)
+    if faults := engine.value("faults_total"):
+        yield warning(
+            f"{faults:.0f} faults of the connector were kept from the engine", "its log has each kind once: report it"
+        )
+    if blocks := engine.value("quarantined_blocks"):
+        yield warning(
+            f"{blocks:.0f} blocks are out of use, a load may still write into them",
+            "kvserver status: the daemon hangs, or its copies are slow",
+        )
+
+
+def _used(engine: Engine) -> Finding:
+    """Of one whose cache is on: whether it finds anything."""
+    lookups, hits = engine.value("lookups_total"), engine.value("lookup_hits_total")
+    loads, failed = engine.value("load_seconds_count"), engine.value("load_failures_total")
+    figures = f"the cache is on: {lookups:.0f} lookups, {hits:.0f} with a hit, {loads:.0f} loads, {failed:.0f} failed"
+    if failed > max(loads, 1):
+        return warning(f"{figures}: most loads fail", "kvserver.load_timeout_ms; the engine's log and the daemon's")
+    if hits or lookups < _MANY_LOOKUPS:
+        return ok(figures)
+    if not engine.value("store_bytes_total"):
+        return warning(
+            f"{figures}; nothing was stored either: prompts are shorter than a chunk",
+            "kvserver serve --chunk-tokens 64, if prompts are that short",
+        )
+    return warning(
+        f"{figures}; it stores, and never finds: no prompt began as an earlier one, or L1 is too small, or engines do not share",
+        "kvserver status shows `private`, evictions and why lookups miss; before vLLM 0.29 set one PYTHONHASHSEED everywhere",
+    )
