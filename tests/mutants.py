@@ -24,6 +24,7 @@ CLIENT, SUPPORT, BACKENDS = "kvserver/client.py", "adapters/vllm/support.py", "a
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/vllm/copies.py"
 SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.py", "adapters/vllm/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
+CONDITION, PROM = "adapters/vllm/condition.py", "adapters/vllm/prom.py"
 OUTBOX, REPORTS, VARIANTS = "adapters/vllm/outbox.py", "adapters/vllm/reports.py", "adapters/vllm/variants.py"
 
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
@@ -962,6 +963,27 @@ SCHEDULER_HALF = (
         "loads of a step with a fault are not answered for",
         CONNECTOR, "KVServerConnector.start_load_kv", "self.worker.answer_for_loads(plan)", "pass",
         ("adapters/test_refusals.py::test_a_fault_before_a_load_begins_fails_that_load_and_no_other",),
+    ),
+    # ---- whether the cache is on --------------------------------------------------------------
+    Mutant(
+        "an engine that is never asked anything never says why it has no cache",
+        CONNECTOR, "KVServerConnector.has_pending_push_work", "not self._stepped or ", "",
+        ("adapters/test_cache_is_on.py::test_an_engine_that_was_never_asked_anything_says_that_it_has_its_cache",),
+    ),
+    Mutant(
+        "what an idle engine said last hides that its daemon is gone",
+        CONDITION, "EngineCondition.verdict", "and not self.known_here:", "and True:",
+        ("adapters/test_cache_is_on.py::test_the_daemon_of_an_idle_engine_goes_and_comes_back",),
+    ),
+    Mutant(
+        "one rank without cache is outvoted by the daemon's answer",
+        CONDITION, "EngineCondition.verdict", "if half.reason in _LASTING:", "if False:",
+        ("adapters/test_cache_is_on.py::test_a_fault_that_ended_the_use_of_the_cache",),
+    ),
+    Mutant(
+        "a reason that no longer holds stays",
+        PROM, "Board._show", "self._series(index, before[0]).set(0)", "pass",
+        ("adapters/test_cache_is_on.py::test_the_daemon_of_an_idle_engine_goes_and_comes_back",),
     ),
     Mutant(
         "sleep takes memory away that is still written",

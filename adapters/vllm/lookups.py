@@ -129,7 +129,7 @@ class Lookups:
     def _send_now(self, question: Question) -> bool:
         """Whether there was room for this one, which waits. No more is tried in a pass until an answer has come."""
         session = self.usable()
-        if session is None or self._full:
+        if session is None or self._full or id(question) not in self._waiting:  # void with the session it waited in
             return False
         request, number = question.request, None
         if len(self._in_flight) < MOST_IN_FLIGHT:

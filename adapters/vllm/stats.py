@@ -59,6 +59,10 @@ class KVServerStats(KVConnectorStats):  # type: ignore[misc]
     def add(self, name: str, amount: int = 1) -> None:
         self.data[name] = self.data.get(name, 0) + amount
 
+    def add_to(self, name: str, label: str, amount: int) -> None:
+        labels = self.data.setdefault(name, {})
+        labels[label] = labels.get(label, 0) + amount
+
     def ended(self, name: str, seconds: float, copied: int) -> None:
         """A load or a store."""
         self.data.setdefault(f"{name}_seconds", []).append(seconds)
@@ -112,7 +116,8 @@ class Teller:
 
     def __init__(self, half: str) -> None:
         self._half = half
-        self._counted: Counter[tuple[str, str]] = Counter()  # by name and label
+        self._counted: dict[str, int] = {}
+        self._faults: dict[str, int] = {}
         self._condition: Condition | None = None
         self._again_at = 0.0
         self._quarantined = 0
@@ -125,14 +130,14 @@ class Teller:
         condition: Condition,
         quarantined: int,
     ) -> None:
-        """Add to `stats` what is new: by how much counts have grown, and how the half is."""
-        for (name, label), count in counted(counters, errors).items():
-            if more := count - self._counted[name, label]:
-                self._counted[name, label] = count
-                if label:
-                    stats.data.setdefault(name, {})[label] = more
-                else:
-                    stats.add(name, more)
+        """Add to `stats` what is new: by how much counts have grown, and how the half is. `errors`: by "place: kind"."""
+        for name, more in _grown(counters, self._counted).items():
+            if name in _NAMES:
+                stats.add(_NAMES[name], more)
+            elif name.startswith("refused_"):
+                stats.add_to(REFUSED, name.removeprefix("refused_"), more)
+        for kind, more in _grown(errors, self._faults).items():
+            stats.add_to(FAULTS, kind.rsplit(": ", 1)[0], more)
         if quarantined != self._quarantined:
             self._quarantined = stats.data[QUARANTINED] = quarantined
         now = time.monotonic()
@@ -141,14 +146,10 @@ class Teller:
             stats.data[HALVES] = {self._half: list(condition)}
 
 
-def counted(counters: Mapping[str, int], errors: Mapping[str, int]) -> Counter[tuple[str, str]]:
-    """What is told of a half's counts, by name and label. `errors`: by place and kind, "place: kind"."""
-    found: Counter[tuple[str, str]] = Counter()
-    for name, count in counters.items():
-        if name in _NAMES:
-            found[_NAMES[name], ""] += count
-        elif name.startswith("refused_"):
-            found[REFUSED, name.removeprefix("refused_")] += count
-    for name, count in errors.items():
-        found[FAULTS, name.rsplit(": ", 1)[0]] += count
-    return found
+def _grown(counters: Mapping[str, int], before: dict[str, int]) -> dict[str, int]:
+    """By how much each has, since `before`, which is updated. Called in every step of the engine."""
+    if counters == before:
+        return {}
+    more = {name: count - before.get(name, 0) for name, count in counters.items() if count != before.get(name, 0)}
+    before.update(counters)
+    return more

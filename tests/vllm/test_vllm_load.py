@@ -1,12 +1,7 @@
-"""A real server's figures: what the daemon shows of its load, and what its own metrics say of the connector: also whether
-its cache is on, and why not, as `kvserver doctor --engine` reads it there.
-"""
+"""A real server's figures: what the daemon shows of its load, and what its own metrics say of the connector."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +10,7 @@ from typing import Any
 import pytest
 from engines import Prompt
 from serving import Server
-from support.daemon import KVSERVER, Daemon, wait_until
-from support.worker import Worker
+from support.daemon import Daemon, wait_until
 
 CHUNK = 256
 SAME = {  # in the daemon's load, in vLLM's own metrics
@@ -35,61 +29,19 @@ SAME = {  # in the daemon's load, in vLLM's own metrics
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """Not started yet."""
-    daemon = Daemon(l1_size="256MiB", chunk_tokens=CHUNK)
+    daemon = Daemon(l1_size="256MiB", chunk_tokens=CHUNK).start()
     yield daemon
     daemon.close()
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that started before its daemon."""
+def server(model: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     server = Server(model, daemon.endpoint, log, "busy", {"kvserver.load_interval_ms": 50})
     try:
         yield server.wait_ready()
     finally:
         server.close()
-
-
-@pytest.fixture(scope="module")
-def server(alone: Server, daemon: Daemon) -> Server:
-    daemon.start()
-    wait_until(lambda: daemon.status()["instances"], 20, "the engine has registered")
-    return alone
-
-
-def cache_of(server: Server) -> tuple[float, str]:
-    """Whether it is on, and the reason if not."""
-    found = server.samples("vllm:kvserver_without_cache_info")
-    reasons = [sample.labels["reason"] for sample in found if sample.value == 1]
-    return server.metrics()["vllm:kvserver_connected"], ", ".join(reasons)
-
-
-def doctor(server: Server) -> tuple[int, str]:
-    """Exit code and output."""
-    ended = subprocess.run([KVSERVER, "doctor", "--engine", server.url], capture_output=True, text=True, timeout=60)
-    assert ended.stderr == ""
-    return ended.returncode, ended.stdout
-
-
-def assert_without_cache(server: Server, reason: str) -> None:
-    """Within a scrape interval or so, and the doctor agrees."""
-    wait_until(lambda: cache_of(server) == (0, reason), 20, reason)
-    code, text = doctor(server)
-    assert code == 1, text
-    assert f"the cache is off ({reason})" in text
-
-
-def assert_with_cache(server: Server) -> None:
-    wait_until(lambda: cache_of(server) == (1, ""), 20, "connected")
-    code, text = doctor(server)
-    assert code == 0, text
-    assert "the cache is on" in text
-
-
-def test_an_engine_that_never_connected_says_so_before_its_first_request(alone: Server) -> None:
-    assert_without_cache(alone, "no_daemon")
 
 
 def row_of(daemon: Daemon) -> dict[str, Any]:
@@ -181,47 +133,3 @@ def test_the_server_goes_on_while_the_daemon_is_stopped_and_its_load_is_told_aft
     after = agreed(daemon, server)
     assert after["generation_tokens"] - before["generation_tokens"] == 60
     assert not after["stale"]
-
-
-# ---- whether its cache is on ---------------------------------------------------------------------
-
-
-def test_a_daemon_that_hangs_is_seen_with_requests_and_without(
-    daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
-) -> None:
-    assert_with_cache(server)
-    daemon.freeze()
-    try:
-        assert_without_cache(server, "no_answer")
-        assert server.metrics()["vllm:kvserver_breaker_open"] == 0, "the engine is idle"
-        for number in range(6):
-            server.generate(prompt(80 + number, 40), 4)
-        assert_without_cache(server, "breaker_open")
-        assert server.metrics()["vllm:kvserver_breaker_open"] == 1
-    finally:
-        daemon.thaw()
-    assert_with_cache(server)
-    assert server.metrics()["vllm:kvserver_breaker_open"] == 0
-
-
-def test_an_idle_engine_whose_daemon_is_gone_and_that_the_next_one_refuses_says_so(
-    daemon: Daemon, server: Server
-) -> None:
-    """Another live engine has its id by then."""
-    assert_with_cache(server)
-    daemon.kill()
-    assert_without_cache(server, "no_daemon")
-    os.killpg(server.process.pid, signal.SIGSTOP)  # so that the other one is the first
-    try:
-        daemon.start()
-        other = Worker(daemon.endpoint, instance_id=server.engine_id, incarnation="another")
-    finally:
-        os.killpg(server.process.pid, signal.SIGCONT)
-    try:
-        assert_without_cache(server, "refused_duplicate_instance")
-    finally:
-        other.close()
-    assert_with_cache(server)
-    faults = [sample.value for sample in server.samples("vllm:kvserver_faults_total")]
-    assert len(faults) > 40
-    assert sum(faults) == 0
