@@ -51,8 +51,15 @@ PLACES = (
     *("get_num_new_matched_tokens", "handle_preemptions", "has_pending_push_work", "introduction", "looking at a load"),
     *("looking at a store", "on_new_request", "planning of a load", "poll", "prefill speed", "quarantine"),
     *("question for events", "receiving answers", "register_kv_caches", "reports of blocks", "request_finished"),
-    *("reset_cache", "resets", "restore_kv_caches", "shutdown", "start_load_kv", "stores of a request"),
-    *("tables of a request", "take_events", "the end of a quarantine", "the end of a step", "the end of a store"),
+    *("reset_cache", "resets", "restore_kv_caches", "shutdown", "sources of a prompt", "start_load_kv"),
+    *(
+        "stores of a request",
+        "tables of a request",
+        "take_events",
+        "the end of a quarantine",
+        "the end of a step",
+        "the end of a store",
+    ),
     *("update_connector_output", "update_state_after_alloc", "wait_for_save", "waiting for the engine's own work"),
 )
 _BY_LABEL = {
