@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_busy import Neighbour, busy, neighbours
+from gpu_bytes import WrongBytes
 from gpu_daemon import Served
 from gpu_peers import Peers
 from gpu_report import text
@@ -237,4 +238,8 @@ def commit() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except WrongBytes as wrong:
+        print(wrong, file=sys.stderr)
+        sys.exit(WrongBytes.EXIT_STATUS)

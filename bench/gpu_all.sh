@@ -32,6 +32,7 @@ export OUT=${OUT:-$PWD/bench/results} PYTHONUNBUFFERED=1
 parts=build/gpu-parts
 rm -rf $parts
 mkdir -p "$OUT" $parts
+: >$parts/left_out.txt
 status=0
 left() { # seconds: the part's own limit, or what is left of the call; at least 1
     local rest=$((${KVSERVER_GPU_SECONDS:-540} - SECONDS))
@@ -39,7 +40,7 @@ left() { # seconds: the part's own limit, or what is left of the call; at least 
     [ $rest -gt 1 ] && echo $rest || echo 1
 }
 fail() { # what ended, status
-    echo "== $1 ended with $2$([ "$2" != 124 ] || echo ' (its time was over)')" >&2
+    echo "$1: ended with $2$([ "$2" != 124 ] || echo ', its time was over')" | tee -a $parts/left_out.txt >&2
     status=1
 }
 
@@ -98,7 +99,7 @@ elif [ $result != 0 ]; then
 fi
 
 report() { # name, parts, options
-    "$python" bench/gpu_report.py "$stem-$1" --head "$head" --machine $parts/machine.txt "${@:2}" && echo "== $stem-$1.json and .md"
+    "$python" bench/gpu_report.py "$stem-$1" --head "$head" --machine $parts/machine.txt --left-out $parts/left_out.txt "${@:2}" && echo "== $stem-$1.json and .md"
 }
 
 if [ "$what" != bench ]; then
@@ -118,11 +119,13 @@ if [ "$what" != tests ]; then
     [ "$what" = bench ] && extra+=("$@")
     : >"$stem-bench.log"
     part() { # its limit, its sections: in a process of its own, so that one that hangs costs no other
-        local limit
+        local limit result
         limit=$(left "$1")
         timeout "$limit" "$python" bench/gpu.py --only "$2" --seconds "$limit" --out "$parts/${2%%,*}.json" "${extra[@]}" 2>&1 |
             tee -a "$stem-bench.log"
-        [ "${PIPESTATUS[0]}" = 0 ] || fail "$2" "${PIPESTATUS[0]}"
+        result=${PIPESTATUS[0]}
+        [ "$result" = 0 ] || fail "$2" "$result"
+        [ "$result" != 9 ] || { echo "== a copy moved wrong bytes: nothing more is measured, nor written" >&2; exit 1; }
     }
     part 90 ways,runs
     part 180 busy

@@ -165,10 +165,13 @@ def main() -> None:
     parser.add_argument("stem", type=Path)
     parser.add_argument("parts", type=Path, nargs="*")
     parser.add_argument("--machine", type=Path)
+    parser.add_argument("--left-out", type=Path, help="a line for each part that ended before its end")
     parser.add_argument("--tests", type=Path)
     parser.add_argument("--head", type=json.loads, default={}, help="device, date, commit, simulated, in JSON")
     options = parser.parse_intermixed_args()
     joined = join([{**options.head, "left_out": []}, *(json.loads(part.read_text()) for part in options.parts)])
+    if options.left_out:
+        joined["left_out"] += options.left_out.read_text().splitlines()
     joined["machine"] = options.machine.read_text() if options.machine else ""
     if options.tests:
         joined["tests"] = counts(options.tests)

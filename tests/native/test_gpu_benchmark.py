@@ -67,6 +67,35 @@ def test_the_benchmark_writes_every_section_as_json_and_as_a_table_and_says_that
     assert "best kShortStoreBytes, kShortLoadBytes: store" in table
 
 
+def test_parts_whose_time_is_over_are_ended_and_named_and_what_they_measured_stays(tmp_path: Path) -> None:
+    done = gpu_all(tmp_path, "bench", "--only", "runs,transfers", "--rounds", "100", KVSERVER_GPU_SECONDS="12")
+    assert done.returncode == 1
+    (found,) = tmp_path.glob("*-simulated-bench.json")
+    joined = json.loads(found.read_text())
+    assert joined["runs"]
+    assert any(line.endswith("ended with 124, its time was over") for line in joined["left_out"])
+    assert "its time was over" in found.with_suffix(".md").read_text()
+
+
+NOTHING_MOVES = """
+import runpy, sys
+sys.path.insert(0, sys.argv[1])
+import gpu_rig
+seconds = gpu_rig.Transfer.seconds
+gpu_rig.Transfer.seconds = lambda self, way, *directions: 1.0 if way == "staged" else seconds(self, way, *directions)
+sys.argv = ["gpu.py", "--simulated", "--only", "runs,transfers"]
+runpy.run_path(sys.path[0] + "/gpu.py", run_name="__main__")
+"""
+
+
+def test_a_way_that_moves_nothing_ends_the_benchmark_with_an_error_of_its_own() -> None:
+    command = [sys.executable, "-c", NOTHING_MOVES, ROOT / "bench"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == WrongBytes.EXIT_STATUS
+    assert "WRONG BYTES: a store of runs, one plane, 256 tokens, staged did not move" in done.stderr
+    assert "GB/s" not in done.stdout
+
+
 def test_the_tests_run_after_the_smoke_and_their_counts_are_written(tmp_path: Path) -> None:
     done = gpu_all(tmp_path, "tests", "-k", "cross-layer and pinned")
     assert done.returncode == 0, done.stdout + done.stderr
