@@ -4,6 +4,11 @@
 // Nothing moves until a test says so, and only in the thread that says it: tickets run block by
 // block, end in any order and any way, and the device can be lost. Bytes are copied for real, by
 // the code and with the checks of the CPU copier; what core.h only REQUIRES of callers is checked.
+//
+// Why this beside fake_gpu.h: that one stands below a device, for the lanes of GpuCopier, whose
+// threads decide when a ticket moves and ends; so it repeats no run, ends no ticket out of turn,
+// stops none between two blocks and does not come back after a loss. The tests of the server and
+// its random model need just that, and no kernels, streams or staging, which this one has not.
 #pragma once
 
 #include "core.h"
