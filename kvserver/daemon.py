@@ -220,6 +220,9 @@ def serve(configuration: Configuration) -> int:
         endpoint.release()
         context.destroy(0)
     log.info("stopped")
+    if devices.pinning:
+        logging.shutdown()
+        os._exit(0)  # the kernel unpins L1 at once; the interpreter's end would, a registration at a time, for seconds
     gc.unfreeze()  # for the interpreter's end: a native module that is never freed complains on stderr
     return 0
 

@@ -80,6 +80,11 @@ class Devices:
         """Why one of them can copy no more; empty while all can."""
         return next((device.lost for device in self.all if device.lost), "")
 
+    @property
+    def pinning(self) -> bool:
+        """Whether L1 is pinned, or is being pinned."""
+        return self._pinner is not None
+
     # ---- what a worker brings -------------------------------------------------------------------
 
     def serving(self, memory: Sequence[Memory]) -> Device:

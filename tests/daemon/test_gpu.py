@@ -412,6 +412,23 @@ def test_a_large_l1_serves_while_it_is_being_pinned(make_daemon: MakeDaemon, mak
     assert on_gpu(daemon)["load"]["unpinned_bytes"] == before["load"]["unpinned_bytes"]
 
 
+END_OF_INTERPRETER = "import atexit, sys, kvserver.__main__ as m; atexit.register(print, 'unpinned', file=sys.stderr); sys.exit(m.main())"
+
+
+@pytest.mark.parametrize("pin", ["auto", "off"])
+def test_the_end_of_the_process_unpins_l1_not_the_interpreter(
+    make_daemon: MakeDaemon, make_worker: MakeWorker, pin: str
+) -> None:
+    """Which would unpin one registration after the other, for seconds per hundred GiB."""
+    daemon = make_daemon(program=(sys.executable, "-c", END_OF_INTERPRETER), pin=pin)
+    make_worker(daemon, gpu=GPUS[0]).round_trip()
+    if pin == "auto":
+        pin_l1(daemon)
+    assert daemon.terminate() == 0
+    assert daemon.log.rstrip().endswith("stopped" if pin == "auto" else "unpinned")
+    assert not Path(daemon.endpoint.removeprefix("ipc://")).exists()
+
+
 def test_gpus_that_the_settings_name_are_ready_at_the_start(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
     daemon = make_daemon(gpus=",".join(GPUS))
     assert [gpu["device"] for gpu in daemon.status()["gpus"]] == GPUS
