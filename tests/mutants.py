@@ -37,6 +37,7 @@ DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_fil
 RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 EXPLAIN_TESTS = ("unit/test_explain.py", "daemon/test_explain.py")
+OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.py"
 CACHE_TESTS = ("unit/test_cache.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
 INDEX_TESTS = ("unit/test_index.py",)
@@ -990,6 +991,14 @@ SCHEDULER_HALF = (
         CONNECTOR, "KVServerConnector.unregister_kv_caches", "if not self._unregister():",
         "if not self._unregister() and False:",
         ("adapters/test_sleep.py::test_sleep_fails_while_a_hung_daemon_may_write",),
+    ),
+    Mutant(
+        "an engine that computed registers as one that did not",
+        CONNECTOR, "KVServerConnector.start_load_kv", "|= not plan.idle", "|= False", (OUT_OF_SYNC,),
+    ),
+    Mutant(
+        "an engine whose first step computes nothing registers as one that has computed",
+        CONNECTOR, "KVServerConnector.start_load_kv", "|= not plan.idle", "|= True", (OUT_OF_SYNC,),
     ),
 )  # fmt: skip
 

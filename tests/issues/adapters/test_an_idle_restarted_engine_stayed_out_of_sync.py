@@ -45,7 +45,7 @@ def test_an_idle_engine_is_out_of_sync_with_the_next_daemon_until_it_works(make_
 def test_an_engine_that_never_worked_is_in_sync_with_the_next_daemon(make_daemon, make_engine):
     daemon = make_daemon()
     engine = make_engine(daemon)
-    engine.step()  # an idle one
+    engine.execute(engine.scheduler.schedule())  # a step in which nothing is computed
     daemon.kill()
     daemon.start()
     wait_until(lambda: daemon.status()["instances"] and "unsure" in l0(daemon), 20, "it registers")
