@@ -69,7 +69,7 @@ void bind_fake_gpu(nb::module_& m) {
         .def("hold", &FakeGpu::hold, Released())
         .def("resume", &FakeGpu::resume, Released())
         .def("fail_next", &FakeGpu::fail_next, "call"_a, "what"_a, "lost"_a = false,
-             "alive"_a = false, Released())
+             "alive"_a = false, "after"_a = 0, Released())
         .def("die", &FakeGpu::die, "what"_a, Released())
         .def("lose", &FakeGpu::lose, "what"_a, Released())
         .def_prop_ro("faults", &FakeGpu::faults)

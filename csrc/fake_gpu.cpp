@@ -72,9 +72,10 @@ void FakeGpu::resume() {
     wake_.notify_all();
 }
 
-void FakeGpu::fail_next(const std::string& call, const std::string& what, bool lost, bool alive) {
+void FakeGpu::fail_next(const std::string& call, const std::string& what, bool lost, bool alive,
+                        unsigned after) {
     std::lock_guard lock(mutex_);
-    failures_[call] = {what, lost, alive};
+    failures_[call] = {what, lost, alive, after};
 }
 
 void FakeGpu::die(const std::string& what) {
@@ -130,7 +131,7 @@ void FakeGpu::call(const std::string& name, std::unique_lock<std::mutex>& lock) 
     require(name == "enter" || name == "finish" || entered_.contains(std::this_thread::get_id()),
             name + " by a thread that did not enter");
     const auto failure = failures_.find(name);
-    if (failure == failures_.end()) return;
+    if (failure == failures_.end() || failure->second.after-- > 0) return;
     const Failure planned = failure->second;
     failures_.erase(failure);
     if (planned.alive) lose(planned.what);

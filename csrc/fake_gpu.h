@@ -35,10 +35,12 @@ class FakeGpu final : public Gpu {
     // ---- for the test
     void hold();    // streams stand still, before their next operation
     void resume();  // and go on
-    // The next call of this name (a function of Gpu, or "address_range", which open() makes)
-    // throws. With `lost`, the GPU is lost by it: dead, so that nothing moves any more, or with
-    // `alive` only given up, and what its streams were given still runs.
-    void fail_next(const std::string& call, const std::string& what, bool lost, bool alive);
+    // The next call of this name, or the one after so many others (a function of Gpu, or
+    // "address_range", which open() makes) throws. With `lost`, the GPU is lost by it: dead, so
+    // that nothing moves any more, or with `alive` only given up, and what its streams were given
+    // still runs.
+    void fail_next(const std::string& call, const std::string& what, bool lost, bool alive,
+                   unsigned after);
     void die(const std::string& what);  // dead while nobody calls: waiters are told
     std::vector<std::string> faults() const;
     std::map<std::string, uint64_t> calls() const;  // how often each was made
@@ -90,6 +92,7 @@ class FakeGpu final : public Gpu {
     struct Failure {
         std::string what;
         bool lost, alive;
+        unsigned after;
     };
     using Ranges = std::map<const std::byte*, uint64_t>;
 

@@ -264,20 +264,22 @@ void Lane::prepare() {
     prepared_ = true;
 }
 
-// Without memory for it all goes by DMA. Nothing grows before it is done.
+// For every slot or for none. Without memory for it all goes by DMA. Nothing grows before it is
+// done.
 void Lane::prepare_staging() {
     if (no_staging_) return;
+    std::vector<std::byte*> made;
     try {
-        for (Slot& slot : slots_)
-            if (slot.staging == nullptr) slot.staging = gpu_->allocate(options_.batch_bytes);
-        counts_.staging_bytes = options_.batch_bytes * kSlots;
-        return;
+        while (made.size() < slots_.size()) made.push_back(gpu_->allocate(options_.batch_bytes));
     } catch (const GpuError& error) {
-        if (gpu_->is_lost() || !error.out_of_memory) throw;
+        if (gpu_->is_lost()) throw;
+        for (std::byte* memory : made) gpu_->free(memory);
+        if (!error.out_of_memory) throw;
+        no_staging_ = true;
+        return;
     }
-    no_staging_ = true;
-    for (Slot& slot : slots_)
-        if (std::byte* memory = std::exchange(slot.staging, nullptr)) gpu_->free(memory);
+    for (size_t i = 0; i < made.size(); ++i) slots_[i].staging = made[i];
+    counts_.staging_bytes = options_.batch_bytes * kSlots;
 }
 
 void Lane::tear_down() {

@@ -236,6 +236,20 @@ class TestMemory:
         assert gpu.calls["allocate"] < 12, "it does not ask again for every copy"
         assert gpu.allocated_bytes < 4 << 20, "what it got was not enough, and was given back"
 
+    def test_staging_memory_is_there_for_every_batch_or_for_none(self, gpu: FakeGpu) -> None:
+        device = Device(64, gpu=gpu, way=Way.DMA)
+        l0, job = L0(device, layered(9, 16, 1 * KiB)), Job(range(1, 9), range(32), 4, 1)
+        assert device.store(l0, job).outcome == Outcome.DONE
+        tables = gpu.allocated_bytes
+        staging = Device(64, gpu=gpu, way=Way.STAGED, batch_bytes=16 * KiB)
+        l0 = L0(staging, layered(9, 16, 1 * KiB))
+        gpu.fail_next("allocate", "odd", after=6)
+        end = staging.store(l0, job)
+        assert (end.outcome, end.what) == (Outcome.FAILED, "odd")
+        assert gpu.allocated_bytes == 2 * tables, "four tables, and two memories for staging that are free again"
+        assert staging.store(l0, job).outcome == Outcome.DONE
+        assert counts(staging, STORE)["staging"] == gpu.allocated_bytes - 2 * tables == 4 * 16 * KiB
+
     def test_a_device_gives_back_what_it_took(self, gpu: FakeGpu) -> None:
         device = Device(64, gpu=gpu, way=Way.STAGED)
         l0 = L0(device, layered(9, 16, 1 * KiB))
