@@ -34,34 +34,18 @@ _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _MOST_DETAILS = 16  # texts of one engine; further ones are left out
 _DETAIL_CHARS = 200
 # Where a fault of ours was kept from the engine: methods of vLLM's interface, and parts of what they do.
-PLACES = (
-    *(
-        "_finished",
-        "_plan_stores",
-        "_set_up",
-        "_unregister",
-        "a failed load",
-        "aborting a load",
-        "an answer",
-        "answers",
-    ),
-    *("beginning of a load", "beginning of a store", "beginning of events", "bind_gpu_block_pool"),
-    *("build_connector_meta", "build_connector_worker_meta", "cancelling a copy", "cancelling a store"),
-    *("ending the connection", "events", "failing a load", "get_block_ids_with_load_errors", "get_kv_connector_stats"),
-    *("get_num_new_matched_tokens", "handle_preemptions", "has_pending_push_work", "introduction", "looking at a load"),
-    *("looking at a store", "on_new_request", "planning of a load", "poll", "prefill speed", "quarantine"),
-    *("question for events", "receiving answers", "register_kv_caches", "reports of blocks", "request_finished"),
-    *("reset_cache", "resets", "restore_kv_caches", "shutdown", "sources of a prompt", "start_load_kv"),
-    *(
-        "stores of a request",
-        "tables of a request",
-        "take_events",
-        "the end of a quarantine",
-        "the end of a step",
-        "the end of a store",
-    ),
-    *("update_connector_output", "update_state_after_alloc", "wait_for_save", "waiting for the engine's own work"),
-)
+_PLACES = """
+    _finished, _plan_stores, _set_up, _unregister, a failed load, aborting a load, an answer, answers, beginning of a
+    load, beginning of a store, beginning of events, bind_gpu_block_pool, build_connector_meta,
+    build_connector_worker_meta, cancelling a copy, cancelling a store, ending the connection, events, failing a load,
+    get_block_ids_with_load_errors, get_kv_connector_stats, get_num_new_matched_tokens, handle_preemptions,
+    has_pending_push_work, introduction, looking at a load, looking at a store, on_new_request, planning of a load,
+    poll, prefill speed, quarantine, question for events, receiving answers, register_kv_caches, reports of blocks,
+    request_finished, reset_cache, resets, restore_kv_caches, shutdown, sources of a prompt, start_load_kv, stores of
+    a request, tables of a request, take_events, the end of a quarantine, the end of a step, the end of a store,
+    update_connector_output, update_state_after_alloc, wait_for_save, waiting for the engine's own work
+"""
+PLACES = [" ".join(place.split()) for place in _PLACES.split(",")]
 _BY_LABEL = {
     REFUSED: ("code", "Messages that kvserver refused, by its error code, by all ranks.", [c.value for c in ErrorCode]),
     FAULTS: (
@@ -158,7 +142,6 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             metric_types[kind]
             for kind in (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
         )
-        self._board = Board(gauge, labelnames, per_engine, local)
         text = "Blocks of the engine that are out of use, since a load that was given up may still write into them."
         made = gauge(_PREFIX + QUARANTINED, text, labelnames, multiprocess_mode="mostrecent")
         self._quarantined = create_metric_per_engine(made, per_engine)
@@ -174,6 +157,7 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 index: {value: made.labels(*labels, value) for value in (*values, _OTHER)}
                 for index, labels in per_engine.items()
             }
+        self._board = Board(gauge, labelnames, per_engine, local)
 
     def _watch(self, config: Any, per_engine: Labels) -> None:
         """It ends with this object."""

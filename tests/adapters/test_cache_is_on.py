@@ -6,6 +6,8 @@ import ast
 import copy
 import gc
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,6 +277,21 @@ def test_an_engine_on_another_machine_is_not_taken_for_one_without_cache(
     assert front.connected
     wait_until(lambda: len(watches()) == 1, 5)
     assert front.connected
+
+
+def test_of_several_api_servers_the_one_that_knows_speaks_for_all(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, Path(__file__).with_name("api_servers.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    ours = [line for line in ended.stdout.splitlines() if line.startswith("vllm:kvserver_")]
+    assert 'vllm:kvserver_connected{engine="0",model_name="m"} 0.0' in ours
+    (why,) = (line for line in ours if line.endswith(" 1.0"))
+    assert 'reason="unsupported"' in why
 
 
 # ---- what is counted ----------------------------------------------------------------------------

@@ -1,0 +1,30 @@
+"""Two API servers of one engine, as vLLM starts them: a process each, whose metrics prometheus_client puts together.
+
+A program: prints the exposition. The first server was told that the engine cannot have a cache, the second only hears the daemon,
+which knows nothing of that.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+with tempfile.TemporaryDirectory() as folder:
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
+    from kvserver.adapters.vllm.condition import CONNECTED
+    from kvserver.adapters.vllm.prom import Board
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    for server in ("first", "second"):
+        child = os.fork()
+        if child == 0:
+            board = Board(Gauge, ["model_name", "engine"], {0: ["m", "0"]}, local=True)
+            if server == "first":
+                board.told(0, {"scheduler": ["unsupported", "so it is"]})
+            board.answered(0, CONNECTED, began=1e18)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    print(generate_latest(registry).decode())
