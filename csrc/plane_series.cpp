@@ -1,12 +1,14 @@
 // plane_series.cpp: see plane_series.h.
 #include "plane_series.h"
 
+#include <utility>
+
 namespace kvserver {
 
 namespace {
 
-// How many series may be interleaved, as an indexer's planes are with those of the layers. Bounds
-// the search, since a peer says how many planes there are.
+// How many series may take turns in the slot, as those of an indexer and of the layers do, or those
+// of groups.
 constexpr size_t kInterleaved = 8;
 
 struct Open {
@@ -36,6 +38,29 @@ bool extends_series(const Open& open, const Plane& plane, uint64_t memory) {
     return step >= plane.run && step <= kMaxPitch && slot_step <= kMaxPitch;
 }
 
+// The series if each plane may only follow the one `turns` before it.
+std::vector<PlaneSeries> in_turns(const std::vector<Open>& runs, size_t turns) {
+    std::vector<Open> open;
+    std::vector<size_t> series_of;  // by run
+    for (size_t i = 0; i < runs.size(); ++i) {
+        const Plane& plane = runs[i].series.first;
+        if (i < turns || !extends_series(open[series_of[i - turns]], plane, runs[i].memory)) {
+            series_of.push_back(open.size());
+            open.push_back(runs[i]);
+            continue;
+        }
+        series_of.push_back(series_of[i - turns]);
+        PlaneSeries& series = open[series_of[i]].series;
+        if (series.count++ == 1) {
+            series.pitch = static_cast<uint64_t>(plane.base - series.first.base);
+            series.slot_pitch = plane.slot_offset - series.first.slot_offset;
+        }
+    }
+    std::vector<PlaneSeries> all;
+    for (const Open& each : open) all.push_back(each.series);
+    return all;
+}
+
 }  // namespace
 
 std::vector<PlaneSeries> plane_series(const std::vector<Plane>& planes,
@@ -47,26 +72,12 @@ std::vector<PlaneSeries> plane_series(const std::vector<Plane>& planes,
         else
             runs.push_back({{planes[i]}, memory_of[i]});
     }
-    std::vector<Open> open;
-    for (const Open& run : runs) {
-        const Plane& plane = run.series.first;
-        Open* found = nullptr;
-        for (size_t back = 1; back <= kInterleaved && back <= open.size() && !found; ++back)
-            if (extends_series(open[open.size() - back], plane, run.memory))
-                found = &open[open.size() - back];
-        if (found == nullptr) {
-            open.push_back(run);
-            continue;
-        }
-        PlaneSeries& series = found->series;
-        if (series.count++ == 1) {
-            series.pitch = static_cast<uint64_t>(plane.base - series.first.base);
-            series.slot_pitch = plane.slot_offset - series.first.slot_offset;
-        }
+    std::vector<PlaneSeries> best;
+    for (size_t turns = 1; turns <= kInterleaved; ++turns) {
+        std::vector<PlaneSeries> found = in_turns(runs, turns);
+        if (best.empty() || found.size() < best.size()) best = std::move(found);
     }
-    std::vector<PlaneSeries> all;
-    for (const Open& each : open) all.push_back(each.series);
-    return all;
+    return best;
 }
 
 }  // namespace kvserver

@@ -85,6 +85,24 @@ class TestHowFew:
         l0 = L0(device, engine_layouts(9, 1)["fp8 MLA with an indexer"].geometry())
         assert sorted(pieces(device, l0, Job([4, 2], range(20), 10, 1))) == [(132 * 16, 3)] * 2 + [(656 * 16, 3)] * 2
 
+    def test_groups_that_take_turns_in_the_slot_have_a_series_of_their_own_each(self, gpu: FakeGpu) -> None:
+        """K and V of group 0, then those of group 1, layer by layer in one memory."""
+        device = Device(64, gpu=gpu)
+        step = 9 * 512
+        planes = tuple(
+            Plane(0, (2 * layer + kv) * step, 512, 512, group)
+            for layer in range(6) for group in range(2) for kv in range(2)
+        )  # fmt: skip
+        l0 = L0(device, Geometry(9, 16, (12 * step,), planes))
+        assert pieces(device, l0, Job([(4, 5), (2, 7)], range(6), 3, 1)) == [(512, 6)] * 8
+
+    def test_a_gap_behind_each_layer_leaves_a_series_of_ks_and_one_of_vs(self, gpu: FakeGpu) -> None:
+        device = Device(64, gpu=gpu)
+        step = 9 * 512
+        planes = tuple(Plane(0, layer * 3 * step + kv * step, 512, 512) for layer in range(6) for kv in range(2))
+        l0 = L0(device, Geometry(9, 16, (18 * step,), planes))
+        assert pieces(device, l0, Job([4, 2], range(4), 2, 1)) == [(512, 6)] * 4
+
     def test_planes_in_two_memories_are_never_one_piece(self, gpu: FakeGpu) -> None:
         """They may lie equally spaced by chance; a copy must not span two allocations."""
         device = Device(64, gpu=gpu)
