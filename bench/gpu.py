@@ -32,7 +32,6 @@ from gpu_rig import LOAD, ONE_WAY, STORE, WAYS, Board, Ceiling, Direction, Trans
 from gpu_run import Run, latencies
 from gpu_sizes import SIZES, Geometry
 from gpu_ways import ROOT, build
-from gpu_ways import WAYS as OTHER_WAYS
 
 from kvserver._native import PIN_BYTES, HostRegion, Pinner
 
@@ -67,14 +66,16 @@ def ways(run: Run, library: Path) -> None:
     for geometry in run.per_layer:
         transfer = Transfer(run.board, geometry, run.sizes.request)
         peers = Peers(library, transfer)
+        usable, refused = peers.usable()
+        run.left_out += refused
         for name, direction in ONE_WAY.items():
             measures: dict[str, Callable[[], float]] = {
                 way: functools.partial(transfer.gb_per_second, way, direction) for way in WAYS
             }
-            measures |= {way: functools.partial(peers.gb_per_second, way, direction) for way in OTHER_WAYS}
+            measures |= {way: functools.partial(peers.gb_per_second, way, direction) for way in usable}
             row = run.add("ways", geometry=geometry.name, run=geometry.run, tokens=transfer.tokens, direction=name,
                           **run.compare((direction,), **measures))  # fmt: skip
-            row["gain"] = {other: row["chosen"]["median"] / row[other]["median"] for other in OTHER_WAYS}
+            row["gain"] = {other: row["chosen"]["median"] / row[other]["median"] for other in usable}
         peers.close()
 
 

@@ -74,8 +74,8 @@ build() {
     for tool in cmake ninja; do command -v $tool >/dev/null || need+=($tool); done
     [ -z "${KVSERVER_WHEELS:-}" ] || from=(--no-index --find-links "$KVSERVER_WHEELS")
     local pip=($env/bin/python -m pip --disable-pip-version-check -q install)
-    timeout "$(left 120)" "${pip[@]}" "${from[@]}" "${need[@]}" || return
-    timeout "$(left 240)" "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build . || return
+    timeout -k 10 "$(left 120)" "${pip[@]}" "${from[@]}" "${need[@]}" || return
+    timeout -k 10 "$(left 240)" "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build . || return
     python=$PWD/$env/bin/python
 }
 PATH=$PWD/build/gpu-env/bin:$(dirname "$PYTHON"):$PATH
@@ -86,7 +86,7 @@ if [ "${KVSERVER_BUILD:-1}" = 1 ]; then
 fi
 
 # ---- smoke: copies within this process; if that cannot be, to memory that another one made ------
-smoke() { timeout "$(left 60)" "$python" bench/gpu_smoke.py; }
+smoke() { timeout -k 10 "$(left 60)" "$python" bench/gpu_smoke.py; }
 smoke
 result=$?
 if [ $result = 3 ] && [ "${KVSERVER_REQUIRE_GPU:-}" != 1 ]; then
@@ -105,7 +105,7 @@ report() { # name, parts, options
 if [ "$what" != bench ]; then
     extra=()
     [ "$what" = tests ] && extra=("$@")
-    timeout "$(left 420)" "$python" -c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' \
+    timeout -k 10 "$(left 420)" "$python" -c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' \
         -q -p no:cacheprovider --junitxml=$parts/tests.xml tests/gpu tests/native/test_device_contract.py "${extra[@]}" 2>&1 |
         tee "$stem-tests.log"
     [ "${PIPESTATUS[0]}" = 0 ] || fail tests "${PIPESTATUS[0]}"
@@ -121,7 +121,7 @@ if [ "$what" != tests ]; then
     part() { # its limit, its sections: in a process of its own, so that one that hangs costs no other
         local limit result
         limit=$(left "$1")
-        timeout "$limit" "$python" bench/gpu.py --only "$2" --seconds "$limit" --out "$parts/${2%%,*}.json" "${extra[@]}" 2>&1 |
+        timeout -k 10 "$limit" "$python" bench/gpu.py --only "$2" --seconds "$limit" --out "$parts/${2%%,*}.json" "${extra[@]}" 2>&1 |
             tee -a "$stem-bench.log"
         result=${PIPESTATUS[0]}
         [ "$result" = 0 ] || fail "$2" "$result"

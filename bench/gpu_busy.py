@@ -105,11 +105,12 @@ def neighbours(run: Run, neighbour: Neighbour, library: Path) -> None:
     for geometry in run.per_layer[0::2]:
         transfer = Transfer(run.board, geometry, run.sizes.request)
         peers = Peers(library, transfer)
+        others = [way for way in ("by_blocks", "direct") if way in peers.usable()[0]]
         for name, direction in ONE_WAY.items():
             ways: dict[str, Callable[[], int]] = {
                 way: functools.partial(moved, transfer, way, direction) for way in ("dma", "staged")
             }
-            ways |= {way: functools.partial(peers.move, way, direction) for way in ("by_blocks", "direct")}
+            ways |= {way: functools.partial(peers.move, way, direction) for way in others}
             rate = 0.8 * min(statistics.median(rate_of(copy)() for _ in range(5)) for copy in ways.values())
             for work in WORKS:
                 found = slowdowns(run, neighbour, work, ways, rate, functools.partial(checked, transfer, direction))

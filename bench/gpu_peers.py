@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from gpu_rig import LOAD, ONE_WAY, Direction, Transfer
-from gpu_ways import BY_CHUNKS, OtherWays
+from gpu_ways import BY_CHUNKS, WAYS, OtherWays, WayFailed
 
 from kvserver._native import PIN_BYTES
 
@@ -34,6 +34,18 @@ class Peers:
                 chunk_blocks=self._chunk_blocks,
                 host=board.region.address + offset,
             )
+
+    def usable(self) -> tuple[list[str], list[str]]:
+        """(ways that move this request, why each other one does not)."""
+        usable, refused = [], []
+        for way in WAYS:
+            try:
+                for direction in ONE_WAY.values():
+                    self.move(way, direction)
+                usable.append(way)
+            except WayFailed as error:
+                refused.append(f"{way}, {self._transfer.geometry.name}: {error}")
+        return usable, refused
 
     def move(self, way: str, direction: Direction) -> int:
         """The bytes that were moved."""

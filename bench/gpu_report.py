@@ -82,7 +82,7 @@ TABLES = [
     Table("ways", "other ways, GB/s over the ceiling's; in brackets what the chosen way is over it",
           ["geometry", "run", "direction", "ceiling GB/s", *OURS, *OTHERS],
           lambda r: [r["geometry"], r["run"], r["direction"], r["ceiling"]["median"], *(cell(r[way]) for way in OURS),
-                     *(f"{cell(r[way])} ({r['gain'][way]:.2f})" for way in OTHERS)]),
+                     *(f"{cell(r[way])} ({r['gain'][way]:.2f})" if way in r else "-" for way in OTHERS)]),
     Table("chunks", "one chunk", ["geometry", "beside stores", "MiB", "at the ceiling ms", "p50 ms", "p99 ms"],
           lambda r: [r["geometry"], r["beside_stores"], r["bytes"] / MiB, r["at_ceiling_ms"], *percentiles(r)]),
     Table("daemon", "through a daemon",

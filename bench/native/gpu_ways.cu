@@ -25,6 +25,7 @@ using namespace kvserver;  // NOLINT: what stands for the CUDA runtime
 // ---- the kernels ----------------------------------------------------------------------------
 
 constexpr uint32_t kThreadsOfCta = 128;
+constexpr uint32_t kAtOnce = 4;  // loads before the first store, else the comparison flatters ours
 
 // One launch: so many blocks of all planes. `packed` is [chunk][plane][block of the chunk][run].
 struct Launch {
@@ -35,19 +36,17 @@ struct Launch {
     uint64_t num_planes, run, chunk_blocks, block_tokens;
 };
 
-__device__ void copy_row(std::byte* to, const std::byte* from, uint64_t bytes, uint32_t thread) {
-    const auto* source = reinterpret_cast<const uint4*>(from);
-    auto* target = reinterpret_cast<uint4*>(to);
-    for (uint64_t i = thread; i < bytes / sizeof(uint4); i += kThreadsOfCta)
-        __stcs(target + i, __ldcs(source + i));
-}
-
-template <bool load>
-__device__ void copy_either(std::byte* paged, std::byte* packed, uint64_t bytes, uint32_t thread) {
-    if constexpr (load)
-        copy_row(paged, packed, bytes, thread);
-    else
-        copy_row(packed, paged, bytes, thread);
+// Vector v of a block in the engine's memory.
+template <bool by_slots>
+__device__ uint4* paged_vector(const Launch& job, uint64_t plane, uint64_t position, uint32_t v) {
+    auto* base = reinterpret_cast<uint4*>(job.bases[plane]);
+    if constexpr (by_slots) {
+        const auto row = static_cast<uint32_t>(job.run / job.block_tokens / sizeof(uint4));
+        const int64_t slot = job.slots[position * job.block_tokens + v / row];
+        return base + static_cast<uint64_t>(slot) * row + v % row;
+    } else {
+        return base + job.blocks[position] * (job.run / sizeof(uint4)) + v;
+    }
 }
 
 template <bool load, bool by_slots>
@@ -55,17 +54,24 @@ __global__ void __launch_bounds__(kThreadsOfCta) copy_paged(const Launch job) {
     const uint64_t plane = blockIdx.x % job.num_planes;
     const uint64_t position = blockIdx.x / job.num_planes;
     const uint64_t chunk = position / job.chunk_blocks, block = position % job.chunk_blocks;
-    std::byte* packed =
-        job.packed + ((chunk * job.num_planes + plane) * job.chunk_blocks + block) * job.run;
-    auto* base = reinterpret_cast<std::byte*>(job.bases[plane]);
-    if constexpr (by_slots) {
-        const uint64_t row = job.run / job.block_tokens;
-        const int64_t* slots = job.slots + position * job.block_tokens;
-        for (uint64_t token = 0; token < job.block_tokens; ++token)
-            copy_either<load>(base + static_cast<uint64_t>(slots[token]) * row,
-                              packed + token * row, row, threadIdx.x);
-    } else {
-        copy_either<load>(base + job.blocks[position] * job.run, packed, job.run, threadIdx.x);
+    const uint64_t place = (chunk * job.num_planes + plane) * job.chunk_blocks + block;
+    auto* packed = reinterpret_cast<uint4*>(job.packed + place * job.run);
+    const auto vectors = static_cast<uint32_t>(job.run / sizeof(uint4));
+#pragma unroll 1
+    for (uint32_t first = threadIdx.x; first < vectors; first += kAtOnce * kThreadsOfCta) {
+        uint4 held[kAtOnce] = {};
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t v = first + i * kThreadsOfCta;
+            if (v < vectors)
+                held[i] =
+                    __ldcs(load ? packed + v : paged_vector<by_slots>(job, plane, position, v));
+        }
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            const uint32_t v = first + i * kThreadsOfCta;
+            if (v < vectors)
+                __stcs(load ? paged_vector<by_slots>(job, plane, position, v) : packed + v,
+                       held[i]);
+        }
     }
 }
 
@@ -114,8 +120,12 @@ class Opened {
         gpu_slots_ = on_gpu(slots);
         gpu_planes_ = on_gpu(planes);
         staging_ = allocate(kLaunchChunks * chunk_bytes());
-        // So that the GPU may read and write it; usually the same address.
-        CHECK(cudaHostGetDevicePointer(reinterpret_cast<void**>(&mapped_), request.host, 0));
+        // By which the GPU may read and write it; usually the same address. Null: it may not.
+        if (cudaHostGetDevicePointer(reinterpret_cast<void**>(&mapped_), request.host, 0) !=
+            cudaSuccess) {
+            (void)cudaGetLastError();
+            mapped_ = nullptr;
+        }
     }
 
     ~Opened() {
@@ -190,6 +200,7 @@ class Opened {
     }
 
     void copy_directly(bool load) {
+        if (mapped_ == nullptr) throw Failed{"the GPU may not use this host memory by itself"};
         const kvserver::PackedBlocks job{.planes = gpu_planes_,
                                          .num_planes = static_cast<uint32_t>(request_.num_planes),
                                          .groups = 1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent.parent / "bench"))
 
 from gpu_ways import BY_CHUNKS, WAYS, OtherWays, WayFailed, build, find_nvcc
+
+from .test_cuda_build import cuobjdump
 
 NUM_BLOCKS, PLANES, BLOCK_TOKENS, GUARD = 29, 6, 16, 64
 
@@ -99,8 +102,14 @@ def test_a_request_that_the_kernels_cannot_move_is_refused(
         )
 
 
-def test_the_ways_compile_for_every_gpu_without_a_warning(tmp_path: Path) -> None:
+def test_nvcc_compiles_the_ways_without_a_warning_to_streaming_accesses_of_16_bytes(tmp_path: Path) -> None:
     if find_nvcc() is None:
         assert "CI" not in os.environ, "CI must have nvcc: else nothing shows that these kernels compile"
         pytest.skip("there is no nvcc")
-    assert build(tmp_path, on_host=False).stat().st_size > 0
+    functions = cuobjdump("-sass", "-arch", "sm_90", build(tmp_path, on_host=False)).split("Function : ")[1:]
+    kernels = [text for text in functions if "copy_paged" in text.splitlines()[0]]
+    assert len(kernels) == 4  # by blocks and by slots, each way
+    for kernel in kernels:
+        vectors = re.findall(r"\b(?:LDG|STG)[A-Z.]*\.128", kernel)
+        assert vectors == ["LDG.E.EF.128"] * 4 + ["STG.E.EF.128"] * 4
+        assert not re.findall(r"\b(?:LDL|STL|LD|ST)\b", kernel), "local or generic memory is used"
