@@ -11,6 +11,8 @@ _ROW = re.compile(
     r"^\| `((?:kvserver|process)_[a-z0-9_]+)` \| (counter|gauge|histogram) \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE
 )
 _INSTANCE = ("instance_id", "model_name")  # the page's I
+_ENGINE_ROW = re.compile(r"^\| `(vllm:kvserver_\w+)` \| (?:counter|gauge) \|([^|]*)\|", re.MULTILINE)
+_OF_ENGINES = {"model_name", "engine"}  # labels that vLLM gives its metrics
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,11 @@ def values(header: str) -> list[str]:
 def miss_reasons() -> set[str]:
     """Of kvserver_lookup_missed_tokens_total."""
     return set(values("reason | what it means"))
+
+
+def engine_series() -> dict[str, set[str]]:
+    """Those of vLLM's own metrics that the rules may ask for, with their labels: what the adapter's page lists, and one of vLLM's."""
+    page = (PAGE.parent.parent / "adapters/README.md").read_text()
+    rows = {name: _OF_ENGINES | set(re.findall(r"`(\w+)`", labels)) for name, labels in _ENGINE_ROW.findall(page)}
+    assert rows
+    return rows | {"vllm:engine_sleep_state": _OF_ENGINES | {"sleep_state"}}

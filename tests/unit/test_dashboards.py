@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.metrics_doc import Documented, documented, miss_reasons
+from support.metrics_doc import Documented, documented, engine_series, miss_reasons
 
 from kvserver.errors import ErrorCode
 from kvserver.events import TYPES
@@ -22,15 +22,8 @@ DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 RULES = sorted(DEPLOY.glob("prometheus/*.yaml"))
 SERIES = {series: family for family in documented().values() for series in family.series}
 FROM_PROMETHEUS = {"job", "instance"}  # labels that it adds
-_VLLM_ROW = re.compile(r"^\| `(vllm:kvserver_\w+)` \| (?:counter|gauge) \|([^|]*)\|", re.MULTILINE)
-FOREIGN = {  # series that are not the daemon's, with labels that Prometheus does not add
-    "up": set[str](),
-    "vllm:engine_sleep_state": {"model_name", "engine", "sleep_state"},
-    **{
-        name: {"model_name", "engine", *re.findall(r"`(\w+)`", labels)}
-        for name, labels in _VLLM_ROW.findall((DEPLOY.parent / "adapters/README.md").read_text())
-    },
-}
+# Series that are not the daemon's, with labels that Prometheus does not add.
+FOREIGN = {"up": set[str](), **engine_series()}
 _NAME = re.compile(rf"(?<![\w:$])((?:\w+:)?kvserver_[\w:]*|process_\w+|{'|'.join(FOREIGN)})(?![\w:(])")
 _SELECTOR = re.compile(r"(?<![\w:])([\w:]+)\{([^}]*)\}")
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
