@@ -62,7 +62,7 @@ def _request(request: dict[str, Any]) -> str:
     facts = [
         ("request", f"{request['request_id']}, {request['age_seconds']:,.1f} s ago"),
         ("engine", f"{request['instance_id']}, {request['model_name']}"),
-        ("outcome", request["outcome"] + (f" ({request['failure']})" if request["failure"] else "")),
+        ("outcome", _outcome(request)),
         ("tokens", _tokens(request["tokens"])),
         ("missing", _missing(request)),
         ("differs", _differs(request["differs"])),
@@ -79,6 +79,11 @@ def _wrapped(value: str, begin: str) -> str:
     return textwrap.fill(
         value, _WIDTH, initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False
     )
+
+
+def _outcome(request: dict[str, Any]) -> str:
+    why = request["failure"] or request["not_loaded"]
+    return str(request["outcome"]) + (f" ({why})" if why else "")
 
 
 def _tokens(tokens: dict[str, Any]) -> str:

@@ -167,6 +167,7 @@ class RequestEnded(_Event, frozen=True):
     loaded_tokens: int = 0
     loads: int = 0
     failed_loads: int = 0
+    not_loaded: str = ""  # why not, if the engine knows
 
 
 class BlockReport(_Event, frozen=True):

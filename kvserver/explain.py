@@ -39,7 +39,7 @@ from kvserver.protocol import KEY_BYTES
 MOST_REQUESTS = 8192
 MOST_BYTES = 16 << 20
 MOST_EVICTED_BYTES = 4 << 20
-LONGEST_REASON = 200  # characters of why nothing could be found
+LONGEST_REASON = 200  # characters of why nothing could be found, or was loaded
 _REQUEST_BYTES = 1300  # of one, beside its id and its loads; an upper bound that a test holds
 _LOAD_BYTES = 300
 _EVICTED_BYTES = 300  # of one event, beside its keys
@@ -217,7 +217,7 @@ class Explain:
         if request is None:
             request = self._remember(event, event.time_ns)
             request.chunk_tokens = self._chunk_tokens.get(event.instance_id, 0)
-        request.ended = replace(event, request_id=request.request_id)
+        request.ended = replace(event, request_id=request.request_id, not_loaded=event.not_loaded[:LONGEST_REASON])
 
     def _chunks_evicted(self, event: ChunksEvicted) -> None:
         self._evicted.append(event)

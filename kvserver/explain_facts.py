@@ -77,6 +77,7 @@ class Facts(TypedDict):
     age_seconds: float  # since its first lookup
     outcome: str  # one of OUTCOMES
     failure: str  # code of the load that failed
+    not_loaded: str  # the engine's code for why it loaded nothing; "" if it loaded, or does not know
     tokens: Tokens
     chunk_tokens: int
     missing: Missing | None
@@ -236,6 +237,7 @@ def facts_of(
         age_seconds=round((now_ns - request.began_ns) * 1e-9, 3),
         outcome=request.outcome(tokens),
         failure=request.failure,
+        not_loaded=request.ended.not_loaded if request.ended is not None else "",
         tokens=tokens,
         chunk_tokens=request.chunk_tokens,
         missing=Missing(

@@ -34,8 +34,15 @@ _FAILURES = {
     "device_lost": "The device that copies has failed: restart the daemon, and see its log.",
 }
 _FAILED = "See the logs of the daemon and of the engine's worker of that rank; vllm:kvserver_load_failures_total counts such loads."
-_NOT_LOADED = (
-    "The adapter does not report why. The answer may have taken longer than kvserver.lookup_timeout_ms, the weights may have"
+_NOT_LOADED = {
+    "lookup_timeout": "The answer to the lookup took longer than kvserver.lookup_timeout_ms. Is the daemon, or the machine, overloaded?"
+    " kvserver_rpc_seconds and kvserver_loop_lag_seconds show how long it takes.",
+    "computes_all": "The engine must compute the whole prompt, as for prompt logprobs.",
+    "whole_prompts_only": "This engine can only decode behind a hit, not prefill, so it loads whole prompts or nothing.",
+    "weights_changed": "The weights may have changed between the lookup and the load (kvserver.on_prefix_reset).",
+}
+_WHY_NOT_LOADED = (
+    "The engine does not report why. The answer may have taken longer than kvserver.lookup_timeout_ms, the weights may have"
     " changed meanwhile, the request may have ended first, or this engine cannot prefill behind a hit: see the engine's log and"
     " vllm:kvserver_lookup_timeouts_total."
 )
@@ -66,7 +73,8 @@ def _why(facts: Facts) -> str:
             )
             return f"the load of what was found failed{rank} ({facts['failure']})"
         case "not_loaded":
-            return f"{tokens['found']:,} tokens were found in L1, and the engine loaded none of them"
+            why = f" ({facts['not_loaded']})" if facts["not_loaded"] else ""
+            return f"{tokens['found']:,} tokens were found in L1, and the engine loaded none of them{why}"
     parts = [_missing(facts)] if facts["missing"] is not None else []
     if outcome not in ("partial", "miss") or not parts:
         parts = [OUTCOMES[outcome], *parts]
@@ -111,9 +119,9 @@ def advice(facts: Facts) -> list[str]:
         case "load_failed":
             found.append(_FAILURES.get(facts["failure"], _FAILED))
         case "not_loaded":
-            found.append(_NOT_LOADED)
+            found.append(_NOT_LOADED.get(facts["not_loaded"], _WHY_NOT_LOADED))
         case "no_lookup":
-            found.append(_NO_LOOKUP)
+            found.append(_NOT_LOADED.get(facts["not_loaded"], _NO_LOOKUP))
     missed = sorted(facts["missed_tokens"].items(), key=lambda item: -item[1])
     return [*found, *(_ADVICE[MissReason(reason)] for reason, _ in missed)]
 

@@ -293,6 +293,9 @@ class EndRequest(Message):
     loaded_tokens: Tokens = 0  # of them: copied from this server; what is left of them the engine computed
     loads: Small = 0  # that ended, however many ranks took part; those after a preemption too
     failed_loads: Small = 0  # of them: failed on at least one rank
+    # Why nothing was loaded of what a lookup found, if the engine knows: lookup_timeout, computes_all, whole_prompts_only or
+    # weights_changed; "" else.
+    not_loaded: Label = ""
 
 
 class Heartbeat(Message):

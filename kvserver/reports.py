@@ -85,7 +85,7 @@ class Reports:
         self._bus.publish(
             RequestEnded(
                 self._now_ns(), instance.instance_id, instance.model_name, request.sequence, request.request_id,
-                request.prompt_tokens, local, loaded, request.loads, failed,
+                request.prompt_tokens, local, loaded, request.loads, failed, request.not_loaded,
             )
         )  # fmt: skip
         self._count_sequence(instance, request.sequence)

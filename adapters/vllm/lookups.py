@@ -56,6 +56,7 @@ class Question:
     deadline: float = 0.0  # of the answer; 0 = its time begins when it is sent or vLLM asks, whichever is first
     hit_chunks: int | None = None  # its answer; None = not asked or not answered
     answered_at: float = 0.0
+    timed_out: bool = False  # its answer is 0 because none came in time
 
 
 class Lookups:
@@ -192,6 +193,7 @@ class Lookups:
             self._link.breaker.timed_out()
         self.forget(question)
         self._answer(question, 0)
+        question.timed_out = True
 
     @property
     def _longest_age(self) -> float:
@@ -203,6 +205,7 @@ class Lookups:
     def _answer(self, question: Question, hit_chunks: int) -> None:
         question.hit_chunks = hit_chunks
         question.answered_at = time.monotonic()
+        question.timed_out = False
 
     def receive(self) -> None:
         """Take every answer that has come."""

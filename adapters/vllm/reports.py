@@ -63,7 +63,9 @@ class Reports:
         if error.code in _LOST and number >= self._full_number:
             self._full_due = True
 
-    def end_request(self, session: Session, request_id: str, prefill_speed: float, prompt: Prompt) -> None:
+    def end_request(
+        self, session: Session, request_id: str, prefill_speed: float, prompt: Prompt, not_loaded: str = ""
+    ) -> None:
         end = EndRequest(
             **self._sender,
             sequence=self._sequence,
@@ -74,6 +76,7 @@ class Reports:
             loaded_tokens=prompt.loaded_tokens,
             loads=prompt.loads,
             failed_loads=prompt.failed_loads,
+            not_loaded=not_loaded,
         )
         self._send(session, end)
 

@@ -73,6 +73,7 @@ class RequestState(Question):
     stored_chunks: int = 0  # chunks before this one were stored or found
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored before they begin anew
+    not_loaded: str = ""  # why it loads nothing of what the daemon has: one of EndRequest's codes
 
 
 class SchedulerHalf:
@@ -182,9 +183,14 @@ class SchedulerHalf:
         if not self._lookups.answered(state):
             return None, False
         tokens = min((state.hit_chunks or 0) * self._chunks.tokens, request.num_tokens - 1) - local_tokens
-        if tokens <= 0 or (self._whole_prompts_only and local_tokens + tokens < request.num_tokens - 1):
+        state.not_loaded = "lookup_timeout" if state.timed_out else ""
+        if tokens <= 0:
             return 0, False
-        if not self._is_current(state):
+        if self._whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
+            state.not_loaded = "whole_prompts_only"
+        elif not self._is_current(state):
+            state.not_loaded = "weights_changed"
+        if state.not_loaded:
             return 0, False
         state.local_tokens = local_tokens
         return tokens, True
@@ -423,7 +429,8 @@ class SchedulerHalf:
             self._lookups.forget(state)
         session = self._lookups.usable()
         if session is not None:
-            self._reports.end_request(session, request.request_id, self._speed.tokens_per_second, prompt)
+            why = "computes_all" if _computes_all(request) else state.not_loaded if state is not None else ""
+            self._reports.end_request(session, request.request_id, self._speed.tokens_per_second, prompt, why)
 
     def reset_cache(self) -> bool:
         """vLLM's word that the weights may have changed. It resets its own blocks first, if it can."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import time
+from typing import Any
 
 import pytest
+from kvserver.adapters.vllm import connector
 from model_folder import write_lora
 from modelless import Answer, Engine, prompt
 from support.daemon import wait_until
 from tap import Tap
 from vllm.lora.request import LoRARequest
 
-from kvserver.protocol import EndRequest, Error, Reply, Request, Retrieve
+from kvserver.protocol import EndRequest, Error, LookupReply, Reply, Request, Retrieve
 
 CHUNK = 64
 RUN = 150  # requests
@@ -142,6 +146,40 @@ def test_requests_that_run_without_cache_are_counted_too(make_daemon, make_tap, 
     assert figures(found["lora"]) == (2 * CHUNK, 0, 0, 0, 0)
     assert figures(found["replaced"]) == (2 * CHUNK, engine.answers["replaced"].local, 0, 0, 0)
     assert figures(found["logprobs"]) == (2 * CHUNK, 0, 0, 0, 0)
+    assert found["logprobs"].not_loaded == "computes_all"
+
+
+@pytest.mark.parametrize(("why", "length"), [("lookup_timeout", 2 * CHUNK), ("whole_prompts_only", 2 * CHUNK + 9)])
+def test_an_end_says_why_nothing_was_loaded_of_what_was_found(
+    make_daemon, make_tap, make_engine, monkeypatch, why, length
+):
+    """And `/explain` repeats it."""
+    daemon = make_daemon(chunk_tokens=CHUNK)
+    tap = make_tap(daemon)
+    make_engine(tap.endpoint).generate("cold", prompt(1, length))
+
+    def late(reply: Reply) -> Reply:
+        if isinstance(reply, LookupReply):
+            time.sleep(0.3)  # longer than kvserver.lookup_timeout_ms
+        return reply
+
+    if why == "lookup_timeout":
+        tap.edit = late
+    else:
+        monkeypatch.setattr(connector, "whole_prompts_only", lambda config: True)
+    warm = make_engine(tap.endpoint)
+    assert warm.generate("warm", prompt(1, length)).external == 0
+    wait_until(lambda: len(tap.of(EndRequest)) == 2)
+    assert tap.of(EndRequest)[1].not_loaded == why
+
+    def explained() -> dict[str, Any] | None:
+        code, body = daemon.http("/explain?request_id=warm")
+        found = json.loads(body)["requests"][0] if code == 200 else {"outcome": "running"}
+        return found if found["outcome"] != "running" else None
+
+    found = wait_until(explained)
+    assert (found["outcome"], found["not_loaded"]) == ("not_loaded", why)
+    assert f"({why})" in found["verdict"]
 
 
 def test_a_request_that_was_never_placed_counts_nothing(make_daemon, make_tap, make_engine):

@@ -36,7 +36,7 @@ class Engine:
         self.explain.handle(CopyBegan(self.now + 50, *of, chunks))
         self.explain.handle(CopyEnded(self.now + 90, *of, self.now + 50, chunks, 4096, 30, outcome))
 
-    def end(self, request: str = "r", engine: str = "e", **tokens: int) -> None:
+    def end(self, request: str = "r", engine: str = "e", **tokens: Any) -> None:
         self.explain.handle(RequestEnded(self.now, engine, "m", 0, request, **tokens))
 
     def of(self, request: str = "r") -> Facts:
@@ -223,6 +223,19 @@ def test_every_reason_has_a_sentence_and_an_advice(reason: MissReason, ended: bo
     assert said.count("\n") == 0
     assert said.startswith("1,030 of 1,030 prompt tokens were computed: " if ended else "")
     assert len(advice(found)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [("lookup_timeout", "kvserver.lookup_timeout_ms"), ("x" * 600, "does not report why"), ("", "does not report why")],
+)
+def test_why_nothing_was_loaded_is_said_if_the_engine_knows(code: str, word: str) -> None:
+    engine = Engine()
+    engine.lookup(hits=4)
+    engine.end(prompt_tokens=1024, not_loaded=code)
+    found = engine.of()
+    assert (found["outcome"], found["not_loaded"]) == ("not_loaded", code[:200])
+    assert word in advice(found)[0]
 
 
 def test_the_worst_are_of_the_last_minutes_only() -> None:
