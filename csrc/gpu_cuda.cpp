@@ -237,7 +237,9 @@ class CudaGpu final : public Gpu {
     }
 
   protected:
-    // A record, as nothing waits for it and no one else uses that stream.
+    // A record, as nothing waits for it and no one else uses that stream. After a sticky error "any
+    // further CUDA work will return the same error" (CUDA runtime API, cudaError); no GPU was there
+    // to see it. A hung GPU is alive by this.
     bool alive() override {
         cudaStream_t stream = probe_stream_;
         if (stream == nullptr) return true;

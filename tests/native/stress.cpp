@@ -324,8 +324,9 @@ void gpu_copies(unsigned seed) {
     }
 }
 
-// It dies while copies are queued, under way and cancelled.
-void dying_gpu(unsigned seed) {
+// It dies, or is given up and lives on, while copies are queued, under way and cancelled. Nothing
+// lands in the worker's memory after the last end.
+void lost_gpu(unsigned seed, bool alive) {
     std::mt19937 random(seed);
     for (int round = 0; round < 20; ++round) {
         auto gpu = std::make_shared<FakeGpu>("GPU-0", FakeGpu::Options{.seed = random()});
@@ -338,7 +339,7 @@ void dying_gpu(unsigned seed) {
         const OpenTickets open = submit_round(copier, worker, pages_per_slot, sequence);
         std::thread killer([&, micros = random() % 3000] {
             std::this_thread::sleep_for(std::chrono::microseconds(micros));
-            gpu->die("off the bus");
+            alive ? gpu->lose("off the bus") : gpu->die("off the bus");
         });
         copier.cancel(100 + random() % kJobs);
         std::set<uint64_t> ended;
@@ -348,7 +349,11 @@ void dying_gpu(unsigned seed) {
             const bool done = completion.outcome == Outcome::kDone;
             CHECK(worker.page->at(word) == make_word(number, done ? State::kDone : State::kFailed));
         }
+        std::memset(worker.own, 0x5a, worker.size);
         killer.join();
+        std::this_thread::sleep_for(std::chrono::milliseconds(3));
+        CHECK(std::all_of(worker.own, worker.own + worker.size,
+                          [](std::byte byte) { return byte == std::byte{0x5a}; }));
         CHECK(copier.lost() == "off the bus");
         worker.close(copier);
     }
@@ -363,7 +368,8 @@ int main() {
         fake_copies(threads);
     }
     gpu_copies(1);
-    dying_gpu(1);
+    lost_gpu(1, false);
+    lost_gpu(2, true);
     stress_index();
     stress_lives();
     std::puts("stress: all checks held");
