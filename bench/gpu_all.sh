@@ -91,6 +91,7 @@ smoke
 result=$?
 if [ $result = 3 ] && [ "${KVSERVER_REQUIRE_GPU:-}" != 1 ]; then
     echo "== no GPU: the tests that need one will be skipped; KVSERVER_REQUIRE_GPU=1 makes that a failure" >&2
+    stem=$parts/no-gpu # no results
 elif [ $result != 0 ]; then
     [ $result != 3 ] || { fail smoke 3; exit 1; }
     echo "== smoke failed with memory of its own; once more with a child's" >&2

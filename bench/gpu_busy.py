@@ -71,7 +71,7 @@ class Unpaced:
 
     def _run(self) -> None:
         transfer = self._transfer
-        device = transfer.board.device(self._way, transfer.batch_bytes)
+        device = transfer.board.device(self._way, transfer.batching)
         queued = {transfer.submit(self._way, self._direction) for _ in range(2)}
         while queued:
             select.select([device.completion_fd], [], [])
@@ -163,20 +163,20 @@ def slowdowns(
 
 
 def busy(run: Run, neighbour: Neighbour) -> None:
-    """Unpaced copies and single chunks beside decode and prefill, by ever larger batches; then the goal."""
+    """Unpaced copies and single chunks beside decode and prefill, by more and larger batches; the goal first."""
     goal(run, neighbour)
-    for batch_bytes in run.sizes.batches:
+    for batching in run.sizes.batches:
         for geometry in run.per_layer:
-            if run.is_over(f"busy, {geometry.name}, batches of {batch_bytes >> 10} KiB"):
+            if run.is_over(f"busy, {geometry.name}, batches of {batching} MiB"):
                 continue
-            transfer = Transfer(run.board, geometry, run.sizes.request, batch_bytes)
-            chunk = Transfer(run.board, geometry, 256, batch_bytes)
+            transfer = Transfer(run.board, geometry, run.sizes.request, batching)
+            chunk = Transfer(run.board, geometry, 256, batching)
             for work in WORKS:
                 for name, direction in ONE_WAY.items():
                     for way in ("dma", "staged"):
-                        run.add("busy", geometry=geometry.name, work=work, batch=batch_bytes, direction=name, way=way,
+                        run.add("busy", geometry=geometry.name, work=work, batch=str(batching), direction=name, way=way,
                                 **beside(run, neighbour, work, transfer, way, direction))  # fmt: skip
-                run.add("busy_chunks", geometry=geometry.name, work=work, batch=batch_bytes, bytes=chunk.payload,
+                run.add("busy_chunks", geometry=geometry.name, work=work, batch=str(batching), bytes=chunk.payload,
                         **latencies(chunks_beside(run, neighbour, work, chunk)))  # fmt: skip
         run.board.drop_devices()
 

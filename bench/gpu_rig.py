@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from common import Buffer
 from gpu_bytes import KvBytes
-from gpu_sizes import Geometry
+from gpu_sizes import DEFAULT_BATCHING, Batching, Geometry
 from support.gpu_memory import FAKE_UUID, SimulatedVmmMemory, VmmMemory
 
 from kvserver import _native
@@ -79,7 +79,7 @@ class Board:
         self.region = HostRegion(size)
         self.kv = (SimulatedVmmMemory if simulated else VmmMemory)(size)
         self.mapping = GpuMapping.by_fd(self.gpu, os.dup(self.kv.fds[0]), 0, size)
-        self._devices: dict[tuple[str, int], GpuCopier] = {}
+        self._devices: dict[tuple[str, Batching], GpuCopier] = {}
         self._tickets = iter(range(1, 1 << 60))
         self.device("dma").submit_map(0, [self.mapping])
         self.wait(self.device("dma"), {0})
@@ -87,12 +87,13 @@ class Board:
         self.pinner = Pinner(self.region, self.gpu, 4)
         self.wait_pinned(self.pinner)
 
-    def device(self, way: str, batch_bytes: int = _native.GPU_BATCH_BYTES) -> GpuCopier:
+    def device(self, way: str, batching: Batching = DEFAULT_BATCHING) -> GpuCopier:
         """The same one for the same arguments."""
-        found = self._devices.get((way, batch_bytes))
+        found = self._devices.get((way, batching))
         if found is None:
-            found = GpuCopier(self.region, self.page_bytes, self.gpu, batch_bytes, WAYS[way])
-            self._devices[way, batch_bytes] = found
+            size, slots = batching
+            found = GpuCopier(self.region, self.page_bytes, self.gpu, size, WAYS[way], most_slots=slots)
+            self._devices[way, batching] = found
         return found
 
     def drop_devices(self) -> None:
@@ -157,7 +158,7 @@ class Transfer:
     board: Board
     geometry: Geometry
     tokens: int
-    batch_bytes: int = _native.GPU_BATCH_BYTES
+    batching: Batching = DEFAULT_BATCHING
     ids: dict[Direction, list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,7 +177,7 @@ class Transfer:
         assert None not in self.slots.values(), "L1 is too small"
         self.kv = KvBytes(board, geometry.planes, geometry.run, num_blocks)
         board.wait(
-            board.device("dma", self.batch_bytes), {self._submit("dma", STORE, LOAD)}
+            board.device("dma", self.batching), {self._submit("dma", STORE, LOAD)}
         )  # what a load loads is noise, too
 
     def l1_offset(self, direction: Direction) -> int:
@@ -192,7 +193,7 @@ class Transfer:
         ticket = self.board.next_ticket()
         blocks, slot = array("I", self.ids[which]).tobytes(), self.slots[which]
         assert slot is not None
-        device = self.board.device(way, self.batch_bytes)
+        device = self.board.device(way, self.batching)
         device.submit_copy(ticket, direction, self.table, blocks, slot, self.pages, self.blocks)
         return ticket
 
@@ -200,7 +201,7 @@ class Transfer:
         """From the submission to the completion's arrival here."""
         began = time.perf_counter()
         tickets = {self.submit(way, direction) for direction in directions}
-        self.board.wait(self.board.device(way, self.batch_bytes), tickets)
+        self.board.wait(self.board.device(way, self.batching), tickets)
         return time.perf_counter() - began
 
     def check(self, way: str, direction: Direction, chunk_blocks: int = 1) -> None:

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvserver import _native
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+
+class Batching(NamedTuple):
+    """How a device cuts copies: bytes of a batch, and how many of them may be in flight a direction."""
+
+    bytes: int
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.slots} x {self.bytes / MiB:g}"
+
+
+DEFAULT_BATCHING = Batching(_native.GPU_BATCH_BYTES, _native.GPU_MOST_SLOTS)
 
 
 @dataclass(frozen=True)
@@ -17,7 +33,7 @@ class Sizes:
     request: int  # tokens where one length is enough: two of it fit into one registration of L1
     run_kib: tuple[int, ...]
     run_bytes: int
-    batches: tuple[int, ...]
+    batches: tuple[Batching, ...]
     samples: int  # of a latency
     seconds: float  # that another process works beside one kind of copy
     fewer_layers: int = 1
@@ -27,13 +43,16 @@ SIZES = {
     "full": Sizes(
         9 * GiB, GiB // 2, (256, 2048, 8192, 32768), 2048,
         (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256, 512, 1024), 256 * MiB,
-        (8 * MiB, 16 * MiB, 32 * MiB, 64 * MiB), 1000, 0.15,
+        tuple(Batching(mib * MiB, slots) for mib, slots in ((8, 4), (8, 12), (16, 4), (32, 4), (64, 4))), 1000, 0.15,
     ),
     "small": Sizes(
         3 * GiB, GiB // 4, (256, 2048, 8192), 2048, (4, 16, 24, 28, 32, 64, 256, 1024), 128 * MiB,
-        (8 * MiB, 32 * MiB), 1000, 0.15,
+        tuple(Batching(mib * MiB, slots) for mib, slots in ((8, 4), (8, 12), (32, 4))), 1000, 0.15,
     ),
-    "tiny": Sizes(96 * MiB, MiB, (256, 512), 512, (4, 64), MiB, (64 * KiB, MiB), 20, 0.02, fewer_layers=16),
+    "tiny": Sizes(
+        96 * MiB, MiB, (256, 512), 512, (4, 64), MiB, (Batching(64 * KiB, 4), Batching(64 * KiB, 12)), 20, 0.02,
+        fewer_layers=16,
+    ),
 }  # fmt: skip
 
 

@@ -128,7 +128,15 @@ def test_a_machine_without_a_gpu_ends_the_benchmark_before_it_begins(tmp_path: P
     done = gpu_all(tmp_path, "bench", KVSERVER_SIMULATED_GPU="0")
     assert done.returncode == 1
     assert "no GPU: " in done.stdout
-    assert not list(tmp_path.glob("*.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(real_gpu() != "", reason="there is a GPU")
+def test_a_machine_without_a_gpu_skips_the_tests_and_writes_no_results(tmp_path: Path) -> None:
+    done = gpu_all(tmp_path, "tests", "-k", "cross-layer and queued", KVSERVER_SIMULATED_GPU="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 skipped" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(real_gpu() != "", reason="there is a GPU")
