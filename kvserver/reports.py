@@ -29,6 +29,8 @@ from kvserver.protocol import (
 _ASK_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time
 _CONTENT_BYTES = 8
 _TOKEN_BYTES = 4
+_LEAST_SPEED = 0.001  # tokens a second; one beyond these is none: seconds made of it would be infinite
+_MOST_SPEED = 1e12
 
 
 class Reports:
@@ -76,7 +78,8 @@ class Reports:
     def request_ended(self, request: EndRequest) -> None:
         instance = self._reporter(request)
         instance.counts.ended_requests += 1
-        instance.prefill_speed = request.prefill_tokens_per_second or instance.prefill_speed
+        if _LEAST_SPEED <= request.prefill_tokens_per_second <= _MOST_SPEED:
+            instance.prefill_speed = request.prefill_tokens_per_second
         self._cache.end_lease((request.instance_id, request.request_id))
         local = min(request.local_tokens, request.prompt_tokens)
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)

@@ -18,6 +18,7 @@ from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutat
 CACHE, INDEX, POOL = "kvserver/cache.py", "kvserver/index.py", "kvserver/pool.py"
 EVICTION, MISSES, NAMESPACE = "kvserver/eviction.py", "kvserver/misses.py", "kvserver/namespace.py"
 TRANSFERS, LIFELINE, HANDLERS = "kvserver/transfers.py", "kvserver/lifeline.py", "kvserver/handlers.py"
+BENEFIT, SOURCES = "kvserver/benefit.py", "adapters/vllm/sources.py"
 INSTANCES, WORKERS = "kvserver/instances.py", "kvserver/workers.py"
 EXPLAIN = "kvserver/explain.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
@@ -57,6 +58,15 @@ STORES_AND_LOADS = (
     Mutant(
         "the chunks of a cleared namespace still count for their model",
         INDEX, "Index.clear", "namespace.model.chunks -= len(namespace.chunks)", "pass", L1_MODELS_TESTS,
+    ),
+    Mutant(
+        "a chunk that was never whole counts as one that nobody loaded",
+        CACHE, "Cache._evict", "chunk.ready and not chunk.loaded", "not chunk.loaded", L1_MODELS_TESTS,
+    ),
+    # ---- what the cache brought ---------------------------------------------------------------
+    Mutant(
+        "a load that failed on one rank brought what the others loaded",
+        BENEFIT, "LoadWaits.ended", "min(all_tokens)", "max(all_tokens)", ("unit/test_benefit.py",),
     ),
     # ---- what a lookup finds, and leases ------------------------------------------------------
     Mutant(
@@ -739,6 +749,14 @@ WORKER_HALF = (
 )  # fmt: skip
 
 SCHEDULER_HALF = (
+    Mutant(
+        "the tokens of a failed load count as loaded",
+        SOURCES, "Sources.load_failed", "            account.loading = None\n", "", ("adapters/test_sources.py",),
+    ),
+    Mutant(
+        "a request that was resumed counts as it was placed then",
+        SOURCES, "Sources.placed", " and request.num_preemptions <= 0", "", ("adapters/test_sources.py",),
+    ),
     Mutant(
         "a new session keeps what was stored in the last one",
         SCHEDULER, "SchedulerHalf._begin_session", "            state.stored_chunks = 0\n", "",

@@ -57,14 +57,15 @@ class Sources:
             account.loads += 1
             account.loaded += account.loading
             account.loading = None
-        counts = account.asked is not None and request.num_preemptions <= 0
-        if counts and account.asked is not None:
+        brings = 0
+        if account.asked is not None and request.num_preemptions <= 0:
             account.prompt = request.num_prompt_tokens
             account.local = min(account.asked, account.prompt)
             account.loaded = 0
+            brings = min(external_tokens, account.prompt - account.local)
         account.asked = None
         if external_tokens > 0:
-            account.loading = min(external_tokens, account.prompt - account.local) if counts else 0
+            account.loading = brings
 
     def load_failed(self, request_id: str) -> None:
         """On one rank: others may say the same later."""
