@@ -72,6 +72,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
     return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** memory, size_t) { return GIVE(memory), CALL(); }
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return *free = *total = 0, CALL(); }
 cudaError_t cudaFree(void*) { return CALL(); }
 cudaError_t cudaHostAlloc(void** memory, size_t, unsigned) { return GIVE(memory), CALL(); }
 cudaError_t cudaFreeHost(void*) { return CALL(); }
@@ -145,6 +146,7 @@ const std::vector<Failing>& every_call() {
     static const std::vector<Failing> all = {
         {"cudaSetDevice", [](Gpu& gpu) { gpu.enter(); }},
         {"cudaMalloc", [](Gpu& gpu) { gpu.allocate(1); }},
+        {"cudaMemGetInfo", [](Gpu& gpu) { gpu.free_bytes(); }},
         {"cudaFree", [](Gpu& gpu) { gpu.free(memory); }},
         {"cudaHostAlloc", [](Gpu& gpu) { gpu.allocate_pinned(1); }},
         {"cudaFreeHost", [](Gpu& gpu) { gpu.free_pinned(memory); }},
