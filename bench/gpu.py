@@ -33,6 +33,7 @@ from gpu_run import Run, latencies
 from gpu_sizes import SIZES, Geometry
 from gpu_ways import ROOT, build
 
+from kvserver import _native
 from kvserver._native import PIN_BYTES, HostRegion, Pinner
 
 BOTH_WAYS: dict[str, tuple[Direction, ...]] = {"store": (STORE,), "load": (LOAD,), "both": (STORE, LOAD)}
@@ -180,6 +181,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", choices=SIZES, default="full")
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--short-store-bytes", type=int, default=_native.GPU_SHORT_STORE_BYTES)
+    parser.add_argument("--short-load-bytes", type=int, default=_native.GPU_SHORT_LOAD_BYTES)
     parser.add_argument("--simulated", action="store_true")
     options = parser.parse_args()
     if options.simulated and options.out and (ROOT / "bench/results") in options.out.resolve().parents:
@@ -193,7 +196,8 @@ def main() -> None:
     if options.simulated:
         print("SIMULATED: no GPU is used; these figures say nothing about speed")
     sizes = SIZES["tiny" if options.simulated else options.sizes]
-    board = Board(options.simulated, sizes.memory)
+    limits = {name: getattr(options, name) for name in ("short_store_bytes", "short_load_bytes")}
+    board = Board(options.simulated, sizes.memory, **limits)
     run = Run(board, Ceiling(board, sizes.ceiling), sizes, options, save=write, until=began + options.seconds)
     needs = Needs(options.simulated)
     for name in options.only.split(","):

@@ -67,7 +67,8 @@ def tensor_at(address: int, size: int) -> Any:
 class Board:
     """One GPU, L1 pinned for it, KV on it, and a device for each way."""
 
-    def __init__(self, simulated: bool, size: int) -> None:
+    def __init__(self, simulated: bool, size: int, **limits: int) -> None:
+        """`limits`: of the devices, see GpuCopier."""
         if not simulated and (torch is None or not torch.cuda.is_available()):
             sys.exit("no torch that sees a GPU: the ceiling must be CUDA's, and is measured by torch (or: --simulated)")
         self.simulated = simulated
@@ -79,6 +80,7 @@ class Board:
         self.region = HostRegion(size)
         self.kv = (SimulatedVmmMemory if simulated else VmmMemory)(size)
         self.mapping = GpuMapping.by_fd(self.gpu, os.dup(self.kv.fds[0]), 0, size)
+        self._limits = limits
         self._devices: dict[tuple[str, Batching], GpuCopier] = {}
         self._tickets = iter(range(1, 1 << 60))
         self.device("dma").submit_map(0, [self.mapping])
@@ -92,7 +94,7 @@ class Board:
         found = self._devices.get((way, batching))
         if found is None:
             size, slots = batching
-            found = GpuCopier(self.region, self.page_bytes, self.gpu, size, WAYS[way], most_slots=slots)
+            found = GpuCopier(self.region, self.page_bytes, self.gpu, size, WAYS[way], most_slots=slots, **self._limits)
             self._devices[way, batching] = found
         return found
 

@@ -77,6 +77,8 @@ class Mapping : public std::enable_shared_from_this<Mapping> {
     virtual void unmap() = 0;
     virtual bool intact() const = 0;   // false once there is less than what was mapped
     virtual bool on_host() const = 0;  // whether a host thread may touch data()
+    // What it is a window of, the same for all of that: no copy may span two. REQUIRES: mapped().
+    virtual const void* allocation() const { return this; }
 
     std::byte* data() const { return data_; }
     uint64_t size() const { return size_; }

@@ -32,6 +32,7 @@ class GpuMapping final : public Mapping {
     void unmap() override;
     bool intact() const override { return true; }  // its owner cannot take it back
     bool on_host() const override { return false; }
+    const void* allocation() const override { return opened_; }
     const std::shared_ptr<Gpu>& gpu() const { return gpu_; }
 
   private:

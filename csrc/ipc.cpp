@@ -60,7 +60,7 @@ PlaneTable::PlaneTable(std::vector<std::shared_ptr<Mapping>> memories, const std
                        uint64_t num_blocks)
     : memories_(std::move(memories)), num_blocks_(num_blocks) {
     if (num_blocks == 0) throw std::invalid_argument("a plane table needs at least one block");
-    std::vector<uint64_t> memory_of;
+    std::vector<const void*> allocation_of;
     for (size_t i = 0; i < rows.size(); ++i) {
         const Row& row = rows[i];
         const std::string name = "plane " + std::to_string(i);
@@ -91,7 +91,7 @@ PlaneTable::PlaneTable(std::vector<std::shared_ptr<Mapping>> memories, const std
         group_bytes_[row.group] += row.run;
         planes_.push_back(
             {memory.data() + row.offset, row.stride, row.run, block_bytes_, row.group});
-        memory_of.push_back(row.memory);
+        allocation_of.push_back(memory.allocation());
         block_bytes_ += row.run;
     }
     if (planes_.empty()) throw std::invalid_argument("a plane table needs at least one plane");
@@ -99,7 +99,7 @@ PlaneTable::PlaneTable(std::vector<std::shared_ptr<Mapping>> memories, const std
         if (group_bytes_[group] == 0)
             throw std::invalid_argument("no plane is of group " + std::to_string(group) + " of " +
                                         std::to_string(group_bytes_.size()));
-    series_ = plane_series(planes_, memory_of);
+    series_ = plane_series(planes_, allocation_of);
 }
 
 bool PlaneTable::intact() const {

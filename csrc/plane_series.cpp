@@ -13,23 +13,24 @@ constexpr size_t kInterleaved = 8;
 
 struct Open {
     PlaneSeries series;
-    uint64_t memory;
+    const void* allocation;
 };
 
-bool alike(const Open& open, const Plane& plane, uint64_t memory) {
+bool alike(const Open& open, const Plane& plane, const void* allocation) {
     const Plane& first = open.series.first;
-    return open.memory == memory && first.group == plane.group && first.stride == plane.stride;
+    return open.allocation == allocation && first.group == plane.group &&
+           first.stride == plane.stride;
 }
 
-bool extends_run(const Open& open, const Plane& plane, uint64_t memory) {
+bool extends_run(const Open& open, const Plane& plane, const void* allocation) {
     const Plane& first = open.series.first;
-    return alike(open, plane, memory) && first.base + first.run == plane.base &&
+    return alike(open, plane, allocation) && first.base + first.run == plane.base &&
            first.slot_offset + first.run == plane.slot_offset;
 }
 
-bool extends_series(const Open& open, const Plane& plane, uint64_t memory) {
+bool extends_series(const Open& open, const Plane& plane, const void* allocation) {
     const PlaneSeries& series = open.series;
-    if (!alike(open, plane, memory) || series.first.run != plane.run) return false;
+    if (!alike(open, plane, allocation) || series.first.run != plane.run) return false;
     if (plane.base <= series.first.base) return false;
     const auto step = static_cast<uint64_t>(plane.base - series.first.base);
     const uint64_t slot_step = plane.slot_offset - series.first.slot_offset;
@@ -44,7 +45,7 @@ std::vector<PlaneSeries> in_turns(const std::vector<Open>& runs, size_t turns) {
     std::vector<size_t> series_of;  // by run
     for (size_t i = 0; i < runs.size(); ++i) {
         const Plane& plane = runs[i].series.first;
-        if (i < turns || !extends_series(open[series_of[i - turns]], plane, runs[i].memory)) {
+        if (i < turns || !extends_series(open[series_of[i - turns]], plane, runs[i].allocation)) {
             series_of.push_back(open.size());
             open.push_back(runs[i]);
             continue;
@@ -64,13 +65,13 @@ std::vector<PlaneSeries> in_turns(const std::vector<Open>& runs, size_t turns) {
 }  // namespace
 
 std::vector<PlaneSeries> plane_series(const std::vector<Plane>& planes,
-                                      const std::vector<uint64_t>& memory_of) {
+                                      const std::vector<const void*>& allocation_of) {
     std::vector<Open> runs;
     for (size_t i = 0; i < planes.size(); ++i) {
-        if (!runs.empty() && extends_run(runs.back(), planes[i], memory_of[i]))
+        if (!runs.empty() && extends_run(runs.back(), planes[i], allocation_of[i]))
             runs.back().series.first.run += planes[i].run;
         else
-            runs.push_back({{planes[i]}, memory_of[i]});
+            runs.push_back({{planes[i]}, allocation_of[i]});
     }
     std::vector<PlaneSeries> best;
     for (size_t turns = 1; turns <= kInterleaved; ++turns) {

@@ -11,7 +11,7 @@ namespace kvserver {
 constexpr uint64_t kMaxPitch = INT32_MAX;
 
 // Planes that differ in nothing but their place, which moves by equal steps: in L0, inside one
-// memory, by `pitch`, and in a slot by `slot_pitch`. Block `id` of all of them is one copy of
+// allocation, by `pitch`, and in a slot by `slot_pitch`. Block `id` of all of them is one copy of
 // `count` rows. A plane without such neighbours is a series of one; a plane that begins where the
 // one before it ends, in L0 and in the slot, is part of its run.
 struct PlaneSeries {
@@ -21,9 +21,9 @@ struct PlaneSeries {
     uint64_t slot_pitch = 0;
 };
 
-// Of planes in the order of the slot. `memory_of[i]`: which memory holds planes[i]; no copy may
-// span two. Every plane is in one series, once.
+// Of planes in the order of the slot. `allocation_of[i]`: which allocation holds planes[i]; no copy
+// may span two. Every plane is in one series, once.
 std::vector<PlaneSeries> plane_series(const std::vector<Plane>& planes,
-                                      const std::vector<uint64_t>& memory_of);
+                                      const std::vector<const void*>& allocation_of);
 
 }  // namespace kvserver

@@ -155,7 +155,8 @@ def serve(configuration: Configuration) -> int:
                 f"--l1-size {settings.l1_size} --copy-threads {settings.copy_threads}: {error or 'no memory'}; lower them "
                 "or raise the limits of this process (ulimit -v, ulimit -u)"
             ) from None
-        rules = GpuRules(gpu_opener(settings), settings.gpus, settings.pin != "off")
+        ways = {"dma": _native.Way.DMA, "staged": _native.Way.STAGED}
+        rules = GpuRules(gpu_opener(settings), settings.gpus, settings.pin != "off", ways.get(settings.test_gpu_way))
         devices = Devices(cpu, region, page_bytes, rules)
         devices.make_ready()
         cache = Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]())

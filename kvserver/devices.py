@@ -28,6 +28,7 @@ from kvserver._native import (
     Mapping,
     Outcome,
     Pinner,
+    Way,
 )
 from kvserver.errors import ConfigError, ErrorCode, KVServerError
 from kvserver.placement import gpu_cpus
@@ -49,6 +50,7 @@ class GpuRules:
     open: OpenGpu
     gpus: str = "auto"  # as the setting
     pin: bool = True
+    way: Way | None = None  # None: the device chooses
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -126,7 +128,7 @@ class Devices:
             raise KVServerError(ErrorCode.BAD_MEMORY, f"GPU {uuid} is not one of --gpus {rules.gpus}")
         assert self._region is not None
         try:
-            device = GpuCopier(self._region, self._page_bytes, rules.open(uuid))
+            device = GpuCopier(self._region, self._page_bytes, rules.open(uuid), way=rules.way)
         except RuntimeError as error:
             raise KVServerError(ErrorCode.BAD_MEMORY, str(error)) from None
         self.gpus[uuid] = device

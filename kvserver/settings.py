@@ -200,6 +200,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     test_fake_gpus: Annotated[
         int, Meta(ge=0, le=8, description="For tests: so many simulated GPUs, whose memory is the host's.")
     ] = 0
+    test_gpu_way: Annotated[
+        Literal["auto", "dma", "staged"], Meta(description="For tests: all copies of GPUs go this way.")
+    ] = "auto"
 
 
 def parse_size(text: str) -> int:

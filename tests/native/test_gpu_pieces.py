@@ -22,6 +22,7 @@ from kvserver._native import (
     FakeGpu,
     GpuCopier,
     GpuMapping,
+    Mapping,
     Outcome,
     PlaneTable,
     Way,
@@ -109,6 +110,18 @@ class TestHowFew:
         size = 9 * 512
         l0 = L0(device, Geometry(9, 16, (size,) * 4, tuple(Plane(n, 0, 512, 512) for n in range(4))))
         assert pieces(device, l0, Job([7, 2], [0, 1], 1, 1)) == [(512, 1)] * 8
+
+    def test_windows_of_one_allocation_may_be_one_piece(self, gpu: FakeGpu) -> None:
+        """As torch's tensors may share a segment: each registered by itself, by one handle and an offset."""
+        device = Device(64, gpu=gpu)
+        fd = os.memfd_create("segment")
+        os.ftruncate(fd, 4 * 9 * 512)
+        handle = f"/proc/self/fd/{fd}".encode().ljust(64, b"\0")
+        windows: list[Mapping] = [GpuMapping.by_ipc(gpu, handle, n * 9 * 512, 9 * 512) for n in range(4)]
+        assert device.map(windows).outcome == Outcome.DONE
+        table = PlaneTable(windows, [(n, 0, 512, 512, 0) for n in range(4)], 9)
+        found = dma_pieces(device.region, 4096, LOAD, table, **Job([7, 2], [0, 1], 1, 1).arguments())
+        assert [piece[2:4] for piece in found] == [(512, 4)] * 2
 
     @pytest.mark.parametrize(("step", "expected"), [(2 * GiB - 1, [(512, 2)]), (2 * GiB, [(512, 1)] * 2)])
     def test_a_pitch_is_less_than_two_gib(self, gpu: FakeGpu, step: int, expected: list[tuple[int, int]]) -> None:

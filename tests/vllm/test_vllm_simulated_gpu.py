@@ -19,29 +19,37 @@ def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         yield group
 
 
-def started(group: Engines) -> Daemon:
-    return Daemon(endpoint=group.endpoint, l1_size="64MiB", chunk_tokens=256, test_fake_gpus=1).start()
+def started(group: Engines, way: str = "staged") -> Daemon:
+    return Daemon(
+        endpoint=group.endpoint, l1_size="64MiB", chunk_tokens=256, test_fake_gpus=1, test_gpu_way=way
+    ).start()
 
 
 @pytest.fixture
-def daemon(group: Engines) -> Iterator[Daemon]:
-    with closing(started(group)) as daemon:
+def way() -> str:
+    return "staged"
+
+
+@pytest.fixture
+def daemon(group: Engines, way: str) -> Iterator[Daemon]:
+    with closing(started(group, way)) as daemon:
         yield daemon
 
 
 @pytest.fixture
 def pair(group: Engines) -> tuple[Engine, Engine]:
-    """In bfloat16, so that a run of a block is 16 KiB: short, so it is staged."""
     writer, reader = (group.get(name, transfer=TRANSFER, multiprocess=True) for name in ("writer", "reader"))
     return writer, reader
 
 
-def test_outputs_through_staging_and_kernels_equal_those_of_the_own_cache(
-    pair: tuple[Engine, Engine], group: Engines, daemon: Daemon, prompt: Callable[..., Prompt]
+@pytest.mark.parametrize("way", ["staged", "dma"])
+def test_outputs_through_each_way_equal_those_of_the_own_cache(
+    pair: tuple[Engine, Engine], group: Engines, daemon: Daemon, prompt: Callable[..., Prompt], way: str
 ) -> None:
     writer, reader = pair
     group.wait_registered(daemon)
-    prompts = [prompt(900 + n, 256 * n + 10 + n) for n in (1, 2, 4)]
+    first = {"staged": 900, "dma": 920}[way]
+    prompts = [prompt(first + n, 256 * n + 10 + n) for n in (1, 2, 4)]
     for text in prompts:
         writer.generate([text])
     control = [writer.generate([text])[0] for text in prompts]
@@ -53,8 +61,8 @@ def test_outputs_through_staging_and_kernels_equal_those_of_the_own_cache(
     status = daemon.status()
     (gpu,) = status["gpus"]
     assert {w["device"] for i in status["instances"] for w in i["workers"]} == {gpu["device"]}
-    assert gpu["store"]["staged_bytes"] == status["totals"]["stored_bytes"]
-    assert gpu["load"]["staged_bytes"] == status["totals"]["loaded_bytes"] > 0
+    assert gpu["store"][f"{way}_bytes"] == status["totals"]["stored_bytes"]
+    assert gpu["load"][f"{way}_bytes"] == status["totals"]["loaded_bytes"] > 0
     assert status["totals"]["errors"] == status["totals"]["failed_loads"] == 0
 
 
