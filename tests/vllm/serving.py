@@ -17,6 +17,7 @@ from typing import Any
 
 from engines import FORGETS, NICE, START_SECONDS, TIMEOUTS, Prompt
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 MODEL = "tiny"
 
@@ -119,6 +120,11 @@ class Server:
         expected = {"model_name": MODEL, "engine": "0", **labels}
         families = text_string_to_metric_families(self._get("/metrics"))
         return {s.name: s.value for family in families for s in family.samples if s.labels == expected}
+
+    def samples(self, name: str) -> list[Sample]:
+        """Of vLLM's own, with their labels."""
+        families = text_string_to_metric_families(self._get("/metrics"))
+        return [sample for family in families for sample in family.samples if sample.name == name]
 
     def _get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=10) as answer:

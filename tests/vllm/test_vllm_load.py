@@ -1,7 +1,10 @@
-"""A real server's figures: what the daemon shows of its load, and what its own metrics say of the connector."""
+"""A real server's figures: what the daemon shows of its load, and what its own metrics say of the connector: also whether
+its cache is on, and why not, as `kvserver doctor --engine` reads it there.
+"""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 from engines import Prompt
 from serving import Server
-from support.daemon import Daemon, wait_until
+from support.daemon import KVSERVER, Daemon, wait_until
 
 CHUNK = 256
 SAME = {  # in the daemon's load, in vLLM's own metrics
@@ -29,19 +32,54 @@ SAME = {  # in the daemon's load, in vLLM's own metrics
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    daemon = Daemon(l1_size="256MiB", chunk_tokens=CHUNK).start()
+    """Not started yet."""
+    daemon = Daemon(l1_size="256MiB", chunk_tokens=CHUNK)
     yield daemon
     daemon.close()
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def alone(model: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that started before its daemon."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     server = Server(model, daemon.endpoint, log, "busy", {"kvserver.load_interval_ms": 50})
     try:
         yield server.wait_ready()
     finally:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def server(alone: Server, daemon: Daemon) -> Server:
+    daemon.start()
+    wait_until(lambda: daemon.status()["instances"], 20, "the engine has registered")
+    return alone
+
+
+def cache_of(server: Server) -> tuple[float, str]:
+    """Whether it is on, and the reason if not."""
+    found = server.samples("vllm:kvserver_without_cache_info")
+    reasons = [sample.labels["reason"] for sample in found if sample.value == 1]
+    return server.metrics()["vllm:kvserver_connected"], ", ".join(reasons)
+
+
+def doctor(server: Server) -> tuple[int, str]:
+    """Exit code and output."""
+    ended = subprocess.run([KVSERVER, "doctor", "--engine", server.url], capture_output=True, text=True, timeout=60)
+    assert ended.stderr == ""
+    return ended.returncode, ended.stdout
+
+
+def assert_without_cache(server: Server, reason: str) -> None:
+    """Within a scrape interval or so, and the doctor agrees."""
+    wait_until(lambda: cache_of(server) == (0, reason), 20, reason)
+    code, text = doctor(server)
+    assert code == 1, text
+    assert f"the cache is off ({reason})" in text
+
+
+def test_an_engine_that_never_connected_says_so_before_its_first_request(alone: Server) -> None:
+    assert_without_cache(alone, "no_daemon")
 
 
 def row_of(daemon: Daemon) -> dict[str, Any]:
