@@ -4,6 +4,8 @@ its cache is on, and why not, as `kvserver doctor --engine` reads it there.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import pytest
 from engines import Prompt
 from serving import Server
 from support.daemon import KVSERVER, Daemon, wait_until
+from support.worker import Worker
 
 CHUNK = 256
 SAME = {  # in the daemon's load, in vLLM's own metrics
@@ -76,6 +79,13 @@ def assert_without_cache(server: Server, reason: str) -> None:
     code, text = doctor(server)
     assert code == 1, text
     assert f"the cache is off ({reason})" in text
+
+
+def assert_with_cache(server: Server) -> None:
+    wait_until(lambda: cache_of(server) == (1, ""), 20, "connected")
+    code, text = doctor(server)
+    assert code == 0, text
+    assert "the cache is on" in text
 
 
 def test_an_engine_that_never_connected_says_so_before_its_first_request(alone: Server) -> None:
@@ -171,3 +181,40 @@ def test_the_server_goes_on_while_the_daemon_is_stopped_and_its_load_is_told_aft
     after = agreed(daemon, server)
     assert after["generation_tokens"] - before["generation_tokens"] == 60
     assert not after["stale"]
+
+
+# ---- whether its cache is on ---------------------------------------------------------------------
+
+
+def test_a_daemon_that_hangs_is_seen_while_the_engine_is_idle(daemon: Daemon, server: Server) -> None:
+    assert_with_cache(server)
+    daemon.freeze()
+    try:
+        assert_without_cache(server, "no_answer")
+        assert server.metrics()["vllm:kvserver_breaker_open"] == 0, "it has waited for nothing"
+    finally:
+        daemon.thaw()
+    assert_with_cache(server)
+
+
+def test_an_idle_engine_whose_daemon_is_gone_and_that_the_next_one_refuses_says_so(
+    daemon: Daemon, server: Server
+) -> None:
+    """Another live engine has its id by then."""
+    assert_with_cache(server)
+    daemon.kill()
+    assert_without_cache(server, "no_daemon")
+    os.killpg(server.process.pid, signal.SIGSTOP)  # so that the other one is the first
+    try:
+        daemon.start()
+        other = Worker(daemon.endpoint, instance_id=server.engine_id, incarnation="another")
+    finally:
+        os.killpg(server.process.pid, signal.SIGCONT)
+    try:
+        assert_without_cache(server, "refused_duplicate_instance")
+    finally:
+        other.close()
+    assert_with_cache(server)
+    faults = [sample.value for sample in server.samples("vllm:kvserver_faults_total")]
+    assert len(faults) > 40
+    assert sum(faults) == 0
