@@ -197,6 +197,23 @@ def test_a_daemon_that_hangs_is_seen_while_the_engine_is_idle(daemon: Daemon, se
     assert_with_cache(server)
 
 
+def test_an_open_breaker_is_seen_and_that_it_closes(
+    daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
+) -> None:
+    assert_with_cache(server)
+    daemon.freeze()
+    try:
+        for number in range(4):  # three lookups that nobody answers open it; the fourth request waits for nothing
+            assert len(server.generate(prompt(80 + number, CHUNK + 40), 2)) == 2
+        wait_until(lambda: server.metrics()["vllm:kvserver_breaker_open"] == 1, 20, "the breaker is open")
+        assert_without_cache(server, "breaker_open")
+    finally:
+        daemon.thaw()
+    assert_with_cache(server)
+    server.generate(prompt(90, 40), 2)
+    wait_until(lambda: server.metrics()["vllm:kvserver_breaker_open"] == 0, 20, "it is closed")
+
+
 def test_an_idle_engine_whose_daemon_is_gone_and_that_the_next_one_refuses_says_so(
     daemon: Daemon, server: Server
 ) -> None:
