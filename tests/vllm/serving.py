@@ -107,9 +107,10 @@ class Server:
         """Empty its own prefix cache."""
         self.post("/reset_prefix_cache", {})
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json", **named}
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             found: dict[str, Any] = json.load(answer)

@@ -4,6 +4,7 @@ its cache is on, and why not, as `kvserver doctor --engine` reads it there.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from engines import Prompt
-from serving import Server
+from serving import Server, completion
 from support.daemon import KVSERVER, Daemon, wait_until
 from support.worker import Worker
 
@@ -166,6 +167,38 @@ def test_a_hit_is_in_vllms_own_metrics_under_its_tier(
     assert grew("vllm:kvserver_load_seconds_count") == 1
     assert after["vllm:kvserver_load_bytes_total"] == row_of(daemon)["requests"]["loaded_bytes"] > 0
     assert after["vllm:kvserver_load_failures_total"] == 0
+
+
+def test_the_ids_that_a_client_knows_find_its_requests_and_say_where_the_tokens_came_from(
+    daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
+) -> None:
+    server.generate(prompt(59, 40))  # the scheduler half has met the daemon
+    words = prompt(60, 2 * CHUNK + 40)
+    stored = row_of(daemon)["requests"]["stored_chunks"]
+    cold = server.post("/v1/completions", completion(words, 8))
+    wait_until(lambda: row_of(daemon)["requests"]["stored_chunks"] >= stored + 2, 20, "both chunks are stored")
+    server.forget()
+    warm = server.post("/v1/completions", completion(words, 8), X_Request_Id="my-own-id")
+    assert warm["choices"][0]["token_ids"] == cold["choices"][0]["token_ids"]
+
+    def explained(client_id: str) -> dict[str, Any] | None:
+        code, body = daemon.http(f"/explain?request_id={client_id}")
+        requests = json.loads(body)["requests"] if code == 200 else [{"outcome": "running"}]
+        assert len(requests) == 1
+        found: dict[str, Any] = requests[0]
+        return found if found["outcome"] != "running" else None
+
+    missed = wait_until(lambda: explained(cold["id"]), 20, "the end of the cold one")
+    assert (missed["outcome"], missed["missing"]["reason"], missed["missing"]["chunk"]) == ("miss", "never_stored", 0)
+    assert missed["tokens"]["computed"] == 2 * CHUNK + 40
+    for client_id in (warm["id"], "my-own-id"):
+        hit = wait_until(lambda known=client_id: explained(known), 20, "the end of the warm one")
+        assert hit["request_id"].startswith("cmpl-my-own-id-0-")
+        assert hit["outcome"] == "hit"
+        tokens = hit["tokens"]
+        assert (tokens["l0"], tokens["l1"], tokens["computed"]) == (0, 2 * CHUNK, 40)
+        assert [load["outcome"] for load in hit["loads"]] == ["done"]
+        assert hit["waits"]["first_lookup_to_load_seconds"] > 0
 
 
 def test_the_server_goes_on_while_the_daemon_is_stopped_and_its_load_is_told_afterwards(
