@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 REQUESTS_PER_TURN = 64  # before completions are looked at again
 _IDLE_POLL_MS = 1000
+_QUIET_SECONDS = 0.25  # without a message, before the accounting is audited
+_AUDIT_SECONDS = 10.0  # at most so often while messages come
 _LAG_WINDOW_SECONDS = 10.0  # /status shows the longest turn of the last one to two windows
 _NO_REQUEST_ID = bytes(REQUEST_ID_BYTES)
 T = TypeVar("T")
@@ -78,6 +80,7 @@ class Server:
         self.handlers = handlers
         self._stops_when_lost = stops_when_lost
         self.rpc = Rpc()
+        self.audits = 0  # of the accounting
         self.unbalanced = 0  # audits that failed
         self.undelivered = 0  # replies to peers that were gone or did not read
         self._router = router
@@ -92,7 +95,8 @@ class Server:
         self._turns = Histogram(WAIT_SECONDS)
         self._lag = [0.0, 0.0]  # longest turn of the last lag window and of the present one
         self._lag_window_began = time.monotonic()
-        self._audited = False
+        self._audited = False  # since the last message
+        self._audit_after = 0.0
 
     # ---- from any thread ----------------------------------------------------------------------
 
@@ -156,6 +160,7 @@ class Server:
                 else:
                     poller.register(fd, zmq.POLLIN)
             watched = wanted
+            waited_since = time.monotonic()
             ready = dict(poller.poll(0 if more else _IDLE_POLL_MS))
             turn_began = time.monotonic()
             # Completions first: a lookup that follows a store's end must find its chunks.
@@ -170,7 +175,8 @@ class Server:
             if self._wake_read in ready:
                 self._run_calls()
             more |= bool(self._guarded(self.handlers.step))
-            self._keep_time(turn_began, busy=bool(ready))
+            self._audit_if_quiet(turn_began - waited_since, idle=not ready)
+            self._keep_time(turn_began)
 
     def _guarded(self, part: Callable[..., T], *arguments: Any) -> T | None:
         """A part of a turn that answers no message. A fault in it is logged and counted; the loop goes on."""
@@ -248,7 +254,7 @@ class Server:
             while True:
                 self._calls.get_nowait()()
 
-    def _keep_time(self, turn_began: float, busy: bool) -> None:
+    def _keep_time(self, turn_began: float) -> None:
         now = time.monotonic()
         self._last_turn = now
         if now - self._lag_window_began > _LAG_WINDOW_SECONDS:
@@ -260,12 +266,19 @@ class Server:
             self._last_tick = now
             self._guarded(self.handlers.tick)
             gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
-        self._audited = self._audited and not busy
-        if not busy and not self._audited:
+
+    def _audit_if_quiet(self, waited_seconds: float, idle: bool) -> None:
+        """Once after each activity, and now and then beside engines that send something every second."""
+        self._audited = self._audited and idle
+        quiet = waited_seconds >= _QUIET_SECONDS and (idle or time.monotonic() >= self._audit_after)
+        if quiet and not self._audited:
             self._audited = self._guarded(self._audit) is not False  # not again in each idle turn
+            if self._audited:
+                self.audits += 1
+                self._audit_after = time.monotonic() + _AUDIT_SECONDS
 
     def _audit(self) -> bool:
-        """Books that do not balance are a bug of ours: told loudly, but no reason to end engines' cache."""
+        """Accounting that does not balance is a bug of ours: logged loudly, but no reason to end engines' cache."""
         try:
             return self.handlers.audit_if_idle()
         except AssertionError as error:
@@ -291,6 +304,7 @@ class Server:
         demands = self.rpc.of_code(ErrorCode.REPORT_GAP)  # no fault: an engine of before this daemon is asked
         status["totals"]["errors"] = sum(self.rpc.errors.values()) - demands
         status["totals"]["undelivered_replies"] = self.undelivered
+        status["books"]["audits"] = self.audits
         status["books"]["unbalanced"] = self.unbalanced
         refused = self.rpc.refused_registrations() + self.handlers.lifelines.refused
         status["refused_registrations"] = dict(refused)

@@ -1,0 +1,31 @@
+"""An engine sends something every second, so the daemon never had the second of quiet that it waited for before it audited its
+accounting: the alert on accounting failures could not fire while engines were connected.
+"""
+
+from __future__ import annotations
+
+import time
+
+from support.daemon import Daemon, wait_until
+from support.worker import Worker, make_keys
+
+from kvserver.protocol import Status, StatusReply
+
+_BETWEEN_SECONDS = 0.6
+
+
+def books(worker: Worker) -> dict[str, int]:
+    """Asked as an engine asks: the message itself ends the quiet."""
+    time.sleep(_BETWEEN_SECONDS)
+    found: dict[str, int] = worker.ask(Status(), StatusReply).status["books"]
+    return found
+
+
+def test_an_engine_that_always_sends_something_does_not_keep_the_daemon_from_audits(make_daemon, make_worker) -> None:
+    daemon: Daemon = make_daemon()
+    worker: Worker = make_worker(daemon)
+    keys = make_keys(2)
+    worker.store(keys, worker.blocks_for(2))
+    first = wait_until(lambda: books(worker)["audits"], 20, "an audit")
+    wait_until(lambda: books(worker)["audits"] > first, 30, "another one")
+    assert books(worker)["unbalanced"] == 0
