@@ -67,7 +67,7 @@ def test_an_engine_that_was_never_asked_anything_says_that_it_has_its_cache(make
     """By its first step, which it makes by itself; until then nothing is known."""
     daemon = make_daemon()
     engine = started(make_engine(daemon))
-    assert [stats.num_running_reqs for stats in engine.stats] == [0] * len(engine.stats)
+    assert [stats.num_running_reqs for stats in engine.stats] == [0], "the step that it makes by itself"
     front = make_front_end(engine)
     assert front.series("connected")[()] in (0.0, 1.0)
     front.take()
