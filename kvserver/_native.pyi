@@ -1,4 +1,4 @@
-"""Types of the native module; `csrc/core.h` is its manual."""
+"""Types of the native module; `csrc/copy/core.h` is its manual."""
 
 import enum
 from typing import ClassVar
@@ -33,7 +33,7 @@ class Order(enum.Enum):
     RANDOM = 2
 
 def pack_blocks(ids: bytes) -> bytes:
-    """Little-endian u32 ids as they travel: `csrc/block_runs.h` is the manual."""
+    """Little-endian u32 ids as they travel: `csrc/tables/block_runs.h` is the manual."""
 
 def unpack_blocks(packed: bytes, most: int) -> bytes:
     """The reverse, for at most so many ids; ValueError says what is wrong with it."""
@@ -143,7 +143,7 @@ class FakeDevice(Device):
     def recover(self) -> None: ...
     def read_l1(self, page: int) -> bytes: ...
 
-# ---- GPUs: csrc/gpu.h, csrc/gpu_copier.h, csrc/pinner.h --------------------------------------
+# ---- GPUs: csrc/gpu/gpu.h, csrc/gpu/gpu_copier.h, csrc/gpu/pinner.h --------------------------------------
 
 GPU_BATCH_BYTES: int
 GPU_STAGING_BYTES: int
@@ -231,7 +231,7 @@ class Pinner:
     @property
     def seconds(self) -> float: ...
 
-# ---- lives of L0 blocks: csrc/block_lives.h ---------------------------------------------------
+# ---- lives of L0 blocks: csrc/tables/block_lives.h ---------------------------------------------------
 
 def check_records(records: bytes, marks: bytes, num_blocks: int) -> None:
     """ValueError says what is wrong with them, and where."""
@@ -290,7 +290,7 @@ class BlockLives:
     def end_all(self) -> None: ...
 
 class HashCounts:
-    """How often each block hash is held; `csrc/hash_counts.h` is the manual."""
+    """How often each block hash is held; `csrc/tables/hash_counts.h` is the manual."""
 
     def __init__(self, seed: int) -> None: ...
     def add(self, hashes: bytes, hash_bytes: int) -> bytes:
@@ -305,7 +305,7 @@ class HashCounts:
     def memory_bytes(self) -> int: ...
 
 class PrefixIndex:
-    """Who holds which blocks; `csrc/prefix_index.h` is the manual. Any thread may use it."""
+    """Who holds which blocks; `csrc/tables/prefix_index.h` is the manual. Any thread may use it."""
 
     def __init__(self, seed: int, most_bytes: int) -> None: ...
     def open(self) -> int:

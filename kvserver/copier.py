@@ -1,7 +1,7 @@
 """Tickets: copies in flight, and how their end comes back to the loop.
 
 Owns: ticket numbers and the table of open tickets. Refuses to know: what a ticket's end means; the
-handlers decide that. The bytes are moved by native devices (`csrc/core.h` is their contract), never under
+handlers decide that. The bytes are moved by native devices (`csrc/copy/core.h` is their contract), never under
 the GIL.
 
 A ticket ends exactly once, by a completion drained in the loop thread.
@@ -76,7 +76,7 @@ class Copier(Generic[T]):
         return len(self._open)
 
     def copy(self, device: Device, ticket: T, direction: Direction, planes: PlaneTable, **job: Any) -> int:
-        """Queue a copy; see `csrc/core.h` for the arguments. Returns the ticket's number."""
+        """Queue a copy; see `csrc/copy/core.h` for the arguments. Returns the ticket's number."""
         number = self._number(device, ticket)
         try:
             device.submit_copy(ticket=number, direction=direction, planes=planes, **job)

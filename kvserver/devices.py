@@ -1,7 +1,7 @@
 """What copies for which worker: the CPU's threads, and a device for each GPU whose memory engines hand over.
 
 Owns: the devices, when a GPU's is made, and the pinning of L1 for GPUs. Refuses to know: workers, tickets, and
-how bytes move (`csrc/core.h`, `csrc/gpu_copier.h`).
+how bytes move (`csrc/copy/core.h`, `csrc/gpu/gpu_copier.h`).
 
 No call waits for CUDA: a device's own threads look for its GPU and make the context when they first need it.
 """

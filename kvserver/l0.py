@@ -1,7 +1,7 @@
 """The lives of L0 blocks, by scheduler instance and model: a subscriber of the event bus.
 
 Owns: for each instance its figures, one `_native.BlockLives` a pool, and whether the reports are complete. Refuses to
-know: how reports travel, what a life is (csrc/block_lives.h), how figures leave the process.
+know: how reports travel, what a life is (csrc/tables/block_lives.h), how figures leave the process.
 
 Reports are counted by `sequence`. Where one is missing the instance is unsure: lives end as lost, for their true end
 may be what is missing. What comes then is followed all the same, as far as it says when it began; the gauges are

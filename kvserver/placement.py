@@ -1,7 +1,7 @@
 """Where L1 lies: how large it is, in which pages and on which memory nodes.
 
 Owns: the choice, from the settings and what the machine has, and which node a GPU is next to. Refuses to know: how memory is mapped
-(`csrc/host_pool.cpp`), how much ordinary memory is free (`capacity`).
+(`csrc/copy/host_pool.cpp`), how much ordinary memory is free (`capacity`).
 
 Explicit huge pages are reserved by the operator and taken when L1 is mapped, never when it is touched: a page
 that is missing then would be a SIGBUS in the middle of a copy.

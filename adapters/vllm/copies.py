@@ -1,6 +1,6 @@
 """One copy in flight, and how its state word may be moved from here.
 
-Owns: the worker's side of the state machine in `csrc/core.h`. Refuses to know: when a copy is given up, and
+Owns: the worker's side of the state machine in `csrc/copy/core.h`. Refuses to know: when a copy is given up, and
 what is told about its end.
 """
 

@@ -3,7 +3,6 @@
 #include "gpu_ways.h"
 
 #ifdef WAYS_ON_HOST
-#include "host_cuda.h"
 #include "host_runtime.h"
 #endif
 // kvserver's kernels, for kDirect
@@ -11,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "copy_blocks.cu"
+#include "gpu/copy_blocks.cu"
 
 namespace ways {
 

@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "testing/host_cuda.h"
+
 namespace kvserver {
 
 namespace {

@@ -1,6 +1,6 @@
 """Engines that bring GPU memory: what only they can do, and what only a GPU does otherwise than the CPU.
 
-The GPUs are simulated (csrc/fake_gpu.h). What both have in common is tested by the modules that are `on_each_device`.
+The GPUs are simulated (csrc/testing/fake_gpu.h). What both have in common is tested by the modules that are `on_each_device`.
 """
 
 from __future__ import annotations

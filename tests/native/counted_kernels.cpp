@@ -1,7 +1,7 @@
 // counted_kernels.cpp: see counted_kernels.h. KERNEL_SOURCE is copy_blocks.cu, or one with a fault.
 #include "counted_kernels.h"
 
-#include "host_cuda.h"
+#include "testing/host_cuda.h"
 
 Counted counted;
 

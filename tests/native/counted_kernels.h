@@ -1,7 +1,7 @@
 // counted_kernels.h: the kernels for the host, with every byte that they write counted.
 #pragma once
 
-#include "copy_blocks_host.h"
+#include "testing/copy_blocks_host.h"
 
 // The memory that the kernels may write, and how often each byte of it was written.
 struct Counted {

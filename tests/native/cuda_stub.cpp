@@ -12,7 +12,7 @@
 #include <string>
 
 #include "check.h"
-#include "gpu.h"
+#include "gpu/gpu.h"
 
 namespace {
 

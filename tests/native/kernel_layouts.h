@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "plane.h"
+#include "copy/plane.h"
 
 struct Dim {
     uint64_t size, stride;  // in bytes

@@ -21,13 +21,13 @@
 #include <thread>
 
 #include "check.h"
-#include "core.h"
-#include "fake_device.h"
-#include "fake_gpu.h"
-#include "gpu_copier.h"
-#include "pinner.h"
+#include "copy/core.h"
+#include "gpu/gpu_copier.h"
+#include "gpu/pinner.h"
 #include "stress_index.h"
 #include "stress_lives.h"
+#include "testing/fake_device.h"
+#include "testing/fake_gpu.h"
 
 using namespace kvserver;
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "check.h"
-#include "prefix_index.h"
+#include "tables/prefix_index.h"
 
 using namespace kvserver;
 

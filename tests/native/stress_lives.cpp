@@ -14,8 +14,8 @@
 #include <string>
 #include <thread>
 
-#include "block_lives.h"
 #include "check.h"
+#include "tables/block_lives.h"
 
 using namespace kvserver;
 

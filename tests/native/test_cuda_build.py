@@ -19,7 +19,7 @@ import pytest
 import kvserver._native
 
 ROOT = Path(__file__).parent.parent.parent
-OBJECT = "CMakeFiles/kvserver_core.dir/csrc/copy_blocks.cu.o"
+OBJECT = "CMakeFiles/kvserver_core.dir/csrc/gpu/copy_blocks.cu.o"
 KERNELS = 2  # a direction each
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 

@@ -52,7 +52,7 @@ FAULTS = {
 class Stub:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.objects = [self._compile(CSRC / "gpu.cpp", "gpu"), self._compile(STUB, "stub")]
+        self.objects = [self._compile(CSRC / "gpu/gpu.cpp", "gpu"), self._compile(STUB, "stub")]
 
     def _nvcc(self, *arguments: str | Path) -> None:
         nvcc = find_nvcc()
@@ -82,7 +82,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Stub:
 
 @pytest.fixture(scope="module")
 def program(stub: Stub) -> Path:
-    return stub.program((CSRC / "gpu_cuda.cpp").read_text(), "whole")
+    return stub.program((CSRC / "gpu/gpu_cuda.cpp").read_text(), "whole")
 
 
 def run(program: Path, case: str) -> subprocess.CompletedProcess[str]:
@@ -97,6 +97,6 @@ def test_errors_of_cuda(program: Path, case: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_how_errors_are_taken_is_noticed(stub: Stub, fault: str) -> None:
-    source, (old, new, case) = (CSRC / "gpu_cuda.cpp").read_text(), FAULTS[fault]
+    source, (old, new, case) = (CSRC / "gpu/gpu_cuda.cpp").read_text(), FAULTS[fault]
     assert source.count(old) == 1
     assert run(stub.program(source.replace(old, new), f"fault{len(fault)}"), case).returncode != 0

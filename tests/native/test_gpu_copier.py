@@ -1,4 +1,4 @@
-"""A GPU as a device (`csrc/gpu_copier.h`), over a simulated one: ways, batches, pinning, failures and loss.
+"""A GPU as a device (`csrc/gpu/gpu_copier.h`), over a simulated one: ways, batches, pinning, failures and loss.
 
 What every device must hold is in test_device_contract.py, over the same GPU.
 """

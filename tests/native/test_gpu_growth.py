@@ -1,4 +1,4 @@
-"""How much a GPU's lane has in flight (`csrc/gpu_copier.h`): more where much waits, bounded by slots and free memory.
+"""How much a GPU's lane has in flight (`csrc/gpu/gpu_copier.h`): more where much waits, bounded by slots and free memory.
 
 The simulated GPU's streams stand still while a test counts what was given to them.
 """

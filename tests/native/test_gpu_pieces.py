@@ -1,4 +1,4 @@
-"""Which pieces a copy by DMA is cut into (`csrc/pieces.h`, `csrc/plane_series.h`): how few, and that the bytes are the same.
+"""Which pieces a copy by DMA is cut into (`csrc/gpu/pieces.h`, `csrc/copy/plane_series.h`): how few, and that the bytes are the same.
 
 The bytes of every layout are also compared with a reference in tests/gpu; here the CPU's copier is the other side.
 """

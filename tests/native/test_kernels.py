@@ -15,7 +15,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
-SOURCE = CSRC / "copy_blocks.cu"
+SOURCE = CSRC / "gpu/copy_blocks.cu"
 FLAGS = ["-std=c++20", "-g1", "-Wall", "-Wextra", "-Wshadow", f"-I{CSRC}", f"-I{HERE}"]
 SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 

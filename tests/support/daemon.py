@@ -179,7 +179,7 @@ class Daemon:
         assert all(gpu["mapped_bytes"] == 0 for gpu in self.status()["gpus"])
 
     def check_gpus(self) -> None:
-        """Simulated GPUs tell what they may only be asked for (csrc/gpu.h), and was asked otherwise."""
+        """Simulated GPUs tell what they may only be asked for (csrc/gpu/gpu.h), and was asked otherwise."""
         assert self.process is None or "was misused" not in self.log, self.log[-4000:]
 
     def audit(self) -> None:

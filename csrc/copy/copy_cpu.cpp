@@ -1,0 +1,150 @@
+// copy_cpu.cpp: the CPU as a device: threads, and the queues they take jobs from.
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+#include "copy/core.h"
+
+namespace kvserver {
+
+namespace {
+
+// Bytes a thread takes from a job at a time: large enough that the queue lock is cheap, small
+// enough that a load queued behind a store starts within a fraction of a millisecond.
+constexpr uint64_t kBatchBytes = 1 << 20;
+
+}  // namespace
+
+Copier::Copier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
+               unsigned delay_micros)
+    : l1_{std::move(region), page_bytes}, delay_micros_(delay_micros) {
+    if (threads == 0) throw std::invalid_argument("the copier needs at least one thread");
+    check_l1(l1_);
+    install_sigbus_guard();
+    for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run_copies(); });
+    threads_.emplace_back([this] { run_maps(); });
+}
+
+Copier::~Copier() {
+    {
+        std::lock_guard lock(mutex_);
+        stopping_ = true;
+        for (auto* queue : {&loads_, &stores_}) {
+            for (auto& job : *queue) job->stop = true;
+        }
+        for (auto& job : busy_) job->stop = true;
+    }
+    wake_.notify_all();
+    wake_maps_.notify_all();
+    for (auto& thread : threads_) thread.join();
+}
+
+void Copier::submit_copy(std::shared_ptr<CopyJob> job) {
+    check_job(*job, l1_);
+    if (!job->planes->on_host()) throw std::invalid_argument("planes that are no host memory");
+    {
+        std::lock_guard lock(mutex_);
+        (job->direction == Direction::kLoad ? loads_ : stores_).push_back(std::move(job));
+    }
+    wake_.notify_all();
+}
+
+void Copier::cancel(uint64_t ticket) {
+    std::lock_guard lock(mutex_);
+    auto stop = [ticket](const std::shared_ptr<CopyJob>& job) {
+        if (job->ticket == ticket) job->stop = true;
+    };
+    std::for_each(loads_.begin(), loads_.end(), stop);
+    std::for_each(stores_.begin(), stores_.end(), stop);
+    std::for_each(busy_.begin(), busy_.end(), stop);
+}
+
+// REQUIRES: mutex_ held. The job whose blocks should be copied next, or null.
+std::shared_ptr<CopyJob> Copier::front_job() {
+    if (!loads_.empty()) return loads_.front();
+    if (!stores_.empty()) return stores_.front();
+    return nullptr;
+}
+
+void Copier::run_copies() {
+    block_signals();
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_.wait(lock, [this] { return stopping_ || !loads_.empty() || !stores_.empty(); });
+        if (stopping_) return;
+        std::shared_ptr<CopyJob> job = front_job();
+        auto& queue = job->direction == Direction::kLoad ? loads_ : stores_;
+        const uint64_t total = job->positions();
+        const uint64_t first = job->next;
+        if (first == 0) {
+            if (auto refused = begin_job(*job)) {
+                completions_.push(std::move(*refused));
+                queue.pop_front();
+                continue;
+            }
+        }
+        const uint64_t batch = std::max<uint64_t>(1, kBatchBytes / job->planes->block_bytes());
+        const uint64_t last = job->stop ? total : std::min(total, first + batch);
+        job->next = last;
+        if (last == total) {
+            queue.pop_front();
+            busy_.push_back(job);
+        }
+        lock.unlock();
+        copy_batch(*job, first, last);
+        finish_copies();
+        const bool settled = job->settled.fetch_add(last - first) + (last - first) == total;
+        if (settled) completions_.push(end_job(*job));
+        lock.lock();
+        if (settled) std::erase(busy_, job);
+    }
+}
+
+void Copier::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
+    for (uint64_t i = first; i < last; ++i) {
+        if (job.stop || cancelled(job)) {
+            job.stop = true;
+            return;
+        }
+        if (delay_micros_ != 0)
+            std::this_thread::sleep_for(std::chrono::microseconds(delay_micros_));
+        if (!copy_block_guarded(job, i, l1_)) {
+            job.memory_lost = true;
+            job.stop = true;
+            return;
+        }
+        job.bytes += job.bytes_at(i);
+    }
+}
+
+void Copier::submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
+    queue_map({ticket, false, std::move(mappings)});
+}
+
+void Copier::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
+    queue_map({ticket, true, std::move(mappings)});
+}
+
+void Copier::queue_map(MapJob job) {
+    {
+        std::lock_guard lock(mutex_);
+        maps_.push_back(std::move(job));
+    }
+    wake_maps_.notify_all();
+}
+
+void Copier::run_maps() {
+    block_signals();
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_maps_.wait(lock, [this] { return stopping_ || !maps_.empty(); });
+        if (maps_.empty()) return;  // stopping, and everything was unmapped
+        MapJob job = std::move(maps_.front());
+        maps_.pop_front();
+        lock.unlock();
+        completions_.push(run_map_job(job));
+        lock.lock();
+    }
+}
+
+}  // namespace kvserver

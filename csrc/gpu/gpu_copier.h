@@ -1,0 +1,135 @@
+// gpu_copier.h: a GPU as a device.
+//
+// Two lanes, one for loads and one for stores, which share nothing and never wait for each other.
+// A job is cut into batches of bounded bytes; a lane keeps a few of them in flight, each in a slot
+// of its own with its own stream. Two ways to move a batch; which, follows from the planes:
+//   DMA     by the copy engines, a pitched piece for each series of planes of a block, or for each
+//           plane of a stretch of blocks (pieces.h): no SM, no staging.
+//   staged  a kernel gathers a store's runs into the slot's staging memory, and few large pieces go
+//           to L1; a load the other way round. While one slot's pieces move, another's kernel runs.
+//
+// Cancels and the state word are looked at before each batch. So the batches in flight, up to
+// kMostSlots, are read (or written) after a cancel, and the ticket ends after them.
+//
+// Ordering: whoever sends a job has made sure that the engine's work on these blocks is done. No
+// stream here ever waits for another process.
+#pragma once
+
+#include "copy/core.h"
+#include "gpu/gpu.h"
+
+namespace kvserver {
+
+// An engine's GPU memory: a window of one of its allocations.
+class GpuMapping final : public Mapping {
+  public:
+    // Takes over handle.fd.
+    GpuMapping(std::shared_ptr<Gpu> gpu, GpuHandle handle, uint64_t offset, uint64_t size);
+    ~GpuMapping() override;
+    void map() override;
+    // Leaves a lost GPU alone: the end of the process unmaps it. So it does with what the driver
+    // refused to unmap; nothing moves there any more.
+    void unmap() override;
+    bool intact() const override { return true; }  // its owner cannot take it back
+    bool on_host() const override { return false; }
+    const void* allocation() const override { return opened_; }
+    const std::shared_ptr<Gpu>& gpu() const { return gpu_; }
+
+  private:
+    void close_fd();
+    const std::shared_ptr<Gpu> gpu_;
+    GpuHandle handle_;
+    const uint64_t offset_;
+    std::byte* opened_ = nullptr;
+};
+
+// What a lane moves at once, and how much of it is in flight. 8 MiB are ~160 us of PCIe 5 x16, long
+// against a launch (~5 us) and short against an engine's step; two slots overlap copy and kernel,
+// the others cover the time until the host looks again.
+//
+// On a GPU that an engine keeps busy a kernel waits for its process' time slice, ~1.6 ms beside
+// prefill (LMCache issue 5067): then kSlots batches are ~19 GB/s, kMostSlots more than the link. So
+// a lane that stages gets more slots, one by one, while at least as many batches wait as are in
+// flight, and as long as kSpareBytes of the GPU's memory stay free. They are made by a thread of
+// their own and stay: freeing GPU memory waits for all that the GPU does.
+//
+// What a copy of one batch may wait for that arrives behind a longer one: the batches in flight and
+// one more. Of a longer copy kSlots are, or as many as still wait, up to kMostSlots: 32 MiB,
+// ~0.6 ms of PCIe 5, where little waits, 96 MiB, ~1.9 ms, in a lane that has grown.
+constexpr uint64_t kBatchBytes = 8ull << 20;
+constexpr unsigned kSlots = 4;
+constexpr unsigned kMostSlots = 12;
+constexpr uint64_t kSpareBytes = 512ull << 20;
+constexpr uint64_t kGrowthPauseNanos = 1'000'000'000;  // after a try for which there was no memory
+// Block ids of a batch at most, and what a staged one may have of them and of its planes together:
+// they travel with it, in pinned memory of its slot.
+constexpr uint64_t kBatchIds = 16384;
+constexpr uint64_t kTableBytes = 256ull << 10;
+
+// A copy is staged where a piece of a scattered block carries less than this on average, unless
+// there are few. Loads: by batched DMA on an H100, PCIe 5, pieces of 24 KiB reach 6.9 GB/s, of
+// 28 KiB 44 GB/s (vLLM pull request 42212, issue 57555); a piece costs ~0.5 us of CPU (issue
+// 48434), in which the link moves 25 KiB. That a pitched piece costs as much as a flat one,
+// whatever the length of its rows, is an assumption: nothing here was measured. Stores: always by
+// DMA, as vLLM has it; the cliff is reported for loads only, and DMA waits for no SM.
+constexpr uint64_t kShortLoadBytes = 28ull << 10;
+constexpr uint64_t kShortStoreBytes = 0;
+// So few pieces cost less by DMA (~1.5 us each) than a launch and one more hop.
+constexpr uint64_t kFewPieces = 8;
+
+enum class Way : uint8_t { kDma, kStaged };
+
+// What one lane did; any thread may read it.
+struct LaneCounts {
+    std::atomic<uint64_t> dma_bytes{0}, staged_bytes{0};
+    std::atomic<uint64_t> unpinned_bytes{0};  // of these, from or to L1 that is not pinned yet
+    std::atomic<uint64_t> staging_bytes{0};   // GPU memory it holds
+};
+
+struct GpuOptions {
+    uint64_t batch_bytes = kBatchBytes;
+    std::optional<Way> way = std::nullopt;  // always this one, where it can be
+    uint64_t short_store_bytes = kShortStoreBytes;
+    uint64_t short_load_bytes = kShortLoadBytes;
+    unsigned most_slots = kMostSlots;  // kSlots or more
+};
+
+class Lane;
+
+class GpuCopier final : public Device {
+  public:
+    GpuCopier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, std::shared_ptr<Gpu> gpu,
+              GpuOptions options);
+    ~GpuCopier() override;
+
+    int completion_fd() const override { return completions_.fd(); }
+    std::vector<Completion> drain() override { return completions_.drain(); }
+    std::string lost() const override { return gpu_->lost(); }
+    void submit_copy(std::shared_ptr<CopyJob> job) override;
+    void cancel(uint64_t ticket) override;
+    void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+    void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+
+    const std::shared_ptr<Gpu>& gpu() const { return gpu_; }
+    const LaneCounts& counts(Direction direction) const;
+    uint64_t mapped_bytes() const { return mapped_bytes_; }
+
+  private:
+    void queue_map(MapJob job);
+    void run_maps();
+    Completion run_map(const MapJob& job);
+
+    const L1 l1_;
+    const std::shared_ptr<Gpu> gpu_;
+    CompletionQueue completions_;
+    std::unique_ptr<Lane> stores_, loads_;
+    std::atomic<uint64_t> mapped_bytes_{0};
+
+    std::mutex mutex_;  // guards what follows
+    std::condition_variable wake_;
+    std::deque<MapJob> maps_;
+    bool stopping_ = false;
+    std::thread map_thread_;
+};
+
+}  // namespace kvserver

@@ -1,0 +1,498 @@
+// gpu_lane.cpp: jobs into batches, batches onto streams, and their ends.
+#include "gpu/gpu_lane.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "gpu/pieces.h"
+
+namespace kvserver {
+
+Lane::Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options)
+    : l1_(l1), gpu_(std::move(gpu)), completions_(completions), options_(options) {
+    for (unsigned i = 0; i < kSlots; ++i) idle_.push_back(&slots_.emplace_back());
+    submits_ = std::thread([this] { run_submits(); });
+    ends_ = std::thread([this] { run_ends(); });
+    grows_ = std::thread([this] { run_growth(); });
+}
+
+Lane::~Lane() {
+    {
+        std::lock_guard lock(mutex_);
+        stopping_ = true;
+    }
+    wake_.notify_all();
+    grows_.join();
+    submits_.join();
+    ends_.join();
+}
+
+void Lane::submit(std::shared_ptr<CopyJob> job) {
+    {
+        std::lock_guard lock(mutex_);
+        if (gpu_->is_lost()) {
+            completions_.push(refuse_job(*job, Outcome::kDeviceLost, gpu_->lost()));
+            return;
+        }
+        const bool one_batch =
+            job->positions() * job->planes->block_bytes() <= options_.batch_bytes;
+        auto flight = std::make_shared<Flight>();
+        open_[job->ticket] = flight;
+        flight->job = std::move(job);
+        (one_batch ? short_ : long_).push_back(std::move(flight));
+    }
+    wake_.notify_all();
+}
+
+void Lane::cancel(uint64_t ticket) {
+    std::lock_guard lock(mutex_);
+    if (auto found = open_.find(ticket); found != open_.end()) found->second->job->stop = true;
+}
+
+void Lane::gpu_lost() {
+    std::lock_guard lock(mutex_);
+    if (gpu_->is_lost()) end_as_lost(false);
+}
+
+// ---- the submitting thread ------------------------------------------------------------------
+
+void Lane::run_submits() {
+    block_signals();
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        std::deque<Shared>* queue = nullptr;
+        wake_.wait(lock, [&] { return stopping_ || (queue = next_queue()) != nullptr; });
+        if (stopping_) break;
+        if (gpu_->is_lost()) {
+            end_as_lost(false);
+            continue;
+        }
+        const Shared flight = std::move(queue->front());
+        queue->pop_front();
+        short_had_turn_ = queue == &short_;
+        if (!advance(flight)) continue;
+        const Batch batch = next_batch(flight, queue == &long_);
+        queuing_ = true;
+        lock.unlock();
+        const Queued queued = try_queue(batch);
+        lock.lock();
+        queuing_ = false;
+        wake_.notify_all();
+        if (gpu_->is_lost()) continue;
+        if (!queued.fault.empty()) give_up(flight, queued.fault);
+        if (queued.in_flight) {
+            running_.push_back(batch);
+            ask_for_growth();
+        } else {
+            free_slot(batch);
+            settle(batch);
+        }
+    }
+    wake_.wait(lock, [this] { return running_.empty() && !growing_; });
+    lock.unlock();
+    tear_down();
+    lock.lock();
+    submits_over_ = true;
+    wake_.notify_all();
+}
+
+// Whose turn it is; null if nothing may go now. REQUIRES: mutex_ held.
+std::deque<Lane::Shared>* Lane::next_queue() {
+    if (idle_.empty()) return nullptr;
+    const uint64_t all = slots_.size();
+    const bool a_long =
+        !long_.empty() && long_ones_ < std::max<uint64_t>(kSlots, std::min(all, waiting(all)));
+    if (!short_.empty() && !(a_long && short_had_turn_)) return &short_;
+    return a_long ? &long_ : nullptr;
+}
+
+// Batches that are not submitted yet, counted up to `most`. REQUIRES: mutex_ held.
+uint64_t Lane::waiting(uint64_t most) const {
+    uint64_t batches = 0;
+    for (const auto* queue : {&short_, &long_})
+        for (const Shared& flight : *queue) {
+            const CopyJob& job = *flight->job;
+            const uint64_t bytes = (job.positions() - job.next) * job.planes->block_bytes();
+            batches += (bytes + options_.batch_bytes - 1) / options_.batch_bytes;
+            if (batches >= most) return most;
+        }
+    return batches;
+}
+
+// REQUIRES: mutex_ held, a slot is idle, advance() let it.
+Lane::Batch Lane::next_batch(const Shared& flight, bool of_long) {
+    CopyJob& job = *flight->job;
+    const Batch batch{flight, job.next, batch_end(job), idle_.front(), of_long};
+    idle_.pop_front();
+    long_ones_ += of_long;
+    job.next = batch.last;
+    flight->submitted = batch.last == job.positions();
+    if (!flight->submitted) long_.push_front(flight);
+    ++flight->in_flight;
+    return batch;
+}
+
+// REQUIRES: mutex_ held.
+void Lane::free_slot(const Batch& batch) {
+    idle_.push_back(batch.slot);
+    long_ones_ -= batch.of_long;
+}
+
+// Begin it if need be. False if no batch of it is to be queued: then it has ended, or will.
+// REQUIRES: mutex_ held.
+bool Lane::advance(const Shared& flight) {
+    CopyJob& job = *flight->job;
+    if (!flight->begun) {
+        if (auto refused = begin_job(job)) {
+            open_.erase(job.ticket);
+            completions_.push(std::move(*refused));
+            return false;
+        }
+        flight->begun = true;
+    }
+    if (!job.stop && !cancelled(job)) return true;
+    job.stop = true;
+    flight->submitted = true;
+    end_if_over(flight);
+    return false;
+}
+
+uint64_t Lane::batch_end(const CopyJob& job) const {
+    const uint64_t most = std::min(options_.batch_bytes / job.planes->block_bytes(),
+                                   kBatchIds / job.planes->groups());
+    return std::min(job.positions(), job.next + std::max<uint64_t>(1, most));
+}
+
+// What was queued of a batch that failed is waited for as if it had not.
+Lane::Queued Lane::try_queue(const Batch& batch) {
+    Queued queued{false, ""};
+    try {
+        prepare();
+        queued.in_flight = true;
+        queue_batch(batch);
+    } catch (const GpuError& error) {
+        queued.fault = error.what();
+    }
+    try {
+        if (queued.in_flight && !gpu_->is_lost())
+            gpu_->record(batch.slot->done, batch.slot->stream);
+    } catch (const GpuError& error) {
+        queued = {false, error.what()};
+        finish(*batch.slot);
+    }
+    return queued;
+}
+
+// By the table alone: blocks are taken to be scattered, as they are once an engine has worked.
+bool Lane::wants_staging(const CopyJob& job, uint64_t positions) const {
+    if (options_.way) return *options_.way == Way::kStaged;
+    const uint64_t pieces = job.planes->series().size();  // of a block
+    const uint64_t least =
+        job.direction == Direction::kStore ? options_.short_store_bytes : options_.short_load_bytes;
+    return positions * pieces > kFewPieces && job.planes->block_bytes() / pieces < least;
+}
+
+// Whether it is to be staged, and can be.
+bool Lane::stage(const Batch& batch) {
+    const CopyJob& job = *batch.flight->job;
+    const uint64_t positions = batch.last - batch.first;
+    const uint64_t table = job.planes->planes().size() * sizeof(Plane) +
+                           positions * job.planes->groups() * sizeof(uint32_t);
+    if (table > kTableBytes || positions * job.planes->block_bytes() > options_.batch_bytes ||
+        !wants_staging(job, positions))
+        return false;
+    if (batch.slot->staging == nullptr) prepare_staging();
+    return batch.slot->staging != nullptr;
+}
+
+// Wait here, as no event tells when, until the slot's stream moves nothing any more.
+void Lane::finish(const Slot& slot) {
+    try {
+        gpu_->finish(slot.stream);
+    } catch (const GpuError& error) {
+        gpu_->lose(std::string("what a stream still does is not known: ") + error.what());
+    }
+}
+
+void Lane::queue_batch(const Batch& batch) {
+    const CopyJob& job = *batch.flight->job;
+    if (batch.first == 0) {
+        batch.flight->began = take_event();
+        gpu_->record(batch.flight->began, batch.slot->stream);
+    }
+    if (stage(batch)) return queue_staged(batch);
+    const Pieces pieces = run_pieces(job, l1_, batch.first, batch.last);
+    gpu_->copy(batch.slot->stream, pieces.list(), pieces.unpinned() == 0);
+    counts_.dma_bytes += (batch.last - batch.first) * job.planes->block_bytes();
+    counts_.unpinned_bytes += pieces.unpinned();
+}
+
+void Lane::queue_staged(const Batch& batch) {
+    const CopyJob& job = *batch.flight->job;
+    Slot& slot = *batch.slot;
+    const std::vector<Plane>& planes = job.planes->planes();
+    const uint64_t groups = job.planes->groups(), positions = batch.last - batch.first;
+    const uint64_t plane_bytes = planes.size() * sizeof(Plane);
+    const uint64_t id_bytes = positions * groups * sizeof(uint32_t);
+    std::memcpy(slot.table, planes.data(), plane_bytes);
+    std::memcpy(slot.table + plane_bytes, job.blocks.data() + batch.first * groups, id_bytes);
+    const PackedBlocks packed{
+        .planes = reinterpret_cast<const Plane*>(slot.gpu_table),
+        .num_planes = static_cast<uint32_t>(planes.size()),
+        .groups = static_cast<uint32_t>(groups),
+        .blocks = reinterpret_cast<const uint32_t*>(slot.gpu_table + plane_bytes),
+        .positions = static_cast<uint32_t>(positions),
+        .position_bytes = job.planes->block_bytes(),
+        .packed = slot.staging,
+    };
+    gpu_->copy(slot.stream, {{slot.gpu_table, slot.table, plane_bytes + id_bytes}}, true);
+    const Pieces pieces = staged_pieces(job, l1_, batch.first, batch.last, slot.staging);
+    const bool pinned = pieces.unpinned() == 0;
+    if (job.direction == Direction::kLoad) gpu_->copy(slot.stream, pieces.list(), pinned);
+    gpu_->copy_blocks(slot.stream, job.direction, packed);
+    if (job.direction == Direction::kStore) gpu_->copy(slot.stream, pieces.list(), pinned);
+    counts_.staged_bytes += positions * packed.position_bytes;
+    counts_.unpinned_bytes += pieces.unpinned();
+}
+
+// Nothing grows before it is done, so slots_ stays as it is.
+void Lane::prepare() {
+    if (prepared_) return;
+    gpu_->enter();
+    for (Slot& slot : slots_) make(slot);
+    prepared_ = true;
+}
+
+// For every slot or for none. Without memory for it all goes by DMA. Nothing grows before it is
+// done.
+void Lane::prepare_staging() {
+    if (no_staging_) return;
+    std::vector<std::byte*> made;
+    try {
+        while (made.size() < slots_.size()) made.push_back(gpu_->allocate(options_.batch_bytes));
+    } catch (const GpuError& error) {
+        if (gpu_->is_lost()) throw;
+        for (std::byte* memory : made) gpu_->free(memory);
+        if (!error.out_of_memory) throw;
+        no_staging_ = true;
+        return;
+    }
+    for (size_t i = 0; i < made.size(); ++i) slots_[i].staging = made[i];
+    counts_.staging_bytes = options_.batch_bytes * kSlots;
+}
+
+void Lane::tear_down() {
+    if (gpu_->is_lost() || !prepared_) return;
+    try {
+        for (Slot& slot : slots_) free(slot);
+        for (Gpu::Event event : events_) gpu_->free_event(event);
+    } catch (const GpuError&) {  // the end of the process frees the rest
+    }
+}
+
+// What an earlier try left missing.
+void Lane::make(Slot& slot) {
+    if (slot.stream == nullptr) slot.stream = gpu_->make_stream();
+    if (slot.done == nullptr) slot.done = gpu_->make_event();
+    if (slot.table == nullptr) slot.table = gpu_->allocate_pinned(kTableBytes);
+    if (slot.gpu_table == nullptr) slot.gpu_table = gpu_->allocate(kTableBytes);
+}
+
+void Lane::free(Slot& slot) {
+    if (auto stream = std::exchange(slot.stream, nullptr)) gpu_->free_stream(stream);
+    if (auto event = std::exchange(slot.done, nullptr)) gpu_->free_event(event);
+    if (auto* memory = std::exchange(slot.table, nullptr)) gpu_->free_pinned(memory);
+    if (auto* memory = std::exchange(slot.gpu_table, nullptr)) gpu_->free(memory);
+    if (auto* memory = std::exchange(slot.staging, nullptr)) gpu_->free(memory);
+}
+
+Gpu::Event Lane::take_event() {
+    {
+        std::lock_guard lock(mutex_);
+        if (!events_.empty()) {
+            Gpu::Event event = events_.back();
+            events_.pop_back();
+            return event;
+        }
+    }
+    return gpu_->make_event();
+}
+
+// ---- growth -------------------------------------------------------------------------------
+
+// If all slots of a lane that stages are in use, and as much waits. REQUIRES: mutex_ held.
+void Lane::ask_for_growth() {
+    const uint64_t slots = slots_.size();
+    if (growing_ || !idle_.empty() || slots >= options_.most_slots || counts_.staging_bytes == 0 ||
+        waiting(slots) < slots || monotonic_nanos() < grow_after_)
+        return;
+    growing_ = true;
+    wake_.notify_all();
+}
+
+void Lane::run_growth() {
+    block_signals();
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_.wait(lock, [this] { return stopping_ || growing_; });
+        if (!stopping_) {
+            lock.unlock();
+            Slot slot;
+            const bool made = make_more(slot);
+            lock.lock();
+            if (made) {
+                idle_.push_back(&slots_.emplace_back(slot));
+                counts_.staging_bytes += options_.batch_bytes;
+            } else {
+                grow_after_ = monotonic_nanos() + kGrowthPauseNanos;
+            }
+        }
+        growing_ = false;
+        wake_.notify_all();
+        if (stopping_) return;
+    }
+}
+
+// One more slot with staging memory. False if there is none, or none to spare, for whatever reason:
+// the lane does with those it has.
+bool Lane::make_more(Slot& slot) {
+    try {
+        if (gpu_->is_lost()) return false;
+        gpu_->enter();
+        if (gpu_->free_bytes() < kSpareBytes + options_.batch_bytes) return false;
+        make(slot);
+        slot.staging = gpu_->allocate(options_.batch_bytes);
+        return true;
+    } catch (const GpuError&) {
+        if (gpu_->is_lost()) return false;
+    }
+    try {
+        free(slot);
+    } catch (const GpuError&) {  // the end of the process frees it
+    }
+    return false;
+}
+
+// ---- the waiting thread ---------------------------------------------------------------------
+
+void Lane::run_ends() {
+    block_signals();
+    bool entered = false;
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        wake_.wait(lock, [this] {
+            return !running_.empty() || submits_over_ || (gpu_->is_lost() && !loss_over_);
+        });
+        if (gpu_->is_lost() && !loss_over_) {
+            end_after_loss(lock);
+            continue;
+        }
+        if (running_.empty()) return;
+        const Batch batch = running_.front();            // stays there: its slot is in use
+        const bool timed = batch.flight->fault.empty();  // else `began` may not have been recorded
+        lock.unlock();
+        const std::string fault = wait_for(batch, entered);
+        const uint64_t nanos = timed && fault.empty() ? nanos_of(batch) : 0;
+        lock.lock();
+        if (gpu_->is_lost()) continue;
+        running_.pop_front();
+        free_slot(batch);
+        if (!fault.empty()) give_up(batch.flight, fault);
+        batch.flight->gpu_nanos = nanos;
+        settle(batch);
+        wake_.notify_all();
+    }
+}
+
+// Until nothing of it moves any more. What went wrong, if it did.
+std::string Lane::wait_for(const Batch& batch, bool& entered) {
+    try {
+        if (!entered) gpu_->enter();
+        entered = true;
+        gpu_->wait(batch.slot->done);
+        return "";
+    } catch (const GpuError& error) {
+        finish(*batch.slot);
+        return error.what();
+    }
+}
+
+// From the job's first batch on; 0 if it cannot be told, which harms no byte.
+uint64_t Lane::nanos_of(const Batch& batch) {
+    try {
+        return gpu_->nanos_between(batch.flight->began, batch.slot->done);
+    } catch (const GpuError&) {
+        return 0;
+    }
+}
+
+// No batch of it follows; those in flight are waited for. REQUIRES: mutex_ held.
+void Lane::give_up(const Shared& flight, const std::string& fault) {
+    flight->fault = fault;
+    flight->submitted = true;
+    std::erase(long_, flight);
+}
+
+// A lost GPU may still move what it was given: only a dead context surely does not. REQUIRES: lock
+// held; not all the while.
+void Lane::end_after_loss(std::unique_lock<std::mutex>& lock) {
+    end_as_lost(false);
+    wake_.wait(lock, [this] { return !queuing_ && !growing_; });
+    lock.unlock();
+    const bool quiet = all_quiet();
+    lock.lock();
+    if (quiet) end_as_lost(true);
+    running_.clear();  // what is left in open_ stays there
+    loss_over_ = true;
+    wake_.notify_all();
+}
+
+// REQUIRES: mutex_ held; of those that have begun nothing moves any more.
+void Lane::end_as_lost(bool begun) {
+    std::erase_if(open_, [&](const auto& open) {
+        Flight& flight = *open.second;
+        if (flight.begun != begun) return false;
+        completions_.push(begun ? end_job(*flight.job, Outcome::kDeviceLost, gpu_->lost())
+                                : refuse_job(*flight.job, Outcome::kDeviceLost, gpu_->lost()));
+        return true;
+    });
+    short_.clear();
+    long_.clear();
+    wake_.notify_all();
+}
+
+// Wait until no stream moves anything any more. False if that cannot be told.
+bool Lane::all_quiet() {
+    try {
+        for (Slot& slot : slots_)
+            if (slot.stream != nullptr) gpu_->finish(slot.stream);
+        return true;
+    } catch (const GpuError&) {
+        return false;
+    }
+}
+
+// Nothing of it moves any more. REQUIRES: mutex_ held.
+void Lane::settle(const Batch& batch) {
+    Flight& flight = *batch.flight;
+    --flight.in_flight;
+    if (flight.fault.empty())
+        for (uint64_t i = batch.first; i < batch.last; ++i)
+            flight.job->bytes += flight.job->bytes_at(i);
+    end_if_over(batch.flight);
+}
+
+// REQUIRES: mutex_ held.
+void Lane::end_if_over(const Shared& flight) {
+    if (!flight->submitted || flight->in_flight > 0) return;
+    if (open_.erase(flight->job->ticket) == 0) return;  // ended: the GPU was lost
+    const CopyJob& job = *flight->job;
+    Completion end =
+        flight->fault.empty() ? end_job(job) : end_job(job, Outcome::kFailed, flight->fault);
+    if (flight->gpu_nanos != 0) end.nanos = flight->gpu_nanos;
+    if (flight->began != nullptr) events_.push_back(flight->began);
+    completions_.push(std::move(end));
+}
+
+}  // namespace kvserver

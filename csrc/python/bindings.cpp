@@ -1,0 +1,269 @@
+// bindings.cpp: kvserver._native. Converts, checks nothing that core.h checks already.
+#include "python/bindings.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "copy/core.h"
+#include "tables/block_runs.h"
+#include "testing/fake_device.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvserver;
+
+void bind_gpu(nb::module_& m);    // bindings_gpu.cpp
+void bind_kv(nb::module_& m);     // bindings_kv.cpp
+void bind_lives(nb::module_& m);  // bindings_lives.cpp
+
+namespace {
+
+std::vector<uint32_t> to_u32(const nb::bytes& raw, const char* name) {
+    if (raw.size() % 4 != 0)
+        throw std::invalid_argument(std::string(name) + ": length is not a multiple of 4");
+    std::vector<uint32_t> values(raw.size() / 4);
+    std::memcpy(values.data(), raw.c_str(), raw.size());
+    return values;
+}
+
+std::vector<Extent> to_extents(const nb::bytes& raw) {
+    const std::vector<uint32_t> numbers = to_u32(raw, "extents");
+    if (numbers.size() % 2 != 0)
+        throw std::invalid_argument("extents: an odd number of integers, not pairs");
+    std::vector<Extent> extents(numbers.size() / 2);
+    for (size_t i = 0; i < extents.size(); ++i) extents[i] = {numbers[2 * i], numbers[2 * i + 1]};
+    return extents;
+}
+
+}  // namespace
+
+std::shared_ptr<CopyJob> kvserver::make_job(Direction direction, std::shared_ptr<PlaneTable> planes,
+                                            const nb::bytes& blocks, const nb::bytes& extents,
+                                            uint32_t pages_per_slot, uint32_t blocks_per_slot,
+                                            uint32_t skip) {
+    auto job = std::make_shared<CopyJob>();
+    job->direction = direction;
+    job->planes = std::move(planes);
+    job->blocks = to_u32(blocks, "blocks");
+    job->extents = to_extents(extents);
+    job->pages_per_slot = pages_per_slot;
+    job->blocks_per_slot = blocks_per_slot;
+    job->skip = skip;
+    return job;
+}
+
+namespace {
+
+using Row = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+
+std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> memories,
+                                       const std::vector<Row>& rows, uint64_t num_blocks) {
+    std::vector<PlaneTable::Row> converted;
+    converted.reserve(rows.size());
+    for (const auto& [memory, offset, stride, run, group] : rows)
+        converted.push_back({memory, offset, stride, run, group});
+    return std::make_shared<PlaneTable>(std::move(memories), converted, num_blocks);
+}
+
+void submit_copy(Device& device, uint64_t ticket, Direction direction,
+                 std::shared_ptr<PlaneTable> planes, const nb::bytes& blocks,
+                 const nb::bytes& extents, uint32_t pages_per_slot, uint32_t blocks_per_slot,
+                 uint32_t skip, std::shared_ptr<WordMapping> word_memory, uint64_t word_index,
+                 uint64_t sequence, uint64_t deadline_nanos) {
+    auto job = make_job(direction, std::move(planes), blocks, extents, pages_per_slot,
+                        blocks_per_slot, skip);
+    job->ticket = ticket;
+    if (word_memory) {
+        job->word = word_memory->word(word_index);
+        if (job->word == nullptr)
+            throw std::invalid_argument(
+                "state word index outside its page, or the page not mapped");
+        job->word_memory = std::move(word_memory);
+    }
+    job->sequence = sequence;
+    job->deadline_nanos = deadline_nanos;
+    nb::gil_scoped_release released;
+    device.submit_copy(std::move(job));
+}
+
+nb::bytes pack_bytes(const nb::bytes& ids) {
+    const std::string packed = pack_blocks(to_u32(ids, "ids"));
+    return nb::bytes(packed.data(), packed.size());
+}
+
+nb::bytes unpack_bytes(const nb::bytes& packed, uint64_t most) {
+    const std::vector<uint32_t> ids = unpack_blocks({packed.c_str(), packed.size()}, most);
+    return nb::bytes(ids.data(), ids.size() * sizeof(uint32_t));
+}
+
+nb::list drain(Device& device) {
+    std::vector<Completion> ends;
+    {
+        nb::gil_scoped_release released;
+        ends = device.drain();
+    }
+    nb::list result;
+    for (Completion& c : ends)
+        result.append(nb::make_tuple(c.ticket, c.outcome, c.bytes, c.nanos, c.what));
+    return result;
+}
+
+using Released = nb::call_guard<nb::gil_scoped_release>;
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.attr("NO_BLOCK") = kNoBlock;
+    m.attr("MAX_GROUPS") = kMaxGroups;
+    nb::enum_<State>(m, "State", nb::is_arithmetic())
+        .value("IDLE", State::kIdle)
+        .value("PENDING", State::kPending)
+        .value("RUNNING", State::kRunning)
+        .value("DONE", State::kDone)
+        .value("FAILED", State::kFailed)
+        .value("CANCELLED", State::kCancelled)
+        .value("CANCELLING", State::kCancelling);
+    nb::enum_<Direction>(m, "Direction")
+        .value("STORE", Direction::kStore)
+        .value("LOAD", Direction::kLoad);
+    nb::enum_<Outcome>(m, "Outcome")
+        .value("DONE", Outcome::kDone)
+        .value("FAILED", Outcome::kFailed)
+        .value("CANCELLED", Outcome::kCancelled)
+        .value("LATE", Outcome::kLate)
+        .value("MEMORY_LOST", Outcome::kMemoryLost)
+        .value("DEVICE_LOST", Outcome::kDeviceLost);
+    nb::enum_<FakeDevice::Order>(m, "Order")
+        .value("SUBMITTED", FakeDevice::Order::kSubmitted)
+        .value("REVERSED", FakeDevice::Order::kReversed)
+        .value("RANDOM", FakeDevice::Order::kRandom);
+
+    nb::class_<Mapping>(m, "Mapping")
+        .def("intact", &Mapping::intact)
+        .def_prop_ro("mapped", &Mapping::mapped)
+        .def_prop_ro("size", &Mapping::size);
+    nb::class_<FileMapping, Mapping>(m, "FileMapping")
+        .def(
+            nb::new_([](int fd, uint64_t size) { return std::make_shared<FileMapping>(fd, size); }),
+            "fd"_a, "size"_a);
+    nb::class_<WordMapping, Mapping>(m, "WordMapping")
+        .def(
+            nb::new_([](int fd, uint64_t size) { return std::make_shared<WordMapping>(fd, size); }),
+            "fd"_a, "size"_a)
+        .def(
+            "fail_word",
+            [](WordMapping& page, uint64_t index, uint64_t sequence) {
+                Word* word = page.word(index);
+                if (word == nullptr) throw std::out_of_range("state word index");
+                return move_word(*word, sequence, State::kPending, State::kFailed);
+            },
+            "index"_a, "sequence"_a,
+            "Refuse an operation before it began: PENDING -> FAILED. False if it was cancelled.");
+    nb::class_<PlaneTable>(m, "PlaneTable")
+        .def(nb::new_(&make_table), "memories"_a, "rows"_a, "num_blocks"_a)
+        .def_prop_ro("num_blocks", &PlaneTable::num_blocks)
+        .def_prop_ro("block_bytes", &PlaneTable::block_bytes)
+        .def_prop_ro("groups", &PlaneTable::groups);
+    nb::class_<HostRegion>(m, "HostRegion")
+        .def(nb::new_([](uint64_t size, uint64_t huge_page_bytes, bool transparent,
+                         std::vector<unsigned> nodes, bool bound) {
+                 return make_without_gil<HostRegion>(
+                     size, Placement{huge_page_bytes, transparent, std::move(nodes), bound});
+             }),
+             "size"_a, "huge_page_bytes"_a = 0, "transparent"_a = true,
+             "nodes"_a = std::vector<unsigned>(), "bound"_a = false)
+        .def_prop_ro("size", &HostRegion::size)
+        .def_prop_ro(
+            "address",
+            [](const HostRegion& region) { return reinterpret_cast<uintptr_t>(region.data()); },
+            "For benchmarks, which look at its bytes.")
+        .def_prop_ro("pinned_bytes",
+                     [](const HostRegion& region) { return region.pinned_bytes.load(); })
+        .def_prop_ro("numa_error", &HostRegion::numa_error)
+        .def_prop_ro("numa_policy", [](const HostRegion& region) {
+            const NumaPolicy policy = numa_policy_at(region.data());
+            return std::make_tuple(policy.mode, policy.nodes);
+        });
+    m.def("process_numa_policy", [] {
+        const NumaPolicy policy = numa_policy_at(nullptr);
+        return std::make_tuple(policy.mode, policy.nodes);
+    });
+    nb::class_<WordPage>(m, "WordPage")
+        .def(nb::init<uint64_t>(), "words"_a)
+        .def_prop_ro("fd", &WordPage::fd)
+        .def_prop_ro("count", &WordPage::count)
+        .def(
+            "arm",
+            [](WordPage& page, uint64_t index, uint64_t sequence) {
+                page.at(index).store(make_word(sequence, State::kPending),
+                                     std::memory_order_release);
+            },
+            "index"_a, "sequence"_a, "Begin an operation: the word becomes PENDING.")
+        .def(
+            "state",
+            [](WordPage& page, uint64_t index) {
+                return static_cast<State>(page.at(index).load(std::memory_order_acquire) & 0xff);
+            },
+            "index"_a)
+        .def(
+            "move",
+            [](WordPage& page, uint64_t index, uint64_t sequence, State from, State to) {
+                return move_word(page.at(index), sequence, from, to);
+            },
+            "index"_a, "sequence"_a, "from_"_a, "to"_a);
+    nb::class_<Device>(m, "Device")
+        .def_prop_ro("completion_fd", &Device::completion_fd)
+        .def_prop_ro("lost", &Device::lost)
+        .def("submit_copy", &submit_copy, "ticket"_a, "direction"_a, "planes"_a, "blocks"_a,
+             "extents"_a, "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
+             "word_memory"_a.none() = nb::none(), "word_index"_a = 0, "sequence"_a = 0,
+             "deadline_nanos"_a = 0)
+        .def("cancel", &Device::cancel, "ticket"_a, Released())
+        .def("submit_map", &Device::submit_map, "ticket"_a, "mappings"_a, Released())
+        .def("submit_unmap", &Device::submit_unmap, "ticket"_a, "mappings"_a, Released())
+        .def("drain", &drain);
+    nb::class_<Copier, Device>(m, "Copier")
+        .def(nb::new_(&make_without_gil<Copier, std::shared_ptr<HostRegion>, uint64_t, unsigned,
+                                        unsigned>),
+             "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0);
+    nb::class_<FakeDevice, Device>(m, "FakeDevice")
+        .def(
+            "__init__",
+            [](FakeDevice* self, std::shared_ptr<HostRegion> region, uint64_t page_bytes,
+               uint64_t seed, double trouble, unsigned delay_micros) {
+                new (self)
+                    FakeDevice(std::move(region), page_bytes,
+                               {.seed = seed, .trouble = trouble, .delay_micros = delay_micros});
+            },
+            "region"_a, "page_bytes"_a, "seed"_a = 0, "trouble"_a = 0.0, "delay_micros"_a = 0)
+        .def_prop_ro("open", &FakeDevice::open)
+        .def("run", &FakeDevice::run, "ticket"_a, "blocks"_a, Released())
+        .def("release", &FakeDevice::release, "ticket"_a, Released())
+        .def("release_all", &FakeDevice::release_all, "order"_a = FakeDevice::Order::kSubmitted,
+             Released())
+        .def("fail", &FakeDevice::fail, "ticket"_a, "blocks"_a, "what"_a, Released())
+        .def("step", &FakeDevice::step, Released())
+        .def("lose", &FakeDevice::lose, "what"_a, Released())
+        .def("recover", &FakeDevice::recover, Released())
+        .def(
+            "read_l1",
+            [](const FakeDevice& device, uint64_t page) {
+                const L1& l1 = device.l1();
+                if (page >= l1.region->size() / l1.page_bytes)
+                    throw std::out_of_range("a page outside L1");
+                return nb::bytes(l1.region->data() + page * l1.page_bytes, l1.page_bytes);
+            },
+            "page"_a);
+
+    m.def("pack_blocks", &pack_bytes, "ids"_a);
+    m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
+    bind_gpu(m);
+    bind_kv(m);
+    bind_lives(m);
+}

@@ -1,0 +1,37 @@
+// bindings.h: what the files of the Python module share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <utility>
+
+#include "copy/core.h"
+
+namespace kvserver {
+
+// Joining threads and unmapping memory take their time; Python must not stand still for it.
+template <typename T>
+struct DeleteWithoutGil {
+    void operator()(T* object) const {
+        if (!PyGILState_Check()) {
+            delete object;
+            return;
+        }
+        nanobind::gil_scoped_release released;
+        delete object;
+    }
+};
+
+template <typename T, typename... Arguments>
+std::shared_ptr<T> make_without_gil(Arguments... arguments) {
+    nanobind::gil_scoped_release released;
+    return {new T(std::move(arguments)...), DeleteWithoutGil<T>()};
+}
+
+// What a copy's arguments in Python are; the word is left out.
+std::shared_ptr<CopyJob> make_job(Direction direction, std::shared_ptr<PlaneTable> planes,
+                                  const nanobind::bytes& blocks, const nanobind::bytes& extents,
+                                  uint32_t pages_per_slot, uint32_t blocks_per_slot, uint32_t skip);
+
+}  // namespace kvserver

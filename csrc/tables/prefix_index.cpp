@@ -1,0 +1,365 @@
+#include "tables/prefix_index.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace kvserver {
+
+namespace {
+
+constexpr size_t kFirstLines = 2;
+constexpr size_t kMostHashBytes = 32;
+constexpr size_t kAgainBytes = 64;  // an entry of unordered_map and its share of the buckets
+
+size_t count_of(std::string_view hashes, size_t hash_bytes) {
+    if (hash_bytes < sizeof(uint64_t) || hash_bytes > kMostHashBytes ||
+        hashes.size() % hash_bytes != 0) {
+        throw std::invalid_argument(std::to_string(hashes.size()) +
+                                    " bytes are no whole hashes of " + std::to_string(hash_bytes) +
+                                    " bytes, 8 to 32 each");
+    }
+    return hashes.size() / hash_bytes;
+}
+
+uint64_t read(const char* at, size_t hash_bytes) {
+    uint64_t hash;
+    std::memcpy(&hash, at + hash_bytes - sizeof(hash), sizeof(hash));
+    return hash;
+}
+
+// Both halves of the product: every bit of either number changes about half of the result's.
+uint64_t fold(uint64_t a, uint64_t b) {
+    const auto product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;
+
+// How far a reader has come with the blocks that were looked up.
+struct Walk {
+    uint64_t l0, l1, l2;  // the bits of its holders
+    uint64_t chunk_blocks;
+    uint64_t chunk_end;  // of the chunk that match.best was in last
+    PrefixIndex::Match match = {};
+    bool ended = false;
+};
+
+uint64_t advance_chunks(uint64_t from, uint64_t chunk_blocks, uint64_t bits,
+                        const std::vector<uint64_t>& held) {
+    while (from + chunk_blocks <= held.size() && (held[from + chunk_blocks - 1] & bits) != 0) {
+        from += chunk_blocks;
+    }
+    return from;
+}
+
+// A block is had if L0 holds it, or L1 or L2 the chunk that it lies in.
+void advance(Walk& walk, const std::vector<uint64_t>& held, size_t count) {
+    PrefixIndex::Match& match = walk.match;
+    while (match.l0 < held.size() && (held[match.l0] & walk.l0) != 0) ++match.l0;
+    match.l1 = advance_chunks(match.l1, walk.chunk_blocks, walk.l1, held);
+    match.l2 = advance_chunks(match.l2, walk.chunk_blocks, walk.l2, held);
+    for (;;) {
+        while (match.best < held.size() && (held[match.best] & walk.l0) != 0) ++match.best;
+        if (match.best == held.size()) return;
+        while (walk.chunk_end <= match.best) walk.chunk_end += walk.chunk_blocks;
+        if (walk.chunk_end > held.size()) {
+            walk.ended = walk.chunk_end > count || (walk.l1 | walk.l2) == 0;
+            return;
+        }
+        walk.ended = (held[walk.chunk_end - 1] & (walk.l1 | walk.l2)) == 0;
+        if (walk.ended) return;
+        match.best = walk.chunk_end;
+    }
+}
+
+}  // namespace
+
+PrefixIndex::PrefixIndex(uint64_t seed, size_t most_bytes)
+    : seed_(seed),
+      factor_(fold(seed ^ kGolden, kGolden) | 1),
+      most_bytes_(most_bytes),
+      parts_(kParts) {
+    for (Part& part : parts_) {
+        part.lines.resize(kFirstLines);
+        part.again = Times(0, HashAgain{factor_});
+    }
+    bytes_ = sizeof(*this) + kParts * (sizeof(Part) + kFirstLines * sizeof(Line));
+}
+
+size_t PrefixIndex::HashAgain::operator()(const Again& again) const {
+    return fold(again.hash ^ seed, kGolden ^ static_cast<uint64_t>(again.holder));
+}
+
+uint64_t PrefixIndex::place(uint64_t hash) const {
+    return fold(fold(hash ^ seed_, factor_) ^ seed_, kGolden);
+}
+
+// The slot of the hash, or the empty one where it would be.
+size_t PrefixIndex::find(const Part& part, uint64_t hash, uint64_t place) const {
+    size_t at = part.home(place) * kLineSlots;
+    while (part.slot(at).holders != 0 && part.slot(at).hash != hash) at = part.next(at);
+    return at;
+}
+
+void PrefixIndex::check(int holder) const {
+    if (holder < 0 || holder >= kHolders || (open_ & bit(holder)) == 0) {
+        throw std::invalid_argument("no holder " + std::to_string(holder));
+    }
+}
+
+// ---- holders ----------------------------------------------------------------------------------
+
+int PrefixIndex::open() {
+    const std::lock_guard lock(mutex_);
+    for (int holder = 0; holder < kHolders; ++holder) {
+        if ((open_ & bit(holder)) != 0) continue;
+        open_ |= bit(holder);
+        seen_ |= bit(holder);
+        return holder;
+    }
+    return -1;
+}
+
+void PrefixIndex::clear(int holder) {
+    sweep(holder);
+    const std::lock_guard lock(mutex_);
+    seen_ |= bit(holder);
+}
+
+void PrefixIndex::close(int holder) {
+    sweep(holder);
+    const std::lock_guard lock(mutex_);
+    open_ &= ~bit(holder);
+}
+
+// Takes the holder out of all parts, one after the other; matches do not see it meanwhile.
+void PrefixIndex::sweep(int holder) {
+    {
+        const std::lock_guard lock(mutex_);
+        check(holder);
+        seen_ &= ~bit(holder);
+        if (held_[holder] == 0) return;
+    }
+    for (Part& part : parts_) {
+        const std::lock_guard lock(mutex_);
+        for (Line& line : part.lines) {
+            for (Slot& slot : line.slots) {
+                const bool only = slot.holders == bit(holder);
+                slot.holders &= ~bit(holder);
+                part.used -= only;
+                size_ -= only;
+            }
+        }
+        bytes_ -= kAgainBytes * std::erase_if(part.again, [&](const auto& entry) {
+                      return entry.first.holder == holder;
+                  });
+        const size_t lines = (part.used * 5 / 3 + kLineSlots - 1) / kLineSlots;
+        rebuild(part, std::clamp(lines, kFirstLines, part.lines.size()));
+    }
+    const std::lock_guard lock(mutex_);
+    held_[holder] = 0;
+}
+
+// ---- blocks -----------------------------------------------------------------------------------
+
+size_t PrefixIndex::add(int holder, std::string_view hashes, size_t hash_bytes) {
+    const size_t count = count_of(hashes, hash_bytes);
+    size_t refused = 0;
+    for (size_t first = 0; first < count; first += kSlice) {
+        const std::lock_guard lock(mutex_);
+        check(holder);
+        for (size_t i = first; i < std::min(count, first + kSlice); ++i) {
+            const bool added = add_one(holder, read(hashes.data() + i * hash_bytes, hash_bytes));
+            refused += !added;
+            refused_ += !added;
+        }
+    }
+    return refused;
+}
+
+bool PrefixIndex::add_one(int holder, uint64_t hash) {
+    const uint64_t where = place(hash);
+    Part& part = parts_[part_of(where)];
+    size_t at = find(part, hash, where);
+    if (part.slot(at).holders == 0) {
+        if ((part.used + 1) * 4 > part.size() * 3) {
+            const size_t more = std::max<size_t>(1, part.lines.size() / 4);
+            if (!room(more * sizeof(Line))) return false;
+            rebuild(part, part.lines.size() + more);
+            at = find(part, hash, where);
+        }
+        part.slot(at).hash = hash;
+        ++part.used;
+        ++size_;
+    } else if ((part.slot(at).holders & bit(holder)) != 0) {
+        const auto found = part.again.find({hash, holder});
+        if (found != part.again.end()) {
+            found->second += found->second < UINT32_MAX;
+            return true;
+        }
+        if (!room(kAgainBytes)) return false;
+        part.again.emplace(Again{hash, holder}, 1);
+        bytes_ += kAgainBytes;
+        return true;
+    }
+    part.slot(at).holders |= bit(holder);
+    ++held_[holder];
+    return true;
+}
+
+size_t PrefixIndex::remove(int holder, std::string_view hashes, size_t hash_bytes) {
+    const size_t count = count_of(hashes, hash_bytes);
+    size_t unknown = 0;
+    for (size_t first = 0; first < count; first += kSlice) {
+        const std::lock_guard lock(mutex_);
+        check(holder);
+        for (size_t i = first; i < std::min(count, first + kSlice); ++i) {
+            unknown += !remove_one(holder, read(hashes.data() + i * hash_bytes, hash_bytes));
+        }
+    }
+    return unknown;
+}
+
+bool PrefixIndex::remove_one(int holder, uint64_t hash) {
+    const uint64_t where = place(hash);
+    Part& part = parts_[part_of(where)];
+    const size_t at = find(part, hash, where);
+    if ((part.slot(at).holders & bit(holder)) == 0) return false;
+    const auto again = part.again.find({hash, holder});
+    if (again != part.again.end()) {
+        if (--again->second == 0) {
+            part.again.erase(again);
+            bytes_ -= kAgainBytes;
+        }
+        return true;
+    }
+    --held_[holder];
+    part.slot(at).holders &= ~bit(holder);
+    if (part.slot(at).holders == 0) erase(part, at);
+    return true;
+}
+
+void PrefixIndex::rebuild(Part& part, size_t lines) {
+    bytes_ += (lines - part.lines.size()) * sizeof(Line);
+    std::vector<Line> old(lines);
+    old.swap(part.lines);
+    for (const Line& line : old) {
+        for (const Slot& slot : line.slots) {
+            if (slot.holders != 0) part.slot(find(part, slot.hash, place(slot.hash))) = slot;
+        }
+    }
+}
+
+// Those behind it move up as far as their homes allow, so that every search still ends at an empty
+// slot only where its hash is not there.
+void PrefixIndex::erase(Part& part, size_t at) {
+    --part.used;
+    --size_;
+    const size_t slots = part.size();
+    const auto distance = [&](size_t from, size_t to) {
+        return to >= from ? to - from : to + slots - from;
+    };
+    for (size_t next = part.next(at); part.slot(next).holders != 0; next = part.next(next)) {
+        const size_t home = part.home(place(part.slot(next).hash)) * kLineSlots;
+        if (distance(home, next) >= distance(at, next)) {
+            part.slot(at) = part.slot(next);
+            at = next;
+        }
+    }
+    part.slot(at).holders = 0;
+}
+
+// ---- matching ---------------------------------------------------------------------------------
+
+std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size_t hash_bytes,
+                                                   const std::vector<Reader>& readers) const {
+    const size_t count = count_of(hashes, hash_bytes);
+    std::vector<Walk> walks;
+    for (const Reader& reader : readers) {
+        if (std::max({reader.l0, reader.l1, reader.l2}) >= kHolders || reader.chunk_blocks == 0) {
+            throw std::invalid_argument("a reader with unknown holders, or chunks of no blocks");
+        }
+        walks.push_back({bit(reader.l0), bit(reader.l1), bit(reader.l2), reader.chunk_blocks,
+                         reader.chunk_blocks});
+    }
+    std::vector<uint64_t> held;  // of each block so far: who has it
+    held.reserve(count);
+    bool more = !walks.empty();
+    while (more && held.size() < count) {
+        const size_t first = held.size();
+        held.resize(std::min(count, first + kSlice));
+        look_up(hashes.data() + first * hash_bytes, hash_bytes, held.size() - first, &held[first]);
+        more = false;
+        for (Walk& walk : walks) {
+            if (!walk.ended) advance(walk, held, count);
+            more |= !walk.ended;
+        }
+    }
+    std::vector<Match> found;
+    for (const Walk& walk : walks) found.push_back(walk.match);
+    return found;
+}
+
+// All lines are asked of memory first, then read: those where hashes belong, and then those behind
+// them, of the few that were not there.
+void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
+                          uint64_t* holders) const {
+    std::array<uint64_t, kSlice> places;
+    std::array<const Line*, kSlice> homes;
+    std::array<uint8_t, kSlice> further;
+    static_assert(kSlice <= 256);
+    size_t far = 0;
+    for (size_t i = 0; i < count; ++i) places[i] = place(read(hashes + i * hash_bytes, hash_bytes));
+    const std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < count; ++i) {
+        const Part& part = parts_[part_of(places[i])];
+        homes[i] = &part.lines[part.home(places[i])];
+        __builtin_prefetch(homes[i]);
+    }
+    for (size_t i = 0; i < count; ++i) {
+        const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
+        uint64_t found = 0;  // an empty slot has nothing to add; a branch could not be foretold
+        for (const Slot& slot : homes[i]->slots) {
+            found |= slot.holders & (uint64_t{0} - (slot.hash == hash));
+        }
+        holders[i] = found & seen_;
+        further[far] = static_cast<uint8_t>(i);
+        const bool goes_on = found == 0 && homes[i]->slots.back().holders != 0;
+        __builtin_prefetch(homes[i] + goes_on);
+        far += goes_on;
+    }
+    for (size_t j = 0; j < far; ++j) {
+        const size_t i = further[j];
+        const Part& part = parts_[part_of(places[i])];
+        const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
+        holders[i] = part.slot(find(part, hash, places[i])).holders & seen_;
+    }
+}
+
+// ---- figures ----------------------------------------------------------------------------------
+
+size_t PrefixIndex::size() const {
+    const std::lock_guard lock(mutex_);
+    return size_;
+}
+
+size_t PrefixIndex::held(int holder) const {
+    const std::lock_guard lock(mutex_);
+    check(holder);
+    return held_[holder];
+}
+
+uint64_t PrefixIndex::refused() const {
+    const std::lock_guard lock(mutex_);
+    return refused_;
+}
+
+size_t PrefixIndex::memory_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return bytes_;
+}
+
+}  // namespace kvserver

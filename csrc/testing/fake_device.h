@@ -1,0 +1,90 @@
+// fake_device.h: a device for tests. It keeps the contract of core.h to the letter and to its
+// limits.
+//
+// Nothing moves until a test says so, and only in the thread that says it: tickets run block by
+// block, end in any order and any way, and the device can be lost. Bytes are copied for real, by
+// the code and with the checks of the CPU copier; what core.h only REQUIRES of callers is checked.
+//
+// Why this beside fake_gpu.h: that one stands below a device, for the lanes of GpuCopier, whose
+// threads decide when a ticket moves and ends; so it repeats no run, ends no ticket out of turn,
+// stops none between two blocks and does not come back after a loss. The tests of the server and
+// its random model need just that, and no kernels, streams or staging, which this one has not.
+#pragma once
+
+#include "copy/core.h"
+
+namespace kvserver {
+
+class FakeDevice final : public Device {
+  public:
+    struct Options {
+        uint64_t seed = 0;   // not 0: L1 is noise, and ends are reported out of order, some late
+        double trouble = 0;  // how often a step() fails
+        unsigned delay_micros = 0;  // pause before each block
+    };
+    enum class Order { kSubmitted, kReversed, kRandom };
+
+    FakeDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, Options options);
+
+    // ---- what the server calls; see Device. Broken REQUIRES throw std::logic_error.
+    int completion_fd() const override { return completions_.fd(); }
+    std::vector<Completion> drain() override;
+    std::string lost() const override;
+    void submit_copy(std::shared_ptr<CopyJob> job) override;
+    void cancel(uint64_t ticket) override;
+    void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+    void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+
+    // ---- what the test calls. A ticket that is not open, or is run by another thread, throws
+    // std::invalid_argument.
+    std::vector<uint64_t> open() const;          // in the order of their submission
+    void run(uint64_t ticket, uint64_t blocks);  // begin it if need be, copy so many blocks
+    void release(uint64_t ticket);               // copy what is left and end it
+    void release_all(Order order = Order::kSubmitted);
+    // Copy so many blocks more, then FAILED for this reason.
+    void fail(uint64_t ticket, uint64_t blocks, const std::string& what);
+    void step();  // something happens to some ticket
+    void lose(const std::string& what);
+    void recover();  // as if the daemon had got a new device
+    const L1& l1() const { return l1_; }
+
+  private:
+    struct Ticket {
+        uint64_t number;
+        std::shared_ptr<CopyJob> copy;  // or
+        MapJob map;
+        bool begun = false;
+        bool busy = false;  // a thread is running it
+    };
+    struct Stretch {  // how far to run a ticket, and what happens then
+        uint64_t blocks;
+        bool looks = true;  // at cancels, before each block
+        std::optional<Outcome> end = std::nullopt;
+        std::string what = "";
+    };
+    using Shared = std::shared_ptr<Ticket>;
+
+    void take(Ticket ticket);
+    void check_caller(const CopyJob& job) const;
+    Shared claim(uint64_t number);
+    Shared claim_any();
+    void advance(const Shared& ticket, const Stretch& stretch);
+    std::optional<Completion> run_copy(Ticket& ticket, const Stretch& stretch);
+    Completion end_lost(const Ticket& ticket) const;
+    void give_back(const Shared& ticket, std::optional<Completion> end);
+    Stretch next_stretch(const Ticket& ticket);
+    uint64_t dice(uint64_t sides);  // 0 to sides - 1
+    bool trouble();
+
+    const L1 l1_;
+    const Options options_;
+    CompletionQueue completions_;
+    std::atomic<bool> gone_{false};
+
+    mutable std::mutex mutex_;  // guards what follows; never held while bytes move
+    std::vector<Shared> open_;
+    std::string lost_;
+    std::mt19937_64 random_;
+};
+
+}  // namespace kvserver
