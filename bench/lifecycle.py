@@ -16,7 +16,7 @@ from common import alternate, median, table
 
 from kvserver._native import BlockLives, LifeFigures, check_records
 from kvserver.events import Bus, Event, RequestEnded
-from kvserver.l0 import RESIDENCY_SECONDS
+from kvserver.measurements import RESIDENCY_SECONDS
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,

@@ -68,7 +68,9 @@ def connector() -> tuple[float, float, int]:
 
 
 def show(what: str, figures: list[float], unit: str) -> None:
-    print(f"{what:42} {statistics.median(figures):8.3f} {unit:4} ({min(figures):.3f} to {max(figures):.3f})", flush=True)
+    print(
+        f"{what:42} {statistics.median(figures):8.3f} {unit:4} ({min(figures):.3f} to {max(figures):.3f})", flush=True
+    )
 
 
 def main() -> None:

@@ -18,13 +18,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvserver.endpoint import default_endpoint
 from kvserver.errors import ConfigError
 from kvserver.settings import (
     MIN_L1_BYTES,
     KiB,
     Settings,
     check_placeholders,
-    default_endpoint,
     parse_events_endpoint,
     parse_gpus,
     parse_otlp_endpoint,

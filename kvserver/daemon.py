@@ -31,6 +31,7 @@ from kvserver.cache import Cache
 from kvserver.config import Configuration
 from kvserver.copier import HostRegion, cpu_device, l1_region
 from kvserver.devices import Devices, GpuRules, OpenGpu
+from kvserver.endpoint import stranger_at
 from kvserver.errors import ConfigError
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
@@ -43,7 +44,7 @@ from kvserver.match_pages import MatchPages
 from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
 from kvserver.server import Server
-from kvserver.settings import Settings, stranger_at
+from kvserver.settings import Settings
 from kvserver.watchers import Watchers
 
 log = logging.getLogger("kvserver")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import enum
 
+CONNECTION_REFUSED = "connection_refused"  # counted beside the codes: a connection of another user, or one too many
+
 
 class ErrorCode(str, enum.Enum):
     """What went wrong, for programs. The message beside it is for people."""

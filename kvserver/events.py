@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypeAlias, get_args
 
 import msgspec
 
-from kvserver.families import WAIT_SECONDS, Histogram
 from kvserver.kv_messages import ChunkContents, DescribeScheduler
+from kvserver.measurements import WAIT_SECONDS, Histogram
 from kvserver.protocol import Payload, RegisterWorker
 
 log = logging.getLogger(__name__)

@@ -5,76 +5,16 @@ Owns: the shape. Refuses to know: where figures come from (`metrics`) and how th
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-# How long KV stays somewhere: the buckets of vLLM's own KV cache residency histograms.
-RESIDENCY_SECONDS = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
-    1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0,
-)  # fmt: skip
-
-# From a bare loopback echo (~0.1 ms) to a copy of gigabytes.
-WAIT_SECONDS = (
-    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
-)  # fmt: skip
-
-DEPARTED_SECONDS = 300.0  # the series of an instance that is gone are shown for so long, and go on if it comes back
-
-MOST_DEPARTED = 64  # instances at a time that are gone and still shown; of more the newest
-MOST_MODELS = 256  # that have series of their own for what outlives instances
-OTHER = "(other)"
-
-
-def bounded(value: str, known: Collection[str], most: int = MOST_MODELS) -> str:
-    """A label's value that a peer chose: itself if it is known or there is room for one more, else OTHER."""
-    return value if value in known or len(known) < most else OTHER
+from kvserver.measurements import Buckets
 
 
 class Kind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
-
-
-@dataclass(slots=True)
-class Buckets:
-    """One histogram's figures. `counts[i]` is in (bounds[i-1], bounds[i]], the last one beyond every bound."""
-
-    counts: list[int]
-    sum: float
-
-
-class Histogram:
-    """Counts as they come. One thread observes; `figures()` is a copy."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self._sum += value
-
-    def take(self, other: Histogram) -> None:
-        """Add its counts. REQUIRES: the same bounds."""
-        self._counts = [mine + its for mine, its in zip(self._counts, other._counts, strict=True)]
-        self._sum += other._sum
-
-    def figures(self) -> Buckets:
-        return Buckets(list(self._counts), self._sum)
-
-    def status(self) -> dict[str, Any]:
-        """The same for `/status`; buckets() reads it."""
-        return {"counts": list(self._counts), "sum": self._sum}
-
-
-def buckets(status: dict[str, Any]) -> Buckets:
-    return Buckets(list(status["counts"]), status["sum"])
 
 
 @dataclass(slots=True)

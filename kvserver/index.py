@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
-from kvserver.families import bounded
+from kvserver.measurements import bounded
 from kvserver.pool import page_count
 
 

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from kvserver.errors import ErrorCode, KVServerError
+from kvserver.errors import CONNECTION_REFUSED, ErrorCode, KVServerError
 from kvserver.protocol import Attached, Detached, Error, decode_attach, encode
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024
 MAX_FDS = 251  # the kernel passes at most 253 in one message
 SILENT_SECONDS = 10.0  # until a connection has a registered worker
-CONNECTION_REFUSED = "connection_refused"  # by another user, or one too many
 _MAX_ATTACH_BYTES = 4096
 
 

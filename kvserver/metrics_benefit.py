@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvserver.benefit import COPY_BUCKETS, DIRECTIONS, RATIO_BUCKETS
-from kvserver.families import Family, Kind, buckets
+from kvserver.families import Family, Kind
+from kvserver.measurements import buckets
 
 _INSTANCE = ("instance_id", "model_name")
 _BY_LABEL = (  # name, help, label, key of the instance's requests

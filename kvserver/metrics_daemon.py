@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvserver import __version__
-from kvserver.errors import ErrorCode
-from kvserver.families import WAIT_SECONDS, Buckets, Family, Kind, buckets
-from kvserver.lifeline import CONNECTION_REFUSED
+from kvserver.errors import CONNECTION_REFUSED, ErrorCode
+from kvserver.families import Family, Kind
+from kvserver.measurements import WAIT_SECONDS, Buckets, buckets
 from kvserver.rpc_counts import TYPES
 
 _STATUS = (  # name, help, kind, path in the status

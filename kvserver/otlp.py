@@ -40,7 +40,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
-from kvserver.families import Buckets, Family, Kind
+from kvserver.families import Family, Kind
+from kvserver.measurements import Buckets
 from kvserver.settings import OtlpEndpoint
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from kvserver.families import Buckets, Family, Kind
+from kvserver.families import Family, Kind
+from kvserver.measurements import Buckets
 
 
 class _Collector:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any, get_args
 
 from kvserver.errors import ErrorCode
-from kvserver.families import WAIT_SECONDS
+from kvserver.measurements import WAIT_SECONDS
 from kvserver.protocol import Request
 
 REQUESTS = tuple(kind.__name__ for kind in get_args(Request))

@@ -24,8 +24,8 @@ import zmq
 from kvserver import __version__
 from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import ErrorSent
-from kvserver.families import WAIT_SECONDS, Histogram
 from kvserver.handlers import Handlers
+from kvserver.measurements import WAIT_SECONDS, Histogram
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     REQUEST_ID_BYTES,

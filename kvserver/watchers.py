@@ -14,13 +14,13 @@ from kvserver import metrics
 from kvserver.events import Bus, Subscriber
 from kvserver.explain import Explain
 from kvserver.families import Family, Kind
-from kvserver.kv_events import publisher
+from kvserver.kv_events import feed, index, lines, publisher
 from kvserver.kv_events.feed import Feed
 from kvserver.kv_events.hub import Hub
 from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.observers import Observers
 from kvserver.kv_events.publisher import ZmqPublisher
-from kvserver.kv_events.types import ObserverContext
+from kvserver.kv_events.types import MakeObserver, ObserverContext
 from kvserver.l0 import L0
 from kvserver.l1 import L1
 from kvserver.settings import Settings, parse_otlp_endpoint, parse_size
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from kvserver.otlp import OtlpMetrics
     from kvserver.tracing import Traces
 
+OWN_OBSERVERS: dict[str, MakeObserver] = {
+    "zmq": publisher.make,
+    "lines": lines.make,
+    "index": index.make,
+    "feed": feed.make,
+}
 _LAST_EVENTS_SECONDS = 2.0  # for what is queued when the daemon stops
 
 
@@ -55,7 +61,7 @@ class Watchers:
             self._make_sender = lambda read: otlp.OtlpMetrics(endpoint, sender, read, settings.otlp_interval_seconds)
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
         boot_micros = time.time_ns() // 1000
-        self.observers = Observers(ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot))
+        self.observers = Observers(ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot), OWN_OBSERVERS)
         # Each event reaches `explain` before the traces, whose spans show what it knows.
         subscribers: list[Subscriber] = [self.l0, self.l1, self.hub, self.explain]
         self.bus = Bus([*subscribers, self.traces] if self.traces is not None else subscribers)

@@ -17,6 +17,8 @@ ADAPTERS = ROOT / "adapters"
 # Each module may import what stands before it, `_native` and the package itself.
 ORDER = [
     "errors",
+    "endpoint",
+    "measurements",
     "settings",
     "http_token",
     "config",
@@ -115,13 +117,13 @@ ONLY = {  # modules that run inside engines, or must stay small
 }
 ADAPTERS_MAY = {
     "errors",
-    "settings",
+    "endpoint",
     "planes",
     "wire",
     "kv_messages",
     "protocol",
     "client",
-} | FREE  # settings: the default endpoint
+} | FREE
 DEFERRED = {
     *(("__main__", "daemon"), ("__main__", "doctor")),  # so that `kvserver status` starts fast
     *(("watchers", "otlp"), ("watchers", "tracing")),  # so that a daemon without a collector is small

@@ -24,6 +24,7 @@ from kvserver.adapters.vllm.condition import CONNECTED, STARTING, Condition, ref
 
 from kvserver._native import WordPage
 from kvserver.client import Attachment, Channel, Client, RequestFailed, listens
+from kvserver.endpoint import stranger_at
 from kvserver.protocol import (
     HelloReply,
     Registered,
@@ -31,7 +32,6 @@ from kvserver.protocol import (
     Unregistered,
     UnregisterWorker,
 )
-from kvserver.settings import stranger_at
 
 log = logging.getLogger("vllm.kvserver")
 

@@ -6,19 +6,26 @@ they make of events. An observer's methods are called in its thread only, so tha
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvserver.errors import ConfigError
 from kvserver.families import Family, Kind
-from kvserver.kv_events.types import GROUP, KVEvent, KVEventObserver, KVRemoved, KVStored, ObserverContext
+from kvserver.kv_events.types import (
+    GROUP,
+    KVEvent,
+    KVEventObserver,
+    KVRemoved,
+    KVStored,
+    MakeObserver,
+    ObserverContext,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,27 +36,27 @@ _NAP_SECONDS = 0.01  # events gather, so that whoever tells them rarely pays for
 _STATUS_SECONDS = 1.0
 _MOST_A_LOOK = 1.0  # seconds that one look at a busy observer adds: a daemon that was stopped blames nobody
 _CLOSE_SECONDS = 2.0  # for what is queued; as long again for close()
-_OWN = {
-    "zmq": "kvserver.kv_events.publisher",
-    "lines": "kvserver.kv_events.lines",
-    "index": "kvserver.kv_events.index",
-    "feed": "kvserver.kv_events.feed",
-}
 
 
 class Observers:
     """REQUIRES: start() at most once, close() once."""
 
-    def __init__(self, context: ObserverContext, limit: int = QUEUE_COST, stall_seconds: float = STALL_SECONDS) -> None:
-        """ConfigError if the settings ask for what cannot be had."""
+    def __init__(
+        self,
+        context: ObserverContext,
+        own: Mapping[str, MakeObserver],
+        limit: int = QUEUE_COST,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        """`own` are the daemon's, by name. ConfigError if the settings ask for what cannot be had."""
         self._bounds = limit, stall_seconds
         self._runners: list[_Runner] = []
         self._failed: dict[str, str] = {}  # why there is none of that name
         self.foreign = False  # there are others than the daemon's own
         try:
-            for name, module in _OWN.items():
-                self._add(name, _made_by(module, context))
-            self._load(context)
+            for name, make in own.items():
+                self._add(name, make(context))
+            self._load(context, own)
         except BaseException:
             self.close()
             raise
@@ -107,12 +114,11 @@ class Observers:
         if observer is not None:
             self._runners.append(_Runner(name, observer, *self._bounds))
 
-    def _load(self, context: ObserverContext) -> None:
+    def _load(self, context: ObserverContext, taken: Collection[str]) -> None:
         wanted = [name.strip() for name in context.settings.kv_event_observers.split(",")]
         if wanted == ["none"]:
             return
-        installed = importlib.metadata.entry_points(group=GROUP)
-        found = {entry.name: entry for entry in installed if entry.module not in _OWN.values()}
+        found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
         own = len(self._runners)
         for name in sorted(found) if wanted == ["all"] else wanted:
             if name not in found:
@@ -120,7 +126,7 @@ class Observers:
                     f"--kv-event-observers {context.settings.kv_event_observers}: no observer {name!r} is installed "
                     f"(entry points {GROUP}); there are {', '.join(sorted(found)) or 'none'}"
                 )
-            if name in _OWN:
+            if name in taken:
                 self._failed[name] = "the daemon's own observer has that name"
                 continue
             try:
@@ -129,11 +135,6 @@ class Observers:
                 log.exception("the observer %s cannot be made; it is left out", name)
                 self._failed[name] = f"{type(error).__name__}: {error}"[:500]
         self.foreign = len(self._runners) > own
-
-
-def _made_by(module: str, context: ObserverContext) -> KVEventObserver | None:
-    made: KVEventObserver | None = importlib.import_module(module).make(context)
-    return made
 
 
 class _Runner:

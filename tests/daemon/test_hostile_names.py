@@ -8,7 +8,7 @@ from support.daemon import Daemon, wait_until
 from support.raw import REQUEST_ID, RawPeer
 from support.worker import Worker, awkward, identity, make_keys
 
-from kvserver.families import MOST_DEPARTED, MOST_MODELS, OTHER
+from kvserver.measurements import MOST_DEPARTED, MOST_MODELS, OTHER
 from kvserver.protocol import encode
 
 REFUSED, AT_ONCE = 10_000, 50

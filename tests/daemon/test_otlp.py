@@ -15,7 +15,7 @@ from support.lives import accessed, allocated, evicted, exact, released
 from support.worker import make_keys
 
 from kvserver import __version__
-from kvserver.families import WAIT_SECONDS
+from kvserver.measurements import WAIT_SECONDS
 from kvserver.protocol import ReportBlockAllocations
 
 OFTEN = {"otlp_interval_seconds": 0.1}

@@ -10,7 +10,8 @@ from typing import Any
 from support.collector import Collected, labels_of, over_http
 from support.daemon import wait_until
 
-from kvserver.families import Buckets, Family, Kind
+from kvserver.families import Family, Kind
+from kvserver.measurements import Buckets
 from kvserver.otlp import OtlpMetrics, resource
 from kvserver.settings import parse_otlp_endpoint
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvserver._native import pack_blocks
 from kvserver.events import BlockReport, InstanceCame, InstanceGone, RequestEnded
-from kvserver.families import Buckets
 from kvserver.l0 import L0
+from kvserver.measurements import Buckets
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,

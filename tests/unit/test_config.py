@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from kvserver import config
+from kvserver.endpoint import default_endpoint
 from kvserver.errors import ConfigError
-from kvserver.settings import GiB, KiB, MiB, Settings, default_endpoint, parse_gpus, parse_size
+from kvserver.settings import GiB, KiB, MiB, Settings, parse_gpus, parse_size
 
 GPU = "GPU-9221d5d1-b60b-a624-bf14-0a1819cfda3b"
 OTHER_GPU = "GPU-00000000-0000-0000-0000-000000000001"

@@ -6,8 +6,8 @@ from typing import Any
 
 from support.worker import awkward, identity
 
-from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED
 from kvserver.instances import Counts, Instances
+from kvserver.measurements import DEPARTED_SECONDS, MOST_DEPARTED
 from kvserver.misses import MissReason
 from kvserver.protocol import RegisterWorker, SharedFd
 

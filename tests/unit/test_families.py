@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver import metrics, prometheus
 from kvserver.events import Bus
-from kvserver.families import WAIT_SECONDS, Buckets, Family, Histogram, Kind
+from kvserver.families import Family, Kind
 from kvserver.instances import Counts, Instances
+from kvserver.measurements import WAIT_SECONDS, Buckets, Histogram
 from kvserver.misses import MissReason
 from kvserver.rpc_counts import Rpc
 from kvserver.status import connects_status, counts_status

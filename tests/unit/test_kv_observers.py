@@ -20,9 +20,9 @@ from kvserver.kv_events.hub import Hub
 from kvserver.kv_events.observers import Observers
 from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ObserverContext, ReaderCame, ReaderGone, Tier
 from kvserver.settings import Settings
+from kvserver.watchers import OWN_OBSERVERS
 
 HERE = b"n" * 32
-OWN = {"zmq", "lines", "index", "feed"}
 Make = Callable[..., Observers]
 
 
@@ -39,7 +39,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     def make(*names: str, setting: str = "all", start: bool = True, **options: Any) -> Observers:
         install(tmp_path, *names)
         settings = Settings(kv_event_observers=setting)
-        made.append(Observers(ObserverContext(settings, "boot", 1), **options))
+        made.append(Observers(ObserverContext(settings, "boot", 1), OWN_OBSERVERS, **options))
         if start:
             made[-1].start()
         return made[-1]
@@ -64,7 +64,7 @@ def kept(observers: Observers, name: str = "keeps") -> list[Any]:
 
 def up(observers: Observers) -> dict[str, float | Any]:
     (family,) = observers.families()
-    return {labels[0]: figure for labels, figure in family.points if labels[0] not in OWN}
+    return {labels[0]: figure for labels, figure in family.points if labels[0] not in OWN_OBSERVERS}
 
 
 def test_every_event_is_handed_over_in_order_in_one_thread_of_the_observer(make: Make) -> None:
@@ -186,7 +186,7 @@ def test_those_that_were_never_started_are_closed_too(make: Make) -> None:
 
 
 def names(observers: Observers) -> set[str]:
-    return {row["name"] for row in observers.status()} - OWN
+    return {row["name"] for row in observers.status()} - OWN_OBSERVERS.keys()
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_one_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:
     assert {name for name, figure in up(observers).items() if figure} == {"keeps"}
 
 
-def test_the_daemons_own_are_installed_as_entry_points_too_and_made_once(make: Make) -> None:
+def test_the_daemons_own_are_made_once_and_no_setting_names_them(make: Make) -> None:
     observers = make("keeps")
     assert [each["name"] for each in observers.status()].count("feed") == 1
     with pytest.raises(ConfigError, match="no observer 'feed'"):
-        Observers(ObserverContext(Settings(kv_event_observers="feed"), "boot", 1))
+        Observers(ObserverContext(Settings(kv_event_observers="feed"), "boot", 1), OWN_OBSERVERS)
 
 
 # ---- the file of lines ------------------------------------------------------------------------
@@ -225,7 +225,9 @@ def test_the_daemons_own_are_installed_as_entry_points_too_and_made_once(make: M
 
 def test_each_event_is_a_line_without_tokens(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    observers = Observers(ObserverContext(Settings(kv_events_file=str(path), kv_event_observers="none"), "boot", 1))
+    observers = Observers(
+        ObserverContext(Settings(kv_events_file=str(path), kv_event_observers="none"), "boot", 1), OWN_OBSERVERS
+    )
     observers.start()
     hub = Hub(1 << 30, observers.hand_over)
     one = Prompt(range(16))
@@ -252,11 +254,13 @@ def test_each_event_is_a_line_without_tokens(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_opened_is_a_bad_setting(tmp_path: Path) -> None:
     settings = Settings(kv_events_file=str(tmp_path / "none" / "events"))
     with pytest.raises(ConfigError, match=r"--kv-events-file .*No such file"):
-        Observers(ObserverContext(settings, "boot", 1))
+        Observers(ObserverContext(settings, "boot", 1), OWN_OBSERVERS)
 
 
 def test_a_full_disk_cuts_the_file_off() -> None:
-    observers = Observers(ObserverContext(Settings(kv_events_file="/dev/full", kv_event_observers="none"), "boot", 1))
+    observers = Observers(
+        ObserverContext(Settings(kv_events_file="/dev/full", kv_event_observers="none"), "boot", 1), OWN_OBSERVERS
+    )
     observers.start()
     observers.hand_over(stored(1))
     wait_until(lambda: row(observers, "lines")["state"] == "cut off")

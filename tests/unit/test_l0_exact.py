@@ -19,8 +19,8 @@ from support.lives import (
 )
 
 from kvserver._native import BlockLives, LifeFigures, check_records
-from kvserver.families import RESIDENCY_SECONDS
 from kvserver.l0 import L0
+from kvserver.measurements import RESIDENCY_SECONDS
 from kvserver.protocol import MARK, RECORD_HELD, RECORD_OPERATION_SHIFT
 
 

@@ -12,8 +12,8 @@ from support.lives import HISTOGRAMS, SECOND, Engine, hold, release
 from support.lives_model import Model
 
 from kvserver._native import BlockLives, LifeFigures
-from kvserver.families import Buckets
 from kvserver.l0 import L0
+from kvserver.measurements import Buckets
 from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, ExactRecords
 
 BLOCKS, POOLS, STEPS = 24, 2, 400

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
-from kvserver.families import DEPARTED_SECONDS, MOST_DEPARTED, MOST_MODELS, Buckets
-from kvserver.families import OTHER as OTHERS
 from kvserver.l1 import L1, L1_SECONDS
+from kvserver.measurements import DEPARTED_SECONDS, MOST_DEPARTED, MOST_MODELS, Buckets
+from kvserver.measurements import OTHER as OTHERS
 
 SECOND = 1_000_000_000
 RESIDENCY = "kvserver_l1_chunk_residency_seconds"

@@ -9,7 +9,7 @@ from support.worker import make_keys
 
 from kvserver.cache import Cache
 from kvserver.eviction import POLICIES
-from kvserver.families import MOST_MODELS, OTHER
+from kvserver.measurements import MOST_MODELS, OTHER
 from kvserver.placement import Placement
 from kvserver.pool import PagePool
 from kvserver.status import l1_status
