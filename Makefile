@@ -106,7 +106,7 @@ clean:
 # The editable install follows edits of files it knows: reinstall when the list of files changes, or native code.
 $(VENV)/.installed: $(NATIVE_SOURCES) tests/constraints.txt tests/requirements.txt $(VENV)/.files
 	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/requirements.txt
-	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) --no-build-isolation -e .
+	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) --no-build-isolation -C cmake.define.KVSERVER_TESTING=ON -e .
 	touch $@
 
 $(VENV)/.files: FORCE

@@ -75,7 +75,7 @@ build() {
     [ -z "${KVSERVER_WHEELS:-}" ] || from=(--no-index --find-links "$KVSERVER_WHEELS")
     local pip=($env/bin/python -m pip --disable-pip-version-check -q install)
     timeout -k 10 "$(left 120)" "${pip[@]}" "${from[@]}" "${need[@]}" || return
-    timeout -k 10 "$(left 240)" "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build . || return
+    timeout -k 10 "$(left 240)" "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build -C cmake.define.KVSERVER_TESTING=ON . || return
     python=$PWD/$env/bin/python
 }
 PATH=$PWD/build/gpu-env/bin:$(dirname "$PYTHON"):$PATH

@@ -11,6 +11,7 @@ from gpu_bytes import KvBytes, expect_equal
 from gpu_rig import Board
 from gpu_sizes import Geometry
 from rig import BenchDaemon, BenchWorker, make_keys
+from support.daemon import WITH_SIMULATED
 
 from kvserver.protocol import Clear, Cleared, Status, StatusReply
 
@@ -24,8 +25,8 @@ class Served:
         self.chunks, self.blocks = tokens // CHUNK_TOKENS, geometry.blocks(tokens)
         self.payload = self.blocks * geometry.block_bytes
         self.chunk_bytes = self.payload // self.chunks
-        flags = {"test_fake_gpus": 1} if board.simulated else {}
-        self.daemon = BenchDaemon(l1_size=2 * self.payload, chunk_tokens=CHUNK_TOKENS, **flags)
+        simulated: dict[str, Any] = {"program": WITH_SIMULATED, "simulated_gpus": 1} if board.simulated else {}
+        self.daemon = BenchDaemon(l1_size=2 * self.payload, chunk_tokens=CHUNK_TOKENS, **simulated)
         self.worker = BenchWorker(
             self.daemon.endpoint,
             planes=geometry.planes,

@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 import random
 import select
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from common import table
+from support.simulators import FakeGpu
 
 from kvserver._native import (
     GPU_SHORT_LOAD_BYTES,
     Direction,
-    FakeGpu,
     GpuCopier,
     GpuMapping,
     HostRegion,

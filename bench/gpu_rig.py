@@ -25,19 +25,10 @@ from common import Buffer
 from gpu_bytes import KvBytes
 from gpu_sizes import DEFAULT_BATCHING, Batching, Geometry
 from support.gpu_memory import FAKE_UUID, SimulatedVmmMemory, VmmMemory
+from support.simulators import FakeGpu
 
 from kvserver import _native
-from kvserver._native import (
-    Direction,
-    FakeGpu,
-    GpuCopier,
-    GpuMapping,
-    HostRegion,
-    Outcome,
-    Pinner,
-    PlaneTable,
-    Way,
-)
+from kvserver._native import Direction, GpuCopier, GpuMapping, HostRegion, Outcome, Pinner, PlaneTable, Way
 from kvserver.pool import PagePool, extents, page_bytes_for
 
 try:

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -38,12 +39,13 @@ _IDENTITY = (Counted("model", "bench"),)
 
 
 class BenchDaemon:
-    """`kvserver serve` with these flags; `seconds_to_ready` from its start to its line."""
+    """`kvserver serve` with these flags, or `program` with them; `seconds_to_ready` from its start to its line."""
 
-    def __init__(self, **flags: object) -> None:
+    def __init__(self, program: Sequence[str] = (), **flags: object) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="kvb-")
         self.endpoint = f"ipc://{self.folder.name}/k.sock"
-        words = [str(Path(sys.executable).with_name("kvserver")), "serve", "--endpoint", self.endpoint]
+        program = program or (str(Path(sys.executable).with_name("kvserver")),)
+        words = [*program, "serve", "--endpoint", self.endpoint]
         for name, value in ({"http_port": 0, "log_level": "warning"} | flags).items():
             words += ["--" + name.replace("_", "-"), str(value)]
         began = time.perf_counter()

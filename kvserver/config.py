@@ -121,9 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             dest=field.name,
             default=argparse.SUPPRESS,
             metavar="VALUE",
-            help=argparse.SUPPRESS
-            if field.name.startswith("test_")
-            else (texts[field.name] + (f" (default: {field.default})" if field.default != "" else "")).replace(
+            help=(texts[field.name] + (f" (default: {field.default})" if field.default != "" else "")).replace(
                 "%", "%%"
             ),
         )
@@ -215,12 +213,10 @@ def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Sour
 
 
 def markdown_table(settings: type[msgspec.Struct], title: str, label: Callable[[str], str]) -> str:
-    """The settings as a table for people; those for tests stay out."""
+    """The settings as a table for people."""
     texts, allowed = descriptions(settings), choices(settings)
     lines = [f"| {title} | default | what it does, what it costs |", "| --- | --- | --- |"]
     for field in msgspec.structs.fields(settings):
-        if field.name.startswith("test_"):
-            continue
         text = texts[field.name]
         if len(allowed.get(field.name, ())) > 1:
             text += " One of " + ", ".join(f"`{value}`" for value in allowed[field.name]) + "."

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kvserver import _native
 from kvserver._native import (
     NO_BLOCK,
     Device,
@@ -115,8 +114,3 @@ class Copier(Generic[T]):
 def l1_region(size: int, placement: Placement) -> HostRegion:
     """L1 memory. RuntimeError if it cannot be had; that the nodes are not heeded is no error: see `numa_error`."""
     return HostRegion(size, placement.huge_page_bytes, placement.transparent, list(placement.nodes), placement.bound)
-
-
-def cpu_device(region: HostRegion, page_bytes: int, threads: int, delay_micros: int) -> Device:
-    """The threads that copy to and from L1."""
-    return _native.Copier(region, page_bytes, threads, delay_micros)

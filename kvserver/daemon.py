@@ -26,11 +26,10 @@ import msgspec
 import zmq
 
 from kvserver import __version__, _native
-from kvserver._native import Gpu
 from kvserver.cache import Cache
 from kvserver.config import Configuration
-from kvserver.copier import HostRegion, cpu_device, l1_region
-from kvserver.devices import Devices, GpuRules, OpenGpu
+from kvserver.copier import HostRegion, l1_region
+from kvserver.devices import THIS_MACHINE, Devices, GpuRules, Hardware
 from kvserver.endpoint import stranger_at
 from kvserver.errors import ConfigError
 from kvserver.eviction import POLICIES
@@ -126,7 +125,7 @@ def _refuse_open_network(url: str, host: str | None) -> None:
         )
 
 
-def serve(configuration: Configuration) -> int:
+def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if it cannot start."""
     settings = configuration.settings
     set_up_logging(settings)
@@ -150,14 +149,13 @@ def serve(configuration: Configuration) -> int:
         try:
             region, placement = _map_l1(settings, *chosen)
             page_bytes = page_bytes_for(region.size)
-            cpu = cpu_device(region, page_bytes, settings.copy_threads, settings.test_copy_delay_us)
+            cpu = hardware.make_cpu(region, page_bytes, settings.copy_threads)
         except (OSError, MemoryError, RuntimeError) as error:  # a limit of address space, of threads
             raise ConfigError(
                 f"--l1-size {settings.l1_size} --copy-threads {settings.copy_threads}: {error or 'no memory'}; lower them "
                 "or raise the limits of this process (ulimit -v, ulimit -u)"
             ) from None
-        ways = {"dma": _native.Way.DMA, "staged": _native.Way.STAGED}
-        rules = GpuRules(gpu_opener(settings), settings.gpus, settings.pin != "off", ways.get(settings.test_gpu_way))
+        rules = GpuRules(hardware.open_gpu, settings.gpus, settings.pin != "off", hardware.gpu_way)
         devices = Devices(cpu, region, page_bytes, rules)
         devices.make_ready()
         cache = Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]())
@@ -243,20 +241,6 @@ def _http_token(settings: Settings) -> str:
         return read_token(settings.http_token_file)
     except ValueError as error:
         raise ConfigError(f"--http-token-file {settings.http_token_file}: {error}") from None
-
-
-def gpu_opener(settings: Settings) -> OpenGpu:
-    """How this daemon gets at a GPU by its UUID."""
-    if not settings.test_fake_gpus:
-        return _native.cuda_gpu
-    uuids = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(settings.test_fake_gpus)]
-
-    def fake(uuid: str) -> Gpu:
-        if uuid not in uuids:
-            raise RuntimeError(f"this process has no GPU {uuid}, it has {', '.join(uuids)}")
-        return _native.FakeGpu(uuid, delay_micros=settings.test_copy_delay_us)
-
-    return fake
 
 
 def _has_numa_policy() -> bool:

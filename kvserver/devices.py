@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvserver._native import (
+    Copier,
     Device,
     Direction,
     FileMapping,
@@ -29,6 +30,7 @@ from kvserver._native import (
     Outcome,
     Pinner,
     Way,
+    cuda_gpu,
 )
 from kvserver.errors import ConfigError, ErrorCode, KVServerError
 from kvserver.placement import gpu_cpus
@@ -38,14 +40,27 @@ from kvserver.settings import parse_gpus
 
 log = logging.getLogger(__name__)
 
-OpenGpu = Callable[[str], Gpu]
+MakeCpu = Callable[[HostRegion, int, int], Device]  # of L1, bytes of its pages, threads
+OpenGpu = Callable[[str], Gpu]  # by UUID; RuntimeError says why it cannot be
 _READY_SECONDS = 60.0  # for the contexts of GPUs that the settings name
 _TOUCHING_THREADS = 4
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """How the daemon makes its devices. The defaults are the machine's own; tests give simulated ones."""
+
+    make_cpu: MakeCpu = Copier
+    open_gpu: OpenGpu = cuda_gpu
+    gpu_way: Way | None = None  # None: each GPU chooses for each copy
+
+
+THIS_MACHINE = Hardware()
+
+
+@dataclass(frozen=True)
 class GpuRules:
-    """Which GPUs there may be, and how one is got at. RuntimeError of `open` says why it cannot be."""
+    """Which GPUs engines may use, and how to open one."""
 
     open: OpenGpu
     gpus: str = "auto"  # as the setting

@@ -191,15 +191,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv_index_size: Annotated[
         str, Meta(description="Memory for the index behind POST /kv/match; blocks beyond it are counted and not found.")
     ] = "256MiB"
-    test_copy_delay_us: Annotated[
-        int, Meta(ge=0, description="For tests: pause before each copied block, to act in the middle of a copy.")
-    ] = 0
-    test_fake_gpus: Annotated[
-        int, Meta(ge=0, le=8, description="For tests: so many simulated GPUs, whose memory is the host's.")
-    ] = 0
-    test_gpu_way: Annotated[
-        Literal["auto", "dma", "staged"], Meta(description="For tests: all copies of GPUs go this way.")
-    ] = "auto"
 
 
 def parse_size(text: str) -> int:

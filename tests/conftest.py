@@ -34,7 +34,7 @@ def gpu(device: str) -> str:
 @pytest.fixture(scope="module")
 def gpu_flags(gpu: str) -> dict[str, Any]:
     """What a daemon needs to serve it."""
-    return {"test_fake_gpus": len(GPUS)} if gpu else {}
+    return {"simulated_gpus": len(GPUS)} if gpu else {}
 
 
 @pytest.fixture

@@ -349,7 +349,8 @@ class WordPage {
 // more than a batch. Never lost.
 class Copier final : public Device {
   public:
-    // delay_micros: pause before each block, so that tests can act in the middle of a copy.
+    // delay_micros: pause before each block. For tests, which act in the middle of a copy; the
+    // daemon leaves it 0.
     Copier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
            unsigned delay_micros);
     ~Copier() override;  // stops; jobs not begun are dropped, running ones end at their next block

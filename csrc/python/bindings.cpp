@@ -12,7 +12,6 @@
 
 #include "copy/core.h"
 #include "tables/block_runs.h"
-#include "testing/fake_device.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -139,10 +138,6 @@ NB_MODULE(_native, m) {
         .value("LATE", Outcome::kLate)
         .value("MEMORY_LOST", Outcome::kMemoryLost)
         .value("DEVICE_LOST", Outcome::kDeviceLost);
-    nb::enum_<FakeDevice::Order>(m, "Order")
-        .value("SUBMITTED", FakeDevice::Order::kSubmitted)
-        .value("REVERSED", FakeDevice::Order::kReversed)
-        .value("RANDOM", FakeDevice::Order::kRandom);
 
     nb::class_<Mapping>(m, "Mapping")
         .def("intact", &Mapping::intact)
@@ -232,34 +227,6 @@ NB_MODULE(_native, m) {
         .def(nb::new_(&make_without_gil<Copier, std::shared_ptr<HostRegion>, uint64_t, unsigned,
                                         unsigned>),
              "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0);
-    nb::class_<FakeDevice, Device>(m, "FakeDevice")
-        .def(
-            "__init__",
-            [](FakeDevice* self, std::shared_ptr<HostRegion> region, uint64_t page_bytes,
-               uint64_t seed, double trouble, unsigned delay_micros) {
-                new (self)
-                    FakeDevice(std::move(region), page_bytes,
-                               {.seed = seed, .trouble = trouble, .delay_micros = delay_micros});
-            },
-            "region"_a, "page_bytes"_a, "seed"_a = 0, "trouble"_a = 0.0, "delay_micros"_a = 0)
-        .def_prop_ro("open", &FakeDevice::open)
-        .def("run", &FakeDevice::run, "ticket"_a, "blocks"_a, Released())
-        .def("release", &FakeDevice::release, "ticket"_a, Released())
-        .def("release_all", &FakeDevice::release_all, "order"_a = FakeDevice::Order::kSubmitted,
-             Released())
-        .def("fail", &FakeDevice::fail, "ticket"_a, "blocks"_a, "what"_a, Released())
-        .def("step", &FakeDevice::step, Released())
-        .def("lose", &FakeDevice::lose, "what"_a, Released())
-        .def("recover", &FakeDevice::recover, Released())
-        .def(
-            "read_l1",
-            [](const FakeDevice& device, uint64_t page) {
-                const L1& l1 = device.l1();
-                if (page >= l1.region->size() / l1.page_bytes)
-                    throw std::out_of_range("a page outside L1");
-                return nb::bytes(l1.region->data() + page * l1.page_bytes, l1.page_bytes);
-            },
-            "page"_a);
 
     m.def("pack_blocks", &pack_bytes, "ids"_a);
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);

@@ -1,5 +1,4 @@
 // bindings_gpu.cpp: the part of kvserver._native that is about GPUs.
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -13,7 +12,6 @@
 #include "gpu/pieces.h"
 #include "gpu/pinner.h"
 #include "python/bindings.h"
-#include "testing/fake_gpu.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -58,27 +56,6 @@ std::vector<PieceTuple> dma_pieces(std::shared_ptr<HostRegion> region, uint64_t 
     return tuples;
 }
 
-void bind_fake_gpu(nb::module_& m) {
-    nb::class_<FakeGpu, Gpu>(m, "FakeGpu")
-        .def(nb::new_(
-                 [](std::string uuid, uint64_t seed, unsigned delay_micros, uint64_t memory_bytes) {
-                     return make_without_gil<FakeGpu>(
-                         std::move(uuid), FakeGpu::Options{seed, delay_micros, memory_bytes});
-                 }),
-             "uuid"_a, "seed"_a = 0, "delay_micros"_a = 0, "memory_bytes"_a = uint64_t{1} << 30)
-        .def("hold", &FakeGpu::hold, Released())
-        .def("resume", &FakeGpu::resume, Released())
-        .def("fail_next", &FakeGpu::fail_next, "call"_a, "what"_a, "lost"_a = false,
-             "alive"_a = false, "after"_a = 0, Released())
-        .def("die", &FakeGpu::die, "what"_a, Released())
-        .def("lose", &FakeGpu::lose, "what"_a, Released())
-        .def_prop_ro("faults", &FakeGpu::faults)
-        .def_prop_ro("calls", &FakeGpu::calls)
-        .def_prop_ro("open_memories", &FakeGpu::open_memories)
-        .def_prop_ro("allocated_bytes", &FakeGpu::allocated_bytes)
-        .def_prop_ro("registered_bytes", &FakeGpu::pinned_bytes);
-}
-
 }  // namespace
 
 void bind_gpu(nb::module_& m) {
@@ -109,7 +86,6 @@ void bind_gpu(nb::module_& m) {
 
     nb::enum_<Way>(m, "Way").value("DMA", Way::kDma).value("STAGED", Way::kStaged);
     nb::class_<Gpu>(m, "Gpu").def_prop_ro("uuid", &Gpu::uuid).def_prop_ro("lost", &Gpu::lost);
-    bind_fake_gpu(m);
 
     nb::class_<GpuMapping, Mapping>(m, "GpuMapping")
         .def_static("by_ipc", &by_ipc, "gpu"_a, "handle"_a, "offset"_a, "size"_a)

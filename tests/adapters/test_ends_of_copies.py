@@ -22,7 +22,7 @@ CHUNK = 64
 
 def test_a_store_is_cancelled_at_its_deadline(make_daemon, make_engine):
     """The daemon is not left to copy, for seconds, what it would not publish."""
-    daemon = make_daemon(test_copy_delay_us=200_000)
+    daemon = make_daemon(copy_delay_us=200_000)
     engine = make_engine(daemon, extra={"kvserver.store_timeout_ms": 200})
     engine.generate("r", prompt(1, 16 * CHUNK), count=1)  # 64 blocks, by two threads: 6.4 s
     daemon.wait_for_books(seconds=3, tickets=0)
@@ -31,7 +31,7 @@ def test_a_store_is_cancelled_at_its_deadline(make_daemon, make_engine):
 
 def test_stores_in_a_new_session_have_words_of_their_own(make_daemon, make_engine):
     """The store that died with the daemon before has one that is another's by now."""
-    daemon = make_daemon(test_copy_delay_us=20_000)
+    daemon = make_daemon(copy_delay_us=20_000)
     engine = make_engine(daemon)
     answer = engine.add("lost", prompt(0, 4 * CHUNK), count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
@@ -100,7 +100,7 @@ class Steps:
 
 @pytest.fixture
 def steps(make_daemon, make_halves):
-    daemon = make_daemon(test_copy_delay_us=30_000)
+    daemon = make_daemon(copy_delay_us=30_000)
     scheduler, worker = make_halves(daemon, two_groups)
     yield Steps(worker), daemon
     daemon.thaw()

@@ -156,7 +156,7 @@ def test_restarted_between_lookup_and_load(stored, make_engine):
 
 
 def test_killed_during_a_load(stored, make_engine, asynchronous):
-    daemon = stored(test_copy_delay_us=SLOW)
+    daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous)
     answer = begin_load(engine)
     daemon.kill()
@@ -166,7 +166,7 @@ def test_killed_during_a_load(stored, make_engine, asynchronous):
 
 
 def test_killed_during_a_store(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon)
     answer = engine.add("r", TOKENS, count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
@@ -214,7 +214,7 @@ def test_a_process_with_thousands_of_descriptors_is_served(stored, make_engine):
 
 def test_stopped_during_a_load(stored, make_engine, asynchronous):
     """The blocks that the daemon may still write stay out of use until it goes on and says so."""
-    daemon = stored(test_copy_delay_us=SLOW)
+    daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
     answer = begin_load(engine)
     held = set(engine.loads[0].block_ids)
@@ -249,7 +249,7 @@ def churn(engine: Engine, name: str, forbidden: set[int]) -> None:
 
 
 def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
-    daemon = stored(test_copy_delay_us=SLOW)
+    daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(daemon, extra={"kvserver.load_timeout_ms": 200})
     begin_load(engine)
     daemon.freeze()
@@ -273,7 +273,7 @@ def test_stopped_before_a_load_began_holds_nothing(stored, make_engine):
 
 
 def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=20_000)
+    daemon = make_daemon(copy_delay_us=20_000)
     engine = make_engine(daemon, num_blocks=24)
     answer = engine.add("r", TOKENS, count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
@@ -292,7 +292,7 @@ def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine
 
 @pytest.mark.parametrize("when", ["lookup", "load", "running"])
 def test_an_aborted_request_leaves_nothing_behind(stored, make_engine, asynchronous, when):
-    daemon = stored(test_copy_delay_us=SLOW if when == "load" else 2000)
+    daemon = stored(copy_delay_us=SLOW if when == "load" else 2000)
     engine = make_engine(daemon, asynchronous=asynchronous)
     if when == "lookup":
         daemon.freeze()

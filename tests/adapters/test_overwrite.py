@@ -34,7 +34,7 @@ def overwrite(engine: Engine) -> None:
 
 
 def test_a_store_is_cancelled_before_its_blocks_are_overwritten(make_daemon, make_engine, asynchronous):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=23, extra={"kvserver.settle_ms": 1})
     overwrite(engine)
     assert any(plan.settle_stores for plan in engine.plans)
@@ -44,7 +44,7 @@ def test_a_store_is_cancelled_before_its_blocks_are_overwritten(make_daemon, mak
 
 
 def test_a_store_that_ends_in_time_is_kept(make_daemon, make_engine, asynchronous):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=23, extra={"kvserver.settle_ms": 10_000})
     overwrite(engine)
     assert any(plan.settle_stores for plan in engine.plans)
@@ -55,14 +55,14 @@ def test_a_store_that_ends_in_time_is_kept(make_daemon, make_engine, asynchronou
 def test_without_settling_this_test_would_see_mixed_bytes(make_daemon, make_engine, monkeypatch):
     """The control: what the two tests above would say of an adapter that forgets the hazard."""
     monkeypatch.setattr(WorkerHalf, "settle", lambda self, plan: None)
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     overwrite(make_engine(daemon, num_blocks=23))
     with pytest.raises(AssertionError, match="attends to foreign KV"):
         make_engine(daemon).generate("warm", FIRST)
 
 
 def test_a_preempted_requests_blocks_are_settled_too(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=4000)
+    daemon = make_daemon(copy_delay_us=4000)
     engine = make_engine(daemon, num_blocks=30)
     prompts = [prompt(20 + i, 2 * CHUNK + 9) for i in range(3)]
     answers = [engine.add(f"r{i}", tokens, count=80) for i, tokens in enumerate(prompts)]
@@ -75,7 +75,7 @@ def test_a_preempted_requests_blocks_are_settled_too(make_daemon, make_engine):
 
 def test_the_targets_of_a_load_are_settled_too(make_daemon, make_engine):
     """A load's blocks stand in no request's list of new blocks: only the pool's hook sees them."""
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     make_engine(daemon).generate("cold", OTHER, seconds=30)
     engine = make_engine(daemon, num_blocks=23, extra={"kvserver.settle_ms": 1})
     first = engine.add("first", FIRST, count=1)
@@ -107,7 +107,7 @@ def test_a_hung_daemon_adds_little_to_each_worker_step_and_nothing_wrong_to_l1(m
 
     for name in ("settle", "start_loads", "start_stores", "poll"):
         timed(name)
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, num_blocks=23)
     engine.before_step = lambda plan: spent.append(0.0)
     first = engine.add("first", FIRST, count=1)

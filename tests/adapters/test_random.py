@@ -106,7 +106,7 @@ class Chaos:
 )
 def test_a_random_run_ends_with_right_tokens_and_full_books(make_daemon, make_engine, seed, options):
     """`late`: the forward's work happens on a GPU, some time after its step."""
-    daemon = make_daemon(test_copy_delay_us=1000, l1_size="1MiB")
+    daemon = make_daemon(copy_delay_us=1000, l1_size="1MiB")
     gpu = None
     if "late" in options:
         options = {name: value for name, value in options.items() if name != "late"}

@@ -55,7 +55,7 @@ def test_a_chunk_that_one_rank_could_not_store_is_not_found(make_daemon, pair):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_when_one_rank_fails_to_load_the_request_is_computed(make_daemon, pair, failing):
     """The other one's load still runs then, into blocks that stay the request's."""
-    daemon = make_daemon(test_copy_delay_us=5000)
+    daemon = make_daemon(copy_delay_us=5000)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon)
     half, other = (warm.runners[i].connector.worker for i in (failing, 1 - failing))
@@ -68,7 +68,7 @@ def test_when_one_rank_fails_to_load_the_request_is_computed(make_daemon, pair, 
 
 
 def test_blocks_that_one_rank_cannot_get_back_are_held_until_it_can(make_daemon, pair):
-    daemon = make_daemon(test_copy_delay_us=SLOW, copy_threads=1)
+    daemon = make_daemon(copy_delay_us=SLOW, copy_threads=1)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 1500})
     first, second = (runner.connector.worker for runner in warm.runners)
@@ -86,7 +86,7 @@ def test_blocks_that_one_rank_cannot_get_back_are_held_until_it_can(make_daemon,
 
 
 def test_blocks_that_no_rank_can_get_back_are_held_until_both_can(make_daemon, pair):
-    daemon = make_daemon(test_copy_delay_us=SLOW, copy_threads=2)
+    daemon = make_daemon(copy_delay_us=SLOW, copy_threads=2)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200})
     answer = warm.add("warm", TOKENS)
@@ -101,7 +101,7 @@ def test_blocks_that_no_rank_can_get_back_are_held_until_both_can(make_daemon, p
 
 
 def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon)
     answer = warm.add("warm", TOKENS)
@@ -113,7 +113,7 @@ def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
 
 
 def test_a_store_counts_as_pending_until_both_ranks_ended_it(make_daemon, pair):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     cold = pair(daemon)
     answer = cold.add("cold", TOKENS, count=1)
     cold.run(until=lambda: answer.finish_reason is not None)

@@ -104,7 +104,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_daemon, ma
 
 
 def test_a_load_under_way_at_a_reset_is_given_up(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=20_000)
+    daemon = make_daemon(copy_delay_us=20_000)
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon)
     answer = engine.add("warm", TOKENS)

@@ -96,7 +96,7 @@ def test_generated_tokens_are_stored_too(make_daemon, make_engine, how):
 
 
 def test_several_requests_load_the_same_prefix_at_once(make_daemon, make_engine, how):
-    daemon = make_daemon(test_copy_delay_us=500)
+    daemon = make_daemon(copy_delay_us=500)
     shared = prompt(8, 2 * CHUNK)
     make_engine(daemon).generate("cold", [*shared, 3])
     warm = make_engine(daemon, **how)
@@ -155,7 +155,7 @@ def test_a_sliding_window_loads_the_end_of_its_prefix_only(make_daemon, make_eng
 
 
 def test_an_idle_engine_steps_until_its_stores_have_ended(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=3000)
+    daemon = make_daemon(copy_delay_us=3000)
     engine = make_engine(daemon)
     engine.run()  # its first step
     answer = engine.add("r", prompt(12, 3 * CHUNK), count=1)

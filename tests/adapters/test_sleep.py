@@ -56,7 +56,7 @@ def test_restoring_what_was_never_unregistered_changes_nothing(make_daemon, make
 
 
 def test_a_store_in_flight_is_cancelled(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=50_000)
+    daemon = make_daemon(copy_delay_us=50_000)
     engine = make_engine(daemon)
     answer = engine.add("r", TOKENS, count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
@@ -69,7 +69,7 @@ def test_a_store_in_flight_is_cancelled(make_daemon, make_engine):
 
 
 def test_a_load_in_flight_fails_its_request_which_is_computed(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=50_000)
+    daemon = make_daemon(copy_delay_us=50_000)
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon)
     answer = engine.add("warm", TOKENS)
@@ -98,7 +98,7 @@ def test_a_hung_daemon_holds_up_sleep_until_its_deadline_only(make_daemon, make_
 
 
 def test_sleep_fails_while_a_hung_daemon_may_write(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=50_000)
+    daemon = make_daemon(copy_delay_us=50_000)
     make_engine(daemon).generate("cold", TOKENS)
     # Longer than the link waits for one answer.
     extra = {"kvserver.unregister_timeout_ms": 1500, "kvserver.load_timeout_ms": 200}

@@ -116,7 +116,7 @@ def test_of_engines_that_state_no_sources_nothing_is_shown(
 def test_a_load_faster_than_computing_gains_and_a_slower_one_loses(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
-    daemon = make_daemon(test_copy_delay_us=2000)
+    daemon = make_daemon(copy_delay_us=2000)
     worker = make_worker(daemon)
     keys, blocks = make_keys(2), worker.blocks_for(2)
     worker.store(keys, blocks)
@@ -143,7 +143,7 @@ def test_a_load_faster_than_computing_gains_and_a_slower_one_loses(
 def test_a_load_that_failed_loses_its_time(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
-    daemon = make_daemon(test_copy_delay_us=20_000)
+    daemon = make_daemon(copy_delay_us=20_000)
     worker = make_worker(daemon)
     keys, blocks = make_keys(3), worker.blocks_for(3)
     worker.store(keys, blocks)
@@ -158,7 +158,7 @@ def test_a_load_that_failed_loses_its_time(
 def test_several_ranks_gain_once_and_wait_for_the_slowest(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
-    daemon = make_daemon(test_copy_delay_us=2000)
+    daemon = make_daemon(copy_delay_us=2000)
     names = {"instance_id": "two-ranks", "incarnation": "one"}
     ranks = [make_worker(daemon, rank=rank, world_size=2, **names) for rank in range(2)]
     keys = make_keys(2)
@@ -176,7 +176,7 @@ def test_durations_of_copies_are_split_into_queue_and_copy(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
     """With one thread the second load waits for the first."""
-    daemon = make_daemon(test_copy_delay_us=3000, copy_threads=1)
+    daemon = make_daemon(copy_delay_us=3000, copy_threads=1)
     worker = make_worker(daemon)
     keys, blocks = make_keys(2), worker.blocks_for(2)
     worker.store(keys, blocks)

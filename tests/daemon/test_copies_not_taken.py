@@ -11,8 +11,7 @@ from support.daemon import fetch
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, make_keys
 
-from kvserver._native import HostRegion, State
-from kvserver.copier import cpu_device
+from kvserver._native import Copier, HostRegion, State
 from kvserver.devices import Devices
 from kvserver.http import StatusPages
 from kvserver.protocol import Retrieved, Stored
@@ -23,7 +22,7 @@ class Full:
 
     def __init__(self) -> None:
         self.full = False
-        self._device: Any = cpu_device(HostRegion(L1_BYTES), PAGE_BYTES, 1, 0)
+        self._device: Any = Copier(HostRegion(L1_BYTES), PAGE_BYTES, 1)
 
     def submit_copy(self, **job: Any) -> None:
         if self.full:

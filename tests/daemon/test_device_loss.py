@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 from support.daemon import fetch, wait_until
 from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.simulators import FakeDevice
 from support.worker import Worker, make_keys
 
-from kvserver._native import FakeDevice, HostRegion, State
+from kvserver._native import HostRegion, State
 from kvserver.client import RequestFailed
 from kvserver.devices import Devices
 from kvserver.http import StatusPages

@@ -107,7 +107,7 @@ def test_an_evicted_chunk_says_when_and_what_would_have_kept_it(
 
 
 def test_a_chunk_on_its_way_is_filling(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
-    daemon = make_daemon(test_copy_delay_us=50_000)
+    daemon = make_daemon(copy_delay_us=50_000)
     worker = make_worker(daemon)
     keys = make_keys(2)
     store = worker.begin_store(keys, worker.blocks_for(2))

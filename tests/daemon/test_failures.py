@@ -34,9 +34,7 @@ AT_ONCE = 4  # copies of one direction: copying threads, or batches that a lane 
 @pytest.fixture(scope="module")
 def slow_module_daemon(device: str, gpu: str, gpu_flags: dict[str, Any]) -> Iterator[Daemon]:
     gpu_flags = {**gpu_flags, "gpus": gpu} if gpu else {}
-    daemon = Daemon(
-        l1_size="16MiB", test_copy_delay_us=COPY_DELAY_US[device], copy_threads=AT_ONCE, **gpu_flags
-    ).start()
+    daemon = Daemon(l1_size="16MiB", copy_delay_us=COPY_DELAY_US[device], copy_threads=AT_ONCE, **gpu_flags).start()
     if gpu:
         pin_l1(daemon)  # until then one copy at a time
     yield daemon
@@ -392,7 +390,7 @@ def test_a_restarted_daemon_refuses_what_was_meant_for_the_last_one(make_daemon,
 
 
 def test_a_killed_daemon_ends_the_lifeline_and_writes_no_more(make_daemon, make_worker, device):
-    daemon = make_daemon(test_copy_delay_us=COPY_DELAY_US[device])
+    daemon = make_daemon(copy_delay_us=COPY_DELAY_US[device])
     worker = make_worker(daemon)
     keys = make_keys(3)
     worker.store(keys, worker.blocks_for(3))
@@ -427,7 +425,7 @@ def test_a_client_that_never_reads_its_replies_stops_nobody_else(make_daemon, ma
 
 
 def test_a_peer_that_is_gone_before_its_reply_hurts_nobody(make_daemon, make_worker):
-    daemon = make_daemon(test_copy_delay_us=5_000)
+    daemon = make_daemon(copy_delay_us=5_000)
     gone = make_worker(daemon)
     gone.begin_store(make_keys(1), gone.blocks_for(1))
     daemon.wait_for_books(tickets=1)
@@ -464,7 +462,7 @@ def test_hung_readers_of_the_status_pages_stop_neither_the_loop_nor_the_pages(ma
 def test_copies_cancelled_at_random_moments_never_write_late_and_never_publish_garbage(make_daemon, make_worker):
     """The state-word rule under a real race, a few hundred times, with copies of other blocks around it."""
     source = random.Random(7)
-    daemon = make_daemon(l1_size="16MiB", test_copy_delay_us=200)
+    daemon = make_daemon(l1_size="16MiB", copy_delay_us=200)
     worker = make_worker(daemon)
     keys = make_keys(3)
     worker.store(keys, worker.blocks_for(3))

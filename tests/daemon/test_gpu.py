@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import GPUS, Daemon, pin_l1, wait_until
+from support.daemon import GPUS, WITH_SIMULATED, Daemon, pin_l1, wait_until
 from support.raw import RawPeer
 from support.worker import Geometry, Worker, awkward, gpu_handle, make_keys
 
@@ -225,7 +225,7 @@ def test_a_hung_engine_holds_up_neither_copies_nor_unmaps_of_others(
     make_daemon: MakeDaemon, make_worker: MakeWorker
 ) -> None:
     """Its process is stopped with a store and a load under way: what a GPU has opened needs nothing of it."""
-    daemon = make_daemon(test_copy_delay_us=20_000)
+    daemon = make_daemon(copy_delay_us=20_000)
     other = make_worker(daemon)
     hung = subprocess.Popen(
         [sys.executable, "-m", "support.worker_process", daemon.endpoint, "hung", GPUS[0]],
@@ -259,7 +259,7 @@ LARGE = Geometry(17, 16, sizes=(17 * 4 * MiB,), planes=(Plane(0, 0, 4 * MiB, 4 *
 
 @pytest.fixture(scope="module")
 def slow_module_daemon() -> Iterator[Daemon]:
-    daemon = Daemon(l1_size="128MiB", test_fake_gpus=2, gpus=GPUS[0], test_copy_delay_us=SLOW).start()
+    daemon = Daemon(l1_size="128MiB", simulated_gpus=2, gpus=GPUS[0], copy_delay_us=SLOW).start()
     pin_l1(daemon)
     yield daemon
     daemon.audit()
@@ -412,7 +412,10 @@ def test_a_large_l1_serves_while_it_is_being_pinned(make_daemon: MakeDaemon, mak
     assert on_gpu(daemon)["load"]["unpinned_bytes"] == before["load"]["unpinned_bytes"]
 
 
-END_OF_INTERPRETER = "import atexit, sys, kvserver.__main__ as m; atexit.register(print, 'unpinned', file=sys.stderr); sys.exit(m.main())"
+END_OF_INTERPRETER = (
+    "import atexit, runpy, sys; atexit.register(print, 'unpinned', file=sys.stderr); "
+    f"runpy.run_path({WITH_SIMULATED[1]!r}, run_name='__main__')"
+)
 
 
 @pytest.mark.parametrize("pin", ["auto", "off"])

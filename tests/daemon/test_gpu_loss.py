@@ -11,11 +11,11 @@ import pytest
 from support import mortal_gpus
 from support.daemon import GPUS, Daemon, fetch, wait_until
 from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.simulators import FakeGpu
 from support.worker import Worker, make_keys
 
-from kvserver._native import FakeGpu, HostRegion, State
+from kvserver._native import Copier, HostRegion, State
 from kvserver.client import RequestFailed
-from kvserver.copier import cpu_device
 from kvserver.devices import Devices, GpuRules
 from kvserver.http import StatusPages
 from kvserver.protocol import Error, Reply, Stored
@@ -47,7 +47,7 @@ class Machine:
 def serving(gpu: FakeGpu, pin: bool) -> Iterator[Machine]:
     region = HostRegion(L1_BYTES)
     rules = GpuRules(lambda _: gpu, pin=pin)
-    with running_server(Devices(cpu_device(region, PAGE_BYTES, 2, 0), region, PAGE_BYTES, rules)) as pages:
+    with running_server(Devices(Copier(region, PAGE_BYTES, 2), region, PAGE_BYTES, rules)) as pages:
         try:
             yield Machine(gpu, pages)
         finally:
@@ -228,7 +228,7 @@ def test_a_gpu_without_room_for_staging_is_served_by_dma() -> None:
 
 @pytest.fixture
 def mortal(make_daemon: Callable[..., Daemon], tmp_path: Path) -> Daemon:
-    return make_daemon(program=mortal_gpus.program(tmp_path / "die"), test_fake_gpus=1, test_copy_delay_us=50_000)
+    return make_daemon(gpu_orders=tmp_path / "die", simulated_gpus=1, copy_delay_us=50_000)
 
 
 def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(

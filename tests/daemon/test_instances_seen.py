@@ -131,7 +131,7 @@ def test_an_instance_is_described_and_reports_its_prefill_speed(daemon: Daemon) 
 
 
 def test_leases_tickets_and_pins_are_exported(make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(test_copy_delay_us=200_000)
+    daemon = make_daemon(copy_delay_us=200_000)
     assert [daemon.metric(f"kvserver_{name}") for name in ("tickets", "pins", "leases")] == [0, 0, 0]
     with Worker(daemon.endpoint) as worker:
         keys, blocks = make_keys(2), worker.blocks_for(2)

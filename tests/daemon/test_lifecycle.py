@@ -13,7 +13,7 @@ from support.lives import SECOND, accessed, allocated, cleared, evicted, held, p
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, awkward, ids, make_keys, packed
 
-from kvserver.copier import HostRegion, cpu_device
+from kvserver._native import Copier, HostRegion
 from kvserver.devices import Devices
 from kvserver.events import ErrorSent
 from kvserver.misses import MissReason
@@ -281,7 +281,7 @@ def test_what_was_evicted_since_is_told_as_evicted(make_daemon, make_worker):
 
 
 def test_a_chunk_on_its_way_is_told_as_filling_and_half_an_instance_as_unavailable(make_daemon, make_worker):
-    daemon = make_daemon(test_copy_delay_us=100_000)
+    daemon = make_daemon(copy_delay_us=100_000)
     worker = make_worker(daemon)
     keys = make_keys(1)
     store = worker.begin_store(keys, worker.blocks_for(1))
@@ -357,7 +357,7 @@ class Dies:
 
 
 def test_readyz_fails_when_the_event_thread_has_died():
-    with running_server(Devices(cpu_device(HostRegion(L1_BYTES), PAGE_BYTES, 1, 0))) as pages:
+    with running_server(Devices(Copier(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as pages:
         assert pages.not_ready() is None
         bus = pages.kvserver.handlers.bus
         bus.subscribers = (Dies(),)

@@ -19,9 +19,8 @@ from support.server import running_server
 from support.worker import make_keys
 
 from kvserver import __version__, http
-from kvserver._native import State
+from kvserver._native import Copier, HostRegion, State
 from kvserver.capacity import available_memory, choose_l1_bytes
-from kvserver.copier import HostRegion, cpu_device
 from kvserver.devices import Devices
 from kvserver.errors import ConfigError
 from kvserver.protocol import PROTOCOL_VERSION, Lookup, Status, StatusReply, encode
@@ -67,7 +66,7 @@ def test_a_signal_ends_an_idle_daemon_within_two_seconds_and_removes_its_sockets
 
 
 def test_sigterm_with_copies_in_flight_ends_them_and_exits_zero_within_two_seconds(make_daemon, make_worker):
-    daemon = make_daemon(test_copy_delay_us=50_000)
+    daemon = make_daemon(copy_delay_us=50_000)
     worker = make_worker(daemon)
     keys = make_keys(1)
     worker.store(keys, worker.blocks_for(1))
@@ -431,7 +430,7 @@ def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(mo
     monkeypatch.setattr(http, "STUCK_SECONDS", 1.2)  # an idle loop turns once a second
     monkeypatch.setattr(http, "LOOP_DEADLINE_SECONDS", 0.2)
     release = threading.Event()
-    with running_server(Devices(cpu_device(HostRegion(MiB), 4096, 1, 0))) as pages, contextlib.ExitStack() as at_end:
+    with running_server(Devices(Copier(HostRegion(MiB), 4096, 1))) as pages, contextlib.ExitStack() as at_end:
         at_end.callback(release.set)  # whatever fails below
         assert get(pages, "/readyz") == (200, "ready\n")
         assert get(pages, "/status")[0] == 200

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 from support.daemon import wait_until
 from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.simulators import FakeDevice
 from support.worker import Worker, make_keys
 
-from kvserver._native import FakeDevice, HostRegion
+from kvserver._native import HostRegion
 from kvserver.devices import Devices
 from kvserver.protocol import Registered
 

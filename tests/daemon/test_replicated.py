@@ -63,7 +63,7 @@ def test_other_ranks_stores_are_skipped_and_never_read(daemon, make_ranks, rank)
 
 
 def test_all_ranks_load_one_chunk_at_the_same_time(make_daemon, make_ranks):
-    daemon = make_daemon(test_copy_delay_us=20_000, copy_threads=2)
+    daemon = make_daemon(copy_delay_us=20_000, copy_threads=2)
     ranks, keys = make_ranks(daemon), make_keys(1)
     content = ranks[0].memory.blocks(ranks[0].blocks_for(1))
     ranks[0].store(keys, ranks[0].blocks_for(1))
@@ -82,7 +82,7 @@ def test_until_every_rank_stands_nothing_is_stored(daemon, make_worker, make_ran
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_during_the_store_leaves_nothing_half_stored(make_daemon, make_ranks, victim):
     """Rank 0's death ends the copy; another one's does not touch it, but the engine's namespace is gone with it."""
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     ranks, reader = make_ranks(daemon), make_ranks(daemon)
     keys = make_keys(1)
     store = ranks[0].begin_store(keys, ranks[0].blocks_for(1))

@@ -88,7 +88,7 @@ def test_a_chunk_that_is_there_is_not_stored_again(daemon, worker):
 
 
 def test_stores_of_one_chunk_that_overlap_in_time_are_merged(make_daemon, make_worker):
-    daemon = make_daemon(test_copy_delay_us=20_000)
+    daemon = make_daemon(copy_delay_us=20_000)
     one, two = make_worker(daemon), make_worker(daemon)
     keys = make_keys(2)
     source = one.blocks_for(2)
@@ -317,7 +317,7 @@ def test_clear_over_http_says_how_many_chunks_it_forgot(daemon, worker):
 
 
 def test_a_store_that_was_running_when_the_cache_was_cleared_publishes_nothing(make_daemon, make_worker):
-    daemon = make_daemon(test_copy_delay_us=20_000)
+    daemon = make_daemon(copy_delay_us=20_000)
     worker = make_worker(daemon)
     keys = make_keys(3)
     slow = worker.begin_store(keys, worker.blocks_for(3))
@@ -329,7 +329,7 @@ def test_a_store_that_was_running_when_the_cache_was_cleared_publishes_nothing(m
 
 
 def test_a_load_that_was_running_when_the_cache_was_cleared_is_whole(make_daemon, make_worker):
-    daemon = make_daemon(test_copy_delay_us=5_000)
+    daemon = make_daemon(copy_delay_us=5_000)
     worker = make_worker(daemon)
     keys = make_keys(3)
     content = worker.memory.blocks(worker.blocks_for(3))

@@ -127,7 +127,7 @@ def test_the_memory_of_a_killed_engine_comes_back(daemon: Daemon, engine: Engine
 
 def test_blocks_of_a_load_stay_the_daemons_while_it_stands_still(make_engine: MakeEngine) -> None:
     """It is stopped in the middle of a load, whose deadline passes. No byte arrives after the load has settled."""
-    delay = {"test_copy_delay_us": 30_000} if SIMULATED else {}
+    delay = {"copy_delay_us": 30_000} if SIMULATED else {}
     daemon = Daemon(l1_size="96MiB" if SIMULATED else "4GiB", **daemon_flags(), **delay).start()
     try:
         engine = make_engine(daemon)

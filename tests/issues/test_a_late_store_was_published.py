@@ -12,9 +12,10 @@ import pytest
 from support.daemon import wait_until
 from support.devices import on_each_device
 from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.simulators import FakeDevice
 from support.worker import Worker, make_keys
 
-from kvserver._native import FakeDevice, HostRegion, State
+from kvserver._native import HostRegion, State
 from kvserver.devices import Devices
 from kvserver.protocol import Error, Stored
 
@@ -28,7 +29,7 @@ def in_time(seconds: float) -> int:
 @on_each_device
 @pytest.mark.parametrize("replicated", [False, True])
 def test_a_daemon_that_was_frozen_in_a_store_does_not_publish_it(make_daemon, make_worker, replicated):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     worker, keys = make_worker(daemon, replicated=replicated), make_keys(2)
     source = worker.blocks_for(2)
     before = worker.memory.blocks(source)
@@ -50,7 +51,7 @@ def test_a_daemon_that_was_frozen_in_a_store_does_not_publish_it(make_daemon, ma
 
 @on_each_device
 def test_one_ranks_late_store_keeps_a_chunk_of_all_ranks_from_being_found(make_daemon, make_worker):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     same = {"instance_id": uuid.uuid4().hex, "incarnation": "a", "world_size": 2}
     ranks = [make_worker(daemon, **same, rank=rank) for rank in range(2)]
     keys = make_keys(1)

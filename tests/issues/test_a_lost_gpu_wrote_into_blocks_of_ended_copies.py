@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 from native.rig import L0, Device, Job
 from support.daemon import wait_until
+from support.simulators import FakeGpu
 from support.worker import Geometry
 
-from kvserver._native import Direction, FakeGpu, Outcome, State, Way
+from kvserver._native import Direction, Outcome, State, Way
 from kvserver.planes import Plane
 
 REASON = "the driver said something odd"

@@ -27,7 +27,7 @@ def plans(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def daemon(make_daemon: Callable[..., Daemon], plans: Path) -> Daemon:
-    return make_daemon(program=mortal_gpus.program(plans), test_fake_gpus=2)
+    return make_daemon(gpu_orders=plans, simulated_gpus=2)
 
 
 def fail_next(plans: Path, call: str, text: str) -> None:
@@ -57,7 +57,7 @@ def test_a_gpu_that_an_engine_has_to_itself_is_refused_until_it_is_free(
 ) -> None:
     """From the first call on: there was never a context."""
     plans.write_text(f"fail enter {BUSY}")
-    daemon = make_daemon(program=mortal_gpus.program(plans), test_fake_gpus=2)
+    daemon = make_daemon(gpu_orders=plans, simulated_gpus=2)
     for _ in range(3):
         with pytest.raises(RequestFailed, match="46") as refused:
             make_worker(daemon, gpu=GPUS[0])

@@ -14,10 +14,9 @@ from support.daemon import wait_until
 from support.server import running_server
 from support.worker import Geometry, Worker, make_keys
 
-from kvserver._native import HostRegion
+from kvserver._native import Copier, HostRegion
 from kvserver.cache import Cache
 from kvserver.client import Client
-from kvserver.copier import cpu_device
 from kvserver.devices import Devices
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
@@ -99,7 +98,7 @@ class Rig:
 @contextlib.contextmanager
 def rig(chunks: int, **settings: Any) -> Iterator[Rig]:
     turns = Turns()
-    devices = Devices(cpu_device(HostRegion(chunks * PAGE), PAGE, 1, 0))
+    devices = Devices(Copier(HostRegion(chunks * PAGE), PAGE, 1))
     threading.settrace(turns.trace)
     try:
         with running_server(devices, chunks * PAGE, PAGE, **settings) as pages:

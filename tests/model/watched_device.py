@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from support.simulators import FakeDevice
 from support.worker import Memory
 
 from kvserver import _native
@@ -30,7 +31,7 @@ class Copy:
     cancelled: bool = False
 
 
-class WatchedDevice(_native.FakeDevice):
+class WatchedDevice(FakeDevice):
     """REQUIRES: expect(side) before the worker of that side registers."""
 
     def __init__(self, l1_bytes: int, page_bytes: int, seed: int, trouble: float) -> None:

@@ -13,13 +13,13 @@ from itertools import chain
 from typing import Any
 
 from support.daemon import wait_until
+from support.simulators import FakeDevice
 from support.slots import slot_of
 from support.worker import Geometry, Memory, Piece, SharedMemory, ids
 
 from kvserver._native import (
     Copier,
     Direction,
-    FakeDevice,
     FileMapping,
     Gpu,
     GpuCopier,

@@ -19,9 +19,10 @@ from typing import TypeAlias
 import pytest
 from support.daemon import wait_until
 from support.gpu_memory import VmmMemory, real_gpu
+from support.simulators import FakeGpu, Order
 from support.worker import awkward, two_groups
 
-from kvserver._native import NO_BLOCK, Direction, FakeGpu, Order, Outcome, State, Way, WordMapping, WordPage, cuda_gpu
+from kvserver._native import NO_BLOCK, Direction, Outcome, State, Way, WordMapping, WordPage, cuda_gpu
 
 from .rig import L0, Device, End, Job, flat, l0_after_load, l1_after_store
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from support.daemon import wait_until
+from support.simulators import FakeDevice, Order
 
-from kvserver._native import Direction, FakeDevice, HostRegion, Order, Outcome, State
+from kvserver._native import Direction, HostRegion, Outcome, State
 
 from .rig import L0, Device, Job, flat
 
@@ -188,3 +193,29 @@ class TestRulesOfTheCaller:
         device.unmap(l0.mappings)
         with pytest.raises(RuntimeError, match="not mapped"):
             device.submit(STORE, l0, Job([1], [0], 1, 1))
+
+
+TRUNCATED = """
+import mmap, os, sys
+from native.rig import Device, Job, L0, Outcome, flat
+
+devices = [Device(fake_seed=int(seed)) for seed in sys.argv[1:]]
+for device in devices + devices:
+    l0 = L0(device, flat(9, 4096))
+    l0.memory.truncate()
+    assert device.store(l0, Job(range(1, 9), range(8), 1, 1)).outcome == Outcome.MEMORY_LOST
+fd = os.memfd_create("m")
+os.ftruncate(fd, 4096)
+view = mmap.mmap(fd, 4096)
+os.ftruncate(fd, 0)
+print("all were lost", flush=True)
+view[0]
+"""
+
+
+@pytest.mark.parametrize("seeds", [["0", "1"], ["1", "0"]], ids=["the CPU device first", "the fake device first"])
+def test_each_module_survives_truncated_memory_and_neither_hides_another_bus_error(seeds: list[str]) -> None:
+    """Both contain the code that copies, with a handler of SIGBUS of its own, and the later one calls the earlier."""
+    command = [sys.executable, "-c", TRUNCATED, *seeds]
+    ended = subprocess.run(command, cwd=Path(__file__).parent.parent, timeout=30, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("all were lost\n", -signal.SIGBUS), ended.stderr

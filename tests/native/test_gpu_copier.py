@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 from support.daemon import wait_until
+from support.simulators import FakeGpu
 from support.worker import Geometry, awkward
 
 from kvserver._native import (
     PIN_BYTES,
     Direction,
-    FakeGpu,
     GpuCopier,
     GpuMapping,
     HostRegion,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.daemon import wait_until
+from support.simulators import FakeGpu
 from support.worker import Geometry
 
 from kvserver._native import (
@@ -17,7 +18,6 @@ from kvserver._native import (
     GPU_SLOTS,
     GPU_SPARE_BYTES,
     Direction,
-    FakeGpu,
     GpuCopier,
     HostRegion,
     Outcome,

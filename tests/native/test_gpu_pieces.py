@@ -13,13 +13,13 @@ from typing import ClassVar
 
 import pytest
 from gpu.layouts import engine_layouts
+from support.simulators import FakeGpu
 from support.worker import Geometry, awkward, two_groups
 
 from kvserver._native import (
     NO_BLOCK,
     PIN_BYTES,
     Direction,
-    FakeGpu,
     GpuCopier,
     GpuMapping,
     Mapping,

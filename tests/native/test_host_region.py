@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from support.simulators import FakeDevice
 
-from kvserver._native import Copier, Direction, FakeDevice, HostRegion
+from kvserver._native import Copier, Direction, HostRegion
 from kvserver.capacity import free_huge_bytes
 
 from .rig import L0, Device, Job, flat

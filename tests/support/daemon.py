@@ -21,8 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 T = TypeVar("T")
-GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(2)]  # of --test-fake-gpus 2
+GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(2)]  # of --simulated-gpus 2
 KVSERVER = os.environ.get("KVSERVER_BIN") or str(Path(sys.executable).parent / "kvserver")
+# For these flags it is daemon_main.py that is started, by the same interpreter.
+SIMULATED = {"copy_delay_us", "simulated_gpus", "gpu_way", "gpu_orders"}
+WITH_SIMULATED = (str(Path(KVSERVER).with_name("python")), str(Path(__file__).with_name("daemon_main.py")))
 
 
 def wait_until(predicate: Callable[[], T], seconds: float = 10.0, what: str = "") -> T:
@@ -53,13 +56,12 @@ def pin_l1(daemon: Daemon) -> None:
 class Daemon:
     """One daemon. start() after construction or after it ended; the folder and endpoint stay the same.
 
-    Flags are keyword arguments: `Daemon(l1_size="1MiB")` gives `--l1-size 1MiB`. `program`: what takes them.
+    Flags are keyword arguments: `Daemon(l1_size="1MiB")` gives `--l1-size 1MiB`. `program`: by default `kvserver`, or daemon_main.py
+    where flags are of that.
     """
 
-    def __init__(
-        self, env: dict[str, str] | None = None, program: Sequence[str] = (KVSERVER,), **flags: object
-    ) -> None:
-        self.program = program
+    def __init__(self, env: dict[str, str] | None = None, program: Sequence[str] = (), **flags: object) -> None:
+        self.program = program or (WITH_SIMULATED if SIMULATED & flags.keys() else (KVSERVER,))
         # Not pytest's tmp_path: a Unix socket's path has little room.
         self.folder = Path(tempfile.mkdtemp(prefix="kvs-"))
         self.flags: dict[str, object] = {

@@ -9,9 +9,12 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import FrameType
 
-from kvserver.__main__ import main
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support.daemon_main import main
 
 
 def die(_number: int, _frame: FrameType | None) -> None:

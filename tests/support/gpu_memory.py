@@ -12,15 +12,16 @@ import random
 from typing import Any
 
 from kvserver import protocol
-from kvserver._native import FakeGpu, Gpu, cuda_gpu, cuda_gpus
+from kvserver._native import Gpu, cuda_gpu, cuda_gpus
 from kvserver.protocol import CudaIpc, CudaVmmFd
 
 from . import cuda_driver, vmm_child
+from .simulators import FakeGpu
 from .worker import SharedMemory
 
 SIMULATED = os.environ.get("KVSERVER_SIMULATED_GPU") == "1"
 BY_CHILD = os.environ.get("KVSERVER_VMM", "self") == "child"
-FAKE_UUID = "GPU-00000000-0000-0000-0000-000000000000"  # as `kvserver serve --test-fake-gpus 1` has it
+FAKE_UUID = "GPU-00000000-0000-0000-0000-000000000000"  # as `--simulated-gpus 1` has it
 
 
 @functools.cache
@@ -49,7 +50,7 @@ def open_gpu(delay_micros: int = 0) -> Gpu:
 
 
 def daemon_flags() -> dict[str, object]:
-    return {"test_fake_gpus": 1} if SIMULATED else {}
+    return {"simulated_gpus": 1} if SIMULATED else {}
 
 
 class _View:

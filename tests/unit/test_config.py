@@ -78,8 +78,6 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
         "l1_numa": "bind:1",
         "gpus": "none",
         "pin": "off",
-        "test_fake_gpus": "8",
-        "test_gpu_way": "staged",
         "metrics_sample_rate": "0.5",
         "trace_sample_rate": "0.25",
         "otlp_endpoint": "grpc://localhost:4317",
@@ -102,12 +100,12 @@ def test_every_setting_is_described(name: str) -> None:
     assert len(text) > 10
 
 
-def test_the_help_shows_every_setting_but_those_for_tests() -> None:
+def test_the_help_shows_every_setting() -> None:
     parser = argparse.ArgumentParser()
     config.add_arguments(parser)
     text = parser.format_help()
     for name in NAMES:
-        assert (f"--{name.replace('_', '-')}" in text.replace("\n", " ").split("options:")[1]) or name[:5] == "test_"
+        assert f"--{name.replace('_', '-')}" in text.replace("\n", " ").split("options:")[1]
 
 
 BAD = {
@@ -124,9 +122,6 @@ BAD = {
     "max_message_bytes": ["1"],
     "gpus": ["all", "0", "0,1", "GPU-", "AUTO", "", f"{GPU},", f"{GPU},auto", f"{GPU},{GPU}", GPU.upper(), f"{GPU}0"],
     "pin": ["on", "yes", ""],
-    "test_copy_delay_us": ["-1"],
-    "test_fake_gpus": ["-1", "9", "two"],
-    "test_gpu_way": ["", "DMA"],
     "metrics_sample_rate": ["0", "-0.1", "1.1", "all", "nan"],
     "trace_sample_rate": ["-0.1", "1.1", "some", "nan"],
     "otlp_interval_seconds": ["0", "-1", "often"],
@@ -302,10 +297,10 @@ def test_the_tables_in_the_readme_files_are_what_the_code_says() -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_the_readme_names_every_setting_that_is_not_for_tests() -> None:
+def test_the_readme_names_every_setting() -> None:
     text = (ROOT / "README.md").read_text()
     rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `--")]
-    assert rows == [config.flag(name) for name in NAMES if not name.startswith("test_")]
+    assert rows == [config.flag(name) for name in NAMES]
 
 
 def test_a_readme_that_differs_from_the_code_is_noticed_and_mended(tmp_path: Path) -> None:

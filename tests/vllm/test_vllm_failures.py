@@ -19,7 +19,7 @@ Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
 
 # Per block; a request of three chunks has 24 blocks, so a copy takes about half a second.
-SLOW = {"test_copy_delay_us": 20_000, "copy_threads": 1}
+SLOW = {"copy_delay_us": 20_000, "copy_threads": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +210,7 @@ def test_a_hung_daemon_costs_little_and_then_nothing(
 def test_a_slow_a_full_and_a_refusing_daemon(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
     texts = [prompt(310 + n, 900) for n in range(4)]
     alone = reference(first, texts)
-    slow = start_daemon(test_copy_delay_us=3000, copy_threads=1)
+    slow = start_daemon(copy_delay_us=3000, copy_threads=1)
     assert [o["tokens"] for o in first.generate(texts)] == alone
     first.settle()
     assert [o["tokens"] for o in second.generate(texts)] == alone

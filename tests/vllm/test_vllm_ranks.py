@@ -87,7 +87,7 @@ def wait_until_both_stand(engines: Engines, daemon: Daemon, engine: Engine) -> N
 def test_one_rank_that_goes_during_a_store_leaves_nothing_half_stored(
     engines: Engines, pair: Engine, start_daemon: Start, prompt: Make
 ) -> None:
-    daemon = start_daemon(test_copy_delay_us=50_000, copy_threads=2)
+    daemon = start_daemon(copy_delay_us=50_000, copy_threads=2)
     text = prompt(200, 1000)
     pair.send("generate", prompts=[text], max_tokens=16)
     wait_until_both_copy(daemon, pair)
@@ -110,7 +110,7 @@ def test_one_rank_that_goes_during_a_store_leaves_nothing_half_stored(
 def test_one_rank_that_goes_during_a_load_costs_the_hit(
     engines: Engines, pair: Engine, start_daemon: Start, prompt: Make
 ) -> None:
-    daemon = start_daemon(test_copy_delay_us=50_000, copy_threads=2)
+    daemon = start_daemon(copy_delay_us=50_000, copy_threads=2)
     text = prompt(210, 1000)
     cold = pair.generate([text])[0]
     pair.settle()
@@ -131,7 +131,7 @@ def test_one_rank_that_stalls_until_its_deadline_leaves_nothing_half_stored(
     pair: Engine, start_daemon: Start, prompt: Make
 ) -> None:
     """One thread copies for both, so slowly that the second rank's store cannot end in time."""
-    daemon = start_daemon(test_copy_delay_us=100_000, copy_threads=1)
+    daemon = start_daemon(copy_delay_us=100_000, copy_threads=1)
     text = prompt(220, 1000)
     cold = pair.generate([text])[0]
     pair.settle()
@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_during_a_store_and_during_a_load_changes_no_token(
     pair: Engine, start_daemon: Start, prompt: Make
 ) -> None:
     """Its deadlines pass while it is stopped. The server copies on, and may: vLLM reuses nothing meanwhile."""
-    daemon = start_daemon(test_copy_delay_us=50_000, copy_threads=2)
+    daemon = start_daemon(copy_delay_us=50_000, copy_threads=2)
     text = prompt(225, 1000)
     cold = run_with_a_stop(daemon, pair, text, STORE_SECONDS + 1)
     pair.settle()
@@ -218,7 +218,7 @@ def test_a_rank_that_is_killed_ends_its_engine_and_nobody_else(
 ) -> None:
     """vLLM's engine dies with its rank. What it was storing is never found; the other engine does not notice."""
     other = engines.get("other pair", **TWO_RANKS)
-    daemon = start_daemon(test_copy_delay_us=50_000, copy_threads=2)
+    daemon = start_daemon(copy_delay_us=50_000, copy_threads=2)
     text = prompt(250, 1000)
     pair.send("generate", prompts=[text], max_tokens=200)
     wait_until_both_copy(daemon, pair)

@@ -20,9 +20,7 @@ def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 
 def started(group: Engines, way: str = "staged") -> Daemon:
-    return Daemon(
-        endpoint=group.endpoint, l1_size="64MiB", chunk_tokens=256, test_fake_gpus=1, test_gpu_way=way
-    ).start()
+    return Daemon(endpoint=group.endpoint, l1_size="64MiB", chunk_tokens=256, simulated_gpus=1, gpu_way=way).start()
 
 
 @pytest.fixture

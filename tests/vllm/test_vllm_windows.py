@@ -133,7 +133,7 @@ def test_zeroed_bytes_within_the_window_give_other_tokens(engine: Engine, start_
 
 def test_a_load_that_ends_with_its_daemon_costs_only_the_hit(engine: Engine, start_daemon: Start, prompt: Make) -> None:
     """With several groups vLLM takes no single blocks as failed, only the whole request."""
-    daemon = start_daemon(test_copy_delay_us=50_000, copy_threads=1)
+    daemon = start_daemon(copy_delay_us=50_000, copy_threads=1)
     text = prompt(340, 600)
     cold = engine.generate([text])[0]
     engine.settle()
@@ -154,7 +154,7 @@ def test_a_load_of_a_stopped_daemon_keeps_its_blocks_from_others(
     text, others = prompt(350, 600), [prompt(351 + n, 500) for n in range(4)]
     alone = [engine.generate([other])[0]["tokens"] for other in others]
     engine.forget()
-    daemon = start_daemon(test_copy_delay_us=50_000, copy_threads=1)
+    daemon = start_daemon(copy_delay_us=50_000, copy_threads=1)
     cold = engine.generate([text])[0]
     engine.settle()
     engine.forget()

@@ -7,24 +7,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from modelless import BLOCK, Engine, prompt
 from support import dying_daemon
-from support.daemon import KVSERVER, wait_until
+from support.daemon import WITH_SIMULATED, wait_until
 
 from kvserver.client import Client
 from kvserver.protocol import Unregistered, UnregisterWorker
 
 TOKENS = prompt(1, 4 * 64 + 10)
-PROGRAM = (str(Path(KVSERVER).with_name("python")), dying_daemon.__file__)
+PROGRAM = (WITH_SIMULATED[0], dying_daemon.__file__)
 
 
 @pytest.fixture
 def begun(make_daemon, make_engine):
     """(a daemon, an engine whose load it has begun, which will take a second)."""
-    daemon = make_daemon(program=PROGRAM, test_copy_delay_us=100_000)
+    daemon = make_daemon(program=PROGRAM, copy_delay_us=100_000)
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
     engine.add("warm", TOKENS)

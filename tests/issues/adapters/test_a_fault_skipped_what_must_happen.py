@@ -32,7 +32,7 @@ def faulty(*args, **kwargs):
 
 @pytest.mark.parametrize("place", [(DirectOutbox, "wait"), (DirectOutbox, "receive"), (WorkerHalf, "_usable")])
 def test_a_fault_while_settling_does_not_skip_the_cancels(make_daemon, make_engine, monkeypatch, place):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, num_blocks=23, may_fail=True)
     first = engine.add("first", FIRST, count=1)
     engine.run(until=lambda: first.finish_reason is not None)
@@ -49,7 +49,7 @@ def test_a_fault_while_settling_does_not_skip_the_cancels(make_daemon, make_engi
 
 
 def test_a_fault_in_one_cancel_does_not_skip_the_others(make_daemon, make_engine, monkeypatch):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, num_blocks=23, may_fail=True, extra={"kvserver.settle_ms": 1})
     answers = [engine.add(f"r{i}", prompt(i, 2 * CHUNK), count=1) for i in range(2)]
     engine.run(until=lambda: all(answer.finish_reason is not None for answer in answers))
@@ -136,7 +136,7 @@ def test_a_report_is_taken_entry_by_entry(make_daemon, make_engine, monkeypatch)
 
 
 def test_a_load_whose_request_ended_is_aborted_whatever_else_fails(make_daemon, make_engine, monkeypatch):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     make_engine(daemon).generate("cold", FIRST, seconds=30)
     engine = make_engine(daemon, may_fail=True)
     engine.add("warm", FIRST)
@@ -148,7 +148,7 @@ def test_a_load_whose_request_ended_is_aborted_whatever_else_fails(make_daemon, 
 
 
 def test_sleep_waits_for_the_daemon_though_a_cancel_fails(make_daemon, make_engine, monkeypatch):
-    daemon = make_daemon(test_copy_delay_us=SLOW)
+    daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, may_fail=True)
     first = engine.add("first", FIRST, count=1)
     engine.run(until=lambda: first.finish_reason is not None)

@@ -59,7 +59,7 @@ def blocks_used(engine: Engine) -> set[int]:
 
 @pytest.mark.parametrize("ends_by", ["acknowledgement", "death"])
 def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(make_daemon, make_engine, ends_by):
-    daemon = make_daemon(test_copy_delay_us=50_000)
+    daemon = make_daemon(copy_delay_us=50_000)
     engine = begin_load(daemon, make_engine)
     held = set(engine.loads[0].block_ids)
 
@@ -84,7 +84,7 @@ def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(m
 
 
 def test_a_reset_forgets_what_was_cached_beside_quarantined_blocks(make_daemon, make_engine):
-    daemon = make_daemon(test_copy_delay_us=50_000)
+    daemon = make_daemon(copy_delay_us=50_000)
     engine = begin_load(daemon, make_engine)
     assert pause(engine)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -104,7 +104,7 @@ def test_a_reset_forgets_what_was_cached_beside_quarantined_blocks(make_daemon, 
 
 def test_a_reset_still_fails_while_requests_use_blocks(make_daemon, make_engine):
     """What is beside the quarantined blocks keeps its KV: vLLM must hear that it does."""
-    daemon = make_daemon(test_copy_delay_us=50_000)
+    daemon = make_daemon(copy_delay_us=50_000)
     engine = begin_load(daemon, make_engine)
     held = len(engine.loads[0].block_ids)
     assert pause(engine)

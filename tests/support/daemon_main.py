@@ -1,0 +1,63 @@
+"""`kvserver serve` with a slow CPU device or simulated GPUs, whose memory is the host's: `class Daemon` starts it for tests that want them.
+
+Its own options stand among those of `kvserver serve`, which knows none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kvserver import config
+from kvserver._native import Copier, Gpu, Way
+from kvserver.daemon import serve
+from kvserver.devices import Hardware, OpenGpu
+from kvserver.errors import ConfigError
+from support.mortal_gpus import obey
+from support.simulators import FakeGpu
+
+
+def opener(count: int, delay_micros: int, orders: Path | None) -> OpenGpu:
+    uuids = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(count)]
+
+    def opened(uuid: str) -> Gpu:
+        if uuid not in uuids:
+            raise RuntimeError(f"this process has no GPU {uuid}, it has {', '.join(uuids)}")
+        gpu = FakeGpu(uuid, delay_micros=delay_micros)
+        if orders is not None and uuid == uuids[0]:
+            obey(gpu, orders)
+        return gpu
+
+    return opened
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("--copy-delay-us", type=int, default=0, help="a pause before each block that is copied")
+    parser.add_argument("--simulated-gpus", type=int, default=0)
+    parser.add_argument("--gpu-way", choices=["dma", "staged"], help="of all copies of GPUs")
+    parser.add_argument("--gpu-orders", type=Path, help="what happens to the first GPU: see mortal_gpus.py")
+    config.add_arguments(parser)
+    arguments = parser.parse_args()
+    delay = arguments.copy_delay_us
+    hardware = Hardware(
+        make_cpu=partial(Copier, delay_micros=delay),
+        gpu_way={"dma": Way.DMA, "staged": Way.STAGED}.get(arguments.gpu_way),
+    )
+    if arguments.simulated_gpus:
+        hardware = replace(hardware, open_gpu=opener(arguments.simulated_gpus, delay, arguments.gpu_orders))
+    try:
+        return serve(config.read(vars(arguments)), hardware)
+    except ConfigError as error:
+        print(f"kvserver: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
