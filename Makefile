@@ -103,7 +103,8 @@ dashboard: $(VENV)/.installed
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) build dist
 
-# The editable install follows edits of files it knows: reinstall when the list of files changes, or native code.
+# The editable install follows edits of files it knows: reinstall when the list of files changes, or native code. It also builds the
+# simulators that tests import, in build/testing.
 $(VENV)/.installed: $(NATIVE_SOURCES) tests/constraints.txt tests/requirements.txt $(VENV)/.files
 	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/requirements.txt
 	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) --no-build-isolation -C cmake.define.KVSERVER_TESTING=ON -e .
@@ -111,6 +112,7 @@ $(VENV)/.installed: $(NATIVE_SOURCES) tests/constraints.txt tests/requirements.t
 
 $(VENV)/.files: FORCE
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@test -d build/testing || rm -f $@
 	@echo '$(PY_SOURCES)' | cmp -s - $@ || echo '$(PY_SOURCES)' > $@
 
 # vLLM pins much, so it has a venv of its own. kvserver goes in as a wheel, from no index: it must fit as it is.

@@ -1,8 +1,7 @@
 // gpu.h: what the server asks of one GPU, and nothing else of any CUDA library.
 //
-// Two implement it: CudaGpu (gpu_cuda.cpp) by the CUDA runtime and driver, and FakeGpu
-// (fake_gpu.h), whose memory is the host's and whose streams are threads, for tests and machines
-// without a GPU.
+// CudaGpu (gpu_cuda.cpp) implements it by the CUDA runtime and driver. Tests and machines without a
+// GPU have a simulated one, whose memory is the host's and whose streams are threads.
 //
 // Threads: every virtual function is called by native threads without the GIL, from several at
 // once; each calls enter() first. None is called by the server's loop.
