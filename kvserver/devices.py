@@ -40,8 +40,8 @@ from kvserver.settings import parse_gpus
 
 log = logging.getLogger(__name__)
 
-MakeCpu = Callable[[HostRegion, int, int], Device]  # of L1, bytes of its pages, threads
-OpenGpu = Callable[[str], Gpu]  # by UUID; RuntimeError says why it cannot be
+MakeCpu = Callable[[HostRegion, int, int], Device]  # L1, bytes of a page, threads
+OpenGpu = Callable[[str], Gpu]  # by UUID; RuntimeError with the reason if that fails
 _READY_SECONDS = 60.0  # for the contexts of GPUs that the settings name
 _TOUCHING_THREADS = 4
 

@@ -1,6 +1,6 @@
-"""`kvserver serve` with a slow CPU device or simulated GPUs, whose memory is the host's: `class Daemon` starts it for tests that want them.
+"""`kvserver serve` with a slow CPU device or simulated GPUs: `class Daemon` starts it for tests that need them.
 
-Its own options stand among those of `kvserver serve`, which knows none of them.
+It has the flags of `kvserver serve` and its own, which `kvserver serve` refuses.
 """
 
 from __future__ import annotations
