@@ -1,16 +1,17 @@
-"""What a router's question costs: which engine holds how much of a prompt, of many blocks that are held.
+"""What a router's question costs: which engine has how much of a prompt, in an index of many blocks.
 
 python bench/match.py [--blocks 1000000] [--asked 10000] [--samples 1000] [--engines 8]
 
-Each engine holds its share of the prompts in L0, all of them have the same chunks of 16 blocks in L1. The question is
+Each engine has its share of the prompts in L0, all of them have the same chunks of 16 blocks in L1. The question is
 put to the native index; to another process over HTTP (msgpack, one connection that is kept), with whole hashes and with
-the last 8 bytes of each, by a plain socket and by Python's own client, which takes its time too; and to plain Python: a dict from hash to a mask of holders, walked block by block until nobody
-is left, without tiers and chunks.
+the last 8 bytes of each, by a plain socket and by Python's own client, which takes its time too; and to plain Python: a
+dict from hash to a mask of engines, walked block by block until no engine is left, without tiers and chunks.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import http.client
 import os
 import random
@@ -38,7 +39,7 @@ from kvserver.server import Server
 HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16
 
 
-def reach_of(engine: int) -> bytes:
+def namespace_prefix(engine: int) -> bytes:
     return engine.to_bytes(64, "big")
 
 
@@ -57,21 +58,21 @@ def filled_index(prompts: list[bytes], engines: int) -> tuple[PrefixIndex, list[
     for number, prompt in enumerate(prompts):
         index.add(l0[number % engines], prompt, HASH_BYTES)
         index.add(l1, b"".join(hashes(prompt)[CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]), HASH_BYTES)
-    return index, [(holder, l1, -1, CHUNK_BLOCKS) for holder in l0]
+    return index, [(owner, l1, -1, CHUNK_BLOCKS) for owner in l0]
 
 
 class PlainIndex:
     def __init__(self, prompts: list[bytes], engines: int) -> None:
-        self.holders: dict[bytes, int] = {}
+        self.engines_by_block: dict[bytes, int] = {}
         self.engines = engines
         for number, prompt in enumerate(prompts):
             for block in hashes(prompt):
-                self.holders[block] = self.holders.get(block, 0) | 1 << number % engines
+                self.engines_by_block[block] = self.engines_by_block.get(block, 0) | 1 << number % engines
 
     def match(self, prompt: bytes) -> list[int]:
         found, alive = [0] * self.engines, (1 << self.engines) - 1
         for at in range(0, len(prompt), HASH_BYTES):
-            still = alive & self.holders.get(prompt[at : at + HASH_BYTES], 0)
+            still = alive & self.engines_by_block.get(prompt[at : at + HASH_BYTES], 0)
             if still != alive:
                 for engine in range(self.engines):
                     if (alive & ~still) >> engine & 1:
@@ -91,12 +92,12 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
     index = KVIndex(1 << 30, follow_engines=False)
     for number in range(engines):
         scheduler = DescribeScheduler(instance_id=f"engine-{number}", incarnation="1", model_name="m", variant="")
-        index.observe(ReaderCame(1, 0, scheduler, reach_of(number), 1, BLOCK_TOKENS))
+        index.observe(ReaderCame(1, 0, scheduler, namespace_prefix(number), 1, BLOCK_TOKENS))
     for number, prompt in enumerate(prompts):
         blocks = hashes(prompt)
         for first in range(0, len(blocks), MOST_CHUNKS):
             chunks = tuple(KVChunk(block) for block in blocks[first : first + MOST_CHUNKS])
-            index.observe(KVStored(1, 0, Tier.L1, reach_of(number % engines), chunks))
+            index.observe(KVStored(1, 0, Tier.L1, namespace_prefix(number % engines), chunks))
     pages = StatusPages(("127.0.0.1", 0), cast(Server, SimpleNamespace()), {}, MatchPages(index, _no_load))
     os.write(write, str(pages.port).encode())
     pages.serve_forever()
@@ -111,7 +112,7 @@ class PlainClient:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def post(self, body: bytes) -> bytes:
-        head = f"POST /kv/match HTTP/1.1\r\nHost: x\r\nContent-Type: {MSGPACK}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /kv/match HTTP/1.1\r\nHost: localhost\r\nContent-Type: {MSGPACK}\r\nContent-Length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode())
         self._socket.sendall(body)
         answer = b""
@@ -159,6 +160,7 @@ def millis(ask: Callable[[bytes], int], prompts: list[bytes], samples: int) -> l
 def show_matches(options: argparse.Namespace) -> None:
     prompts = prompts_of(options.blocks, options.asked)
     server, port = serve(prompts, options.engines)
+    atexit.register(os.kill, server, signal.SIGKILL)  # also where a step below fails
     index, readers = filled_index(prompts, options.engines)
     plain = PlainIndex(prompts, options.engines)
     plain_client, library_client = PlainClient(port), LibraryClient(port)
@@ -185,8 +187,6 @@ def show_matches(options: argparse.Namespace) -> None:
     rows: list[list[object]] = [[name, percentile(t, 0.5), percentile(t, 0.99)] for name, t in times.items()]
     print(table(["asked of", "p50 ms", "p99 ms"], rows))
     print(f"{len(index)} blocks: {index.memory_bytes / len(index):.1f} bytes each")
-    os.kill(server, signal.SIGKILL)
-    os.waitpid(server, 0)
 
 
 def show_hashing() -> None:
@@ -209,9 +209,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--engines", type=int, default=8)
     options = parser.parse_args()
-    print(
-        f"{options.blocks} blocks held, {options.asked} asked about, {options.engines} engines, {options.samples} samples"
-    )
+    print(f"{options.blocks} blocks, {options.asked} asked about, {options.engines} engines, {options.samples} samples")
     show_matches(options)
     show_hashing()
 
