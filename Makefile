@@ -35,7 +35,7 @@ run: $(VENV)/.installed
 demo: $(VENV)/.installed $(VENV_VLLM)/.installed
 	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python bench/demo.py $(ARGS)
 
-# The machine should do nothing else. What they need of the peer's they say themselves.
+# The machine should do nothing else. Each benchmark prints what it needs of a peer.
 bench: $(VENV)/.installed $(VENV_VLLM)/.installed
 	for name in copier daemon rpc index_memory turns lifecycle match peers; do echo "== $$name"; $(VENV)/bin/python bench/$$name.py || exit 1; done
 	@echo "== hook"; $(VENV_VLLM)/bin/python bench/hook.py

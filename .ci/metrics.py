@@ -1,4 +1,4 @@
-"""Print what a real daemon's /metrics says after an engine has stored, looked up and loaded. Needs tests/ on its path."""
+"""Print a real daemon's /metrics after an engine has stored, looked up and loaded. Needs tests/ on its path."""
 
 from __future__ import annotations
 

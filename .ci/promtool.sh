@@ -15,7 +15,7 @@ own=(-o "Dir::State::Lists=$PWD/lists" -o "Dir::Cache=$PWD/cache") # so that the
 apt-get -q download prometheus >log 2>&1 || {
     mkdir -p lists/partial cache/archives/partial
     { apt-get -q "${own[@]}" update && apt-get -q "${own[@]}" download prometheus; } >>log 2>&1
-} || fail "Debian's package could not be had ($PWD/log says why)"
+} || fail "Debian's package could not be downloaded, see $PWD/log"
 dpkg-deb -x prometheus_*.deb .
 rm -rf prometheus_*.deb lists cache
 usr/bin/promtool --version >>log 2>&1 || fail "the one of Debian's package does not run here"

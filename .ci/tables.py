@@ -1,4 +1,4 @@
-"""Write the tables of settings into the README files, or with --check only say which ones differ.
+"""Write the tables of settings into the README files, or with --check only print which ones differ.
 
 The settings of the vLLM adapter are read from their module alone, so that this needs no vLLM.
 """
@@ -46,7 +46,7 @@ def main() -> int:
             if "--check" not in sys.argv:
                 path.write_text(before + begin + table() + end + after)
     if stale and "--check" in sys.argv:
-        print(f"{', '.join(stale)}: not what the code says; run `make docs`", file=sys.stderr)
+        print(f"{', '.join(stale)}: not what the code has; run `make docs`", file=sys.stderr)
         return 1
     return 0
 

@@ -77,14 +77,15 @@ TABLE = (
         "allocate, free (of a pool), return; a name states what is taken: drain_records",
     ),
     Row(
-        rf"(?:take|takes|took|taking) (?:(?!of|from|to|in|and|or|that)[\w.,*+-]+ ){{0,4}}{_MEMORY}(?! from\b)|(?:memory|bytes|room|space)(?: that| which)?(?: \w+){{1,2}} (?:takes?|took)",
+        rf"(?:take|takes|took|taking) (?:(?!of|from|to|in|and|or|that|turns|leave)[\w.,*+-]+ ){{0,4}}{_MEMORY}(?! (?:from|away)\b)"
+        r"|(?:memory|bytes|room|space) (?:(?:that|which)(?: \w+){1,2}|it|they|an? \w+|the \w+) (?:takes?|took)",
         "(?!)",
         "uses N bytes",
     ),
     Row(r"figures?", r"_figures?_", "metrics, measurements, numbers"),
     Row(r"mend(?:s|ed|ing)?", r"_mend(?:s|ed)?_", "fix"),
     Row(
-        r"load of (?:an?|the|its|each|every|that|this|one) (?:engine|instance|server)|(?:engine|instance|server|scheduler)['’]s load"
+        r"load of (?:(?:an?|the|its|each|every|that|this|one|all) )?(?:engine|instance|server)s?|(?:engine|instance|server|scheduler)(?:['’]s|s['’]) load"
         r"|(?<!let\san\s)engine load(?! (?:it|them|an?|the|chunks?|blocks?|what|from|its|every|all)\b)",
         "(?!)",
         "engine stats (a load is a copy from L1 to L0)",

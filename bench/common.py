@@ -1,6 +1,6 @@
 """What every benchmark shares: the ceiling, percentiles and the table.
 
-A figure alone says little on a noisy machine, so each is printed beside a ceiling measured in the same
+A measurement alone means little on a noisy machine, so each is printed beside a ceiling measured in the same
 run, alternating with it.
 """
 

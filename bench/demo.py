@@ -45,20 +45,20 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    say(f"a Llama of {options.layers} layers x {options.hidden} with random weights ...")
+    show(f"a Llama of {options.layers} layers x {options.hidden} with random weights ...")
     model = tiny_models.llama(folder / "model", layers=options.layers, hidden=options.hidden)
     daemon = Daemon(l1_size="1GiB", chunk_tokens=256, copy_threads=1)
     engines = Engines(model, folder, daemon.endpoint)
     try:
         daemon.start()
-        say("two vLLM processes on CPU, one thread each ...")
+        show("two vLLM processes on CPU, one thread each ...")
         first, second = (engines.get(name, dtype="float32") for name in ("first", "second"))
         engines.wait_registered(daemon)
         for engine, seed in ((first, 1001), (second, 1002)):  # what a process does only once is not to be measured
             engine.ask("generate", prompts=[prompt(seed, options.tokens)], max_tokens=2)
         first.settle()
         second.settle()
-        say(f"{options.prompts} prompts of {options.tokens} tokens, cold in the first, warm in the second ...\n")
+        show(f"{options.prompts} prompts of {options.tokens} tokens, cold in the first, warm in the second ...\n")
         rows = [measure(daemon, first, second, prompt(seed, options.tokens)) for seed in range(options.prompts)]
         print(table(options, rows))
         return rows
@@ -131,7 +131,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
 
 
-def say(text: str) -> None:
+def show(text: str) -> None:
     print(text, flush=True)
 
 

@@ -3,7 +3,7 @@
     KVSERVER_BIN=.venv/bin/kvserver .venv-vllm/bin/python bench/engine.py [--prompts 9] [--tokens 1500]
 
 Per model three engine processes, asked in turn with the same fresh prompt, OMP_NUM_THREADS=1 each: one
-without connector, one that stores the prompt, one that never saw it and loads it. Counters of vLLM must say
+without connector, one that stores the prompt, one that never saw it and loads it. Counters of vLLM must show
 that the warm engine took the tokens from the daemon, else the run fails. The ceiling of a warm answer is the
 engine without connector with as many tokens in its own prefix cache.
 
@@ -41,7 +41,7 @@ MODELS = {"4 x 256": {"layers": 4, "hidden": 256}, "12 x 1024": {"layers": 12, "
 WARM_UPS = 2  # prompts that do not count: what a process does only once is not to be measured
 
 
-PEER_SETTLE_SECONDS = 1.0  # its connector does not say when a store has ended
+PEER_STORE_SECONDS = 1.0  # its connector does not report when a store has ended
 
 
 class Lane:
@@ -112,7 +112,7 @@ class Bench:
         found["own"] = self._lanes["none"].first_token(tokens[:hit] + other[hit:], local=hit)
         if "peer cold" in self._lanes:
             found["peer cold"] = self._lanes["peer cold"].first_token(tokens)
-            time.sleep(PEER_SETTLE_SECONDS)
+            time.sleep(PEER_STORE_SECONDS)
             found["peer warm"] = self._lanes["peer warm"].first_token(tokens, external=self._whole(CHUNK_TOKENS[0]))
         return found
 

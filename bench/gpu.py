@@ -1,10 +1,10 @@
-"""Copies between L1 and a GPU: each figure beside what one large pinned copy reaches in the same run.
+"""Copies between L1 and a GPU: each rate beside what one large pinned copy reaches in the same run.
 
     python bench/gpu.py [--out FILE.json] [--only SECTION,...] [--rounds 5] [--sizes full] [--seconds 300] [--simulated]
 
 Sections: transfers, runs, ways, chunks, daemon, pinning, neighbours, busy. A section that begins after --seconds is left out, and
-says so. Bytes are compared after what is timed: a wrong one ends the run. --simulated runs the same code over the simulated GPU
-with tiny sizes: its figures mean nothing.
+the report names it. Bytes are compared after what is timed: a wrong one ends the run. --simulated runs the same code over the simulated GPU
+with tiny sizes: its measurements mean nothing.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Needs:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="all figures, in JSON")
+    parser.add_argument("--out", type=Path, help="all measurements, in JSON")
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", choices=SIZES, default="full")
@@ -186,7 +186,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--simulated", action="store_true")
     options = parser.parse_args()
     if options.simulated and options.out and (ROOT / "bench/results") in options.out.resolve().parents:
-        parser.error("figures of a simulation do not belong into bench/results")
+        parser.error("measurements of a simulation do not belong into bench/results")
     return options
 
 
@@ -194,7 +194,7 @@ def main() -> None:
     options = arguments()
     began = time.monotonic()
     if options.simulated:
-        print("SIMULATED: no GPU is used; these figures say nothing about speed")
+        print("SIMULATED: no GPU is used; these measurements mean nothing")
     sizes = SIZES["tiny" if options.simulated else options.sizes]
     limits = {name: getattr(options, name) for name in ("short_store_bytes", "short_load_bytes")}
     board = Board(options.simulated, sizes.memory, **limits)
@@ -214,7 +214,7 @@ def main() -> None:
     needs.close()
     print(text(run.results, run.left_out))
     if options.simulated:
-        print("SIMULATED: no GPU is used; these figures say nothing about speed")
+        print("SIMULATED: no GPU is used; these measurements mean nothing")
     board.close()
     sys.exit(bool(run.failed))
 

@@ -11,7 +11,7 @@
 # KVSERVER_COMMIT         where there is no repository to ask
 # KVSERVER_REQUIRE_GPU=1  `tests` fail where there is no GPU instead of being skipped; `bench` always fails
 # OUT                     where <date>-<device>-{tests,bench}.{json,md} and the logs go: bench/results
-# KVSERVER_SIMULATED_GPU=1 tries all this out without a GPU, writes to build/gpu-simulated, and says that it means nothing.
+# KVSERVER_SIMULATED_GPU=1 tries all this out without a GPU, writes to build/gpu-simulated, and marks the results as simulated.
 #
 # Tests that fail do not keep the benchmark from running, nor one part of it the others.
 set -uo pipefail
@@ -23,8 +23,8 @@ simulated=${KVSERVER_SIMULATED_GPU:-0}
 PYTHON=$(command -v "${PYTHON:-python3}") || { echo "gpu_all.sh: there is no ${PYTHON:-python3}" >&2; exit 2; }
 if [ "$simulated" = 1 ]; then
     OUT=${OUT:-$PWD/build/gpu-simulated}
-    case $(realpath -m "$OUT") in "$PWD"/bench/results*) echo "gpu_all.sh: a simulation's figures do not belong into $OUT" >&2; exit 2 ;; esac
-    echo "SIMULATED: no GPU is used; what follows says that the scripts run, and nothing about speed"
+    case $(realpath -m "$OUT") in "$PWD"/bench/results*) echo "gpu_all.sh: a simulation's measurements do not belong into $OUT" >&2; exit 2 ;; esac
+    echo "SIMULATED: no GPU is used; what follows shows that the scripts run, and nothing about speed"
 elif [ "$what" != tests ]; then
     export KVSERVER_REQUIRE_GPU=1
 fi

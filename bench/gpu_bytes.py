@@ -17,7 +17,7 @@ _ONES = 0x0101010101010101
 
 
 class WrongBytes(BaseException):
-    """No `except Exception` may go on after it: a figure of a copy that was none is worse than no figure."""
+    """No `except Exception` may go on after it: a rate of a copy that moved nothing is worse than no rate."""
 
     EXIT_STATUS = 9  # of the benchmark, so that what runs its parts runs no other
 
@@ -97,4 +97,4 @@ def expect_equal(what: str, left: Any, right: Any) -> None:
 
         same = torch.equal(left, right)
     if not same:
-        raise WrongBytes(f"WRONG BYTES: {what} did not move what it should have; no figure of this run counts")
+        raise WrongBytes(f"WRONG BYTES: {what} did not move what it should have; no measurement of this run counts")

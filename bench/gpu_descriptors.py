@@ -63,7 +63,7 @@ MODELS = [
 
 
 class Board:
-    """A simulated GPU, and memory on it that nobody touches."""
+    """A simulated GPU, and memory on it that is never touched."""
 
     def __init__(self) -> None:
         self.gpu = FakeGpu("GPU-0")

@@ -1,4 +1,4 @@
-"""The figures of the GPU benchmark as short tables: ratios to the ceiling, and half their spread.
+"""The measurements of the GPU benchmark as short tables: ratios to the ceiling, and half their spread.
 
     python bench/gpu_report.py OUT_STEM PART.json ... [--machine FILE] [--tests JUNIT.xml]
 
@@ -36,8 +36,8 @@ def crossover(rows: list[Row], direction: str) -> str:
     return best or "above all that was measured"
 
 
-def cell(figure: Row | None) -> str:
-    return "-" if figure is None else f"{figure['ratio']:.2f} ±{figure['spread'] / 2:.0%}"
+def cell(row: Row | None) -> str:
+    return "-" if row is None else f"{row['ratio']:.2f} ±{row['spread'] / 2:.0%}"
 
 
 def percentiles(row: Row) -> list[object]:
@@ -46,10 +46,10 @@ def percentiles(row: Row) -> list[object]:
     return [row["p50_ms"], row["p99_ms"]]
 
 
-def slowdown_cell(figures: Row | None, target: float) -> str:
-    if figures is None:
+def slowdown_cell(row: Row | None, target: float) -> str:
+    if row is None:
         return "-"
-    slowdown, rate = figures["slowdown"], figures["rate"]
+    slowdown, rate = row["slowdown"], row["rate"]
     return f"{slowdown['median']:.2f} ±{slowdown['spread'] / 2:.0%} at {rate['median'] / target:.2f}"
 
 
@@ -69,7 +69,7 @@ class Table:
 
 
 TABLES = [
-    Table("goal", "time per output token at p99 while copying, over that of quiet turns; 0.8 of pinned memcpy is asked for",
+    Table("goal", "time per output token at p99 while copying, over that of quiet turns; at 0.8 of pinned memcpy",
           ["geometry", "direction", "turns", "quiet p50 ms", "beside p50 ms", "rate over memcpy's", "p99 ratio", "goal"],
           lambda r: [r["geometry"], r["direction"], r["samples"], r["quiet_p50_ms"], r["beside_p50_ms"], r["rate"],
                      *goal_cells(r)]),
@@ -128,7 +128,7 @@ def markdown(joined: Row) -> str:
     simulated = joined["simulated"]
     parts = [f"# {joined['device']}, {joined['date']}, commit {joined['commit']}"]
     if simulated:
-        parts.append("**SIMULATED: no GPU was used; these figures say nothing about speed.**")
+        parts.append("**SIMULATED: no GPU was used; these measurements mean nothing.**")
     if "tests" in joined:
         parts.append(", ".join(f"{name}: {value}" for name, value in joined["tests"].items()))
     for found in TABLES:

@@ -116,7 +116,7 @@ class Board:
 
     @staticmethod
     def wait_pinned(pinner: Pinner) -> float:
-        """Seconds. RuntimeError says why not all could be pinned."""
+        """Seconds. RuntimeError with the reason if not all could be pinned."""
         began = time.perf_counter()
         while not pinner.done:
             time.sleep(0.001)

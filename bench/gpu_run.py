@@ -1,4 +1,4 @@
-"""One run of the GPU benchmark: what it has, what it found, and how figures are taken."""
+"""One run of the GPU benchmark: what it has, what it found, and how it measures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Run:
         return row
 
     def is_over(self, what: str) -> bool:
-        """Whether there is no time for it; then the report says so."""
+        """Whether there is no time for it; then the report names it."""
         if time.monotonic() < self.until:
             return False
         self.left_out.append(f"{what}: --seconds {self.options.seconds:.0f} were over")

@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python bench/hook.py [--rounds 15] [--blocks 4096]
 
-Three real pools do the same work in turn: one that nobody watches, one with vLLM's collector, one with ours, which also
+Three real pools do the same work in turn: one without a collector, one with vLLM's collector, one with ours, which also
 hands its records over. Columns: the pool's own nanoseconds per block of each operation, then what each adds to that.
 """
 
@@ -42,7 +42,7 @@ def make_requests(count: int) -> list[Request]:
 
 
 class Rig:
-    """A pool at work; every block that it gives out was cached, so each allocation evicts, but in the first round."""
+    """A pool at work; every block that it allocates was cached, so each allocation evicts, but in the first round."""
 
     def __init__(self, blocks: int, requests: list[Request], watch: str) -> None:
         collector = KVCacheMetricsCollector(1.0) if watch == "vllm" else None
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4096)
     options = parser.parse_args()
     requests = make_requests(options.blocks // BATCH)
-    rigs = {watch: Rig(options.blocks, requests, watch) for watch in ("nobody", "vllm", "ours")}
+    rigs = {watch: Rig(options.blocks, requests, watch) for watch in ("none", "vllm", "ours")}
     for rig in rigs.values():
         rig.round()
     found: dict[str, list[dict[str, float]]] = {watch: [] for watch in rigs}
@@ -93,7 +93,7 @@ def main() -> None:
             found[watch].append(rig.round())
     rows = []
     for name in OPERATIONS:
-        bare, theirs, ours = (median([r[name] for r in found[watch]]) for watch in ("nobody", "vllm", "ours"))
+        bare, theirs, ours = (median([r[name] for r in found[watch]]) for watch in ("none", "vllm", "ours"))
         rows.append([name, bare, theirs - bare, ours - bare])
     rows.append(["all", *(sum(row[column] for row in rows) for column in (1, 2, 3))])
     print("nanoseconds per block; `evict and allocate` is two events, `hand over` of five records or one event")

@@ -77,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[list[object]] = []
     for ranks in options.ranks:
-        for chunks in options.chunks:  # each in a fresh process: memory once had is not given back
+        for chunks in options.chunks:  # each in a fresh process: freed memory stays with the process
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
                 resident, micros = fresh.submit(measure, chunks, ranks).result()
             rows.append([ranks, chunks, resident, micros])

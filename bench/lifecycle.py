@@ -1,4 +1,4 @@
-"""What following the lives of L0 blocks costs: events a second, bytes a block, and the loop's part of it.
+"""What following the lifetimes of L0 blocks costs: events a second, bytes a block, and the loop's part of it.
 
 python bench/lifecycle.py [--rounds 5] [--blocks 100000]
 """
@@ -33,7 +33,7 @@ Batch = tuple[bytes, bytes]
 
 
 def pool_events(blocks: int, count: int) -> array[int]:
-    """A pool at work: blocks are given out and found again in any order, the longest free one is evicted."""
+    """A pool at work: blocks are allocated and found again in any order, the longest free one is evicted."""
     rng = random.Random(0)
     free = deque(rng.sample(range(1, blocks), blocks - 1))
     used: list[int] = []
@@ -67,7 +67,7 @@ def batches(events: array[int], size: int) -> list[Batch]:
     ]
 
 
-class PlainLives:
+class PlainLifetimes:
     """The same counts and spans in Python: a dict of lists, nothing checked, no buckets, no sample."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def millions_a_second(apply: Callable[[bytes, bytes], None], work: Sequence[Batc
 
 
 def reported_millions_a_second(blocks: int, work: Sequence[tuple[int, bytes, bytes]]) -> float:
-    """Each batch is what one request holds; it ends 50 requests later. An event is a block held or let go."""
+    """Each batch is the blocks of one request, which ends 50 requests later. An event is a block owned or released."""
     lives = fresh(blocks)
     began = time.perf_counter()
     for number, ids, contents in work:
@@ -121,8 +121,8 @@ def reported_millions_a_second(blocks: int, work: Sequence[tuple[int, bytes, byt
     return 2 * sum(len(ids) for _, ids, _ in work) / 4 / (time.perf_counter() - began) / 1e6
 
 
-def holdings(blocks: int, size: int) -> list[tuple[int, bytes, bytes]]:
-    """A third of each request's blocks is what the one before it holds too."""
+def request_blocks(blocks: int, size: int) -> list[tuple[int, bytes, bytes]]:
+    """A third of each request's blocks belongs to the request before it, too."""
     rng = random.Random(0)
     pool = range(1, blocks)
     found: list[tuple[int, bytes, bytes]] = []
@@ -141,8 +141,8 @@ def check_micros(work: Sequence[Batch], blocks: int) -> float:
     return (time.perf_counter() - began) / len(work) * 1e6
 
 
-class Nobody:
-    name = "nobody"
+class NullSubscriber:
+    name = "null"
 
     def handle(self, event: Event) -> None:
         pass
@@ -166,7 +166,7 @@ def publish_micros(bus: Bus) -> float:
 
 def bare_micros() -> float:
     """A call of a method that does nothing, as often: what no loop can be below."""
-    handle, event = Nobody().handle, RequestEnded(0, "instance", "model", 0, "request")
+    handle, event = NullSubscriber().handle, RequestEnded(0, "instance", "model", 0, "request")
     began = time.perf_counter()
     for _ in range(BURSTS * BURST):
         handle(event)
@@ -177,12 +177,12 @@ def show_rates(rounds: int, blocks: int) -> None:
     events = pool_events(blocks, EVENTS)
     rows: list[list[object]] = []
     for size in SIZES:
-        work, held = batches(events, size), holdings(blocks, size)
+        work, owned = batches(events, size), request_blocks(blocks, size)
         found = alternate(
             rounds,
             lambda: millions_a_second(fresh(blocks).apply, work),  # noqa: B023
-            lambda: reported_millions_a_second(blocks, held),  # noqa: B023
-            lambda: millions_a_second(PlainLives().apply, work),  # noqa: B023
+            lambda: reported_millions_a_second(blocks, owned),  # noqa: B023
+            lambda: millions_a_second(PlainLifetimes().apply, work),  # noqa: B023
             lambda: check_micros(work, blocks),  # noqa: B023
         )
         exact, reported, plain, check = map(median, found)
@@ -192,12 +192,12 @@ def show_rates(rounds: int, blocks: int) -> None:
 
 
 def show_publish(rounds: int) -> None:
-    watched = Bus([Nobody()])
+    watched = Bus([NullSubscriber()])
     watched.start()
     found = alternate(rounds, lambda: publish_micros(Bus()), lambda: publish_micros(watched), bare_micros)
     watched.close()
-    nobody, one, bare = map(median, found)
-    print(table(["publish us: no subscriber", "one", "a bare call"], [[nobody, one, bare]]))
+    unwatched, one, bare = map(median, found)
+    print(table(["publish us: no subscriber", "one", "a bare call"], [[unwatched, one, bare]]))
 
 
 def main() -> None:
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=100_000)
     options = parser.parse_args()
     show_rates(options.rounds, options.blocks)
-    print(f"{BlockLives.bytes_per_block} bytes a block; {options.blocks} blocks, all lives in the sample")
+    print(f"{BlockLives.bytes_per_block} bytes a block; {options.blocks} blocks, all lifetimes in the sample")
     show_publish(options.rounds)
 
 

@@ -83,7 +83,7 @@ class Driver:
 
     def _ended(self, future: Any) -> None:
         assert future.wait(WAIT_SECONDS), "no answer"
-        assert future.result(0), "the peer says that it failed"
+        assert future.result(0), "the peer reports a failure"
         self._worker.get_finished(set())
 
     def op_lookup(self, name: str, count: int, samples: int) -> dict[str, Any]:

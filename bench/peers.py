@@ -2,10 +2,10 @@
 
     KVSERVER_PEER_PYTHON=/path/to/venv/bin/python .venv/bin/python bench/peers.py [--samples 1000] [--rounds 9]
 
-The peer lives in an environment of its own and is never a dependency: `python -m venv V && V/bin/pip
+The peer is installed in an environment of its own and is never a dependency: `python -m venv V && V/bin/pip
 install lmcache==0.5.6` (on a machine without GPU first `V/bin/pip install torch` of its CPU build). Both
 sides are measured as their engines' adapters use them: the peer with its own adapters, lookups polled
-every 0.1 ms, and with its server's defaults but for the sizes here. Without it this says so and ends well.
+every 0.1 ms, and with its server's defaults but for the sizes here. Without the peer this prints that and exits with 0.
 """
 
 from __future__ import annotations

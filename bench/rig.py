@@ -146,7 +146,7 @@ class BenchWorker:
         assert reply.stored == len(keys) // KEY_BYTES, f"not all was copied: {reply}"
 
     def load(self, keys: bytes, block_ids: array[int]) -> None:
-        """Returns when the state word says DONE, as the adapter does, and the reply has come."""
+        """Returns when the state word is DONE, as the adapter does, and the reply has arrived."""
         self.client.ask(self._copy(keys, block_ids, Retrieve), Retrieved)
         assert self.words.state(0) == State.DONE
 
@@ -177,7 +177,7 @@ class BenchWorker:
 
 
 class CountingRelay:
-    """Stands between one client and a server on sockets of its own, and counts what the client sends."""
+    """Relays between one client and a server on sockets of its own, and counts what the client sends."""
 
     def __init__(self, endpoint: str, folder: str) -> None:
         self.endpoint = f"ipc://{folder}/{uuid.uuid4().hex[:8]}"
@@ -223,7 +223,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def idle_cpu(pid: int, seconds: float = 3.0) -> float:
-    """Share of one core that a process takes while nobody asks it anything."""
+    """Share of one core that a process takes while it gets no request."""
     began, before = time.monotonic(), cpu_seconds(pid)
     time.sleep(seconds)
     return (cpu_seconds(pid) - before) / (time.monotonic() - began)

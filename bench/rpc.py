@@ -2,7 +2,7 @@
 
     python bench/rpc.py [--samples 2000] [--chunks 1000000]
 
-Columns: tokens asked for (256 per chunk, all hit), bytes of the request on the wire, p50 and p99 in
+Columns: tokens looked up (256 per chunk, all hit), bytes of the request on the wire, p50 and p99 in
 milliseconds from before the send to after the decode, and the p50 of a ROUTER that sends the same
 frames back, in a process of its own. First of all, what a prefill of 128k tokens sends.
 """

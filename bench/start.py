@@ -2,7 +2,7 @@
 connector adds to an engine that has imported vLLM.
 
 `.venv-vllm/bin/python bench/start.py`, with the daemon's command in KVSERVER_BIN; without vLLM the connector is left out
-and the line says so. Medians, and the range, of RUNS processes each. Memory is the process's own (USS), L1 not touched.
+and a line states that. Medians, and the range, of RUNS processes each. Memory is the process's own (USS), L1 not touched.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def own_kib(pid: int) -> int:
 
 
 def started() -> tuple[float, float]:
-    """Seconds until the daemon says that it is ready, and MiB of its own memory then."""
+    """Seconds until the daemon prints that it is ready, and MiB of its own memory then."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         arguments = ("--endpoint", f"ipc://{folder}/kv.sock", "--http-port", "0", "--l1-size", "64MiB")
@@ -67,10 +67,8 @@ def connector() -> tuple[float, float, int]:
     return float(seconds), int(kib) / 1024, int(modules)
 
 
-def show(what: str, figures: list[float], unit: str) -> None:
-    print(
-        f"{what:42} {statistics.median(figures):8.3f} {unit:4} ({min(figures):.3f} to {max(figures):.3f})", flush=True
-    )
+def show(what: str, values: list[float], unit: str) -> None:
+    print(f"{what:42} {statistics.median(values):8.3f} {unit:4} ({min(values):.3f} to {max(values):.3f})", flush=True)
 
 
 def main() -> None:

@@ -58,18 +58,18 @@ __global__ void __launch_bounds__(kThreadsOfCta) copy_paged(const Launch job) {
     const auto vectors = static_cast<uint32_t>(job.run / sizeof(uint4));
 #pragma unroll 1
     for (uint32_t first = threadIdx.x; first < vectors; first += kAtOnce * kThreadsOfCta) {
-        uint4 held[kAtOnce] = {};
+        uint4 words[kAtOnce] = {};
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t v = first + i * kThreadsOfCta;
             if (v < vectors)
-                held[i] =
+                words[i] =
                     __ldcs(load ? packed + v : paged_vector<by_slots>(job, plane, position, v));
         }
         for (uint32_t i = 0; i < kAtOnce; ++i) {
             const uint32_t v = first + i * kThreadsOfCta;
             if (v < vectors)
                 __stcs(load ? paged_vector<by_slots>(job, plane, position, v) : packed + v,
-                       held[i]);
+                       words[i]);
         }
     }
 }

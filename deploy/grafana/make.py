@@ -1,4 +1,4 @@
-"""Write kvserver.json, which Grafana imports, from panels.yaml: `make dashboard`. With --check only say whether it differs.
+"""Write kvserver.json, which Grafana imports, from panels.yaml: `make dashboard`. With --check only report whether it differs.
 
 panels.yaml lists rows of panels. A panel has a `title` and an `id` (links name it, so it never changes), `queries` by their legends, and
 where they differ from these defaults: `kind` timeseries (or stat, table, heatmap), `size` 8x8 of 24 columns, `unit` short, `text`.
@@ -114,7 +114,7 @@ def _target(ref: str, kind: str, legend: str, query: str) -> dict[str, Any]:
     return made | ({"range": False, "instant": True} if kind == "stat" else {"range": True})
 
 
-# ---- kinds: what Grafana is told of each ------------------------------------------------------
+# ---- kinds: what Grafana needs of each --------------------------------------------------------
 
 
 def _timeseries(panel: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _stat(panel: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(panel: dict[str, Any]) -> dict[str, Any]:
-    """`hides`: columns that say nothing; `columns`: their names, those of values after the query's letter: "Value #A"."""
+    """`hides`: columns without use; `columns`: their names, those of values after the query's `refId`: "Value #A"."""
     organize = {
         "excludeByName": dict.fromkeys(["Time", *panel.get("hides", [])], True),
         "renameByName": panel.get("columns", {}),

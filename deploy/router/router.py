@@ -3,7 +3,7 @@
     python router.py --daemon http://127.0.0.1:8080 --engine one=http://127.0.0.1:8001 --engine two=http://127.0.0.1:8002
 
 An engine's name is the `engine_id` of its --kv-transfer-config. The walk of a request: its tokens (an engine's
-/tokenize, or the ids it came with) -> the daemon's POST /kv/match -> a score for each engine -> the answer streamed
+/tokenize, or the ids in the request) -> the daemon's POST /kv/match -> a score for each engine -> the answer streamed
 through. Whatever fails on the way to the score costs no request: then the engine with the fewest requests gets it.
 
 An example to read and to change, for one machine and one daemon. It has no authentication.
@@ -28,7 +28,7 @@ from aiohttp import ClientConnectionError, ClientError, ClientResponse, ClientSe
 log = logging.getLogger("router")
 
 TOKENIZE_SECONDS = 0.25  # for an engine to tokenize a prompt
-MATCH_SECONDS = 0.05  # for the daemon to say who has it
+MATCH_SECONDS = 0.05  # for the daemon to answer which engine has it
 DOWN_SECONDS = 5.0  # an engine that did not answer is the last choice for so long
 DAEMON_SHARE = 0.8  # what a token in L1 or L2 is worth, beside one in the engine's own memory
 REQUEST_TOKENS = 256  # a request that is running or waiting outweighs so many cached tokens
@@ -47,9 +47,9 @@ class Engine:
 
 
 def score(engine: Engine, row: dict[str, Any]) -> float:
-    """Tokens that need not be computed there, less what stands in front of it. `row`: what the daemon said of it.
+    """Tokens that need not be computed there, less the requests in front of it. `row`: the daemon's answer for the engine.
 
-    The daemon's figures of load are up to a second old, so our own count speaks where it is higher.
+    The daemon's engine stats are up to a second old, so our own count is used where it is higher.
     """
     own = min(row["l0"], row["best"])
     cached = (own + DAEMON_SHARE * (row["best"] - own)) * row["block_tokens"]
@@ -62,7 +62,7 @@ class Router:
         self.engines = list(engines)
         self.daemon = daemon
         self._daemon_headers = {"Authorization": f"Bearer {daemon_token}"} if daemon_token else {}
-        self.guesses = 0  # requests for which nobody said who has them
+        self.guesses = 0  # requests placed without an answer of the daemon
         self._turns = itertools.count()
         self._session: ClientSession | None = None
 
@@ -76,7 +76,7 @@ class Router:
             worths = {engine.name: score(engine, rows[engine.name]) for engine in self.engines if engine.name in rows}
         except (ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
             self.guesses += 1
-            log.info("nobody says who has the prompt: %s: %s", type(error).__name__, error)
+            log.info("no engine is known to have the prompt: %s: %s", type(error).__name__, error)
         turn, now = next(self._turns), time.monotonic()
 
         def rank(numbered: tuple[int, Engine]) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ class Router:
         return tokens
 
     async def _match(self, body: dict[str, Any], tokens: list[int]) -> dict[str, dict[str, Any]]:
-        """What the daemon says of each engine it knows, by name."""
+        """The daemon's answer for each engine it knows, by name."""
         question = {"model": body.get("model", ""), "tokens": tokens}
         found = await self._ask(self.daemon + "/kv/match", question, MATCH_SECONDS, self._daemon_headers)
         return {row["instance_id"]: row for row in found["instances"]}
@@ -176,7 +176,7 @@ class Router:
             await stream.write_eof()
             return stream
 
-    # ---- life ---------------------------------------------------------------------------------
+    # ---- start and end ------------------------------------------------------------------------
 
     async def status(self, request: web.Request) -> web.Response:
         rows = [vars(engine) | {"down": engine.down_until > time.monotonic()} for engine in self.engines]
@@ -184,7 +184,7 @@ class Router:
 
     async def _connections(self, app: web.Application) -> AsyncIterator[None]:
         waits = ClientTimeout(total=None, sock_connect=2.0)  # an answer may take its time, a connection not
-        plain = {"Accept-Encoding": "identity"}  # unless the user asks for more: answers pass through as they are
+        plain = {"Accept-Encoding": "identity"}  # unless the user wants more: answers pass through as they are
         async with ClientSession(
             connector=TCPConnector(limit=0), timeout=waits, headers=plain, auto_decompress=False
         ) as self._session:
