@@ -90,7 +90,9 @@ RIGHT = [
     ("a.py", "def lock_held() -> None: ...\n"),
     ("kvserver/protocol.py", "class HelloReply:\n    standing: str\n"),
     ("adapters/vllm/settings.py", "class Settings:\n    settle_ms: int = 0\n"),
-    ("a.cpp", "x = it->held();\n"),
+    ("a.cpp", "x = it->held();\nstd::mutex mutex_;  // guards what follows; held while a call runs\n"),
+    ("a.md", "What a user takes for GPU memory; bytes a thread takes from a job; to the letter; it stands still.\n"),
+    ("kvserver/protocol/status.py", "class Status:\n    books: dict[str, int]\n    unsure: bool\n"),
     ("a.md", "```\nwhat is told\n```\n`kvserver_l0_unsure`, [text](told.md), `books`\n"),
     ("a.yaml", 'expr: kvserver_kv_events_held_blocks{reason="starved"}\n'),
 ]
