@@ -16,7 +16,6 @@ from common import alternate, median, table
 
 from kvserver._native import BlockLives, LifeFigures, check_records
 from kvserver.events import Bus, Event, RequestEnded
-from kvserver.measurements import RESIDENCY_SECONDS
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,
@@ -24,6 +23,7 @@ from kvserver.protocol import (
     RECORD_EVICTED,
     RECORD_OPERATION_SHIFT,
     RECORD_RELEASED,
+    RESIDENCY_SECONDS,
 )
 
 EVENTS = 200_000  # of one measurement, in batches

@@ -32,8 +32,8 @@ from kvserver.block_hashes import hash_blocks
 from kvserver.http import StatusPages
 from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderCame, Tier
-from kvserver.kv_messages import DescribeScheduler
 from kvserver.match_pages import MSGPACK, MatchPages
+from kvserver.protocol import DescribeScheduler
 from kvserver.server import Server
 
 HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16

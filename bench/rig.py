@@ -17,8 +17,6 @@ from pathlib import Path
 import zmq
 
 from kvserver._native import State, WordPage, pack_blocks
-from kvserver.client import Attachment, Client
-from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
     Counted,
@@ -26,6 +24,7 @@ from kvserver.protocol import (
     Lookup,
     LookupReply,
     Memory,
+    Plane,
     Registered,
     RegisterWorker,
     Retrieve,
@@ -34,6 +33,7 @@ from kvserver.protocol import (
     Store,
     Stored,
 )
+from kvserver.protocol.client import Attachment, Client
 
 _IDENTITY = (Counted("model", "bench"),)
 

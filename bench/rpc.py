@@ -69,8 +69,8 @@ def echo_p50(size: int, count: int) -> float:
 
 def closed_loop(endpoint: str, instance_id: str, keys: bytes, started: object, seconds: float) -> None:
     """Another client that looks up without pause."""
-    from kvserver.client import Client
     from kvserver.protocol import Lookup, LookupReply
+    from kvserver.protocol.client import Client
 
     message = Lookup(
         instance_id=instance_id, incarnation="bench", request_id="looper", chunk_blocks=CHUNK_BLOCKS, keys=keys

@@ -10,7 +10,7 @@ import os
 import sys
 
 from kvserver import __version__, cli_explain, cli_status, config
-from kvserver.errors import ConfigError
+from kvserver.protocol import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:

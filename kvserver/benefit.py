@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from kvserver.measurements import WAIT_SECONDS, Histogram
+from kvserver.protocol import WAIT_SECONDS, Histogram
 
 SOURCES = ("l0", "l1", "l2", "computed")
 OUTCOMES = ("done", "failed")

@@ -23,12 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import EvictionPolicy
 from kvserver.index import Chunk, Index, ModelUse, Namespace
 from kvserver.misses import EvictedKeys, MissReason
 from kvserver.pool import PagePool, page_count
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 SLICE = 256  # chunks that step() lets go of in one turn

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvserver.errors import ConfigError
+from kvserver.protocol import ConfigError
 from kvserver.settings import GiB, KiB, MiB, parse_size
 
 HUGE_PAGE_BYTES = {"2MiB": 2 * MiB, "1GiB": GiB}

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvserver.capacity import HUGE_PAGE_BYTES, available_memory
 from kvserver.config import field_types, variable
-from kvserver.errors import ConfigError
 from kvserver.placement import choose_l1, interleaved_nodes
+from kvserver.protocol import ConfigError
 from kvserver.settings import GiB, MiB, Settings
 
 _DESCRIPTORS_PER_WORKER = 256

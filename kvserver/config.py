@@ -18,8 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kvserver.endpoint import default_endpoint
-from kvserver.errors import ConfigError
+from kvserver.protocol import ConfigError, default_endpoint
 from kvserver.settings import (
     MIN_L1_BYTES,
     KiB,

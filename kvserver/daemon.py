@@ -30,8 +30,6 @@ from kvserver.cache import Cache
 from kvserver.config import Configuration
 from kvserver.copier import HostRegion, l1_region
 from kvserver.devices import THIS_MACHINE, Devices, GpuRules, Hardware
-from kvserver.endpoint import stranger_at
-from kvserver.errors import ConfigError
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
@@ -42,6 +40,7 @@ from kvserver.logs import set_up_logging
 from kvserver.match_pages import MatchPages
 from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
+from kvserver.protocol import ConfigError, stranger_at
 from kvserver.server import Server
 from kvserver.settings import Settings
 from kvserver.watchers import Watchers

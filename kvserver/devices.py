@@ -32,10 +32,9 @@ from kvserver._native import (
     Way,
     cuda_gpu,
 )
-from kvserver.errors import ConfigError, ErrorCode, KVServerError
 from kvserver.placement import gpu_cpus
 from kvserver.pool import PagePool
-from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd, Memory, SharedFd
+from kvserver.protocol import ConfigError, CudaIpc, CudaVmmFabric, CudaVmmFd, ErrorCode, KVServerError, Memory, SharedFd
 from kvserver.settings import parse_gpus
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvserver import __version__, checks, checks_engine, checks_gpu, checks_service, config
 from kvserver.checks import Finding, Level, Machine, ok, problem, warning
-from kvserver.errors import ConfigError
+from kvserver.protocol import ConfigError
 
 Check = Callable[[Machine], Finding]
 

@@ -21,9 +21,7 @@ from typing import Any, Protocol, TypeAlias, get_args
 
 import msgspec
 
-from kvserver.kv_messages import ChunkContents, DescribeScheduler
-from kvserver.measurements import WAIT_SECONDS, Histogram
-from kvserver.protocol import Payload, RegisterWorker
+from kvserver.protocol import WAIT_SECONDS, ChunkContents, DescribeScheduler, Histogram, Payload, RegisterWorker
 
 log = logging.getLogger(__name__)
 

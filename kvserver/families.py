@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvserver.measurements import Buckets
+from kvserver.protocol import Buckets
 
 
 class Kind(Enum):

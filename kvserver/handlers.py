@@ -16,10 +16,8 @@ from kvserver import __version__
 from kvserver.cache import Cache
 from kvserver.copier import Completion, Copier, Outcome
 from kvserver.devices import Devices
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import L1Cleared, LookupEnded
 from kvserver.instances import Disconnect, Instance, Instances
-from kvserver.kv_messages import DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 from kvserver.lifeline import Lifelines
 from kvserver.misses import MissReason
 from kvserver.placement import Placement
@@ -29,10 +27,15 @@ from kvserver.protocol import (
     PROTOCOL_VERSION,
     Clear,
     Cleared,
+    DescribeScheduler,
     EndRequest,
+    EngineLoad,
+    ErrorCode,
     Heartbeat,
     Hello,
     HelloReply,
+    KVEventsTaken,
+    KVServerError,
     Lookup,
     LookupReply,
     RegisterWorker,
@@ -40,6 +43,7 @@ from kvserver.protocol import (
     Request,
     Retrieve,
     Store,
+    TakeKVEvents,
     UnregisterWorker,
 )
 from kvserver.recount import Recount

@@ -17,8 +17,8 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
-from kvserver.measurements import bounded
 from kvserver.pool import page_count
+from kvserver.protocol import bounded
 
 
 class ModelUse:

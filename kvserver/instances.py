@@ -15,16 +15,21 @@ from dataclasses import dataclass, field
 
 from kvserver.benefit import Benefit, LoadWaits
 from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import InstanceDescribed
-from kvserver.kv_messages import DescribeScheduler
 from kvserver.lifeline import Attachment
 from kvserver.loads import Loads
-from kvserver.measurements import DEPARTED_SECONDS, MOST_DEPARTED
 from kvserver.misses import MissReason
 from kvserver.namespace import check_agreement, counted, fingerprint, private_reason, with_variant
-from kvserver.planes import block_bytes, group_count
-from kvserver.protocol import RegisterWorker
+from kvserver.protocol import (
+    DEPARTED_SECONDS,
+    MOST_DEPARTED,
+    DescribeScheduler,
+    ErrorCode,
+    KVServerError,
+    RegisterWorker,
+    block_bytes,
+    group_count,
+)
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
 

@@ -22,8 +22,15 @@ from kvserver._native import BlockLives, LifeFigures, LifeSnapshot
 from kvserver.events import BlockReport, Event, InstanceCame, InstanceGone, RequestEnded
 from kvserver.families import Family, Kind
 from kvserver.holdings import Holdings
-from kvserver.measurements import DEPARTED_SECONDS, MOST_DEPARTED, RESIDENCY_SECONDS, Buckets
-from kvserver.protocol import ExactRecords, Payload, ReportedBlocks
+from kvserver.protocol import (
+    DEPARTED_SECONDS,
+    MOST_DEPARTED,
+    RESIDENCY_SECONDS,
+    Buckets,
+    ExactRecords,
+    Payload,
+    ReportedBlocks,
+)
 
 MAX_POOLS = 64  # of one instance
 LABELS = ("instance_id", "model_name")

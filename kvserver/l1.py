@@ -28,7 +28,7 @@ from kvserver.events import (
     L1Cleared,
 )
 from kvserver.families import Family, Kind
-from kvserver.measurements import DEPARTED_SECONDS, MOST_DEPARTED, Histogram, bounded
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, Histogram, bounded
 
 _HISTOGRAMS = {
     "kvserver_l1_chunk_residency_seconds": "Time from a chunk of L1 becoming READY to its eviction.",

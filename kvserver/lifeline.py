@@ -23,8 +23,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from kvserver.errors import CONNECTION_REFUSED, ErrorCode, KVServerError
-from kvserver.protocol import Attached, Detached, Error, decode_attach, encode
+from kvserver.protocol import (
+    CONNECTION_REFUSED,
+    Attached,
+    Detached,
+    Error,
+    ErrorCode,
+    KVServerError,
+    decode_attach,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvserver.kv_messages import EngineLoad
+from kvserver.protocol import EngineLoad
 
 TOTALS = (
     "preemptions",

@@ -31,8 +31,7 @@ from msgspec import Meta
 from kvserver.block_hashes import DUMPS, hash_blocks
 from kvserver.families import Family, Kind
 from kvserver.kv_events.index import KVIndex, Match, Reader
-from kvserver.measurements import WAIT_SECONDS, Histogram
-from kvserver.wire import Label, Name, Text
+from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
 
 MOST_BODY_BYTES = 4 << 20
 LOAD_SECONDS = 0.5

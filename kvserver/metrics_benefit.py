@@ -10,7 +10,7 @@ from typing import Any
 
 from kvserver.benefit import COPY_BUCKETS, DIRECTIONS, RATIO_BUCKETS
 from kvserver.families import Family, Kind
-from kvserver.measurements import buckets
+from kvserver.protocol import buckets
 
 _INSTANCE = ("instance_id", "model_name")
 _BY_LABEL = (  # name, help, label, key of the instance's requests

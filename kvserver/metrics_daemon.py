@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvserver import __version__
-from kvserver.errors import CONNECTION_REFUSED, ErrorCode
 from kvserver.families import Family, Kind
-from kvserver.measurements import WAIT_SECONDS, Buckets, buckets
+from kvserver.protocol import CONNECTION_REFUSED, WAIT_SECONDS, Buckets, ErrorCode, buckets
 from kvserver.rpc_counts import TYPES
 
 _STATUS = (  # name, help, kind, path in the status

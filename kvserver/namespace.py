@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvserver.errors import ErrorCode, KVServerError
-from kvserver.protocol import Counted, RegisterWorker
+from kvserver.protocol import Counted, ErrorCode, KVServerError, RegisterWorker
 
 # Part of every fingerprint: bump it when the arrangement of bytes in a slot changes.
 SLOT_FORMAT = "block,plane,run/1"

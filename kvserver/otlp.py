@@ -41,7 +41,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
 from kvserver.families import Family, Kind
-from kvserver.measurements import Buckets
+from kvserver.protocol import Buckets
 from kvserver.settings import OtlpEndpoint
 
 log = logging.getLogger(__name__)

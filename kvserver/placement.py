@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvserver.capacity import HUGE_PAGE_BYTES, choose_l1_bytes, free_huge_bytes, huge_page_folder
-from kvserver.errors import ConfigError
+from kvserver.protocol import ConfigError
 from kvserver.settings import GiB, KiB, MiB, Settings, parse_size
 
 

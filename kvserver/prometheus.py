@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from kvserver.families import Family, Kind
-from kvserver.measurements import Buckets
+from kvserver.protocol import Buckets
 
 
 class _Collector:

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from kvserver._native import check_records, unpack_blocks
 from kvserver.benefit import MOST
 from kvserver.cache import Cache
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import BlockReport, Bus, RequestEnded
 from kvserver.instances import Instance, Instances
-from kvserver.kv_messages import DescribeScheduler, EngineLoad
 from kvserver.protocol import (
     MAX_REPORTED_BLOCKS,
+    DescribeScheduler,
     EndRequest,
+    EngineLoad,
+    ErrorCode,
     ExactRecords,
     Held,
+    KVServerError,
     Payload,
     ReportBlockAllocations,
     ReportedBlocks,

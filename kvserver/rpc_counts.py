@@ -9,9 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Any, get_args
 
-from kvserver.errors import ErrorCode
-from kvserver.measurements import WAIT_SECONDS
-from kvserver.protocol import Request
+from kvserver.protocol import WAIT_SECONDS, ErrorCode, Request
 
 REQUESTS = tuple(kind.__name__ for kind in get_args(Request))
 UNREADABLE = "unreadable"  # a message that is no request

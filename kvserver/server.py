@@ -22,14 +22,16 @@ from typing import Any, TypeVar
 import zmq
 
 from kvserver import __version__
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import ErrorSent
 from kvserver.handlers import Handlers
-from kvserver.measurements import WAIT_SECONDS, Histogram
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     REQUEST_ID_BYTES,
+    WAIT_SECONDS,
     Error,
+    ErrorCode,
+    Histogram,
+    KVServerError,
     Reply,
     Status,
     StatusReply,

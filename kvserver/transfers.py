@@ -16,7 +16,6 @@ from typing import TypeAlias
 from kvserver._native import unpack_blocks
 from kvserver.cache import Cache, StorePlan
 from kvserver.copier import NO_BLOCK, Completion, Copier, Direction, Outcome
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import (
     Bus,
     ChunksDescribed,
@@ -29,9 +28,21 @@ from kvserver.events import (
 )
 from kvserver.index import Chunk
 from kvserver.instances import Instance, Instances, Worker
-from kvserver.kv_messages import MOST_EXTRA_KEY_BYTES, ChunkContents
-from kvserver.planes import parse_block_ids
-from kvserver.protocol import KEY_BYTES, Error, RegisterWorker, Reply, Retrieve, Retrieved, Store, Stored
+from kvserver.protocol import (
+    KEY_BYTES,
+    MOST_EXTRA_KEY_BYTES,
+    ChunkContents,
+    Error,
+    ErrorCode,
+    KVServerError,
+    RegisterWorker,
+    Reply,
+    Retrieve,
+    Retrieved,
+    Store,
+    Stored,
+    parse_block_ids,
+)
 
 log = logging.getLogger(__name__)
 

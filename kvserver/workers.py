@@ -13,20 +13,22 @@ from collections.abc import Callable
 
 from kvserver.cache import Cache
 from kvserver.copier import Completion, Copier, Device, Outcome, PlaneTable, WordMapping
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
 from kvserver.instances import Disconnect, Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines
-from kvserver.planes import block_bytes, group_count
 from kvserver.protocol import (
     REGISTERED,
     CudaVmmFd,
     Error,
+    ErrorCode,
+    KVServerError,
     Registered,
     RegisterWorker,
     SharedFd,
     Unregistered,
     UnregisterWorker,
+    block_bytes,
+    group_count,
 )
 from kvserver.settings import Settings
 from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket

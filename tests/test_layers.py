@@ -16,19 +16,19 @@ ADAPTERS = ROOT / "adapters"
 
 # Each module may import what stands before it, `_native` and the package itself.
 ORDER = [
-    "errors",
-    "endpoint",
-    "measurements",
+    "protocol.errors",
+    "protocol.endpoint",
+    "protocol.measurements",
     "settings",
     "http_token",
     "config",
     "logs",
     "capacity",
     "placement",
-    "planes",
-    "wire",
-    "kv_messages",
-    "protocol",
+    "protocol.planes",
+    "protocol.fields",
+    "protocol.routing",
+    "protocol.messages",
     "families",
     "events",
     "kv_events.types",
@@ -93,7 +93,7 @@ ORDER = [
     "http_connections",
     "http",
     "daemon",
-    "client",
+    "protocol.client",
     "checks",
     "checks_gpu",
     "checks_service",
@@ -106,23 +106,35 @@ ORDER = [
 ]
 FREE = {"_native", "__init__"}
 ONLY = {  # modules that run inside engines, or must stay small
-    "client": {"errors", "planes", "wire", "kv_messages", "protocol"},
+    "protocol.client": {
+        "protocol.errors",
+        "protocol.planes",
+        "protocol.fields",
+        "protocol.routing",
+        "protocol.messages",
+    },
     "http_client": {"http_token"},
     "cli_status": {"http_client"},
     "cli_explain": {"http_client"},
-    "checks": {"errors", "settings", "config", "capacity", "placement"},  # all work where the native module does not
+    "checks": {
+        "protocol.errors",
+        "settings",
+        "config",
+        "capacity",
+        "placement",
+    },  # all work where the native module does not
     "checks_gpu": {"settings", "placement", "checks"},
-    "checks_service": {"settings", "http_token", "protocol", "client", "checks"},
+    "checks_service": {"settings", "http_token", "protocol.messages", "protocol.client", "checks"},
     "checks_engine": {"checks"},
 }
 ADAPTERS_MAY = {
-    "errors",
-    "endpoint",
-    "planes",
-    "wire",
-    "kv_messages",
-    "protocol",
-    "client",
+    "protocol.errors",
+    "protocol.endpoint",
+    "protocol.planes",
+    "protocol.fields",
+    "protocol.routing",
+    "protocol.messages",
+    "protocol.client",
 } | FREE
 DEFERRED = {
     *(("__main__", "daemon"), ("__main__", "doctor")),  # so that `kvserver status` starts fast
@@ -213,7 +225,7 @@ def test_adapters_use_no_pickle() -> None:
         assert not roots & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
 
 
-@pytest.mark.parametrize("module", ["daemon", "client", "__main__"])
+@pytest.mark.parametrize("module", ["daemon", "protocol.client", "__main__"])
 def test_importing_the_server_loads_no_engine(module: str) -> None:
     program = f"import sys, kvserver.{module}; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
@@ -230,9 +242,11 @@ def test_a_daemon_loads_opentelemetry_only_for_a_collector() -> None:
 
 
 def test_importing_the_client_loads_nothing_of_the_server() -> None:
-    program = "import sys, kvserver.client; print(*sorted(m for m in sys.modules if m.startswith('kvserver')))"
+    program = "import sys, kvserver.protocol.client; print(*sorted(m for m in sys.modules if m.startswith('kvserver')))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert set(loaded.stdout.split()) <= {"kvserver"} | {f"kvserver.{name}" for name in ONLY["client"] | {"client"}}
+    assert set(loaded.stdout.split()) <= {"kvserver"} | {
+        f"kvserver.{name}" for name in ONLY["protocol.client"] | {"protocol.client"}
+    }
 
 
 @pytest.mark.parametrize("path", [PACKAGE / "__init__.py", *(file_of(name) for name in ORDER)], ids=str)

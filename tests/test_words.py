@@ -88,7 +88,7 @@ RIGHT = [
     ("a.py", "x = held.get('told')\ny = 'self.held = told'\nz = {'gone': 1}\n"),
     ("a.py", "def store(blocks):\n    held = blocks\n    take_events = held.take\n    return held\n"),
     ("a.py", "def lock_held() -> None: ...\n"),
-    ("kvserver/protocol.py", "class HelloReply:\n    standing: str\n"),
+    ("kvserver/protocol/messages.py", "class HelloReply:\n    standing: str\n"),
     ("adapters/vllm/settings.py", "class Settings:\n    settle_ms: int = 0\n"),
     ("a.cpp", "x = it->held();\nstd::mutex mutex_;  // guards what follows; held while a call runs\n"),
     ("a.md", "What a user takes for GPU memory; bytes a thread takes from a job; to the letter; it stands still.\n"),

@@ -26,8 +26,7 @@ from kvserver.adapters.vllm.held import Held
 from kvserver.adapters.vllm.link import Session
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from kvserver.kv_messages import HashForm, KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
-from kvserver.protocol import Reply
+from kvserver.protocol import HashForm, KVBlocks, KVEventsTaken, KVGroup, Reply, TakeKVEvents
 
 GONE_SECONDS = 5.0
 MOST_BLOCKS = 512  # handed over in one step, or one run of blocks more: 0.6 ms

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvserver.errors import ErrorCode
-from kvserver.protocol import REGISTERED
+from kvserver.protocol import REGISTERED, ErrorCode
 
 SCHEDULER = "scheduler"  # the half's name; those of workers are "rank 0" and so on
 _REFUSED = "refused_"
 
-# What the label `reason` may say, and what it means. Beside these: "refused_" and one of the codes of kvserver.errors.
+# What the label `reason` may say, and what it means. Beside these: "refused_" and one of the codes of kvserver.protocol.errors.
 REASONS = {
     "starting": "nothing is known yet",
     "no_daemon": "no daemon is there: none was started, it ended, or the endpoint is another",

@@ -15,7 +15,7 @@ import msgspec
 from kvserver.adapters.vllm.chunks import Chunks
 from vllm.v1.core import kv_cache_utils
 
-from kvserver.kv_messages import MOST_EXTRA_KEY_BYTES, ChunkContents
+from kvserver.protocol import MOST_EXTRA_KEY_BYTES, ChunkContents
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -15,9 +15,7 @@ from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
-from kvserver.errors import ErrorCode
-from kvserver.kv_messages import DescribeScheduler, HashForm, KVGroup
-from kvserver.protocol import Error
+from kvserver.protocol import DescribeScheduler, Error, ErrorCode, HashForm, KVGroup
 
 KV_EVENTS_SINCE = 3  # the protocol version
 _AGAIN_SECONDS = (

@@ -23,15 +23,15 @@ from dataclasses import dataclass, field
 from kvserver.adapters.vllm.condition import CONNECTED, STARTING, Condition, refused
 
 from kvserver._native import WordPage
-from kvserver.client import Attachment, Channel, Client, RequestFailed, listens
-from kvserver.endpoint import stranger_at
 from kvserver.protocol import (
     HelloReply,
     Registered,
     RegisterWorker,
     Unregistered,
     UnregisterWorker,
+    stranger_at,
 )
+from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed, listens
 
 log = logging.getLogger("vllm.kvserver")
 

@@ -19,8 +19,7 @@ from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.settings import AdapterSettings
 
-from kvserver.errors import ErrorCode
-from kvserver.protocol import MAX_CHUNKS, Error, Lookup, LookupReply, Reply
+from kvserver.protocol import MAX_CHUNKS, Error, ErrorCode, Lookup, LookupReply, Reply
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

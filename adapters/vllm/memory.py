@@ -24,8 +24,7 @@ from kvserver.adapters.vllm.planes import (
     tensor_planes,
 )
 
-from kvserver.planes import Plane
-from kvserver.protocol import Memory
+from kvserver.protocol import Memory, Plane
 
 
 @dataclass(frozen=True)

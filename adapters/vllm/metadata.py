@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvserver.kv_messages import ChunkContents
+from kvserver.protocol import ChunkContents
 
 NULL_BLOCK = 0  # vLLM's id for a block that a window left behind
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 MAX_PLANES = 65536  # what one registration may name
 

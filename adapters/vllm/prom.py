@@ -24,7 +24,7 @@ from kvserver.adapters.vllm.watch import Watch, incarnation, instance_id
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvserver.errors import ErrorCode
+from kvserver.protocol import ErrorCode
 
 log = logging.getLogger("vllm.kvserver")
 

@@ -17,8 +17,7 @@ from kvserver.adapters.vllm.blockpool import PoolHook, Records
 from kvserver.adapters.vllm.link import Session
 from kvserver.adapters.vllm.sources import Prompt
 
-from kvserver.errors import ErrorCode
-from kvserver.protocol import EndRequest, Error, ExactRecords, ReportBlockAllocations
+from kvserver.protocol import EndRequest, Error, ErrorCode, ExactRecords, ReportBlockAllocations
 
 _FULL_STATES_SINCE = 2  # the protocol version
 _LOST = {ErrorCode.REPORT_GAP.value, ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.DUPLICATE_INSTANCE.value}

@@ -32,8 +32,7 @@ from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
 
-from kvserver.kv_messages import DescribeScheduler
-from kvserver.protocol import MAX_CHUNKS, Error, Reply
+from kvserver.protocol import MAX_CHUNKS, DescribeScheduler, Error, Reply
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

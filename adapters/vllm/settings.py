@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvserver.endpoint import default_endpoint
+from kvserver.protocol import default_endpoint
 
 PREFIX = "kvserver."
 

@@ -21,9 +21,8 @@ from kvserver.adapters.vllm.settings import read_settings
 from kvserver.adapters.vllm.watch import incarnation, instance_id
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from kvserver.client import Client, RequestFailed
-from kvserver.kv_messages import EngineLoad
-from kvserver.protocol import Error
+from kvserver.protocol import EngineLoad, Error
+from kvserver.protocol.client import Client, RequestFailed
 
 log = logging.getLogger("vllm.kvserver")
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvserver.adapters.vllm.condition import Condition, from_standing
 from kvserver.adapters.vllm.link import absence, failure
 
-from kvserver.client import Client
+from kvserver.protocol.client import Client
 
 log = logging.getLogger("vllm.kvserver")
 

@@ -12,7 +12,7 @@ import msgspec
 
 from kvserver.events import ChunksDescribed
 from kvserver.kv_events.types import Description
-from kvserver.wire import KEY_BYTES
+from kvserver.protocol import KEY_BYTES
 
 _NIL = b"\xc0"
 _DEEPEST = 2  # lists in a block's extra keys, as of vLLM's (identifier, offset)

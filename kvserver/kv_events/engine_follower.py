@@ -16,7 +16,7 @@ import zmq
 
 from kvserver._native import PrefixIndex
 from kvserver.kv_events.engine_stream import EngineStream
-from kvserver.kv_messages import DescribeScheduler
+from kvserver.protocol import DescribeScheduler
 
 _MESSAGES_PER_TURN = 32
 _MOST_BYTES = 16 << 20  # of a message; vLLM's are some 8 bytes a token of one step

@@ -20,7 +20,7 @@ import zmq
 
 from kvserver._native import PrefixIndex
 from kvserver.kv_events.engine_follower import Follower, Socket, unreadable
-from kvserver.kv_messages import DescribeScheduler
+from kvserver.protocol import DescribeScheduler
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from kvserver.kv_events.types import (
     ReaderGone,
     Tier,
 )
-from kvserver.kv_messages import KVBlocks, KVEventsTaken, TakeKVEvents
+from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
 
 log = logging.getLogger(__name__)
 

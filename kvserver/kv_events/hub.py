@@ -41,7 +41,7 @@ from kvserver.kv_events.types import (
     ReaderGone,
     Tier,
 )
-from kvserver.wire import KEY_BYTES
+from kvserver.protocol import KEY_BYTES
 
 _MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be
 _COPIED = 4096  # chunks at a time, between which other threads may run

@@ -28,8 +28,8 @@ from kvserver.kv_events.types import (
     ReaderGone,
     Tier,
 )
-from kvserver.kv_messages import DescribeScheduler
 from kvserver.namespace import epoch_of
+from kvserver.protocol import DescribeScheduler
 from kvserver.settings import parse_size
 
 _KNOWN_BYTES = 8  # the end of a hash

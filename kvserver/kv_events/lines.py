@@ -9,8 +9,8 @@ import json
 import time
 from typing import Any
 
-from kvserver.errors import ConfigError
 from kvserver.kv_events.types import KVChunk, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, ReaderGone
+from kvserver.protocol import ConfigError
 
 _TOKEN_BYTES = 4
 

@@ -25,7 +25,7 @@ from kvserver.kv_events.held import Held
 from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
 from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, Tier
 from kvserver.kv_events.wire import Form
-from kvserver.kv_messages import KVGroup
+from kvserver.protocol import KVGroup
 from kvserver.settings import Settings, parse_events_endpoint, parse_size
 
 log = logging.getLogger(__name__)

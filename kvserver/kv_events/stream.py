@@ -23,8 +23,8 @@ from kvserver.kv_events.held import Held, Name
 from kvserver.kv_events.ledger import Ledger
 from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
 from kvserver.kv_events.wire import Form, Writer, batch
-from kvserver.kv_messages import KVGroup
 from kvserver.namespace import epoch_of
+from kvserver.protocol import KVGroup
 
 BATCH_SECONDS = 0.01
 MOST_EVENTS, MOST_HASHES, MOST_BYTES = 64, 1024, 256 << 10  # of a batch; one event may lie above

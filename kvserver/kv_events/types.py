@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from kvserver.kv_messages import DescribeScheduler
+from kvserver.protocol import DescribeScheduler
 from kvserver.settings import Settings
 
 GROUP = "kvserver.kv_event_observers"  # the entry point group

@@ -14,7 +14,7 @@ import msgspec
 
 from kvserver.kv_events.ledger import Run
 from kvserver.kv_events.types import Description, Tier
-from kvserver.kv_messages import KVGroup
+from kvserver.protocol import KVGroup
 
 Form = Literal["bytes", "int", "hex"]  # whole; their last 8 bytes as unsigned big-endian integer; whole, for JSON
 _EXTRA_KEYS = msgspec.msgpack.Decoder(list[list[Any] | None])

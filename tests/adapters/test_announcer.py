@@ -22,10 +22,20 @@ from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.link import Session
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from kvserver.client import Channel
-from kvserver.errors import ErrorCode
-from kvserver.kv_messages import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
-from kvserver.protocol import PROTOCOL_VERSION, Error, HelloReply, Reply, decode_request, encode
+from kvserver.protocol import (
+    PROTOCOL_VERSION,
+    Error,
+    ErrorCode,
+    HelloReply,
+    KVBlocks,
+    KVEventsTaken,
+    KVGroup,
+    Reply,
+    TakeKVEvents,
+    decode_request,
+    encode,
+)
+from kvserver.protocol.client import Channel
 
 GROUPS = (KVGroup("full_attention"), KVGroup("sliding_window", 128))
 TOKENS = 4  # of a block

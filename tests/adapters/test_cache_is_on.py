@@ -26,8 +26,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from kvserver.checks_engine import HELP
-from kvserver.errors import ErrorCode
-from kvserver.protocol import Error, Hello, HelloReply, Lookup, RegisterWorker, Retrieve
+from kvserver.protocol import Error, ErrorCode, Hello, HelloReply, Lookup, RegisterWorker, Retrieve
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)

@@ -22,7 +22,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvserver.kv_messages import ChunkContents
+from kvserver.protocol import ChunkContents
 
 PER_CHUNK = 4  # blocks
 SHA256 = get_hash_fn_by_name("sha256")

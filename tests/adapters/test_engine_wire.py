@@ -16,7 +16,7 @@ from vllm.distributed.kv_events import (
 
 from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.types import ReaderCame
-from kvserver.kv_messages import DescribeScheduler
+from kvserver.protocol import DescribeScheduler
 
 BLOCKS = [bytes([n]) * 32 for n in range(1, 50)]
 

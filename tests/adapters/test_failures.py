@@ -13,8 +13,8 @@ import pytest
 from modelless import BLOCK, Engine, continuation, prompt
 from support.daemon import wait_until
 
-from kvserver.client import Client, RequestFailed
 from kvserver.protocol import Error, Retrieve, Retrieved, Stored
+from kvserver.protocol.client import Client, RequestFailed
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)

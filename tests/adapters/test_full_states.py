@@ -16,15 +16,15 @@ from kvserver.adapters.vllm.sources import Prompt
 from replay import Churn, Replay
 from support.daemon import wait_until
 
-from kvserver.client import Channel
-from kvserver.errors import ErrorCode
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     Error,
+    ErrorCode,
     HelloReply,
     ReportBlockAllocations,
     decode_request,
 )
+from kvserver.protocol.client import Channel
 
 
 class Talk:

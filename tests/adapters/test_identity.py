@@ -22,8 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core import kv_cache_utils
 
 from kvserver.cli_status import table
-from kvserver.errors import ErrorCode
-from kvserver.protocol import Error, Hello, RegisterWorker
+from kvserver.protocol import Error, ErrorCode, Hello, RegisterWorker
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)

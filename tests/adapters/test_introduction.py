@@ -10,9 +10,7 @@ from support.daemon import wait_until
 from vllm.config.kv_events import KVEventsConfig
 from vllm.v1.core import kv_cache_utils
 
-from kvserver.errors import ErrorCode
-from kvserver.kv_messages import DescribeScheduler, KVGroup
-from kvserver.protocol import Error, Hello, HelloReply, RegisterWorker, Store
+from kvserver.protocol import DescribeScheduler, Error, ErrorCode, Hello, HelloReply, KVGroup, RegisterWorker, Store
 
 CHUNK = 64
 

@@ -14,9 +14,7 @@ from kv_events_log import Log, events_on
 from modelless import BLOCK, prompt
 from support.daemon import wait_until
 
-from kvserver.errors import ErrorCode
-from kvserver.kv_messages import KVBlocks, KVEventsTaken, TakeKVEvents
-from kvserver.protocol import Error, Request, Store
+from kvserver.protocol import Error, ErrorCode, KVBlocks, KVEventsTaken, Request, Store, TakeKVEvents
 
 CHUNK = 64
 PER_CHUNK = CHUNK // BLOCK

@@ -15,8 +15,8 @@ from support.kv_audience import Subscriber
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.lora.request import LoRARequest
 
-from kvserver.client import Client
 from kvserver.protocol import Clear, Cleared
+from kvserver.protocol.client import Client
 
 CHUNK = 64
 PER_CHUNK = CHUNK // BLOCK

@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvserver.kv_events.types import KVChunk, Tier
-from kvserver.kv_messages import KVGroup
+from kvserver.protocol import KVGroup
 
 HERE = reach("weights")
 DECODER = Decoder(type=KVEventBatch)

@@ -11,8 +11,8 @@ from late_gpu import LateGpu
 from modelless import Engine, prompt
 from support.daemon import wait_until
 
-from kvserver.client import Channel
 from kvserver.protocol import Retrieve, Store
+from kvserver.protocol.client import Channel
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)

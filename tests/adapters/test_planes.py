@@ -12,7 +12,7 @@ import torch
 from kvserver.adapters.vllm.memory import share
 from kvserver.adapters.vllm.planes import UnsupportedLayout, block_dimension, in_slot_order, merge, tensor_planes
 
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 L, B, H, N, C = 3, 7, 2, 16, 8  # layers, blocks, heads, tokens of a block, content of a token and head
 

@@ -20,8 +20,8 @@ from modelless import BLOCK, prompt
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
-from kvserver.client import Channel
 from kvserver.protocol import EndRequest, Lookup, Retrieve, Store
+from kvserver.protocol.client import Channel
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)

@@ -10,11 +10,11 @@ from replay import Churn, Replay, timed
 from support.daemon import Daemon, wait_until
 from tap import Tap
 
-from kvserver.errors import ErrorCode
 from kvserver.protocol import (
     RECORD_ALLOCATED,
     EndRequest,
     Error,
+    ErrorCode,
     ExactRecords,
     Hello,
     HelloReply,

@@ -14,8 +14,7 @@ from support.daemon import wait_until
 from vllm.v1.metrics.loggers import StatLoggerManager, load_stat_logger_plugin_factories
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
-from kvserver.kv_messages import EngineLoad
-from kvserver.protocol import Hello, HelloReply
+from kvserver.protocol import EngineLoad, Hello, HelloReply
 
 SOON = {"kvserver.load_interval_ms": 20}
 

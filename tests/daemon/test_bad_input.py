@@ -15,29 +15,31 @@ from support.raw import REQUEST_ID, RawPeer
 from support.worker import WORDS, Geometry, Worker, awkward, ids, make_keys, wire_form
 
 from kvserver._native import State
-from kvserver.client import Attachment, RequestFailed
-from kvserver.kv_messages import ChunkContents, EngineLoad, TakeKVEvents
-from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
     MAX_CHUNKS,
     PROTOCOL_VERSION,
     Attach,
     Attached,
+    ChunkContents,
     Clear,
     EndRequest,
+    EngineLoad,
     Error,
     Heartbeat,
     Hello,
     HelloReply,
     Lookup,
+    Plane,
     ReportBlockAllocations,
     SharedFd,
     Stored,
+    TakeKVEvents,
     UnregisterWorker,
     decode_attach_reply,
     encode,
 )
+from kvserver.protocol.client import Attachment, RequestFailed
 
 HELLO = encode(Hello(protocol_version=PROTOCOL_VERSION))
 

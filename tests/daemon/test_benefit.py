@@ -11,7 +11,7 @@ from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
 from kvserver.protocol import EndRequest, Error, encode
-from kvserver.wire import Message
+from kvserver.protocol.fields import Message
 
 TOKENS = "kvserver_prompt_tokens_total"
 

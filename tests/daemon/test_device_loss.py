@@ -14,10 +14,10 @@ from support.simulators import FakeDevice
 from support.worker import Worker, make_keys
 
 from kvserver._native import HostRegion, State
-from kvserver.client import RequestFailed
 from kvserver.devices import Devices
 from kvserver.http import StatusPages
 from kvserver.protocol import Error, Retrieved, Stored
+from kvserver.protocol.client import RequestFailed
 
 REASON = "Xid 79: the GPU has fallen off the bus"
 

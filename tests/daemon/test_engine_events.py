@@ -18,7 +18,7 @@ from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed
 from kvserver.kv_events.engine_follower import unreadable
 from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.types import ReaderCame, ReaderGone
-from kvserver.kv_messages import DescribeScheduler, KVGroup
+from kvserver.protocol import DescribeScheduler, KVGroup
 
 REACH = b"r" * 32
 BLOCKS = [bytes([n]) * 32 for n in range(1, 200)]

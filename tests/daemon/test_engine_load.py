@@ -11,7 +11,7 @@ from support.daemon import wait_until
 from support.raw import RawPeer
 from support.worker import Worker, wire_form
 
-from kvserver.kv_messages import EngineLoad
+from kvserver.protocol import EngineLoad
 
 GAUGES = {
     "kvserver_engine_running_requests",

@@ -22,8 +22,8 @@ from support.worker import Operation, Worker, make_keys
 from support.worker_process import CHUNKS, STORED, UNFINISHED
 
 from kvserver._native import State
-from kvserver.client import RequestFailed
 from kvserver.protocol import Error, Retrieved, Status, Stored, Unregistered, UnregisterWorker, encode
+from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
 # Per block, or per operation of a GPU's stream: three chunks take 120 or 300 ms, time enough to act in the middle.

@@ -16,30 +16,35 @@ import zmq
 from support.raw import RawPeer
 from support.worker import Worker, awkward, ids, make_keys, packed, wire_form
 
-from kvserver.client import Attachment
-from kvserver.errors import ErrorCode, KVServerError
-from kvserver.kv_messages import ChunkContents, DescribeScheduler, EngineLoad, KVGroup, TakeKVEvents
-from kvserver.planes import Plane
 from kvserver.protocol import (
     MARK,
     Attach,
+    ChunkContents,
     Clear,
+    DescribeScheduler,
     EndRequest,
+    EngineLoad,
+    ErrorCode,
     ExactRecords,
     Heartbeat,
     Held,
     Hello,
+    KVGroup,
+    KVServerError,
     Lookup,
+    Plane,
     Released,
     ReportBlockAllocations,
     ReportedBlocks,
     SharedFd,
     Status,
     Store,
+    TakeKVEvents,
     UnregisterWorker,
     decode_request,
     encode,
 )
+from kvserver.protocol.client import Attachment
 from kvserver.settings import MiB
 
 MESSAGES = 50_000

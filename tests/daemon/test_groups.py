@@ -14,9 +14,8 @@ from support.devices import on_each_device
 from support.worker import Worker, make_keys, two_groups
 
 from kvserver._native import NO_BLOCK, State
-from kvserver.client import RequestFailed
-from kvserver.planes import Plane
-from kvserver.protocol import Error, Stored
+from kvserver.protocol import Error, Plane, Stored
+from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
 CHUNK = 4  # positions

@@ -8,8 +8,8 @@ from support.daemon import Daemon, wait_until
 from support.raw import REQUEST_ID, RawPeer
 from support.worker import Worker, awkward, identity, make_keys
 
-from kvserver.measurements import MOST_DEPARTED, MOST_MODELS, OTHER
-from kvserver.protocol import encode
+from kvserver.protocol import MOST_DEPARTED, encode
+from kvserver.protocol.measurements import MOST_MODELS, OTHER
 
 REFUSED, AT_ONCE = 10_000, 50
 SMALL = awkward(num_blocks=8)

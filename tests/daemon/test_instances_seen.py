@@ -9,8 +9,8 @@ from support.daemon import Daemon, wait_until
 from support.raw import RawPeer
 from support.worker import Worker, make_keys
 
-from kvserver.client import Attachment, RequestFailed
 from kvserver.protocol import EndRequest
+from kvserver.protocol.client import Attachment, RequestFailed
 
 
 def refused(daemon: Daemon, **registration: object) -> str:

@@ -15,7 +15,7 @@ from support.worker import Worker
 
 from kvserver._native import Copier, HostRegion
 from kvserver.devices import Devices
-from kvserver.kv_messages import KVEventsTaken, TakeKVEvents
+from kvserver.protocol import KVEventsTaken, TakeKVEvents
 
 
 def prompt(first: int, chunks: int, hash_bytes: int = 32) -> Prompt:

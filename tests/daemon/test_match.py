@@ -16,7 +16,7 @@ from support.engine_publisher import EnginePublisher, removed, stored
 from support.worker import Worker
 
 from kvserver.block_hashes import hash_blocks
-from kvserver.kv_messages import DescribeScheduler
+from kvserver.protocol import DescribeScheduler
 
 START = b"s" * 32
 TOKENS = list(range(500, 1012))  # 32 blocks, 8 chunks

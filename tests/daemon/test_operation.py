@@ -22,8 +22,7 @@ from kvserver import __version__, http
 from kvserver._native import Copier, HostRegion, State
 from kvserver.capacity import available_memory, choose_l1_bytes
 from kvserver.devices import Devices
-from kvserver.errors import ConfigError
-from kvserver.protocol import PROTOCOL_VERSION, Lookup, Status, StatusReply, encode
+from kvserver.protocol import PROTOCOL_VERSION, ConfigError, Lookup, Status, StatusReply, encode
 from kvserver.settings import GiB, MiB
 
 

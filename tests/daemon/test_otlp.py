@@ -15,8 +15,7 @@ from support.lives import accessed, allocated, evicted, exact, released
 from support.worker import make_keys
 
 from kvserver import __version__
-from kvserver.measurements import WAIT_SECONDS
-from kvserver.protocol import ReportBlockAllocations
+from kvserver.protocol import WAIT_SECONDS, ReportBlockAllocations
 
 OFTEN = {"otlp_interval_seconds": 0.1}
 

@@ -10,8 +10,8 @@ from support.devices import on_each_device
 from support.worker import awkward, make_keys
 
 from kvserver._native import State
-from kvserver.client import RequestFailed
 from kvserver.protocol import Error, Retrieved, Stored
+from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
 SLOW = 100_000  # microseconds a block

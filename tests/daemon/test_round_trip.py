@@ -6,9 +6,8 @@ import pytest
 from support.devices import on_each_device
 from support.worker import Geometry, awkward, identity, make_keys
 
-from kvserver.client import RequestFailed
-from kvserver.planes import Plane
-from kvserver.protocol import Clear, Cleared, Lookup, LookupReply, Stored
+from kvserver.protocol import Clear, Cleared, Lookup, LookupReply, Plane, Stored
+from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
 WHOLE = Geometry(40, 16, sizes=(40 * 512,), planes=(Plane(0, 0, 512, 512),))

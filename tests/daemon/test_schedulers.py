@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvserver.kv_messages import DescribeScheduler, EngineLoad
+from kvserver.protocol import DescribeScheduler, EngineLoad
 
 
 def names(worker, **changes):

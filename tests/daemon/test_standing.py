@@ -7,8 +7,8 @@ from collections.abc import Callable
 from support.daemon import Daemon
 from support.worker import Worker, identity
 
-from kvserver.client import Client, RequestFailed
 from kvserver.protocol import REGISTERED
+from kvserver.protocol.client import Client, RequestFailed
 
 Make = Callable[..., Worker]
 

@@ -17,8 +17,7 @@ from support.gpu_memory import SIMULATED, by_ipc
 from support.worker import Geometry, Operation, Worker, make_keys
 
 from kvserver._native import State
-from kvserver.planes import Plane
-from kvserver.protocol import Retrieved, Stored
+from kvserver.protocol import Plane, Retrieved, Stored
 
 BLOCK_TOKENS = 16
 PLANES, RUN = (8, 4096 + 64) if SIMULATED else (64, 32 << 10)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from support.worker import Geometry
 
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 LAYERS = 3
 SIZES = {"L": LAYERS, "2": 2, "N": 16, "H": 2, "1": 1}

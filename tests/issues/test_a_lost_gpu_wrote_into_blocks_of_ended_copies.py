@@ -15,7 +15,7 @@ from support.simulators import FakeGpu
 from support.worker import Geometry
 
 from kvserver._native import Direction, Outcome, State, Way
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 REASON = "the driver said something odd"
 KiB = 1 << 10

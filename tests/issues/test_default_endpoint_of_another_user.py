@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.daemon import Daemon
 
-from kvserver.endpoint import default_endpoint, stranger_at
+from kvserver.protocol import default_endpoint, stranger_at
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from support import mortal_gpus
 from support.daemon import GPUS, Daemon, wait_until
 from support.worker import Worker, make_keys
 
-from kvserver.client import RequestFailed
 from kvserver.protocol import Error
+from kvserver.protocol.client import RequestFailed
 
 BUSY = "cudaSetDevice: cudaErrorDevicesUnavailable (46)"
 

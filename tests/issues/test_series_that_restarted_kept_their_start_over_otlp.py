@@ -11,8 +11,8 @@ from support.collector import Collected, labels_of, over_http
 from support.daemon import wait_until
 
 from kvserver.families import Family, Kind
-from kvserver.measurements import Buckets
 from kvserver.otlp import OtlpMetrics, resource
+from kvserver.protocol import Buckets
 from kvserver.settings import parse_otlp_endpoint
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from support.daemon import Daemon, wait_until
 from support.worker import Worker
 
-from kvserver.client import Attachment
+from kvserver.protocol.client import Attachment
 
 
 def test_who_does_not_register_is_hung_up_on_and_a_worker_is_not(

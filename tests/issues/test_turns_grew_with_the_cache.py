@@ -16,14 +16,13 @@ from support.worker import Geometry, Worker, make_keys
 
 from kvserver._native import Copier, HostRegion
 from kvserver.cache import Cache
-from kvserver.client import Client
 from kvserver.devices import Devices
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
-from kvserver.planes import Plane
 from kvserver.pool import PagePool
-from kvserver.protocol import Clear, Cleared, EndRequest, Stored
+from kvserver.protocol import Clear, Cleared, EndRequest, Plane, Stored
+from kvserver.protocol.client import Client
 from kvserver.server import Server
 
 PAGE = 64  # bytes; a chunk takes one

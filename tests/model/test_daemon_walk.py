@@ -14,9 +14,8 @@ from support.daemon import GPUS, Daemon, wait_until
 from support.worker import Operation, Worker, awkward, identity
 
 from kvserver._native import State
-from kvserver.client import RequestFailed
-from kvserver.errors import ErrorCode
-from kvserver.protocol import Clear, Cleared, EndRequest, Error, Stored
+from kvserver.protocol import Clear, Cleared, EndRequest, Error, ErrorCode, Stored
+from kvserver.protocol.client import RequestFailed
 
 from .victim import CHAIN, chain, contents
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvserver.measurements import DEPARTED_SECONDS
+from kvserver.protocol import DEPARTED_SECONDS
 
 from .world import World
 

@@ -21,13 +21,11 @@ from support.worker import Geometry, Memory, identity, packed, put
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import Cache
 from kvserver.devices import Devices
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.index import Chunk
 from kvserver.lifeline import Lifelines
 from kvserver.namespace import fingerprint, with_variant
-from kvserver.planes import Plane
 from kvserver.pool import PagePool
 from kvserver.protocol import (
     Attach,
@@ -37,8 +35,11 @@ from kvserver.protocol import (
     Detached,
     EndRequest,
     Error,
+    ErrorCode,
+    KVServerError,
     Lookup,
     LookupReply,
+    Plane,
     Registered,
     RegisterWorker,
     Reply,

@@ -33,7 +33,7 @@ from kvserver._native import (
     WordMapping,
     WordPage,
 )
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 WORDS = 64
 

@@ -8,7 +8,7 @@ import pytest
 from support.worker import Geometry, Memory, awkward
 
 from kvserver._native import NO_BLOCK, Direction, Outcome
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 from .rig import L0, Device, Job, flat, l0_after_load, l1_after_store
 

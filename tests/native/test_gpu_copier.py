@@ -27,7 +27,7 @@ from kvserver._native import (
     State,
     Way,
 )
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 from .rig import L0, Device, Job, flat, l0_after_load, l1_after_store
 

@@ -24,7 +24,7 @@ from kvserver._native import (
     State,
     Way,
 )
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 from .rig import L0, Device, Job, l0_after_load
 

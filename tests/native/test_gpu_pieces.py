@@ -28,7 +28,7 @@ from kvserver._native import (
     Way,
     dma_pieces,
 )
-from kvserver.planes import Plane
+from kvserver.protocol import Plane
 
 from .rig import L0, Device, Job, flat
 

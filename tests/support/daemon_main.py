@@ -17,7 +17,7 @@ from kvserver import config
 from kvserver._native import Copier, Gpu, Way
 from kvserver.daemon import serve
 from kvserver.devices import Hardware, OpenGpu
-from kvserver.errors import ConfigError
+from kvserver.protocol import ConfigError
 from support.mortal_gpus import obey
 from support.simulators import FakeGpu
 

@@ -11,9 +11,9 @@ import os
 import random
 from typing import Any
 
-from kvserver import protocol
 from kvserver._native import Gpu, cuda_gpu, cuda_gpus
 from kvserver.protocol import CudaIpc, CudaVmmFd
+from kvserver.protocol import messages as protocol
 
 from . import cuda_driver, vmm_child
 from .simulators import FakeGpu

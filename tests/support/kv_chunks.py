@@ -12,7 +12,7 @@ import msgspec
 
 from kvserver.events import ChunksDescribed
 from kvserver.kv_events.types import KVChunk, KVEvent, KVRemoved, KVStored
-from kvserver.kv_messages import ChunkContents, DescribeScheduler
+from kvserver.protocol import ChunkContents, DescribeScheduler
 
 BLOCK_TOKENS = 4
 

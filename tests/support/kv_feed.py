@@ -18,7 +18,7 @@ from kvserver.kv_events.types import (
     ReaderGone,
     Tier,
 )
-from kvserver.kv_messages import DescribeScheduler, HashForm, KVGroup
+from kvserver.protocol import DescribeScheduler, HashForm, KVGroup
 
 BLOCK_TOKENS = 16
 Block = tuple[str, int | None, int | bytes]  # medium, group, hash

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvserver.kv_events.feed import MOST_EVENTS
-from kvserver.kv_messages import KVBlocks, KVEventsTaken, TakeKVEvents
+from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
 
 from .daemon import wait_until
 

@@ -9,7 +9,6 @@ from typing import Any
 from kvserver._native import pack_blocks
 from kvserver.events import BlockReport, InstanceCame, InstanceGone, RequestEnded
 from kvserver.l0 import L0
-from kvserver.measurements import Buckets
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,
@@ -20,6 +19,7 @@ from kvserver.protocol import (
     RECORD_OPERATION_SHIFT,
     RECORD_PRESENT,
     RECORD_RELEASED,
+    Buckets,
     ExactRecords,
     Held,
     Payload,

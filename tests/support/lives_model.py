@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvserver.measurements import RESIDENCY_SECONDS
+from kvserver.protocol import RESIDENCY_SECONDS
 
 from .lives import HISTOGRAMS
 

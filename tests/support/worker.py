@@ -18,21 +18,19 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvserver import protocol
 from kvserver._native import NO_BLOCK, State, WordPage, pack_blocks
-from kvserver.client import Attachment, Client, RequestFailed
-from kvserver.kv_messages import DescribeScheduler
-from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
     Counted,
     CudaIpc,
     CudaVmmFabric,
     CudaVmmFd,
+    DescribeScheduler,
     Error,
     HelloReply,
     Lookup,
     LookupReply,
+    Plane,
     Registered,
     RegisterWorker,
     Reply,
@@ -45,6 +43,8 @@ from kvserver.protocol import (
     Unregistered,
     UnregisterWorker,
 )
+from kvserver.protocol import messages as protocol
+from kvserver.protocol.client import Attachment, Client, RequestFailed
 
 from .leftovers import closed, opened
 

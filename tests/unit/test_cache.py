@@ -9,11 +9,10 @@ import pytest
 from support.slots import pages_of
 
 from kvserver.cache import Cache, StorePlan
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.eviction import POLICIES
 from kvserver.index import Chunk
 from kvserver.pool import PagePool, page_count
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
 PAGE = 4096
 NS, OTHER = b"n" * 32, b"o" * 32

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from kvserver import config
-from kvserver.endpoint import default_endpoint
-from kvserver.errors import ConfigError
+from kvserver.protocol import ConfigError, default_endpoint
 from kvserver.settings import GiB, KiB, MiB, Settings, parse_gpus, parse_size
 
 GPU = "GPU-9221d5d1-b60b-a624-bf14-0a1819cfda3b"

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from support.metrics_doc import Documented, documented, engine_series, miss_reasons
 
-from kvserver.errors import ErrorCode
 from kvserver.events import TYPES
+from kvserver.protocol import ErrorCode
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 RULES = sorted(DEPLOY.glob("prometheus/*.yaml"))

@@ -7,9 +7,8 @@ from typing import Any
 from support.worker import awkward, identity
 
 from kvserver.instances import Counts, Instances
-from kvserver.measurements import DEPARTED_SECONDS, MOST_DEPARTED
 from kvserver.misses import MissReason
-from kvserver.protocol import RegisterWorker, SharedFd
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, RegisterWorker, SharedFd
 
 
 class Nothing:

@@ -11,8 +11,7 @@ from support.worker import identity
 from kvserver.differences import MOST_BYTES, MOST_FIELDS, Differences
 from kvserver.events import NamespaceFormed
 from kvserver.namespace import fingerprint, with_variant
-from kvserver.planes import Plane
-from kvserver.protocol import Counted, ModelIdentity, RegisterWorker, SharedFd
+from kvserver.protocol import Counted, ModelIdentity, Plane, RegisterWorker, SharedFd
 
 SPEC = RegisterWorker(
     instance_id="e",

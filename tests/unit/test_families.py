@@ -13,8 +13,8 @@ from kvserver import metrics, prometheus
 from kvserver.events import Bus
 from kvserver.families import Family, Kind
 from kvserver.instances import Counts, Instances
-from kvserver.measurements import WAIT_SECONDS, Buckets, Histogram
 from kvserver.misses import MissReason
+from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
 from kvserver.rpc_counts import Rpc
 from kvserver.status import connects_status, counts_status
 

@@ -16,7 +16,7 @@ from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, Inst
 from kvserver.kv_events.feed import MOST_BYTES, Feed
 from kvserver.kv_events.hub import Hub
 from kvserver.kv_events.types import KVEvent, ObserverContext
-from kvserver.kv_messages import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
+from kvserver.protocol import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
 from kvserver.settings import Settings
 
 REACH, LORA, OTHER = b"r" * 64, b"r" * 64 + b"lora" * 8, b"o" * 64

@@ -18,7 +18,7 @@ from kvserver.kv_events.types import (
     ReaderGone,
     Tier,
 )
-from kvserver.kv_messages import DescribeScheduler
+from kvserver.protocol import DescribeScheduler
 from kvserver.settings import Settings
 
 REACHES = [bytes([n]) * 64 for n in (1, 2)]

@@ -22,7 +22,7 @@ from support.kv_subscriber import Subscriber, events_of
 
 from kvserver.kv_events.publisher import families
 from kvserver.kv_events.types import KVChunk, Tier
-from kvserver.kv_messages import KVGroup
+from kvserver.protocol import KVGroup
 
 HERE = reach("weights")
 

@@ -10,7 +10,7 @@ from support.kv_feed import describe, named
 
 from kvserver.kv_events.types import Tier
 from kvserver.kv_events.wire import Writer, batch, stored_events
-from kvserver.kv_messages import KVGroup
+from kvserver.protocol import KVGroup
 
 FULL = (KVGroup("full_attention"),)
 

@@ -20,8 +20,7 @@ from support.lives import (
 
 from kvserver._native import BlockLives, LifeFigures, check_records
 from kvserver.l0 import L0
-from kvserver.measurements import RESIDENCY_SECONDS
-from kvserver.protocol import MARK, RECORD_HELD, RECORD_OPERATION_SHIFT
+from kvserver.protocol import MARK, RECORD_HELD, RECORD_OPERATION_SHIFT, RESIDENCY_SECONDS
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ from support.lives import (
 from kvserver.events import BlockReport, Bus, InstanceCame, InstanceGone
 from kvserver.families import Kind
 from kvserver.l0 import L0, MAX_POOLS
-from kvserver.measurements import DEPARTED_SECONDS, MOST_DEPARTED
-from kvserver.protocol import ExactRecords
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, ExactRecords
 
 
 class Clock:

@@ -13,8 +13,7 @@ from support.lives_model import Model
 
 from kvserver._native import BlockLives, LifeFigures
 from kvserver.l0 import L0
-from kvserver.measurements import Buckets
-from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, ExactRecords
+from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, Buckets, ExactRecords
 
 BLOCKS, POOLS, STEPS = 24, 2, 400
 OPERATIONS = ("allocated", "accessed", "released", "evicted", "cleared", "present", "held")

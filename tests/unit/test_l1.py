@@ -8,8 +8,9 @@ import pytest
 
 from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
 from kvserver.l1 import L1, L1_SECONDS
-from kvserver.measurements import DEPARTED_SECONDS, MOST_DEPARTED, MOST_MODELS, Buckets
-from kvserver.measurements import OTHER as OTHERS
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, Buckets
+from kvserver.protocol.measurements import MOST_MODELS
+from kvserver.protocol.measurements import OTHER as OTHERS
 
 SECOND = 1_000_000_000
 RESIDENCY = "kvserver_l1_chunk_residency_seconds"

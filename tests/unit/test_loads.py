@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserver.kv_messages import EngineLoad
 from kvserver.loads import TOTALS, Loads
+from kvserver.protocol import EngineLoad
 
 
 def told(**fields: Any) -> EngineLoad:

@@ -17,8 +17,8 @@ from kvserver.block_hashes import hash_blocks
 from kvserver.http import StatusPages
 from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.types import KVChunk, KVStored, ReaderCame, Tier
-from kvserver.kv_messages import DescribeScheduler
 from kvserver.match_pages import JSON, MOST_BODY_BYTES, MSGPACK, Loads, MatchPages
+from kvserver.protocol import DescribeScheduler
 
 REACH, START = b"r" * 64, b"s" * 32
 TOKENS = list(range(1000, 1200))

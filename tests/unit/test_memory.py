@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvserver.capacity import available_memory, choose_l1_bytes
-from kvserver.errors import ConfigError
+from kvserver.protocol import ConfigError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 

@@ -8,10 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver import __version__, metrics, prometheus
-from kvserver.errors import ErrorCode
 from kvserver.events import Bus
 from kvserver.instances import Counts
-from kvserver.measurements import WAIT_SECONDS, Histogram
+from kvserver.protocol import WAIT_SECONDS, ErrorCode, Histogram
 from kvserver.rpc_counts import Rpc
 from kvserver.status import counts_status
 

@@ -8,10 +8,8 @@ import msgspec
 import pytest
 from support.worker import identity
 
-from kvserver.errors import ErrorCode, KVServerError
 from kvserver.namespace import check_agreement, epoch_of, fingerprint, private_reason, with_variant
-from kvserver.planes import Plane
-from kvserver.protocol import Counted, ModelIdentity, RegisterWorker, SharedFd
+from kvserver.protocol import Counted, ErrorCode, KVServerError, ModelIdentity, Plane, RegisterWorker, SharedFd
 
 REGISTRATION = RegisterWorker(
     instance_id="i",

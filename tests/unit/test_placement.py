@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvserver.errors import ConfigError
 from kvserver.placement import Placement, choose_l1, gpu_node, interleaved_nodes, memory_nodes, node_cpus
+from kvserver.protocol import ConfigError
 from kvserver.settings import GiB, KiB, MiB, Settings
 
 

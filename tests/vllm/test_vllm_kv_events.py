@@ -15,8 +15,8 @@ from support.daemon import Daemon, wait_until
 from support.kv_audience import Subscriber
 from vllm.distributed.kv_events import KVEventBatch
 
-from kvserver.client import Client
 from kvserver.protocol import Clear, Cleared
+from kvserver.protocol.client import Client
 
 CHUNK = 256
 PER_CHUNK = CHUNK // 32

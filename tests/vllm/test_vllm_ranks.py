@@ -19,8 +19,8 @@ from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon, wait_until
 from test_vllm_outputs import zero_l1
 
-from kvserver.client import Client, RequestFailed
 from kvserver.protocol import Unregistered, UnregisterWorker
+from kvserver.protocol.client import Client, RequestFailed
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]

@@ -13,8 +13,8 @@ from modelless import BLOCK, Engine, prompt
 from support import dying_daemon
 from support.daemon import WITH_SIMULATED, wait_until
 
-from kvserver.client import Client
 from kvserver.protocol import Unregistered, UnregisterWorker
+from kvserver.protocol.client import Client
 
 TOKENS = prompt(1, 4 * 64 + 10)
 PROGRAM = (WITH_SIMULATED[0], dying_daemon.__file__)

@@ -10,7 +10,7 @@ import pytest
 from kvserver.adapters.vllm.link import Link
 from support.daemon import Daemon, wait_until
 
-from kvserver.endpoint import default_endpoint
+from kvserver.protocol import default_endpoint
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")

@@ -16,8 +16,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.request import Request
 
-from kvserver.kv_messages import DescribeScheduler
-from kvserver.protocol import KEY_BYTES, Lookup
+from kvserver.protocol import KEY_BYTES, DescribeScheduler, Lookup
 
 UNIT = 16  # tokens a hash
 GROUP_BLOCK = 4 * UNIT  # of each group

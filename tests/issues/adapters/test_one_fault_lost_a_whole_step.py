@@ -13,8 +13,7 @@ from kvserver.adapters.vllm.speed import PrefillSpeed
 from modelless import Engine, prompt
 from support.daemon import wait_until
 
-from kvserver.kv_messages import DescribeScheduler
-from kvserver.protocol import EndRequest, ReportBlockAllocations
+from kvserver.protocol import DescribeScheduler, EndRequest, ReportBlockAllocations
 
 CHUNK = 64
 GOOD = prompt(1, 3 * CHUNK + 10)

@@ -8,7 +8,7 @@ from kvserver.adapters.vllm import link
 from modelless import prompt
 from support.daemon import wait_until
 
-from kvserver.client import Client
+from kvserver.protocol.client import Client
 
 CHUNK = 64
 PROMPTS = [prompt(100 + i, CHUNK + 1) for i in range(60)]

@@ -30,12 +30,10 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from kvserver.errors import ErrorCode, KVServerError
-from kvserver.kv_messages import ChunkContents, DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
-from kvserver.planes import Plane
-from kvserver.wire import KEY_BYTES as KEY_BYTES
-from kvserver.wire import MAX_CHUNKS as MAX_CHUNKS
-from kvserver.wire import (
+from kvserver.protocol.errors import ErrorCode, KVServerError
+from kvserver.protocol.fields import KEY_BYTES as KEY_BYTES
+from kvserver.protocol.fields import MAX_CHUNKS as MAX_CHUNKS
+from kvserver.protocol.fields import (
     ArrayMessage,
     Bytes,
     Keys,
@@ -50,6 +48,8 @@ from kvserver.wire import (
     Tokens,
     Unsigned,
 )
+from kvserver.protocol.planes import Plane
+from kvserver.protocol.routing import ChunkContents, DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 
 PROTOCOL_VERSION = 4
 # 3 registers a ModelIdentity instead of counted fields; 2 has nothing of kv_messages; in 1 ReportBlockAllocations has records and time_ns and no payload. All else is alike.

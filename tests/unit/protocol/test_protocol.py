@@ -9,33 +9,30 @@ import msgspec
 import pytest
 from support.worker import identity, packed, wire_form
 
-from kvserver import protocol
-from kvserver.errors import ErrorCode, KVServerError
-from kvserver.kv_messages import (
-    ChunkContents,
-    DescribeScheduler,
-    EngineLoad,
-    KVBlocks,
-    KVEventsTaken,
-    KVGroup,
-    TakeKVEvents,
-)
-from kvserver.planes import Plane
 from kvserver.protocol import (
     KEY_BYTES,
     MAX_CHUNKS,
     Attach,
     Attached,
+    ChunkContents,
     Clear,
     Cleared,
+    DescribeScheduler,
     EndRequest,
+    EngineLoad,
     Error,
+    ErrorCode,
     Heartbeat,
     Hello,
     HelloReply,
+    KVBlocks,
+    KVEventsTaken,
+    KVGroup,
+    KVServerError,
     Lookup,
     LookupReply,
     ModelIdentity,
+    Plane,
     Registered,
     RegisterWorker,
     ReportBlockAllocations,
@@ -46,6 +43,7 @@ from kvserver.protocol import (
     StatusReply,
     Store,
     Stored,
+    TakeKVEvents,
     Unregistered,
     UnregisterWorker,
     decode_attach,
@@ -54,6 +52,7 @@ from kvserver.protocol import (
     decode_request,
     encode,
 )
+from kvserver.protocol import messages as protocol
 
 KEYS = bytes(range(KEY_BYTES)) * 2
 COPY: dict[str, Any] = {

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from kvserver import _native
-from kvserver.errors import ErrorCode, KVServerError
-from kvserver.planes import MAX_GROUPS, Plane, block_bytes, group_count, parse_block_ids
+from kvserver.protocol import ErrorCode, KVServerError, Plane, block_bytes, group_count, parse_block_ids
+from kvserver.protocol.planes import MAX_GROUPS
 
 
 def wire(*ids: int) -> bytes:

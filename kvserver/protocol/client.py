@@ -22,8 +22,8 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from kvserver.errors import ErrorCode
-from kvserver.protocol import (
+from kvserver.protocol.errors import ErrorCode
+from kvserver.protocol.messages import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Attach,

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvserver.errors import ErrorCode, KVServerError
+from kvserver.protocol.errors import ErrorCode, KVServerError
 
 assert array("I").itemsize == 4, "array('I') must be the 4-byte integer of the wire"
 

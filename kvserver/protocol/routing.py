@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvserver.wire import Label, Message, Name, Positive, Small, Text, Unsigned
+from kvserver.protocol.fields import Label, Message, Name, Positive, Small, Text, Unsigned
 
 HashBytes: TypeAlias = Annotated[int, Meta(ge=8, le=32)]
 Hash: TypeAlias = Annotated[bytes, Meta(max_length=32)]
