@@ -9,8 +9,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from kvserver.config import flag, markdown_table
-from kvserver.settings import Settings
+from kvserver.config import Settings
+from kvserver.config.sources import flag, markdown_table
 
 ROOT = Path(__file__).parent.parent
 BEGIN = "<!-- settings of {}: `make docs` writes this -->\n"
@@ -28,7 +28,7 @@ def adapter_table() -> str:
 
 
 TABLES = {
-    "README.md": ("kvserver/settings.py", lambda: markdown_table(Settings, "flag", flag)),
+    "README.md": ("kvserver/config/settings.py", lambda: markdown_table(Settings, "flag", flag)),
     "adapters/README.md": ("adapters/vllm/settings.py", adapter_table),
 }
 

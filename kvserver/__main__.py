@@ -9,7 +9,8 @@ import argparse
 import os
 import sys
 
-from kvserver import __version__, cli_explain, cli_status, config
+from kvserver import __version__, cli_explain, cli_status
+from kvserver.config import sources as config
 from kvserver.protocol import ConfigError
 
 

@@ -16,11 +16,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvserver.capacity import HUGE_PAGE_BYTES, available_memory
-from kvserver.config import field_types, variable
-from kvserver.placement import choose_l1, interleaved_nodes
+from kvserver.config import (
+    HUGE_PAGE_BYTES,
+    Settings,
+    available_memory,
+    choose_l1,
+    field_types,
+    interleaved_nodes,
+    variable,
+)
+from kvserver.config.settings import GiB, MiB
 from kvserver.protocol import ConfigError
-from kvserver.settings import GiB, MiB, Settings
 
 _DESCRIPTORS_PER_WORKER = 256
 _DEFAULT_KV_BYTES = 4 * GiB  # what is taken for the KV cache of an engine whose size is unknown

@@ -22,10 +22,9 @@ from typing import Any
 
 from kvserver import __version__
 from kvserver.checks import Finding, Machine, ok, problem, warning
-from kvserver.http_token import bearer, read_token
+from kvserver.config import Settings, bearer, read_token
 from kvserver.protocol import PROTOCOL_VERSION
 from kvserver.protocol.client import Client, RequestFailed, listens
-from kvserver.settings import Settings
 
 OLDEST_VLLM = (0, 24)
 _HELLO_SECONDS = 2.0

@@ -23,8 +23,8 @@ from kvserver._native import (
     PlaneTable,
     WordMapping,
 )
+from kvserver.config import Placement
 from kvserver.devices import Devices
-from kvserver.placement import Placement
 
 __all__ = [
     "NO_BLOCK",

@@ -27,22 +27,18 @@ import zmq
 
 from kvserver import __version__, _native
 from kvserver.cache import Cache
-from kvserver.config import Configuration
+from kvserver.config import Configuration, Placement, Settings, choose_l1, read_token, set_up_logging
 from kvserver.copier import HostRegion, l1_region
 from kvserver.devices import THIS_MACHINE, Devices, GpuRules, Hardware
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
-from kvserver.http_token import read_token
 from kvserver.instances import Disconnect
 from kvserver.lifeline import Lifelines
-from kvserver.logs import set_up_logging
 from kvserver.match_pages import MatchPages
-from kvserver.placement import Placement, choose_l1
 from kvserver.pool import PagePool, page_bytes_for
 from kvserver.protocol import ConfigError, stranger_at
 from kvserver.server import Server
-from kvserver.settings import Settings
 from kvserver.watchers import Watchers
 
 log = logging.getLogger("kvserver")

@@ -32,10 +32,9 @@ from kvserver._native import (
     Way,
     cuda_gpu,
 )
-from kvserver.placement import gpu_cpus
+from kvserver.config import gpu_cpus, parse_gpus
 from kvserver.pool import PagePool
 from kvserver.protocol import ConfigError, CudaIpc, CudaVmmFabric, CudaVmmFd, ErrorCode, KVServerError, Memory, SharedFd
-from kvserver.settings import parse_gpus
 
 log = logging.getLogger(__name__)
 

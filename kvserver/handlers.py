@@ -14,13 +14,13 @@ from typing import Any
 
 from kvserver import __version__
 from kvserver.cache import Cache
+from kvserver.config import Placement, Settings
 from kvserver.copier import Completion, Copier, Outcome
 from kvserver.devices import Devices
 from kvserver.events import L1Cleared, LookupEnded
 from kvserver.instances import Disconnect, Instance, Instances
 from kvserver.lifeline import Lifelines
 from kvserver.misses import MissReason
-from kvserver.placement import Placement
 from kvserver.protocol import (
     KEY_BYTES,
     OLDEST_PROTOCOL_VERSION,
@@ -48,7 +48,6 @@ from kvserver.protocol import (
 )
 from kvserver.recount import Recount
 from kvserver.reports import Reports
-from kvserver.settings import Settings
 from kvserver.status import books_status, connects_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.transfers import (
     LoadTicket,

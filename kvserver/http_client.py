@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from kvserver.http_token import bearer, read_token
+from kvserver.config import bearer, read_token
 
 _ANSWER_SECONDS = 5
 

@@ -40,9 +40,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
+from kvserver.config import OtlpEndpoint
 from kvserver.families import Family, Kind
 from kvserver.protocol import Buckets
-from kvserver.settings import OtlpEndpoint
 
 log = logging.getLogger(__name__)
 

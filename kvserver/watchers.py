@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvserver import metrics
+from kvserver.config import Settings, parse_otlp_endpoint, parse_size
 from kvserver.events import Bus, Subscriber
 from kvserver.explain import Explain
 from kvserver.families import Family, Kind
@@ -23,7 +24,6 @@ from kvserver.kv_events.publisher import ZmqPublisher
 from kvserver.kv_events.types import MakeObserver, ObserverContext
 from kvserver.l0 import L0
 from kvserver.l1 import L1
-from kvserver.settings import Settings, parse_otlp_endpoint, parse_size
 
 if TYPE_CHECKING:
     from kvserver.otlp import OtlpMetrics

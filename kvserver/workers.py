@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 
 from kvserver.cache import Cache
+from kvserver.config import Settings
 from kvserver.copier import Completion, Copier, Device, Outcome, PlaneTable, WordMapping
 from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
 from kvserver.instances import Disconnect, Instances, Worker
@@ -30,7 +31,6 @@ from kvserver.protocol import (
     block_bytes,
     group_count,
 )
-from kvserver.settings import Settings
 from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import zmq
 
+from kvserver.config import parse_events_endpoint
 from kvserver.kv_events.stream import Batch, Stream, fill
 from kvserver.kv_events.wire import batch
-from kvserver.settings import parse_events_endpoint
 
 log = logging.getLogger(__name__)
 

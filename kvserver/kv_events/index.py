@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvserver._native import PrefixIndex
+from kvserver.config import parse_size
 from kvserver.families import Family, Kind
 from kvserver.kv_events.engine_stream import FOLLOWING
 from kvserver.kv_events.engines import EngineEvents
@@ -30,7 +31,6 @@ from kvserver.kv_events.types import (
 )
 from kvserver.namespace import epoch_of
 from kvserver.protocol import DescribeScheduler
-from kvserver.settings import parse_size
 
 _KNOWN_BYTES = 8  # the end of a hash
 _NONE = (-1, -1)

@@ -19,6 +19,7 @@ from typing import Any
 
 import zmq
 
+from kvserver.config import Settings, parse_events_endpoint, parse_size
 from kvserver.families import Family, Kind
 from kvserver.kv_events.channel import Channel
 from kvserver.kv_events.held import Held
@@ -26,7 +27,6 @@ from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
 from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, Tier
 from kvserver.kv_events.wire import Form
 from kvserver.protocol import KVGroup
-from kvserver.settings import Settings, parse_events_endpoint, parse_size
 
 log = logging.getLogger(__name__)
 

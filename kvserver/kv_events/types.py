@@ -16,8 +16,8 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from kvserver.config import Settings
 from kvserver.protocol import DescribeScheduler
-from kvserver.settings import Settings
 
 GROUP = "kvserver.kv_event_observers"  # the entry point group
 

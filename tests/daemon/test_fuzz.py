@@ -16,6 +16,7 @@ import zmq
 from support.raw import RawPeer
 from support.worker import Worker, awkward, ids, make_keys, packed, wire_form
 
+from kvserver.config.settings import MiB
 from kvserver.protocol import (
     MARK,
     Attach,
@@ -45,7 +46,6 @@ from kvserver.protocol import (
     encode,
 )
 from kvserver.protocol.client import Attachment
-from kvserver.settings import MiB
 
 MESSAGES = 50_000
 WARM_UP = 5_000

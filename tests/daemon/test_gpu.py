@@ -20,9 +20,9 @@ from support.raw import RawPeer
 from support.worker import Geometry, Worker, awkward, gpu_handle, make_keys
 
 from kvserver._native import State
+from kvserver.config.settings import GiB, KiB, MiB
 from kvserver.protocol import CudaIpc, CudaVmmFabric, CudaVmmFd, Error, Plane, Retrieved, SharedFd, Stored, encode
 from kvserver.protocol.client import RequestFailed
-from kvserver.settings import GiB, KiB, MiB
 
 MakeDaemon = Callable[..., Daemon]
 MakeWorker = Callable[..., Worker]

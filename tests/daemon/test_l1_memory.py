@@ -9,9 +9,10 @@ import pytest
 from support.daemon import Daemon
 from support.worker import Worker
 
-from kvserver.capacity import free_huge_bytes
-from kvserver.placement import interleaved_nodes, memory_nodes
-from kvserver.settings import MiB
+from kvserver.config import interleaved_nodes
+from kvserver.config.capacity import free_huge_bytes
+from kvserver.config.placement import memory_nodes
+from kvserver.config.settings import MiB
 
 HUGE = 2 * MiB
 Make = Callable[..., Daemon]

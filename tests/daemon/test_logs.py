@@ -12,7 +12,7 @@ from support.daemon import Daemon, wait_until
 from support.raw import REQUEST_ID, RawPeer
 from support.worker import make_keys
 
-from kvserver.logs import JsonLines
+from kvserver.config.logs import JsonLines
 
 
 def lines(daemon: Daemon) -> list[dict[str, Any]]:

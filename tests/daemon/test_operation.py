@@ -20,10 +20,11 @@ from support.worker import make_keys
 
 from kvserver import __version__, http
 from kvserver._native import Copier, HostRegion, State
-from kvserver.capacity import available_memory, choose_l1_bytes
+from kvserver.config import available_memory
+from kvserver.config.capacity import choose_l1_bytes
+from kvserver.config.settings import GiB, MiB
 from kvserver.devices import Devices
 from kvserver.protocol import PROTOCOL_VERSION, ConfigError, Lookup, Status, StatusReply, encode
-from kvserver.settings import GiB, MiB
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

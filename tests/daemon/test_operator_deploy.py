@@ -19,7 +19,7 @@ import pytest
 import yaml
 from support.daemon import KVSERVER, Daemon, wait_until
 
-from kvserver import config
+from kvserver.config import sources as config
 from kvserver.daemon import EXIT_DEVICE_LOST
 
 ROOT = Path(__file__).parent.parent.parent

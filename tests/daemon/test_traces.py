@@ -14,10 +14,10 @@ from support.collector import Collected, labels_of, nobody, over_grpc, over_http
 from support.daemon import wait_until
 from support.worker import Worker, identity, make_keys
 
+from kvserver.config import parse_otlp_endpoint
 from kvserver.events import CopyEnded, LookupEnded, RequestEnded
 from kvserver.otlp import resource, span_exporter
 from kvserver.protocol import EndRequest
-from kvserver.settings import parse_otlp_endpoint
 from kvserver.tracing import Traces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

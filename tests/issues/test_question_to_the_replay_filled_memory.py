@@ -13,7 +13,7 @@ from support.kv_chunks import Prompt
 from support.kv_subscriber import Subscriber
 from support.worker import Worker
 
-from kvserver.settings import MiB
+from kvserver.config.settings import MiB
 
 HUGE = 512 << 20
 

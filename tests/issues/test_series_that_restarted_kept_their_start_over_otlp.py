@@ -10,10 +10,10 @@ from typing import Any
 from support.collector import Collected, labels_of, over_http
 from support.daemon import wait_until
 
+from kvserver.config import parse_otlp_endpoint
 from kvserver.families import Family, Kind
 from kvserver.otlp import OtlpMetrics, resource
 from kvserver.protocol import Buckets
-from kvserver.settings import parse_otlp_endpoint
 
 
 class Sent:

@@ -20,6 +20,7 @@ from support.worker import Geometry, Memory, identity, packed, put
 
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import Cache
+from kvserver.config import Settings
 from kvserver.devices import Devices
 from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
@@ -54,7 +55,6 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
-from kvserver.settings import Settings
 from kvserver.watchers import Watchers
 
 from .plain import Entry, Name, Plain

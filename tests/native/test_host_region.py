@@ -10,7 +10,7 @@ import pytest
 from support.simulators import FakeDevice
 
 from kvserver._native import Copier, Direction, HostRegion
-from kvserver.capacity import free_huge_bytes
+from kvserver.config.capacity import free_huge_bytes
 
 from .rig import L0, Device, Job, flat
 

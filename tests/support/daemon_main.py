@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvserver import config
 from kvserver._native import Copier, Gpu, Way
+from kvserver.config import sources as config
 from kvserver.daemon import serve
 from kvserver.devices import Hardware, OpenGpu
 from kvserver.protocol import ConfigError

@@ -13,6 +13,8 @@ from typing import Any
 import zmq
 
 from kvserver.cache import Cache
+from kvserver.config import Settings
+from kvserver.config.settings import MiB
 from kvserver.devices import Devices
 from kvserver.eviction import LeastRecentlyUsed
 from kvserver.handlers import Handlers
@@ -20,7 +22,6 @@ from kvserver.http import StatusPages
 from kvserver.lifeline import Lifelines
 from kvserver.pool import PagePool
 from kvserver.server import Server
-from kvserver.settings import MiB, Settings
 from kvserver.watchers import Watchers
 
 L1_BYTES, PAGE_BYTES = MiB, 4096

@@ -13,7 +13,8 @@ import pytest
 
 from kvserver import checks, checks_service, doctor
 from kvserver.checks import Finding, Level, Machine
-from kvserver.settings import GiB, MiB, Settings
+from kvserver.config import Settings
+from kvserver.config.settings import GiB, MiB
 
 
 def machine(root: Path, **values: Any) -> Machine:

@@ -11,7 +11,8 @@ import pytest
 
 from kvserver import checks_gpu, doctor
 from kvserver.checks import Finding, Level, Machine
-from kvserver.settings import GiB, MiB, Settings
+from kvserver.config import Settings
+from kvserver.config.settings import GiB, MiB
 
 FIRST = "GPU-9221d5d1-b60b-a624-bf14-0a1819cfda3b"
 SECOND = "GPU-00000000-0000-0000-0000-000000000002"

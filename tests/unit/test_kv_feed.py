@@ -12,12 +12,12 @@ from support.daemon import wait_until
 from support.kv_chunks import Prompt, extra, random_prompt, scheduler
 from support.kv_follower import Follower, split
 
+from kvserver.config import Settings
 from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceGone, L1Cleared
 from kvserver.kv_events.feed import MOST_BYTES, Feed
 from kvserver.kv_events.hub import Hub
 from kvserver.kv_events.types import KVEvent, ObserverContext
 from kvserver.protocol import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
-from kvserver.settings import Settings
 
 REACH, LORA, OTHER = b"r" * 64, b"r" * 64 + b"lora" * 8, b"o" * 64
 BOOT = 1_700_000_000_000_000

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from kvserver.config import Settings
 from kvserver.kv_events.index import KVIndex, Match, make
 from kvserver.kv_events.types import (
     Description,
@@ -19,7 +20,6 @@ from kvserver.kv_events.types import (
     Tier,
 )
 from kvserver.protocol import DescribeScheduler
-from kvserver.settings import Settings
 
 REACHES = [bytes([n]) * 64 for n in (1, 2)]
 LORA = b"l" * 32

@@ -14,12 +14,12 @@ from support.daemon import wait_until
 from support.kv_chunks import Prompt, scheduler
 from support.observers import install
 
+from kvserver.config import Settings
 from kvserver.events import ChunksStored
 from kvserver.kv_events.hub import Hub
 from kvserver.kv_events.observers import Observers
 from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ObserverContext, ReaderCame, ReaderGone, Tier
 from kvserver.protocol import ConfigError
-from kvserver.settings import Settings
 from kvserver.watchers import OWN_OBSERVERS
 
 HERE = b"n" * 32

@@ -8,8 +8,8 @@ import pytest
 from support.worker import make_keys
 
 from kvserver.cache import Cache
+from kvserver.config import Placement
 from kvserver.eviction import POLICIES
-from kvserver.placement import Placement
 from kvserver.pool import PagePool
 from kvserver.protocol.measurements import MOST_MODELS, OTHER
 from kvserver.status import l1_status

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvserver.cache import Cache
+from kvserver.config import Placement
 from kvserver.eviction import POLICIES
-from kvserver.placement import Placement
 from kvserver.pool import PagePool
 from kvserver.status import l1_status
 

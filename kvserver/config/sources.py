@@ -18,8 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kvserver.protocol import ConfigError, default_endpoint
-from kvserver.settings import (
+from kvserver.config.settings import (
     MIN_L1_BYTES,
     KiB,
     Settings,
@@ -29,6 +28,7 @@ from kvserver.settings import (
     parse_otlp_endpoint,
     parse_size,
 )
+from kvserver.protocol import ConfigError, default_endpoint
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvserver.capacity import available_memory, choose_l1_bytes
+from kvserver.config import available_memory
+from kvserver.config.capacity import choose_l1_bytes
 from kvserver.protocol import ConfigError
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30

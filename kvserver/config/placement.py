@@ -13,9 +13,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvserver.capacity import HUGE_PAGE_BYTES, choose_l1_bytes, free_huge_bytes, huge_page_folder
+from kvserver.config.capacity import HUGE_PAGE_BYTES, choose_l1_bytes, free_huge_bytes, huge_page_folder
+from kvserver.config.settings import GiB, KiB, MiB, Settings, parse_size
 from kvserver.protocol import ConfigError
-from kvserver.settings import GiB, KiB, MiB, Settings, parse_size
 
 
 @dataclass(frozen=True)

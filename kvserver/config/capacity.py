@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvserver.config.settings import GiB, KiB, MiB, parse_size
 from kvserver.protocol import ConfigError
-from kvserver.settings import GiB, KiB, MiB, parse_size
 
 HUGE_PAGE_BYTES = {"2MiB": 2 * MiB, "1GiB": GiB}
 _CGROUP_NAMES = {2 * MiB: "2MB", GiB: "1GB"}

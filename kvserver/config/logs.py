@@ -14,7 +14,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from kvserver.settings import Settings
+from kvserver.config.settings import Settings
 
 log = logging.getLogger("kvserver")
 

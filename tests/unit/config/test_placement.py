@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvserver.placement import Placement, choose_l1, gpu_node, interleaved_nodes, memory_nodes, node_cpus
+from kvserver.config import Placement, Settings, choose_l1, gpu_node, interleaved_nodes
+from kvserver.config.placement import memory_nodes, node_cpus
+from kvserver.config.settings import GiB, KiB, MiB
 from kvserver.protocol import ConfigError
-from kvserver.settings import GiB, KiB, MiB, Settings
 
 
 class Machine:

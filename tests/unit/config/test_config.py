@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvserver import config
+from kvserver.config import Settings, parse_gpus, parse_size
+from kvserver.config import sources as config
+from kvserver.config.settings import GiB, KiB, MiB
 from kvserver.protocol import ConfigError, default_endpoint
-from kvserver.settings import GiB, KiB, MiB, Settings, parse_gpus, parse_size
 
 GPU = "GPU-9221d5d1-b60b-a624-bf14-0a1819cfda3b"
 OTHER_GPU = "GPU-00000000-0000-0000-0000-000000000001"

@@ -1,0 +1,37 @@
+"""Settings, where their values come from, and what follows of them for memory and logs."""
+
+from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory
+from kvserver.config.http_token import bearer, read_token
+from kvserver.config.logs import set_up_logging
+from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes
+from kvserver.config.settings import (
+    OtlpEndpoint,
+    Settings,
+    parse_events_endpoint,
+    parse_gpus,
+    parse_otlp_endpoint,
+    parse_size,
+)
+from kvserver.config.sources import Configuration, field_types, variable
+
+__all__ = [
+    "HUGE_PAGE_BYTES",
+    "Configuration",
+    "OtlpEndpoint",
+    "Placement",
+    "Settings",
+    "available_memory",
+    "bearer",
+    "choose_l1",
+    "field_types",
+    "gpu_cpus",
+    "gpu_node",
+    "interleaved_nodes",
+    "parse_events_endpoint",
+    "parse_gpus",
+    "parse_otlp_endpoint",
+    "parse_size",
+    "read_token",
+    "set_up_logging",
+    "variable",
+]
