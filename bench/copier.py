@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from common import MemcpyCeiling, alternate, median, table
 
 from kvserver._native import Copier, Direction, FileMapping, HostRegion, Outcome, PlaneTable, WordMapping, WordPage
-from kvserver.pool import PagePool, page_bytes_for
+from kvserver.cache import PagePool, page_bytes_for
 
 
 @dataclass

@@ -29,7 +29,8 @@ from support.simulators import FakeGpu
 
 from kvserver import _native
 from kvserver._native import Direction, GpuCopier, GpuMapping, HostRegion, Outcome, Pinner, PlaneTable, Way
-from kvserver.pool import PagePool, extents, page_bytes_for
+from kvserver.cache import PagePool, page_bytes_for
+from kvserver.cache.pages import extents
 
 try:
     import torch

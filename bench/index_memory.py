@@ -16,9 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from common import table
 
-from kvserver.cache import Cache
-from kvserver.eviction import POLICIES
-from kvserver.pool import PagePool
+from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.protocol import KEY_BYTES
 
 NAMESPACE, SLOT_BYTES, KEYS = b"n" * 32, 2 << 20, 512

@@ -16,9 +16,7 @@ from collections.abc import Callable
 
 from common import table
 
-from kvserver.cache import Cache, StorePlan
-from kvserver.eviction import POLICIES
-from kvserver.pool import PagePool
+from kvserver.cache import POLICIES, Cache, PagePool, StorePlan
 from kvserver.protocol import KEY_BYTES, MAX_CHUNKS
 from kvserver.transfers import STEPS_PER_TURN
 

@@ -26,17 +26,15 @@ import msgspec
 import zmq
 
 from kvserver import __version__, _native
-from kvserver.cache import Cache
+from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
 from kvserver.config import Configuration, Placement, Settings, choose_l1, read_token, set_up_logging
 from kvserver.copier import HostRegion, l1_region
 from kvserver.devices import THIS_MACHINE, Devices, GpuRules, Hardware
-from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.instances import Disconnect
 from kvserver.lifeline import Lifelines
 from kvserver.match_pages import MatchPages
-from kvserver.pool import PagePool, page_bytes_for
 from kvserver.protocol import ConfigError, stranger_at
 from kvserver.server import Server
 from kvserver.watchers import Watchers

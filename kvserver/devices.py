@@ -32,8 +32,8 @@ from kvserver._native import (
     Way,
     cuda_gpu,
 )
+from kvserver.cache import PagePool
 from kvserver.config import gpu_cpus, parse_gpus
-from kvserver.pool import PagePool
 from kvserver.protocol import ConfigError, CudaIpc, CudaVmmFabric, CudaVmmFd, ErrorCode, KVServerError, Memory, SharedFd
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import TypeAlias, TypedDict
 
 import msgspec
 
+from kvserver.cache import parts, split
 from kvserver.events import NamespaceFormed
-from kvserver.namespace import parts, split
 
 MOST_BYTES = 4 << 20
 MOST_FIELDS = 64  # that one comparison names

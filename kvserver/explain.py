@@ -20,6 +20,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvserver.cache import MissReason
 from kvserver.differences import Difference, Differences
 from kvserver.events import (
     ChunksEvicted,
@@ -33,7 +34,6 @@ from kvserver.events import (
     RequestEnded,
 )
 from kvserver.explain_facts import MOST_RANKS, Facts, RankLoad, Request, facts_of
-from kvserver.misses import MissReason
 from kvserver.protocol import KEY_BYTES
 
 MOST_REQUESTS = 8192

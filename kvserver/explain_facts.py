@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from kvserver.cache import MissReason
 from kvserver.differences import Difference
 from kvserver.events import LookupEnded, RequestEnded
-from kvserver.misses import MissReason
 
 MOST_RANKS = 64  # whose loads are listed for one request
 OUTCOMES = {

@@ -5,8 +5,8 @@ Owns: the sentences, one for each reason and outcome. Refuses to know: how the f
 
 from __future__ import annotations
 
+from kvserver.cache import MissReason
 from kvserver.explain_facts import OUTCOMES, Facts
-from kvserver.misses import MissReason
 
 _FIELDS_NAMED = 3  # in a sentence; the rest is counted
 

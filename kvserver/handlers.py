@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvserver import __version__
-from kvserver.cache import Cache
+from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement, Settings
 from kvserver.copier import Completion, Copier, Outcome
 from kvserver.devices import Devices
 from kvserver.events import L1Cleared, LookupEnded
 from kvserver.instances import Disconnect, Instance, Instances
 from kvserver.lifeline import Lifelines
-from kvserver.misses import MissReason
 from kvserver.protocol import (
     KEY_BYTES,
     OLDEST_PROTOCOL_VERSION,

@@ -14,12 +14,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvserver.benefit import Benefit, LoadWaits
+from kvserver.cache import MissReason, check_agreement, counted, fingerprint, private_reason, with_variant
 from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
 from kvserver.events import InstanceDescribed
 from kvserver.lifeline import Attachment
 from kvserver.loads import Loads
-from kvserver.misses import MissReason
-from kvserver.namespace import check_agreement, counted, fingerprint, private_reason, with_variant
 from kvserver.protocol import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from kvserver.cache import Index
 from kvserver.events import Bus, L1Recounted, RecountPart
-from kvserver.index import Index
 
 SLICE = 1024  # chunks looked at in one turn
 

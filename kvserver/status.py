@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserver.cache import Cache
+from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copier import Copier
 from kvserver.devices import Devices
 from kvserver.instances import Counts, Departed, Disconnect, Instance, Instances
-from kvserver.misses import MissReason
 from kvserver.transfers import Ticket
 from kvserver.workers import Workers
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvserver._native import unpack_blocks
-from kvserver.cache import Cache, StorePlan
+from kvserver.cache import Cache, Chunk, StorePlan
 from kvserver.copier import NO_BLOCK, Completion, Copier, Direction, Outcome
 from kvserver.events import (
     Bus,
@@ -26,7 +26,6 @@ from kvserver.events import (
     CopyEnded,
     CopyRefused,
 )
-from kvserver.index import Chunk
 from kvserver.instances import Instance, Instances, Worker
 from kvserver.protocol import (
     KEY_BYTES,

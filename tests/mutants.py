@@ -15,8 +15,8 @@ from pathlib import Path
 
 from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutated_package
 
-CACHE, INDEX, POOL = "kvserver/cache.py", "kvserver/index.py", "kvserver/pool.py"
-EVICTION, MISSES, NAMESPACE = "kvserver/eviction.py", "kvserver/misses.py", "kvserver/namespace.py"
+CACHE, INDEX, POOL = "kvserver/cache/cache.py", "kvserver/cache/index.py", "kvserver/cache/pages.py"
+EVICTION, MISSES, NAMESPACE = "kvserver/cache/eviction.py", "kvserver/cache/misses.py", "kvserver/cache/namespace.py"
 TRANSFERS, LIFELINE, HANDLERS = "kvserver/transfers.py", "kvserver/lifeline.py", "kvserver/handlers.py"
 BENEFIT, SOURCES = "kvserver/benefit.py", "adapters/vllm/sources.py"
 INSTANCES, WORKERS = "kvserver/instances.py", "kvserver/workers.py"
@@ -39,13 +39,13 @@ RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 EXPLAIN_TESTS = ("unit/test_explain.py", "daemon/test_explain.py")
 OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.py"
-CACHE_TESTS = ("unit/test_cache.py",)
+CACHE_TESTS = ("unit/cache/test_cache.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
-INDEX_TESTS = ("unit/test_index.py",)
+INDEX_TESTS = ("unit/cache/test_index.py",)
 L1_MODELS_TESTS = ("unit/test_l1_models.py",)
-POOL_TESTS = ("unit/test_pool.py",)
-EVICTION_TESTS = ("unit/test_eviction.py",)
-NAMESPACE_TESTS = ("unit/test_namespace.py",)
+POOL_TESTS = ("unit/cache/test_pool.py",)
+EVICTION_TESTS = ("unit/cache/test_eviction.py",)
+NAMESPACE_TESTS = ("unit/cache/test_namespace.py",)
 IDENTITY_TESTS = ("adapters/test_identity.py",)
 UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from kvserver.cache import epoch_of
 from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
-from kvserver.namespace import epoch_of
 
 Name: TypeAlias = tuple[Tier, bytes, bytes]  # of a chunk in a tier: namespace, key
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvserver._native import PrefixIndex
+from kvserver.cache import epoch_of
 from kvserver.config import parse_size
 from kvserver.families import Family, Kind
 from kvserver.kv_events.engine_stream import FOLLOWING
@@ -29,7 +30,6 @@ from kvserver.kv_events.types import (
     ReaderGone,
     Tier,
 )
-from kvserver.namespace import epoch_of
 from kvserver.protocol import DescribeScheduler
 
 _KNOWN_BYTES = 8  # the end of a hash

@@ -19,11 +19,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvserver.cache import epoch_of
 from kvserver.kv_events.held import Held, Name
 from kvserver.kv_events.ledger import Ledger
 from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
 from kvserver.kv_events.wire import Form, Writer, batch
-from kvserver.namespace import epoch_of
 from kvserver.protocol import KVGroup
 
 BATCH_SECONDS = 0.01

@@ -14,9 +14,9 @@ from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, awkward, ids, make_keys, packed
 
 from kvserver._native import Copier, HostRegion
+from kvserver.cache import MissReason
 from kvserver.devices import Devices
 from kvserver.events import ErrorSent
-from kvserver.misses import MissReason
 from kvserver.protocol import (
     MARK,
     EndRequest,

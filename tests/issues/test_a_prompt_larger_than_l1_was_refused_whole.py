@@ -9,9 +9,7 @@ from typing import Any
 from support.slots import pages_of
 from support.worker import Worker, make_keys
 
-from kvserver.cache import Cache
-from kvserver.eviction import POLICIES
-from kvserver.pool import PagePool
+from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.protocol import Retrieved, Stored
 
 NS, PAGE = b"n" * 32, 4096

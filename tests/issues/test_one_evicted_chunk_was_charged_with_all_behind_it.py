@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from support.worker import Worker, make_keys
 
-from kvserver.cache import Cache
-from kvserver.eviction import POLICIES
-from kvserver.misses import EvictedKeys, MissReason
-from kvserver.pool import PagePool
+from kvserver.cache import POLICIES, Cache, MissReason, PagePool
+from kvserver.cache.misses import EvictedKeys
 
 NS, OTHER, PAGE = b"n" * 32, b"o" * 32, 4096
 

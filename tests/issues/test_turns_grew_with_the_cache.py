@@ -15,12 +15,10 @@ from support.server import running_server
 from support.worker import Geometry, Worker, make_keys
 
 from kvserver._native import Copier, HostRegion
-from kvserver.cache import Cache
+from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.devices import Devices
-from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
-from kvserver.pool import PagePool
 from kvserver.protocol import Clear, Cleared, EndRequest, Plane, Stored
 from kvserver.protocol.client import Client
 from kvserver.server import Server

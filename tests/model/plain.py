@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvserver.index import Chunk
+from kvserver.cache import Chunk
 
 Name: TypeAlias = tuple[bytes, bytes]  # (namespace, key)
 Owner: TypeAlias = tuple[str, str]

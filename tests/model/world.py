@@ -19,15 +19,11 @@ from support.slots import pages_of
 from support.worker import Geometry, Memory, identity, packed, put
 
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
-from kvserver.cache import Cache
+from kvserver.cache import POLICIES, Cache, Chunk, PagePool, fingerprint, with_variant
 from kvserver.config import Settings
 from kvserver.devices import Devices
-from kvserver.eviction import POLICIES
 from kvserver.handlers import Handlers
-from kvserver.index import Chunk
 from kvserver.lifeline import Lifelines
-from kvserver.namespace import fingerprint, with_variant
-from kvserver.pool import PagePool
 from kvserver.protocol import (
     Attach,
     Attached,

@@ -12,15 +12,14 @@ from typing import Any
 
 import zmq
 
-from kvserver.cache import Cache
+from kvserver.cache import Cache, PagePool
+from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.config import Settings
 from kvserver.config.settings import MiB
 from kvserver.devices import Devices
-from kvserver.eviction import LeastRecentlyUsed
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.lifeline import Lifelines
-from kvserver.pool import PagePool
 from kvserver.server import Server
 from kvserver.watchers import Watchers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
-from kvserver.pool import extents
+from kvserver.cache.pages import extents
 
 
 def pages_of(slot: bytes) -> list[int]:

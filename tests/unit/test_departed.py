@@ -6,8 +6,8 @@ from typing import Any
 
 from support.worker import awkward, identity
 
+from kvserver.cache import MissReason
 from kvserver.instances import Counts, Instances
-from kvserver.misses import MissReason
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, RegisterWorker, SharedFd
 
 

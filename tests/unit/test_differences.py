@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from support.worker import identity
 
+from kvserver.cache import fingerprint, with_variant
 from kvserver.differences import MOST_BYTES, MOST_FIELDS, Differences
 from kvserver.events import NamespaceFormed
-from kvserver.namespace import fingerprint, with_variant
 from kvserver.protocol import Counted, ModelIdentity, Plane, RegisterWorker, SharedFd
 
 SPEC = RegisterWorker(

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver import metrics, prometheus
+from kvserver.cache import MissReason
 from kvserver.events import Bus
 from kvserver.families import Family, Kind
 from kvserver.instances import Counts, Instances
-from kvserver.misses import MissReason
 from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
 from kvserver.rpc_counts import Rpc
 from kvserver.status import connects_status, counts_status

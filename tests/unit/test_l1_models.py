@@ -7,10 +7,8 @@ import random
 import pytest
 from support.worker import make_keys
 
-from kvserver.cache import Cache
+from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.config import Placement
-from kvserver.eviction import POLICIES
-from kvserver.pool import PagePool
 from kvserver.protocol.measurements import MOST_MODELS, OTHER
 from kvserver.status import l1_status
 

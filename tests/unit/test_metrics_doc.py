@@ -13,8 +13,8 @@ from support.metrics_doc import PAGE, documented, miss_reasons, values
 from support.worker import Worker
 
 from kvserver import events, rpc_counts
+from kvserver.cache import MissReason
 from kvserver.kv_events import types
-from kvserver.misses import MissReason
 
 DOCUMENTED = documented()
 

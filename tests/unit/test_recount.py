@@ -12,11 +12,10 @@ from support.daemon import wait_until
 from support.kv_chunks import Witness
 from support.worker import make_keys
 
-from kvserver.cache import Cache
+from kvserver.cache import Cache, PagePool
+from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.events import Bus, ChunksEvicted, ChunksStored, ErrorSent, Event, L1Cleared, L1Recounted
-from kvserver.eviction import LeastRecentlyUsed
 from kvserver.kv_events.hub import Hub
-from kvserver.pool import PagePool
 from kvserver.recount import SLICE, Recount
 
 PAGE = 4096

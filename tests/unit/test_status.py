@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from kvserver.cache import Cache
+from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.config import Placement
-from kvserver.eviction import POLICIES
-from kvserver.pool import PagePool
 from kvserver.status import l1_status
 
 

@@ -9,9 +9,8 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from kvserver.cache import Cache
-from kvserver.eviction import POLICIES
-from kvserver.pool import PagePool, extents, page_bytes_for
+from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
+from kvserver.cache.pages import extents
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 ENOUGH = 0.95

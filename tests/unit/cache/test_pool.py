@@ -9,7 +9,8 @@ import tracemalloc
 import pytest
 from support.slots import pages_of
 
-from kvserver.pool import MAX_PAGES, PagePool, extents, grain, page_bytes_for
+from kvserver.cache import PagePool, page_bytes_for
+from kvserver.cache.pages import MAX_PAGES, extents, grain
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 

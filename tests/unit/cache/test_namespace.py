@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.worker import identity
 
-from kvserver.namespace import check_agreement, epoch_of, fingerprint, private_reason, with_variant
+from kvserver.cache import check_agreement, epoch_of, fingerprint, private_reason, with_variant
 from kvserver.protocol import Counted, ErrorCode, KVServerError, ModelIdentity, Plane, RegisterWorker, SharedFd
 
 REGISTRATION = RegisterWorker(

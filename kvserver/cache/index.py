@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator
 from itertools import islice
 
-from kvserver.pool import page_count
+from kvserver.cache.pages import page_count
 from kvserver.protocol import bounded
 
 

@@ -8,10 +8,8 @@ import hashlib
 import pytest
 from support.slots import pages_of
 
-from kvserver.cache import Cache, StorePlan
-from kvserver.eviction import POLICIES
-from kvserver.index import Chunk
-from kvserver.pool import PagePool, page_count
+from kvserver.cache import POLICIES, Cache, Chunk, PagePool, StorePlan
+from kvserver.cache.pages import page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
 PAGE = 4096

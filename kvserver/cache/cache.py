@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvserver.eviction import EvictionPolicy
-from kvserver.index import Chunk, Index, ModelUse, Namespace
-from kvserver.misses import EvictedKeys, MissReason
-from kvserver.pool import PagePool, page_count
+from kvserver.cache.eviction import EvictionPolicy
+from kvserver.cache.index import Chunk, Index, ModelUse, Namespace
+from kvserver.cache.misses import EvictedKeys, MissReason
+from kvserver.cache.pages import PagePool, page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvserver.index import NOWHERE, Chunk, Link
+from kvserver.cache.index import NOWHERE, Chunk, Link
 
 
 class EvictionPolicy(Protocol):

@@ -7,7 +7,7 @@ import random
 import pytest
 from support.slots import pages_of, slot_of
 
-from kvserver.index import Index
+from kvserver.cache import Index
 
 ONE, TWO = b"1" * 32, b"2" * 32
 

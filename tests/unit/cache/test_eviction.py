@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvserver.eviction import POLICIES, EvictionPolicy
-from kvserver.index import Chunk, Index
+from kvserver.cache import POLICIES, Chunk, Index
+from kvserver.cache.eviction import EvictionPolicy
 
 
 @pytest.fixture

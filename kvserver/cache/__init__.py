@@ -1,0 +1,37 @@
+"""L1 as decisions: which chunks are resident, in which pages, and which are evicted."""
+
+from kvserver.cache.cache import Cache, StorePlan, split_keys
+from kvserver.cache.eviction import POLICIES
+from kvserver.cache.index import Chunk, Index
+from kvserver.cache.misses import MissReason
+from kvserver.cache.namespace import (
+    check_agreement,
+    counted,
+    epoch_of,
+    fingerprint,
+    parts,
+    private_reason,
+    split,
+    with_variant,
+)
+from kvserver.cache.pages import PagePool, page_bytes_for
+
+__all__ = [
+    "POLICIES",
+    "Cache",
+    "Chunk",
+    "Index",
+    "MissReason",
+    "PagePool",
+    "StorePlan",
+    "check_agreement",
+    "counted",
+    "epoch_of",
+    "fingerprint",
+    "page_bytes_for",
+    "parts",
+    "private_reason",
+    "split",
+    "split_keys",
+    "with_variant",
+]
