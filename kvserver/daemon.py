@@ -28,8 +28,8 @@ import zmq
 from kvserver import __version__, _native
 from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
 from kvserver.config import Configuration, Placement, Settings, choose_l1, read_token, set_up_logging
-from kvserver.copier import HostRegion, l1_region
-from kvserver.devices import THIS_MACHINE, Devices, GpuRules, Hardware
+from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, l1_region
+from kvserver.copy.tickets import HostRegion
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.instances import Disconnect

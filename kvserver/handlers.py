@@ -15,8 +15,8 @@ from typing import Any
 from kvserver import __version__
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement, Settings
-from kvserver.copier import Completion, Copier, Outcome
-from kvserver.devices import Devices
+from kvserver.copy import Completion, Copier, Devices
+from kvserver.copy.tickets import Outcome
 from kvserver.events import L1Cleared, LookupEnded
 from kvserver.instances import Disconnect, Instance, Instances
 from kvserver.lifeline import Lifelines

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvserver.benefit import Benefit, LoadWaits
 from kvserver.cache import MissReason, check_agreement, counted, fingerprint, private_reason, with_variant
-from kvserver.copier import Device, Mapping, PlaneTable, WordMapping
+from kvserver.copy.tickets import Device, Mapping, PlaneTable, WordMapping
 from kvserver.events import InstanceDescribed
 from kvserver.lifeline import Attachment
 from kvserver.loads import Loads

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
-from kvserver.copier import Copier
-from kvserver.devices import Devices
+from kvserver.copy import Copier, Devices
 from kvserver.instances import Counts, Departed, Disconnect, Instance, Instances
 from kvserver.transfers import Ticket
 from kvserver.workers import Workers

@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 from kvserver._native import unpack_blocks
 from kvserver.cache import Cache, Chunk, StorePlan
-from kvserver.copier import NO_BLOCK, Completion, Copier, Direction, Outcome
+from kvserver.copy import Completion, Copier
+from kvserver.copy.tickets import NO_BLOCK, Direction, Outcome
 from kvserver.events import (
     Bus,
     ChunksDescribed,

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from kvserver.cache import Cache
 from kvserver.config import Settings
-from kvserver.copier import Completion, Copier, Device, Outcome, PlaneTable, WordMapping
+from kvserver.copy import Completion, Copier
+from kvserver.copy.tickets import Device, Outcome, PlaneTable, WordMapping
 from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
 from kvserver.instances import Disconnect, Instances, Worker
 from kvserver.lifeline import Attachment, Lifelines

@@ -12,7 +12,7 @@ from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, make_keys
 
 from kvserver._native import Copier, HostRegion, State
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.http import StatusPages
 from kvserver.protocol import Retrieved, Stored
 

@@ -14,7 +14,7 @@ from support.simulators import FakeDevice
 from support.worker import Worker, make_keys
 
 from kvserver._native import HostRegion, State
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.http import StatusPages
 from kvserver.protocol import Error, Retrieved, Stored
 from kvserver.protocol.client import RequestFailed

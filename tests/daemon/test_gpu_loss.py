@@ -16,7 +16,7 @@ from support.worker import Worker, make_keys
 
 from kvserver._native import Copier, HostRegion, State
 from kvserver.config.settings import MiB
-from kvserver.devices import Devices, GpuRules
+from kvserver.copy import Devices, GpuRules
 from kvserver.http import StatusPages
 from kvserver.protocol import Error, Reply, Stored
 from kvserver.protocol.client import RequestFailed

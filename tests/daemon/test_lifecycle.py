@@ -15,7 +15,7 @@ from support.worker import Worker, awkward, ids, make_keys, packed
 
 from kvserver._native import Copier, HostRegion
 from kvserver.cache import MissReason
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.events import ErrorSent
 from kvserver.protocol import (
     MARK,

@@ -23,7 +23,7 @@ from kvserver._native import Copier, HostRegion, State
 from kvserver.config import available_memory
 from kvserver.config.capacity import choose_l1_bytes
 from kvserver.config.settings import GiB, MiB
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.protocol import PROTOCOL_VERSION, ConfigError, Lookup, Status, StatusReply, encode
 
 

@@ -11,7 +11,7 @@ from support.simulators import FakeDevice
 from support.worker import Worker, make_keys
 
 from kvserver._native import HostRegion
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.protocol import Registered
 
 

@@ -10,7 +10,7 @@ from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, make_keys
 
 from kvserver._native import Copier, HostRegion
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from support.simulators import FakeDevice
 from support.worker import Worker, make_keys
 
 from kvserver._native import HostRegion, State
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.protocol import Error, Stored
 
 SLOW = 50_000  # microseconds a block

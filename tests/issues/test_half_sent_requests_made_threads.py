@@ -20,7 +20,7 @@ from support.worker import Worker
 from kvserver import http as pages_module
 from kvserver._native import Copier, HostRegion
 from kvserver.config.settings import MiB
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 
 MOST_THREADS = 100  # of the whole daemon
 HALF = b"POST /cache/clear HTTP/1.1\r\nHost: localhost\r\nX-Slow: "

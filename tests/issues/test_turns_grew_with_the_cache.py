@@ -16,7 +16,7 @@ from support.worker import Geometry, Worker, make_keys
 
 from kvserver._native import Copier, HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.protocol import Clear, Cleared, EndRequest, Plane, Stored

@@ -21,7 +21,7 @@ from support.worker import Geometry, Memory, identity, packed, put
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import POLICIES, Cache, Chunk, PagePool, fingerprint, with_variant
 from kvserver.config import Settings
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.handlers import Handlers
 from kvserver.lifeline import Lifelines
 from kvserver.protocol import (

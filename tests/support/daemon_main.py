@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvserver._native import Copier, Gpu, Way
 from kvserver.config import sources as config
+from kvserver.copy import Hardware
+from kvserver.copy.devices import OpenGpu
 from kvserver.daemon import serve
-from kvserver.devices import Hardware, OpenGpu
 from kvserver.protocol import ConfigError
 from support.mortal_gpus import obey
 from support.simulators import FakeGpu

@@ -16,7 +16,7 @@ from kvserver.cache import Cache, PagePool
 from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.config import Settings
 from kvserver.config.settings import MiB
-from kvserver.devices import Devices
+from kvserver.copy import Devices
 from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.lifeline import Lifelines

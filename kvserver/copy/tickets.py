@@ -24,7 +24,7 @@ from kvserver._native import (
     WordMapping,
 )
 from kvserver.config import Placement
-from kvserver.devices import Devices
+from kvserver.copy.devices import Devices
 
 __all__ = [
     "NO_BLOCK",
