@@ -1,0 +1,1 @@
+"""Storage behind L1. There is none yet."""
