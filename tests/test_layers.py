@@ -30,7 +30,7 @@ ORDER = [
     "protocol.routing",
     "protocol.messages",
     "families",
-    "events",
+    "events.types",
     "kv_events.types",
     "kv_events.ledger",
     "kv_events.descriptions",

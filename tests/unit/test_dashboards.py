@@ -15,7 +15,7 @@ import pytest
 import yaml
 from support.metrics_doc import Documented, documented, engine_series, miss_reasons
 
-from kvserver.events import TYPES
+from kvserver.events.types import TYPES
 from kvserver.protocol import ErrorCode
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"

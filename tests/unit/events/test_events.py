@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from support.daemon import wait_until
 
-from kvserver.events import TYPES, BlockReport, Bus, ErrorSent, Event, L1Cleared, WorkerGone
+from kvserver.events import BlockReport, Bus, ErrorSent, Event, L1Cleared, WorkerGone
+from kvserver.events.types import TYPES
 from kvserver.protocol import ExactRecords
 
 
