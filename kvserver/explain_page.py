@@ -16,9 +16,7 @@ import json
 from typing import Any
 from urllib.parse import parse_qsl
 
-from kvserver.explain import Explain
-from kvserver.explain_facts import Facts
-from kvserver.explain_text import advice, verdict
+from kvserver.telemetry import Explain, Facts, advice, verdict
 
 MOST_REQUESTS = 100  # in one answer
 MOST_MINUTES = 24 * 60

@@ -21,13 +21,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
-from kvserver import __version__, explain_page, prometheus, snapshot_page
-from kvserver.families import Family
+from kvserver import __version__, explain_page, snapshot_page
 from kvserver.http_access import OPEN_PAGES, Access, Refusal
 from kvserver.http_connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
 from kvserver.match_pages import MOST_BODY_BYTES, MatchPages
-from kvserver.metrics_process import process_families
 from kvserver.server import Server
+from kvserver.telemetry import Family, process_families, prometheus
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

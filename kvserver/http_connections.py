@@ -23,7 +23,7 @@ from enum import Enum
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from kvserver.families import Family, Kind
+from kvserver.telemetry import Family, Kind
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvserver.benefit import Benefit, LoadWaits
 from kvserver.cache import MissReason, check_agreement, counted, fingerprint, private_reason, with_variant
 from kvserver.copy.tickets import Device, Mapping, PlaneTable, WordMapping
 from kvserver.events import InstanceDescribed
@@ -29,6 +28,7 @@ from kvserver.protocol import (
     block_bytes,
     group_count,
 )
+from kvserver.telemetry import Benefit, LoadWaits
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
 

@@ -29,9 +29,9 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.block_hashes import DUMPS, hash_blocks
-from kvserver.families import Family, Kind
 from kvserver.kv_events.index import KVIndex, Match, Reader
 from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
+from kvserver.telemetry import Family, Kind
 
 MOST_BODY_BYTES = 4 << 20
 LOAD_SECONDS = 0.5

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable
 
 from kvserver._native import check_records, unpack_blocks
-from kvserver.benefit import MOST
 from kvserver.cache import Cache
 from kvserver.events import BlockReport, Bus, RequestEnded
 from kvserver.instances import Instance, Instances
@@ -27,6 +26,7 @@ from kvserver.protocol import (
     ReportedBlocks,
     payload_of,
 )
+from kvserver.telemetry import MOST
 
 _ASK_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time
 _CONTENT_BYTES = 8

@@ -38,7 +38,7 @@ from kvserver.protocol import (
     decode_request,
     encode,
 )
-from kvserver.rpc_counts import LOOP, UNREADABLE, Rpc
+from kvserver.telemetry import LOOP, UNREADABLE, Rpc
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvserver import metrics
 from kvserver.config import Settings, parse_otlp_endpoint, parse_size
 from kvserver.events import Bus, Subscriber
-from kvserver.explain import Explain
-from kvserver.families import Family, Kind
 from kvserver.kv_events import feed, index, lines, publisher
 from kvserver.kv_events.feed import Feed
 from kvserver.kv_events.hub import Hub
@@ -22,12 +19,11 @@ from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.observers import Observers
 from kvserver.kv_events.publisher import ZmqPublisher
 from kvserver.kv_events.types import MakeObserver, ObserverContext
-from kvserver.l0 import L0
-from kvserver.l1 import L1
+from kvserver.telemetry import L0, L1, Explain, Family, Kind, metrics
 
 if TYPE_CHECKING:
-    from kvserver.otlp import OtlpMetrics
-    from kvserver.tracing import Traces
+    from kvserver.telemetry.otlp import OtlpMetrics
+    from kvserver.telemetry.tracing import Traces
 
 OWN_OBSERVERS: dict[str, MakeObserver] = {
     "zmq": publisher.make,
@@ -52,7 +48,7 @@ class Watchers:
         self._make_sender: Callable[[Callable[[], list[Family]]], OtlpMetrics] | None = None
         endpoint = parse_otlp_endpoint(settings.otlp_endpoint)
         if endpoint is not None:  # what it imports takes time and memory, which others need not spend
-            from kvserver import otlp, tracing
+            from kvserver.telemetry import otlp, tracing
 
             sender = otlp.resource(boot_id)
             self.traces = tracing.Traces(

@@ -18,9 +18,9 @@ from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutat
 CACHE, INDEX, POOL = "kvserver/cache/cache.py", "kvserver/cache/index.py", "kvserver/cache/pages.py"
 EVICTION, MISSES, NAMESPACE = "kvserver/cache/eviction.py", "kvserver/cache/misses.py", "kvserver/cache/namespace.py"
 TRANSFERS, LIFELINE, HANDLERS = "kvserver/transfers.py", "kvserver/lifeline.py", "kvserver/handlers.py"
-BENEFIT, SOURCES = "kvserver/benefit.py", "adapters/vllm/sources.py"
+BENEFIT, SOURCES = "kvserver/telemetry/benefit.py", "adapters/vllm/sources.py"
 INSTANCES, WORKERS = "kvserver/instances.py", "kvserver/workers.py"
-EXPLAIN = "kvserver/explain.py"
+EXPLAIN = "kvserver/telemetry/explain.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/vllm/copies.py"
 SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.py", "adapters/vllm/link.py"
@@ -37,7 +37,7 @@ FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
 DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_file.py"
 RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
-EXPLAIN_TESTS = ("unit/test_explain.py", "daemon/test_explain.py")
+EXPLAIN_TESTS = ("unit/telemetry/test_explain.py", "daemon/test_explain.py")
 OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.py"
 CACHE_TESTS = ("unit/cache/test_cache.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
@@ -66,7 +66,7 @@ STORES_AND_LOADS = (
     # ---- what the cache brought ---------------------------------------------------------------
     Mutant(
         "a load that failed on one rank brought what the others loaded",
-        BENEFIT, "LoadWaits.ended", "min(all_tokens)", "max(all_tokens)", ("unit/test_benefit.py",),
+        BENEFIT, "LoadWaits.ended", "min(all_tokens)", "max(all_tokens)", ("unit/telemetry/test_benefit.py",),
     ),
     # ---- what a lookup finds, and leases ------------------------------------------------------
     Mutant(
@@ -189,11 +189,11 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "chunks that were never stored count as avoidable",
-        "kvserver/explain_facts.py", "Request.tokens", " - never * self.chunk_tokens", "", EXPLAIN_TESTS,
+        "kvserver/telemetry/explain_facts.py", "Request.tokens", " - never * self.chunk_tokens", "", EXPLAIN_TESTS,
     ),
     Mutant(
         "the content of a field without a value is shown",
-        "kvserver/differences.py", "_shown", 'else ""', "else str(content)", ("unit/test_differences.py",),
+        "kvserver/telemetry/differences.py", "_shown", 'else ""', "else str(content)", ("unit/telemetry/test_differences.py",),
     ),
     Mutant(
         "no namespace that has the missing chunk is named",

@@ -29,15 +29,15 @@ ORDER = [
     "protocol.fields",
     "protocol.routing",
     "protocol.messages",
-    "families",
+    "telemetry.families",
     "events.types",
     "kv_events.types",
     "kv_events.ledger",
     "kv_events.descriptions",
-    "prometheus",
-    "rpc_counts",
-    "holdings",
-    "l0",
+    "telemetry.prometheus",
+    "telemetry.rpc_counts",
+    "telemetry.request_blocks",
+    "telemetry.block_lifecycle",
     "cache.namespace",
     "kv_events.engine_wire",
     "kv_events.engine_stream",
@@ -60,9 +60,9 @@ ORDER = [
     "copy.tickets",
     "lifeline",
     "loads",
-    "benefit",
+    "telemetry.benefit",
     "instances",
-    "l1",
+    "telemetry.chunk_lifecycle",
     "kv_events.hub",
     "kv_events.lines",
     "kv_events.feed",
@@ -72,21 +72,21 @@ ORDER = [
     "workers",
     "reports",
     "status",
-    "metrics_process",
-    "metrics_daemon",
-    "metrics_instances",
-    "metrics_benefit",
-    "metrics",
-    "otlp",
-    "differences",
-    "explain_facts",
-    "explain",
-    "tracing",
+    "telemetry.metrics_process",
+    "telemetry.metrics_daemon",
+    "telemetry.metrics_instances",
+    "telemetry.metrics_benefit",
+    "telemetry.metrics",
+    "telemetry.otlp",
+    "telemetry.differences",
+    "telemetry.explain_facts",
+    "telemetry.explain",
+    "telemetry.tracing",
     "watchers",
     "handlers",
     "server",
     "match_pages",
-    "explain_text",
+    "telemetry.explain_text",
     "explain_page",
     "snapshot_page",
     "http_access",
@@ -138,7 +138,10 @@ ADAPTERS_MAY = {
 } | FREE
 DEFERRED = {
     *(("__main__", "daemon"), ("__main__", "doctor")),  # so that `kvserver status` starts fast
-    *(("watchers", "otlp"), ("watchers", "tracing")),  # so that a daemon without a collector is small
+    *(
+        ("watchers", "telemetry.otlp"),
+        ("watchers", "telemetry.tracing"),
+    ),  # so that a daemon without a collector is small
 }
 BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
 
@@ -237,7 +240,7 @@ def test_importing_the_server_loads_no_engine(module: str) -> None:
 def test_a_daemon_loads_opentelemetry_only_for_a_collector() -> None:
     program = "import sys, kvserver.daemon; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert "kvserver.metrics" in loaded.stdout.split()
+    assert "kvserver.telemetry.metrics" in loaded.stdout.split()
     assert not {name.split(".")[0] for name in loaded.stdout.split()} & {"opentelemetry", "google", "grpc", "requests"}
 
 

@@ -28,7 +28,6 @@ from kvserver.events import (
     L1Recounted,
     RecountPart,
 )
-from kvserver.families import Family, Kind
 from kvserver.kv_events.descriptions import describe
 from kvserver.kv_events.types import (
     MOST_CHUNKS,
@@ -42,6 +41,7 @@ from kvserver.kv_events.types import (
     Tier,
 )
 from kvserver.protocol import KEY_BYTES
+from kvserver.telemetry import Family, Kind
 
 _MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be
 _COPIED = 4096  # chunks at a time, between which other threads may run

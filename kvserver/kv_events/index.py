@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from kvserver._native import PrefixIndex
 from kvserver.cache import epoch_of
 from kvserver.config import parse_size
-from kvserver.families import Family, Kind
 from kvserver.kv_events.engine_stream import FOLLOWING
 from kvserver.kv_events.engines import EngineEvents
 from kvserver.kv_events.types import (
@@ -31,6 +30,7 @@ from kvserver.kv_events.types import (
     Tier,
 )
 from kvserver.protocol import DescribeScheduler
+from kvserver.telemetry import Family, Kind
 
 _KNOWN_BYTES = 8  # the end of a hash
 _NONE = (-1, -1)

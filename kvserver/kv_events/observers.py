@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from kvserver.families import Family, Kind
 from kvserver.kv_events.types import (
     GROUP,
     KVEvent,
@@ -26,6 +25,7 @@ from kvserver.kv_events.types import (
     ObserverContext,
 )
 from kvserver.protocol import ConfigError
+from kvserver.telemetry import Family, Kind
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from typing import Any
 import zmq
 
 from kvserver.config import Settings, parse_events_endpoint, parse_size
-from kvserver.families import Family, Kind
 from kvserver.kv_events.channel import Channel
 from kvserver.kv_events.held import Held
 from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
 from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, Tier
 from kvserver.kv_events.wire import Form
 from kvserver.protocol import KVGroup
+from kvserver.telemetry import Family, Kind
 
 log = logging.getLogger(__name__)
 

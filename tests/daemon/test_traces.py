@@ -16,9 +16,9 @@ from support.worker import Worker, identity, make_keys
 
 from kvserver.config import parse_otlp_endpoint
 from kvserver.events import CopyEnded, LookupEnded, RequestEnded
-from kvserver.otlp import resource, span_exporter
 from kvserver.protocol import EndRequest
-from kvserver.tracing import Traces
+from kvserver.telemetry.otlp import resource, span_exporter
+from kvserver.telemetry.tracing import Traces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"

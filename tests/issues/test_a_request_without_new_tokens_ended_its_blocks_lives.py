@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from support.lives import Engine, hold, release
 
-from kvserver.l0 import L0
+from kvserver.telemetry import L0
 
 TOKENS = range(8)  # two blocks
 

@@ -11,9 +11,9 @@ from support.collector import Collected, labels_of, over_http
 from support.daemon import wait_until
 
 from kvserver.config import parse_otlp_endpoint
-from kvserver.families import Family, Kind
-from kvserver.otlp import OtlpMetrics, resource
 from kvserver.protocol import Buckets
+from kvserver.telemetry import Family, Kind
+from kvserver.telemetry.otlp import OtlpMetrics, resource
 
 
 class Sent:

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvserver._native import pack_blocks
 from kvserver.events import BlockReport, InstanceCame, InstanceGone, RequestEnded
-from kvserver.l0 import L0
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,
@@ -26,6 +25,7 @@ from kvserver.protocol import (
     Released,
     ReportedBlocks,
 )
+from kvserver.telemetry import L0
 
 SECOND = 1_000_000_000
 HISTOGRAMS = ("lifetime", "idle_before_evict", "since_last_access", "reuse_gap")

@@ -12,8 +12,8 @@ from opentelemetry.trace import StatusCode
 from support.daemon import wait_until
 
 from kvserver.events import Bus, CopyBegan, CopyEnded, InstanceGone, LookupEnded, RequestEnded
-from kvserver.otlp import resource
-from kvserver.tracing import Traces
+from kvserver.telemetry.otlp import resource
+from kvserver.telemetry.tracing import Traces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"

@@ -19,8 +19,8 @@ from support.lives import (
 )
 
 from kvserver._native import BlockLives, LifeFigures, check_records
-from kvserver.l0 import L0
 from kvserver.protocol import MARK, RECORD_HELD, RECORD_OPERATION_SHIFT, RESIDENCY_SECONDS
+from kvserver.telemetry import L0
 
 
 @pytest.fixture

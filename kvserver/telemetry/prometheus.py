@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from kvserver.families import Family, Kind
 from kvserver.protocol import Buckets
+from kvserver.telemetry.families import Family, Kind
 
 
 class _Collector:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from kvserver.benefit import MOST, RATIO_BUCKETS, SOURCES, Benefit, LoadWaits
+from kvserver.telemetry import MOST, Benefit, LoadWaits
+from kvserver.telemetry.benefit import RATIO_BUCKETS, SOURCES
 
 SECOND = 1_000_000_000
 

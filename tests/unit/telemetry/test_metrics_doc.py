@@ -12,10 +12,10 @@ from support.daemon import Daemon
 from support.metrics_doc import PAGE, documented, miss_reasons, values
 from support.worker import Worker
 
-from kvserver import rpc_counts
 from kvserver.cache import MissReason
 from kvserver.events import types as events
 from kvserver.kv_events import types
+from kvserver.telemetry import rpc_counts
 
 DOCUMENTED = documented()
 

@@ -11,9 +11,9 @@ import pytest
 
 from kvserver.cache import MissReason
 from kvserver.events import ChunksEvicted, CopyBegan, CopyEnded, CopyRefused, InstanceGone, LookupEnded, RequestEnded
-from kvserver.explain import MOST_BYTES, MOST_EVICTED_BYTES, Explain
-from kvserver.explain_facts import MOST_RANKS, Facts
-from kvserver.explain_text import advice, verdict
+from kvserver.telemetry import Explain, Facts, advice, verdict
+from kvserver.telemetry.explain import MOST_BYTES, MOST_EVICTED_BYTES
+from kvserver.telemetry.explain_facts import MOST_RANKS
 
 SECOND = 10**9
 NAMESPACE = bytes(32)

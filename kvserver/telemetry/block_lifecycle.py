@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 from kvserver._native import BlockLives, LifeFigures, LifeSnapshot
 from kvserver.events import BlockReport, Event, InstanceCame, InstanceGone, RequestEnded
-from kvserver.families import Family, Kind
-from kvserver.holdings import Holdings
 from kvserver.protocol import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,
@@ -31,6 +29,8 @@ from kvserver.protocol import (
     Payload,
     ReportedBlocks,
 )
+from kvserver.telemetry.families import Family, Kind
+from kvserver.telemetry.request_blocks import Holdings
 
 MAX_POOLS = 64  # of one instance
 LABELS = ("instance_id", "model_name")

@@ -9,9 +9,9 @@ import pytest
 from support.worker import identity
 
 from kvserver.cache import fingerprint, with_variant
-from kvserver.differences import MOST_BYTES, MOST_FIELDS, Differences
 from kvserver.events import NamespaceFormed
 from kvserver.protocol import Counted, ModelIdentity, Plane, RegisterWorker, SharedFd
+from kvserver.telemetry.differences import MOST_BYTES, MOST_FIELDS, Differences
 
 SPEC = RegisterWorker(
     instance_id="e",

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvserver.benefit import COPY_BUCKETS, DIRECTIONS, RATIO_BUCKETS
-from kvserver.families import Family, Kind
 from kvserver.protocol import buckets
+from kvserver.telemetry.benefit import COPY_BUCKETS, DIRECTIONS, RATIO_BUCKETS
+from kvserver.telemetry.families import Family, Kind
 
 _INSTANCE = ("instance_id", "model_name")
 _BY_LABEL = (  # name, help, label, key of the instance's requests

@@ -21,7 +21,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvserver.cache import MissReason
-from kvserver.differences import Difference, Differences
 from kvserver.events import (
     ChunksEvicted,
     CopyBegan,
@@ -33,8 +32,9 @@ from kvserver.events import (
     NamespaceFormed,
     RequestEnded,
 )
-from kvserver.explain_facts import MOST_RANKS, Facts, RankLoad, Request, facts_of
 from kvserver.protocol import KEY_BYTES
+from kvserver.telemetry.differences import Difference, Differences
+from kvserver.telemetry.explain_facts import MOST_RANKS, Facts, RankLoad, Request, facts_of
 
 MOST_REQUESTS = 8192
 MOST_BYTES = 16 << 20

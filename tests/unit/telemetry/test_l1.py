@@ -7,10 +7,11 @@ import random
 import pytest
 
 from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
-from kvserver.l1 import L1, L1_SECONDS
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, Buckets
 from kvserver.protocol.measurements import MOST_MODELS
 from kvserver.protocol.measurements import OTHER as OTHERS
+from kvserver.telemetry import L1
+from kvserver.telemetry.chunk_lifecycle import L1_SECONDS
 
 SECOND = 1_000_000_000
 RESIDENCY = "kvserver_l1_chunk_residency_seconds"

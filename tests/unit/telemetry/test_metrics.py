@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvserver import __version__, metrics, prometheus
+from kvserver import __version__
 from kvserver.events import Bus
 from kvserver.instances import Counts
 from kvserver.protocol import WAIT_SECONDS, ErrorCode, Histogram
-from kvserver.rpc_counts import Rpc
 from kvserver.status import counts_status
+from kvserver.telemetry import Rpc, metrics, prometheus
 
 FROM_THE_START = {
     "kvserver_lookup_requests": "counter",

@@ -41,8 +41,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
 from kvserver.config import OtlpEndpoint
-from kvserver.families import Family, Kind
 from kvserver.protocol import Buckets
+from kvserver.telemetry.families import Family, Kind
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import pytest
 from support.lives import HISTOGRAMS, Engine, hold, release
 
 from kvserver._native import BlockLives, LifeFigures, pack_blocks
-from kvserver.holdings import MAX_REQUESTS
-from kvserver.l0 import L0
 from kvserver.protocol import Held, Released
+from kvserver.telemetry import L0
+from kvserver.telemetry.request_blocks import MAX_REQUESTS
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from prometheus_client import ProcessCollector
 
-from kvserver.families import Family, Kind
+from kvserver.telemetry.families import Family, Kind
 
 _collector = ProcessCollector(registry=None)
 

@@ -12,8 +12,8 @@ from support.lives import HISTOGRAMS, SECOND, Engine, hold, release
 from support.lives_model import Model
 
 from kvserver._native import BlockLives, LifeFigures
-from kvserver.l0 import L0
 from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, Buckets, ExactRecords
+from kvserver.telemetry import L0
 
 BLOCKS, POOLS, STEPS = 24, 2, 400
 OPERATIONS = ("allocated", "accessed", "released", "evicted", "cleared", "present", "held")

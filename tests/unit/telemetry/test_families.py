@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvserver import metrics, prometheus
 from kvserver.cache import MissReason
 from kvserver.events import Bus
-from kvserver.families import Family, Kind
 from kvserver.instances import Counts, Instances
 from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
-from kvserver.rpc_counts import Rpc
 from kvserver.status import connects_status, counts_status
+from kvserver.telemetry import Family, Kind, Rpc, metrics, prometheus
 
 LABELS = ("instance_id", "model_name")
 

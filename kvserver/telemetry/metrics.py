@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvserver.families import Family
-from kvserver.metrics_benefit import benefit_families
-from kvserver.metrics_daemon import daemon_families
-from kvserver.metrics_instances import instance_families
+from kvserver.telemetry.families import Family
+from kvserver.telemetry.metrics_benefit import benefit_families
+from kvserver.telemetry.metrics_daemon import daemon_families
+from kvserver.telemetry.metrics_instances import instance_families
 
 
 def families(

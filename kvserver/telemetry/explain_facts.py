@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from kvserver.cache import MissReason
-from kvserver.differences import Difference
 from kvserver.events import LookupEnded, RequestEnded
+from kvserver.telemetry.differences import Difference
 
 MOST_RANKS = 64  # whose loads are listed for one request
 OUTCOMES = {

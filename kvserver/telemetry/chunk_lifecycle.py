@@ -27,8 +27,8 @@ from kvserver.events import (
     InstanceGone,
     L1Cleared,
 )
-from kvserver.families import Family, Kind
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, Histogram, bounded
+from kvserver.telemetry.families import Family, Kind
 
 _HISTOGRAMS = {
     "kvserver_l1_chunk_residency_seconds": "Time from a chunk of L1 becoming READY to its eviction.",

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvserver import __version__
-from kvserver.families import Family, Kind
 from kvserver.protocol import CONNECTION_REFUSED, WAIT_SECONDS, Buckets, ErrorCode, buckets
-from kvserver.rpc_counts import TYPES
+from kvserver.telemetry.families import Family, Kind
+from kvserver.telemetry.rpc_counts import TYPES
 
 _STATUS = (  # name, help, kind, path in the status
     ("kvserver_ready", "1 while the daemon should receive traffic, 0 while it should not, as /readyz answers.", Kind.GAUGE, "ready"),

@@ -24,9 +24,9 @@ from support.lives import (
 )
 
 from kvserver.events import BlockReport, Bus, InstanceCame, InstanceGone
-from kvserver.families import Kind
-from kvserver.l0 import L0, MAX_POOLS
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, ExactRecords
+from kvserver.telemetry import L0, Kind
+from kvserver.telemetry.block_lifecycle import MAX_POOLS
 
 
 class Clock:

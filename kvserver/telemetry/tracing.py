@@ -27,7 +27,7 @@ from opentelemetry.util.types import Attributes
 
 from kvserver import __version__
 from kvserver.events import CopyEnded, CopyRefused, Event, InstanceGone, LookupEnded, RequestEnded
-from kvserver.otlp import CLOSE_SECONDS, CountedSpans, Link
+from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Link
 
 MOST_REQUESTS = 4096  # remembered, traced ones only; beyond them the oldest is forgotten
 

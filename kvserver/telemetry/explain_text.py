@@ -6,7 +6,7 @@ Owns: the sentences, one for each reason and outcome. Refuses to know: how the f
 from __future__ import annotations
 
 from kvserver.cache import MissReason
-from kvserver.explain_facts import OUTCOMES, Facts
+from kvserver.telemetry.explain_facts import OUTCOMES, Facts
 
 _FIELDS_NAMED = 3  # in a sentence; the rest is counted
 

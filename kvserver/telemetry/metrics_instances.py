@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvserver.families import Family, Kind
+from kvserver.telemetry.families import Family, Kind
 
 _MOST_REASON = 200  # characters of a text that an engine wrote
 _INSTANCE = ("instance_id", "model_name")

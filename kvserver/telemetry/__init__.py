@@ -1,0 +1,32 @@
+"""What is measured of blocks, chunks, requests and the daemon, and the forms in which it leaves.
+
+`otlp` and `tracing` are not exported here: only a daemon that has a collector loads them.
+"""
+
+from kvserver.telemetry.benefit import MOST, Benefit, LoadWaits
+from kvserver.telemetry.block_lifecycle import L0
+from kvserver.telemetry.chunk_lifecycle import L1
+from kvserver.telemetry.explain import Explain
+from kvserver.telemetry.explain_facts import Facts
+from kvserver.telemetry.explain_text import advice, verdict
+from kvserver.telemetry.families import Family, Kind
+from kvserver.telemetry.metrics_process import process_families
+from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc
+
+__all__ = [
+    "L0",
+    "L1",
+    "LOOP",
+    "MOST",
+    "UNREADABLE",
+    "Benefit",
+    "Explain",
+    "Facts",
+    "Family",
+    "Kind",
+    "LoadWaits",
+    "Rpc",
+    "advice",
+    "process_families",
+    "verdict",
+]
