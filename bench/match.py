@@ -30,7 +30,7 @@ from common import percentile, table
 from kvserver._native import PrefixIndex
 from kvserver.block_hashes import hash_blocks
 from kvserver.http import StatusPages
-from kvserver.kv_events.index import KVIndex
+from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderCame, Tier
 from kvserver.match_pages import MSGPACK, MatchPages
 from kvserver.protocol import DescribeScheduler

@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.block_hashes import DUMPS, hash_blocks
-from kvserver.kv_events.index import KVIndex, Match, Reader
+from kvserver.kv_events import KVIndex, Match, Reader
 from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
 from kvserver.telemetry import Family, Kind
 

@@ -17,8 +17,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from kvserver.kv_events import snapshot
-from kvserver.kv_events.publisher import NotOneTopic, Snapshot
+from kvserver.kv_events import NotOneTopic, Snapshot, snapshot
 
 log = logging.getLogger(__name__)
 

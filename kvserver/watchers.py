@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from kvserver.config import Settings, parse_otlp_endpoint, parse_size
 from kvserver.events import Bus, Subscriber
-from kvserver.kv_events import feed, index, lines, publisher
-from kvserver.kv_events.feed import Feed
-from kvserver.kv_events.hub import Hub
-from kvserver.kv_events.index import KVIndex
-from kvserver.kv_events.observers import Observers
-from kvserver.kv_events.publisher import ZmqPublisher
-from kvserver.kv_events.types import MakeObserver, ObserverContext
+from kvserver.kv_events import (
+    Feed,
+    Hub,
+    KVIndex,
+    MakeObserver,
+    ObserverContext,
+    Observers,
+    ZmqPublisher,
+    feed,
+    index,
+    lines,
+    publisher,
+)
 from kvserver.telemetry import L0, L1, Explain, Family, Kind, metrics
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from kvserver.kv_events.index import KVIndex
+from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import ReaderCame
 from kvserver.protocol import DescribeScheduler
 

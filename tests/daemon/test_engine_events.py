@@ -15,8 +15,8 @@ import zmq
 from support.daemon import wait_until
 from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed, stored
 
+from kvserver.kv_events import KVIndex
 from kvserver.kv_events.engine_follower import unreadable
-from kvserver.kv_events.index import KVIndex
 from kvserver.kv_events.types import ReaderCame, ReaderGone
 from kvserver.protocol import DescribeScheduler, KVGroup
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from kvserver.config import Settings
-from kvserver.kv_events.publisher import Snapshot, ZmqPublisher, make
+from kvserver.kv_events import ObserverContext, Snapshot, ZmqPublisher
+from kvserver.kv_events.publisher import make
 from kvserver.kv_events.snapshot import parts
-from kvserver.kv_events.types import ObserverContext
 
 from .daemon import wait_until
 from .kv_feed import Feed

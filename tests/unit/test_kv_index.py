@@ -8,17 +8,9 @@ from collections import Counter, defaultdict
 import pytest
 
 from kvserver.config import Settings
-from kvserver.kv_events.index import KVIndex, Match, make
-from kvserver.kv_events.types import (
-    Description,
-    KVChunk,
-    KVRemoved,
-    KVStored,
-    ObserverContext,
-    ReaderCame,
-    ReaderGone,
-    Tier,
-)
+from kvserver.kv_events import KVIndex, Match, ObserverContext
+from kvserver.kv_events.index import make
+from kvserver.kv_events.types import Description, KVChunk, KVRemoved, KVStored, ReaderCame, ReaderGone, Tier
 from kvserver.protocol import DescribeScheduler
 
 REACHES = [bytes([n]) * 64 for n in (1, 2)]

@@ -15,7 +15,7 @@ import pytest
 
 from kvserver.block_hashes import hash_blocks
 from kvserver.http import StatusPages
-from kvserver.kv_events.index import KVIndex
+from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import KVChunk, KVStored, ReaderCame, Tier
 from kvserver.match_pages import JSON, MOST_BODY_BYTES, MSGPACK, Loads, MatchPages
 from kvserver.protocol import DescribeScheduler

@@ -15,7 +15,7 @@ from support.worker import make_keys
 from kvserver.cache import Cache, PagePool
 from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.events import Bus, ChunksEvicted, ChunksStored, ErrorSent, Event, L1Cleared, L1Recounted
-from kvserver.kv_events.hub import Hub
+from kvserver.kv_events import Hub
 from kvserver.recount import SLICE, Recount
 
 PAGE = 4096

@@ -19,8 +19,8 @@ from kvserver.events import (
     L1Recounted,
     RecountPart,
 )
+from kvserver.kv_events import Hub
 from kvserver.kv_events import hub as hub_module
-from kvserver.kv_events.hub import Hub
 from kvserver.kv_events.types import MOST_CHUNKS, KVRemoved, KVStored, ReaderCame, ReaderGone, Tier
 
 HERE, THERE = b"n" * 32, b"o" * 32

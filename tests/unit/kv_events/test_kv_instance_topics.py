@@ -10,7 +10,7 @@ from support.kv_feed import chunk, reach
 from support.kv_publisher import Published, from_snapshot
 from support.kv_subscriber import events_of
 
-from kvserver.kv_events.publisher import NotOneTopic
+from kvserver.kv_events import NotOneTopic
 from kvserver.kv_events.types import Tier
 
 ONE, OTHER = reach("one"), reach("other")

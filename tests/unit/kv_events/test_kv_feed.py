@@ -14,9 +14,9 @@ from support.kv_follower import Follower, split
 
 from kvserver.config import Settings
 from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceGone, L1Cleared
-from kvserver.kv_events.feed import MOST_BYTES, Feed
-from kvserver.kv_events.hub import Hub
-from kvserver.kv_events.types import KVEvent, ObserverContext
+from kvserver.kv_events import Feed, Hub, ObserverContext
+from kvserver.kv_events.feed import MOST_BYTES
+from kvserver.kv_events.types import KVEvent
 from kvserver.protocol import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
 
 REACH, LORA, OTHER = b"r" * 64, b"r" * 64 + b"lora" * 8, b"o" * 64

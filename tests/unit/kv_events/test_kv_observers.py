@@ -16,9 +16,8 @@ from support.observers import install
 
 from kvserver.config import Settings
 from kvserver.events import ChunksStored
-from kvserver.kv_events.hub import Hub
-from kvserver.kv_events.observers import Observers
-from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ObserverContext, ReaderCame, ReaderGone, Tier
+from kvserver.kv_events import Hub, ObserverContext, Observers
+from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ReaderCame, ReaderGone, Tier
 from kvserver.protocol import ConfigError
 from kvserver.watchers import OWN_OBSERVERS
 
