@@ -28,12 +28,13 @@ import msgspec
 from common import percentile, table
 
 from kvserver._native import PrefixIndex
-from kvserver.block_hashes import hash_blocks
 from kvserver.http import StatusPages
 from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderCame, Tier
-from kvserver.match_pages import MSGPACK, MatchPages
 from kvserver.protocol import DescribeScheduler
+from kvserver.routing import MatchPages
+from kvserver.routing.block_hashes import hash_blocks
+from kvserver.routing.match import MSGPACK
 from kvserver.server import Server
 
 HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16

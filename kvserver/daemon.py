@@ -34,8 +34,8 @@ from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
 from kvserver.instances import Disconnect
 from kvserver.lifeline import Lifelines
-from kvserver.match_pages import MatchPages
 from kvserver.protocol import ConfigError, stranger_at
+from kvserver.routing import MatchPages
 from kvserver.server import Server
 from kvserver.watchers import Watchers
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from kvserver import __version__, explain_page, snapshot_page
 from kvserver.http_access import OPEN_PAGES, Access, Refusal
 from kvserver.http_connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
-from kvserver.match_pages import MOST_BODY_BYTES, MatchPages
+from kvserver.routing import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
 from kvserver.telemetry import Family, process_families, prometheus
 

@@ -21,10 +21,10 @@ from kvserver.kv_events import (
     Observers,
     ZmqPublisher,
     feed,
-    index,
     lines,
     publisher,
 )
+from kvserver.routing import prefix_index as index
 from kvserver.telemetry import L0, L1, Explain, Family, Kind, metrics
 
 if TYPE_CHECKING:

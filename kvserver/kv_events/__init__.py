@@ -7,10 +7,10 @@ observers: `publisher` (ZMQ), `feed` (engines that publish themselves), `index` 
 
 from kvserver.kv_events.feed import Feed
 from kvserver.kv_events.hub import Hub
-from kvserver.kv_events.index import KVIndex, Match, Reader
 from kvserver.kv_events.observers import Observers
 from kvserver.kv_events.publisher import NotOneTopic, Snapshot, ZmqPublisher
 from kvserver.kv_events.types import MakeObserver, ObserverContext
+from kvserver.routing import KVIndex, Match, Reader
 
 __all__ = [
     "Feed",

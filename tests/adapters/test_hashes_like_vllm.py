@@ -8,7 +8,7 @@ import pytest
 from vllm.utils.hashing import get_hash_fn_by_name, sha256_cbor
 from vllm.v1.core import kv_cache_utils
 
-from kvserver.block_hashes import cbor, hash_blocks
+from kvserver.routing.block_hashes import cbor, hash_blocks
 
 
 @pytest.mark.parametrize("block_tokens", [1, 2, 3, 4, 16, 128])

@@ -15,8 +15,8 @@ from support.daemon import Daemon, wait_until
 from support.engine_publisher import EnginePublisher, removed, stored
 from support.worker import Worker
 
-from kvserver.block_hashes import hash_blocks
 from kvserver.protocol import DescribeScheduler
+from kvserver.routing.block_hashes import hash_blocks
 
 START = b"s" * 32
 TOKENS = list(range(500, 1012))  # 32 blocks, 8 chunks

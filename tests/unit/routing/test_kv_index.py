@@ -9,9 +9,9 @@ import pytest
 
 from kvserver.config import Settings
 from kvserver.kv_events import KVIndex, Match, ObserverContext
-from kvserver.kv_events.index import make
 from kvserver.kv_events.types import Description, KVChunk, KVRemoved, KVStored, ReaderCame, ReaderGone, Tier
 from kvserver.protocol import DescribeScheduler
+from kvserver.routing.prefix_index import make
 
 REACHES = [bytes([n]) * 64 for n in (1, 2)]
 LORA = b"l" * 32

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from kvserver.block_hashes import cbor, hash_blocks, pickled
+from kvserver.routing.block_hashes import cbor, hash_blocks, pickled
 
 IDS = [0, 1, 23, 24, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**63 - 1]
 WORDS = ["", "a", "ä" * 127, "x" * 255, "x" * 256, "名前", "/models/lora"]

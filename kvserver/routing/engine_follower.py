@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import zmq
 
 from kvserver._native import PrefixIndex
-from kvserver.kv_events.engine_stream import EngineStream
 from kvserver.protocol import DescribeScheduler
+from kvserver.routing.engine_stream import EngineStream
 
 _MESSAGES_PER_TURN = 32
 _MOST_BYTES = 16 << 20  # of a message; vLLM's are some 8 bytes a token of one step

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvserver.kv_events.engine_wire import Batch, Change, decode
+from kvserver.routing.engine_wire import Batch, Change, decode
 
 FOLLOWING = ("waiting", "complete", "incomplete")  # states of a stream that is read
 

@@ -19,8 +19,8 @@ from typing import Any
 import zmq
 
 from kvserver._native import PrefixIndex
-from kvserver.kv_events.engine_follower import Follower, Socket, unreadable
 from kvserver.protocol import DescribeScheduler
+from kvserver.routing.engine_follower import Follower, Socket, unreadable
 
 log = logging.getLogger(__name__)
 

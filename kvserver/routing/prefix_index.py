@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from kvserver._native import PrefixIndex
 from kvserver.cache import epoch_of
 from kvserver.config import parse_size
-from kvserver.kv_events.engine_stream import FOLLOWING
-from kvserver.kv_events.engines import EngineEvents
 from kvserver.kv_events.types import (
     KVChunk,
     KVEvent,
@@ -30,6 +28,8 @@ from kvserver.kv_events.types import (
     Tier,
 )
 from kvserver.protocol import DescribeScheduler
+from kvserver.routing.engine_stream import FOLLOWING
+from kvserver.routing.engines import EngineEvents
 from kvserver.telemetry import Family, Kind
 
 _KNOWN_BYTES = 8  # the end of a hash
