@@ -30,14 +30,10 @@ from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
 from kvserver.config import Configuration, Placement, Settings, choose_l1, read_token, set_up_logging
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, l1_region
 from kvserver.copy.tickets import HostRegion
-from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
-from kvserver.instances import Disconnect
-from kvserver.lifeline import Lifelines
 from kvserver.protocol import ConfigError, stranger_at
 from kvserver.routing import MatchPages
-from kvserver.server import Server
-from kvserver.watchers import Watchers
+from kvserver.server import Disconnect, Handlers, Lifelines, Server, Watchers
 
 log = logging.getLogger("kvserver")
 

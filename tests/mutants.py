@@ -17,9 +17,13 @@ from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutat
 
 CACHE, INDEX, POOL = "kvserver/cache/cache.py", "kvserver/cache/index.py", "kvserver/cache/pages.py"
 EVICTION, MISSES, NAMESPACE = "kvserver/cache/eviction.py", "kvserver/cache/misses.py", "kvserver/cache/namespace.py"
-TRANSFERS, LIFELINE, HANDLERS = "kvserver/transfers.py", "kvserver/lifeline.py", "kvserver/handlers.py"
+TRANSFERS, LIFELINE, HANDLERS = (
+    "kvserver/server/transfers.py",
+    "kvserver/server/lifeline.py",
+    "kvserver/server/handlers.py",
+)
 BENEFIT, SOURCES = "kvserver/telemetry/benefit.py", "adapters/vllm/sources.py"
-INSTANCES, WORKERS = "kvserver/instances.py", "kvserver/workers.py"
+INSTANCES, WORKERS = "kvserver/server/instances.py", "kvserver/server/workers.py"
 EXPLAIN = "kvserver/telemetry/explain.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/vllm/copies.py"
@@ -42,7 +46,7 @@ OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.
 CACHE_TESTS = ("unit/cache/test_cache.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
 INDEX_TESTS = ("unit/cache/test_index.py",)
-L1_MODELS_TESTS = ("unit/test_l1_models.py",)
+L1_MODELS_TESTS = ("unit/server/test_l1_models.py",)
 POOL_TESTS = ("unit/cache/test_pool.py",)
 EVICTION_TESTS = ("unit/cache/test_eviction.py",)
 NAMESPACE_TESTS = ("unit/cache/test_namespace.py",)
@@ -548,7 +552,7 @@ SERVER = (
     ),
     Mutant(
         "totals forget the instances that are gone",
-        INSTANCES, "Instances._forget", "self._gone.add(self.departed.pop(name).counts)", "self.departed.pop(name)", ("unit/test_departed.py",),
+        INSTANCES, "Instances._forget", "self._gone.add(self.departed.pop(name).counts)", "self.departed.pop(name)", ("unit/server/test_departed.py",),
     ),
     Mutant(
         "memory is unmapped while copies run",

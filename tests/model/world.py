@@ -22,8 +22,6 @@ from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import POLICIES, Cache, Chunk, PagePool, fingerprint, with_variant
 from kvserver.config import Settings
 from kvserver.copy import Devices
-from kvserver.handlers import Handlers
-from kvserver.lifeline import Lifelines
 from kvserver.protocol import (
     Attach,
     Attached,
@@ -51,7 +49,7 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
-from kvserver.watchers import Watchers
+from kvserver.server import Handlers, Lifelines, Watchers
 
 from .plain import Entry, Name, Plain
 from .watched_device import Side, WatchedDevice

@@ -17,11 +17,8 @@ from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.config import Settings
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
-from kvserver.handlers import Handlers
 from kvserver.http import StatusPages
-from kvserver.lifeline import Lifelines
-from kvserver.server import Server
-from kvserver.watchers import Watchers
+from kvserver.server import Handlers, Lifelines, Server, Watchers
 
 L1_BYTES, PAGE_BYTES = MiB, 4096
 

@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver.cache import MissReason
 from kvserver.events import Bus
-from kvserver.instances import Counts, Instances
 from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
-from kvserver.status import connects_status, counts_status
+from kvserver.server.instances import Counts, Instances
+from kvserver.server.status import connects_status, counts_status
 from kvserver.telemetry import Family, Kind, Rpc, metrics, prometheus
 
 LABELS = ("instance_id", "model_name")

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver import __version__
 from kvserver.events import Bus
-from kvserver.instances import Counts
 from kvserver.protocol import WAIT_SECONDS, ErrorCode, Histogram
-from kvserver.status import counts_status
+from kvserver.server.instances import Counts
+from kvserver.server.status import counts_status
 from kvserver.telemetry import Rpc, metrics, prometheus
 
 FROM_THE_START = {

@@ -18,8 +18,6 @@ from kvserver.config import Placement, Settings
 from kvserver.copy import Completion, Copier, Devices
 from kvserver.copy.tickets import Outcome
 from kvserver.events import L1Cleared, LookupEnded
-from kvserver.instances import Disconnect, Instance, Instances
-from kvserver.lifeline import Lifelines
 from kvserver.protocol import (
     KEY_BYTES,
     OLDEST_PROTOCOL_VERSION,
@@ -45,10 +43,19 @@ from kvserver.protocol import (
     TakeKVEvents,
     UnregisterWorker,
 )
-from kvserver.recount import Recount
-from kvserver.reports import Reports
-from kvserver.status import books_status, connects_status, departed_status, instance_status, l1_status, totals_status
-from kvserver.transfers import (
+from kvserver.server.instances import Disconnect, Instance, Instances
+from kvserver.server.lifeline import Lifelines
+from kvserver.server.reports import Reports
+from kvserver.server.resync import Recount
+from kvserver.server.status import (
+    books_status,
+    connects_status,
+    departed_status,
+    instance_status,
+    l1_status,
+    totals_status,
+)
+from kvserver.server.transfers import (
     LoadTicket,
     MapTicket,
     Respond,
@@ -59,8 +66,8 @@ from kvserver.transfers import (
     check_chunk,
     chunk_count,
 )
-from kvserver.watchers import Watchers
-from kvserver.workers import Workers
+from kvserver.server.watchers import Watchers
+from kvserver.server.workers import Workers
 
 log = logging.getLogger(__name__)
 _NO_PLACEMENT = Placement()

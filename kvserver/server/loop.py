@@ -23,7 +23,6 @@ import zmq
 
 from kvserver import __version__
 from kvserver.events import ErrorSent
-from kvserver.handlers import Handlers
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     REQUEST_ID_BYTES,
@@ -38,6 +37,7 @@ from kvserver.protocol import (
     decode_request,
     encode,
 )
+from kvserver.server.handlers import Handlers
 from kvserver.telemetry import LOOP, UNREADABLE, Rpc
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.config import Placement
-from kvserver.status import l1_status
+from kvserver.server.status import l1_status
 
 
 def test_pinned_bytes_grow_with_what_is_pinned_whatever_is_used() -> None:

@@ -16,7 +16,7 @@ from kvserver.cache import Cache, PagePool
 from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.events import Bus, ChunksEvicted, ChunksStored, ErrorSent, Event, L1Cleared, L1Recounted
 from kvserver.kv_events import Hub
-from kvserver.recount import SLICE, Recount
+from kvserver.server.resync import SLICE, Recount
 
 PAGE = 4096
 SPACES = [b"a" * 32, b"a" * 32 + b"lora" * 8, b"b" * 32]

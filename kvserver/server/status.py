@@ -10,9 +10,9 @@ from typing import Any
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copy import Copier, Devices
-from kvserver.instances import Counts, Departed, Disconnect, Instance, Instances
-from kvserver.transfers import Ticket
-from kvserver.workers import Workers
+from kvserver.server.instances import Counts, Departed, Disconnect, Instance, Instances
+from kvserver.server.transfers import Ticket
+from kvserver.server.workers import Workers
 
 
 def l1_status(cache: Cache, placement: Placement) -> dict[str, Any]:

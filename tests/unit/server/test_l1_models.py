@@ -10,7 +10,7 @@ from support.worker import make_keys
 from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.config import Placement
 from kvserver.protocol.measurements import MOST_MODELS, OTHER
-from kvserver.status import l1_status
+from kvserver.server.status import l1_status
 
 PAGE = 4096
 A, B = b"a" * 32, b"b" * 32

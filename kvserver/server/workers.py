@@ -16,8 +16,6 @@ from kvserver.config import Settings
 from kvserver.copy import Completion, Copier
 from kvserver.copy.tickets import Device, Outcome, PlaneTable, WordMapping
 from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
-from kvserver.instances import Disconnect, Instances, Worker
-from kvserver.lifeline import Attachment, Lifelines
 from kvserver.protocol import (
     REGISTERED,
     CudaVmmFd,
@@ -32,7 +30,9 @@ from kvserver.protocol import (
     block_bytes,
     group_count,
 )
-from kvserver.transfers import MapTicket, Respond, Ticket, UnmapTicket
+from kvserver.server.instances import Disconnect, Instances, Worker
+from kvserver.server.lifeline import Attachment, Lifelines
+from kvserver.server.transfers import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from kvserver.events import (
     CopyEnded,
     CopyRefused,
 )
-from kvserver.instances import Instance, Instances, Worker
 from kvserver.protocol import (
     KEY_BYTES,
     MOST_EXTRA_KEY_BYTES,
@@ -43,6 +42,7 @@ from kvserver.protocol import (
     Stored,
     parse_block_ids,
 )
+from kvserver.server.instances import Instance, Instances, Worker
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from kvserver._native import check_records, unpack_blocks
 from kvserver.cache import Cache
 from kvserver.events import BlockReport, Bus, RequestEnded
-from kvserver.instances import Instance, Instances
 from kvserver.protocol import (
     MAX_REPORTED_BLOCKS,
     DescribeScheduler,
@@ -26,6 +25,7 @@ from kvserver.protocol import (
     ReportedBlocks,
     payload_of,
 )
+from kvserver.server.instances import Instance, Instances
 from kvserver.telemetry import MOST
 
 _ASK_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time

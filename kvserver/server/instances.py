@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from kvserver.cache import MissReason, check_agreement, counted, fingerprint, private_reason, with_variant
 from kvserver.copy.tickets import Device, Mapping, PlaneTable, WordMapping
 from kvserver.events import InstanceDescribed
-from kvserver.lifeline import Attachment
-from kvserver.loads import Loads
 from kvserver.protocol import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,
@@ -28,6 +26,8 @@ from kvserver.protocol import (
     block_bytes,
     group_count,
 )
+from kvserver.server.engine_stats import Loads
+from kvserver.server.lifeline import Attachment
 from kvserver.telemetry import Benefit, LoadWaits
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests

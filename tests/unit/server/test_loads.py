@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserver.loads import TOTALS, Loads
 from kvserver.protocol import EngineLoad
+from kvserver.server.engine_stats import TOTALS, Loads
 
 
 def told(**fields: Any) -> EngineLoad:

@@ -7,8 +7,8 @@ from typing import Any
 from support.worker import awkward, identity
 
 from kvserver.cache import MissReason
-from kvserver.instances import Counts, Instances
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, RegisterWorker, SharedFd
+from kvserver.server.instances import Counts, Instances
 
 
 class Nothing:

@@ -1,0 +1,9 @@
+"""The event loop and what it does for each request: the one thread that owns all state."""
+
+from kvserver.server.handlers import Handlers
+from kvserver.server.instances import Disconnect
+from kvserver.server.lifeline import Lifelines
+from kvserver.server.loop import Server
+from kvserver.server.watchers import Watchers
+
+__all__ = ["Disconnect", "Handlers", "Lifelines", "Server", "Watchers"]
