@@ -28,7 +28,6 @@ import msgspec
 from common import percentile, table
 
 from kvserver._native import PrefixIndex
-from kvserver.http import StatusPages
 from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderCame, Tier
 from kvserver.protocol import DescribeScheduler
@@ -36,6 +35,7 @@ from kvserver.routing import MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import MSGPACK
 from kvserver.server import Server
+from kvserver.web.pages import StatusPages
 
 HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16
 

@@ -13,8 +13,8 @@ from support.worker import Worker, make_keys
 
 from kvserver._native import Copier, HostRegion, State
 from kvserver.copy import Devices
-from kvserver.http import StatusPages
 from kvserver.protocol import Retrieved, Stored
+from kvserver.web.pages import StatusPages
 
 
 class Full:

@@ -15,9 +15,9 @@ from support.worker import Worker, make_keys
 
 from kvserver._native import HostRegion, State
 from kvserver.copy import Devices
-from kvserver.http import StatusPages
 from kvserver.protocol import Error, Retrieved, Stored
 from kvserver.protocol.client import RequestFailed
+from kvserver.web.pages import StatusPages
 
 REASON = "Xid 79: the GPU has fallen off the bus"
 

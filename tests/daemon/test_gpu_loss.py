@@ -17,9 +17,9 @@ from support.worker import Worker, make_keys
 from kvserver._native import Copier, HostRegion, State
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices, GpuRules
-from kvserver.http import StatusPages
 from kvserver.protocol import Error, Reply, Stored
 from kvserver.protocol.client import RequestFailed
+from kvserver.web.pages import StatusPages
 
 REASON = mortal_gpus.REASON
 

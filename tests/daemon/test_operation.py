@@ -18,13 +18,14 @@ from support.raw import RawPeer
 from support.server import running_server
 from support.worker import make_keys
 
-from kvserver import __version__, http
+from kvserver import __version__
 from kvserver._native import Copier, HostRegion, State
 from kvserver.config import available_memory
 from kvserver.config.capacity import choose_l1_bytes
 from kvserver.config.settings import GiB, MiB
 from kvserver.copy import Devices
 from kvserver.protocol import PROTOCOL_VERSION, ConfigError, Lookup, Status, StatusReply, encode
+from kvserver.web import pages as http
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

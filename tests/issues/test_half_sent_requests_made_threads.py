@@ -17,10 +17,10 @@ from support.daemon import Daemon, fetch, wait_until
 from support.server import running_server
 from support.worker import Worker
 
-from kvserver import http as pages_module
 from kvserver._native import Copier, HostRegion
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
+from kvserver.web import pages as pages_module
 
 MOST_THREADS = 100  # of the whole daemon
 HALF = b"POST /cache/clear HTTP/1.1\r\nHost: localhost\r\nX-Slow: "

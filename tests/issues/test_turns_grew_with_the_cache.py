@@ -17,10 +17,10 @@ from support.worker import Geometry, Worker, make_keys
 from kvserver._native import Copier, HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.copy import Devices
-from kvserver.http import StatusPages
 from kvserver.protocol import Clear, Cleared, EndRequest, Plane, Stored
 from kvserver.protocol.client import Client
 from kvserver.server import Handlers, Server
+from kvserver.web.pages import StatusPages
 
 PAGE = 64  # bytes; a chunk takes one
 BATCH = 256  # chunks in one message

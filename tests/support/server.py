@@ -17,8 +17,8 @@ from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.config import Settings
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
-from kvserver.http import StatusPages
 from kvserver.server import Handlers, Lifelines, Server, Watchers
+from kvserver.web.pages import StatusPages
 
 L1_BYTES, PAGE_BYTES = MiB, 4096
 

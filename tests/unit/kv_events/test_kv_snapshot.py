@@ -16,10 +16,10 @@ from support.daemon import wait_until
 from support.kv_feed import chunk, named, reach
 from support.kv_publisher import Published, from_snapshot
 
-from kvserver.http import StatusPages
 from kvserver.kv_events import snapshot
 from kvserver.kv_events.types import Tier
 from kvserver.server import Server
+from kvserver.web.pages import StatusPages
 
 HERE = reach("weights")
 

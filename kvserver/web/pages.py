@@ -21,12 +21,13 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
-from kvserver import __version__, explain_page, snapshot_page
-from kvserver.http_access import OPEN_PAGES, Access, Refusal
-from kvserver.http_connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
+from kvserver import __version__
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
 from kvserver.telemetry import Family, process_families, prometheus
+from kvserver.web import explain_page, snapshot_page
+from kvserver.web.access import OPEN_PAGES, Access, Refusal
+from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
