@@ -9,7 +9,9 @@ import argparse
 import os
 import sys
 
-from kvserver import __version__, cli_explain, cli_status
+from kvserver import __version__
+from kvserver.cli import explain as cli_explain
+from kvserver.cli import status as cli_status
 from kvserver.config import sources as config
 from kvserver.protocol import ConfigError
 
@@ -49,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         return serve(config.read(vars(arguments)))
     if arguments.command == "doctor":
-        from kvserver import doctor
+        from kvserver.cli import doctor
 
         return doctor.main(arguments)
     if arguments.command == "explain":

@@ -94,14 +94,14 @@ ORDER = [
     "web.pages",
     "daemon",
     "protocol.client",
-    "checks",
-    "checks_gpu",
-    "checks_service",
-    "checks_engine",
-    "doctor",
-    "http_client",
-    "cli_status",
-    "cli_explain",
+    "cli.checks",
+    "cli.checks_gpu",
+    "cli.checks_service",
+    "cli.checks_engine",
+    "cli.doctor",
+    "cli.http_client",
+    "cli.status",
+    "cli.explain",
     "__main__",
 ]
 FREE = {"_native", "__init__"}
@@ -113,19 +113,25 @@ ONLY = {  # modules that run inside engines, or must stay small
         "protocol.routing",
         "protocol.messages",
     },
-    "http_client": {"config.http_token"},
-    "cli_status": {"http_client"},
-    "cli_explain": {"http_client"},
-    "checks": {
+    "cli.http_client": {"config.http_token"},
+    "cli.status": {"cli.http_client"},
+    "cli.explain": {"cli.http_client"},
+    "cli.checks": {
         "protocol.errors",
         "config.settings",
         "config.sources",
         "config.capacity",
         "config.placement",
     },  # all work where the native module does not
-    "checks_gpu": {"config.settings", "config.placement", "checks"},
-    "checks_service": {"config.settings", "config.http_token", "protocol.messages", "protocol.client", "checks"},
-    "checks_engine": {"checks"},
+    "cli.checks_gpu": {"config.settings", "config.placement", "cli.checks"},
+    "cli.checks_service": {
+        "config.settings",
+        "config.http_token",
+        "protocol.messages",
+        "protocol.client",
+        "cli.checks",
+    },
+    "cli.checks_engine": {"cli.checks"},
 }
 ADAPTERS_MAY = {
     "protocol.errors",
@@ -137,7 +143,7 @@ ADAPTERS_MAY = {
     "protocol.client",
 } | FREE
 DEFERRED = {
-    *(("__main__", "daemon"), ("__main__", "doctor")),  # so that `kvserver status` starts fast
+    *(("__main__", "daemon"), ("__main__", "cli.doctor")),  # so that `kvserver status` starts fast
     *(
         ("server.watchers", "telemetry.otlp"),
         ("server.watchers", "telemetry.tracing"),

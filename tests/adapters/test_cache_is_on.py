@@ -25,7 +25,7 @@ from support.daemon import wait_until
 from vllm.config import KVTransferConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from kvserver.checks_engine import HELP
+from kvserver.cli.checks_engine import HELP
 from kvserver.protocol import Error, ErrorCode, Hello, HelloReply, Lookup, RegisterWorker, Retrieve
 
 CHUNK = 64

@@ -21,7 +21,7 @@ from vllm.config import MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core import kv_cache_utils
 
-from kvserver.cli_status import table
+from kvserver.cli.status import table
 from kvserver.protocol import Error, ErrorCode, Hello, RegisterWorker
 
 CHUNK = 64

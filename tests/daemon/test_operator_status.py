@@ -12,7 +12,7 @@ import subprocess
 import pytest
 from support.daemon import KVSERVER, wait_until
 
-from kvserver import cli_status
+from kvserver.cli import status as cli_status
 from kvserver.protocol import EndRequest
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvserver.checks import Finding, ok, problem, warning
+from kvserver.cli.checks import Finding, ok, problem, warning
 
 _SECONDS = 10.0
 _MOST_BYTES = 32 << 20

@@ -12,7 +12,7 @@ import textwrap
 from typing import Any
 from urllib.parse import urlencode
 
-from kvserver import http_client
+from kvserver.cli import http_client
 
 _INDENT = "  "
 _WIDTH = 120

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvserver import __version__
-from kvserver.checks import Finding, Machine, ok, problem, warning
+from kvserver.cli.checks import Finding, Machine, ok, problem, warning
 from kvserver.config import Settings, bearer, read_token
 from kvserver.protocol import PROTOCOL_VERSION
 from kvserver.protocol.client import Client, RequestFailed, listens

@@ -8,8 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvserver import __main__, checks_engine
-from kvserver.checks import Level
+from kvserver import __main__
+from kvserver.cli import checks_engine
+from kvserver.cli.checks import Level
 
 Page = Callable[[BaseHTTPRequestHandler], None]
 

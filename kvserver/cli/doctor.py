@@ -9,8 +9,9 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 
-from kvserver import __version__, checks, checks_engine, checks_gpu, checks_service
-from kvserver.checks import Finding, Level, Machine, ok, problem, warning
+from kvserver import __version__
+from kvserver.cli import checks, checks_engine, checks_gpu, checks_service
+from kvserver.cli.checks import Finding, Level, Machine, ok, problem, warning
 from kvserver.config import sources as config
 from kvserver.protocol import ConfigError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvserver import checks_gpu, doctor
-from kvserver.checks import Finding, Level, Machine
+from kvserver.cli import checks_gpu, doctor
+from kvserver.cli.checks import Finding, Level, Machine
 from kvserver.config import Settings
 from kvserver.config.settings import GiB, MiB
 

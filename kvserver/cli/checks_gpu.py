@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from kvserver.checks import Finding, Machine, driver_version, ok, problem, size, uses_gpus, warning
+from kvserver.cli.checks import Finding, Machine, driver_version, ok, problem, size, uses_gpus, warning
 from kvserver.config import gpu_node, parse_gpus
 from kvserver.config.settings import GiB, MiB
 

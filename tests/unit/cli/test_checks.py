@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvserver import checks, checks_service, doctor
-from kvserver.checks import Finding, Level, Machine
+from kvserver.cli import checks, checks_service, doctor
+from kvserver.cli.checks import Finding, Level, Machine
 from kvserver.config import Settings
 from kvserver.config.settings import GiB, MiB
 
