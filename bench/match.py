@@ -28,10 +28,9 @@ import msgspec
 from common import percentile, table
 
 from kvserver._native import PrefixIndex
-from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderCame, Tier
 from kvserver.protocol import DescribeScheduler
-from kvserver.routing import MatchPages
+from kvserver.routing import KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import MSGPACK
 from kvserver.server import Server

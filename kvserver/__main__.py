@@ -12,7 +12,7 @@ import sys
 from kvserver import __version__
 from kvserver.cli import explain as cli_explain
 from kvserver.cli import status as cli_status
-from kvserver.config import sources as config
+from kvserver.config import add_flags, read_configuration
 from kvserver.protocol import ConfigError
 
 
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvserver", description="A KV-cache server for LLM inference engines.")
     parser.add_argument("--version", action="version", version=f"kvserver {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    config.add_arguments(commands.add_parser("serve", help="run the daemon"))
+    add_flags(commands.add_parser("serve", help="run the daemon"))
     cli_status.add_arguments(commands.add_parser("status", help="what the daemon on this machine is doing"))
     cli_explain.add_arguments(commands.add_parser("explain", help="why a request's prompt was computed, not loaded"))
     doctor = commands.add_parser("doctor", help="what is wrong with this machine, and what mends it")
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="URL",
         help="ask this vLLM server, and nothing else, whether its cache is on, and why not; may be given again",
     )
-    config.add_arguments(doctor)  # of the daemon that is to run
+    add_flags(doctor)  # of the daemon that is to run
     arguments = parser.parse_args(argv)
     try:
         return _run(arguments)
@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "serve":
         from kvserver.daemon import serve
 
-        return serve(config.read(vars(arguments)))
+        return serve(read_configuration(vars(arguments)))
     if arguments.command == "doctor":
         from kvserver.cli import doctor
 

@@ -26,10 +26,10 @@ import msgspec
 import zmq
 
 from kvserver import __version__, _native
+from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
 from kvserver.config import Configuration, Placement, Settings, choose_l1, read_token, set_up_logging
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, l1_region
-from kvserver.copy.tickets import HostRegion
 from kvserver.protocol import ConfigError, stranger_at
 from kvserver.routing import MatchPages
 from kvserver.server import Disconnect, Handlers, Lifelines, Server, Watchers

@@ -1,4 +1,4 @@
-"""Imports go down only, and nothing is imported that must not be."""
+"""Rooms import what lies below them only, through their faces, and nothing is imported that must not be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,149 +15,53 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvserver"
 ADAPTERS = ROOT / "adapters"
 
-# Each module may import what stands before it, `_native` and the package itself.
+# A room, or a module on top of them, may import what stands before it.
 ORDER = [
-    "protocol.errors",
-    "protocol.endpoint",
-    "protocol.measurements",
-    "config.settings",
-    "config.http_token",
-    "config.sources",
-    "config.logs",
-    "config.capacity",
-    "config.placement",
-    "protocol.planes",
-    "protocol.fields",
-    "protocol.routing",
-    "protocol.messages",
-    "telemetry.families",
-    "events.types",
-    "kv_events.types",
-    "kv_events.ledger",
-    "kv_events.descriptions",
-    "telemetry.prometheus",
-    "telemetry.rpc_counts",
-    "telemetry.request_blocks",
-    "telemetry.block_lifecycle",
-    "cache.namespace",
-    "routing.engine_wire",
-    "routing.engine_stream",
-    "routing.engine_follower",
-    "routing.engines",
-    "routing.prefix_index",
-    "routing.block_hashes",
-    "kv_events.wire",
-    "kv_events.held",
-    "kv_events.stream",
-    "kv_events.channel",
-    "kv_events.publisher",
-    "kv_events.snapshot",
-    "cache.pages",
-    "cache.index",
-    "cache.eviction",
-    "cache.misses",
-    "cache.cache",
-    "copy.devices",
-    "copy.tickets",
-    "server.lifeline",
-    "server.engine_stats",
-    "telemetry.benefit",
-    "server.instances",
-    "telemetry.chunk_lifecycle",
-    "kv_events.hub",
-    "kv_events.lines",
-    "kv_events.feed",
-    "kv_events.observers",
-    "server.resync",
-    "server.transfers",
-    "server.workers",
-    "server.reports",
-    "server.status",
-    "telemetry.metrics_process",
-    "telemetry.metrics_daemon",
-    "telemetry.metrics_instances",
-    "telemetry.metrics_benefit",
-    "telemetry.metrics",
-    "telemetry.otlp",
-    "telemetry.differences",
-    "telemetry.explain_facts",
-    "telemetry.explain",
-    "telemetry.tracing",
-    "server.watchers",
-    "server.handlers",
-    "server.loop",
-    "routing.match",
-    "telemetry.explain_text",
-    "web.explain_page",
-    "web.snapshot_page",
-    "web.access",
-    "web.connections",
-    "web.pages",
+    "_native",
+    "protocol",
+    "config",
+    "cache",
+    "copy",
+    "l2",
+    "events",
+    "telemetry",
+    "kv_events",
+    "routing",
+    "server",
+    "web",
+    "cli",
     "daemon",
-    "protocol.client",
-    "cli.checks",
-    "cli.checks_gpu",
-    "cli.checks_service",
-    "cli.checks_engine",
-    "cli.doctor",
-    "cli.http_client",
-    "cli.status",
-    "cli.explain",
     "__main__",
 ]
-FREE = {"_native", "__init__"}
-ONLY = {  # modules that run inside engines, or must stay small
-    "protocol.client": {
-        "protocol.errors",
-        "protocol.planes",
-        "protocol.fields",
-        "protocol.routing",
-        "protocol.messages",
-    },
-    "cli.http_client": {"config.http_token"},
-    "cli.status": {"cli.http_client"},
-    "cli.explain": {"cli.http_client"},
-    "cli.checks": {
-        "protocol.errors",
-        "config.settings",
-        "config.sources",
-        "config.capacity",
-        "config.placement",
-    },  # all work where the native module does not
-    "cli.checks_gpu": {"config.settings", "config.placement", "cli.checks"},
-    "cli.checks_service": {
-        "config.settings",
-        "config.http_token",
-        "protocol.messages",
-        "protocol.client",
-        "cli.checks",
-    },
-    "cli.checks_engine": {"cli.checks"},
-}
-ADAPTERS_MAY = {
-    "protocol.errors",
-    "protocol.endpoint",
-    "protocol.planes",
-    "protocol.fields",
-    "protocol.routing",
-    "protocol.messages",
+ROOMS = [name for name in ORDER if (PACKAGE / name).is_dir()]
+# Modules that other rooms import by name: what they load is for few.
+BESIDE_THE_FACE = {
     "protocol.client",
-} | FREE
+    *("telemetry.otlp", "telemetry.tracing", "telemetry.prometheus", "telemetry.metrics_process"),
+}
+NO_FACE = {"web", "cli"}  # rooms that only daemon.py and the command line import
+NEVER_BY_A_FACE = {"opentelemetry", "google", "grpc", "requests", "http", "socketserver", "boto3", "redis", "valkey"}
+ONLY = {  # what must work where the rest does not, or start fast
+    "protocol": {"_native"},
+    "config": {"_native", "protocol"},
+    "cli": {"protocol", "config"},
+}
+ADAPTERS_MAY = {"_native", "protocol", "__version__"}
 DEFERRED = {
     *(("__main__", "daemon"), ("__main__", "cli.doctor")),  # so that `kvserver status` starts fast
-    *(
-        ("server.watchers", "telemetry.otlp"),
-        ("server.watchers", "telemetry.tracing"),
-    ),  # so that a daemon without a collector is small
+    *(("server.watchers", "telemetry.otlp"), ("server.watchers", "telemetry.tracing")),  # a daemon without a collector
 }
 BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
 
-Import = tuple[str, bool]  # dotted name, inside a function
+
+class Import(NamedTuple):
+    name: str  # dotted, with the name imported
+    deferred: bool  # inside a function
 
 
 def imports_of(path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text())
-    deferred = {
+    inside = {
         inner
         for outer in ast.walk(tree)
         if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef))
@@ -165,64 +70,100 @@ def imports_of(path: Path) -> Iterator[Import]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, node in deferred
+                yield Import(alias.name, node in inside)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             for alias in node.names:
-                yield f"{node.module}.{alias.name}", node in deferred
+                yield Import(f"{node.module}.{alias.name}", node in inside)
 
 
-def modules_of_package(path: Path) -> Iterator[Import]:
-    """The kvserver modules that a file imports, by bare name."""
-    for name, inside in imports_of(path):
-        parts = name.split(".")
-        if parts[0] != "kvserver":
-            continue
-        if ".".join(parts[1:3]) in ORDER:
-            yield ".".join(parts[1:3]), inside
-            continue
-        known = len(parts) > 1 and (parts[1] in ORDER or parts[1] in FREE or parts[1] == "adapters")
-        yield (parts[1] if known else "__init__"), inside
+def modules() -> list[str]:
+    """By dotted name, below `kvserver.`; a face is its room's name."""
+    paths = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")]
+    return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths if path.parts != ("__init__",))
 
 
-def package_modules() -> list[str]:
-    """By dotted name, below `kvserver.`"""
-    paths = [path for path in PACKAGE.rglob("*.py") if path.stem != "__init__"]
-    return sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths)
+MODULES = modules()
 
 
 def file_of(module: str) -> Path:
-    return PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+    path = PACKAGE.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imported_modules(path: Path) -> Iterator[tuple[str, bool]]:
+    """The kvserver modules that a file imports, as MODULES has them, and `_native`, `adapters`, `__version__`."""
+    for name, deferred in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != "kvserver" or len(parts) == 1:
+            continue
+        found = [".".join(parts[1:end]) for end in range(len(parts), 1, -1)]
+        yield next((module for module in found if module in MODULES), parts[1]), deferred
 
 
 def adapter_files() -> list[Path]:
     return sorted(ADAPTERS.rglob("*.py"))
 
 
-def test_every_module_has_its_place_in_the_order() -> None:
-    assert package_modules() == sorted(ORDER)
+def loaded_by(module: str) -> set[str]:
+    program = f"import sys, kvserver.{module}; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ORDER)
+def test_every_module_is_in_a_room_or_on_top() -> None:
+    assert {room_of(module) for module in MODULES} | {"_native"} == set(ORDER)
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down_only(module: str) -> None:
-    below = ONLY.get(module, set(ORDER[: ORDER.index(module)])) | FREE
-    for name, _ in modules_of_package(file_of(module)):
-        assert name in below, f"kvserver.{module} imports {name}"
+    room = room_of(module)
+    below = ONLY.get(room, set(ORDER[: ORDER.index(room)])) | {room, "__version__"}
+    for name, _ in imported_modules(file_of(module)):
+        assert room_of(name) in below, f"kvserver.{module} imports kvserver.{name}"
 
 
-@pytest.mark.parametrize("module", ORDER)
+@pytest.mark.parametrize("module", MODULES)
+def test_a_room_is_entered_by_its_face(module: str) -> None:
+    for name, _ in imported_modules(file_of(module)):
+        room = room_of(name)
+        if room in ROOMS and room != room_of(module) and room not in NO_FACE:
+            assert name == room or name in BESIDE_THE_FACE, f"kvserver.{module} imports kvserver.{name}, past the face"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_inside_a_room_there_is_no_circle(room: str) -> None:
+    inside = {module for module in MODULES if room_of(module) == room and module != room}
+    below = {module: {name for name, _ in imported_modules(file_of(module))} for module in inside}
+    assert not [module for module in inside if room in below[module]], "a module imports its own face"
+    while free := {module for module in inside if not below[module] & inside}:
+        inside -= free
+    assert not inside, "these import each other"
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_no_import_hides_inside_a_function(module: str) -> None:
-    hidden = {(module, name) for name, inside in modules_of_package(file_of(module)) if inside}
+    hidden = {(module, name) for name, deferred in imported_modules(file_of(module)) if deferred}
     assert hidden <= DEFERRED
 
 
 def test_adapters_import_only_what_engines_may_load() -> None:
     for path in adapter_files():
-        for name, _ in modules_of_package(path):
-            assert name in ADAPTERS_MAY or name == "adapters", f"{path} imports kvserver.{name}"
+        for name, _ in imported_modules(path):
+            assert room_of(name) in ADAPTERS_MAY | {"adapters"}, f"{path} imports kvserver.{name}"
 
 
-@pytest.mark.parametrize("module", ORDER)
+def test_what_adapters_have_in_common_knows_no_engine() -> None:
+    for path in sorted((ADAPTERS / "common").glob("*.py")):
+        for name, _ in imports_of(path):
+            assert not name.startswith(("vllm", "kvserver.adapters.vllm")), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_the_server_imports_no_pickle_and_no_engine(module: str) -> None:
     roots = {name.split(".")[0] for name, _ in imports_of(file_of(module))}
     assert not roots & BANNED
@@ -236,28 +177,32 @@ def test_adapters_use_no_pickle() -> None:
 
 @pytest.mark.parametrize("module", ["daemon", "protocol.client", "__main__"])
 def test_importing_the_server_loads_no_engine(module: str) -> None:
-    program = f"import sys, kvserver.{module}; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    roots = {name.split(".")[0] for name in loaded.stdout.split()}
+    loaded = loaded_by(module)
+    roots = {name.split(".")[0] for name in loaded}
     assert not roots & (BANNED - {"pickle", "marshal"}), "torch, vLLM and numpy belong to engines"  # stdlib loads some
-    assert not {name for name in loaded.stdout.split() if name.startswith("kvserver.adapters")}
+    assert not {name for name in loaded if name.startswith("kvserver.adapters")}
 
 
 def test_a_daemon_loads_opentelemetry_only_for_a_collector() -> None:
-    program = "import sys, kvserver.daemon; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert "kvserver.telemetry.metrics" in loaded.stdout.split()
-    assert not {name.split(".")[0] for name in loaded.stdout.split()} & {"opentelemetry", "google", "grpc", "requests"}
+    loaded = loaded_by("daemon")
+    assert "kvserver.telemetry.metrics" in loaded
+    assert not {name.split(".")[0] for name in loaded} & {"opentelemetry", "google", "grpc", "requests"}
+
+
+@pytest.mark.parametrize("room", sorted(set(ROOMS) - NO_FACE))
+def test_a_face_loads_no_exporter_no_http_and_no_command(room: str) -> None:
+    loaded = loaded_by(room)
+    assert not {name.split(".")[0] for name in loaded} & NEVER_BY_A_FACE
+    rooms = {room_of(name.removeprefix("kvserver.")) for name in loaded if name.startswith("kvserver.")}
+    assert rooms <= set(ORDER[: ORDER.index(room) + 1])
+    assert not {name.removeprefix("kvserver.") for name in loaded} & BESIDE_THE_FACE
 
 
 def test_importing_the_client_loads_nothing_of_the_server() -> None:
-    program = "import sys, kvserver.protocol.client; print(*sorted(m for m in sys.modules if m.startswith('kvserver')))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert set(loaded.stdout.split()) <= {"kvserver"} | {
-        f"kvserver.{name}" for name in ONLY["protocol.client"] | {"protocol.client"}
-    }
+    rooms = {name.split(".")[1] for name in loaded_by("protocol.client") if name.startswith("kvserver.")}
+    assert rooms == {"protocol"}
 
 
-@pytest.mark.parametrize("path", [PACKAGE / "__init__.py", *(file_of(name) for name in ORDER)], ids=str)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), "a module without a docstring"

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from kvserver.config import (
     HUGE_PAGE_BYTES,
+    GiB,
+    MiB,
     Settings,
     available_memory,
     choose_l1,
@@ -25,7 +27,6 @@ from kvserver.config import (
     interleaved_nodes,
     variable,
 )
-from kvserver.config.settings import GiB, MiB
 from kvserver.protocol import ConfigError
 
 _DESCRIPTORS_PER_WORKER = 256

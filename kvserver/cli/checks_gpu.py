@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvserver.cli.checks import Finding, Machine, driver_version, ok, problem, size, uses_gpus, warning
-from kvserver.config import gpu_node, parse_gpus
-from kvserver.config.settings import GiB, MiB
+from kvserver.config import GiB, MiB, gpu_node, parse_gpus
 
 OLDEST_DRIVER = 580  # that CUDA 13 runs with, by its release notes
 # An estimate. Reports say 200 to 700 MiB by GPU and driver (pytorch issues 28113 and 107667); ours has one kernel.

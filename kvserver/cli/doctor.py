@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from kvserver import __version__
 from kvserver.cli import checks, checks_engine, checks_gpu, checks_service
 from kvserver.cli.checks import Finding, Level, Machine, ok, problem, warning
-from kvserver.config import sources as config
+from kvserver.config import flag, read_configuration
 from kvserver.protocol import ConfigError
 
 Check = Callable[[Machine], Finding]
@@ -60,12 +60,12 @@ def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
             yield from checks_engine.examine(url)
         return
     try:
-        given = config.read(vars(arguments))
+        given = read_configuration(vars(arguments))
     except ConfigError as error:
-        given = config.read({}, {})
+        given = read_configuration({}, {})
         yield "settings", problem(str(error), "change that value; the checks below take the defaults")
     else:
-        yield "settings", ok(", ".join(f"{config.flag(k)} from {v}" for k, v in given.sources.items()) or "all default")
+        yield "settings", ok(", ".join(f"{flag(k)} from {v}" for k, v in given.sources.items()) or "all default")
     yield from examine(Machine(given.settings, python=arguments.python))
 
 

@@ -5,6 +5,8 @@ from kvserver.config.http_token import bearer, read_token
 from kvserver.config.logs import set_up_logging
 from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes
 from kvserver.config.settings import (
+    GiB,
+    MiB,
     OtlpEndpoint,
     Settings,
     parse_events_endpoint,
@@ -12,18 +14,22 @@ from kvserver.config.settings import (
     parse_otlp_endpoint,
     parse_size,
 )
-from kvserver.config.sources import Configuration, field_types, variable
+from kvserver.config.sources import Configuration, add_flags, field_types, flag, read_configuration, variable
 
 __all__ = [
     "HUGE_PAGE_BYTES",
     "Configuration",
+    "GiB",
+    "MiB",
     "OtlpEndpoint",
     "Placement",
     "Settings",
+    "add_flags",
     "available_memory",
     "bearer",
     "choose_l1",
     "field_types",
+    "flag",
     "gpu_cpus",
     "gpu_node",
     "interleaved_nodes",
@@ -31,6 +37,7 @@ __all__ = [
     "parse_gpus",
     "parse_otlp_endpoint",
     "parse_size",
+    "read_configuration",
     "read_token",
     "set_up_logging",
     "variable",

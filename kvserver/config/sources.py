@@ -108,7 +108,7 @@ def choices(of: type[msgspec.Struct] = Settings) -> dict[str, tuple[Any, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(of).items() if get_origin(hint) is Literal}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per setting; unset flags stay out of the namespace."""
     parser.add_argument(
         "--config", metavar="FILE.toml", default=None, help="TOML file with the same keys as the flags."
@@ -126,12 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def load(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Settings:
-    """The settings alone; see `read`."""
-    return read(arguments, environ).settings
-
-
-def read(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Configuration:
+def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Configuration:
     """Merge defaults < TOML file < environment < `arguments`. ConfigError names flag, value and source."""
     environ = dict(os.environ) if environ is None else environ
     types = field_types()

@@ -2,26 +2,49 @@
 
 `types` what observers are told; `hub` makes it of the loop's events and knows what is in each chunk, which `descriptions`
 reads out of stores; `observers` runs each observer in a thread of its own; `ledger` counts blocks for them. The rest are
-observers: `publisher` (ZMQ), `feed` (engines that publish themselves), `index` (what matches a prompt), `lines` (a file).
+observers: `publisher` (ZMQ), `feed` (engines that publish themselves), `lines` (a file).
 """
 
-from kvserver.kv_events.feed import Feed
+from kvserver.kv_events.feed import Feed, make_feed
 from kvserver.kv_events.hub import Hub
+from kvserver.kv_events.lines import make_lines
 from kvserver.kv_events.observers import Observers
-from kvserver.kv_events.publisher import NotOneTopic, Snapshot, ZmqPublisher
-from kvserver.kv_events.types import MakeObserver, ObserverContext
-from kvserver.routing import KVIndex, Match, Reader
+from kvserver.kv_events.publisher import NotOneTopic, Snapshot, ZmqPublisher, make_publisher, publisher_families
+from kvserver.kv_events.snapshot import MOST_SNAPSHOT_SECONDS, Busy, Encoding, snapshot_parts
+from kvserver.kv_events.types import (
+    KVChunk,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+    MakeObserver,
+    ObserverContext,
+    ReaderCame,
+    ReaderGone,
+    Tier,
+)
 
 __all__ = [
+    "MOST_SNAPSHOT_SECONDS",
+    "Busy",
+    "Encoding",
     "Feed",
     "Hub",
-    "KVIndex",
+    "KVChunk",
+    "KVEvent",
+    "KVRemoved",
+    "KVStored",
     "MakeObserver",
-    "Match",
     "NotOneTopic",
     "ObserverContext",
     "Observers",
-    "Reader",
+    "ReaderCame",
+    "ReaderGone",
     "Snapshot",
+    "Tier",
     "ZmqPublisher",
+    "make_feed",
+    "make_lines",
+    "make_publisher",
+    "publisher_families",
+    "snapshot_parts",
 ]

@@ -43,7 +43,7 @@ _TOKEN_BYTES = 4
 _Change: TypeAlias = tuple[bool, Tier, KVChunk]  # whether it came
 
 
-def make(context: ObserverContext) -> Feed:
+def make_feed(context: ObserverContext) -> Feed:
     return Feed(context)
 
 

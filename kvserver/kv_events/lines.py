@@ -15,7 +15,7 @@ from kvserver.protocol import ConfigError
 _TOKEN_BYTES = 4
 
 
-def make(context: ObserverContext) -> Lines | None:
+def make_lines(context: ObserverContext) -> Lines | None:
     return Lines(context.settings.kv_events_file) if context.settings.kv_events_file else None
 
 

@@ -39,7 +39,7 @@ _LAST_SECONDS = 2.0  # for the thread to send what is left
 _LAST_LINGER_MS = 500
 
 
-def make(context: ObserverContext) -> ZmqPublisher | None:
+def make_publisher(context: ObserverContext) -> ZmqPublisher | None:
     """None without --kv-events-endpoint: then there is no sequence either that a snapshot could name."""
     return ZmqPublisher(context) if context.settings.kv_events_endpoint else None
 
@@ -274,7 +274,7 @@ class ZmqPublisher:
                     channel.publish(stream.after(channel.published, len(stream.buffer)))
 
 
-def families(status: dict[str, Any] | None) -> list[Family]:
+def publisher_families(status: dict[str, Any] | None) -> list[Family]:
     """Of a publisher's status(); None where nothing is published."""
     labels = ("model_name", "hash_form")
     batches = Family(

@@ -29,7 +29,7 @@ Encoding = Literal["json", "msgpack"]
 FORMAT = "kvserver-kv-snapshot/1"
 _AT_ONCE = threading.BoundedSemaphore(4)
 _SLICE = 256  # chunks
-MOST_SECONDS = 300.0  # for a slow reader
+MOST_SNAPSHOT_SECONDS = 300.0  # for a slow reader
 
 
 class Busy(Exception):
@@ -37,7 +37,7 @@ class Busy(Exception):
 
 
 @contextmanager
-def parts(snapshot: Snapshot, encoding: Encoding, gzip: bool) -> Iterator[Iterator[bytes]]:
+def snapshot_parts(snapshot: Snapshot, encoding: Encoding, gzip: bool) -> Iterator[Iterator[bytes]]:
     """The body, in slices, of which TimeoutError is the end if they are not taken in time. Busy if there are too many."""
     if not _AT_ONCE.acquire(blocking=False):
         raise Busy
@@ -49,7 +49,7 @@ def parts(snapshot: Snapshot, encoding: Encoding, gzip: bool) -> Iterator[Iterat
 
 
 def _in_time(slices: Iterator[bytes]) -> Iterator[bytes]:
-    deadline = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + MOST_SNAPSHOT_SECONDS
     for each in slices:
         if time.monotonic() > deadline:
             raise TimeoutError("the snapshot was read too slowly")

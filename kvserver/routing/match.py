@@ -28,9 +28,9 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvserver.kv_events import KVIndex, Match, Reader
 from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
 from kvserver.routing.block_hashes import DUMPS, hash_blocks
+from kvserver.routing.prefix_index import KVIndex, Match, Reader
 from kvserver.telemetry import Family, Kind
 
 MOST_BODY_BYTES = 4 << 20

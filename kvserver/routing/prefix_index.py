@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kvserver._native import PrefixIndex
 from kvserver.cache import epoch_of
 from kvserver.config import parse_size
-from kvserver.kv_events.types import (
+from kvserver.kv_events import (
     KVChunk,
     KVEvent,
     KVRemoved,
@@ -260,6 +260,6 @@ def _end(chunk: KVChunk) -> bytes:
     return chunk.key[size - _KNOWN_BYTES : size]
 
 
-def make(context: ObserverContext) -> KVIndex:
+def make_index(context: ObserverContext) -> KVIndex:
     settings = context.settings
     return KVIndex(parse_size(settings.kv_index_size), settings.engine_kv_events == "auto")

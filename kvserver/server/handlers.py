@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvserver import __version__
+from kvserver._native import Outcome
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement, Settings
 from kvserver.copy import Completion, Copier, Devices
-from kvserver.copy.tickets import Outcome
 from kvserver.events import L1Cleared, LookupEnded
 from kvserver.protocol import (
     KEY_BYTES,

@@ -13,8 +13,8 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvserver._native import Device, Mapping, PlaneTable, WordMapping
 from kvserver.cache import MissReason, check_agreement, counted, fingerprint, private_reason, with_variant
-from kvserver.copy.tickets import Device, Mapping, PlaneTable, WordMapping
 from kvserver.events import InstanceDescribed
 from kvserver.protocol import (
     DEPARTED_SECONDS,

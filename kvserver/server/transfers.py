@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from kvserver._native import unpack_blocks
+from kvserver._native import NO_BLOCK, Direction, Outcome, unpack_blocks
 from kvserver.cache import Cache, Chunk, StorePlan
 from kvserver.copy import Completion, Copier
-from kvserver.copy.tickets import NO_BLOCK, Direction, Outcome
 from kvserver.events import (
     Bus,
     ChunksDescribed,

@@ -15,27 +15,27 @@ from kvserver.events import Bus, Subscriber
 from kvserver.kv_events import (
     Feed,
     Hub,
-    KVIndex,
     MakeObserver,
     ObserverContext,
     Observers,
     ZmqPublisher,
-    feed,
-    lines,
-    publisher,
+    make_feed,
+    make_lines,
+    make_publisher,
+    publisher_families,
 )
-from kvserver.routing import prefix_index as index
-from kvserver.telemetry import L0, L1, Explain, Family, Kind, metrics
+from kvserver.routing import KVIndex, make_index
+from kvserver.telemetry import L0, L1, Explain, Family, Kind, all_families
 
 if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
     from kvserver.telemetry.tracing import Traces
 
 OWN_OBSERVERS: dict[str, MakeObserver] = {
-    "zmq": publisher.make,
-    "lines": lines.make,
-    "index": index.make,
-    "feed": feed.make,
+    "zmq": make_publisher,
+    "lines": make_lines,
+    "index": make_index,
+    "feed": make_feed,
 }
 _LAST_EVENTS_SECONDS = 2.0  # for what is queued when the daemon stops
 
@@ -73,8 +73,8 @@ class Watchers:
         more = [
             family for each in (self.l0, self.l1, self.hub, self.observers, self.index) for family in each.families()
         ]
-        published = publisher.families(self.publisher.status() if self.publisher is not None else None)
-        return metrics.families(status, rpc, [*more, *published, *self._otlp_families()])
+        published = publisher_families(self.publisher.status() if self.publisher is not None else None)
+        return all_families(status, rpc, [*more, *published, *self._otlp_families()])
 
     def _otlp_families(self) -> list[Family]:
         sent = Family(

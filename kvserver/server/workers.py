@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from kvserver._native import Device, Outcome, PlaneTable, WordMapping
 from kvserver.cache import Cache
 from kvserver.config import Settings
 from kvserver.copy import Completion, Copier
-from kvserver.copy.tickets import Device, Outcome, PlaneTable, WordMapping
 from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
 from kvserver.protocol import (
     REGISTERED,

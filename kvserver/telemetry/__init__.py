@@ -1,6 +1,7 @@
 """What is measured of blocks, chunks, requests and the daemon, and the forms in which it leaves.
 
-`otlp` and `tracing` are not exported here: only a daemon that has a collector loads them.
+Not exported here: `otlp` and `tracing`, which only a daemon with a collector loads, and `prometheus` and `metrics_process`,
+which load the Prometheus client.
 """
 
 from kvserver.telemetry.benefit import MOST, Benefit, LoadWaits
@@ -10,7 +11,7 @@ from kvserver.telemetry.explain import Explain
 from kvserver.telemetry.explain_facts import Facts
 from kvserver.telemetry.explain_text import advice, verdict
 from kvserver.telemetry.families import Family, Kind
-from kvserver.telemetry.metrics_process import process_families
+from kvserver.telemetry.metrics import all_families
 from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc
 
 __all__ = [
@@ -27,6 +28,6 @@ __all__ = [
     "LoadWaits",
     "Rpc",
     "advice",
-    "process_families",
+    "all_families",
     "verdict",
 ]

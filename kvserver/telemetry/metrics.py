@@ -15,7 +15,7 @@ from kvserver.telemetry.metrics_daemon import daemon_families
 from kvserver.telemetry.metrics_instances import instance_families
 
 
-def families(
+def all_families(
     status: dict[str, Any],
     rpc: dict[str, Any],
     more: Iterable[Family] = (),

@@ -24,7 +24,9 @@ from typing import Any, TypeVar
 from kvserver import __version__
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
-from kvserver.telemetry import Family, process_families, prometheus
+from kvserver.telemetry import Family
+from kvserver.telemetry.metrics_process import process_families
+from kvserver.telemetry.prometheus import render
 from kvserver.web import explain_page, snapshot_page
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
 from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
@@ -281,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, body, "application/json")
 
     def _metrics(self) -> None:
-        self._send(200, prometheus.render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")
+        self._send(200, render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")
 
     def _livez(self) -> None:
         self._send(200, "alive\n")

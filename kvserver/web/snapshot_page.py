@@ -17,14 +17,14 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from kvserver.kv_events import NotOneTopic, Snapshot, snapshot
+from kvserver.kv_events import MOST_SNAPSHOT_SECONDS, Busy, Encoding, NotOneTopic, Snapshot, snapshot_parts
 
 log = logging.getLogger(__name__)
 
-MOST_SECONDS = snapshot.MOST_SECONDS + 10.0  # to make and to read one
+MOST_SECONDS = MOST_SNAPSHOT_SECONDS + 10.0  # to make and to read one
 TakeSnapshot = Callable[[str, str, str], Snapshot]  # model, form, topic
 _NAMES = ("model", "form", "topic")
-_MEDIA: dict[str, snapshot.Encoding] = {"application/x-ndjson": "json", "application/msgpack": "msgpack"}
+_MEDIA: dict[str, Encoding] = {"application/x-ndjson": "json", "application/msgpack": "msgpack"}
 
 
 def answer(handler: BaseHTTPRequestHandler, take: TakeSnapshot | None) -> None:
@@ -38,13 +38,13 @@ def answer(handler: BaseHTTPRequestHandler, take: TakeSnapshot | None) -> None:
     gzip = "gzip" in handler.headers.get("Accept-Encoding", "")
     try:
         taken = take(*(asked.get(name, [""])[0] for name in _NAMES))
-        with snapshot.parts(taken, _MEDIA[media], gzip) as parts:
+        with snapshot_parts(taken, _MEDIA[media], gzip) as parts:
             _stream(handler, parts, media, gzip)
     except NotOneTopic as error:
         code = HTTPStatus.BAD_REQUEST if error.several else HTTPStatus.NOT_FOUND
         text = "name one of several streams or topics" if error.several else "there is no such stream or topic"
         _refuse(handler, code, {"error": text, "streams": error.known})
-    except snapshot.Busy:
+    except Busy:
         _refuse(handler, HTTPStatus.SERVICE_UNAVAILABLE, {"error": "too many snapshots at once"})
 
 

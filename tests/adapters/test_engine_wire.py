@@ -14,9 +14,9 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import ReaderCame
 from kvserver.protocol import DescribeScheduler
+from kvserver.routing import KVIndex
 
 BLOCKS = [bytes([n]) * 32 for n in range(1, 50)]
 

@@ -15,9 +15,9 @@ import zmq
 from support.daemon import wait_until
 from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed, stored
 
-from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import ReaderCame, ReaderGone
 from kvserver.protocol import DescribeScheduler, KVGroup
+from kvserver.routing import KVIndex
 from kvserver.routing.engine_follower import unreadable
 
 REACH = b"r" * 32

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from support.daemon import KVSERVER, Daemon, wait_until
 
-from kvserver.config import sources as config
+from kvserver.config import field_types, variable
 from kvserver.daemon import EXIT_DEVICE_LOST
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,7 +100,7 @@ def test_the_image_starts_a_daemon_that_passes_its_own_health_check(image):
     folder, final, environ = image
     kvserver = folder / "opt/kvserver/bin/kvserver"
     settings = {name: value for name, value in environ.items() if name.startswith("KVSERVER_")}
-    assert settings.keys() <= {config.variable(name) for name in config.field_types()}
+    assert settings.keys() <= {variable(name) for name in field_types()}
     command = [str(kvserver), *json.loads(final["CMD"])]
     assert json.loads(final["ENTRYPOINT"]) == ["kvserver"]
     holder = Daemon()  # for a folder with a short name
@@ -204,7 +204,7 @@ def test_compose_publishes_pages_to_this_machine_only_and_sets_what_is_a_setting
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
         given = {name for name in service["environment"] if name.startswith("KVSERVER_")}
-        assert given <= {config.variable(name) for name in config.field_types()}
+        assert given <= {variable(name) for name in field_types()}
 
 
 def test_the_token_of_compose_is_where_the_daemon_looks_for_it_and_may_be_left_out(compose):

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvserver._native import Copier, Gpu, Way
-from kvserver.config import sources as config
+from kvserver.config import add_flags, read_configuration
 from kvserver.copy import Hardware
 from kvserver.copy.devices import OpenGpu
 from kvserver.daemon import serve
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--simulated-gpus", type=int, default=0)
     parser.add_argument("--gpu-way", choices=["dma", "staged"], help="of all copies of GPUs")
     parser.add_argument("--gpu-orders", type=Path, help="what happens to the first GPU: see mortal_gpus.py")
-    config.add_arguments(parser)
+    add_flags(parser)
     arguments = parser.parse_args()
     delay = arguments.copy_delay_us
     hardware = Hardware(
@@ -54,7 +54,7 @@ def main() -> int:
     if arguments.simulated_gpus:
         hardware = replace(hardware, open_gpu=opener(arguments.simulated_gpus, delay, arguments.gpu_orders))
     try:
-        return serve(config.read(vars(arguments)), hardware)
+        return serve(read_configuration(vars(arguments)), hardware)
     except ConfigError as error:
         print(f"kvserver: {error}", file=sys.stderr)
         return 2

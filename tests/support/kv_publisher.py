@@ -9,8 +9,8 @@ import msgspec
 
 from kvserver.config import Settings
 from kvserver.kv_events import ObserverContext, Snapshot, ZmqPublisher
-from kvserver.kv_events.publisher import make
-from kvserver.kv_events.snapshot import parts
+from kvserver.kv_events.publisher import make_publisher
+from kvserver.kv_events.snapshot import snapshot_parts
 
 from .daemon import wait_until
 from .kv_feed import Feed
@@ -23,7 +23,7 @@ class Published:
     def __init__(self, boot_micros: int | None = None, **settings: Any) -> None:
         flags = {"kv_events_endpoint": TCP, "kv_events_replay_endpoint": TCP, **settings}
         self.boot_micros = boot_micros or time.time_ns() // 1000
-        made = make(ObserverContext(Settings(**flags), "boot", self.boot_micros))
+        made = make_publisher(ObserverContext(Settings(**flags), "boot", self.boot_micros))
         assert made is not None
         self.publisher: ZmqPublisher = made
         self.feed = Feed(made)
@@ -68,7 +68,7 @@ class Published:
 
 def from_snapshot(snapshot: Snapshot) -> Blocks:
     """What a consumer knows that read it: a set, whatever is named twice."""
-    with parts(snapshot, "msgpack", gzip=False) as slices:
+    with snapshot_parts(snapshot, "msgpack", gzip=False) as slices:
         header, *events = msgspec.msgpack.decode(b"".join(slices))
     assert (header["sequence"], header["events"]) == (snapshot.sequence, len(events))
     known, named = Blocks(), set()

@@ -11,14 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvserver.config import Settings, parse_gpus, parse_size
-from kvserver.config import sources as config
+from kvserver.config import Settings, parse_gpus, parse_size, sources
 from kvserver.config.settings import GiB, KiB, MiB
 from kvserver.protocol import ConfigError, default_endpoint
 
 GPU = "GPU-9221d5d1-b60b-a624-bf14-0a1819cfda3b"
 OTHER_GPU = "GPU-00000000-0000-0000-0000-000000000001"
 NAMES = [field.name for field in msgspec.structs.fields(Settings)]
+
+
+def load(arguments: dict[str, Any], environ: dict[str, str]) -> Settings:
+    return sources.read_configuration(arguments, environ).settings
 
 
 @pytest.fixture
@@ -34,12 +37,12 @@ def toml(tmp_path: Path) -> Any:
 def parsed(*words: str) -> dict[str, Any]:
     """The command line as `kvserver serve` reads it."""
     parser = argparse.ArgumentParser()
-    config.add_arguments(parser)
+    sources.add_flags(parser)
     return vars(parser.parse_args(words))
 
 
 def test_without_anything_the_defaults_hold() -> None:
-    settings = config.load(parsed(), {})
+    settings = load(parsed(), {})
     assert settings.chunk_tokens == 256
     assert settings.http_host == "127.0.0.1"
     assert settings.http_port == 8080
@@ -49,13 +52,13 @@ def test_without_anything_the_defaults_hold() -> None:
 def test_the_file_beats_defaults_the_environment_the_file_and_flags_all(toml: Any) -> None:
     path = toml("chunk-tokens = 1\nhttp-port = 1\nlease-seconds = 1\n")
     environ = {"KVSERVER_HTTP_PORT": "2", "KVSERVER_LEASE_SECONDS": "2"}
-    settings = config.load(parsed("--config", path, "--lease-seconds", "3"), environ)
+    settings = load(parsed("--config", path, "--lease-seconds", "3"), environ)
     assert (settings.chunk_tokens, settings.http_port, settings.lease_seconds) == (1, 2, 3.0)
     assert settings.copy_threads == 2
 
 
 def test_a_flag_that_repeats_the_default_still_beats_the_environment() -> None:
-    assert config.load(parsed("--chunk-tokens", "256"), {"KVSERVER_CHUNK_TOKENS": "16"}).chunk_tokens == 256
+    assert load(parsed("--chunk-tokens", "256"), {"KVSERVER_CHUNK_TOKENS": "16"}).chunk_tokens == 256
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,23 +89,23 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
     flag, others = "--" + name.replace("_", "-"), {}
     if name == "kv_events_replay_endpoint":
         others = {"KVSERVER_KV_EVENTS_ENDPOINT": "tcp://127.0.0.1:5557"}
-    by_flag = config.load(parsed(flag, value), others)
-    by_environ = config.load({}, {"KVSERVER_" + name.upper(): value, **others})
-    by_file = config.load(parsed("--config", toml(f'{flag[2:]} = "{value}"')), others)
+    by_flag = load(parsed(flag, value), others)
+    by_environ = load({}, {"KVSERVER_" + name.upper(): value, **others})
+    by_file = load(parsed("--config", toml(f'{flag[2:]} = "{value}"')), others)
     assert getattr(by_flag, name) == getattr(by_environ, name) == getattr(by_file, name)
     assert str(getattr(by_flag, name)).removesuffix(".0") == value
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_is_described(name: str) -> None:
-    text = config.descriptions()[name]
+    text = sources.descriptions()[name]
     assert text.endswith(".")
     assert len(text) > 10
 
 
 def test_the_help_shows_every_setting() -> None:
     parser = argparse.ArgumentParser()
-    config.add_arguments(parser)
+    sources.add_flags(parser)
     text = parser.format_help()
     for name in NAMES:
         assert f"--{name.replace('_', '-')}" in text.replace("\n", " ").split("options:")[1]
@@ -145,45 +148,45 @@ def test_a_bad_value_is_told_with_its_flag(name: str, value: str) -> None:
     flag = "--" + name.replace("_", "-")
     for arguments, environ in (({name: value}, {}), ({}, {"KVSERVER_" + name.upper(): value})):
         with pytest.raises(ConfigError) as caught:
-            config.load(arguments, environ)
+            load(arguments, environ)
         assert flag in str(caught.value)
         assert value[:20] in str(caught.value)
 
 
 def test_there_is_no_replay_of_what_is_not_published() -> None:
     with pytest.raises(ConfigError, match=r"--kv-events-replay-endpoint 'tcp://\*:1': .*--kv-events-endpoint"):
-        config.load(parsed("--kv-events-replay-endpoint", "tcp://*:1"), {})
+        load(parsed("--kv-events-replay-endpoint", "tcp://*:1"), {})
 
 
 def test_a_file_with_unknown_keys_names_them_and_the_known_ones(toml: Any) -> None:
     with pytest.raises(ConfigError, match="l1-syze") as caught:
-        config.load(parsed("--config", toml('l1-syze = "1GiB"')), {})
+        load(parsed("--config", toml('l1-syze = "1GiB"')), {})
     assert "l1-size" in str(caught.value)
 
 
 def test_a_file_that_is_missing_or_broken_is_named(toml: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
-        config.load(parsed("--config", str(tmp_path / "nowhere.toml")), {})
+        load(parsed("--config", str(tmp_path / "nowhere.toml")), {})
     with pytest.raises(ConfigError, match=r"settings\.toml"):
-        config.load(parsed("--config", toml("chunk-tokens = = 1")), {})
+        load(parsed("--config", toml("chunk-tokens = = 1")), {})
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ConfigError, match=r"binary\.toml"):
-        config.load(parsed("--config", str(path)), {})
+        load(parsed("--config", str(path)), {})
 
 
 def test_foreign_environment_variables_are_none_of_ours() -> None:
-    assert config.load({}, {"KVSERVER_SOMETHING": "1", "PATH": "/bin"}) == config.load({}, {})
+    assert load({}, {"KVSERVER_SOMETHING": "1", "PATH": "/bin"}) == load({}, {})
 
 
 def test_the_default_endpoint_follows_the_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
-    assert config.load({}, {}).endpoint == "ipc:///run/user/7/kvserver/kvserver.sock"
+    assert load({}, {}).endpoint == "ipc:///run/user/7/kvserver/kvserver.sock"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert config.load({}, {}).endpoint.startswith("ipc:///tmp/kvserver-")
+    assert load({}, {}).endpoint.startswith("ipc:///tmp/kvserver-")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,7 @@ def test_what_is_no_size_is_told_what_is(text: str) -> None:
     ],
 )
 def test_gpus_are_named_by_their_uuids(text: str, uuids: tuple[str, ...]) -> None:
-    assert parse_gpus(config.load({"gpus": text}, {}).gpus) == uuids
+    assert parse_gpus(load({"gpus": text}, {}).gpus) == uuids
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ def test_gpus_are_named_by_their_uuids(text: str, uuids: tuple[str, ...]) -> Non
 )
 def test_what_names_no_gpu_is_told_what_does(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.load({}, {"KVSERVER_GPUS": text})
+        load({}, {"KVSERVER_GPUS": text})
     assert str(caught.value).startswith(f"bad setting: --gpus {text!r} (from the environment KVSERVER_GPUS): {words}")
 
 
@@ -244,7 +247,7 @@ def test_what_names_no_gpu_is_told_what_does(text: str, words: str) -> None:
 def test_every_value_knows_where_it_came_from(toml: Any) -> None:
     path = toml('chunk-tokens = 1\nhttp-port = 1\nlog-level = "error"\n')
     environ = {"KVSERVER_HTTP_PORT": "2", "KVSERVER_LEASE_SECONDS": "2"}
-    table = config.read(parsed("--config", path, "--lease-seconds", "3"), environ).table()
+    table = sources.read_configuration(parsed("--config", path, "--lease-seconds", "3"), environ).table()
     found = {name: (row["value"], row["source"], row["source_name"]) for name, row in table.items()}
     assert found["chunk_tokens"] == (1, "file", f"{path}: chunk-tokens")
     assert found["http_port"] == (2, "environment", "KVSERVER_HTTP_PORT")
@@ -254,14 +257,14 @@ def test_every_value_knows_where_it_came_from(toml: Any) -> None:
 
 
 def test_the_table_shows_defaults_and_descriptions_beside_the_values() -> None:
-    row = config.read(parsed("--l1-size", "1GiB"), {}).table()["l1_size"]
+    row = sources.read_configuration(parsed("--l1-size", "1GiB"), {}).table()["l1_size"]
     assert (row["value"], row["default"], row["flag"]) == ("1GiB", "auto", "--l1-size")
-    assert row["description"] == config.descriptions()["l1_size"]
+    assert row["description"] == sources.descriptions()["l1_size"]
 
 
 def test_an_endpoint_that_nobody_gave_is_a_default() -> None:
     for environ in ({}, {"KVSERVER_ENDPOINT": ""}):
-        row = config.read({}, environ).table()["endpoint"]
+        row = sources.read_configuration({}, environ).table()["endpoint"]
         assert row["value"] == row["default"] == default_endpoint()
         assert row["source"] == "default"
 
@@ -271,23 +274,23 @@ def test_a_bad_value_is_told_with_the_place_to_change_it(name: str, value: str, 
     key = name.replace("_", "-")
     path = toml(f'{key} = "{value}"')
     with pytest.raises(ConfigError, match=rf"--config file {path}: {key}\)"):
-        config.load(parsed("--config", path), {})
+        load(parsed("--config", path), {})
     with pytest.raises(ConfigError, match=rf"from the environment KVSERVER_{name.upper()}\)"):
-        config.load({}, {"KVSERVER_" + name.upper(): value})
+        load({}, {"KVSERVER_" + name.upper(): value})
     with pytest.raises(ConfigError) as caught:
-        config.load({name: value}, {})
+        load({name: value}, {})
     assert "from " not in str(caught.value).split(": ", 2)[1]
 
 
 def test_a_bad_value_is_blamed_on_the_source_that_won(toml: Any) -> None:
     path = toml('http-port = "file"')
     with pytest.raises(ConfigError, match=r"--http-port 'environ' \(from the environment KVSERVER_HTTP_PORT\)"):
-        config.load(parsed("--config", path), {"KVSERVER_HTTP_PORT": "environ"})
+        load(parsed("--config", path), {"KVSERVER_HTTP_PORT": "environ"})
 
 
 # ---- the documentation --------------------------------------------------------------------------
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_tables_in_the_readme_files_are_what_the_code_says() -> None:
@@ -300,7 +303,7 @@ def test_the_tables_in_the_readme_files_are_what_the_code_says() -> None:
 def test_the_readme_names_every_setting() -> None:
     text = (ROOT / "README.md").read_text()
     rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `--")]
-    assert rows == [config.flag(name) for name in NAMES]
+    assert rows == [sources.flag(name) for name in NAMES]
 
 
 def test_a_readme_that_differs_from_the_code_is_noticed_and_mended(tmp_path: Path) -> None:
@@ -317,7 +320,7 @@ def test_a_readme_that_differs_from_the_code_is_noticed_and_mended(tmp_path: Pat
         )
 
     stale = tables("--check")
-    assert (stale.returncode, stale.stderr) == (1, "adapters/README.md: not what the code says; run `make docs`\n")
+    assert (stale.returncode, stale.stderr) == (1, "adapters/README.md: not what the code has; run `make docs`\n")
     assert tables().returncode == 0
     assert page.read_text() == right
     assert tables("--check").returncode == 0

@@ -20,7 +20,7 @@ from support.kv_feed import chunk, reach
 from support.kv_publisher import Published
 from support.kv_subscriber import Subscriber, events_of
 
-from kvserver.kv_events.publisher import families
+from kvserver.kv_events.publisher import publisher_families
 from kvserver.kv_events.types import KVChunk, Tier
 from kvserver.protocol import KVGroup
 
@@ -465,11 +465,11 @@ def test_the_metrics_say_what_the_status_says(published: Published) -> None:
     published.subscriber()
     published.feed.stored(HERE, chunk("a", "b"), KVChunk(b"k" * 32))
     published.sequence()
-    found = {family.name: dict(family.points) for family in families(published.publisher.status())}
+    found = {family.name: dict(family.points) for family in publisher_families(published.publisher.status())}
     stream = ("model", "int")
     assert found["kvserver_kv_events_batches"] == {stream: 2}
     assert found["kvserver_kv_events_held_blocks"] == {stream: 2}
     assert found["kvserver_kv_events_subscribers"] == {stream: 1}
     assert found["kvserver_kv_events_bound"] == {stream: 1}
     assert found["kvserver_kv_events_refused_streams"] == {(): 0}
-    assert {family.name for family in families(None)} == set(found)
+    assert {family.name for family in publisher_families(None)} == set(found)

@@ -16,7 +16,7 @@ from support.daemon import wait_until
 from support.kv_feed import chunk, named, reach
 from support.kv_publisher import Published, from_snapshot
 
-from kvserver.kv_events import snapshot
+from kvserver.kv_events import snapshot, snapshot_parts
 from kvserver.kv_events.types import Tier
 from kvserver.server import Server
 from kvserver.web.pages import StatusPages
@@ -137,11 +137,11 @@ def test_a_body_takes_the_memory_of_a_part_of_it(
     for at in range(40):
         published.feed.stored(HERE, *(chunk(*(f"{at}.{i}.{j}" for j in range(16))) for i in range(250)))
     taken = published.publisher.snapshot()
-    with snapshot.parts(taken, encoding, gzip=False) as plain:
+    with snapshot_parts(taken, encoding, gzip=False) as plain:
         whole = sum(map(len, plain))
     tracemalloc.start()
     try:
-        with snapshot.parts(taken, encoding, packed) as parts:
+        with snapshot_parts(taken, encoding, packed) as parts:
             largest = max(map(len, parts))
         _, most = tracemalloc.get_traced_memory()
     finally:
@@ -167,7 +167,7 @@ def test_whoever_asks_for_nothing_that_is_there_learns_what_is(pages: StatusPage
 def test_four_are_made_at_once_and_a_fifth_is_to_come_again(pages: StatusPages, published: Published) -> None:
     with ExitStack() as begun:
         for _ in range(4):
-            begun.enter_context(snapshot.parts(published.publisher.snapshot(), "json", gzip=False))
+            begun.enter_context(snapshot_parts(published.publisher.snapshot(), "json", gzip=False))
         response, _ = get(pages)
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
     assert get(pages)[0].status == 200

@@ -8,10 +8,11 @@ from collections import Counter, defaultdict
 import pytest
 
 from kvserver.config import Settings
-from kvserver.kv_events import KVIndex, Match, ObserverContext
+from kvserver.kv_events import ObserverContext
 from kvserver.kv_events.types import Description, KVChunk, KVRemoved, KVStored, ReaderCame, ReaderGone, Tier
 from kvserver.protocol import DescribeScheduler
-from kvserver.routing.prefix_index import make
+from kvserver.routing import KVIndex, Match
+from kvserver.routing.prefix_index import make_index
 
 REACHES = [bytes([n]) * 64 for n in (1, 2)]
 LORA = b"l" * 32
@@ -151,7 +152,7 @@ def test_holders_of_reaches_that_are_empty_and_unread_are_given_back(index):
 
 def test_memory_is_the_settings_and_what_does_not_fit_is_counted():
     context = ObserverContext(Settings(kv_index_size="1MiB"), "boot", 0)
-    index = make(context)
+    index = make_index(context)
     prompts = [prompt_of(seed, 256 * CHUNK_BLOCKS) for seed in range(250)]
     for prompt in prompts:
         index.observe(stored(*(chunk(prompt, n) for n in range(256))))

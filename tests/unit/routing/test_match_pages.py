@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvserver.kv_events import KVIndex
 from kvserver.kv_events.types import KVChunk, KVStored, ReaderCame, Tier
 from kvserver.protocol import DescribeScheduler
-from kvserver.routing import MOST_BODY_BYTES, MatchPages
+from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import JSON, MSGPACK, Loads
 from kvserver.web.pages import StatusPages

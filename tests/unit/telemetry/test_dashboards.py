@@ -18,7 +18,7 @@ from support.metrics_doc import Documented, documented, engine_series, miss_reas
 from kvserver.events.types import TYPES
 from kvserver.protocol import ErrorCode
 
-DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 RULES = sorted(DEPLOY.glob("prometheus/*.yaml"))
 SERIES = {series: family for family in documented().values() for series in family.series}
 FROM_PROMETHEUS = {"job", "instance"}  # labels that it adds

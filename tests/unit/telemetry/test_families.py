@@ -14,7 +14,8 @@ from kvserver.events import Bus
 from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
 from kvserver.server.instances import Counts, Instances
 from kvserver.server.status import connects_status, counts_status
-from kvserver.telemetry import Family, Kind, Rpc, metrics, prometheus
+from kvserver.telemetry import Family, Kind, Rpc, all_families
+from kvserver.telemetry.prometheus import render
 
 LABELS = ("instance_id", "model_name")
 
@@ -58,14 +59,14 @@ def status(
 
 
 def made(*instances: dict[str, Any], more: Sequence[Family] = (), **options: Any) -> dict[str, Family]:
-    families = metrics.families(status(*instances, **options), Rpc().snapshot(), more)
+    families = all_families(status(*instances, **options), Rpc().snapshot(), more)
     assert len({family.name for family in families}) == len(families), "a family stands there twice"
     return {family.name: family for family in families}
 
 
 def samples(*families: Family) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """What Prometheus reads: figures by sample name and labels."""
-    found = [s for f in text_string_to_metric_families(prometheus.render(families).decode()) for s in f.samples]
+    found = [s for f in text_string_to_metric_families(render(families).decode()) for s in f.samples]
     by_name = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in found}
     assert len(by_name) == len(found), "a sample stands there twice"
     return by_name
@@ -97,9 +98,7 @@ def test_a_histogram_is_cumulative_and_ends_with_infinity() -> None:
 
 
 def test_a_family_without_points_has_a_type_and_a_help_line() -> None:
-    text = prometheus.render(
-        [Family("kvserver_h_seconds", "Times.", Kind.HISTOGRAM, ("type",), bounds=(1.0,))]
-    ).decode()
+    text = render([Family("kvserver_h_seconds", "Times.", Kind.HISTOGRAM, ("type",), bounds=(1.0,))]).decode()
     assert text == "# HELP kvserver_h_seconds Times.\n# TYPE kvserver_h_seconds histogram\n"
 
 
@@ -185,7 +184,7 @@ def test_events_are_told_by_type_and_subscriber() -> None:
         "waits": waits.status(),
         "subscribers": [{"name": "l0", "errors": 2, "last_error": "ValueError"}],
     }
-    families = metrics.families(status(events=events), Rpc().snapshot())
+    families = all_families(status(events=events), Rpc().snapshot())
     found = {labels: value for labels, value in samples(*families).items() if labels[0].startswith("kvserver_events_")}
     waits = {name: found.pop(name) for name in list(found) if name[0].startswith("kvserver_events_wait_seconds_")}
     assert waits["kvserver_events_wait_seconds_bucket", (("le", "2.5"),)] == 1

@@ -12,7 +12,8 @@ from kvserver.events import Bus
 from kvserver.protocol import WAIT_SECONDS, ErrorCode, Histogram
 from kvserver.server.instances import Counts
 from kvserver.server.status import counts_status
-from kvserver.telemetry import Rpc, metrics, prometheus
+from kvserver.telemetry import Rpc, all_families
+from kvserver.telemetry.prometheus import render
 
 FROM_THE_START = {
     "kvserver_lookup_requests": "counter",
@@ -125,7 +126,7 @@ def status(*instances: dict[str, Any]) -> dict[str, Any]:
 
 
 def families(status: dict[str, Any], rpc: Rpc) -> dict[str, Any]:
-    text = prometheus.render(metrics.families(status, rpc.snapshot())).decode()
+    text = render(all_families(status, rpc.snapshot())).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
