@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, hash_form
 from kvserver.adapters.vllm.held import Held
-from kvserver.adapters.vllm.link import Session
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvserver.protocol import HashForm, KVBlocks, KVEventsTaken, KVGroup, Reply, TakeKVEvents

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvserver.adapters.vllm.planes import UnsupportedLayout
+from kvserver.adapters.common.planes import UnsupportedLayout
 from vllm import envs
 
 _SENTINEL = 1_000_003  # a number of blocks that is no other dimension's size

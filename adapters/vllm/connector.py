@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from kvserver.adapters.common.condition import SCHEDULER, STARTING, Condition
+from kvserver.adapters.common.exporter import CannotShare, MakeExporter
+from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, Link, Registration
+from kvserver.adapters.common.memory import SharedCaches, share
+from kvserver.adapters.common.planes import UnsupportedLayout
+from kvserver.adapters.common.send_queue import DirectOutbox, OrderedOutbox, Outbox
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, block_dimensions, check_invariance
-from kvserver.adapters.vllm.condition import SCHEDULER, STARTING, Condition
 from kvserver.adapters.vllm.description import Engine
-from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter
 from kvserver.adapters.vllm.identity import Identity, config_identity, served_name, with_weights
-from kvserver.adapters.vllm.link import GPU_MARGIN_SECONDS, Link, Registration
-from kvserver.adapters.vllm.memory import SharedCaches, share
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
-from kvserver.adapters.vllm.outbox import DirectOutbox, OrderedOutbox, Outbox
-from kvserver.adapters.vllm.planes import UnsupportedLayout
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvserver.adapters.vllm.link import Session
+from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm.support import hash_block_tokens
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface

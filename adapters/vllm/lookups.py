@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvserver.adapters.common.link import Link, Session
 from kvserver.adapters.vllm.chunks import Chunks
-from kvserver.adapters.vllm.link import Link, Session
 from kvserver.adapters.vllm.settings import AdapterSettings
 
 from kvserver.protocol import MAX_CHUNKS, Error, ErrorCode, Lookup, LookupReply, Reply

@@ -7,40 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvserver.protocol import ChunkContents
-
 NULL_BLOCK = 0  # vLLM's id for a block that a window left behind
-
-
-@dataclass(slots=True)
-class LoadSpec:
-    """Fill `block_ids` from the chunks `keys`, leaving out the first `skip_blocks` positions of the first chunk.
-
-    Ids, here and in a store, are [position][KV cache group]; a null block of a load is left out.
-    """
-
-    load_id: int
-    request_id: str
-    variant: str
-    chunk_blocks: int
-    keys: bytes
-    block_ids: list[int]
-    skip_blocks: int
-
-
-@dataclass(slots=True)
-class StoreSpec:
-    """Copy whole chunks out after this step's forward."""
-
-    store_id: int
-    request_id: str
-    variant: str
-    chunk_blocks: int
-    keys: bytes
-    block_ids: list[int]
-    contents: ChunkContents | None = None  # for rank 0 to tell
 
 
 @dataclass

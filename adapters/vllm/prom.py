@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
-from kvserver.adapters.vllm.condition import Condition, EngineCondition, known
+from kvserver.adapters.common.condition import Condition, EngineCondition, known
 from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import read_settings
 from kvserver.adapters.vllm.stats import COUNTERS, FAULTS, HALVES, QUARANTINED, REFUSED, TIMES

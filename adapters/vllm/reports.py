@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm.blockpool import PoolHook, Records
-from kvserver.adapters.vllm.link import Session
 from kvserver.adapters.vllm.sources import Prompt
 
 from kvserver.protocol import EndRequest, Error, ErrorCode, ExactRecords, ReportBlockAllocations

@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 
+from kvserver.adapters.common.condition import Condition
+from kvserver.adapters.common.link import Link
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
-from kvserver.adapters.vllm.condition import Condition
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, Engine, Introduction
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
-from kvserver.adapters.vllm.link import Link
 from kvserver.adapters.vllm.lookups import Lookups, Question
-from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
+from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.reports import Reports
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources

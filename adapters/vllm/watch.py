@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvserver.adapters.vllm.condition import Condition, from_standing
-from kvserver.adapters.vllm.link import absence, failure
+from kvserver.adapters.common.condition import Condition, from_standing
+from kvserver.adapters.common.link import absence, failure
 
 from kvserver.protocol.client import Client
 

@@ -27,11 +27,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvserver.adapters.vllm.condition import Condition
-from kvserver.adapters.vllm.copies import Copy
-from kvserver.adapters.vllm.link import Link, Session
-from kvserver.adapters.vllm.metadata import NULL_BLOCK, LoadSpec, StepPlan, StepReport, StoreSpec
-from kvserver.adapters.vllm.outbox import Message, NotSent, Outbox
+from kvserver.adapters.common.condition import Condition
+from kvserver.adapters.common.copies import Copy
+from kvserver.adapters.common.link import Link, Session
+from kvserver.adapters.common.send_queue import Message, NotSent, Outbox
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.stats import KVServerStats
 

@@ -11,7 +11,7 @@ import tempfile
 
 with tempfile.TemporaryDirectory() as folder:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
-    from kvserver.adapters.vllm.condition import CONNECTED
+    from kvserver.adapters.common.condition import CONNECTED
     from kvserver.adapters.vllm.prom import Board
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector

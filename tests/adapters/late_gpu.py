@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from kvserver.adapters.common.send_queue import DirectOutbox, OrderedOutbox, Outbox
 from kvserver.adapters.vllm import KVServerConnector
-from kvserver.adapters.vllm.outbox import DirectOutbox, OrderedOutbox, Outbox
 
 _MOST_QUEUED = 40  # an engine does not run ahead without end
 

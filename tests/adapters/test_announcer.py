@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm import announcer as module
 from kvserver.adapters.vllm.announcer import GONE_SECONDS, MOST_BLOCKS, Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.link import Session
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from kvserver.protocol import (

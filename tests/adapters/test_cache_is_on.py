@@ -16,8 +16,8 @@ import kvserver.adapters.vllm
 import msgspec
 import pytest
 from front_end import FrontEnd, exposition, watches
-from kvserver.adapters.vllm import host_memory
-from kvserver.adapters.vllm.condition import REASONS
+from kvserver.adapters.common import host_memory
+from kvserver.adapters.common.condition import REASONS
 from kvserver.adapters.vllm.prom import PLACES
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from modelless import Engine, prompt

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvserver.adapters.vllm.cuda_driver import FD_HANDLE, Driver
-from kvserver.adapters.vllm.cuda_memory import CudaMemory
-from kvserver.adapters.vllm.exporter import CannotShare
-from kvserver.adapters.vllm.memory import SharedCaches, exporter_for, share
+from kvserver.adapters.common.cuda_driver import FD_HANDLE, Driver
+from kvserver.adapters.common.cuda_memory import CudaMemory
+from kvserver.adapters.common.exporter import CannotShare
+from kvserver.adapters.common.memory import SharedCaches, exporter_for, share
 
 from kvserver.protocol import CudaIpc, CudaVmmFd
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import zmq
+from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm.blockpool import MAX_RECORDS
-from kvserver.adapters.vllm.link import Session
 from kvserver.adapters.vllm.reports import Reports
 from kvserver.adapters.vllm.sources import Prompt
 from replay import Churn, Replay

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.vllm.metadata import LoadSpec, StepPlan
-from kvserver.adapters.vllm.outbox import DirectOutbox
+from kvserver.adapters.common.send_queue import DirectOutbox
+from kvserver.adapters.common.specs import LoadSpec
+from kvserver.adapters.vllm.metadata import StepPlan
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.worker import WorkerHalf
 

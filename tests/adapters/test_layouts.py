@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kvserver.adapters.vllm.memory import share
+from kvserver.adapters.common.memory import share
 from support.daemon import Daemon
 from support.worker import Geometry, SharedMemory, Worker, make_keys
 

@@ -265,8 +265,8 @@ def test_an_event_that_never_fires_does_not_hold_up_the_end_of_the_process(tmp_p
     program = f"""
 import threading
 from kvserver._native import WordPage
-from kvserver.adapters.vllm.link import Session
-from kvserver.adapters.vllm.outbox import OrderedOutbox
+from kvserver.adapters.common.link import Session
+from kvserver.adapters.common.send_queue import OrderedOutbox
 from kvserver.client import Channel
 from kvserver.protocol import HelloReply, Store
 

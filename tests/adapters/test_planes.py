@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvserver.adapters.vllm.memory import share
-from kvserver.adapters.vllm.planes import UnsupportedLayout, block_dimension, in_slot_order, merge, tensor_planes
+from kvserver.adapters.common.memory import share
+from kvserver.adapters.common.planes import UnsupportedLayout, block_dimension, in_slot_order, merge, tensor_planes
 
 from kvserver.protocol import Plane
 

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvserver.adapters.vllm import host_memory, support
-from kvserver.adapters.vllm.link import Link
+from kvserver.adapters.common import host_memory
+from kvserver.adapters.common.link import Link
+from kvserver.adapters.vllm import support
 from kvserver.adapters.vllm.metadata import StepPlan
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.worker import WORDS, WorkerHalf

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 
+from kvserver.adapters.common.exporter import Exported
+from kvserver.adapters.common.host_memory import HostMemory
+from kvserver.adapters.common.send_queue import OrderedOutbox, Outbox
 from kvserver.adapters.vllm import KVServerConnector
-from kvserver.adapters.vllm.exporter import Exported
-from kvserver.adapters.vllm.host_memory import HostMemory
-from kvserver.adapters.vllm.outbox import OrderedOutbox, Outbox
 
 from kvserver.protocol import CudaVmmFd
 

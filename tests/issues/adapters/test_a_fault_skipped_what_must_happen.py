@@ -7,12 +7,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from kvserver.adapters.common.copies import Copy
+from kvserver.adapters.common.send_queue import DirectOutbox
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.copies import Copy
 from kvserver.adapters.vllm.hazards import PendingStores
 from kvserver.adapters.vllm.lookups import Lookups
 from kvserver.adapters.vllm.metadata import StepReport
-from kvserver.adapters.vllm.outbox import DirectOutbox
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.stats import KVServerStats
 from kvserver.adapters.vllm.worker import WorkerHalf

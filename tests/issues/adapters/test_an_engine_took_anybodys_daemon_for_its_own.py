@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 
 import pytest
-from kvserver.adapters.vllm.link import Link
+from kvserver.adapters.common.link import Link
 from support.daemon import Daemon, wait_until
 
 from kvserver.protocol import default_endpoint

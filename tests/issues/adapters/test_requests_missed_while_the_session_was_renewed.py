@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvserver.adapters.vllm import link
+from kvserver.adapters.common import link
 from modelless import prompt
 from support.daemon import wait_until
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from kvserver.adapters.vllm.cuda_memory import CudaMemory
-from kvserver.adapters.vllm.exporter import CannotShare, MakeExporter, Window
-from kvserver.adapters.vllm.host_memory import HostMemory
-from kvserver.adapters.vllm.planes import (
+from kvserver.adapters.common.cuda_memory import CudaMemory
+from kvserver.adapters.common.exporter import CannotShare, MakeExporter, Window
+from kvserver.adapters.common.host_memory import HostMemory
+from kvserver.adapters.common.planes import (
     UnsupportedLayout,
     describe,
     describe_order,

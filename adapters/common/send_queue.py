@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from kvserver.adapters.vllm.link import Session
+from kvserver.adapters.common.link import Session
 
 from kvserver._native import State
 from kvserver.protocol import Reply, Retrieve, Store

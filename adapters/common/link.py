@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvserver.adapters.vllm.condition import CONNECTED, STARTING, Condition, refused
+from kvserver.adapters.common.condition import CONNECTED, STARTING, Condition, refused
 
 from kvserver._native import WordPage
 from kvserver.protocol import (

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvserver.adapters.vllm.link import Session
-from kvserver.adapters.vllm.metadata import LoadSpec, StoreSpec
+from kvserver.adapters.common.link import Session
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 
 from kvserver._native import State
 

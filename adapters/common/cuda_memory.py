@@ -13,8 +13,8 @@ import os
 from collections.abc import Sequence
 
 import torch
-from kvserver.adapters.vllm.cuda_driver import FD_HANDLE, Driver, DriverError
-from kvserver.adapters.vllm.exporter import CannotShare, Exported, Window
+from kvserver.adapters.common.cuda_driver import FD_HANDLE, Driver, DriverError
+from kvserver.adapters.common.exporter import CannotShare, Exported, Window
 
 from kvserver.protocol import CudaIpc, CudaVmmFd, Memory
 

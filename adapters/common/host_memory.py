@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 
 import torch
-from kvserver.adapters.vllm.exporter import CannotShare, Exported, Window
+from kvserver.adapters.common.exporter import CannotShare, Exported, Window
 
 from kvserver.protocol import SharedFd
 
