@@ -19,7 +19,7 @@ A, B = ("engine", "request-a"), ("engine", "request-b")
 
 
 def keys(names: str) -> bytes:
-    """One key per letter."""
+    """One key per character."""
     return b"".join(hashlib.sha256(name.encode()).digest() for name in names)
 
 
@@ -196,7 +196,7 @@ class TestEviction:
         assert cache.pool.free_pages == 0
         cache.audit()
 
-    def test_nobody_leaves_while_pages_are_free_that_are_not_pinned(self, cache: Cache) -> None:
+    def test_no_chunk_is_evicted_while_unpinned_pages_are_free(self, cache: Cache) -> None:
         cache.pool.pin(4)
         for name in "abcdefghij":
             store(cache, name)
@@ -251,7 +251,7 @@ class TestEviction:
         cache = make_cache(6)
         store(cache, "a", rank=0, world=2)
         store(cache, "a", rank=1, world=2)
-        store(cache, "b", rank=0, world=2)  # rank 1 never came
+        store(cache, "b", rank=0, world=2)  # rank 1 stores nothing
         found(cache, "a")
         store(cache, "vwxyz"[:3], namespace=OTHER)
         store(cache, "v", namespace=b"p" * 32)
@@ -267,7 +267,7 @@ class TestEviction:
         store(cache, "c", namespace=OTHER)
         assert which(cache, "a") == "a", "the whole chunk went although an incomplete one was there"
 
-    def test_what_is_held_is_never_evicted(self, cache: Cache) -> None:
+    def test_leased_and_pinned_chunks_are_never_evicted(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
         assert cache.lookup(NS, keys("abc"), A, FOREVER) == 3
         loading = cache.plan_load(NS, keys("de"))
@@ -317,7 +317,7 @@ class TestEviction:
 
 
 class TestLeases:
-    def test_a_chunk_is_held_until_its_last_owner_ends(self, cache: Cache) -> None:
+    def test_a_chunk_stays_until_its_last_lease_ends(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
         cache.lookup(NS, keys("ab"), A, FOREVER)
         cache.lookup(NS, keys("a"), B, FOREVER)
@@ -381,7 +381,7 @@ class TestLeases:
         with pytest.raises(KVServerError):
             cache.plan_load(NS, keys("ab"))
         free_all(cache)
-        assert cache.pool.used_pages == 0, "a lease does not keep memory that nobody can find"
+        assert cache.pool.used_pages == 0, "a lease does not keep memory that no lookup can find"
         cache.end_lease(A)
         cache.audit()
 
@@ -426,7 +426,7 @@ class TestClear:
         fresh = {page for chunk in cache.index for page in pages_of(chunk.slot(0))}
         assert len(used) == 2
         assert len(fresh) == 3
-        assert not used & fresh, "pages under a reader were given away"
+        assert not used & fresh, "pages under a reader were allocated again"
         cache.finish_load(loading, copied=True)
         assert cache.pool.used_pages == 3
         cache.audit()
@@ -473,7 +473,7 @@ class TestClear:
         assert cache.pool.used_pages == 0
         cache.audit()
 
-    def test_a_store_takes_pages_of_cleared_chunks_before_it_evicts(self, cache: Cache) -> None:
+    def test_a_store_reuses_pages_of_cleared_chunks_before_it_evicts(self, cache: Cache) -> None:
         store(cache, "abcde", namespace=OTHER)
         store(cache, "vwxyz")
         cache.clear(NS)
@@ -500,18 +500,18 @@ class TestClear:
         cache = make_cache(4000)
         store(cache, "k", namespace=OTHER)
         for turn in range(20):
-            letters = [f"{turn}-{i}" for i in range(1000)]
-            raw = b"".join(hashlib.sha256(letter.encode()).digest() for letter in letters)
+            names = [f"{turn}-{i}" for i in range(1000)]
+            raw = b"".join(hashlib.sha256(name.encode()).digest() for name in names)
             cache.finish_store(cache.plan_store(NS, 1, 0, raw, PAGE), copied=True)
             cache.clear(NS)
             free_all(cache)
-        del raw, letters
+        del raw, names
         gc.collect()
         alive = sum(isinstance(thing, Chunk) and thing.namespace.id == NS for thing in gc.get_objects())
         assert alive < 4000
 
 
-class TestBooks:
+class TestAccounting:
     def test_pins_are_those_of_open_plans(self, cache: Cache) -> None:
         filling = plan(cache, "abc")
         assert cache.pins == 3
@@ -523,7 +523,7 @@ class TestBooks:
         assert cache.pins == 0
         cache.audit()
 
-    def test_an_audit_with_garbage_left_says_so(self, cache: Cache) -> None:
+    def test_an_audit_fails_while_garbage_is_left(self, cache: Cache) -> None:
         store(cache, "a")
         cache.clear()
         with pytest.raises(AssertionError, match="garbage"):

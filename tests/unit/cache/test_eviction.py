@@ -78,7 +78,7 @@ def test_one_that_became_ready_leaves_with_the_others(policy: EvictionPolicy) ->
     assert shelf.order() == [ready, became]
 
 
-def test_what_is_held_is_left_out_and_tracked_later(policy: EvictionPolicy) -> None:
+def test_leased_and_pinned_chunks_are_left_out_and_tracked_later(policy: EvictionPolicy) -> None:
     shelf = Shelf(policy)
     leased, pinned, free = shelf.chunks(3)
     for chunk in (leased, pinned):

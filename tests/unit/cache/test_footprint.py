@@ -9,12 +9,10 @@ import pytest
 
 CHUNKS, MOST = 100_000, 400
 
-# In a process of its own: memory that an earlier test had and gave back would be used again, unseen.
+# In a process of its own: memory that an earlier test freed would be used again, unseen.
 PROGRAM = f"""
 import os, random, sys
-from kvserver.cache import Cache
-from kvserver.eviction import POLICIES
-from kvserver.pool import PagePool
+from kvserver.cache import POLICIES, Cache, PagePool
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -35,7 +33,7 @@ print((resident() - before) / {CHUNKS})
 
 
 @pytest.mark.parametrize("slot_bytes", [192 << 10, 32 << 20])
-def test_a_chunk_takes_at_most_400_bytes_however_large_it_is(slot_bytes: int) -> None:
+def test_a_chunk_uses_at_most_400_bytes_however_large_it_is(slot_bytes: int) -> None:
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(slot_bytes)], capture_output=True, text=True, timeout=120, check=False
     )

@@ -81,7 +81,7 @@ def test_a_chunk_counts_the_pages_of_all_its_ranks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
-def test_a_chunk_keeps_the_ranks_slots_apart_in_whatever_order_they_come_and_go(ranks: int) -> None:
+def test_a_chunk_keeps_the_slots_of_its_ranks_apart_in_any_order_of_changes(ranks: int) -> None:
     rng = random.Random(ranks)
     chunk = Index().add(Index().find_or_make(ONE, ranks), b"a")
     expected: dict[int, list[int]] = {}

@@ -199,19 +199,19 @@ def test_a_lora_is_a_namespace_below_that_of_its_epoch() -> None:
         ("replicated", True),
     ],
 )
-def test_ranks_that_differ_are_told_where(field: str, value: Any) -> None:
+def test_the_error_names_the_field_in_which_ranks_differ(field: str, value: Any) -> None:
     with pytest.raises(KVServerError, match=f"rank 1 says {field}={value!r}") as caught:
         check_agreement(REGISTRATION, changed(rank=1, **{field: value}))
     assert caught.value.code is ErrorCode.RANKS_DISAGREE
 
 
 @pytest.mark.parametrize("name", [field.name for field in REGISTRATION.counted])
-def test_ranks_of_two_models_are_told_where(name: str) -> None:
+def test_the_error_names_the_part_of_the_identity_in_which_ranks_differ(name: str) -> None:
     with pytest.raises(KVServerError, match=rf"rank 1 says {name}='z'"):
         check_agreement(REGISTRATION, changed(rank=1, counted=identity(**{name: "z"})))
 
 
-def test_of_a_field_whose_value_is_not_shown_ranks_are_told_the_digests() -> None:
+def test_the_error_shows_digests_of_a_field_whose_value_is_not_shown() -> None:
     secret, other = (changed(rank=rank, counted=(Counted("uri", digest),)) for rank, digest in ((0, "12"), (1, "34")))
     with pytest.raises(KVServerError, match="rank 1 says uri='34', rank 0 says '12'"):
         check_agreement(secret, other)
@@ -226,15 +226,15 @@ def test_ranks_may_differ_in_their_planes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "stated"),
     [
         ("layout", "head-major", "layout='head-major'"),
         ("planes", [Plane(0, 0, 8, 8)], r"runs=\[8\]"),
         ("planes", [Plane(0, 0, 128, 64), Plane(0, 64, 32, 16, 1)], r"groups=\[0, 1\]"),
     ],
 )
-def test_ranks_that_hold_the_same_bytes_must_arrange_them_alike(field: str, value: Any, said: str) -> None:
-    with pytest.raises(KVServerError, match=f"rank 1 says {said}"):
+def test_ranks_that_hold_the_same_bytes_must_arrange_them_alike(field: str, value: Any, stated: str) -> None:
+    with pytest.raises(KVServerError, match=f"rank 1 says {stated}"):
         check_agreement(changed(replicated=True), changed(rank=1, replicated=True, **{field: value}))
     moved = [Plane(0, 640, 128, 64), Plane(0, 0, 32, 16)]
     check_agreement(changed(replicated=True), changed(rank=1, replicated=True, planes=moved))

@@ -43,7 +43,7 @@ def test_a_slot_is_rounded_up_to_pages(slot_bytes: int, pages: int) -> None:
 
 
 @pytest.mark.parametrize("pages", [1, 31, 32, 63, 64, 65, 100, 127, 128, 129, 1000, 8191, 8192, 8193, 1 << 20])
-def test_a_large_slot_is_rounded_up_to_its_grain_and_by_less_than_a_thirty_second(pages: int) -> None:
+def test_a_large_slot_is_rounded_up_to_its_granularity_and_by_less_than_a_thirty_second(pages: int) -> None:
     taken = PagePool(MiB, 4096).pages_for(pages * 4096)
     assert taken % grain(pages) == 0
     assert 0 <= (taken - pages) * 32 < max(pages, 32)
@@ -90,7 +90,7 @@ def test_what_is_free_side_by_side_is_one_extent_again() -> None:
     assert list(extents(pool.take(100) or b"")) == [(0, 100)]
 
 
-def test_slots_may_be_given_back_together() -> None:
+def test_slots_may_be_freed_together() -> None:
     pool = PagePool(100 * 4096, 4096)
     pool.give(b"".join(pool.take(7) or b"" for _ in range(14)))
     assert pool.free_pages == 100
@@ -118,7 +118,7 @@ def test_a_slot_of_several_extents_takes_the_largest_there_are() -> None:
     assert [count for _, count in extents(pool.take(32) or b"")] == [20, 10, 2]
 
 
-def test_large_slots_take_no_shreds_while_there_are_whole_grains() -> None:
+def test_a_large_slot_has_no_extent_smaller_than_its_granularity_while_larger_ones_are_free() -> None:
     pool = PagePool(4096 * 4096, 4096)
     kept = []
     while pool.free_pages:  # free extents of 63 and of 1 pages, one page between each two
@@ -132,7 +132,7 @@ def test_large_slots_take_no_shreds_while_there_are_whole_grains() -> None:
     assert all(count % 16 == 0 for _, count in extents(pool.take(512) or b""))
 
 
-def test_giving_back_more_than_was_taken_is_noticed() -> None:
+def test_freeing_a_slot_twice_is_noticed() -> None:
     pool = PagePool(8 * 4096, 4096)
     slot = pool.take(4)
     assert slot is not None
@@ -142,7 +142,7 @@ def test_giving_back_more_than_was_taken_is_noticed() -> None:
         pool.give(again)
 
 
-def test_books_of_a_very_large_l1_take_no_memory_until_it_is_used() -> None:
+def test_the_pool_of_a_very_large_l1_uses_no_memory_before_its_first_slot() -> None:
     tracemalloc.start()
     try:
         pool = PagePool(512 * GiB, page_bytes_for(512 * GiB))
@@ -211,7 +211,7 @@ def test_a_new_slot_spans_both_parts_only_if_neither_holds_it() -> None:
     assert list(extents(pool.take(40) or b"")) == [(0, 20), (20, 20)]
 
 
-def test_large_slots_take_no_shreds_of_the_pinned_part_while_the_other_has_whole_grains() -> None:
+def test_a_large_slot_has_no_small_pinned_extent_while_large_unpinned_ones_are_free() -> None:
     pool = PagePool(2000 * 4096, 4096)
     slots = [pool.take(1) or b"" for _ in range(10)]  # a pinned shred at every other page
     pool.pin(10)
@@ -306,7 +306,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_long_life_with_pinning_at_any_moment_is_as_the_plain_model_says(seed: int) -> None:
+def test_a_long_run_with_pinning_at_any_moment_agrees_with_the_plain_model(seed: int) -> None:
     rng = random.Random(seed)
     pages = rng.choice([60, 300])
     pool, model = PagePool(pages * 4096, 4096), Model(pages)
