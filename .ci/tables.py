@@ -28,7 +28,7 @@ def adapter_table() -> str:
 
 
 TABLES = {
-    "README.md": ("kvserver/config/settings.py", lambda: markdown_table(Settings, "flag", flag)),
+    "kvserver/config/README.md": ("kvserver/config/settings.py", lambda: markdown_table(Settings, "flag", flag)),
     "adapters/README.md": ("adapters/vllm/settings.py", adapter_table),
 }
 

@@ -301,13 +301,13 @@ def test_the_tables_in_the_readme_files_are_what_the_code_says() -> None:
 
 
 def test_the_readme_names_every_setting() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "kvserver/config/README.md").read_text()
     rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `--")]
     assert rows == [sources.flag(name) for name in NAMES]
 
 
 def test_a_readme_that_differs_from_the_code_is_noticed_and_mended(tmp_path: Path) -> None:
-    for name in (".ci/tables.py", "README.md", "adapters/README.md", "adapters/vllm/settings.py"):
+    for name in (".ci/tables.py", "kvserver/config/README.md", "adapters/README.md", "adapters/vllm/settings.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     page = tmp_path / "adapters/README.md"
