@@ -57,7 +57,7 @@ def test_the_shared_memory_of_a_default_container_is_a_problem(tmp_path: Path) -
     is_problem(found, "/dev/shm has 64 MiB", "4.0 GiB does not fit", "--shm-size 5g", "--ipc=host")
 
 
-def test_shared_memory_is_measured_against_the_kv_cache_that_vllm_was_told(tmp_path: Path) -> None:
+def test_shared_memory_is_measured_against_the_configured_kv_cache_of_vllm(tmp_path: Path) -> None:
     statvfs = shm(8 * GiB, 8 * GiB)
     is_ok(checks.shared_memory(machine(tmp_path, statvfs=statvfs)), "8.0 GiB free")
     environ = {"VLLM_CPU_KVCACHE_SPACE": "40"}
@@ -95,7 +95,7 @@ def test_the_limit_of_a_cgroup_of_the_first_version_counts_too(tmp_path: Path) -
     is_ok(checks.l1_memory(machine(tmp_path, settings={"l1_size": "3GiB"})), "MemAvailable")
 
 
-def test_a_low_limit_of_locked_memory_is_told_beside_a_gpu_and_blamed_for_nothing(tmp_path: Path) -> None:
+def test_a_low_limit_of_locked_memory_is_reported_beside_a_gpu_and_blamed_for_nothing(tmp_path: Path) -> None:
     def limited(count: int, **settings: str) -> Finding:
         rlimit = lambda which: (count, count) if which == resource.RLIMIT_MEMLOCK else (0, 0)  # noqa: E731
         return checks.locked_memory(machine(tmp_path, rlimit=rlimit, settings={"l1_size": "1GiB", **settings}))
@@ -150,7 +150,7 @@ def test_several_memory_nodes_are_a_warning_until_the_process_is_bound_to_one(tm
     ("hard", "level"),
     [(256, Level.PROBLEM), (1024, Level.WARNING), (65536, Level.OK), (resource.RLIM_INFINITY, Level.OK)],
 )
-def test_the_limit_of_open_files_is_told_in_workers(tmp_path: Path, hard: int, level: Level) -> None:
+def test_the_limit_of_open_files_is_reported_in_workers(tmp_path: Path, hard: int, level: Level) -> None:
     found = checks.open_files(machine(tmp_path, rlimit=lambda which: (256, hard)))
     assert found.level is level
     assert ("LimitNOFILE" in found.mend) == (level is not Level.OK)
@@ -207,7 +207,7 @@ def test_no_daemon_is_a_warning_with_the_command_that_starts_it(tmp_path: Path) 
     is_warning(checks_service.daemon(machine(tmp_path)), "none at ipc://", "kvserver serve")
 
 
-def test_the_socket_of_a_dead_daemon_is_told_from_one_that_hangs(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_socket_of_a_dead_daemon_is_distinguished_from_one_that_hangs(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(checks_service, "_HELLO_SECONDS", 0.3)
     monkeypatch.chdir(tmp_path)  # a path that fits into a socket's name
     (tmp_path / "run").mkdir()
@@ -286,6 +286,6 @@ def test_a_check_that_fails_itself_hides_nothing(tmp_path: Path) -> None:
     assert found["files"] == checks.open_files(machine(tmp_path))
 
 
-def test_a_finding_is_one_line_with_what_mends_it() -> None:
+def test_a_finding_is_one_line_with_its_fix() -> None:
     shown = doctor.line("GPU", Finding(Level.PROBLEM, "it\nburns", "put it out"))
     assert shown == "problem  GPU            it burns -> put it out"

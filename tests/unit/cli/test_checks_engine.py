@@ -94,14 +94,16 @@ def test_an_engine_whose_cache_is_on(serve: Callable[[Page], str]) -> None:
 
 
 @pytest.mark.parametrize("reason", [*checks_engine.HELP, "refused_bad_planes", "of a later version"])
-def test_an_engine_whose_cache_is_off_says_why_and_what_helps(serve: Callable[[Page], str], reason: str) -> None:
+def test_an_engine_whose_cache_is_off_is_reported_with_the_reason_and_a_fix(
+    serve: Callable[[Page], str], reason: str
+) -> None:
     level, text, mend = only(serve(text_page(metrics(reason=reason, detail="rank 0: so it is"))))
     assert level == Level.PROBLEM
     assert text == f"the cache is off ({reason}): rank 0: so it is"
     assert mend
 
 
-def test_each_engine_of_a_server_is_told(serve: Callable[[Page], str]) -> None:
+def test_each_engine_of_a_server_is_reported(serve: Callable[[Page], str]) -> None:
     url = serve(text_page(metrics("0") + metrics("1", reason="no_daemon") + metrics("2")))
     assert [(name, level) for name, level, *_ in findings(url)] == [
         ("engine 0", Level.OK), ("engine 1", Level.PROBLEM), ("engine 2", Level.OK),
@@ -109,7 +111,7 @@ def test_each_engine_of_a_server_is_told(serve: Callable[[Page], str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "words"),
     [
         ({"lookups_total": 100}, "nothing was stored either"),
         ({"lookups_total": 100, "store_bytes_total": 1e9}, "it stores, and never finds"),
@@ -120,10 +122,10 @@ def test_each_engine_of_a_server_is_told(serve: Callable[[Page], str]) -> None:
     ],
 )
 def test_a_cache_that_is_on_and_of_no_use_is_warned_of(
-    serve: Callable[[Page], str], values: dict[str, float], said: str
+    serve: Callable[[Page], str], values: dict[str, float], words: str
 ) -> None:
     level, text, mend = only(serve(text_page(metrics(**values))))
-    assert (level, said in text) == (Level.WARNING, True), text
+    assert (level, words in text) == (Level.WARNING, True), text
     assert mend
 
 
@@ -135,7 +137,7 @@ def test_faults_and_blocks_out_of_use_are_warned_of(serve: Callable[[Page], str]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ('vllm:num_requests_running{engine="0"} 0\n', "the connector is not configured"),
         ('vllm:kvserver_lookups_total{engine="0"} 0\n', "an older connector"),
@@ -146,9 +148,9 @@ def test_faults_and_blocks_out_of_use_are_warned_of(serve: Callable[[Page], str]
         ("\0\1\2 \ufffd" * 100, "has no metrics"),
     ],
 )
-def test_a_page_that_says_nothing_of_a_cache_is_a_finding(serve: Callable[[Page], str], text: str, said: str) -> None:
+def test_a_page_that_mentions_no_cache_is_a_finding(serve: Callable[[Page], str], text: str, words: str) -> None:
     level, found, mend = only(serve(text_page(text)))
-    assert (level, said in found) == (Level.PROBLEM, True), found
+    assert (level, words in found) == (Level.PROBLEM, True), found
     assert mend
 
 

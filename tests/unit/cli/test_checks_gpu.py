@@ -1,4 +1,4 @@
-"""What `kvserver doctor` says of GPUs, on machines made up of files."""
+"""What `kvserver doctor` reports of GPUs, on machines made up of files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def gpus(world: World) -> World:
     return world
 
 
-def says(finding: Finding, level: Level, *words: str) -> None:
+def check_finding(finding: Finding, level: Level, *words: str) -> None:
     assert finding.level is level, finding
     assert [word for word in words if word not in f"{finding.text} -> {finding.mend}"] == [], finding
     assert bool(finding.mend) == (level is not Level.OK), finding
@@ -94,12 +94,12 @@ GPU_CHECKS = {name: check for name, check in doctor.CHECKS.items() if check.__mo
 @pytest.mark.parametrize("name", GPU_CHECKS)
 def test_a_machine_without_a_gpu_is_well(world: World, name: str) -> None:
     assert len(GPU_CHECKS) == 4
-    says(GPU_CHECKS[name](world.machine(native(built=False))), Level.OK)
+    check_finding(GPU_CHECKS[name](world.machine(native(built=False))), Level.OK)
 
 
 @pytest.mark.parametrize("name", GPU_CHECKS)
 def test_a_machine_whose_gpus_can_be_used_is_well(gpus: World, name: str) -> None:
-    says(GPU_CHECKS[name](gpus.machine()), Level.OK)
+    check_finding(GPU_CHECKS[name](gpus.machine()), Level.OK)
 
 
 @pytest.mark.parametrize("name", GPU_CHECKS)
@@ -115,28 +115,30 @@ def test_a_native_module_that_does_not_load_stops_no_other_check(gpus: World, na
 
 def test_no_driver_is_no_fault_unless_gpus_were_named(world: World) -> None:
     assert checks_gpu.driver(world.machine()) == Finding(Level.OK, "no GPU driver: CPU memory only")
-    says(checks_gpu.driver(world.machine(gpus=FIRST)), Level.PROBLEM, FIRST, "--gpus none")
+    check_finding(checks_gpu.driver(world.machine(gpus=FIRST)), Level.PROBLEM, FIRST, "--gpus none")
 
 
 @pytest.mark.parametrize("text", [OPEN_DRIVER, OLD_DRIVER], ids=["open", "closed"])
 def test_a_driver_must_be_new_enough_for_cuda_13(world: World, text: str) -> None:
     world.driver("580.65.06", text)
-    says(checks_gpu.driver(world.machine()), Level.OK, "NVIDIA driver 580.65.06")
+    check_finding(checks_gpu.driver(world.machine()), Level.OK, "NVIDIA driver 580.65.06")
     world.driver("575.57.08", text)
-    says(checks_gpu.driver(world.machine()), Level.PROBLEM, "575.57.08 is too old", "driver 580 or later")
-    says(checks_gpu.driver(world.machine(gpus="none")), Level.OK, "575.57.08", "--gpus none")
+    check_finding(checks_gpu.driver(world.machine()), Level.PROBLEM, "575.57.08 is too old", "driver 580 or later")
+    check_finding(checks_gpu.driver(world.machine(gpus="none")), Level.OK, "575.57.08", "--gpus none")
 
 
-def test_a_driver_that_does_not_tell_its_version_is_not_called_old(world: World) -> None:
+def test_a_driver_of_unknown_version_is_not_called_old(world: World) -> None:
     world.write("dev/dxg")
-    says(checks_gpu.driver(world.machine()), Level.OK, "a GPU driver")
+    check_finding(checks_gpu.driver(world.machine()), Level.OK, "a GPU driver")
 
 
-@pytest.mark.parametrize("load", [native(built=False), lambda name: SimpleNamespace()], ids=["says so", "is older"])
-def test_a_build_without_cuda_beside_a_gpu_says_what_it_cannot_do(world: World, load: Callable[[str], object]) -> None:
+@pytest.mark.parametrize("load", [native(built=False), lambda name: SimpleNamespace()], ids=["states so", "is older"])
+def test_a_build_without_cuda_beside_a_gpu_is_reported_with_what_it_cannot_do(
+    world: World, load: Callable[[str], object]
+) -> None:
     world.driver()
-    says(checks_gpu.driver(world.machine(load)), Level.WARNING, "has no CUDA", "without cache", "nvcc")
-    says(checks_gpu.driver(world.machine(load, gpus=FIRST)), Level.PROBLEM, "has no CUDA")
+    check_finding(checks_gpu.driver(world.machine(load)), Level.WARNING, "has no CUDA", "without cache", "nvcc")
+    check_finding(checks_gpu.driver(world.machine(load, gpus=FIRST)), Level.PROBLEM, "has no CUDA")
 
 
 # ---- devices ------------------------------------------------------------------------------------
@@ -151,15 +153,15 @@ def test_every_gpu_is_shown_with_model_uuid_bus_and_node(gpus: World) -> None:
     )
 
 
-def test_a_container_that_was_given_no_gpu_is_told_how(world: World) -> None:
+def test_a_container_without_gpus_is_reported_with_the_option_that_adds_them(world: World) -> None:
     world.driver()
-    says(checks_gpu.devices(world.machine()), Level.WARNING, "shows no GPU", "--gpus all", "nvidia.com/gpu")
+    check_finding(checks_gpu.devices(world.machine()), Level.WARNING, "shows no GPU", "--gpus all", "nvidia.com/gpu")
 
 
 def test_a_named_gpu_that_is_not_there_is_a_problem(gpus: World) -> None:
-    says(checks_gpu.devices(gpus.machine(gpus=f"{FIRST},{SECOND}")), Level.OK)
+    check_finding(checks_gpu.devices(gpus.machine(gpus=f"{FIRST},{SECOND}")), Level.OK)
     other = "GPU-00000000-0000-0000-0000-00000000000f"
-    says(
+    check_finding(
         checks_gpu.devices(gpus.machine(gpus=f"{FIRST},{other}")),
         Level.PROBLEM,
         f"{other} of --gpus",
@@ -168,23 +170,23 @@ def test_a_named_gpu_that_is_not_there_is_a_problem(gpus: World) -> None:
     )
 
 
-def test_a_gpu_that_nobody_used_yet_has_no_uuid_and_is_not_called_missing(world: World) -> None:
+def test_a_gpu_before_its_first_use_has_no_uuid_and_is_not_called_missing(world: World) -> None:
     world.driver()
     world.gpu("GPU-????????-????-????-????-????????????", "0000:1a:00.0", 0)
-    says(checks_gpu.devices(world.machine(gpus=FIRST)), Level.OK, "GPU-????????")
+    check_finding(checks_gpu.devices(world.machine(gpus=FIRST)), Level.OK, "GPU-????????")
 
 
 @pytest.mark.parametrize("name", ["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia5"])
 def test_a_device_file_that_is_missing_is_a_problem(gpus: World, name: str) -> None:
     (gpus.root / "dev" / name).unlink()
     found = checks_gpu.devices(gpus.machine())
-    says(found, Level.PROBLEM, f"/dev/{name} is not there", "docker: --gpus all")
+    check_finding(found, Level.PROBLEM, f"/dev/{name} is not there", "docker: --gpus all")
     assert ("nvidia-modprobe" in found.mend) == (name == "nvidia-uvm")
 
 
 def test_a_device_file_that_the_user_may_not_open_is_a_problem(gpus: World) -> None:
     closed = gpus.machine(access=lambda path, mode: path.name != "nvidia5")
-    says(
+    check_finding(
         checks_gpu.devices(closed),
         Level.PROBLEM,
         "/dev/nvidia5 may not be read and written by user 1000",
@@ -195,16 +197,16 @@ def test_a_device_file_that_the_user_may_not_open_is_a_problem(gpus: World) -> N
 # ---- memory -------------------------------------------------------------------------------------
 
 
-def test_what_the_daemon_takes_of_a_gpu_is_told(gpus: World) -> None:
-    says(checks_gpu.gpu_memory(gpus.machine()), Level.OK, "about 576 MiB", "by estimate", "not known")
+def test_the_daemons_use_of_gpu_memory_is_reported(gpus: World) -> None:
+    check_finding(checks_gpu.gpu_memory(gpus.machine()), Level.OK, "about 576 MiB", "by estimate", "not known")
     found = checks_gpu.gpu_memory(gpus.machine(native(memory=(80 * GiB,))))
-    says(found, Level.OK, "leaves 6.4 GiB of 80.0 GiB")
-    says(checks_gpu.gpu_memory(gpus.machine(native(GPU_STAGING_BYTES=512 * MiB))), Level.OK, "about 1.0 GiB")
+    check_finding(found, Level.OK, "leaves 6.4 GiB of 80.0 GiB")
+    check_finding(checks_gpu.gpu_memory(gpus.machine(native(GPU_STAGING_BYTES=512 * MiB))), Level.OK, "about 1.0 GiB")
 
 
 def test_a_small_gpu_has_no_room_beside_an_engine_with_defaults(gpus: World) -> None:
     found = checks_gpu.gpu_memory(gpus.machine(native(memory=(80 * GiB, 4 * GiB))))
-    says(found, Level.WARNING, "leaves 328 MiB of 4.0 GiB", "--gpu-memory-utilization 0.85")
+    check_finding(found, Level.WARNING, "leaves 328 MiB of 4.0 GiB", "--gpu-memory-utilization 0.85")
 
 
 # ---- namespaces ---------------------------------------------------------------------------------
@@ -212,25 +214,27 @@ def test_a_small_gpu_has_no_room_beside_an_engine_with_defaults(gpus: World) -> 
 
 def test_a_pid_namespace_of_its_own_matters_for_engines_on_gpus_only(world: World) -> None:
     world.namespaces(pid=4026532000)
-    says(
+    check_finding(
         checks_gpu.namespaces(world.machine()), Level.OK, "a pid namespace of its own", "engines on CPU need not share"
     )
     world.driver()
     found = checks_gpu.namespaces(world.machine())
-    says(found, Level.WARNING, "error 201", "--pid=host", "shareProcessNamespace")
+    check_finding(found, Level.WARNING, "error 201", "--pid=host", "shareProcessNamespace")
     assert "is pid 1" not in found.text
     world.write("proc/1/cmdline", "/usr/bin/python\0/usr/bin/kvserver\0serve")
-    says(checks_gpu.namespaces(world.machine()), Level.WARNING, "the daemon is pid 1 of it")
-    says(checks_gpu.namespaces(world.machine(gpus="none")), Level.OK)
+    check_finding(checks_gpu.namespaces(world.machine()), Level.WARNING, "the daemon is pid 1 of it")
+    check_finding(checks_gpu.namespaces(world.machine(gpus="none")), Level.OK)
 
 
 def test_the_machines_own_namespaces_are_well(gpus: World) -> None:
     assert "of its own" not in checks_gpu.namespaces(gpus.machine()).text
 
 
-def test_a_user_namespace_of_its_own_is_told(world: World) -> None:
+def test_a_user_namespace_of_its_own_is_reported(world: World) -> None:
     world.namespaces(user=4026532001)
-    says(checks_gpu.namespaces(world.machine()), Level.OK, "the machine's pid namespace", "a user namespace of its own")
+    check_finding(
+        checks_gpu.namespaces(world.machine()), Level.OK, "the machine's pid namespace", "a user namespace of its own"
+    )
 
 
 def test_namespaces_that_cannot_be_seen_are_not_guessed(world: World) -> None:

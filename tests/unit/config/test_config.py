@@ -1,4 +1,4 @@
-"""Settings: where they come from, which one wins, and what a wrong one is told."""
+"""Settings: where they come from, which one wins, and the error for a bad one."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
-def test_a_bad_value_is_told_with_its_flag(name: str, value: str) -> None:
+def test_a_bad_value_is_reported_with_its_flag(name: str, value: str) -> None:
     flag = "--" + name.replace("_", "-")
     for arguments, environ in (({name: value}, {}), ({}, {"KVSERVER_" + name.upper(): value})):
         with pytest.raises(ConfigError) as caught:
@@ -209,7 +209,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "1 furlong", "-1", "1e9", "1.GiB", "0x10", "1 2", "auto", "inf", "1GiB2"])
-def test_what_is_no_size_is_told_what_is(text: str) -> None:
+def test_the_error_for_a_bad_size_shows_a_good_one(text: str) -> None:
     with pytest.raises(ValueError, match="for example 20GiB"):
         parse_size(text)
 
@@ -235,7 +235,7 @@ def test_gpus_are_named_by_their_uuids(text: str, uuids: tuple[str, ...]) -> Non
         (f"{GPU},{GPU}", f"{GPU} stands there twice"),
     ],
 )
-def test_what_names_no_gpu_is_told_what_does(text: str, words: str) -> None:
+def test_the_error_for_a_bad_gpu_states_what_names_one(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load({}, {"KVSERVER_GPUS": text})
     assert str(caught.value).startswith(f"bad setting: --gpus {text!r} (from the environment KVSERVER_GPUS): {words}")
@@ -262,7 +262,7 @@ def test_the_table_shows_defaults_and_descriptions_beside_the_values() -> None:
     assert row["description"] == sources.descriptions()["l1_size"]
 
 
-def test_an_endpoint_that_nobody_gave_is_a_default() -> None:
+def test_an_endpoint_that_is_not_set_is_a_default() -> None:
     for environ in ({}, {"KVSERVER_ENDPOINT": ""}):
         row = sources.read_configuration({}, environ).table()["endpoint"]
         assert row["value"] == row["default"] == default_endpoint()
@@ -270,7 +270,7 @@ def test_an_endpoint_that_nobody_gave_is_a_default() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, values[0]) for name, values in BAD.items()])
-def test_a_bad_value_is_told_with_the_place_to_change_it(name: str, value: str, toml: Any) -> None:
+def test_a_bad_value_is_reported_with_the_place_to_change_it(name: str, value: str, toml: Any) -> None:
     key = name.replace("_", "-")
     path = toml(f'{key} = "{value}"')
     with pytest.raises(ConfigError, match=rf"--config file {path}: {key}\)"):
@@ -293,7 +293,7 @@ def test_a_bad_value_is_blamed_on_the_source_that_won(toml: Any) -> None:
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_tables_in_the_readme_files_are_what_the_code_says() -> None:
+def test_the_tables_in_the_readme_files_agree_with_the_code() -> None:
     checked = subprocess.run(
         [sys.executable, ROOT / ".ci/tables.py", "--check"], capture_output=True, text=True, timeout=60
     )
@@ -306,7 +306,7 @@ def test_the_readme_names_every_setting() -> None:
     assert rows == [sources.flag(name) for name in NAMES]
 
 
-def test_a_readme_that_differs_from_the_code_is_noticed_and_mended(tmp_path: Path) -> None:
+def test_a_readme_that_differs_from_the_code_is_noticed_and_corrected(tmp_path: Path) -> None:
     for name in (".ci/tables.py", "kvserver/config/README.md", "adapters/README.md", "adapters/vllm/settings.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())

@@ -14,7 +14,7 @@ from kvserver.protocol import ConfigError
 
 
 class Machine:
-    """A root folder with ordinary memory; huge pages and nodes as told."""
+    """A root folder with ordinary memory; huge pages and nodes as a test writes them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -79,7 +79,7 @@ class TestPages:
             machine.choose(l1_size="20GiB", l1_huge_pages="transparent")
 
     @pytest.mark.parametrize(("setting", "transparent"), [("transparent", True), ("off", False)])
-    def test_reserved_pages_are_left_to_others_if_one_says_so(
+    def test_reserved_pages_are_left_to_others_if_the_setting_names_another_kind(
         self, machine: Machine, setting: str, transparent: bool
     ) -> None:
         machine.huge(2 * MiB, free=5000)

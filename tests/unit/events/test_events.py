@@ -100,7 +100,7 @@ def test_a_full_queue_drops_and_counts_by_type_and_publish_does_not_wait(make_bu
     assert bus.dropped["L1Cleared"] == 1
     assert bus.status()["queue_depth"] == 10
     gone = WorkerGone(time.monotonic_ns(), "i", "m", 0, True)
-    assert bus.publish(gone), "comings and goings are never dropped"
+    assert bus.publish(gone), "the end of a connection is never dropped"
     slow.gate.set()
     assert bus.flush()
     assert [event.code for event in slow.events[:-1]] == [f"code{n}" for n in range(10)]  # type: ignore[union-attr]
@@ -131,7 +131,7 @@ def test_a_subscriber_that_raises_is_counted_and_named_and_harms_no_other(make_b
     assert bus.failure == ""
 
 
-def test_the_end_of_the_thread_is_told(make_bus: Any) -> None:
+def test_the_end_of_the_thread_is_reported(make_bus: Any) -> None:
     bus = make_bus(Dies())
     assert bus.failure == ""
     bus.publish(error())
