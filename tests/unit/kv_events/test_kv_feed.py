@@ -1,4 +1,4 @@
-"""The feed: an engine ends with what it can read, each block told once, whatever of its messages is lost."""
+"""The feed: an engine ends with what it can read, each block reported once, whatever messages are lost."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from kvserver.kv_events.feed import MOST_BYTES
 from kvserver.kv_events.types import KVEvent
 from kvserver.protocol import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
 
-REACH, LORA, OTHER = b"r" * 64, b"r" * 64 + b"lora" * 8, b"o" * 64
+PREFIX, LORA, OTHER = b"r" * 64, b"r" * 64 + b"lora" * 8, b"o" * 64
 BOOT = 1_700_000_000_000_000
 
 
 class World:
-    """A hub and a feed, which hears of everything at once unless it is `behind`."""
+    """A hub and a feed, which observes every event at once unless it is `behind`."""
 
     def __init__(self, **options: Any) -> None:
         self.behind = False
-        self._unheard: deque[KVEvent] = deque()
-        self.hub = Hub(1 << 30, self._tell)
+        self._queued: deque[KVEvent] = deque()
+        self.hub = Hub(1 << 30, self._queue)
         self.feed = Feed(ObserverContext(Settings(), "boot", BOOT, self.hub.snapshot), **options)
 
-    def _tell(self, event: KVEvent) -> None:
-        self._unheard.append(event)
+    def _queue(self, event: KVEvent) -> None:
+        self._queued.append(event)
         if not self.behind:
-            self.hear()
+            self.observe_queued()
 
-    def hear(self, most: int = 1 << 30) -> None:
-        while self._unheard and most > 0:
-            self.feed.observe(self._unheard.popleft())
+    def observe_queued(self, most: int = 1 << 30) -> None:
+        while self._queued and most > 0:
+            self.feed.observe(self._queued.popleft())
             most -= 1
 
-    def reader(self, instance_id: str = "engine", reach: bytes = REACH, **changes: Any) -> None:
-        self.hub.handle(InstanceDescribed(1, scheduler(instance_id, **changes), reach, 2, 4))
+    def reader(self, instance_id: str = "engine", prefix: bytes = PREFIX, **changes: Any) -> None:
+        self.hub.handle(InstanceDescribed(1, scheduler(instance_id, **changes), prefix, 2, 4))
 
     def store(
-        self, prompt: Prompt, namespace: bytes = REACH, first: int = 0, last: int | None = None, **of: Any
+        self, prompt: Prompt, namespace: bytes = PREFIX, first: int = 0, last: int | None = None, **of: Any
     ) -> None:
         self.hub.handle(prompt.described(namespace, first, last, **of))
         self.hub.handle(ChunksStored(1, "other", "m", namespace, b"".join(prompt.keys[first:last]), 10))
 
-    def evict(self, keys: list[bytes], namespace: bytes = REACH) -> None:
+    def evict(self, keys: list[bytes], namespace: bytes = PREFIX) -> None:
         self.hub.handle(ChunksEvicted(1, namespace, b"".join(keys)))
 
-    def held(self, reach: bytes = REACH) -> set[bytes]:
+    def readable_blocks(self, prefix: bytes = PREFIX) -> set[bytes]:
         """Hashes of all blocks in the chunks that can be read."""
         found: set[bytes] = set()
-        for chunk in self.hub.snapshot(reach)[1]:
+        for chunk in self.hub.snapshot(prefix)[1]:
             assert chunk.description is not None
             found |= set(split(chunk.description.hashes, chunk.description.hash_bytes))
         return found
@@ -68,7 +68,7 @@ def world() -> World:
     return World()
 
 
-def test_an_engine_is_told_what_was_there_and_what_came_and_went(world: World) -> None:
+def test_an_engine_receives_the_blocks_that_were_there_and_every_change(world: World) -> None:
     one = Prompt(range(40))
     world.store(one, last=3)
     world.reader()
@@ -78,12 +78,12 @@ def test_an_engine_is_told_what_was_there_and_what_came_and_went(world: World) -
     world.store(one, first=3)
     world.evict(one.keys[:1])
     engine.catch_up()
-    assert set(engine.blocks) == set(one.hashes[2:]) == world.held()
+    assert set(engine.blocks) == set(one.hashes[2:]) == world.readable_blocks()
     assert [event.stored for event in engine.told] == [True] * 3 + [True] * 2 + [False]
     assert engine.follows == [BOOT + 1]
 
 
-def test_a_stored_block_comes_with_all_that_was_said_of_it(world: World) -> None:
+def test_a_stored_block_comes_with_its_whole_description(world: World) -> None:
     one = Prompt(range(24), hash_bytes=16)
     keys = [["salt"], None, None, [["image", 5]], None, None]
     world.store(one, lora_name="tuned", extra_keys=extra(*keys))
@@ -100,7 +100,7 @@ def test_a_stored_block_comes_with_all_that_was_said_of_it(world: World) -> None
         ]
 
 
-def test_blocks_that_two_chunks_share_are_told_once_with_the_parent_inside_the_chunk(world: World) -> None:
+def test_blocks_that_two_chunks_share_are_reported_once_with_the_parent_inside_the_chunk(world: World) -> None:
     one, other = Prompt([1] * 8), Prompt([1] * 4 + [2] * 4)
     keys = [["first"], ["second"]]
     world.reader()
@@ -128,7 +128,7 @@ def test_each_group_of_the_engine_has_events_of_its_own(world: World) -> None:
     assert found[0].hashes == found[1].hashes
 
 
-def test_only_what_the_engine_can_read_is_told(world: World) -> None:
+def test_only_blocks_that_the_engine_can_read_are_reported(world: World) -> None:
     mine, tuned, foreign = Prompt(range(8)), Prompt(range(100, 108)), Prompt(range(200, 208))
     world.reader()
     engine = Follower(world.feed.take)
@@ -140,10 +140,10 @@ def test_only_what_the_engine_can_read_is_told(world: World) -> None:
     assert set(engine.blocks) == set(mine.hashes + tuned.hashes)
 
 
-def test_chunks_without_a_description_are_not_told(world: World) -> None:
+def test_chunks_without_a_description_are_not_reported(world: World) -> None:
     one = Prompt(range(16))
     world.reader()
-    world.hub.handle(ChunksStored(1, "other", "m", REACH, one.keys[0], 10))
+    world.hub.handle(ChunksStored(1, "other", "m", PREFIX, one.keys[0], 10))
     world.store(one, first=1)
     engine = Follower(world.feed.take)
     engine.catch_up()
@@ -153,7 +153,7 @@ def test_chunks_without_a_description_are_not_told(world: World) -> None:
     assert set(engine.blocks) == set(one.hashes)
 
 
-def test_an_instance_that_nobody_knows_of_yet_is_told_nothing(world: World) -> None:
+def test_an_instance_that_is_not_described_yet_receives_nothing(world: World) -> None:
     assert world.feed.take(TakeKVEvents(instance_id="who", incarnation="one", follow=7, cursor=3)) == KVEventsTaken(
         follow=7, cursor=3, events=[], whole=False
     )
@@ -173,7 +173,7 @@ def test_a_lost_reply_comes_again(world: World) -> None:
         assert reply is not None
         assert (reply.cursor, reply.events) == (lost.cursor, lost.events)
     engine.catch_up()
-    assert set(engine.blocks) == world.held()
+    assert set(engine.blocks) == world.readable_blocks()
     assert len(engine.follows) == 1
 
 
@@ -188,7 +188,7 @@ def test_the_first_reply_comes_again_when_it_was_lost(world: World) -> None:
 
 
 @pytest.mark.parametrize(("follow", "cursor"), [(0, 0), (5, 3), (None, 1000)])
-def test_an_engine_that_asks_for_what_is_not_known_begins_anew(world: World, follow: int | None, cursor: int) -> None:
+def test_an_engine_with_an_unknown_position_begins_anew(world: World, follow: int | None, cursor: int) -> None:
     world.store(Prompt(range(40)))
     world.reader()
     engine = Follower(world.feed.take)
@@ -197,7 +197,7 @@ def test_an_engine_that_asks_for_what_is_not_known_begins_anew(world: World, fol
     engine.cursor = cursor
     engine.catch_up()
     assert len(engine.follows) == 2
-    assert set(engine.blocks) == world.held()
+    assert set(engine.blocks) == world.readable_blocks()
 
 
 def test_replies_are_bounded(world: World) -> None:
@@ -217,7 +217,7 @@ def test_replies_are_bounded(world: World) -> None:
     wait_until(step)
     largest_chunk = 256 * (32 + 16)
     assert max(sizes) <= MOST_BYTES + largest_chunk
-    assert set(engine.blocks) == world.held()
+    assert set(engine.blocks) == world.readable_blocks()
 
 
 def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
@@ -237,7 +237,7 @@ def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
     assert engine.before == set()
 
 
-def test_what_a_snapshot_has_in_it_is_not_counted_again_when_it_is_heard_of(world: World) -> None:
+def test_an_event_that_a_snapshot_has_in_it_is_not_counted_again(world: World) -> None:
     world.reader()
     one, gone = Prompt(range(16)), Prompt(range(100, 116))
     world.store(gone)
@@ -246,27 +246,27 @@ def test_what_a_snapshot_has_in_it_is_not_counted_again_when_it_is_heard_of(worl
     world.store(one)
     engine = Follower(world.feed.take)
     engine.catch_up()
-    world.hear()
+    world.observe_queued()
     world.evict(one.keys[:1])
-    world.hear()
+    world.observe_queued()
     engine.catch_up()
-    assert set(engine.blocks) == set(one.hashes[2:]) == world.held()
+    assert set(engine.blocks) == set(one.hashes[2:]) == world.readable_blocks()
     assert [event.stored for event in engine.told] == [True, True, False]
     assert world.feed.status()["followers"][0]["unbalanced_blocks"] == 0
 
 
-def test_another_reach_begins_anew(world: World) -> None:
+def test_another_namespace_prefix_begins_anew(world: World) -> None:
     world.reader()
     engine = Follower(world.feed.take)
     old, new = Prompt(range(16)), Prompt(range(100, 116))
     world.store(old)
     world.store(new, OTHER)
     engine.catch_up()
-    world.reader(reach=OTHER)
+    world.reader(prefix=OTHER)
     engine.catch_up()
     assert len(engine.follows) == 2
     assert set(engine.blocks) == set(new.hashes)
-    world.reader(reach=OTHER)  # told again, unchanged
+    world.reader(prefix=OTHER)  # described again, unchanged
     engine.catch_up()
     assert len(engine.follows) == 2
 
@@ -287,14 +287,14 @@ def test_random_runs_with_lost_replies_end_with_what_can_be_read(seed: int) -> N
     world = World(most_queued=generator.choice((30, 1000)))
     world.behind = True
     engines = [Follower(world.feed.take, name, loses=lambda: generator.random() < 0.3) for name in ("a", "b")]
-    reaches = {"a": REACH, "b": OTHER}
-    for name, reach in reaches.items():
-        world.reader(name, reach)
+    prefixes = {"a": PREFIX, "b": OTHER}
+    for name, prefix in prefixes.items():
+        world.reader(name, prefix)
     for step in range(800):
         chosen = random_prompt(generator, chunks=generator.randint(1, 3), kinds=2)
-        namespace = generator.choice((REACH, LORA, OTHER))
+        namespace = generator.choice((PREFIX, LORA, OTHER))
         if generator.random() < 0.1:
-            world.hear(generator.randint(1, 20))
+            world.observe_queued(generator.randint(1, 20))
         match generator.randrange(8):
             case 0 | 1:
                 world.store(chosen, namespace)
@@ -303,16 +303,16 @@ def test_random_runs_with_lost_replies_end_with_what_can_be_read(seed: int) -> N
             case 3 if generator.random() < 0.05:
                 world.hub.handle(L1Cleared(1, generator.choice((b"", namespace)), 0))
             case 4 if generator.random() < 0.03:
-                reaches["a"] = generator.choice((REACH, OTHER))
-                world.reader("a", reaches["a"])
+                prefixes["a"] = generator.choice((PREFIX, OTHER))
+                world.reader("a", prefixes["a"])
             case 5 if generator.random() < 0.5:
-                engines[step % 2].follow = 0  # it lost what it was told
+                engines[step % 2].follow = 0  # the engine lost its state
             case _:
                 engines[step % 2].step()
         if step % 40 == 39:
-            world.hear()
+            world.observe_queued()
             for engine in engines:
                 engine.catch_up()
-                assert set(engine.blocks) == world.held(reaches[engine.instance_id])
+                assert set(engine.blocks) == world.readable_blocks(prefixes[engine.instance_id])
                 assert engine.before == set()
             assert all(row["unbalanced_blocks"] == 0 for row in world.feed.status()["followers"])

@@ -7,7 +7,7 @@ import sys
 
 CHUNKS, MOST = 40_000, 4300
 
-# In a process of its own: memory that an earlier test had and gave back would be used again, unseen.
+# In a process of its own: memory that an earlier test freed would be used again, unseen.
 PROGRAM = f"""
 import os, random, time
 from kvserver.kv_events.held import Held
@@ -20,31 +20,31 @@ def resident():
 rng, reach, held = random.Random(0), bytes(64), Held()
 stream = Stream("model", "int", StreamOptions("kv-events", False, 1 << 20, 1))
 stream.came("engine", reach, (), held)
-said = 0
+described_bytes = 0
 
 def store(count):
-    global said
+    global described_bytes
     chunks = []
     for _ in range(count):
         hashes = rng.randbytes(16 * 32)
         described = Description(32, hashes, rng.randbytes(32), rng.randbytes(16 * 16 * 4), 16)
         chunks.append(KVChunk(hashes[-32:], described))
-        said += described.size
+        described_bytes += described.size
     event = KVStored(1, 1, Tier.L1, reach, tuple(chunks))
     held.apply(event)
     stream.stored(event)
 
 for _ in range(20):
     store(256)  # the buffer is full
-before, said = resident(), 0
+before, described_bytes = resident(), 0
 for _ in range({CHUNKS} // 250):
     store(250)
 assert stream.held_blocks == 16 * ({CHUNKS} + 20 * 256)
-print((resident() - before) / {CHUNKS}, said / {CHUNKS}, stream.state_bytes / ({CHUNKS} + 20 * 256))
+print((resident() - before) / {CHUNKS}, described_bytes / {CHUNKS}, stream.state_bytes / ({CHUNKS} + 20 * 256))
 """
 
 
-def test_an_announced_chunk_of_256_tokens_takes_at_most_4300_bytes() -> None:
+def test_an_announced_chunk_of_256_tokens_uses_at_most_4300_bytes() -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
     resident, described, counted = map(float, run.stdout.split())

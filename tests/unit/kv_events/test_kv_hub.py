@@ -1,4 +1,4 @@
-"""The hub tells each chunk once when it comes and once when it goes, with what is in it, in bounded memory."""
+"""The hub publishes each chunk once when it is stored and once when it is removed, with its contents, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HERE, THERE = b"n" * 32, b"o" * 32
 MANY = 1 << 30
 
 
-class Told:
-    """A hub, and a witness of what it tells."""
+class WitnessedHub:
+    """A hub, and a witness of its events."""
 
     def __init__(self, memory_bytes: int = MANY) -> None:
         self.witness = Witness()
@@ -40,7 +40,7 @@ class Told:
     def evicted(self, keys: list[bytes], namespace: bytes = HERE) -> None:
         self.hub.handle(ChunksEvicted(6, namespace, b"".join(keys)))
 
-    def recounted(self, part: RecountPart, keys: list[bytes] | None = None, namespace: bytes = HERE) -> None:
+    def resynced(self, part: RecountPart, keys: list[bytes] | None = None, namespace: bytes = HERE) -> None:
         self.hub.handle(L1Recounted(7, part, namespace, b"".join(keys or [])))
 
     def described(self, prompt: Prompt, *args: Any, namespace: bytes = HERE, **changes: Any) -> None:
@@ -52,7 +52,7 @@ class Told:
         return {reason: count for reason, count in found.items() if count}
 
     def check(self) -> None:
-        """State, figures and what was told agree."""
+        """The state, the status and the published events agree."""
         number, chunks = self.hub.snapshot(b"")
         status, held = self.hub.status(), list(self.witness.held.values())
         assert number == len(self.witness.events) == status["events"]
@@ -62,17 +62,17 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    made = Told()
+def world() -> Iterator[WitnessedHub]:
+    made = WitnessedHub()
     yield made
     made.check()
 
 
-def test_each_chunk_of_a_store_has_its_own_share_of_the_contents(told: Told) -> None:
+def test_each_chunk_of_a_store_has_its_own_share_of_the_contents(world: WitnessedHub) -> None:
     long = Prompt(range(24), chunk_blocks=3)
-    told.described(long, lora_name="tuned")
-    told.stored(long.keys)
-    (event,) = told.witness.events
+    world.described(long, lora_name="tuned")
+    world.stored(long.keys)
+    (event,) = world.witness.events
     assert isinstance(event, KVStored)
     assert (event.tier, event.namespace, event.instance_id, event.time_ns) == (Tier.L1, HERE, "engine", 5)
     first, second = (chunk.description for chunk in event.chunks)
@@ -84,58 +84,58 @@ def test_each_chunk_of_a_store_has_its_own_share_of_the_contents(told: Told) -> 
     assert (second.blocks, second.block_tokens, second.lora_name, second.extra_keys) == (3, 4, "tuned", b"")
 
 
-def test_a_later_store_of_a_prompt_begins_with_the_block_before(told: Told) -> None:
+def test_a_later_store_of_a_prompt_begins_with_the_block_before(world: WitnessedHub) -> None:
     long = Prompt(range(32))
-    told.described(long, 2)
-    told.stored(long.keys[2:])
-    chunk = told.witness.held[HERE, long.keys[2]]
+    world.described(long, 2)
+    world.stored(long.keys[2:])
+    chunk = world.witness.held[HERE, long.keys[2]]
     assert chunk.description is not None
     assert chunk.description.parent == long.hashes[3]
 
 
-def test_what_is_evicted_is_told_as_it_was_stored(told: Told) -> None:
+def test_an_evicted_chunk_is_published_as_it_was_stored(world: WitnessedHub) -> None:
     one = Prompt(range(32))
-    told.described(one)
-    told.stored(one.keys)
-    told.evicted(one.keys[1:3])
-    assert isinstance(told.witness.events[-1], KVRemoved)
-    assert {key for _, key in told.witness.held} == {one.keys[0], one.keys[3]}
-    told.evicted(one.keys[1:3])  # a chunk that was never READY leaves, too
-    assert len(told.witness.events) == 2
+    world.described(one)
+    world.stored(one.keys)
+    world.evicted(one.keys[1:3])
+    assert isinstance(world.witness.events[-1], KVRemoved)
+    assert {key for _, key in world.witness.held} == {one.keys[0], one.keys[3]}
+    world.evicted(one.keys[1:3])  # a chunk that was never READY leaves, too
+    assert len(world.witness.events) == 2
 
 
-def test_a_clear_takes_all_namespaces_below_it_in_bounded_events(told: Told) -> None:
+def test_a_clear_takes_all_namespaces_below_it_in_bounded_events(world: WitnessedHub) -> None:
     many = Prompt(range(8 * (MOST_CHUNKS + 10)))
     for namespace in (HERE, HERE + b"lora" * 8, THERE):
-        told.stored(many.keys, namespace)
-    before = len(told.witness.events)
+        world.stored(many.keys, namespace)
+    before = len(world.witness.events)
     assert before == 6
-    told.hub.handle(L1Cleared(8, HERE, 0))
-    assert {namespace for namespace, _ in told.witness.held} == {THERE}
-    gone = told.witness.events[before:]
+    world.hub.handle(L1Cleared(8, HERE, 0))
+    assert {namespace for namespace, _ in world.witness.held} == {THERE}
+    gone = world.witness.events[before:]
     assert all(isinstance(event, KVRemoved) and len(event.chunks) <= MOST_CHUNKS for event in gone)
-    told.hub.handle(L1Cleared(9, b"", 0))
-    assert told.witness.held == {}
+    world.hub.handle(L1Cleared(9, b"", 0))
+    assert world.witness.held == {}
 
 
-def test_a_chunk_that_nobody_describes_is_told_without_and_counted(told: Told) -> None:
+def test_a_chunk_without_a_description_is_published_without_and_counted(world: WitnessedHub) -> None:
     one = Prompt(range(16))
-    told.stored(one.keys)
-    assert [chunk.description for chunk in told.witness.held.values()] == [None, None]
-    assert told.unannounced == {"undescribed": 2}
+    world.stored(one.keys)
+    assert [chunk.description for chunk in world.witness.held.values()] == [None, None]
+    assert world.unannounced == {"undescribed": 2}
 
 
-def test_a_chunk_that_is_described_late_goes_and_comes(told: Told) -> None:
+def test_a_chunk_that_is_described_late_goes_and_comes(world: WitnessedHub) -> None:
     one = Prompt(range(16))
-    told.stored(one.keys)
-    told.described(one, instance="other")
-    _, removed, stored = told.witness.events
+    world.stored(one.keys)
+    world.described(one, instance="other")
+    _, removed, stored = world.witness.events
     assert isinstance(removed, KVRemoved)
     assert isinstance(stored, KVStored)
     assert stored.instance_id == "other"
-    assert all(chunk.description is not None for chunk in told.witness.held.values())
-    told.described(one)
-    assert len(told.witness.events) == 3, "it is known already"
+    assert all(chunk.description is not None for chunk in world.witness.held.values())
+    world.described(one)
+    assert len(world.witness.events) == 3, "it is known already"
 
 
 @pytest.mark.parametrize(
@@ -157,38 +157,38 @@ def test_a_chunk_that_is_described_late_goes_and_comes(told: Told) -> None:
     ],
     ids=lambda changes: repr(changes)[:40],
 )
-def test_contents_that_cannot_be_are_not_taken(told: Told, changes: dict[str, Any]) -> None:
+def test_contents_that_cannot_be_are_not_taken(world: WitnessedHub, changes: dict[str, Any]) -> None:
     one = Prompt(range(16))
-    told.described(one, **changes)
-    told.stored(one.keys)
-    assert [chunk.description for chunk in told.witness.held.values()] == [None, None]
-    assert told.unannounced == {"mismatched": 2}
+    world.described(one, **changes)
+    world.stored(one.keys)
+    assert [chunk.description for chunk in world.witness.held.values()] == [None, None]
+    assert world.unannounced == {"mismatched": 2}
 
 
-def test_only_the_chunks_whose_hash_is_not_their_key_are_mismatched(told: Told) -> None:
+def test_only_the_chunks_whose_hash_is_not_their_key_are_mismatched(world: WitnessedHub) -> None:
     one = Prompt(range(24))
     hashes = bytearray(one.contents().hashes)
     hashes[3 * 32] ^= 1  # the last block of the second chunk
-    told.described(one, hashes=bytes(hashes))
-    told.stored(one.keys)
-    known = [chunk.description is not None for chunk in told.witness.held.values()]
+    world.described(one, hashes=bytes(hashes))
+    world.stored(one.keys)
+    known = [chunk.description is not None for chunk in world.witness.held.values()]
     assert known == [True, False, True]
-    assert told.unannounced == {"mismatched": 1}
+    assert world.unannounced == {"mismatched": 1}
 
 
-def test_short_hashes_are_keys_filled_up_with_zeros(told: Told) -> None:
+def test_short_hashes_are_keys_filled_up_with_zeros(world: WitnessedHub) -> None:
     one = Prompt(range(16), hash_bytes=16)
-    told.described(one)
-    told.stored(one.keys)
-    assert told.unannounced == {}
+    world.described(one)
+    world.stored(one.keys)
+    assert world.unannounced == {}
 
 
-def test_extra_keys_are_cut_by_chunk_and_left_out_where_all_are_nil(told: Told) -> None:
+def test_extra_keys_are_cut_by_chunk_and_left_out_where_all_are_nil(world: WitnessedHub) -> None:
     one = Prompt(range(24))
     image = ["image-hash", 3]
-    told.described(one, extra_keys=extra(["salt"], None, None, [image, b"\xff"], None, None))
-    told.stored(one.keys)
-    first, second, third = (chunk.description for chunk in told.witness.held.values())
+    world.described(one, extra_keys=extra(["salt"], None, None, [image, b"\xff"], None, None))
+    world.stored(one.keys)
+    first, second, third = (chunk.description for chunk in world.witness.held.values())
     assert first is not None
     assert second is not None
     assert third is not None
@@ -199,49 +199,49 @@ def test_extra_keys_are_cut_by_chunk_and_left_out_where_all_are_nil(told: Told) 
 
 def test_chunks_beyond_the_memory_count_as_undescribed_and_those_evicted_make_room() -> None:
     one = Prompt(range(8 * 100))
-    told = Told(memory_bytes=20_000)
+    world = WitnessedHub(memory_bytes=20_000)
     for at in range(100):
-        told.described(one, at, at + 1)
-        told.stored(one.keys[at : at + 1])
-        assert told.hub.status()["state_bytes"] <= 20_000
-    told.check()
-    described = told.hub.status()["described_chunks"]
+        world.described(one, at, at + 1)
+        world.stored(one.keys[at : at + 1])
+        assert world.hub.status()["state_bytes"] <= 20_000
+    world.check()
+    described = world.hub.status()["described_chunks"]
     assert 30 < described < 60
-    assert told.unannounced == {"memory": 100 - described}
-    told.evicted(one.keys)
-    assert told.hub.status()["state_bytes"] == 0
-    told.described(one, 0, 5)
-    told.stored(one.keys[:5])
-    told.check()
-    assert told.hub.status()["described_chunks"] == 5
+    assert world.unannounced == {"memory": 100 - described}
+    world.evicted(one.keys)
+    assert world.hub.status()["state_bytes"] == 0
+    world.described(one, 0, 5)
+    world.stored(one.keys[:5])
+    world.check()
+    assert world.hub.status()["described_chunks"] == 5
 
 
 def test_descriptions_of_chunks_that_never_become_ready_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "_MOST_EXPECTED", 10)
-    one, told = Prompt(range(8 * 30)), Told()
-    told.described(one)
-    told.stored(one.keys)
-    told.check()
-    known = [key for (_, key), chunk in told.witness.held.items() if chunk.description is not None]
+    one, world = Prompt(range(8 * 30)), WitnessedHub()
+    world.described(one)
+    world.stored(one.keys)
+    world.check()
+    known = [key for (_, key), chunk in world.witness.held.items() if chunk.description is not None]
     assert known == one.keys[20:]
 
 
 def test_descriptions_that_wait_take_a_quarter_of_the_memory_at_most() -> None:
-    one, told = Prompt(range(8 * 100)), Told(memory_bytes=20_000)
-    told.described(one)
-    assert 2_000 < told.hub.status()["state_bytes"] <= 5_000
-    told.stored(one.keys)
-    told.check()
-    assert told.unannounced == {"memory": 100 - told.hub.status()["described_chunks"]}
+    one, world = Prompt(range(8 * 100)), WitnessedHub(memory_bytes=20_000)
+    world.described(one)
+    assert 2_000 < world.hub.status()["state_bytes"] <= 5_000
+    world.stored(one.keys)
+    world.check()
+    assert world.unannounced == {"memory": 100 - world.hub.status()["described_chunks"]}
 
 
-def test_readers_are_told_of_when_they_are_described_and_when_they_go(told: Told) -> None:
-    told.hub.handle(InstanceGone(1, "unknown", "m", "one", True))
-    told.hub.handle(InstanceDescribed(2, scheduler(), HERE, 2, 16))
-    told.hub.handle(InstanceDescribed(3, scheduler(), THERE, 2, 16))
-    told.hub.handle(InstanceGone(4, "engine", "m", "one", True))
-    told.hub.handle(InstanceGone(5, "engine", "m", "one", True))
-    came, changed, gone = told.witness.events
+def test_readers_are_published_when_they_are_described_and_when_they_disconnect(world: WitnessedHub) -> None:
+    world.hub.handle(InstanceGone(1, "unknown", "m", "one", True))
+    world.hub.handle(InstanceDescribed(2, scheduler(), HERE, 2, 16))
+    world.hub.handle(InstanceDescribed(3, scheduler(), THERE, 2, 16))
+    world.hub.handle(InstanceGone(4, "engine", "m", "one", True))
+    world.hub.handle(InstanceGone(5, "engine", "m", "one", True))
+    came, changed, gone = world.witness.events
     assert isinstance(came, ReaderCame)
     assert isinstance(changed, ReaderCame)
     assert (came.scheduler, came.reach, came.chunk_blocks, came.block_tokens) == (scheduler(), HERE, 2, 16)
@@ -250,84 +250,84 @@ def test_readers_are_told_of_when_they_are_described_and_when_they_go(told: Told
     assert (gone.instance_id, gone.model_name) == ("engine", "m")
 
 
-def test_a_snapshot_is_of_one_reach_and_names_the_last_event(told: Told) -> None:
+def test_a_snapshot_is_of_one_namespace_prefix_and_names_the_last_event(world: WitnessedHub) -> None:
     one = prompt(*range(16))
-    told.stored(one.keys, HERE)
-    told.stored(one.keys, HERE + b"lora" * 8)
-    told.stored(one.keys, THERE)
-    number, chunks = told.hub.snapshot(HERE)
+    world.stored(one.keys, HERE)
+    world.stored(one.keys, HERE + b"lora" * 8)
+    world.stored(one.keys, THERE)
+    number, chunks = world.hub.snapshot(HERE)
     assert number == 3
     assert sorted(chunk.key for chunk in chunks) == sorted(one.keys * 2)
 
 
-# ---- recounts ---------------------------------------------------------------------------------
+# ---- resyncs ----------------------------------------------------------------------------------
 
 
-def test_a_recount_tells_only_what_was_missed(told: Told) -> None:
+def test_a_resync_publishes_only_what_was_missed(world: WitnessedHub) -> None:
     one = Prompt(range(48))
-    told.described(one)
-    told.stored(one.keys[:4])
-    told.recounted(RecountPart.BEGIN)
-    assert len(told.hub.snapshot(b"")[1]) == 4, "what is being recounted is held meanwhile"
-    told.recounted(RecountPart.SLICE, one.keys[2:5])
-    told.evicted(one.keys[2:3])  # between the slices
-    told.stored(one.keys[5:6])
-    told.recounted(RecountPart.END)
-    assert {key for _, key in told.witness.held} == set(one.keys[3:6])
-    assert all(chunk.description is not None for chunk in told.witness.held.values())
-    assert told.hub.status()["recounts"] == 1
+    world.described(one)
+    world.stored(one.keys[:4])
+    world.resynced(RecountPart.BEGIN)
+    assert len(world.hub.snapshot(b"")[1]) == 4, "chunks stay known during a resync"
+    world.resynced(RecountPart.SLICE, one.keys[2:5])
+    world.evicted(one.keys[2:3])  # between the slices
+    world.stored(one.keys[5:6])
+    world.resynced(RecountPart.END)
+    assert {key for _, key in world.witness.held} == set(one.keys[3:6])
+    assert all(chunk.description is not None for chunk in world.witness.held.values())
+    assert world.hub.status()["recounts"] == 1
 
 
-def test_a_recount_that_begins_again_forgets_nothing(told: Told) -> None:
+def test_a_resync_that_begins_again_forgets_nothing(world: WitnessedHub) -> None:
     one = Prompt(range(48))
-    told.stored(one.keys[:4])
-    told.recounted(RecountPart.BEGIN)
-    told.recounted(RecountPart.SLICE, one.keys[:1])
-    told.recounted(RecountPart.BEGIN)
-    told.recounted(RecountPart.SLICE, one.keys[:3])
-    told.recounted(RecountPart.END)
-    assert {key for _, key in told.witness.held} == set(one.keys[:3])
-    assert len(told.witness.events) == 2
+    world.stored(one.keys[:4])
+    world.resynced(RecountPart.BEGIN)
+    world.resynced(RecountPart.SLICE, one.keys[:1])
+    world.resynced(RecountPart.BEGIN)
+    world.resynced(RecountPart.SLICE, one.keys[:3])
+    world.resynced(RecountPart.END)
+    assert {key for _, key in world.witness.held} == set(one.keys[:3])
+    assert len(world.witness.events) == 2
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_events_agree_with_a_plain_set(seed: int) -> None:
     generator = random.Random(seed)
-    told = Told(memory_bytes=generator.choice((0, 20_000, MANY)))
+    world = WitnessedHub(memory_bytes=generator.choice((0, 20_000, MANY)))
     model: set[tuple[bytes, bytes]] = set()
-    recounting: list[tuple[bytes, bytes]] = []
-    agrees = True  # nothing was lost that was not recounted since
+    resyncing: list[tuple[bytes, bytes]] = []
+    agrees = True  # there was a resync after the last lost event
     for _ in range(1500):
         namespace = generator.choice((HERE, HERE + b"lora" * 8, THERE))
         chosen = random_prompt(generator, chunks=generator.randint(1, 6))
         match generator.randrange(12):
             case 0 | 1 | 2:
-                told.described(chosen, namespace=namespace)
+                world.described(chosen, namespace=namespace)
             case 3 | 4 | 5:
-                told.stored(chosen.keys, namespace)
+                world.stored(chosen.keys, namespace)
                 model |= {(namespace, key) for key in chosen.keys}
             case 6 | 7 | 8:
-                told.evicted(chosen.keys[1:], namespace)
+                world.evicted(chosen.keys[1:], namespace)
                 model -= {(namespace, key) for key in chosen.keys[1:]}
             case 9 if generator.random() < 0.2:
                 base = generator.choice((b"", HERE, namespace))
-                told.hub.handle(L1Cleared(1, base, 0))
+                world.hub.handle(L1Cleared(1, base, 0))
                 model = {name for name in model if not name[0].startswith(base)}
             case 10 if generator.random() < 0.2:  # some were dropped; it begins, perhaps once more
                 model = {name for name in model if generator.random() < 0.8} | {(THERE, chosen.keys[0])}
-                told.recounted(RecountPart.BEGIN)
-                recounting, agrees = sorted(model), False
+                world.resynced(RecountPart.BEGIN)
+                resyncing, agrees = sorted(model), False
             case _ if not agrees:
-                for space, key in recounting[:5]:
-                    told.recounted(RecountPart.SLICE, [key] if (space, key) in model else [], space)
-                del recounting[:5]
-                if not recounting:
-                    told.recounted(RecountPart.END)
+                for space, key in resyncing[:5]:
+                    world.resynced(RecountPart.SLICE, [key] if (space, key) in model else [], space)
+                del resyncing[:5]
+                if not resyncing:
+                    world.resynced(RecountPart.END)
                     agrees = True
         if agrees:
-            assert set(told.witness.held) == model
-    assert told.hub.status()["recounts"] > 3
-    told.check()
-    told.hub.handle(L1Cleared(1, b"", 0))
-    told.check()
-    assert told.witness.held == {}
+            assert set(world.witness.held) == model
+    assert world.hub.status()["recounts"] > 3
+    world.check()
+    world.hub.handle(L1Cleared(1, b"", 0))
+    world.check()
+    assert world.witness.held == {}

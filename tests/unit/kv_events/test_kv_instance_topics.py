@@ -18,7 +18,7 @@ ONE, OTHER = reach("one"), reach("other")
 
 @pytest.fixture
 def published() -> Iterator[Published]:
-    """With an instance of each reach."""
+    """With an instance of each namespace prefix."""
     made = Published(kv_events_topic="kv@{instance}@{model}")
     made.feed.came("a", ONE)
     made.feed.came("b_dp3", OTHER)
@@ -31,7 +31,7 @@ def types(payload: bytes) -> list[str]:
     return [event["type"] for event in events_of(payload)]
 
 
-def test_each_topic_tells_what_its_instance_can_read(published: Published) -> None:
+def test_each_topic_carries_what_its_instance_can_read(published: Published) -> None:
     a, b = published.subscriber("kv@a@model"), published.subscriber("kv@b_dp3@model")
     published.feed.stored(ONE, chunk("x", "y"))
     published.feed.stored(OTHER, chunk("x", "z"), tier=Tier.L2)
@@ -45,7 +45,7 @@ def test_each_topic_tells_what_its_instance_can_read(published: Published) -> No
 
 def test_a_topic_without_news_has_an_empty_batch(published: Published) -> None:
     a, b = published.subscriber("kv@a@model"), published.subscriber("kv@b_dp3@model")
-    published.sequence()  # what each began with is told
+    published.sequence()  # the first batches are out
     published.feed.stored(ONE, chunk("x"))
     last = published.sequence()
     published.catch_up(a, b)
@@ -53,7 +53,7 @@ def test_a_topic_without_news_has_an_empty_batch(published: Published) -> None:
     assert types(b.batches[last]) == []
 
 
-def test_an_instance_that_comes_later_begins_with_all_cleared_and_what_is_held(published: Published) -> None:
+def test_an_instance_that_connects_later_begins_with_all_cleared_and_all_resident_blocks(published: Published) -> None:
     published.feed.stored(ONE, *(chunk(f"{i}") for i in range(250)), chunk("x", "y"))
     published.feed.came("late", ONE)
     a, late = published.subscriber("kv@a@model"), published.subscriber("kv@late@model")
@@ -83,7 +83,7 @@ def test_new_weights_remove_what_was_and_bring_what_is(published: Published) -> 
     assert a.blocks.held == published.feed.blocks(OTHER)
 
 
-def test_weights_that_go_and_return_are_told_once(published: Published) -> None:
+def test_weights_that_go_and_return_are_published_once(published: Published) -> None:
     published.feed.stored(ONE, *(chunk(f"{i}") for i in range(256)))
     a = published.subscriber("kv@a@model")
     published.sequence()
@@ -96,7 +96,7 @@ def test_weights_that_go_and_return_are_told_once(published: Published) -> None:
     assert a.blocks.held == published.feed.blocks(ONE)
 
 
-def test_when_an_instance_is_gone_its_topic_alone_is_cleared(published: Published) -> None:
+def test_when_an_instance_disconnects_its_topic_alone_is_cleared(published: Published) -> None:
     a, b = published.subscriber("kv@a@model"), published.subscriber("kv@b_dp3@model")
     published.feed.stored(ONE, chunk("x"))
     published.feed.stored(OTHER, chunk("z"))
@@ -108,7 +108,7 @@ def test_when_an_instance_is_gone_its_topic_alone_is_cleared(published: Publishe
     assert published.stream()["topics"] == ["kv@b_dp3@model"]
 
 
-def test_whoever_wants_all_topics_soon_sees_a_batch_on_each(published: Published) -> None:
+def test_a_subscriber_of_all_topics_soon_sees_a_batch_on_each(published: Published) -> None:
     everything = published.subscriber("kv@")
     seen = {everything.received[0][0]}
     while seen != {b"kv@a@model", b"kv@b_dp3@model"}:
@@ -117,7 +117,7 @@ def test_whoever_wants_all_topics_soon_sees_a_batch_on_each(published: Published
         seen.add(message[0])
 
 
-def test_batches_say_the_data_parallel_rank_of_their_instance(published: Published) -> None:
+def test_batches_state_the_data_parallel_rank_of_their_instance(published: Published) -> None:
     ranks = [
         msgspec.msgpack.decode(published.subscriber(topic).received[0][2])[2]
         for topic in ("kv@a@model", "kv@b_dp3@model")

@@ -1,4 +1,4 @@
-"""Whoever comes late ends with what is known from the start on, however the tiers were used: random runs."""
+"""A late consumer ends with the same blocks as one from the start, however the tiers were used: random runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.kv_subscriber import Blocks, Subscriber
 
 from kvserver.kv_events.types import KVChunk, Tier
 
-REACHES = [reach("one"), reach("other")]
-NAMESPACES = [*REACHES, REACHES[0] + b"lora".ljust(32)]
+PREFIXES = [reach("one"), reach("other")]
+NAMESPACES = [*PREFIXES, PREFIXES[0] + b"lora".ljust(32)]
 STEPS = 400
 
 
@@ -38,15 +38,17 @@ def step(generator: random.Random, published: Published) -> None:
         case draw if draw < 0.97 and here:  # the tier is cleared
             feed.removed(namespace, *here, tier=tier)
         case _:
-            feed.came("wandering", generator.choice(REACHES))  # a and b stay: what nobody can read is not told
+            feed.came(
+                "wandering", generator.choice(PREFIXES)
+            )  # a and b stay: blocks without a reader are not published
 
 
 def expected(published: Published) -> set[tuple[str, int | None, int | bytes]]:
-    return published.feed.blocks(*REACHES)
+    return published.feed.blocks(*PREFIXES)
 
 
 def by_snapshot(published: Published) -> Subscriber:
-    """Subscribes, reads a snapshot, and takes what came after it."""
+    """Subscribes, reads a snapshot, and applies the batches after it."""
     late = published.subscriber()
     taken = published.publisher.snapshot()
     late.blocks, late.last = from_snapshot(taken), taken.sequence
@@ -83,7 +85,7 @@ def publish() -> Iterator[Callable[..., Published]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_late_consumers_know_what_those_from_the_start_know(seed: int, publish: Callable[..., Published]) -> None:
     generator, published = random.Random(seed), publish()
-    for name, at in zip("ab", REACHES, strict=True):
+    for name, at in zip("ab", PREFIXES, strict=True):
         published.feed.came(name, at)
     first, lossy = published.subscriber(), published.subscriber()
     late: list[Subscriber] = []
@@ -98,7 +100,7 @@ def test_late_consumers_know_what_those_from_the_start_know(seed: int, publish: 
     assert first.blocks.held == expected(published)
     for each in late:
         assert (each.missed, each.blocks.held) == (0, expected(published))
-    published.feed.stored(REACHES[0], chunk("the last"))
+    published.feed.stored(PREFIXES[0], chunk("the last"))
     published.catch_up(lossy)
     assert (lossy.missed, lossy.blocks.held) == (0, expected(published))
     assert from_snapshot(published.publisher.snapshot()).held == expected(published)
@@ -113,20 +115,20 @@ def test_consumers_live_through_restarts(seed: int, tmp_path: Path, publish: Cal
     steady: Subscriber | None = None
     for _ in range(3):
         published = publish(**paths)
-        for name, at in zip("ab", REACHES, strict=True):
+        for name, at in zip("ab", PREFIXES, strict=True):
             published.feed.came(name, at)
         steady = steady or published.subscriber()
         for _ in range(60):
             step(generator, published)
             published.sequence()
             forgetful(steady, generator)
-        published.feed.stored(REACHES[0], chunk("the last"))  # whoever lost all is shown a gap by it
+        published.feed.stored(PREFIXES[0], chunk("the last"))  # shows a gap to a consumer that lost all
         published.catch_up(steady)
         assert steady.blocks.held == expected(published)
         published.publisher.close()
 
 
-def test_a_consumer_that_was_told_more_often_than_once_fails() -> None:
+def test_a_consumer_of_a_repeated_event_fails() -> None:
     """The check that all of these tests rest on."""
     event = {"type": "BlockStored", "medium": "CPU", "group_idx": 0, "block_hashes": [1]}
     blocks = Blocks()

@@ -106,20 +106,20 @@ def test_one_that_stalls_is_cut_off_and_the_others_go_on(make: Make, name: str) 
     observers = make(name, "keeps", stall_seconds=0.2)
     number = 0
 
-    def tell() -> bool:
+    def hand_over_next() -> bool:
         nonlocal number
         number += 1
         observers.hand_over(stored(number))
         return bool(row(observers, name)["state"] == "cut off")
 
-    wait_until(tell)
+    wait_until(hand_over_next)
     assert "one call took more than 0.2 s" in row(observers, name)["reason"]
     assert row(observers, name)["queue_depth"] == 0
     wait_until(lambda: len(kept(observers)) == number)
     observers.find(name).gate.set()  # type: ignore[union-attr]
     observers.hand_over(stored(number + 1))
     wait_until(lambda: len(kept(observers)) == number + 1)
-    assert len(kept(observers, name)) < number, "it hears no more when it comes back"
+    assert len(kept(observers, name)) < number, "it receives no more after its stall ends"
 
 
 def test_one_whose_queue_overflows_is_cut_off_and_the_others_go_on(make: Make) -> None:
@@ -141,7 +141,7 @@ def test_events_with_descriptions_fill_the_queue_sooner(make: Make) -> None:
     assert row(observers, "stalls")["state"] == "cut off", "the 16 chunks of one event carry 800 KB"
 
 
-def test_what_observers_say_of_themselves_is_shown_but_for_what_the_daemon_says(make: Make) -> None:
+def test_the_own_status_of_observers_is_shown_but_never_replaces_the_daemons_fields(make: Make) -> None:
     observers = make("keeps")
     observers.hand_over(stored(1))
     wait_until(lambda: row(observers, "keeps").get("kept") == 1)
@@ -199,9 +199,9 @@ def test_the_setting_chooses_among_those_installed(make: Make, setting: str, fou
     assert observers.find("feed") is not None, "what the daemon brings itself stays"
 
 
-def test_one_that_is_asked_for_and_not_installed_is_a_bad_setting(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-event-observers keeps,nobody: no observer 'nobody'.*declines, keeps"):
-        make("keeps", "declines", setting="keeps,nobody")
+def test_one_that_is_named_and_not_installed_is_a_bad_setting(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-event-observers keeps,absent: no observer 'absent'.*declines, keeps"):
+        make("keeps", "declines", setting="keeps,absent")
 
 
 def test_one_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:

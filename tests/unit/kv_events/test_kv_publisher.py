@@ -105,18 +105,18 @@ def test_a_burst_becomes_batches_of_bounded_size(published: Published) -> None:
     assert sum(len(event["block_hashes"]) for event in removed) == 16_000
 
 
-def test_blocks_of_two_chunks_are_told_once(published: Published) -> None:
+def test_blocks_of_two_chunks_are_published_once(published: Published) -> None:
     subscriber, one, other = published.subscriber(), chunk("a", "b", "c"), chunk("a", "b", "x")
     published.feed.stored(HERE, one, other)
     published.feed.removed(HERE, one)
-    published.catch_up(subscriber)  # its Blocks fail for one that is told twice
+    published.catch_up(subscriber)  # its Blocks fail for a block that is published twice
     assert subscriber.blocks.held == published.feed.blocks(HERE)
     stored = [event for _, _, payload in subscriber.received for event in events_of(payload) if "token_ids" in event]
     assert [len(event["block_hashes"]) for event in stored] == [3, 1]
     assert stored[1]["parent_block_hash"] == stored[0]["block_hashes"][1]
 
 
-def test_whoever_subscribes_is_told_alone_that_all_before_is_gone(published: Published) -> None:
+def test_a_new_subscriber_alone_receives_that_all_is_cleared(published: Published) -> None:
     first = published.subscriber()
     published.feed.stored(HERE, chunk("a"))
     published.catch_up(first)
@@ -130,7 +130,7 @@ def test_whoever_subscribes_is_told_alone_that_all_before_is_gone(published: Pub
     assert [number - published.boot_micros for _, number, _ in late.received] == [0, 2]
 
 
-def test_subscribers_that_come_and_go_at_once_disturb_nobody(published: Published) -> None:
+def test_subscribers_that_connect_and_leave_at_once_disturb_no_other(published: Published) -> None:
     first = published.subscriber()
     published.feed.stored(HERE, chunk("a"))
     published.catch_up(first)
@@ -144,7 +144,7 @@ def test_subscribers_that_come_and_go_at_once_disturb_nobody(published: Publishe
     wait_until(lambda: published.stream()["subscribers"] == 1)
 
 
-def test_a_subscriber_hears_of_its_prefix_only_until_it_unsubscribes(published: Published) -> None:
+def test_a_subscriber_receives_its_prefix_only_until_it_unsubscribes(published: Published) -> None:
     whole, other = published.subscriber(""), Subscriber(published.stream()["endpoint"], topic="other")
     kv = published.subscriber("kv")
     wait_until(lambda: published.stream()["subscribers"] == 3)
@@ -177,10 +177,10 @@ def test_a_replay_of_everything_begins_with_the_first_batch(published: Published
     last = published.sequence()
     subscriber = published.subscriber()
     replayed = subscriber.replay(0)
-    told = [
+    batches = [
         (number, types(payload)) for _, number, payload in replayed if types(payload)
     ]  # not what shows newcomers a gap
-    assert told == [(published.boot_micros, ["AllBlocksCleared"]), (last, ["BlockStored"])]
+    assert batches == [(published.boot_micros, ["AllBlocksCleared"]), (last, ["BlockStored"])]
     assert [payload for _, _, payload in subscriber.replay(last + 1) if types(payload)] == []
     assert subscriber.replay(1 << 63) == []
 
@@ -210,7 +210,7 @@ def test_a_restart_shows_as_a_gap_whose_replay_clears_what_was(
     assert subscriber.blocks.held == new.feed.blocks(HERE)
 
 
-def test_a_replay_of_what_is_no_longer_kept_says_what_is(publish: Callable[..., Published]) -> None:
+def test_a_replay_of_batches_no_longer_kept_begins_with_the_oldest_kept(publish: Callable[..., Published]) -> None:
     published = publish(kv_events_buffer="1MiB")
     published.feed.came("engine", HERE)
     subscriber = published.subscriber()
@@ -258,7 +258,7 @@ def test_bad_requests_are_counted_and_others_are_answered(
 
 
 def stopped_subscriber(endpoint: str, replay_endpoint: str) -> subprocess.Popen[str]:
-    """A process that subscribes, asks for a replay of everything, and is stopped before it reads any of it."""
+    """A process that subscribes, requests a replay of everything, and is stopped before it reads any of it."""
     program = f"""
 import os, signal, zmq
 context = zmq.Context()
@@ -273,7 +273,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
     return subprocess.Popen([sys.executable, "-c", program], text=True)
 
 
-def test_a_stopped_subscriber_slows_nobody(publish: Callable[..., Published]) -> None:
+def test_a_stopped_subscriber_slows_no_other(publish: Callable[..., Published]) -> None:
     published = publish(kv_events_buffer="256MiB")
     published.feed.came("engine", HERE)
     subscriber, row = published.subscriber(), published.stream()
@@ -325,7 +325,7 @@ def test_forms_and_models_have_streams_of_their_own(published: Published) -> Non
     assert len({row["endpoint"] for row in rows} | {row["replay_endpoint"] for row in rows}) == 6
 
 
-def test_a_late_instance_brings_what_is_held_already(published: Published) -> None:
+def test_a_late_instance_brings_blocks_that_are_resident_already(published: Published) -> None:
     chunks = [chunk(f"{i}") for i in range(1000)]
     elsewhere = reach("elsewhere")
     for at in range(0, 1000, 250):
@@ -337,7 +337,7 @@ def test_a_late_instance_brings_what_is_held_already(published: Published) -> No
     assert subscriber.blocks.held == published.feed.blocks(HERE, elsewhere)
 
 
-def test_chunks_that_nobody_described_are_not_announced(published: Published) -> None:
+def test_chunks_without_a_description_are_not_announced(published: Published) -> None:
     subscriber = published.subscriber()
     bare = KVChunk(b"k" * 32)
     published.feed.stored(HERE, bare, chunk("a"))
@@ -387,7 +387,7 @@ def test_addresses_of_further_streams_are_found_by_counting(publish: Callable[..
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("kv", "kv-2", "c.int")} == {0o600}
 
 
-def test_an_address_that_is_taken_is_told_and_the_snapshot_goes_on(publish: Callable[..., Published]) -> None:
+def test_an_address_in_use_is_reported_and_the_snapshot_goes_on(publish: Callable[..., Published]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -461,7 +461,7 @@ def test_a_network_address_is_warned_of(publish: Callable[..., Published], caplo
     ]
 
 
-def test_the_metrics_say_what_the_status_says(published: Published) -> None:
+def test_the_metrics_agree_with_the_status(published: Published) -> None:
     published.subscriber()
     published.feed.stored(HERE, chunk("a", "b"), KVChunk(b"k" * 32))
     published.sequence()

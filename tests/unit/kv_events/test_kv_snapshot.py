@@ -1,4 +1,4 @@
-"""`GET /kv/snapshot`: what is held now and the batch after which it is, for whoever comes late."""
+"""`GET /kv/snapshot`: the resident blocks and the batch after which it is, for late consumers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def blocks(events: list[dict[str, Any]]) -> set[tuple[str, int | None, Any]]:
     return {(event["medium"], event["group_idx"], name) for event in events for name in event["block_hashes"]}
 
 
-def test_it_names_what_is_held_and_the_batch_after_which_it_is(pages: StatusPages, published: Published) -> None:
+def test_it_names_the_resident_blocks_and_the_batch_after_which_it_is(pages: StatusPages, published: Published) -> None:
     response, body = get(pages)
     header, events = json_lines(body)
     assert (response.status, response.headers["Content-Type"]) == (200, "application/x-ndjson")
@@ -93,7 +93,7 @@ def test_it_agrees_with_the_stream_at_its_batch(published: Published) -> None:
         assert (subscriber.last, subscriber.blocks.held) == (taken.sequence, from_snapshot(taken).held)
 
 
-def test_chunks_that_wait_to_be_told_are_in_it_when_they_are(published: Published) -> None:
+def test_chunks_that_wait_to_be_published_are_in_it_once_they_are_published(published: Published) -> None:
     elsewhere = reach("elsewhere")
     for at in range(20):
         published.feed.stored(elsewhere, *(chunk(f"{at}.{i}") for i in range(256)))
@@ -104,7 +104,7 @@ def test_chunks_that_wait_to_be_told_are_in_it_when_they_are(published: Publishe
     assert taken.pending + len(taken.chunks) == len(published.feed.held)
     last = published.sequence()
     for _, _, payload in subscriber.replay(taken.sequence + 1):
-        consumer.apply(payload)  # which fails for a block that is told twice
+        consumer.apply(payload)  # which fails for a block that is published twice
     assert published.stream()["sequence"] >= last
     assert consumer.held == published.feed.blocks(HERE, elsewhere)
 
@@ -121,7 +121,7 @@ def test_whole_hashes_are_hexadecimal_in_json_and_bytes_in_msgpack(pages: Status
     assert blocks(maps) == published.feed.blocks(HERE, form="bytes")
 
 
-def test_it_is_compressed_for_whoever_can_read_that(pages: StatusPages, published: Published) -> None:
+def test_it_is_compressed_for_a_client_that_accepts_gzip(pages: StatusPages, published: Published) -> None:
     for at in range(8):
         published.feed.stored(HERE, *(chunk(*(f"{at}.{i}.{j}" for j in range(16))) for i in range(250)))
     plain, packed = get(pages)[1], get(pages, Accept_Encoding="gzip")
@@ -131,7 +131,7 @@ def test_it_is_compressed_for_whoever_can_read_that(pages: StatusPages, publishe
 
 
 @pytest.mark.parametrize(("encoding", "packed"), [("json", False), ("msgpack", False), ("msgpack", True)])
-def test_a_body_takes_the_memory_of_a_part_of_it(
+def test_a_body_uses_the_memory_of_a_part_of_it(
     published: Published, encoding: snapshot.Encoding, packed: bool
 ) -> None:
     for at in range(40):
@@ -150,7 +150,7 @@ def test_a_body_takes_the_memory_of_a_part_of_it(
     assert most < whole / 5
 
 
-def test_whoever_asks_for_nothing_that_is_there_learns_what_is(pages: StatusPages, published: Published) -> None:
+def test_a_request_for_an_unknown_stream_receives_the_known_ones(pages: StatusPages, published: Published) -> None:
     response, body = get(pages, "?model=other")
     there = {"model": "model", "form": "int", "topics": ["kv-events"]}
     assert (response.status, json.loads(body)["streams"]) == (404, [there])

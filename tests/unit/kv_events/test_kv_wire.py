@@ -129,7 +129,7 @@ def test_an_older_struct_reads_the_arrays() -> None:
     )
 
 
-def test_the_fields_of_an_array_stand_where_consumers_look_for_them() -> None:
+def test_the_fields_of_an_array_are_where_consumers_look_for_them() -> None:
     """As AIBrix and llm-d count them: by position, and from a batch of two or three elements."""
     chunk = describe("a", lora_name="lora", extra_keys=[["k"]])
     (event,) = Writer("bytes", arrays=True).stored(chunk, (0, 1), Tier.L1, (KVGroup("sliding_window", 64),))

@@ -1,4 +1,4 @@
-"""Blocks are told once when they come and once when they go, whatever chunks share them."""
+"""Blocks are published once when they are stored and once when they are removed, whatever chunks share them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_chunks_that_part_share_their_first_blocks():
     assert (len(ledger), ledger.unbalanced) == (0, 0)
 
 
-def test_runs_are_split_where_a_block_is_held_already():
+def test_runs_are_split_where_a_block_is_resident_already():
     ledger = Ledger()
     ledger.stored(chunk("b"))
     assert ledger.stored(chunk("a", "b", "c", "d")) == [(0, 1), (2, 4)]
