@@ -59,7 +59,7 @@ def pieces(rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_list_comes_back_and_takes_no_more_than_five_bytes_an_id(seed: int) -> None:
+def test_any_list_comes_back_and_uses_no_more_than_five_bytes_an_id(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(1000):
         blocks = pieces(rng)
@@ -71,7 +71,7 @@ def test_any_list_comes_back_and_takes_no_more_than_five_bytes_an_id(seed: int) 
 
 
 @pytest.mark.parametrize("make", [lambda n: range(9, 9 + n), lambda n: range(9 + n, 9, -1)], ids=["up", "down"])
-def test_a_run_takes_a_few_bytes_however_long_it_is(make: Callable[[int], range]) -> None:
+def test_a_run_uses_a_few_bytes_however_long_it_is(make: Callable[[int], range]) -> None:
     assert len(packed(make(100_000))) <= 8
 
 

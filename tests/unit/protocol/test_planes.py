@@ -66,7 +66,7 @@ def test_the_bytes_of_a_block_are_those_of_all_planes() -> None:
     assert block_bytes([Plane(0, 0, 100, 10), Plane(3, 7, 5, 3)]) == 13
 
 
-def test_only_the_null_block_may_repeat_and_only_where_that_is_said() -> None:
+def test_only_the_null_block_may_repeat_and_only_if_allowed() -> None:
     holed = wire(0, 3, 0, 4, 0, 5)
     assert parse_block_ids(holed, 9, 6, 6, null_may_repeat=True) == array("I", [0, 3, 0, 4, 0, 5])
     assert "block id 0 " in refused(holed, 9, 6, 6)

@@ -216,7 +216,7 @@ def test_what_an_older_version_left_out_has_its_default(message: Any) -> None:
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=type_name)
-def test_a_message_in_the_other_form_is_told_which_form_is_which(message: Any) -> None:
+def test_the_error_for_a_message_in_the_other_form_states_which_form_is_which(message: Any) -> None:
     content = wire_form(message)
     if isinstance(content, list):
         fields = msgspec.structs.fields(message)

@@ -28,7 +28,7 @@ MODEL = "meta-llama/Llama-3.1-405B-Instruct"
 
 
 def prefill(blocks: list[int]) -> list[Request]:
-    """Every message of the prompt's life but the block-pool reports, with names of realistic length."""
+    """Every message for one prompt but the block-pool reports, with names of realistic length."""
     instance_id, incarnation, variant = uuid.uuid4().hex, uuid.uuid4().hex, uuid.uuid4().hex
     request_id = f"cmpl-{uuid.uuid4().hex}-0"
     step_chunks = CHUNKS // STORES

@@ -1,4 +1,4 @@
-"""The bytes that block hashes are made of: as pickle itself writes them, and as RFC 8949 says of CBOR.
+"""The bytes that block hashes are made of: as pickle itself writes them, and as RFC 8949 defines CBOR.
 
 tests/adapters/test_hashes_like_vllm.py compares with vLLM's own functions.
 """

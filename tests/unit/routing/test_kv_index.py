@@ -1,4 +1,4 @@
-"""What engines find of a prompt in L1 and L2, told by typed events; L0 is tests/daemon/test_engine_events.py's."""
+"""What engines find of a prompt in L1 and L2, by typed events; L0 is tests/daemon/test_engine_events.py's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvserver.protocol import DescribeScheduler
 from kvserver.routing import KVIndex, Match
 from kvserver.routing.prefix_index import make_index
 
-REACHES = [bytes([n]) * 64 for n in (1, 2)]
+PREFIXES = [bytes([n]) * 64 for n in (1, 2)]
 LORA = b"l" * 32
 CHUNK_BLOCKS = 4
 
@@ -26,12 +26,12 @@ def index():
     index.close()
 
 
-def came(name, reach=REACHES[0], chunk_blocks=CHUNK_BLOCKS, model="model"):
+def reader_of(name, prefix=PREFIXES[0], chunk_blocks=CHUNK_BLOCKS, model="model"):
     scheduler = DescribeScheduler(instance_id=name, incarnation="1", model_name=model, variant="epoch")
-    return ReaderCame(1, 0, scheduler, reach, chunk_blocks, 16)
+    return ReaderCame(1, 0, scheduler, prefix, chunk_blocks, 16)
 
 
-def gone(name):
+def reader_leaves(name):
     return ReaderGone(1, 0, name, "model")
 
 
@@ -42,15 +42,15 @@ def prompt_of(seed, blocks=40, hash_bytes=32):
 
 def chunk(prompt, number, chunk_blocks=CHUNK_BLOCKS, described=False):
     blocks = prompt[number * chunk_blocks : (number + 1) * chunk_blocks]
-    told = Description(len(blocks[0]), b"".join(blocks), b"", bytes(64), 16) if described else None
-    return KVChunk(blocks[-1].ljust(32, b"\0"), told)
+    description = Description(len(blocks[0]), b"".join(blocks), b"", bytes(64), 16) if described else None
+    return KVChunk(blocks[-1].ljust(32, b"\0"), description)
 
 
-def stored(*chunks, tier=Tier.L1, namespace=REACHES[0]):
+def stored(*chunks, tier=Tier.L1, namespace=PREFIXES[0]):
     return KVStored(1, 0, tier, namespace, chunks)
 
 
-def removed(*chunks, tier=Tier.L1, namespace=REACHES[0]):
+def removed(*chunks, tier=Tier.L1, namespace=PREFIXES[0]):
     return KVRemoved(1, 0, tier, namespace, chunks)
 
 
@@ -61,7 +61,7 @@ def match(index, prompt, name="engine"):
 
 def test_chunks_are_found_from_the_start_of_the_prompt(index):
     prompt = prompt_of(1)
-    index.observe(came("engine"))
+    index.observe(reader_of("engine"))
     index.observe(stored(*(chunk(prompt, n) for n in (0, 1, 3))))
     assert match(index, prompt) == Match(0, 8, 0, 8)
     index.observe(stored(chunk(prompt, 2), tier=Tier.L2))
@@ -74,7 +74,7 @@ def test_chunks_are_found_from_the_start_of_the_prompt(index):
 @pytest.mark.parametrize("described", [True, False])
 def test_keys_of_short_hashes_are_known_without_their_zeros(index, hash_bytes, described):
     prompt = prompt_of(1, hash_bytes=hash_bytes)
-    index.observe(came("engine"))
+    index.observe(reader_of("engine"))
     index.observe(stored(chunk(prompt, 0, described=described)))
     assert match(index, prompt).l1 == 4
     assert match(index, [block[-8:] for block in prompt]).l1 == 4
@@ -82,56 +82,56 @@ def test_keys_of_short_hashes_are_known_without_their_zeros(index, hash_bytes, d
     assert match(index, prompt).l1 == 0
 
 
-def test_engines_of_one_reach_find_the_same_and_those_of_another_nothing(index):
+def test_engines_of_one_namespace_prefix_find_the_same_and_those_of_another_nothing(index):
     prompt = prompt_of(1)
-    for name, reach in (("one", REACHES[0]), ("two", REACHES[0]), ("other", REACHES[1])):
-        index.observe(came(name, reach))
+    for name, prefix in (("one", PREFIXES[0]), ("two", PREFIXES[0]), ("other", PREFIXES[1])):
+        index.observe(reader_of(name, prefix))
     index.observe(stored(chunk(prompt, 0)))
     assert [match(index, prompt, name).l1 for name in ("one", "two", "other")] == [4, 4, 0]
 
 
 def test_chunks_of_a_lora_are_found_by_engines_of_its_weights(index):
     prompt = prompt_of(1)
-    index.observe(came("engine"))
-    index.observe(stored(chunk(prompt, 0), namespace=REACHES[0] + LORA))
-    index.observe(stored(chunk(prompt, 0), namespace=REACHES[0] + LORA[::-1]))
-    index.observe(removed(chunk(prompt, 0), namespace=REACHES[0] + LORA))
+    index.observe(reader_of("engine"))
+    index.observe(stored(chunk(prompt, 0), namespace=PREFIXES[0] + LORA))
+    index.observe(stored(chunk(prompt, 0), namespace=PREFIXES[0] + LORA[::-1]))
+    index.observe(removed(chunk(prompt, 0), namespace=PREFIXES[0] + LORA))
     assert match(index, prompt).l1 == 4, "it is there in another namespace"
 
 
-def test_what_was_stored_before_an_engine_came_is_found(index):
+def test_chunks_stored_before_an_engine_connected_are_found(index):
     prompt = prompt_of(1)
-    index.observe(came("first"))
+    index.observe(reader_of("first"))
     index.observe(stored(chunk(prompt, 0)))
-    index.observe(gone("first"))
+    index.observe(reader_leaves("first"))
     assert index.readers() == []
-    index.observe(came("second"))
+    index.observe(reader_of("second"))
     assert match(index, prompt, "second").l1 == 4
 
 
 def test_an_engine_with_new_weights_finds_nothing_of_the_old(index):
     prompt = prompt_of(1)
-    index.observe(came("engine"))
+    index.observe(reader_of("engine"))
     index.observe(stored(chunk(prompt, 0)))
-    index.observe(came("engine", REACHES[1]))
+    index.observe(reader_of("engine", PREFIXES[1]))
     assert match(index, prompt).l1 == 0
-    index.observe(came("engine"))
+    index.observe(reader_of("engine"))
     assert match(index, prompt).l1 == 4
 
 
 def test_readers_are_chosen_by_model_and_by_name(index):
     for name, model in (("a", "x"), ("b", "x"), ("c", "y")):
-        index.observe(came(name, model=model))
+        index.observe(reader_of(name, model=model))
     assert [reader.instance_id for reader in index.readers("x")] == ["a", "b"]
     assert [reader.instance_id for reader in index.readers("x", ["b", "c"])] == ["b"]
     assert len(index.readers()) == 3
 
 
-def test_reaches_that_nobody_reads_make_room_for_those_that_somebody_does(index):
+def test_namespace_prefixes_without_readers_make_room_for_those_with_readers(index):
     prompt = prompt_of(1)
     for n in range(64):
         index.observe(stored(chunk(prompt, 0), namespace=n.to_bytes(64, "big")))
-    index.observe(came("engine"))
+    index.observe(reader_of("engine"))
     index.observe(stored(chunk(prompt, 0)))
     assert match(index, prompt).l1 == 4
     assert index.status()["dropped_reaches"] == 1
@@ -139,14 +139,14 @@ def test_reaches_that_nobody_reads_make_room_for_those_that_somebody_does(index)
     assert match(index, prompt).l1 == 4
 
 
-def test_holders_of_reaches_that_are_empty_and_unread_are_given_back(index):
+def test_empty_namespace_prefixes_without_readers_are_forgotten(index):
     prompt = prompt_of(1)
     for n in range(200):
         namespace = n.to_bytes(64, "big")
-        index.observe(came("engine", namespace))
+        index.observe(reader_of("engine", namespace))
         index.observe(stored(chunk(prompt, 0), namespace=namespace))
         index.observe(removed(chunk(prompt, 0), namespace=namespace))
-    index.observe(gone("engine"))
+    index.observe(reader_leaves("engine"))
     assert (index.status()["dropped_reaches"], index.status()["blocks"]) == (0, 0)
 
 
@@ -164,12 +164,12 @@ def test_memory_is_the_settings_and_what_does_not_fit_is_counted():
 
 def test_what_an_instance_shows_is_what_its_tiers_hold(index):
     prompt = prompt_of(1)
-    index.observe(came("engine"))
+    index.observe(reader_of("engine"))
     index.observe(stored(chunk(prompt, 0), chunk(prompt, 1)))
     shown = index.instance("engine")
     assert (shown["incarnation"], shown["l0"]["blocks"], shown["l1"]["chunks"], shown["l2"]["chunks"]) == ("1", 0, 2, 0)
     assert shown["l0"]["kv_events"] is None
-    assert index.instance("nobody") is None
+    assert index.instance("absent") is None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -177,10 +177,10 @@ def test_random_events_agree_with_a_plain_model(index, seed):
     generator = random.Random(seed)
     prompts = [prompt_of(n) for n in range(3)]
     prompts += [prompt[:18] + prompt_of(9)[18:] for prompt in prompts]
-    held = defaultdict(Counter)  # by reach and tier: keys
+    held = defaultdict(Counter)  # by namespace and tier: keys
     readers = {}
     for _ in range(600):
-        namespace = generator.choice(REACHES) + generator.choice([b"", LORA])
+        namespace = generator.choice(PREFIXES) + generator.choice([b"", LORA])
         tier, prompt = generator.choice(list(Tier)), generator.choice(prompts)
         one = chunk(prompt, generator.randrange(10))
         mine = held[namespace, tier]
@@ -193,13 +193,13 @@ def test_random_events_agree_with_a_plain_model(index, seed):
             index.observe(removed(one, tier=tier, namespace=namespace))
         elif action < 0.9:
             name = generator.choice("ab")
-            readers[name] = generator.choice(REACHES)
-            index.observe(came(name, readers[name]))
+            readers[name] = generator.choice(PREFIXES)
+            index.observe(reader_of(name, readers[name]))
         elif (name := generator.choice("ab")) in readers:
             del readers[name]
-            index.observe(gone(name))
-        for name, reach in readers.items():
-            keys = {tier: held[reach, tier] + held[reach + LORA, tier] for tier in Tier}
+            index.observe(reader_leaves(name))
+        for name, prefix in readers.items():
+            keys = {tier: held[prefix, tier] + held[prefix + LORA, tier] for tier in Tier}
             ends = [prompt[n * CHUNK_BLOCKS + CHUNK_BLOCKS - 1] for n in range(10)]
             has = {tier: [keys[tier][end] > 0 for end in ends] for tier in Tier}
             both = [one or other for one, other in zip(has[Tier.L1], has[Tier.L2], strict=True)]

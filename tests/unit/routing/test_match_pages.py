@@ -1,4 +1,4 @@
-"""POST /kv/match and GET /instances, over HTTP, with an index that is told events by hand."""
+"""POST /kv/match and GET /instances, over HTTP, with an index that observes events by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INSTANCE = {
 }
 
 
-def came(name: str = "engine", **more: Any) -> ReaderCame:
+def reader_of(name: str = "engine", **more: Any) -> ReaderCame:
     fields = {"instance_id": name, "incarnation": "1", "model_name": "model", "variant": "", "hash_start": START}
     known = {"hash_algorithm": "sha256", "hash_block_tokens": 16}
     return ReaderCame(1, 0, DescribeScheduler(**{**fields, **known, **more}), REACH, 4, 16)
@@ -112,7 +112,7 @@ def pages(served: StatusPages) -> Iterator[Pages]:
 
 def test_hashes_in_any_form_find_the_same(pages):
     hashes = hashes_of(TOKENS)
-    pages.index.observe(came())
+    pages.index.observe(reader_of())
     pages.store(hashes[:8])
     for form in (
         [h.hex() for h in hashes],
@@ -131,17 +131,17 @@ def test_hashes_in_any_form_find_the_same(pages):
         assert msgspec.msgpack.decode(body)["instances"][0]["l1"] == 8
 
 
-def test_an_answer_says_who_it_is_about_and_how_busy_that_is(pages):
-    pages.index.observe(came())
+def test_an_answer_names_the_instance_and_how_busy_it_is(pages):
+    pages.index.observe(reader_of())
     pages.ask(block_hashes=[])
     (found,) = pages.ask(block_hashes=[])["instances"]
     assert (found["instance_id"], found["model_name"]) == ("engine", "model")
     assert (found["block_tokens"], found["chunk_tokens"], found["load"]) == (16, 64, LOAD)
-    assert pages.asked == 1, "loads are asked for once in a while only"
+    assert pages.asked == 1, "engine stats are requested once in a while only"
 
 
 def test_tokens_are_hashed_as_the_engine_does_it(pages):
-    pages.index.observe(came())
+    pages.index.observe(reader_of())
     pages.store(hashes_of(TOKENS))
     (found,) = pages.ask(model="model", tokens=TOKENS)["instances"]
     assert (found["l1"], found["blocks"]) == (12, 12)
@@ -150,7 +150,7 @@ def test_tokens_are_hashed_as_the_engine_does_it(pages):
 
 @pytest.mark.parametrize(("lora", "salt"), [(("name", "/path"), ""), (None, "salt"), (("name", "/path"), "salt")])
 def test_tokens_are_hashed_with_their_lora_and_salt(pages, lora, salt):
-    pages.index.observe(came())
+    pages.index.observe(reader_of())
     pages.store(hashes_of(TOKENS, lora, salt))
     query = {"model": "model", "tokens": TOKENS}
     names = dict(zip(("lora_name", "lora_path"), lora or ("", ""), strict=True))
@@ -159,7 +159,7 @@ def test_tokens_are_hashed_with_their_lora_and_salt(pages, lora, salt):
 
 
 def test_tokens_of_an_engine_that_hashes_finer_than_its_blocks_are_found(pages):
-    pages.index.observe(came(hash_block_tokens=4))
+    pages.index.observe(reader_of(hash_block_tokens=4))
     fine = list(hash_blocks("sha256", START, 4, TOKENS, None, ""))
     pages.store(fine[3::4])
     assert pages.ask(model="model", tokens=TOKENS)["instances"][0]["l1"] == 12
@@ -167,7 +167,7 @@ def test_tokens_of_an_engine_that_hashes_finer_than_its_blocks_are_found(pages):
 
 def test_engines_that_hash_otherwise_are_each_asked_their_way_or_skipped(pages):
     for name, more in {"a": {}, "b": {"hash_algorithm": "sha256_cbor"}, "c": {"hash_algorithm": "xxhash"}}.items():
-        pages.index.observe(came(name, **more))
+        pages.index.observe(reader_of(name, **more))
     pages.store(list(hash_blocks("sha256_cbor", START, 16, TOKENS, None, "")))
     answer = pages.ask(model="model", tokens=TOKENS)
     assert {found["instance_id"]: found["l1"] for found in answer["instances"]} == {"a": 0, "b": 12}
@@ -178,7 +178,7 @@ def test_engines_that_hash_otherwise_are_each_asked_their_way_or_skipped(pages):
 
 def test_other_models_and_instances_are_left_out(pages):
     for name, model in (("a", "x"), ("b", "x"), ("c", "y")):
-        pages.index.observe(came(name, model_name=model))
+        pages.index.observe(reader_of(name, model_name=model))
 
     def named(**query: Any) -> list[str]:
         return [found["instance_id"] for found in pages.ask(block_hashes=[], **query)["instances"]]
@@ -245,7 +245,7 @@ def test_a_body_of_unknown_or_too_many_bytes_is_not_read(pages, length, code):
 
 
 def test_the_largest_body_is_answered(pages):
-    pages.index.observe(came())
+    pages.index.observe(reader_of())
     head = len(msgspec.msgpack.encode({"block_hashes": bytes(MOST_BODY_BYTES - 100)})) - (MOST_BODY_BYTES - 100)
     hashes = bytes((MOST_BODY_BYTES - head) // 32 * 32)
     code, body, _ = pages.send(msgspec.msgpack.encode({"block_hashes": hashes}), MSGPACK)
@@ -253,7 +253,7 @@ def test_the_largest_body_is_answered(pages):
 
 
 def test_instances_are_shown_with_load_and_cache(pages):
-    pages.index.observe(came())
+    pages.index.observe(reader_of())
     pages.store(hashes_of(TOKENS))
     pages.connection.request("GET", "/instances")
     answer = pages.connection.getresponse()

@@ -1,4 +1,4 @@
-"""The counters of instances that are gone: shown for five minutes, continued by one that comes back, never lost in sums."""
+"""Counters of disconnected instances: shown for five minutes, continued by one that comes back, never lost in sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvserver.server.instances import Counts, Instances
 
 
 class Nothing:
-    """Stands for what an instance's books only keep: attachment, device, memory."""
+    """Stands for what an instance only keeps: attachment, device, memory."""
 
     registration: int | None = None
 
@@ -34,7 +34,7 @@ def serve(instances: Instances, worker: Any, lookups: int) -> None:
     counts.missed_tokens[MissReason.EVICTED] += 10 * lookups
 
 
-def test_an_instance_that_is_gone_is_shown_for_five_minutes() -> None:
+def test_a_disconnected_instance_is_shown_for_five_minutes() -> None:
     instances = Instances()
     worker = arrive(instances, "a")
     serve(instances, worker, 3)
@@ -81,7 +81,7 @@ def test_what_ends_after_its_instance_is_counted_with_it() -> None:
     assert instances.totals().failed_loads == 2
 
 
-def test_of_very_many_that_are_gone_the_newest_are_shown_and_none_is_lost_in_sums() -> None:
+def test_of_very_many_disconnected_instances_the_newest_are_shown_and_none_is_lost_in_sums() -> None:
     instances = Instances()
     for number in range(3 * MOST_DEPARTED):
         worker = arrive(instances, f"hostile {number}", model_name=f"model {number}")

@@ -79,7 +79,7 @@ def load(cache: Cache, namespace: bytes, keys: list[bytes], copied: bool = True)
     cache.finish_load(cache.plan_load(namespace, b"".join(keys)), copied)
 
 
-def test_a_chunk_that_nobody_loaded_counts_when_it_is_evicted(cache: Cache) -> None:
+def test_a_chunk_that_was_never_loaded_counts_when_it_is_evicted(cache: Cache) -> None:
     old, new = make_keys(10), make_keys(10, "new")
     store(cache, "a", A, old)
     load(cache, A, old[:4])

@@ -1,4 +1,4 @@
-"""What `/status` says of L1."""
+"""What `/status` states of L1."""
 
 from __future__ import annotations
 

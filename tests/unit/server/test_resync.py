@@ -1,4 +1,4 @@
-"""After the bus dropped what became of chunks, the hub is told anew, and ends with what the cache holds."""
+"""After the bus dropped events of chunks, a resync brings the hub to what the cache holds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Gated:
 
 
 class Loop:
-    """A cache, and what the server's loop tells of it."""
+    """A cache, and the events that the server's loop publishes of it."""
 
     def __init__(self, limit: int, pages: int = 40) -> None:
         self.cache = Cache(PagePool(pages * PAGE, PAGE), LeastRecentlyUsed())
@@ -68,21 +68,21 @@ class Loop:
             pass
 
     def catch_up(self) -> None:
-        """Turns of the loop until all has been told."""
+        """Turns of the loop until the resync is complete and all events are handled."""
 
-        def told() -> bool:
+        def is_complete() -> bool:
             assert self.bus.flush()  # so that there is room
             return not self.recount.step() and self.bus.flush() and not self.bus.lost_chunks
 
-        wait_until(told)
+        wait_until(is_complete)
 
     @property
-    def held(self) -> list[tuple[bytes, bytes]]:
+    def ready_chunks(self) -> list[tuple[bytes, bytes]]:
         return sorted((chunk.namespace.id, chunk.key) for chunk in self.cache.index if chunk.ready)
 
     def check(self) -> None:
-        assert sorted(self.witness.held) == self.held
-        assert sorted(chunk.key for chunk in self.hub.snapshot(b"")[1]) == sorted(key for _, key in self.held)
+        assert sorted(self.witness.held) == self.ready_chunks
+        assert sorted(chunk.key for chunk in self.hub.snapshot(b"")[1]) == sorted(key for _, key in self.ready_chunks)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def make_loop() -> Iterator[type[Loop]]:
         assert loop.bus.errors == {}
 
 
-def test_nothing_is_recounted_while_nothing_of_chunks_was_dropped(make_loop: type[Loop]) -> None:
+def test_there_is_no_resync_while_no_chunk_event_was_dropped(make_loop: type[Loop]) -> None:
     loop = make_loop(limit=4)
     loop.gated.gate.clear()
     loop.store(SPACES[0], make_keys(2))
@@ -112,7 +112,7 @@ def test_nothing_is_recounted_while_nothing_of_chunks_was_dropped(make_loop: typ
     assert loop.gated.recounts == []
 
 
-def test_what_was_dropped_is_told_once_there_is_room(make_loop: type[Loop]) -> None:
+def test_dropped_events_are_made_up_for_once_there_is_room(make_loop: type[Loop]) -> None:
     loop = make_loop(limit=8)
     first, second = make_keys(40, "first"), make_keys(40, "second")
     loop.store(SPACES[0], first)
@@ -125,10 +125,10 @@ def test_what_was_dropped_is_told_once_there_is_room(make_loop: type[Loop]) -> N
     loop.gated.gate.set()
     loop.catch_up()
     loop.check()
-    assert {key for _, key in loop.held} == set(second)
+    assert {key for _, key in loop.ready_chunks} == set(second)
 
 
-def test_one_turn_tells_a_slice_and_the_next_goes_on(make_loop: type[Loop]) -> None:
+def test_one_turn_publishes_a_slice_and_the_next_goes_on(make_loop: type[Loop]) -> None:
     loop = make_loop(limit=1000, pages=3 * SLICE)
     loop.store(SPACES[0], make_keys(2 * SLICE + 5))
     loop.bus.lost_chunks = True
@@ -141,7 +141,7 @@ def test_one_turn_tells_a_slice_and_the_next_goes_on(make_loop: type[Loop]) -> N
     loop.check()
 
 
-def test_chunks_that_go_while_they_are_recounted_are_not_told_again(make_loop: type[Loop]) -> None:
+def test_chunks_that_go_during_a_resync_are_not_published_again(make_loop: type[Loop]) -> None:
     loop = make_loop(limit=1000, pages=3 * SLICE)
     keys = make_keys(2 * SLICE)
     loop.store(SPACES[0], keys)
@@ -152,17 +152,17 @@ def test_chunks_that_go_while_they_are_recounted_are_not_told_again(make_loop: t
     loop.store(SPACES[0], keys[-3:])
     loop.catch_up()
     loop.check()
-    assert len(loop.held) == 3
+    assert len(loop.ready_chunks) == 3
 
 
-def test_a_chunk_that_is_being_filled_is_not_recounted(make_loop: type[Loop]) -> None:
+def test_a_chunk_that_is_being_filled_is_not_in_a_resync(make_loop: type[Loop]) -> None:
     loop = make_loop(limit=1000)
     loop.cache.plan_store(SPACES[0], 1, 0, b"".join(make_keys(3)), PAGE)
     loop.store(SPACES[0], make_keys(2))
     loop.bus.lost_chunks = True
     loop.catch_up()
     loop.check()
-    assert len(loop.held) == 2
+    assert len(loop.ready_chunks) == 2
 
 
 @pytest.mark.parametrize("seed", range(4))
