@@ -69,7 +69,7 @@ class Rig:
         random.Random(0).shuffle(ids)
         self.ids = array("I", ids).tobytes()
         self.pages = self.pool.pages_for(payload)
-        slot = self.pool.take(self.pages)
+        slot = self.pool.allocate_pages(self.pages)
         assert slot is not None
         self.slot = slot
         self.payload = payload

@@ -167,7 +167,7 @@ class Transfer:
         self.ids = {STORE: ids[: self.blocks], LOAD: ids[self.blocks :]}
         pool = PagePool(board.region.size, board.page_bytes)
         self.pages = pool.pages_for(self.payload)
-        self.slots = {direction: pool.take(self.pages) for direction in (STORE, LOAD)}
+        self.slots = {direction: pool.allocate_pages(self.pages) for direction in (STORE, LOAD)}
         assert None not in self.slots.values(), "L1 is too small"
         self.kv = KvBytes(board, geometry.planes, geometry.run, num_blocks)
         board.wait(

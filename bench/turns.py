@@ -62,14 +62,14 @@ class Loop:
 
 def all_leased(loop: Loop) -> None:
     loop.lease_all()
-    assert loop.store().starved == 1
+    assert loop.store().no_space == 1
 
 
 def all_used_since(loop: Loop) -> None:
     loop.lease_all()
     for number in range(len(loop.messages)):
         loop.turn(lambda: loop.cache.end_lease(("engine", str(number))))  # noqa: B023
-    assert loop.store().starved == 0
+    assert loop.store().no_space == 0
 
 
 def engine_departs(loop: Loop) -> None:
@@ -87,7 +87,7 @@ def leases_expire(loop: Loop) -> None:
 
 
 def one_evicts_nearly_all(loop: Loop) -> None:
-    assert loop.store(loop.cache.pool.pages * 9 // 10).starved == 0
+    assert loop.store(loop.cache.pool.pages * 9 // 10).no_space == 0
 
 
 def clear(loop: Loop) -> None:

@@ -16,7 +16,11 @@ from pathlib import Path
 from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutated_package
 
 CACHE, INDEX, POOL = "kvserver/cache/cache.py", "kvserver/cache/index.py", "kvserver/cache/pages.py"
-EVICTION, MISSES, NAMESPACE = "kvserver/cache/eviction.py", "kvserver/cache/misses.py", "kvserver/cache/namespace.py"
+EVICTION, MISSES, NAMESPACE = (
+    "kvserver/cache/eviction/lru.py",
+    "kvserver/cache/misses.py",
+    "kvserver/cache/namespace.py",
+)
 TRANSFERS, LIFELINE, HANDLERS = (
     "kvserver/server/transfers.py",
     "kvserver/server/lifeline.py",
@@ -61,11 +65,11 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "the chunks of a cleared namespace still count for their model",
-        INDEX, "Index.clear", "namespace.model.chunks -= len(namespace.chunks)", "pass", L1_MODELS_TESTS,
+        INDEX, "Index.detach_namespace", "namespace.model.chunks -= len(namespace.chunks)", "pass", L1_MODELS_TESTS,
     ),
     Mutant(
         "a chunk that was never whole counts as one that nobody loaded",
-        CACHE, "Cache._evict", "chunk.ready and not chunk.loaded", "not chunk.loaded", L1_MODELS_TESTS,
+        CACHE, "Cache._evict_chunk", "chunk.ready and not chunk.loaded", "not chunk.loaded", L1_MODELS_TESTS,
     ),
     # ---- what the cache brought ---------------------------------------------------------------
     Mutant(
@@ -87,11 +91,11 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "the end of a lease makes the end of a prefix the youngest",
-        CACHE, "Cache._end", "reversed(lease.chunks)", "lease.chunks", CACHE_TESTS,
+        CACHE, "Cache._end_lease", "reversed(lease.chunks)", "lease.chunks", CACHE_TESTS,
     ),
     Mutant(
         "the end of a lease does not show its chunks to eviction",
-        CACHE, "Cache._end", "self.policy.track(reversed(lease.chunks))", "pass", CACHE_TESTS,
+        CACHE, "Cache._end_lease", "self.policy.track(reversed(lease.chunks))", "pass", CACHE_TESTS,
     ),
     # ---- stores and loads ---------------------------------------------------------------------
     Mutant(
@@ -104,7 +108,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "making room for one rank evicts the other ranks' bytes of that chunk",
-        CACHE, "Cache.plan_store", "if (namespace := self.index.find(namespace_id)) is not None:", "if namespace := None:",
+        CACHE, "Cache.plan_store", "if (namespace := self.index.find_namespace(namespace_id)) is not None:", "if namespace := None:",
         ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     Mutant(
@@ -122,7 +126,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a failed copy keeps its pages",
-        CACHE, "Cache.finish_store", "self.pool.give(chunk.slot(plan.rank))", "pass", CACHE_TESTS,
+        CACHE, "Cache.finish_store", "self.pool.free_pages(chunk.slot(plan.rank))", "pass", CACHE_TESTS,
     ),
     Mutant(
         "one rank's failure takes the chunk away that another rank fills",
@@ -134,27 +138,27 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "what is read may be evicted",
-        CACHE, "Cache._pin", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
+        CACHE, "Cache._pin_chunks", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
     ),
     Mutant(
         "a load is no use of its chunks",
-        CACHE, "Cache.finish_load", "self._settle(*reversed(chunks))", "self._settle()", CACHE_TESTS,
+        CACHE, "Cache.finish_load", "self._free_or_track(*reversed(chunks))", "self._free_or_track()", CACHE_TESTS,
     ),
     Mutant(
         "the pages of a cleared chunk are freed while it is read",
-        CACHE, "Cache._settle", "if chunk.detached and not chunk.pins:", "if chunk.detached:", CACHE_TESTS,
+        CACHE, "Cache._free_or_track", "if chunk.detached and not chunk.pins:", "if chunk.detached:", CACHE_TESTS,
     ),
     Mutant(
         "a clear of one namespace clears all",
-        CACHE, "Cache.clear", "if id.startswith(base) else None", "if True else None", CACHE_TESTS,
+        CACHE, "Cache.clear_namespaces", "if id.startswith(base) else None", "if True else None", CACHE_TESTS,
     ),
     Mutant(
         "a store evicts while pages of cleared chunks could be freed",
-        CACHE, "Cache._take", "if done := self._free_one():", "if done := 0:", CACHE_TESTS,
+        CACHE, "Cache._allocate_slot", "if done := self._free_one_chunk():", "if done := 0:", CACHE_TESTS,
     ),
     Mutant(
         "an eviction is told nobody",
-        CACHE, "Cache._evict", "plan.evicted.append((chunk.namespace.id, chunk.key))", "pass",
+        CACHE, "Cache._evict_chunk", "plan.evicted.append((chunk.namespace.id, chunk.key))", "pass",
         (
             "daemon/test_kv_stream.py"
             "::test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_a_snapshot",
@@ -166,7 +170,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a store is starved while leases of an engine that is gone could end",
-        CACHE, "Cache._take", "elif done := self._end_one():", "elif done := 0:",
+        CACHE, "Cache._allocate_slot", "elif done := self._end_one_lease():", "elif done := 0:",
         ("issues/test_turns_grew_with_the_cache.py::test_a_store_waits_for_the_leases_of_an_engine_that_is_gone",),
     ),
     Mutant(
@@ -224,7 +228,7 @@ STORES_AND_LOADS = (
     # ---- the index ----------------------------------------------------------------------------
     Mutant(
         "one rank's slot moves the bounds of the others wrongly",
-        INDEX, "Chunk.put_slot", "range(rank, ranks)", "range(rank + 1, ranks)", INDEX_TESTS,
+        INDEX, "Chunk.set_slot", "range(rank, ranks)", "range(rank + 1, ranks)", INDEX_TESTS,
     ),
     Mutant(
         "chunks of a cleared namespace are not detached",
@@ -232,17 +236,17 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "an emptied namespace stays in memory",
-        INDEX, "Index.remove", "del self._namespaces[chunk.namespace.id]", "pass", INDEX_TESTS,
+        INDEX, "Index.detach_chunk", "del self._namespaces[chunk.namespace.id]", "pass", INDEX_TESTS,
     ),
     Mutant(
         "an emptied namespace takes whichever has its id along",
-        INDEX, "Index.remove", "is chunk.namespace:", "is not None:", INDEX_TESTS,
+        INDEX, "Index.detach_chunk", "is chunk.namespace:", "is not None:", INDEX_TESTS,
         equivalent="remove() requires a chunk that is not detached, so its namespace is not cleared, and only clear() "
         "lets another take its id",
     ),
     Mutant(
         "cleared chunks are counted on",
-        INDEX, "Index.clear", "self.chunk_count -= len(namespace.chunks)", "pass", INDEX_TESTS,
+        INDEX, "Index.detach_namespace", "self.chunk_count -= len(namespace.chunks)", "pass", INDEX_TESTS,
     ),
     # ---- pages --------------------------------------------------------------------------------
     Mutant(
@@ -251,27 +255,27 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a slot is refused although enough pages are free here and there",
-        POOL, "PagePool.take", "if count <= self.free_pages:", "if False:", POOL_TESTS,
+        POOL, "PagePool.allocate_pages", "if count <= self.unused_pages:", "if False:", POOL_TESTS,
     ),
     Mutant(
         "unpinned pages are used before all pinned ones are",
-        POOL, "PagePool.take", "if count <= self._pinned.pages:", "if False:", POOL_TESTS,
+        POOL, "PagePool.allocate_pages", "if count <= self._pinned.pages:", "if False:", POOL_TESTS,
     ),
     Mutant(
         "a slot is cut from pages that are in use",
-        POOL, "_FreeExtents.cut", "self._add(first + count, found - count)", "self._add(first, found - count)", POOL_TESTS,
+        POOL, "_FreeExtents.cut_extent", "self._insert(first + count, found - count)", "self._insert(first, found - count)", POOL_TESTS,
     ),
     Mutant(
         "free pages do not merge with those behind them",
-        POOL, "_FreeExtents.give", "if after is not None:", "if False:", POOL_TESTS,
+        POOL, "_FreeExtents.add_extent", "if after is not None:", "if False:", POOL_TESTS,
     ),
     Mutant(
         "a freed slot that pinning reached into is all pinned",
-        POOL, "PagePool._give", "elif pinned >= count:", "elif pinned > 0:", POOL_TESTS,
+        POOL, "PagePool._free_extent", "elif pinned >= count:", "elif pinned > 0:", POOL_TESTS,
     ),
     Mutant(
         "a large slot is gathered from shreds",
-        POOL, "_gather", "least = grain(count)", "least = 1", POOL_TESTS,
+        POOL, "_gather", "least = granularity(count)", "least = 1", POOL_TESTS,
     ),
     # ---- who leaves ---------------------------------------------------------------------------
     Mutant(
@@ -280,11 +284,11 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a chunk that a request leases is evicted",
-        CACHE, "Cache._take", "if not (chunk.leases or chunk.pins):", "if not chunk.pins:", CACHE_TESTS,
+        CACHE, "Cache._allocate_slot", "if not (chunk.leases or chunk.pins):", "if not chunk.pins:", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that is copied is evicted",
-        CACHE, "Cache._take", "if not (chunk.leases or chunk.pins):", "if not chunk.leases:", CACHE_TESTS,
+        CACHE, "Cache._allocate_slot", "if not (chunk.leases or chunk.pins):", "if not chunk.leases:", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that was freed comes back to the policy",

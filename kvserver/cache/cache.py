@@ -76,7 +76,7 @@ class StorePlan:
     ready: list[Chunk] = field(default_factory=list)
     evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
     skipped: int = 0
-    starved: int = 0
+    no_space: int = 0
 
 
 class Cache:
@@ -106,7 +106,7 @@ class Cache:
         A second lookup of an owner replaces its first. REQUIRES: deadlines of one instance never go back.
         """
         found: list[Chunk] = []
-        namespace = self.index.find(namespace_id)
+        namespace = self.index.find_namespace(namespace_id)
         if namespace is not None:
             get = namespace.chunks.get
             for (key,) in split_keys(keys):
@@ -133,7 +133,7 @@ class Cache:
         """
         total = len(keys) // KEY_BYTES
         step = -(-(total - first) // _MISSES_ASKED)
-        namespace = self.index.find(namespace_id)
+        namespace = self.index.find_namespace(namespace_id)
         known = namespace.chunks if namespace is not None else {}
         found: Counter[MissReason] = Counter()
         reason = MissReason.NEVER_STORED
@@ -164,7 +164,7 @@ class Cache:
         leases = self._leases.get(instance_id)
         lease = leases.pop(request_id, None) if leases else None
         if lease is not None:
-            self._end(lease)
+            self._end_lease(lease)
 
     def expire_leases(self, now: float) -> None:
         """The leases whose deadline has come count as ended; step() ends them."""
@@ -190,7 +190,7 @@ class Cache:
     ) -> StorePlan:
         """Reserve slots for the chunks that this rank still misses; pins them. Pair with finish_store.
 
-        Chunks that are there or on their way are skipped (duplicate stores merge). What L1 has no room for is starved:
+        Chunks that are there or on their way are skipped (duplicate stores merge). What L1 has no room for counts as `no_space`:
         from the first chunk on that could not fit with those before it and all ranks' bytes, or for which nothing may be
         evicted. KVServerError(TOO_LARGE) if not even one could ever fit. extend_plan() goes on with a plan that is not
         `complete` after so many steps.
@@ -205,11 +205,11 @@ class Cache:
         count = len(keys) // KEY_BYTES
         fitting = min(count, max(1, self.pool.pages // (pages * world_size)))
         plan = StorePlan(rank, namespace_id, world_size, model_name, keys[: fitting * KEY_BYTES], pages, complete=False)
-        plan.starved = count - fitting
-        if (namespace := self.index.find(namespace_id)) is not None:
+        plan.no_space = count - fitting
+        if (namespace := self.index.find_namespace(namespace_id)) is not None:
             get = namespace.chunks.get
             plan.found = [chunk for (key,) in split_keys(plan.keys) if (chunk := get(key)) is not None]
-            self._pin(plan.found)
+            self._pin_chunks(plan.found)
         self.extend_plan(plan, steps)
         return plan
 
@@ -219,7 +219,7 @@ class Cache:
         Meanwhile `evicted` grows, and anything may happen to the index between two calls.
         """
         plan.steps = steps
-        namespace = self.index.find_or_make(plan.namespace_id, plan.world_size, plan.model_name)
+        namespace = self.index.find_or_make_namespace(plan.namespace_id, plan.world_size, plan.model_name)
         bit = 1 << plan.rank
         first = len(plan.prefix)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
@@ -233,19 +233,19 @@ class Cache:
                 continue
             if chunk is not None:
                 chunk.pins += 1  # it may have come after the plan began
-            slot = self._take(plan)
+            slot = self._allocate_slot(plan)
             if slot is None:
                 if chunk is not None:
                     chunk.pins -= 1
-                    self._settle(chunk)
+                    self._free_or_track(chunk)
                 if not plan.full:
                     return
-                plan.starved += len(plan.keys) // KEY_BYTES - position
+                plan.no_space += len(plan.keys) // KEY_BYTES - position
                 break
             if chunk is None:
-                chunk = self.index.add(namespace, key)
+                chunk = self.index.add_chunk(namespace, key)
                 chunk.pins += 1
-            chunk.put_slot(plan.rank, slot)
+            chunk.set_slot(plan.rank, slot)
             namespace.model.pages += plan.pages
             chunk.filling |= bit
             self.pins += 1
@@ -253,7 +253,7 @@ class Cache:
             plan.prefix.append(chunk)
             plan.chunks.append(chunk)
             plan.positions.append(position)
-        self._complete(plan)
+        self._complete_plan(plan)
 
     def finish_store(self, plan: StorePlan, copied: bool) -> int:
         """Publish the plan's chunks if `copied` (every byte of this rank), else give their slots back.
@@ -261,7 +261,7 @@ class Cache:
         Returns how many became READY; they are in `plan.ready`. REQUIRES: complete, or not copied.
         """
         if not plan.complete:
-            self._complete(plan)
+            self._complete_plan(plan)
         bit = 1 << plan.rank
         for chunk in plan.chunks:
             chunk.filling &= ~bit
@@ -273,12 +273,12 @@ class Cache:
                     chunk.ready = True
                     plan.ready.append(chunk)
             else:
-                self.pool.give(chunk.slot(plan.rank))
+                self.pool.free_pages(chunk.slot(plan.rank))
                 chunk.namespace.model.pages -= plan.pages
-                chunk.put_slot(plan.rank, b"")
+                chunk.set_slot(plan.rank, b"")
                 if not chunk.detached and not chunk.done and not chunk.filling:
-                    self.index.remove(chunk)
-        self._settle(*reversed(plan.prefix))
+                    self.index.detach_chunk(chunk)
+        self._free_or_track(*reversed(plan.prefix))
         return len(plan.ready)
 
     # ---- load ---------------------------------------------------------------------------------
@@ -288,13 +288,13 @@ class Cache:
 
         KVServerError(NOT_FOUND) and nothing pinned unless all are READY now, whatever a lease said.
         """
-        namespace = self.index.find(namespace_id)
+        namespace = self.index.find_namespace(namespace_id)
         known = namespace.chunks if namespace is not None else {}
         found = [known.get(key) for (key,) in split_keys(keys)]
         chunks = [chunk for chunk in found if chunk is not None and chunk.ready]
         if len(chunks) != len(found):
             raise KVServerError(ErrorCode.NOT_FOUND, f"{len(found) - len(chunks)} of {len(found)} chunks are not READY")
-        self._pin(chunks)
+        self._pin_chunks(chunks)
         return chunks
 
     def finish_load(self, chunks: list[Chunk], copied: bool) -> None:
@@ -303,15 +303,15 @@ class Cache:
             chunk.pins -= 1
             chunk.loaded |= copied
         self.pins -= len(chunks)
-        self._settle(*reversed(chunks))
+        self._free_or_track(*reversed(chunks))
 
     # ---- clear --------------------------------------------------------------------------------
 
-    def clear(self, base: bytes = b"") -> int:
+    def clear_namespaces(self, base: bytes = b"") -> int:
         """Detach all chunks of the namespaces that begin with `base`; step() frees their pages."""
         before = self.index.chunk_count
-        for id in self.index.ids():
-            namespace = self.index.clear(id) if id.startswith(base) else None
+        for id in self.index.namespace_ids():
+            namespace = self.index.detach_namespace(id) if id.startswith(base) else None
             if namespace is not None:
                 self._garbage.append(namespace)
         cleared = before - self.index.chunk_count
@@ -322,21 +322,21 @@ class Cache:
 
     def step(self, limit: int = SLICE) -> bool:
         """Let go of some `limit` chunks, or of one lease that has more; True while there is more to do."""
-        while limit > 0 and (done := self._free_one() or self._end_one()):
+        while limit > 0 and (done := self._free_one_chunk() or self._end_one_lease()):
             limit -= done
         return limit <= 0
 
-    def _free_one(self) -> int:
+    def _free_one_chunk(self) -> int:
         """How many detached chunks it looked at: 0 if none is left."""
         while self._garbage:
             if chunks := self._garbage[0].chunks:
                 _, chunk = chunks.popitem()
-                self._settle(chunk)
+                self._free_or_track(chunk)
                 return 1
             self._garbage.popleft()
         return 0
 
-    def _end_one(self) -> int:
+    def _end_one_lease(self) -> int:
         """How many chunks had a lease that it ended, or instances no more that has: 0 if none is left."""
         if self._ownerless:
             leases = self._ownerless[-1]
@@ -353,7 +353,7 @@ class Cache:
         else:
             return 0
         _, lease = leases.popitem(last=False)
-        self._end(lease)
+        self._end_lease(lease)
         return len(lease.chunks)
 
     # ---- the books ----------------------------------------------------------------------------
@@ -396,70 +396,70 @@ class Cache:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _end(self, lease: Lease) -> None:
+    def _end_lease(self, lease: Lease) -> None:
         for chunk in lease.chunks:
             chunk.leases -= 1
         self.policy.track(reversed(lease.chunks))  # what is detached is freed with the garbage, whoever leases it
         self.lease_count -= 1
 
-    def _complete(self, plan: StorePlan) -> None:
+    def _complete_plan(self, plan: StorePlan) -> None:
         """Only what it fills stays pinned."""
         plan.complete = True
         for chunk in plan.found:
             chunk.pins -= 1
         self.pins -= len(plan.found)
-        self._settle(*reversed(plan.found), *reversed(plan.prefix))
+        self._free_or_track(*reversed(plan.found), *reversed(plan.prefix))
 
-    def _pin(self, chunks: list[Chunk]) -> None:
+    def _pin_chunks(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             chunk.pins += 1
         self.pins += len(chunks)
 
-    def _settle(self, *chunks: Chunk) -> None:
+    def _free_or_track(self, *chunks: Chunk) -> None:
         """Something let go of these, or used them: free what is detached, the rest becomes the youngest, in this order."""
         for chunk in chunks:
             if chunk.detached and not chunk.pins:
-                self._free(chunk)
+                self._free_chunk(chunk)
         self.policy.track(chunks)
 
-    def _free(self, chunk: Chunk) -> int:
+    def _free_chunk(self, chunk: Chunk) -> int:
         """How many pages that gave back."""
-        slots = chunk.take_slots()
-        self.pool.give(slots)
+        slots = chunk.remove_slots()
+        self.pool.free_pages(slots)
         pages = page_count(slots)
         chunk.namespace.model.pages -= pages
         chunk.ready = False
         if chunk.tracked:
-            self.policy.forget(chunk)
+            self.policy.untrack(chunk)
         return pages
 
-    def _take(self, plan: StorePlan) -> bytes | None:
+    def _allocate_slot(self, plan: StorePlan) -> bytes | None:
         """Pages for one slot, evicting as needed for the plan; None if its steps are up, or nothing more may be evicted."""
-        while (slot := self.pool.take(plan.pages)) is None:
+        while (slot := self.pool.allocate_pages(plan.pages)) is None:
             if plan.steps <= 0:
                 return None
-            if done := self._free_one():
+            if done := self._free_one_chunk():
                 plan.steps -= done
                 continue
-            chunk = self.policy.oldest()
+            chunk = self.policy.oldest_chunk()
             if chunk is not None:
                 plan.steps -= 1
-                self.policy.forget(chunk)
+                self.policy.untrack(chunk)
                 if not (chunk.leases or chunk.pins):
                     plan.steps -= _EVICTION_STEPS
-                    self._evict(chunk, plan)
-            elif done := self._end_one():
+                    self._evict_chunk(chunk, plan)
+            elif done := self._end_one_lease():
                 plan.steps -= done
             else:
                 plan.full = True
                 return None
         return slot
 
-    def _evict(self, chunk: Chunk, plan: StorePlan) -> None:
-        self.index.remove(chunk)
+    def _evict_chunk(self, chunk: Chunk, plan: StorePlan) -> None:
+        self.index.detach_chunk(chunk)
         self.evicted_chunks += 1
         chunk.namespace.model.evicted_chunks += 1
         chunk.namespace.model.never_loaded_chunks += chunk.ready and not chunk.loaded
-        self.evicted_pages += self._free(chunk)
+        self.evicted_pages += self._free_chunk(chunk)
         plan.evicted.append((chunk.namespace.id, chunk.key))
         self._evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)

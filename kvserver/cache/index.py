@@ -46,18 +46,18 @@ class Namespace:
         self.cleared = False
 
 
-class Link:
+class RingNode:
     """A place in the eviction policy's order: its neighbours there, NOWHERE if it has none."""
 
     __slots__ = ("older", "younger")
-    older: Link
-    younger: Link
+    older: RingNode
+    younger: RingNode
 
 
-NOWHERE = Link()
+NOWHERE = RingNode()
 
 
-class Chunk(Link):
+class Chunk(RingNode):
     """One chunk. `done` and `filling` are bit sets of ranks; `ready` is done == all ranks.
 
     `pins` counts tickets, `leases` counts requests; either one keeps it from being evicted.
@@ -96,7 +96,7 @@ class Chunk(Link):
         begin, end = self._bounds(rank)
         return self._slots[begin:end]
 
-    def put_slot(self, rank: int, slot: bytes) -> None:
+    def set_slot(self, rank: int, slot: bytes) -> None:
         """Set the rank's slot; b"" takes it away."""
         ranks = self.namespace.world_size
         if ranks == 1:
@@ -111,7 +111,7 @@ class Chunk(Link):
             ends[later] += grown
         self._slots = ends.tobytes() + self._slots[4 * ranks : begin] + slot + self._slots[end:]
 
-    def take_slots(self) -> bytes:
+    def remove_slots(self) -> bytes:
         """All ranks' slots joined; it holds none afterwards."""
         slots, self._slots = self._joined, b""
         return slots
@@ -142,7 +142,7 @@ class Index:
         self.chunk_count = 0
         self.models: dict[str, ModelUse] = {}  # by name, also those without chunks; at most MOST_MODELS and OTHER
 
-    def find(self, id: bytes) -> Namespace | None:
+    def find_namespace(self, id: bytes) -> Namespace | None:
         return self._namespaces.get(id)
 
     def namespace_with(self, key: bytes, most: int) -> bytes:
@@ -152,7 +152,7 @@ class Index:
                 return namespace.id
         return b""
 
-    def find_or_make(self, id: bytes, world_size: int, model_name: str = "") -> Namespace:
+    def find_or_make_namespace(self, id: bytes, world_size: int, model_name: str = "") -> Namespace:
         """The namespace; a new one, which belongs to this model from then on, is not kept until its first chunk is added."""
         found = self._namespaces.get(id) or Namespace(id, world_size, self._model(model_name))
         assert found.world_size == world_size, "the world size is part of the fingerprint"
@@ -161,15 +161,15 @@ class Index:
     def _model(self, name: str) -> ModelUse:
         return self.models.setdefault(bounded(name, self.models), ModelUse())
 
-    def add(self, namespace: Namespace, key: bytes) -> Chunk:
-        if not namespace.chunks:  # an empty one may have been dropped by remove()
+    def add_chunk(self, namespace: Namespace, key: bytes) -> Chunk:
+        if not namespace.chunks:  # an empty one may have been dropped by detach_chunk()
             self._namespaces[namespace.id] = namespace
         chunk = namespace.chunks[key] = Chunk(namespace, key)
         self.chunk_count += 1
         namespace.model.chunks += 1
         return chunk
 
-    def remove(self, chunk: Chunk) -> None:
+    def detach_chunk(self, chunk: Chunk) -> None:
         """Detach one chunk. REQUIRES: not detached."""
         del chunk.namespace.chunks[chunk.key]
         chunk.in_index = False
@@ -178,7 +178,7 @@ class Index:
         if not chunk.namespace.chunks and self._namespaces.get(chunk.namespace.id) is chunk.namespace:
             del self._namespaces[chunk.namespace.id]
 
-    def clear(self, id: bytes) -> Namespace | None:
+    def detach_namespace(self, id: bytes) -> Namespace | None:
         """Detach a whole namespace; the caller frees its chunks in its own time."""
         namespace = self._namespaces.pop(id, None)
         if namespace is not None:
@@ -187,7 +187,7 @@ class Index:
             namespace.model.chunks -= len(namespace.chunks)
         return namespace
 
-    def ids(self) -> list[bytes]:
+    def namespace_ids(self) -> list[bytes]:
         return list(self._namespaces)
 
     def __iter__(self) -> Iterator[Chunk]:

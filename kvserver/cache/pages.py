@@ -2,7 +2,7 @@
 
 Owns: the free pages, as extents: runs of neighbouring pages, merged as soon as they touch. Refuses to know:
 what a page holds, who asked for it and how memory is pinned. One thread uses it.
-Invariant: free_pages + used_pages == pages.
+Invariant: unused_pages + used_pages == pages.
 
 Pages below `pinned_pages` are pinned for GPUs, whose copies are slower elsewhere: the others are used last.
 Where nothing is pinned, or all, there is one part and nothing to choose.
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 PAGE_BYTES = 4 << 10
 MAX_PAGES = 1 << 30  # page numbers are u32, on the way to the copier
-_GRAINS = 32  # a slot of many pages is rounded up by less than 1/32 of itself
+_LEAST_GRANULES = 32  # a slot of many pages is rounded up by less than 1/32 of itself
 _REGION = 1 << 18  # pages, about what is pinned at a time
 
 _EXTENT = struct.Struct("=II")
@@ -30,7 +30,7 @@ _EXTENT = struct.Struct("=II")
 def page_bytes_for(l1_bytes: int) -> int:
     """4 KiB, until so many pages would have no number.
 
-    Pages only say what is lost at the end of a slot: how wide copies are is up to extents (see `grain`).
+    Pages only say what is lost at the end of a slot: how wide copies are is up to extents (see `granularity`).
     """
     page = PAGE_BYTES
     while page * MAX_PAGES < l1_bytes:
@@ -38,13 +38,13 @@ def page_bytes_for(l1_bytes: int) -> int:
     return page
 
 
-def grain(pages: int) -> int:
+def granularity(pages: int) -> int:
     """What the extents of a slot of so many pages are multiples of: a power of two, at most 1/32 of it.
 
-    A slot is rounded up to whole grains. So what one model leaves free never splits into shreds, and copies
+    A slot is rounded up to whole granules. So what one model leaves free never splits into shreds, and copies
     stay wide when L1 is fragmented: from 2 MiB on, a piece of a slot has at least 64 KiB.
     """
-    return 1 << max(0, (pages // _GRAINS).bit_length() - 1)
+    return 1 << max(0, (pages // _LEAST_GRANULES).bit_length() - 1)
 
 
 def extents(slot: bytes) -> Iterator[tuple[int, int]]:
@@ -66,42 +66,42 @@ class PagePool:
         self._pinned = _FreeExtents()
         self._unpinned = _FreeExtents()
         if self.pages:
-            self._unpinned.give(0, self.pages)
+            self._unpinned.add_extent(0, self.pages)
 
     @property
-    def free_pages(self) -> int:
+    def unused_pages(self) -> int:
         return self._pinned.pages + self._unpinned.pages
 
     @property
     def used_pages(self) -> int:
-        return self.pages - self.free_pages
+        return self.pages - self.unused_pages
 
     def pages_for(self, slot_bytes: int) -> int:
         pages = -(-slot_bytes // self.page_bytes)
-        return -(-pages // grain(pages)) * grain(pages)
+        return -(-pages // granularity(pages)) * granularity(pages)
 
-    def take(self, count: int) -> bytes | None:
+    def allocate_pages(self, count: int) -> bytes | None:
         """A slot of `count` pages, or None and nothing taken: only if fewer are free.
 
         Pinned, in several extents if need be; else in one that is not; else of both, the only new slot that spans them.
         """
         if count <= self._pinned.largest:
-            return _EXTENT.pack(self._pinned.cut(count), count)
+            return _EXTENT.pack(self._pinned.cut_extent(count), count)
         if count <= self._pinned.pages:
             return _gather(count, self._pinned)
         if count <= self._unpinned.largest:
-            return _EXTENT.pack(self._unpinned.cut(count), count)
-        if count <= self.free_pages:
+            return _EXTENT.pack(self._unpinned.cut_extent(count), count)
+        if count <= self.unused_pages:
             return _gather(count, self._pinned, self._unpinned)
         return None
 
-    def give(self, slot: bytes) -> None:
-        """Take back slots. REQUIRES: they came from take() and are given back once."""
+    def free_pages(self, slot: bytes) -> None:
+        """Take back slots. REQUIRES: they came from allocate_pages() and are given back once."""
         for first, count in extents(slot):
-            self._give(first, count)
-        assert self.free_pages <= self.pages, "a slot was freed twice"
+            self._free_extent(first, count)
+        assert self.unused_pages <= self.pages, "a slot was freed twice"
 
-    def pin(self, pages: int) -> None:
+    def mark_pinned(self, pages: int) -> None:
         """The first `pages` are pinned now; slots in use may reach across. REQUIRES: never fewer than before.
 
         Costs O(free extents in what was pinned, and in the regions where that begins and ends).
@@ -110,27 +110,27 @@ class PagePool:
         moved = self._unpinned.remove_between(self.pinned_pages, pages)
         self.pinned_pages = pages
         for first, count in moved:
-            self._give(first, count)
+            self._free_extent(first, count)
 
-    def _give(self, first: int, count: int) -> None:
+    def _free_extent(self, first: int, count: int) -> None:
         pinned = self.pinned_pages - first
         if pinned <= 0:
-            self._unpinned.give(first, count)
+            self._unpinned.add_extent(first, count)
         elif pinned >= count:
-            self._pinned.give(first, count)
+            self._pinned.add_extent(first, count)
         else:
-            self._pinned.give(first, pinned)
-            self._unpinned.give(first + pinned, count - pinned)
+            self._pinned.add_extent(first, pinned)
+            self._unpinned.add_extent(first + pinned, count - pinned)
 
 
 def _gather(count: int, *parts: _FreeExtents) -> bytes:
-    """A slot of several extents, the largest first: whole grains of one part after the other, then what is left of each."""
-    least = grain(count)
+    """A slot of several extents, the largest first: whole granules of one part after the other, then what is left of each."""
+    least = granularity(count)
     pieces = []
     while count:
         part = next((part for part in parts if part.largest >= least), None) or next(p for p in parts if p.pages)
         piece = min(count, part.largest - part.largest % least or part.largest)
-        pieces.append(_EXTENT.pack(part.cut(piece), piece))
+        pieces.append(_EXTENT.pack(part.cut_extent(piece), piece))
         count -= piece
     return b"".join(pieces)
 
@@ -150,16 +150,16 @@ class _FreeExtents:
     def largest(self) -> int:
         return self._counts[-1] if self._counts else 0
 
-    def cut(self, count: int) -> int:
+    def cut_extent(self, count: int) -> int:
         """Take `count` pages from the smallest extent that has them. REQUIRES: one has."""
         found = self._counts[bisect_left(self._counts, count)]
         first, _ = self._by_count[found].popitem()
         self._removed(first, found)
         if found > count:
-            self._add(first + count, found - count)
+            self._insert(first + count, found - count)
         return first
 
-    def give(self, first: int, count: int) -> None:
+    def add_extent(self, first: int, count: int) -> None:
         """Add an extent, merged with those that it touches."""
         assert first not in self._count_at[first // _REGION], "a slot was freed twice"
         before = self._first_before.get(first)
@@ -170,7 +170,7 @@ class _FreeExtents:
         if after is not None:
             self._remove(first + count, after)
             count += after
-        self._add(first, count)
+        self._insert(first, count)
 
     def remove_between(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Remove and return the extents whose first page is in [begin, end)."""
@@ -185,7 +185,7 @@ class _FreeExtents:
             self._remove(first, count)
         return found
 
-    def _add(self, first: int, count: int) -> None:
+    def _insert(self, first: int, count: int) -> None:
         self._count_at[first // _REGION][first] = count
         self._first_before[first + count] = first
         self.pages += count

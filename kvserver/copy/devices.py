@@ -194,7 +194,7 @@ class Devices:
             return
         pinned = min(self._region.pinned_bytes // pool.page_bytes, pool.pages)
         if pinned > pool.pinned_pages:
-            pool.pin(pinned)
+            pool.mark_pinned(pinned)
         if self._pinner.done and not self._told_pinning:
             self._told_pinning = True
             if error := self._pinner.error:

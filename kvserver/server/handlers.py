@@ -234,7 +234,7 @@ class Handlers:
 
     def clear(self, base: bytes = b"") -> int:
         """Forget the namespaces that begin with `base`; how many chunks that were."""
-        chunks = self.cache.clear(base)
+        chunks = self.cache.clear_namespaces(base)
         self.bus.publish(L1Cleared(self._now_ns(), base, chunks))
         log.info("%d chunks cleared", chunks)
         return chunks

@@ -48,8 +48,8 @@ class Recount:
 
     def _walk(self) -> Iterator[tuple[bytes, bytes]]:
         """Namespaces and keys; what is READY at the moment it is asked for."""
-        for id in self._index.ids():
-            namespace = self._index.find(id)
+        for id in self._index.namespace_ids():
+            namespace = self._index.find_namespace(id)
             chunks = list(namespace.chunks.values()) if namespace is not None else []
             while chunks:
                 yield id, b"".join([chunk.key for chunk in chunks[-SLICE:] if chunk.ready and not chunk.detached])

@@ -62,7 +62,7 @@ def books_status(cache: Cache, copier: Copier[Ticket], workers: Workers, attachm
         "leases": cache.lease_count,
         "mappings": workers.mappings,
         "attachments": attachments,
-        "free_pages": cache.pool.free_pages,
+        "free_pages": cache.pool.unused_pages,
         "used_pages": cache.pool.used_pages,
     }
 

@@ -232,12 +232,12 @@ class Transfers:
         """The plan is complete: copy what it says, or answer that there is nothing to copy."""
         request, worker, plan = store.request, store.worker, store.plan
         counts = self._instances.counts_of(worker.spec)
-        counts.starved_chunks += plan.starved
+        counts.starved_chunks += plan.no_space
         counts.avoided_chunks += plan.skipped if worker.stores else 0
         self._tell_contents(request, store.namespace, worker)
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
-            store.respond(Stored(stored=0, skipped=plan.skipped, starved=plan.starved))
+            store.respond(Stored(stored=0, skipped=plan.skipped, starved=plan.no_space))
             return
         per_chunk = worker.spec.chunk_blocks * worker.groups
         wanted = array("I")
@@ -359,7 +359,7 @@ class Transfers:
         counts.store_nanos += completion.nanos
         self._count_duration(ticket, completion, Direction.STORE)
         plan = ticket.plan
-        ticket.respond(Stored(stored=len(plan.chunks), skipped=plan.skipped, starved=plan.starved))
+        ticket.respond(Stored(stored=len(plan.chunks), skipped=plan.skipped, starved=plan.no_space))
 
     def load_ended(self, ticket: LoadTicket, completion: Completion) -> None:
         self._cache.finish_load(ticket.chunks, completion.done)

@@ -222,7 +222,7 @@ def test_the_servers_loop_recounts_when_its_bus_had_to_drop_chunks():
             wait_for(follower, prompt(0, 2).hashes)
 
             def lose() -> None:
-                handlers.cache.clear()  # and nobody is told
+                handlers.cache.clear_namespaces()  # and nobody is told
                 handlers.bus.lost_chunks = True
 
             pages.ask(lose)

@@ -27,7 +27,7 @@ def store(cache: Cache, keys: list[bytes], rank: int = 0, ranks: int = 1, steps:
         cache.extend_plan(plan, steps)
     cache.finish_store(plan, copied=True)
     cache.audit()
-    return len(plan.chunks), plan.skipped, plan.starved
+    return len(plan.chunks), plan.skipped, plan.no_space
 
 
 def hits(cache: Cache, keys: list[bytes]) -> int:

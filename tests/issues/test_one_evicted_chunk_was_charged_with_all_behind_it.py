@@ -26,8 +26,8 @@ def evicted(cache: Cache, keys: list[bytes]) -> None:
     """They were stored, and others had to go for nobody but them."""
     store(cache, keys)
     store(cache, make_keys(cache.pool.pages), b"x" * 32)
-    assert cache.index.find(NS) is None
-    cache.clear(b"x")
+    assert cache.index.find_namespace(NS) is None
+    cache.clear_namespaces(b"x")
     while cache.step():
         pass
 

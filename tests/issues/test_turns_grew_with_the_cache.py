@@ -184,7 +184,7 @@ def test_a_store_waits_for_the_leases_of_an_engine_that_is_gone() -> None:
     assert not plan.complete
     while not plan.complete:
         cache.extend_plan(plan, 1)
-    assert (len(plan.chunks), plan.starved) == (1, 0)
+    assert (len(plan.chunks), plan.no_space) == (1, 0)
 
 
 def test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing() -> None:
@@ -197,7 +197,7 @@ def test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothi
         over.set()
         stopped.result(10)
         wait_until(lambda: running.workers.mappings == mappings - 2, what="its memory and words are unmapped")
-        assert (running.cache.pins, running.cache.pool.free_pages) == (0, running.cache.evicted_chunks)
+        assert (running.cache.pins, running.cache.pool.unused_pages) == (0, running.cache.evicted_chunks)
         assert 0 < running.cache.evicted_chunks < FEW // 2
         assert running.other.store(keys, running.other.blocks_for(1)) == Stored(stored=1, skipped=0)
 

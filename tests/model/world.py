@@ -292,7 +292,7 @@ class World:
         return call.reply
 
     def record(self, name: Name) -> Chunk | None:
-        namespace = self.cache.index.find(name[0])
+        namespace = self.cache.index.find_namespace(name[0])
         return namespace.chunks.get(name[1]) if namespace is not None else None
 
     def ranks(self) -> Iterable[Rank]:

@@ -51,7 +51,7 @@ def found(cache: Cache, names: str, namespace: bytes = NS) -> int:
 
 def is_there(cache: Cache, name: str, namespace: bytes = NS) -> bool:
     """Without a use, unlike found()."""
-    space = cache.index.find(namespace)
+    space = cache.index.find_namespace(namespace)
     chunk = space.chunks.get(keys(name)) if space is not None else None
     return chunk is not None and chunk.ready
 
@@ -193,25 +193,25 @@ class TestEviction:
             store(cache, name)
         store(cache, "x", namespace=OTHER, pages=4)
         assert which(cache, "abcdefghij") == "efghij"
-        assert cache.pool.free_pages == 0
+        assert cache.pool.unused_pages == 0
         cache.audit()
 
     def test_no_chunk_is_evicted_while_unpinned_pages_are_free(self, cache: Cache) -> None:
-        cache.pool.pin(4)
+        cache.pool.mark_pinned(4)
         for name in "abcdefghij":
             store(cache, name)
-        assert (cache.evicted_chunks, cache.pool.free_pages) == (0, 0)
+        assert (cache.evicted_chunks, cache.pool.unused_pages) == (0, 0)
         assert which(cache, "abcdefghij") == "abcdefghij"
         store(cache, "k")
         assert which(cache, "abk") == "bk"
         cache.audit()
 
     def test_a_chunk_lies_half_in_pinned_pages_rather_than_evict_another(self, cache: Cache) -> None:
-        cache.pool.pin(4)
+        cache.pool.mark_pinned(4)
         store(cache, "ab", pages=3)  # one pinned page is left, and three others
         store(cache, "c", pages=4)
         assert which(cache, "abc") == "abc"
-        assert (cache.evicted_chunks, cache.pool.free_pages) == (0, 0)
+        assert (cache.evicted_chunks, cache.pool.unused_pages) == (0, 0)
 
     def test_later_chunks_of_a_prefix_leave_before_earlier_ones(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
@@ -273,16 +273,16 @@ class TestEviction:
         loading = cache.plan_load(NS, keys("de"))
         filling = plan(cache, "x", namespace=OTHER, pages=5)
         assert len(filling.chunks) == 1
-        assert plan(cache, "y", namespace=OTHER).starved == 1
+        assert plan(cache, "y", namespace=OTHER).no_space == 1
         assert which(cache, "abcdefghij") == "abcde"
         cache.finish_load(loading, copied=True)
-        assert plan(cache, "y", namespace=OTHER).starved == 0
+        assert plan(cache, "y", namespace=OTHER).no_space == 0
 
     def test_a_store_that_finds_no_room_for_all_keeps_the_first_ones(self, cache: Cache) -> None:
         store(cache, "abcdefgh")
         cache.lookup(NS, keys("abcdefgh"), A, FOREVER)
         starving = plan(cache, "vwxyz", namespace=OTHER)
-        assert (starving.positions, starving.starved) == ([0, 1], 3)
+        assert (starving.positions, starving.no_space) == ([0, 1], 3)
         assert cache.finish_store(starving, copied=True) == 2
         assert found(cache, "vwxyz", OTHER) == 2
         cache.audit()
@@ -291,7 +291,7 @@ class TestEviction:
         store(cache, "abcde")
         cache.lookup(NS, keys("abcde"), A, FOREVER)
         starving = plan(cache, "vwxyzu", namespace=OTHER)
-        assert (len(starving.chunks), starving.starved) == (5, 1)
+        assert (len(starving.chunks), starving.no_space) == (5, 1)
 
     def test_a_store_makes_room_elsewhere_than_in_its_own_prefix(self, cache: Cache) -> None:
         store(cache, "abcd")
@@ -303,7 +303,7 @@ class TestEviction:
         cache = make_cache(3)
         store(cache, "a", rank=0, world=2, pages=2)
         starving = plan(cache, "a", rank=1, world=2, pages=2)
-        assert starving.starved == 1
+        assert starving.no_space == 1
         cache.audit()
         store(cache, "b", rank=0, world=2, pages=2)  # and it may go afterwards
         assert cache.evicted_chunks == 1
@@ -325,9 +325,9 @@ class TestLeases:
         filling = plan(cache, "x", namespace=OTHER, pages=9)
         assert len(filling.chunks) == 1
         assert which(cache, "ab") == "a"
-        assert plan(cache, "y", namespace=OTHER).starved == 1
+        assert plan(cache, "y", namespace=OTHER).no_space == 1
         cache.end_lease(B)
-        assert plan(cache, "y", namespace=OTHER).starved == 0
+        assert plan(cache, "y", namespace=OTHER).no_space == 0
 
     def test_a_second_lookup_of_an_owner_replaces_its_first(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
@@ -377,7 +377,7 @@ class TestLeases:
     def test_a_lease_guarantees_nothing_after_a_clear(self, cache: Cache) -> None:
         store(cache, "ab")
         cache.lookup(NS, keys("ab"), A, FOREVER)
-        cache.clear()
+        cache.clear_namespaces()
         with pytest.raises(KVServerError):
             cache.plan_load(NS, keys("ab"))
         free_all(cache)
@@ -395,7 +395,7 @@ class TestLeases:
 class TestClear:
     def test_clear_hides_everything_at_once_and_frees_in_slices(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
-        assert cache.clear() == 10
+        assert cache.clear_namespaces() == 10
         assert found(cache, "abcdefghij") == 0
         assert cache.index.chunk_count == 0
         assert cache.pool.used_pages == 10
@@ -409,7 +409,7 @@ class TestClear:
     def test_clear_of_one_model_leaves_the_others(self, cache: Cache) -> None:
         store(cache, "abc")
         store(cache, "abc", namespace=OTHER)
-        assert cache.clear(NS) == 3
+        assert cache.clear_namespaces(NS) == 3
         free_all(cache)
         assert found(cache, "abc") == 0
         assert found(cache, "abc", OTHER) == 3
@@ -418,7 +418,7 @@ class TestClear:
     def test_what_is_being_read_is_freed_when_the_reader_ends(self, cache: Cache) -> None:
         store(cache, "abc")
         loading = cache.plan_load(NS, keys("ab"))
-        cache.clear()
+        cache.clear_namespaces()
         free_all(cache)
         assert cache.pool.used_pages == 2
         store(cache, "xyz")
@@ -434,7 +434,7 @@ class TestClear:
     def test_two_readers_of_a_cleared_chunk_both_keep_it(self, cache: Cache) -> None:
         store(cache, "a")
         first, second = cache.plan_load(NS, keys("a")), cache.plan_load(NS, keys("a"))
-        cache.clear()
+        cache.clear_namespaces()
         free_all(cache)
         cache.finish_load(first, copied=True)
         assert cache.pool.used_pages == 1
@@ -445,7 +445,7 @@ class TestClear:
     @pytest.mark.parametrize("copied", [True, False])
     def test_a_store_that_ends_after_a_clear_publishes_nothing(self, cache: Cache, copied: bool) -> None:
         filling = plan(cache, "ab")
-        cache.clear()
+        cache.clear_namespaces()
         free_all(cache)
         assert cache.pool.used_pages == 2
         assert cache.finish_store(filling, copied) == 0
@@ -455,7 +455,7 @@ class TestClear:
 
     def test_a_store_that_began_before_a_clear_does_not_fill_the_chunk_made_after_it(self, cache: Cache) -> None:
         before = plan(cache, "a", 0, 2)
-        cache.clear()
+        cache.clear_namespaces()
         after = plan(cache, "a", 1, 2)
         assert cache.finish_store(before, copied=True) == 0
         assert cache.finish_store(after, copied=True) == 0
@@ -466,7 +466,7 @@ class TestClear:
     def test_an_incomplete_chunk_with_a_writer_is_freed_when_the_writer_ends(self, cache: Cache) -> None:
         store(cache, "a", 0, 2)
         filling = plan(cache, "a", 1, 2)
-        cache.clear()
+        cache.clear_namespaces()
         free_all(cache)
         assert cache.pool.used_pages == 2
         cache.finish_store(filling, copied=True)
@@ -476,24 +476,24 @@ class TestClear:
     def test_a_store_reuses_pages_of_cleared_chunks_before_it_evicts(self, cache: Cache) -> None:
         store(cache, "abcde", namespace=OTHER)
         store(cache, "vwxyz")
-        cache.clear(NS)
+        cache.clear_namespaces(NS)
         assert store(cache, "abcde") == 5
         assert cache.evicted_chunks == 0
         assert found(cache, "abcde", OTHER) == 5
 
     def test_clear_while_an_earlier_clear_is_being_freed(self, cache: Cache) -> None:
         store(cache, "abcde")
-        cache.clear()
+        cache.clear_namespaces()
         cache.step(2)
         store(cache, "fg")
-        assert cache.clear() == 2
+        assert cache.clear_namespaces() == 2
         free_all(cache)
         assert cache.pool.used_pages == 0
         cache.audit()
 
     def test_clear_of_nothing_is_no_error(self, cache: Cache) -> None:
-        assert cache.clear() == 0
-        assert cache.clear(NS) == 0
+        assert cache.clear_namespaces() == 0
+        assert cache.clear_namespaces(NS) == 0
         assert not cache.step()
 
     def test_clearing_one_model_again_and_again_leaves_no_chunks_in_memory(self) -> None:
@@ -503,7 +503,7 @@ class TestClear:
             names = [f"{turn}-{i}" for i in range(1000)]
             raw = b"".join(hashlib.sha256(name.encode()).digest() for name in names)
             cache.finish_store(cache.plan_store(NS, 1, 0, raw, PAGE), copied=True)
-            cache.clear(NS)
+            cache.clear_namespaces(NS)
             free_all(cache)
         del raw, names
         gc.collect()
@@ -525,13 +525,13 @@ class TestAccounting:
 
     def test_an_audit_fails_while_garbage_is_left(self, cache: Cache) -> None:
         store(cache, "a")
-        cache.clear()
+        cache.clear_namespaces()
         with pytest.raises(AssertionError, match="garbage"):
             cache.audit()
 
     def test_an_audit_finds_a_lost_page(self, cache: Cache) -> None:
         store(cache, "a")
-        cache.pool.take(1)
+        cache.pool.allocate_pages(1)
         with pytest.raises(AssertionError, match="pages"):
             cache.audit()
 
@@ -561,7 +561,7 @@ class TestAccounting:
 
     def test_an_audit_finds_a_chunk_that_could_never_be_evicted(self, cache: Cache) -> None:
         store(cache, "a")
-        cache.policy.forget(next(iter(cache.index)))
+        cache.policy.untrack(next(iter(cache.index)))
         with pytest.raises(AssertionError, match="eviction"):
             cache.audit()
 

@@ -25,7 +25,7 @@ class Shelf:
 
     def chunk(self, ready: bool = True) -> Chunk:
         self.made += 1
-        chunk = self.index.add(self.index.find_or_make(b"n", 1), self.made.to_bytes(8, "big"))
+        chunk = self.index.add_chunk(self.index.find_or_make_namespace(b"n", 1), self.made.to_bytes(8, "big"))
         chunk.ready = ready
         self.policy.track([chunk])
         return chunk
@@ -36,8 +36,8 @@ class Shelf:
     def order(self) -> list[Chunk]:
         """All, the oldest first; the policy has none of them afterwards."""
         found = []
-        while (chunk := self.policy.oldest()) is not None:
-            self.policy.forget(chunk)
+        while (chunk := self.policy.oldest_chunk()) is not None:
+            self.policy.untrack(chunk)
             found.append(chunk)
         return found
 
@@ -45,7 +45,7 @@ class Shelf:
 def test_the_least_recently_used_leaves_first(policy: EvictionPolicy) -> None:
     shelf = Shelf(policy)
     chunks = shelf.chunks(4)
-    assert policy.oldest() is chunks[0]
+    assert policy.oldest_chunk() is chunks[0]
     assert shelf.order() == chunks
 
 
@@ -82,7 +82,7 @@ def test_leased_and_pinned_chunks_are_left_out_and_tracked_later(policy: Evictio
     shelf = Shelf(policy)
     leased, pinned, free = shelf.chunks(3)
     for chunk in (leased, pinned):
-        policy.forget(chunk)
+        policy.untrack(chunk)
     leased.leases = pinned.pins = 1
     policy.track([leased, pinned])
     assert not leased.tracked
@@ -95,8 +95,8 @@ def test_leased_and_pinned_chunks_are_left_out_and_tracked_later(policy: Evictio
 def test_what_was_freed_is_never_tracked_again(policy: EvictionPolicy) -> None:
     shelf = Shelf(policy)
     removed, alive = shelf.chunks(2)
-    shelf.index.remove(removed)
-    policy.forget(removed)
+    shelf.index.detach_chunk(removed)
+    policy.untrack(removed)
     removed.ready = False
     policy.track([removed])  # as the end of its last lease does
     assert shelf.order() == [alive]
@@ -124,10 +124,10 @@ def test_random_traces_agree_with_a_list(policy: EvictionPolicy, seed: int) -> N
             used.append(chunk)
         elif chance < 0.75 and used:
             chunk = used.pop(rng.randrange(len(used)))
-            policy.forget(chunk)
+            policy.untrack(chunk)
             assert not chunk.tracked
         elif used or incomplete:
             expected = (incomplete or used).pop(0)
-            assert policy.oldest() is expected, f"seed {seed} step {step}"
-            policy.forget(expected)
+            assert policy.oldest_chunk() is expected, f"seed {seed} step {step}"
+            policy.untrack(expected)
     assert shelf.order() == incomplete + used

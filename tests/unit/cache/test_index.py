@@ -14,52 +14,52 @@ ONE, TWO = b"1" * 32, b"2" * 32
 
 def test_a_namespace_is_kept_only_while_it_holds_chunks() -> None:
     index = Index()
-    namespace = index.find_or_make(ONE, 1)
-    assert index.find(ONE) is None, "looking for room must not leave a name behind"
-    chunk = index.add(namespace, b"a")
-    assert index.find(ONE) is namespace
-    index.remove(chunk)
-    assert index.find(ONE) is None
-    assert index.ids() == []
+    namespace = index.find_or_make_namespace(ONE, 1)
+    assert index.find_namespace(ONE) is None, "looking for room must not leave a name behind"
+    chunk = index.add_chunk(namespace, b"a")
+    assert index.find_namespace(ONE) is namespace
+    index.detach_chunk(chunk)
+    assert index.find_namespace(ONE) is None
+    assert index.namespace_ids() == []
 
 
 def test_a_chunk_can_be_added_after_its_namespace_was_emptied() -> None:
     index = Index()
-    namespace = index.find_or_make(ONE, 1)
-    index.remove(index.add(namespace, b"a"))
-    again = index.add(namespace, b"b")
-    assert index.find(ONE) is namespace
+    namespace = index.find_or_make_namespace(ONE, 1)
+    index.detach_chunk(index.add_chunk(namespace, b"a"))
+    again = index.add_chunk(namespace, b"b")
+    assert index.find_namespace(ONE) is namespace
     assert list(index) == [again]
     assert not again.detached
 
 
 def test_equal_keys_of_two_models_are_two_chunks() -> None:
     index = Index()
-    first = index.add(index.find_or_make(ONE, 1), b"a")
-    second = index.add(index.find_or_make(TWO, 2), b"a")
+    first = index.add_chunk(index.find_or_make_namespace(ONE, 1), b"a")
+    second = index.add_chunk(index.find_or_make_namespace(TWO, 2), b"a")
     assert set(index) == {first, second}
     assert index.chunk_count == 2
-    index.remove(first)
+    index.detach_chunk(first)
     assert list(index) == [second]
 
 
 def test_clear_detaches_every_chunk_at_once() -> None:
     index = Index()
-    namespace = index.find_or_make(ONE, 1)
-    chunks = [index.add(namespace, bytes([i])) for i in range(5)]
-    other = index.add(index.find_or_make(TWO, 1), b"a")
-    assert index.clear(ONE) is namespace
+    namespace = index.find_or_make_namespace(ONE, 1)
+    chunks = [index.add_chunk(namespace, bytes([i])) for i in range(5)]
+    other = index.add_chunk(index.find_or_make_namespace(TWO, 1), b"a")
+    assert index.detach_namespace(ONE) is namespace
     assert all(chunk.detached for chunk in chunks)
     assert not other.detached
-    assert index.find(ONE) is None
+    assert index.find_namespace(ONE) is None
     assert index.chunk_count == 1
 
 
 def test_a_cleared_namespace_is_followed_by_a_fresh_one() -> None:
     index = Index()
-    old = index.add(index.find_or_make(ONE, 1), b"a")
-    index.clear(ONE)
-    new = index.add(index.find_or_make(ONE, 1), b"a")
+    old = index.add_chunk(index.find_or_make_namespace(ONE, 1), b"a")
+    index.detach_namespace(ONE)
+    new = index.add_chunk(index.find_or_make_namespace(ONE, 1), b"a")
     assert old.detached
     assert not new.detached
     assert index.chunk_count == 1
@@ -67,40 +67,40 @@ def test_a_cleared_namespace_is_followed_by_a_fresh_one() -> None:
 
 def test_clearing_what_is_not_there_changes_nothing() -> None:
     index = Index()
-    assert index.clear(ONE) is None
+    assert index.detach_namespace(ONE) is None
     assert index.chunk_count == 0
 
 
 def test_a_chunk_counts_the_pages_of_all_its_ranks() -> None:
     index = Index()
-    chunk = index.add(index.find_or_make(ONE, 3), b"a")
+    chunk = index.add_chunk(index.find_or_make_namespace(ONE, 3), b"a")
     assert chunk.page_count == 0
-    chunk.put_slot(0, slot_of([1, 2]))
-    chunk.put_slot(2, slot_of([3]))
+    chunk.set_slot(0, slot_of([1, 2]))
+    chunk.set_slot(2, slot_of([3]))
     assert chunk.page_count == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 def test_a_chunk_keeps_the_slots_of_its_ranks_apart_in_any_order_of_changes(ranks: int) -> None:
     rng = random.Random(ranks)
-    chunk = Index().add(Index().find_or_make(ONE, ranks), b"a")
+    chunk = Index().add_chunk(Index().find_or_make_namespace(ONE, ranks), b"a")
     expected: dict[int, list[int]] = {}
     for _ in range(500):
         rank = rng.randrange(ranks)
         pages = rng.sample(range(1 << 20), rng.randint(0, 5))
-        chunk.put_slot(rank, slot_of(pages))
+        chunk.set_slot(rank, slot_of(pages))
         expected[rank] = pages
         look = rng.randrange(ranks)
         assert pages_of(chunk.slot(look)) == expected.get(look, [])
         assert chunk.page_count == sum(map(len, expected.values()))
     joined = [page for rank in sorted(expected) for page in expected[rank]]
-    assert pages_of(chunk.take_slots()) == joined
+    assert pages_of(chunk.remove_slots()) == joined
     assert chunk.page_count == 0
     assert chunk.slot(0) == b""
 
 
 def test_one_fingerprint_has_one_world_size() -> None:
     index = Index()
-    index.add(index.find_or_make(ONE, 1), b"a")
+    index.add_chunk(index.find_or_make_namespace(ONE, 1), b"a")
     with pytest.raises(AssertionError):
-        index.find_or_make(ONE, 2)
+        index.find_or_make_namespace(ONE, 2)

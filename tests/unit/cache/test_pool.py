@@ -10,31 +10,31 @@ import pytest
 from support.slots import pages_of
 
 from kvserver.cache import PagePool, page_bytes_for
-from kvserver.cache.pages import MAX_PAGES, extents, grain
+from kvserver.cache.pages import MAX_PAGES, extents, granularity
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
 
 def test_fresh_pages_come_in_address_order() -> None:
     pool = PagePool(16 * 4096, 4096)
-    assert pages_of(pool.take(3) or b"") == [0, 1, 2]
-    assert pages_of(pool.take(2) or b"") == [3, 4]
+    assert pages_of(pool.allocate_pages(3) or b"") == [0, 1, 2]
+    assert pages_of(pool.allocate_pages(2) or b"") == [3, 4]
 
 
 def test_a_slot_that_does_not_fit_takes_nothing() -> None:
     pool = PagePool(4 * 4096, 4096)
-    assert pool.take(5) is None
-    assert pool.free_pages == 4
+    assert pool.allocate_pages(5) is None
+    assert pool.unused_pages == 4
 
 
 def test_the_rest_of_l1_that_is_no_whole_page_is_left_out() -> None:
     pool = PagePool(4096 * 3 + 4095, 4096)
-    assert pool.pages == pool.free_pages == 3
+    assert pool.pages == pool.unused_pages == 3
 
 
 @pytest.mark.parametrize("l1_bytes", [0, 1, 4095])
 def test_an_l1_without_a_page_has_no_slot(l1_bytes: int) -> None:
-    assert PagePool(l1_bytes, 4096).take(1) is None
+    assert PagePool(l1_bytes, 4096).allocate_pages(1) is None
 
 
 @pytest.mark.parametrize(("slot_bytes", "pages"), [(1, 1), (4096, 1), (4097, 2), (10 * 4096, 10), (10 * 4096 + 1, 11)])
@@ -45,7 +45,7 @@ def test_a_slot_is_rounded_up_to_pages(slot_bytes: int, pages: int) -> None:
 @pytest.mark.parametrize("pages", [1, 31, 32, 63, 64, 65, 100, 127, 128, 129, 1000, 8191, 8192, 8193, 1 << 20])
 def test_a_large_slot_is_rounded_up_to_its_granularity_and_by_less_than_a_thirty_second(pages: int) -> None:
     taken = PagePool(MiB, 4096).pages_for(pages * 4096)
-    assert taken % grain(pages) == 0
+    assert taken % granularity(pages) == 0
     assert 0 <= (taken - pages) * 32 < max(pages, 32)
 
 
@@ -56,12 +56,12 @@ def test_no_page_is_ever_in_two_slots(seed: int) -> None:
     slots: list[bytes] = []
     for _ in range(3000):
         if slots and rng.random() < 0.5:
-            pool.give(slots.pop(rng.randrange(len(slots))))
-        elif (slot := pool.take(rng.randint(1, 20))) is not None:
+            pool.free_pages(slots.pop(rng.randrange(len(slots))))
+        elif (slot := pool.allocate_pages(rng.randint(1, 20))) is not None:
             slots.append(slot)
         held = [page for slot in slots for page in pages_of(slot)]
         assert len(held) == len(set(held)) == pool.used_pages
-        assert pool.free_pages + pool.used_pages == pool.pages == 200
+        assert pool.unused_pages + pool.used_pages == pool.pages == 200
         assert all(0 <= page < 200 for page in held)
 
 
@@ -72,74 +72,74 @@ def test_a_slot_is_refused_only_when_too_few_pages_are_free(seed: int) -> None:
     slots: list[bytes] = []
     for _ in range(5000):
         count = rng.choice([1, 3, 40, 100, 300])
-        slot = pool.take(count)
+        slot = pool.allocate_pages(count)
         assert (slot is None) == (sum(len(pages_of(s)) for s in slots) + count > 1000)
         if slot is not None:
             assert len(pages_of(slot)) == count
             slots.append(slot)
         else:
-            pool.give(slots.pop(rng.randrange(len(slots))))
+            pool.free_pages(slots.pop(rng.randrange(len(slots))))
 
 
 def test_what_is_free_side_by_side_is_one_extent_again() -> None:
     pool = PagePool(100 * 4096, 4096)
-    slots = [pool.take(10) or b"" for _ in range(10)]
+    slots = [pool.allocate_pages(10) or b"" for _ in range(10)]
     random.Random(1).shuffle(slots)
     for slot in slots:
-        pool.give(slot)
-    assert list(extents(pool.take(100) or b"")) == [(0, 100)]
+        pool.free_pages(slot)
+    assert list(extents(pool.allocate_pages(100) or b"")) == [(0, 100)]
 
 
 def test_slots_may_be_freed_together() -> None:
     pool = PagePool(100 * 4096, 4096)
-    pool.give(b"".join(pool.take(7) or b"" for _ in range(14)))
-    assert pool.free_pages == 100
+    pool.free_pages(b"".join(pool.allocate_pages(7) or b"" for _ in range(14)))
+    assert pool.unused_pages == 100
 
 
 def test_slots_of_one_size_are_one_extent_each_whatever_was_freed() -> None:
     rng = random.Random(1)
     pool = PagePool(10_007 * 4096, 4096)
     slots = []
-    while (slot := pool.take(48)) is not None:
+    while (slot := pool.allocate_pages(48)) is not None:
         slots.append(slot)
     for _ in range(20_000):
         if slots and rng.random() < 0.5:
-            pool.give(slots.pop(rng.randrange(len(slots))))
-        elif (slot := pool.take(48)) is not None:
+            pool.free_pages(slots.pop(rng.randrange(len(slots))))
+        elif (slot := pool.allocate_pages(48)) is not None:
             assert len(list(extents(slot))) == 1
             slots.append(slot)
 
 
 def test_a_slot_of_several_extents_takes_the_largest_there_are() -> None:
     pool = PagePool(100 * 4096, 4096)
-    slots = [pool.take(count) or b"" for count in (5, 1, 20, 1, 10, 63)]
+    slots = [pool.allocate_pages(count) or b"" for count in (5, 1, 20, 1, 10, 63)]
     for free in (0, 2, 4):
-        pool.give(slots[free])
-    assert [count for _, count in extents(pool.take(32) or b"")] == [20, 10, 2]
+        pool.free_pages(slots[free])
+    assert [count for _, count in extents(pool.allocate_pages(32) or b"")] == [20, 10, 2]
 
 
 def test_a_large_slot_has_no_extent_smaller_than_its_granularity_while_larger_ones_are_free() -> None:
     pool = PagePool(4096 * 4096, 4096)
     kept = []
-    while pool.free_pages:  # free extents of 63 and of 1 pages, one page between each two
+    while pool.unused_pages:  # free extents of 63 and of 1 pages, one page between each two
         for count in (63, 1, 1, 1):
-            slot = pool.take(min(count, pool.free_pages)) if pool.free_pages else None
+            slot = pool.allocate_pages(min(count, pool.unused_pages)) if pool.unused_pages else None
             kept.append((count, slot or b""))
     for number, (_, slot) in enumerate(kept):
         if number % 2 == 0:
-            pool.give(slot)
-    assert grain(512) == 16
-    assert all(count % 16 == 0 for _, count in extents(pool.take(512) or b""))
+            pool.free_pages(slot)
+    assert granularity(512) == 16
+    assert all(count % 16 == 0 for _, count in extents(pool.allocate_pages(512) or b""))
 
 
 def test_freeing_a_slot_twice_is_noticed() -> None:
     pool = PagePool(8 * 4096, 4096)
-    slot = pool.take(4)
+    slot = pool.allocate_pages(4)
     assert slot is not None
     again = slot[:]
-    pool.give(slot)
+    pool.free_pages(slot)
     with pytest.raises(AssertionError):
-        pool.give(again)
+        pool.free_pages(again)
 
 
 def test_the_pool_of_a_very_large_l1_uses_no_memory_before_its_first_slot() -> None:
@@ -172,16 +172,16 @@ def test_a_larger_l1_never_gets_smaller_pages() -> None:
 def test_a_pool_that_is_all_pinned_gives_what_one_gives_that_never_is(seed: int) -> None:
     rng = random.Random(seed)
     pools = [PagePool(1000 * 4096, 4096) for _ in range(2)]
-    pools[1].pin(1000)
+    pools[1].mark_pinned(1000)
     slots: list[bytes] = []
     for _ in range(3000):
         if slots and rng.random() < 0.45:
             slot = slots.pop(rng.randrange(len(slots)))
             for pool in pools:
-                pool.give(slot)
+                pool.free_pages(slot)
             continue
         count = rng.choice([1, 7, 48, 200])
-        first, second = (pool.take(count) for pool in pools)
+        first, second = (pool.allocate_pages(count) for pool in pools)
         assert first == second
         slots += [first] if first else []
     assert pools[0].pinned_pages == 0
@@ -189,70 +189,70 @@ def test_a_pool_that_is_all_pinned_gives_what_one_gives_that_never_is(seed: int)
 
 def test_pages_that_are_not_pinned_are_used_last() -> None:
     pool = PagePool(100 * 4096, 4096)
-    pool.pin(30)
-    taken = [list(extents(pool.take(10) or b"")) for _ in range(5)]
+    pool.mark_pinned(30)
+    taken = [list(extents(pool.allocate_pages(10) or b"")) for _ in range(5)]
     assert taken == [[(0, 10)], [(10, 10)], [(20, 10)], [(30, 10)], [(40, 10)]]
 
 
 def test_a_slot_is_gathered_from_pinned_pages_before_one_that_is_not_pinned_is_taken() -> None:
     pool = PagePool(100 * 4096, 4096)
-    slots = [pool.take(10) or b"" for _ in range(5)]
-    pool.pin(50)
-    pool.give(slots[0])
-    pool.give(slots[2])
-    assert list(extents(pool.take(15) or b"")) == [(20, 10), (0, 5)]
-    assert list(extents(pool.take(15) or b"")) == [(50, 15)], "only 5 pinned pages are free"
-    assert list(extents(pool.take(5) or b"")) == [(5, 5)]
+    slots = [pool.allocate_pages(10) or b"" for _ in range(5)]
+    pool.mark_pinned(50)
+    pool.free_pages(slots[0])
+    pool.free_pages(slots[2])
+    assert list(extents(pool.allocate_pages(15) or b"")) == [(20, 10), (0, 5)]
+    assert list(extents(pool.allocate_pages(15) or b"")) == [(50, 15)], "only 5 pinned pages are free"
+    assert list(extents(pool.allocate_pages(5) or b"")) == [(5, 5)]
 
 
 def test_a_new_slot_spans_both_parts_only_if_neither_holds_it() -> None:
     pool = PagePool(40 * 4096, 4096)
-    pool.pin(20)
-    assert list(extents(pool.take(40) or b"")) == [(0, 20), (20, 20)]
+    pool.mark_pinned(20)
+    assert list(extents(pool.allocate_pages(40) or b"")) == [(0, 20), (20, 20)]
 
 
 def test_a_large_slot_has_no_small_pinned_extent_while_large_unpinned_ones_are_free() -> None:
     pool = PagePool(2000 * 4096, 4096)
-    slots = [pool.take(1) or b"" for _ in range(10)]  # a pinned shred at every other page
-    pool.pin(10)
+    slots = [pool.allocate_pages(1) or b"" for _ in range(10)]  # a pinned shred at every other page
+    pool.mark_pinned(10)
     for slot in slots[::2]:
-        pool.give(slot)
-    kept = pool.take(1000)  # one of 990 pages is left, and the shreds
+        pool.free_pages(slot)
+    kept = pool.allocate_pages(1000)  # one of 990 pages is left, and the shreds
     assert list(extents(kept or b"")) == [(10, 1000)]
-    assert grain(992) == 16
-    taken = [count for _, count in extents(pool.take(992) or b"")]
+    assert granularity(992) == 16
+    taken = [count for _, count in extents(pool.allocate_pages(992) or b"")]
     assert taken[0] == 976
     assert sum(taken) == 992
 
 
 def test_free_pages_are_one_extent_again_once_pinning_has_passed_them() -> None:
     pool = PagePool(100 * 4096, 4096)
-    slots = [pool.take(10) or b"" for _ in range(10)]
-    pool.pin(35)
+    slots = [pool.allocate_pages(10) or b"" for _ in range(10)]
+    pool.mark_pinned(35)
     for slot in slots:
-        pool.give(slot)  # one reaches across
+        pool.free_pages(slot)  # one reaches across
     for pages in (36, 36, 99, 100):
-        pool.pin(pages)
+        pool.mark_pinned(pages)
     assert pool.pinned_pages == pool.pages
-    assert list(extents(pool.take(100) or b"")) == [(0, 100)]
+    assert list(extents(pool.allocate_pages(100) or b"")) == [(0, 100)]
 
 
 def test_pinning_never_goes_back_or_past_the_end() -> None:
     pool = PagePool(100 * 4096, 4096)
-    pool.pin(50)
+    pool.mark_pinned(50)
     for pages in (49, 101):
         with pytest.raises(AssertionError, match="first on"):
-            pool.pin(pages)
+            pool.mark_pinned(pages)
     assert pool.pinned_pages == 50
 
 
 def test_a_slot_that_pinning_reached_into_is_freed_once() -> None:
     pool = PagePool(100 * 4096, 4096)
-    slot = pool.take(20) or b""
-    pool.pin(10)
-    pool.give(slot)
+    slot = pool.allocate_pages(20) or b""
+    pool.mark_pinned(10)
+    pool.free_pages(slot)
     with pytest.raises(AssertionError, match="twice"):
-        pool.give(slot)
+        pool.free_pages(slot)
 
 
 class Model:
@@ -315,28 +315,28 @@ def test_a_long_run_with_pinning_at_any_moment_agrees_with_the_plain_model(seed:
         chance = rng.random()
         if chance < 0.01:
             model.pinned = rng.randint(model.pinned, min(pages, model.pinned + pages // 5))
-            pool.pin(model.pinned)
+            pool.mark_pinned(model.pinned)
         elif slots and chance < 0.5:
             slot = slots.pop(rng.randrange(len(slots)))
-            pool.give(slot)
+            pool.free_pages(slot)
             model.free.update(pages_of(slot))
         else:
             count = rng.choice([1, 2, 5, 13, 40])
-            slot_or_none = pool.take(count)
+            slot_or_none = pool.allocate_pages(count)
             model.check_take(count, slot_or_none)
             slots += [slot_or_none] if slot_or_none else []
-        assert pool.free_pages == len(model.free)
-        assert pool.free_pages + pool.used_pages == pool.pages == pages
+        assert pool.unused_pages == len(model.free)
+        assert pool.unused_pages + pool.used_pages == pool.pages == pages
     for slot in slots:
-        pool.give(slot)
-    pool.pin(pages)
-    assert list(extents(pool.take(pages) or b"")) == [(0, pages)], "nothing is lost"
+        pool.free_pages(slot)
+    pool.mark_pinned(pages)
+    assert list(extents(pool.allocate_pages(pages) or b"")) == [(0, pages)], "nothing is lost"
 
 
 def test_pinning_a_large_l1_piece_by_piece_leaves_one_extent() -> None:
     pool = PagePool(20 * GiB, 4096)
-    slots = [pool.take(rng) or b"" for rng in (100_000, 300_000, 1_000_000)]
+    slots = [pool.allocate_pages(rng) or b"" for rng in (100_000, 300_000, 1_000_000)]
     for end in range(GiB // 4096, pool.pages + 1, GiB // 4096):
-        pool.pin(end)
-    pool.give(b"".join(slots))
-    assert list(extents(pool.take(pool.pages) or b"")) == [(0, pool.pages)]
+        pool.mark_pinned(end)
+    pool.free_pages(b"".join(slots))
+    assert list(extents(pool.allocate_pages(pool.pages) or b"")) == [(0, pool.pages)]

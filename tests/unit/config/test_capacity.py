@@ -40,7 +40,7 @@ class Shelf:
         keys = b"".join((self.made + i).to_bytes(32, "big") for i in range(chunks))
         self.made += chunks
         plan = self.cache.plan_store(namespace, 1, 0, keys, self.sizes[namespace])
-        assert plan.starved == 0
+        assert plan.no_space == 0
         self.cache.finish_store(plan, copied=True)
 
     def fill(self) -> None:
@@ -171,10 +171,10 @@ def test_large_models_that_share_l1_with_a_small_one_are_copied_in_wide_pieces(
     taken: list[bytes] = []
     for _ in range(5_000):
         large = rng.random() < 0.5
-        while (slot := pool.take(sizes[large])) is None:
+        while (slot := pool.allocate_pages(sizes[large])) is None:
             chosen = rng.randrange(len(slots))
             slots[chosen], slots[-1] = slots[-1], slots[chosen]
-            pool.give(slots.pop())
+            pool.free_pages(slots.pop())
         slots.append(slot)
         if large:
             taken.append(slot)
@@ -191,8 +191,8 @@ def test_one_models_chunks_are_copied_run_by_run(model: Model, l1_bytes: int) ->
     slots: list[bytes] = []
     for _ in range(3000):
         if slots and rng.random() < 0.3:
-            pool.give(slots.pop(rng.randrange(len(slots))))
-        elif (slot := pool.take(pool.pages_for(model.slot_bytes(256)))) is not None:
+            pool.free_pages(slots.pop(rng.randrange(len(slots))))
+        elif (slot := pool.allocate_pages(pool.pages_for(model.slot_bytes(256)))) is not None:
             assert len(list(extents(slot))) == 1
             slots.append(slot)
     assert slots

@@ -57,7 +57,7 @@ def test_a_store_in_flight_counts_and_one_that_failed_does_not(cache: Cache) -> 
 def test_cleared_chunks_leave_at_once_and_their_memory_when_it_is_free(cache: Cache) -> None:
     store(cache, "a", A, make_keys(4))
     store(cache, "b", B, make_keys(1))
-    cache.clear(A)
+    cache.clear_namespaces(A)
     assert models(cache) == {"a": (4, 0, 0), "b": (1, 1, 0)}
     while cache.step():
         pass
@@ -98,7 +98,7 @@ def test_what_was_never_whole_or_is_cleared_was_not_stored_for_nothing(cache: Ca
     cache.finish_store(plan, copied=True)  # one rank of two
     store(cache, "b", B, make_keys(10, "all of L1"))
     assert models(cache)["a"] == (0, 0, 4)
-    cache.clear()
+    cache.clear_namespaces()
     while cache.step():
         pass
     assert never_loaded(cache) == {"a": 0, "b": 0}
@@ -133,7 +133,7 @@ def test_the_sums_of_all_models_are_those_of_l1(cache: Cache, seed: int) -> None
                 plan = open_plans.pop(rng.randrange(len(open_plans)))
                 cache.finish_store(plan, plan.complete and rng.random() < 0.7)
             case 4 if rng.random() < 0.2:
-                cache.clear(rng.choice([b"", A, B]))
+                cache.clear_namespaces(rng.choice([b"", A, B]))
             case _:
                 cache.step(rng.randint(1, 3))
         sums = [sum(column) for column in zip(*models(cache).values(), strict=True)] or [0, 0, 0]

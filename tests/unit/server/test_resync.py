@@ -63,7 +63,7 @@ class Loop:
             self.bus.publish(ChunksStored(1, "engine", "m", namespace, ready, PAGE), len(ready))
 
     def clear(self, base: bytes) -> None:
-        self.bus.publish(L1Cleared(1, base, self.cache.clear(base)))
+        self.bus.publish(L1Cleared(1, base, self.cache.clear_namespaces(base)))
         while self.cache.step():
             pass
 

@@ -1,32 +1,10 @@
-"""Who leaves L1 first.
-
-The contract of a policy:
-- `track(chunks)`: from now on they may be victims, each as the youngest, in this order. What is leased or pinned is
-  left out: it is tracked when its last hold ends. What was freed is left out, too.
-- `oldest()`: the chunk that should leave next, or None if it has none. It may be leased or pinned by now: then the
-  cache forgets it, and it is tracked again when its last hold ends.
-- `forget(chunk)`: it leaves the policy. REQUIRES: tracked.
-No call costs more than the chunks that it is given: what the cache does in one turn of the loop stays bounded.
-
-Owns: the order. Refuses to know: pages and leases' owners.
-"""
+"""Least recently used: the chunk whose last use is longest ago leaves L1 first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
-from kvserver.cache.index import NOWHERE, Chunk, Link
-
-
-class EvictionPolicy(Protocol):
-    name: str
-
-    def track(self, chunks: Iterable[Chunk]) -> None: ...
-
-    def oldest(self) -> Chunk | None: ...
-
-    def forget(self, chunk: Chunk) -> None: ...
+from kvserver.cache.index import NOWHERE, Chunk, RingNode
 
 
 class LeastRecentlyUsed:
@@ -63,22 +41,19 @@ class LeastRecentlyUsed:
             youngest.younger = chunk
             end.older = chunk
 
-    def oldest(self) -> Chunk | None:
+    def oldest_chunk(self) -> Chunk | None:
         for end in (self._incomplete, self._used):
             if isinstance(oldest := end.younger, Chunk):
                 return oldest
         return None
 
-    def forget(self, chunk: Chunk) -> None:
+    def untrack(self, chunk: Chunk) -> None:
         assert chunk.tracked
         chunk.older.younger, chunk.younger.older = chunk.younger, chunk.older
         chunk.older = chunk.younger = NOWHERE
 
 
-def _empty_ring() -> Link:
-    end = Link()
+def _empty_ring() -> RingNode:
+    end = RingNode()
     end.older = end.younger = end
     return end
-
-
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed}
