@@ -28,7 +28,7 @@ import msgspec
 from common import percentile, table
 
 from kvserver._native import PrefixIndex
-from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderCame, Tier
+from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderConnected, Tier
 from kvserver.protocol import DescribeScheduler
 from kvserver.routing import KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
@@ -92,7 +92,7 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
     index = KVIndex(1 << 30, follow_engines=False)
     for number in range(engines):
         scheduler = DescribeScheduler(instance_id=f"engine-{number}", incarnation="1", model_name="m", variant="")
-        index.observe(ReaderCame(1, 0, scheduler, namespace_prefix(number), 1, BLOCK_TOKENS))
+        index.observe(ReaderConnected(1, 0, scheduler, namespace_prefix(number), 1, BLOCK_TOKENS))
     for number, prompt in enumerate(prompts):
         blocks = hashes(prompt)
         for first in range(0, len(blocks), MOST_CHUNKS):

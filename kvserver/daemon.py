@@ -158,7 +158,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
                 configuration.table(),
                 MatchPages(watchers.index, lambda: server.call(handlers.instances_status)),
                 watchers.publisher.snapshot if watchers.publisher is not None else None,
-                watchers.observers.cut_off,
+                watchers.observers.cut_off_reason,
                 http_token,
             )
         except OSError as error:

@@ -43,7 +43,7 @@ class Level(str, enum.Enum):
 class Finding:
     level: Level
     text: str
-    mend: str = ""  # a command or flag; given unless `level` is OK
+    fix: str = ""  # a command or flag; given unless `level` is OK
 
 
 @dataclass
@@ -79,12 +79,12 @@ def ok(text: str) -> Finding:
     return Finding(Level.OK, text)
 
 
-def warning(text: str, mend: str) -> Finding:
-    return Finding(Level.WARNING, text, mend)
+def warning(text: str, fix: str) -> Finding:
+    return Finding(Level.WARNING, text, fix)
 
 
-def problem(text: str, mend: str) -> Finding:
-    return Finding(Level.PROBLEM, text, mend)
+def problem(text: str, fix: str) -> Finding:
+    return Finding(Level.PROBLEM, text, fix)
 
 
 def size(count: float) -> str:
@@ -213,8 +213,8 @@ def open_files(machine: Machine) -> Finding:
         return ok("unlimited")
     workers = hard // _DESCRIPTORS_PER_WORKER
     text = f"at most {hard} files may be open, enough for {workers} workers (ranks)"
-    mend = "ulimit -Hn 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536:65536"
-    return problem(text, mend) if workers < 2 else warning(text, mend) if workers < 16 else ok(text)
+    fix = "ulimit -Hn 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536:65536"
+    return problem(text, fix) if workers < 2 else warning(text, fix) if workers < 16 else ok(text)
 
 
 def container(machine: Machine) -> Finding:

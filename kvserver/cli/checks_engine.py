@@ -70,8 +70,8 @@ def examine(url: str) -> Iterator[tuple[str, Finding]]:
         text = fetch(where)
     except (OSError, ValueError) as error:
         why = error.reason if type(error) is urllib.error.URLError else error
-        mend = "give the address of vLLM's API server: kvserver doctor --engine http://127.0.0.1:8000"
-        yield "engine", problem(f"{url} cannot be read: {why}", mend)
+        fix = "give the address of vLLM's API server: kvserver doctor --engine http://127.0.0.1:8000"
+        yield "engine", problem(f"{url} cannot be read: {why}", fix)
         return
     try:
         engines, is_vllm = read(text)

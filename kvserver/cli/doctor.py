@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(line(name, finding), flush=True)
     if arguments.json:
-        rows = [{"check": n, "level": f.level.value, "text": f.text, "mend": f.mend} for n, f in found]
+        rows = [{"check": n, "level": f.level.value, "text": f.text, "fix": f.fix, "mend": f.fix} for n, f in found]
         print(json.dumps(rows, indent=2))
     else:
         print(summary([finding.level for _, finding in found]))
@@ -81,8 +81,8 @@ def examine(machine: Machine, table: Mapping[str, Check] = CHECKS) -> Iterator[t
 
 
 def line(name: str, finding: Finding) -> str:
-    mend = f" -> {finding.mend}" if finding.mend else ""
-    return f"{finding.level.value:<8} {name:<14} {finding.text}{mend}".replace("\n", " ")
+    fix = f" -> {finding.fix}" if finding.fix else ""
+    return f"{finding.level.value:<8} {name:<14} {finding.text}{fix}".replace("\n", " ")
 
 
 def summary(levels: list[Level]) -> str:

@@ -19,6 +19,8 @@ from kvserver.kv_events.types import (
     MakeObserver,
     ObserverContext,
     ReaderCame,
+    ReaderConnected,
+    ReaderDisconnected,
     ReaderGone,
     Tier,
 )
@@ -38,6 +40,8 @@ __all__ = [
     "ObserverContext",
     "Observers",
     "ReaderCame",
+    "ReaderConnected",
+    "ReaderDisconnected",
     "ReaderGone",
     "Snapshot",
     "Tier",

@@ -1,7 +1,7 @@
 """What engines publish themselves: for each that asks, what became of the blocks that it can read.
 
 Owns: how far each engine has been told. Refuses to know: sockets, and how engines put it (their adapters). It observes
-in its observer's thread, a worker prepares what comes next, and `take()`, in the loop's, hands out what is prepared.
+in its observer's thread, a worker prepares what comes next, and `take_kv_events()`, in the loop's, hands out what is prepared.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvserver.kv_events.types import (
     KVRemoved,
     KVStored,
     ObserverContext,
-    ReaderCame,
-    ReaderGone,
+    ReaderConnected,
+    ReaderDisconnected,
     Tier,
 )
 from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
@@ -50,7 +50,7 @@ def make_feed(context: ObserverContext) -> Feed:
 @dataclass(frozen=True)
 class _Reader:
     incarnation: str
-    reach: bytes
+    namespace_prefix: bytes
     groups: int
 
 
@@ -61,11 +61,11 @@ class Feed:
         self._follows = context.boot_micros  # so that none of another boot's is taken for one of this
         self._lock = threading.Lock()  # of all below; held for moments only
         self._readers: dict[str, _Reader] = {}
-        self._followers: dict[str, _Follower] = {}  # of those readers that have asked
+        self._cursors: dict[str, _FeedCursor] = {}  # of those readers that have asked
         self._beginnings = 0
-        self._worker = ThreadPoolExecutor(1, "kv events: feed")  # its thread begins with the first follower
+        self._worker = ThreadPoolExecutor(1, "kv events: feed")  # its thread begins with the first cursor
 
-    def take(self, request: TakeKVEvents) -> KVEventsTaken:
+    def take_kv_events(self, request: TakeKVEvents) -> KVEventsTaken:
         """Never waits: whatever is not at hand yet comes with a later reply."""
         nothing = KVEventsTaken(follow=request.follow, cursor=request.cursor, events=[], whole=False)
         if not self._lock.acquire(blocking=False):
@@ -74,12 +74,12 @@ class Feed:
             reader = self._readers.get(request.instance_id)
             if reader is None or reader.incarnation != request.incarnation:
                 return nothing
-            follower = self._followers.get(request.instance_id)
-            if follower is None or follower.lost or not follower.knows(request):
-                follower = self._begin(request.instance_id, reader)
-            follower.go_on(request)
-            self._prepare_soon(follower)
-            return follower.reply()
+            cursor = self._cursors.get(request.instance_id)
+            if cursor is None or cursor.dropped or not cursor.matches(request):
+                cursor = self._new_cursor(request.instance_id, reader)
+            cursor.advance(request)
+            self._prepare_soon(cursor)
+            return cursor.reply()
         finally:
             self._lock.release()
 
@@ -87,17 +87,17 @@ class Feed:
         with self._lock:
             match event:
                 case KVStored() | KVRemoved():
-                    for follower in self._followers.values():
-                        if event.namespace.startswith(follower.reader.reach):
-                            follower.push(event, self._most_queued)
-                            self._prepare_soon(follower)
-                case ReaderCame():
+                    for cursor in self._cursors.values():
+                        if event.namespace.startswith(cursor.reader.namespace_prefix):
+                            cursor.queue_event(event, self._most_queued)
+                            self._prepare_soon(cursor)
+                case ReaderConnected():
                     scheduler = event.scheduler
-                    reader = _Reader(scheduler.incarnation, event.reach, max(1, len(scheduler.groups)))
+                    reader = _Reader(scheduler.incarnation, event.namespace_prefix, max(1, len(scheduler.groups)))
                     if self._readers.get(scheduler.instance_id) != reader:
                         self._readers[scheduler.instance_id] = reader
                         self._forget(scheduler.instance_id)
-                case ReaderGone():
+                case ReaderDisconnected():
                     self._readers.pop(event.instance_id, None)
                     self._forget(event.instance_id)
 
@@ -108,12 +108,12 @@ class Feed:
                 "followers": [
                     {
                         "instance_id": instance_id,
-                        "follow": follower.number,
-                        "whole": follower.whole,
-                        "queued_chunks": follower.queued,
-                        "unbalanced_blocks": follower.unbalanced,
+                        "follow": cursor.number,
+                        "whole": cursor.whole,
+                        "queued_chunks": cursor.queued,
+                        "unbalanced_blocks": cursor.unbalanced,
                     }
-                    for instance_id, follower in self._followers.items()
+                    for instance_id, cursor in self._cursors.items()
                 ],
             }
 
@@ -122,52 +122,52 @@ class Feed:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _begin(self, instance_id: str, reader: _Reader) -> _Follower:
+    def _new_cursor(self, instance_id: str, reader: _Reader) -> _FeedCursor:
         self._forget(instance_id)
         self._follows += 1
         self._beginnings += 1
-        follower = self._followers[instance_id] = _Follower(self._follows, reader)
-        return follower
+        cursor = self._cursors[instance_id] = _FeedCursor(self._follows, reader)
+        return cursor
 
     def _forget(self, instance_id: str) -> None:
-        if (follower := self._followers.pop(instance_id, None)) is not None:
-            follower.lose()
+        if (cursor := self._cursors.pop(instance_id, None)) is not None:
+            cursor.drop()
 
-    def _prepare_soon(self, follower: _Follower) -> None:
-        if follower.wants_work:
-            follower.at_work = True
-            self._worker.submit(self._prepare, follower)
+    def _prepare_soon(self, cursor: _FeedCursor) -> None:
+        if cursor.wants_work:
+            cursor.at_work = True
+            self._worker.submit(self._prepare, cursor)
 
-    def _prepare(self, follower: _Follower) -> None:
+    def _prepare(self, cursor: _FeedCursor) -> None:
         """In the worker's thread: until enough is prepared, or there is nothing to prepare."""
         try:
-            if not follower.begun:
-                number, chunks = self._snapshot(follower.reader.reach)
+            if not cursor.started:
+                number, chunks = self._snapshot(cursor.reader.namespace_prefix)
                 with self._lock:
-                    follower.begin(number, chunks)
+                    cursor.start(number, chunks)
             while True:
                 with self._lock:
-                    part = follower.next_part()
+                    part = cursor.next_part()
                 if part is None:
                     return
-                blocks = follower.blocks_of(part)
+                blocks = cursor.blocks_of(part)
                 with self._lock:
-                    follower.ready += blocks
+                    cursor.ready += blocks
                 time.sleep(0)  # whoever waits for the interpreter goes first
         except Exception:
-            log.exception("the feed of %s begins anew", follower.number)
+            log.exception("the feed of %s begins anew", cursor.number)
             with self._lock:
-                follower.lose()
+                cursor.drop()
 
 
-class _Follower:
+class _FeedCursor:
     """One engine's way through a snapshot and what came after it. REQUIRES: the feed's lock, but for blocks_of()."""
 
     def __init__(self, number: int, reader: _Reader) -> None:
         self.number = number
         self.reader = reader
-        self.lost = False  # it fell too far behind, or nobody asks for it any more
-        self.begun = False
+        self.dropped = False  # it fell too far behind, or nobody asks for it any more
+        self.started = False
         self._snapshot_at = 0  # the number of the last event that the snapshot has in it
         self.whole = False
         self.at_work = False  # the worker has it, or will
@@ -178,7 +178,7 @@ class _Follower:
         self._past_snapshot = False
         self._ledgers = {tier: Ledger() for tier in Tier}  # the worker's
         self._start = self._end = 0  # cursors before and after the last reply
-        self._told: list[KVBlocks] = []  # in the last reply
+        self._last_reply: list[KVBlocks] = []  # in the last reply
 
     @property
     def unbalanced(self) -> int:
@@ -188,33 +188,33 @@ class _Follower:
     def wants_work(self) -> bool:
         enough = len(self.ready) >= _REPLIES_AHEAD * MOST_EVENTS // 2
         unfinished = not self._past_snapshot or bool(self._events)
-        return unfinished and not (enough or self.at_work or self.lost)
+        return unfinished and not (enough or self.at_work or self.dropped)
 
-    def begin(self, number: int, chunks: list[KVChunk]) -> None:
+    def start(self, number: int, chunks: list[KVChunk]) -> None:
         """`chunks` are what is held after the event of that number, of which the observer may not have heard yet."""
-        self.begun = True
+        self.started = True
         self._snapshot_at = number
         self._changes = ((True, Tier.L1, chunk) for chunk in chunks)
         while self._events and self._events[0].number <= number:
             self.queued -= len(self._events.popleft().chunks)
 
-    def push(self, event: KVStored | KVRemoved, most: int) -> None:
-        if self.lost or event.number <= self._snapshot_at:
+    def queue_event(self, event: KVStored | KVRemoved, most: int) -> None:
+        if self.dropped or event.number <= self._snapshot_at:
             return
         self._events.append(event)
         self.queued += len(event.chunks)
         if self.queued > most:
-            self.lose()
+            self.drop()
 
-    def lose(self) -> None:
+    def drop(self) -> None:
         """Keep nothing: whoever asks again begins anew."""
-        self.lost, self.queued = True, 0
+        self.dropped, self.queued = True, 0
         self._events.clear()
         self.ready.clear()
 
     def next_part(self) -> list[_Change] | None:
         """What to prepare next. None: enough for now."""
-        while not self.lost and len(self.ready) < _REPLIES_AHEAD * MOST_EVENTS:
+        while not self.dropped and len(self.ready) < _REPLIES_AHEAD * MOST_EVENTS:
             if part := list(islice(self._changes, _PART)):
                 return part
             if not self._past_snapshot:
@@ -240,22 +240,22 @@ class _Follower:
                 found += [make(tier, description, first, last, group) for group in range(self.reader.groups)]
         return found
 
-    def knows(self, request: TakeKVEvents) -> bool:
+    def matches(self, request: TakeKVEvents) -> bool:
         """Whether what the engine has is what it was told. One that has nothing may begin with the first reply."""
         if request.follow != self.number:
             return self._start == 0
         return request.cursor in (self._start, self._end)
 
-    def go_on(self, request: TakeKVEvents) -> None:
-        """To the next reply, but if the last one was lost. REQUIRES: knows(request)."""
+    def advance(self, request: TakeKVEvents) -> None:
+        """To the next reply, but if the last one was dropped. REQUIRES: matches(request)."""
         if (request.cursor if request.follow == self.number else 0) == self._end:
             self._start = self._end
-            self._told = self._pop()
-            self._end += len(self._told)
+            self._last_reply = self._pop()
+            self._end += len(self._last_reply)
 
     def reply(self) -> KVEventsTaken:
         more = self.at_work or bool(self.ready)
-        return KVEventsTaken(follow=self.number, cursor=self._end, events=self._told, whole=self.whole, more=more)
+        return KVEventsTaken(follow=self.number, cursor=self._end, events=self._last_reply, whole=self.whole, more=more)
 
     def _pop(self) -> list[KVBlocks]:
         found: list[KVBlocks] = []

@@ -36,8 +36,8 @@ from kvserver.kv_events.types import (
     KVEvent,
     KVRemoved,
     KVStored,
-    ReaderCame,
-    ReaderGone,
+    ReaderConnected,
+    ReaderDisconnected,
     Tier,
 )
 from kvserver.protocol import KEY_BYTES
@@ -61,13 +61,13 @@ class Unannounced(enum.Enum):
 class Hub:
     name = "kv_events"
 
-    def __init__(self, memory_bytes: int, tell: Callable[[KVEvent], None]) -> None:
-        """`tell` is called in the order of the events' numbers, and must not wait. `memory_bytes`: for descriptions."""
-        self._tell = tell
+    def __init__(self, memory_bytes: int, hand_over: Callable[[KVEvent], None]) -> None:
+        """`hand_over` is called in the order of the events' numbers, and must not wait. `memory_bytes`: for descriptions."""
+        self._hand_over = hand_over
         self._limit = memory_bytes
         self._lock = threading.Lock()  # of all below; what is told is told under it
         self._number = 0
-        self._held: _Table = {}
+        self._ready: _Table = {}
         self._stale: _Table = {}  # held, too; empty but for a recount
         self._expected: OrderedDict[_Name, Description] = OrderedDict()  # of chunks that are not READY yet
         self._expected_bytes = 0
@@ -76,9 +76,9 @@ class Hub:
         self._described = 0
         self._chunks = 0
         self._readers: set[str] = set()
-        self._told: Counter[str] = Counter()
+        self._published: Counter[type[KVEvent]] = Counter()
         self._unannounced: Counter[Unannounced] = Counter()
-        self._recounts = 0
+        self._resyncs = 0
 
     def handle(self, event: Event) -> None:
         match event:
@@ -89,19 +89,21 @@ class Hub:
             case ChunksEvicted():
                 self._evict(event)
             case L1Cleared():
-                for table in (self._held, self._stale):
+                for table in (self._ready, self._stale):
                     self._drop(event.time_ns, table, event.namespace)
             case L1Recounted():
-                self._recount(event)
+                self._resync(event)
             case InstanceDescribed():
                 scheduler = event.description
                 self._readers.add(scheduler.instance_id)
                 with self._lock:
-                    self._say(ReaderCame, event.time_ns, scheduler, event.reach, event.chunk_blocks, event.block_tokens)
+                    self._publish(
+                        ReaderConnected, event.time_ns, scheduler, event.reach, event.chunk_blocks, event.block_tokens
+                    )
             case InstanceGone() if event.instance_id in self._readers:
                 self._readers.remove(event.instance_id)
                 with self._lock:
-                    self._say(ReaderGone, event.time_ns, event.instance_id, event.model_name)
+                    self._publish(ReaderDisconnected, event.time_ns, event.instance_id, event.model_name)
             case _:
                 return
 
@@ -110,13 +112,13 @@ class Hub:
 
     # ---- from any thread ----------------------------------------------------------------------
 
-    def snapshot(self, reach: bytes) -> tuple[int, list[KVChunk]]:
-        """All that L1 holds in the namespaces whose id begins with `reach`, and the number of the last event told."""
+    def snapshot(self, prefix: bytes) -> tuple[int, list[KVChunk]]:
+        """All that L1 holds in the namespaces whose id begins with `prefix`, and the number of the last event told."""
         found: list[KVChunk] = []
         with self._lock:
-            for table in (self._held, self._stale):
+            for table in (self._ready, self._stale):
                 for namespace, chunks in table.items():
-                    values = iter(chunks.values() if namespace.startswith(reach) else ())
+                    values = iter(chunks.values() if namespace.startswith(prefix) else ())
                     while part := list(islice(values, _COPIED)):
                         found += part
             return self._number, found
@@ -129,18 +131,18 @@ class Hub:
             "described_chunks": self._described,
             "state_bytes": self._bytes,
             "unannounced": {reason.value: self._unannounced[reason] for reason in Unannounced},
-            "recounts": self._recounts,
+            "recounts": self._resyncs,
         }
 
     def families(self) -> list[Family]:
-        told = Family(
+        published = Family(
             "kvserver_kv_events",
             "KV events that the daemon published to its observers, by type.",
             Kind.COUNTER,
             ("type",),
         )
-        for kind in (KVStored, KVRemoved, ReaderCame, ReaderGone):
-            told.add(self._told[kind.__name__], kind.__name__)
+        for kind in (KVStored, KVRemoved, ReaderConnected, ReaderDisconnected):
+            published.add(self._published[kind], str(kind.__struct_config__.tag))
         missing = Family(
             "kvserver_kv_events_unannounced_chunks",
             "Chunks that became READY and could not be published as KV events, by reason.",
@@ -153,25 +155,25 @@ class Hub:
             "kvserver_kv_events_described_chunks", "Chunks of L1 that are READY and whose tokens are known.", Kind.GAUGE
         )
         state = Family("kvserver_kv_events_state_bytes", "Memory that the descriptions of chunks use.", Kind.GAUGE)
-        return [told, missing, described.add(self._described), state.add(self._bytes)]
+        return [published, missing, described.add(self._described), state.add(self._bytes)]
 
     # ---- coming -------------------------------------------------------------------------------
 
     def _store(self, time_ns: int, namespace: bytes, keys: bytes, instance_id: str) -> None:
         for part in _parts(keys):
             with self._lock:
-                held = self._held.setdefault(namespace, {})
+                ready = self._ready.setdefault(namespace, {})
                 stale = self._stale.get(namespace, {})
                 came = []
                 for key in part:
-                    if key in held:  # a recount named it before, or that it went was dropped: it is told once
+                    if key in ready:  # a recount named it before, or that it went was dropped: it is told once
                         continue
                     if (chunk := stale.pop(key, None)) is None:
                         chunk = self._new_chunk(namespace, key)
                         came.append(chunk)
-                    held[key] = chunk
+                    ready[key] = chunk
                 if came:
-                    self._say(KVStored, time_ns, Tier.L1, namespace, tuple(came), instance_id)
+                    self._publish(KVStored, time_ns, Tier.L1, namespace, tuple(came), instance_id)
 
     def _new_chunk(self, namespace: bytes, key: bytes) -> KVChunk:
         self._chunks += 1
@@ -190,13 +192,13 @@ class Hub:
         for part in _parts(event.keys):
             with self._lock:
                 gone: list[KVChunk] = []
-                for table in (self._held, self._stale):
+                for table in (self._ready, self._stale):
                     chunks = table.get(event.namespace)
                     if chunks is not None:
                         gone += [chunk for key in part if (chunk := chunks.pop(key, None)) is not None]
                         if not chunks:
                             del table[event.namespace]
-                self._say_gone(event.time_ns, event.namespace, gone)
+                self._publish_removed(event.time_ns, event.namespace, gone)
 
     def _drop(self, time_ns: int, table: _Table, base: bytes) -> None:
         """All in the table's namespaces that begin with `base` went."""
@@ -205,11 +207,11 @@ class Hub:
             while chunks:
                 with self._lock:
                     gone = [chunks.popitem()[1] for _ in range(min(len(chunks), MOST_CHUNKS))]
-                    self._say_gone(time_ns, namespace, gone)
+                    self._publish_removed(time_ns, namespace, gone)
             with self._lock:
                 del table[namespace]
 
-    def _say_gone(self, time_ns: int, namespace: bytes, gone: Sequence[KVChunk]) -> None:
+    def _publish_removed(self, time_ns: int, namespace: bytes, gone: Sequence[KVChunk]) -> None:
         if not gone:
             return
         self._chunks -= len(gone)
@@ -217,20 +219,20 @@ class Hub:
             if chunk.description is not None:
                 self._described -= 1
                 self._bytes -= chunk.description.size
-        self._say(KVRemoved, time_ns, Tier.L1, namespace, tuple(gone))
+        self._publish(KVRemoved, time_ns, Tier.L1, namespace, tuple(gone))
 
-    def _recount(self, event: L1Recounted) -> None:
+    def _resync(self, event: L1Recounted) -> None:
         match event.part:
             case RecountPart.BEGIN:
                 with self._lock:
-                    for namespace, chunks in self._held.items():
+                    for namespace, chunks in self._ready.items():
                         self._stale.setdefault(namespace, chunks).update(chunks)  # of an earlier one that did not end
-                    self._held = {}
+                    self._ready = {}
             case RecountPart.SLICE:
                 self._store(event.time_ns, event.namespace, event.keys, "")
             case RecountPart.END:
                 self._drop(event.time_ns, self._stale, b"")
-                self._recounts += 1
+                self._resyncs += 1
 
     # ---- what is in them ----------------------------------------------------------------------
 
@@ -240,7 +242,7 @@ class Hub:
             with self._lock:
                 late: list[tuple[KVChunk, KVChunk]] = []  # READY for some time, as it was and as it is
                 for key, description in pairs[at : at + MOST_CHUNKS]:
-                    chunks = self._holding(event.namespace, key)
+                    chunks = self._table_with(event.namespace, key)
                     if chunks is None:
                         self._expect((event.namespace, key), description)
                     elif chunks[key].description is None and description is not None and self._has_room(description):
@@ -250,11 +252,11 @@ class Hub:
                 if late:
                     self._described += len(late)
                     before_all, now_all = zip(*late, strict=True)
-                    self._say(KVRemoved, event.time_ns, Tier.L1, event.namespace, before_all)
-                    self._say(KVStored, event.time_ns, Tier.L1, event.namespace, now_all, event.instance_id)
+                    self._publish(KVRemoved, event.time_ns, Tier.L1, event.namespace, before_all)
+                    self._publish(KVStored, event.time_ns, Tier.L1, event.namespace, now_all, event.instance_id)
 
-    def _holding(self, namespace: bytes, key: bytes) -> dict[bytes, KVChunk] | None:
-        for table in (self._held, self._stale):
+    def _table_with(self, namespace: bytes, key: bytes) -> dict[bytes, KVChunk] | None:
+        for table in (self._ready, self._stale):
             if (chunks := table.get(namespace)) is not None and key in chunks:
                 return chunks
         return None
@@ -286,12 +288,12 @@ class Hub:
 
     # ---- telling ------------------------------------------------------------------------------
 
-    def _say(self, kind: Callable[..., KVEvent], time_ns: int, *fields: Any) -> None:
+    def _publish(self, kind: Callable[..., KVEvent], time_ns: int, *fields: Any) -> None:
         """REQUIRES: the lock is held."""
         self._number += 1
         event = kind(self._number, time_ns, *fields)
-        self._told[type(event).__name__] += 1
-        self._tell(event)
+        self._published[type(event)] += 1
+        self._hand_over(event)
 
 
 def _parts(keys: bytes) -> list[list[bytes]]:

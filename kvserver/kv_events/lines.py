@@ -9,7 +9,15 @@ import json
 import time
 from typing import Any
 
-from kvserver.kv_events.types import KVChunk, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, ReaderGone
+from kvserver.kv_events.types import (
+    KVChunk,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+    ObserverContext,
+    ReaderConnected,
+    ReaderDisconnected,
+)
 from kvserver.protocol import ConfigError
 
 _TOKEN_BYTES = 4
@@ -30,29 +38,29 @@ class Lines:
 
     def observe(self, event: KVEvent) -> None:
         wall = time.time() - (time.monotonic_ns() - event.time_ns) * 1e-9
-        line = {"number": event.number, "time": round(wall, 6), **_told(event)}
+        line = {"number": event.number, "time": round(wall, 6), **_fields(event)}
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
 
-def _told(event: KVEvent) -> dict[str, Any]:
+def _fields(event: KVEvent) -> dict[str, Any]:
     match event:
         case KVStored():
             return {"type": "stored", "instance_id": event.instance_id, **_chunks(event)}
         case KVRemoved():
             return {"type": "removed", **_chunks(event)}
-        case ReaderCame():
+        case ReaderConnected():
             scheduler = event.scheduler
             return {
                 "type": "reader_came",
                 "instance_id": scheduler.instance_id,
                 "model_name": scheduler.model_name,
                 "hash_form": scheduler.hash_form,
-                "reach": event.reach.hex(),
+                "reach": event.namespace_prefix.hex(),
             }
-        case ReaderGone():
+        case ReaderDisconnected():
             return {"type": "reader_gone", "instance_id": event.instance_id, "model_name": event.model_name}
 
 

@@ -69,10 +69,10 @@ class Observers:
         for runner in self._runners:
             runner.offer(event, 1 + size // _COST_BYTES)
 
-    def find(self, name: str) -> KVEventObserver | None:
+    def observer_named(self, name: str) -> KVEventObserver | None:
         return next((runner.observer for runner in self._runners if runner.name == name), None)
 
-    def cut_off(self, name: str) -> str:
+    def cut_off_reason(self, name: str) -> str:
         """Why that one is told no more; "" if it is."""
         return next((runner.reason for runner in self._runners if runner.name == name), "")
 

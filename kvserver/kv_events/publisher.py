@@ -20,10 +20,10 @@ from typing import Any
 import zmq
 
 from kvserver.config import Settings, parse_events_endpoint, parse_size
-from kvserver.kv_events.channel import Channel
-from kvserver.kv_events.held import Held
+from kvserver.kv_events.resident import ResidentChunks
 from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
-from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderCame, Tier
+from kvserver.kv_events.stream_sockets import StreamSockets
+from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderConnected, Tier
 from kvserver.kv_events.wire import Form
 from kvserver.protocol import KVGroup
 from kvserver.telemetry import Family, Kind
@@ -78,14 +78,14 @@ class ZmqPublisher:
             context.boot_micros,
         )
         self._lock = threading.Lock()  # over what follows, and all streams
-        self._held = Held()
+        self._resident = ResidentChunks()
         self._streams: dict[tuple[str, str], Stream] = {}
         self._instances: dict[str, tuple[str, str]] = {}
         self._refused_streams = 0
         self._closing = False
         self._sleeps = False  # the thread waits longer than a batch may
         self._failure = ""
-        self._channels: dict[tuple[str, str], Channel] = {}  # written by the thread
+        self._sockets: dict[tuple[str, str], StreamSockets] = {}  # written by the thread
         self._next_beat = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         _warn_of_readers(settings)
@@ -100,17 +100,17 @@ class ZmqPublisher:
         with self._lock:
             match event:
                 case KVStored():
-                    self._held.apply(event)
+                    self._resident.apply_event(event)
                     for stream in self._streams.values():
                         stream.stored(event)
                 case KVRemoved():
-                    self._held.apply(event)
+                    self._resident.apply_event(event)
                     for stream in self._streams.values():
                         stream.removed(event)
-                case ReaderCame():
-                    self._came(event)
+                case ReaderConnected():
+                    self._reader_connected(event)
                 case _:
-                    self._gone(event.instance_id)
+                    self._reader_disconnected(event.instance_id)
             self._wake_thread()
 
     def _wake_thread(self) -> None:
@@ -118,23 +118,25 @@ class ZmqPublisher:
             self._sleeps = False
             os.eventfd_write(self._wake, 1)
 
-    def _came(self, event: ReaderCame) -> None:
+    def _reader_connected(self, event: ReaderConnected) -> None:
         scheduler = event.scheduler
         form: Form = scheduler.hash_form or "int"  # vLLM's own default
         name = (scheduler.model_name, form)
         if self._instances.get(scheduler.instance_id, name) != name:
-            self._gone(scheduler.instance_id)
+            self._reader_disconnected(scheduler.instance_id)
         if name not in self._streams:
             if len(self._streams) >= MOST_STREAMS:
                 self._refused_streams += 1
                 return
             self._streams[name] = Stream(scheduler.model_name, form, self._options)
         self._instances[scheduler.instance_id] = name
-        self._streams[name].came(scheduler.instance_id, event.reach, scheduler.groups, self._held)
+        self._streams[name].reader_connected(
+            scheduler.instance_id, event.namespace_prefix, scheduler.groups, self._resident
+        )
 
-    def _gone(self, instance_id: str) -> None:
+    def _reader_disconnected(self, instance_id: str) -> None:
         if name := self._instances.pop(instance_id, None):
-            self._streams[name].gone(instance_id, self._held)
+            self._streams[name].reader_disconnected(instance_id, self._resident)
 
     # ---- for pages -------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class ZmqPublisher:
                 stream.next_sequence - 1,
                 self._boot_id,
                 stream.groups,
-                view.announced(self._held),
+                view.announced(self._resident),
                 len(view.waiting),
             )
 
@@ -172,25 +174,25 @@ class ZmqPublisher:
             }
 
     def _stream_status(self, name: tuple[str, str]) -> dict[str, Any]:
-        stream, channel = self._streams[name], self._channels.get(name)
+        stream, sockets = self._streams[name], self._sockets.get(name)
         return {
             "model_name": stream.model_name,
             "hash_form": stream.form,
-            "state": channel.state if channel is not None else "starting",
-            "endpoint": channel.endpoint if channel is not None else "",
-            "replay_endpoint": channel.replay_endpoint if channel is not None else "",
+            "state": sockets.state if sockets is not None else "starting",
+            "endpoint": sockets.endpoint if sockets is not None else "",
+            "replay_endpoint": sockets.replay_endpoint if sockets is not None else "",
             "topics": [topic.decode() for topic in stream.topics],
             "sequence": stream.next_sequence - 1,
             "first_sequence": stream.first_sequence,
             "buffered_batches": len(stream.buffer),
             "buffered_bytes": stream.buffered_bytes,
-            "held_blocks": stream.held_blocks,
+            "held_blocks": stream.announced_blocks,
             "pending_chunks": stream.pending,
             "unbalanced_blocks": stream.unbalanced,
             "state_bytes": stream.state_bytes,
-            "subscribers": channel.subscriptions if channel is not None else 0,
-            "replayed_batches": channel.replayed if channel is not None else 0,
-            "bad_requests": channel.bad_requests if channel is not None else 0,
+            "subscribers": sockets.subscriptions if sockets is not None else 0,
+            "replayed_batches": sockets.replayed if sockets is not None else 0,
+            "bad_requests": sockets.bad_requests if sockets is not None else 0,
         }
 
     def close(self) -> None:
@@ -219,8 +221,8 @@ class ZmqPublisher:
             with self._lock:
                 self._sleeps = False
                 os.close(self._wake)
-            for channel in self._channels.values():
-                channel.close(_LAST_LINGER_MS)
+            for sockets in self._sockets.values():
+                sockets.close(_LAST_LINGER_MS)
             context.term()  # waits as long as they linger
 
     def _turn(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> float | None:
@@ -232,36 +234,36 @@ class ZmqPublisher:
             streams = dict(self._streams)
         waits = [_IDLE_SECONDS]
         for name, stream in streams.items():
-            if name not in self._channels:
-                self._channels[name] = Channel(context, stream, len(self._channels), self._urls)
-            channel = self._channels[name]
-            taken = {url for other in self._channels.values() for url in (other.endpoint, other.replay_endpoint)}
-            for socket in channel.open(taken):
+            if name not in self._sockets:
+                self._sockets[name] = StreamSockets(context, stream, len(self._sockets), self._urls)
+            sockets = self._sockets[name]
+            taken = {url for other in self._sockets.values() for url in (other.endpoint, other.replay_endpoint)}
+            for socket in sockets.open(taken):
                 poller.register(socket, zmq.POLLIN)
-            waits.append(self._serve(stream, channel))
+            waits.append(self._serve(stream, sockets))
         return min(waits)
 
-    def _serve(self, stream: Stream, channel: Channel) -> float:
+    def _serve(self, stream: Stream, sockets: StreamSockets) -> float:
         """One turn of one stream; seconds until its next one."""
-        channel.take_requests()
+        sockets.receive_requests()
         with self._lock:
-            wait = self._advance(stream, channel)
-            fresh = stream.after(channel.published, _SLICE)
-            replays, pinned = channel.next_batches(), stream.pinned
-        channel.publish(fresh)
-        channel.take_subscriptions(pinned)
-        if channel.replaying:
-            wait = min(wait, 0.0 if channel.replay(replays) else BATCH_SECONDS)
+            wait = self._advance(stream, sockets)
+            fresh = stream.after(sockets.published, _SLICE)
+            replays, pinned = sockets.next_batches(), stream.pinned
+        sockets.publish(fresh)
+        sockets.receive_subscriptions(pinned)
+        if sockets.replaying:
+            wait = min(wait, 0.0 if sockets.replay(replays) else BATCH_SECONDS)
         return wait if len(fresh) < _SLICE else 0.0
 
-    def _advance(self, stream: Stream, channel: Channel) -> float:
+    def _advance(self, stream: Stream, sockets: StreamSockets) -> float:
         """Close what is due, and tell of chunks that wait for it. Seconds until there is more to do."""
         stream.work()
-        beat = channel.wants_beat and time.monotonic() >= self._next_beat
+        beat = sockets.wants_beat and time.monotonic() >= self._next_beat
         if stream.due_seconds == 0.0 or beat:
             stream.close_batch(even_empty=beat)
         if beat:
-            channel.wants_beat, self._next_beat = False, time.monotonic() + _BEAT_SECONDS
+            sockets.wants_beat, self._next_beat = False, time.monotonic() + _BEAT_SECONDS
         due = stream.due_seconds
         return 0.0 if stream.pending else _IDLE_SECONDS if due is None else due
 
@@ -270,8 +272,8 @@ class ZmqPublisher:
         with self._lock:
             for name, stream in self._streams.items():
                 stream.end()
-                if channel := self._channels.get(name):
-                    channel.publish(stream.after(channel.published, len(stream.buffer)))
+                if sockets := self._sockets.get(name):
+                    sockets.publish(stream.after(sockets.published, len(stream.buffer)))
 
 
 def publisher_families(status: dict[str, Any] | None) -> list[Family]:

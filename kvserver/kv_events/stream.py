@@ -4,8 +4,8 @@ A batch is closed by its size, by time or by a snapshot. Its number is the one b
 clock's microseconds at the daemon's start, holds AllBlocksCleared alone and is kept for ever: to whoever knew an earlier
 daemon the numbers show a gap, and a replay begins with it.
 
-A topic's audience is a `View`. With one topic it hears of every reach that an instance of the stream has had; with a
-topic for each instance, of that one's present reach. In a batch every topic has a message, if only an empty one.
+A topic's audience is a `View`. With one topic it hears of every prefix that an instance of the stream has had; with a
+topic for each instance, of that one's present prefix. In a batch every topic has a message, if only an empty one.
 
 Owns: views, numbers, the buffer. Refuses to know: sockets, threads. REQUIRES: one lock around all calls.
 """
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvserver.cache import epoch_of
-from kvserver.kv_events.held import Held, Name
 from kvserver.kv_events.ledger import Ledger
+from kvserver.kv_events.resident import Name, ResidentChunks
 from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
 from kvserver.kv_events.wire import Form, Writer, batch
 from kvserver.protocol import KVGroup
@@ -58,42 +58,45 @@ def fill(template: str, **values: str) -> str:
 
 
 class View:
-    """What one topic's audience was told.
+    """What was published to one topic.
 
-    `waiting` and `leaving`: chunks of a reach that was joined or left, not yet told of. What happens to those waiting
-    meanwhile is told when they are.
+    `waiting` and `leaving`: chunks of a prefix that was joined or left, not yet published. Of a chunk
+    that is removed while it waits nothing is published.
     """
 
     def __init__(self, topic: str, rank: int, first: bytes) -> None:
         self.topic = topic.encode()
         self.rank = rank
         self.first = first  # the payload of the stream's first batch
-        self.reaches: set[bytes] = set()
+        self.prefixes: set[bytes] = set()
         self.ledgers = {tier: Ledger() for tier in Tier}
         self.waiting: dict[Name, Description] = {}
         self.leaving: list[tuple[Tier, Description]] = []
         self.events: list[bytes] = []  # of the open batch
 
-    def join(self, reach: bytes, held: Held) -> None:
-        if reach not in self.reaches:
-            self.reaches.add(reach)
-            self.waiting.update(held.within(reach))
+    def join(self, prefix: bytes, resident: ResidentChunks) -> None:
+        if prefix not in self.prefixes:
+            self.prefixes.add(prefix)
+            self.waiting.update(resident.within(prefix))
 
-    def leave(self, reach: bytes, held: Held) -> None:
-        self.reaches.remove(reach)
-        for name, chunk in held.within(reach):
+    def leave(self, prefix: bytes, resident: ResidentChunks) -> None:
+        self.prefixes.remove(prefix)
+        for name, chunk in resident.within(prefix):
             if self.waiting.pop(name, None) is None:
                 self.leaving.append((name[0], chunk))
 
-    def announced(self, held: Held) -> list[tuple[Tier, Description]]:
-        """The chunks that were told of as stored and not as removed."""
+    def announced(self, resident: ResidentChunks) -> list[tuple[Tier, Description]]:
+        """The chunks that were published as stored and not as removed."""
         chunks = [
-            (name[0], chunk) for reach in self.reaches for name, chunk in held.within(reach) if name not in self.waiting
+            (name[0], chunk)
+            for prefix in self.prefixes
+            for name, chunk in resident.within(prefix)
+            if name not in self.waiting
         ]
         return chunks + self.leaving
 
     @property
-    def held_blocks(self) -> int:
+    def announced_blocks(self) -> int:
         return sum(map(len, self.ledgers.values()))
 
 
@@ -115,28 +118,30 @@ class Stream:
 
     # ---- readers --------------------------------------------------------------------------------
 
-    def came(self, instance_id: str, reach: bytes, groups: tuple[KVGroup, ...], held: Held) -> None:
-        if not self.held_blocks:
+    def reader_connected(
+        self, instance_id: str, prefix: bytes, groups: tuple[KVGroup, ...], resident: ResidentChunks
+    ) -> None:
+        if not self.announced_blocks:
             self.groups = groups  # else Removed must say what Stored said
-        self._readers[instance_id] = reach
+        self._readers[instance_id] = prefix
         view = self._view(instance_id if self.per_instance else "")
         if self.per_instance:
-            for other in view.reaches - {reach}:
-                view.leave(other, held)
-        view.join(reach, held)
-        self._forget_reaches(held)
+            for other in view.prefixes - {prefix}:
+                view.leave(other, resident)
+        view.join(prefix, resident)
+        self._forget_prefixes(resident)
 
-    def gone(self, instance_id: str, held: Held) -> None:
+    def reader_disconnected(self, instance_id: str, resident: ResidentChunks) -> None:
         if self._readers.pop(instance_id, None) is None:
             return
         if self.per_instance:
             self._add(self.views[instance_id], [self._writer.cleared], 0)
             self.close_batch()
             del self.views[instance_id]
-        self._forget_reaches(held)
+        self._forget_prefixes(resident)
 
     def end(self) -> None:
-        """All is gone."""
+        """Publish that all blocks are removed."""
         for view in self.views.values():
             self._add(view, [self._writer.cleared], 0)
         self.close_batch()
@@ -153,33 +158,35 @@ class Stream:
                 self.close_batch()
         return self.views[name]
 
-    def _forget_reaches(self, held: Held) -> None:
+    def _forget_prefixes(self, resident: ResidentChunks) -> None:
         """Those that hold nothing, and that nobody can fill any more."""
         present = set(self._readers.values())
         for view in self.views.values():
-            view.reaches = {reach for reach in view.reaches if reach in present or reach in held}
+            view.prefixes = {prefix for prefix in view.prefixes if prefix in present or prefix in resident}
 
     # ---- chunks ---------------------------------------------------------------------------------
 
     def stored(self, event: KVStored) -> None:
-        reach = epoch_of(event.namespace)
+        prefix = epoch_of(event.namespace)
         for view in self.views.values():
-            if reach in view.reaches:
+            if prefix in view.prefixes:
                 for chunk in event.chunks:
                     if chunk.description is not None:
-                        self._tell_stored(view, event.tier, chunk.description)
+                        self._announce_stored(view, event.tier, chunk.description)
 
     def removed(self, event: KVRemoved) -> None:
-        reach = epoch_of(event.namespace)
+        prefix = epoch_of(event.namespace)
         for view in self.views.values():
-            if reach in view.reaches:
+            if prefix in view.prefixes:
                 names = [((event.tier, event.namespace, chunk.key), chunk.description) for chunk in event.chunks]
-                told = [chunk for name, chunk in names if view.waiting.pop(name, None) is None and chunk is not None]
-                self._tell_removed(view, event.tier, told)
+                announced = [
+                    chunk for name, chunk in names if view.waiting.pop(name, None) is None and chunk is not None
+                ]
+                self._announce_removed(view, event.tier, announced)
 
     @property
     def pending(self) -> int:
-        """Chunks that wait to be told of."""
+        """Chunks that wait to be published."""
         return sum(len(view.waiting) + len(view.leaving) for view in self.views.values())
 
     def work(self) -> None:
@@ -187,24 +194,24 @@ class Stream:
         for view in self.views.values():
             if view.leaving:
                 for tier in Tier:
-                    self._tell_removed(view, tier, [chunk for at, chunk in view.leaving[-_SLICE:] if at is tier])
+                    self._announce_removed(view, tier, [chunk for at, chunk in view.leaving[-_SLICE:] if at is tier])
                 del view.leaving[-_SLICE:]
             else:
                 for _ in range(min(_SLICE, len(view.waiting))):
                     (tier, _, _), chunk = view.waiting.popitem()
-                    self._tell_stored(view, tier, chunk)
+                    self._announce_stored(view, tier, chunk)
 
-    def _tell_stored(self, view: View, tier: Tier, chunk: Description) -> None:
+    def _announce_stored(self, view: View, tier: Tier, chunk: Description) -> None:
         for run in view.ledgers[tier].stored(chunk):
             self._add(view, self._writer.stored(chunk, run, tier, self.groups), run[1] - run[0])
 
-    def _tell_removed(self, view: View, tier: Tier, chunks: Iterable[Description]) -> None:
-        gone: dict[int, bytearray] = {}  # by the length of a hash
+    def _announce_removed(self, view: View, tier: Tier, chunks: Iterable[Description]) -> None:
+        removed: dict[int, bytearray] = {}  # by the length of a hash
         for chunk in chunks:
-            hashes, width = gone.setdefault(chunk.hash_bytes, bytearray()), chunk.hash_bytes
+            hashes, width = removed.setdefault(chunk.hash_bytes, bytearray()), chunk.hash_bytes
             for first, last in view.ledgers[tier].removed(chunk):
                 hashes += chunk.hashes[first * width : last * width]
-        for width, hashes in gone.items():
+        for width, hashes in removed.items():
             for at in range(0, len(hashes), MOST_HASHES * width):
                 some = bytes(hashes[at : at + MOST_HASHES * width])
                 self._add(view, self._writer.removed(some, width, tier, self.groups), len(some) // width)
@@ -265,9 +272,9 @@ class Stream:
         return [view.topic for view in self.views.values()]
 
     @property
-    def held_blocks(self) -> int:
+    def announced_blocks(self) -> int:
         """Of all views."""
-        return sum(view.held_blocks for view in self.views.values())
+        return sum(view.announced_blocks for view in self.views.values())
 
     @property
     def unbalanced(self) -> int:

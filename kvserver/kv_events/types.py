@@ -79,24 +79,30 @@ class KVRemoved(_KVEvent, frozen=True):
     chunks: tuple[KVChunk, ...]
 
 
-class ReaderCame(_KVEvent, frozen=True):
-    """The instance can read the namespaces whose id begins with `reach`, from now on those and no others.
+class ReaderConnected(_KVEvent, frozen=True, tag="ReaderCame"):
+    """From now on the instance can read the namespaces whose id begins with `namespace_prefix`, and no others.
 
-    It may be told again of an instance that is there: its reach or its description changed.
+    Published again when the prefix or the description of a connected instance changes.
     """
 
     scheduler: DescribeScheduler
-    reach: bytes
+    namespace_prefix: bytes = msgspec.field(name="reach")
     chunk_blocks: int
     block_tokens: int
 
+    @property
+    def reach(self) -> bytes:  # the earlier name, for others' observers
+        return self.namespace_prefix
 
-class ReaderGone(_KVEvent, frozen=True):
+
+class ReaderDisconnected(_KVEvent, frozen=True, tag="ReaderGone"):
     instance_id: str
     model_name: str
 
 
-KVEvent: TypeAlias = KVStored | KVRemoved | ReaderCame | ReaderGone
+ReaderCame, ReaderGone = ReaderConnected, ReaderDisconnected  # the earlier names, for others' observers
+
+KVEvent: TypeAlias = KVStored | KVRemoved | ReaderConnected | ReaderDisconnected
 MOST_CHUNKS = 256  # in one KVStored or KVRemoved
 
 
@@ -115,7 +121,7 @@ class KVEventObserver(Protocol):
 Snapshot: TypeAlias = Callable[[bytes], tuple[int, list[KVChunk]]]
 
 
-def _nothing(reach: bytes) -> tuple[int, list[KVChunk]]:
+def _nothing(prefix: bytes) -> tuple[int, list[KVChunk]]:
     return 0, []
 
 

@@ -46,7 +46,7 @@ class EngineStream:
         """The number of the batch that comes next."""
         return 0 if self._last is None else self._last + 1
 
-    def take(self, number: int, payload: bytes, final: bool) -> bool:
+    def apply_batch(self, number: int, payload: bytes, final: bool) -> bool:
         """Apply a batch. False, unless `final`: those before it are missing; ask for them, then hand it over again."""
         batch = decode(payload, self._group)
         if number < self.next:
@@ -65,13 +65,13 @@ class EngineStream:
             self.count_malformed()
             self._lose()
         else:
-            self._apply(batch)
+            self._apply_changes(batch)
         return True
 
     def count_malformed(self) -> None:
         self._malformed += 1
 
-    def _apply(self, batch: Batch) -> None:
+    def _apply_changes(self, batch: Batch) -> None:
         self._last_time = batch.time
         self._batches += 1
         self._malformed += batch.malformed

@@ -1,6 +1,6 @@
-"""Reads the KV events that engines publish themselves: one thread, a follower for each engine.
+"""Reads the KV events that engines publish themselves: one thread, a subscription for each engine.
 
-Owns: who is followed, whose turn it is. Refuses to know: how one engine is read (`engine_follower`).
+Owns: who is followed, whose turn it is. Refuses to know: how one engine is read (`engine_subscription`).
 
 An engine is heard at most so much in one turn, and a replay that brings nothing for a while is over, so one that floods
 or hangs costs the others nothing. What is not read in time ZMQ drops at the engine, and is asked for again.
@@ -20,7 +20,7 @@ import zmq
 
 from kvserver._native import PrefixIndex
 from kvserver.protocol import DescribeScheduler
-from kvserver.routing.engine_follower import Follower, Socket, unreadable
+from kvserver.routing.engine_subscription import EngineSubscription, Socket, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class EngineEvents:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._followers: dict[str, Follower] = {}  # changed by the thread only
+        self._subscriptions: dict[str, EngineSubscription] = {}  # changed by the thread only
         self._refused: dict[str, str] = {}
         self._orders: queue.SimpleQueue[tuple[str, DescribeScheduler | None] | None] = queue.SimpleQueue()
         self._read_wake, self._write_wake = os.pipe()
@@ -54,17 +54,17 @@ class EngineEvents:
         if self._thread is not None:
             self._order(instance_id, None)
 
-    def holder(self, instance_id: str) -> int:
+    def index_owner(self, instance_id: str) -> int:
         """Of the index; -1 where nothing is known."""
-        follower = self._followers.get(instance_id)
-        return follower.holding.holder if follower is not None else -1
+        subscription = self._subscriptions.get(instance_id)
+        return subscription.blocks.owner if subscription is not None else -1
 
     def status(self, instance_id: str) -> dict[str, Any] | None:
         """None of an engine that tells nothing."""
         if reason := self._refused.get(instance_id):
             return {"state": "refused", "reason": reason}
-        follower = self._followers.get(instance_id)
-        return follower.status() if follower is not None else None
+        subscription = self._subscriptions.get(instance_id)
+        return subscription.status() if subscription is not None else None
 
     def close(self) -> None:
         if self._thread is not None:
@@ -92,7 +92,7 @@ class EngineEvents:
         more = False
         while self._obey(context):
             now = time.monotonic()
-            waits = [f.waits_for(now) for f in self._followers.values() if not f.failure]
+            waits = [f.waits_for(now) for f in self._subscriptions.values() if not f.failure]
             until = min((end for _, end in waits), default=now + 1.0)
             sockets = [(socket, zmq.POLLIN) for socket, _ in waits if socket is not None]
             zmq.zmq_poll(
@@ -100,23 +100,23 @@ class EngineEvents:
             )
             now = time.monotonic()
             more = False
-            for follower in self._followers.values():
-                more |= not follower.failure and self._turn(follower, now)
-        for follower in self._followers.values():
-            follower.close()
+            for subscription in self._subscriptions.values():
+                more |= not subscription.failure and self._turn(subscription, now)
+        for subscription in self._subscriptions.values():
+            subscription.close()
         context.destroy(0)
 
-    def _turn(self, follower: Follower, now: float) -> bool:
+    def _turn(self, subscription: EngineSubscription, now: float) -> bool:
         try:
-            return follower.turn(now)
+            return subscription.turn(now)
         except Exception as error:
-            self._fail(follower, error)
+            self._fail(subscription, error)
             return False
 
-    def _fail(self, follower: Follower, error: Exception) -> None:
-        follower.failure = f"{type(error).__name__}: {error}"
-        follower.close()
-        log.exception("the KV events of %s are read no more", follower.scheduler.instance_id)
+    def _fail(self, subscription: EngineSubscription, error: Exception) -> None:
+        subscription.failure = f"{type(error).__name__}: {error}"
+        subscription.close()
+        log.exception("the KV events of %s are read no more", subscription.scheduler.instance_id)
 
     def _obey(self, context: zmq.Context[Socket]) -> bool:
         """Do what was ordered; False at the end."""
@@ -127,26 +127,26 @@ class EngineEvents:
             if order is None:
                 return False
             instance_id, scheduler = order
-            present = self._followers.get(instance_id)
+            present = self._subscriptions.get(instance_id)
             if present is not None and scheduler is not None and _same_stream(present.scheduler, scheduler):
                 continue
             if present is not None:
-                del self._followers[instance_id]
+                del self._subscriptions[instance_id]
                 present.close()
             if scheduler is not None:
-                self._begin(context, scheduler)
+                self._subscribe(context, scheduler)
         return True
 
-    def _begin(self, context: zmq.Context[Socket], scheduler: DescribeScheduler) -> None:
-        follower = Follower(context, self._index, scheduler)
+    def _subscribe(self, context: zmq.Context[Socket], scheduler: DescribeScheduler) -> None:
+        subscription = EngineSubscription(context, self._index, scheduler)
         try:
-            follower.connect()
+            subscription.connect()
         except zmq.ZMQError as error:
-            follower.close()
+            subscription.close()
             log.warning("the KV events of %s at %s: %s", scheduler.instance_id, scheduler.events_endpoint, error)
             self._refused[scheduler.instance_id] = str(error)
         else:
-            self._followers[scheduler.instance_id] = follower
+            self._subscriptions[scheduler.instance_id] = subscription
 
 
 def _same_stream(one: DescribeScheduler, other: DescribeScheduler) -> bool:

@@ -13,7 +13,7 @@ with `hash_bytes` for each. Tokens are hashed as the engines do it, as far as th
 in blocks: those asked about, the leading ones that each tier has, and that all of them have together. Errors are
 {"error": code, "message": text}.
 
-Owns: both forms and their limits. Refuses to know: sockets, the loop; loads are as old as LOAD_SECONDS.
+Owns: both forms and their limits. Refuses to know: sockets, the loop; stats are as old as ENGINE_STATS_SECONDS.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from msgspec import Meta
 
 from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
 from kvserver.routing.block_hashes import DUMPS, hash_blocks
-from kvserver.routing.prefix_index import KVIndex, Match, Reader
+from kvserver.routing.prefix_index import KnownEngine, KVIndex, Match
 from kvserver.telemetry import Family, Kind
 
 MOST_BODY_BYTES = 4 << 20
-LOAD_SECONDS = 0.5
+ENGINE_STATS_SECONDS = 0.5
 JSON, MSGPACK = "application/json", "application/msgpack"
 _MOST_IDS = 1024
 _HASHING_AT_ONCE = 2  # requests; the rest wait, so that the loop gets its turn
@@ -72,10 +72,10 @@ class _MsgpackQuery(_Query, kw_only=True):
 _json, _msgpack = msgspec.json.Decoder(_JsonQuery), msgspec.msgpack.Decoder(_MsgpackQuery)
 
 
-class Loads:
-    """The engines' loads of a moment ago. Nobody waits for the loop here."""
+class RecentEngineStats:
+    """The engines' stats of a moment ago. Nobody waits for the loop here."""
 
-    def __init__(self, ask: Callable[[], Future[list[Status]]], every_seconds: float = LOAD_SECONDS) -> None:
+    def __init__(self, ask: Callable[[], Future[list[Status]]], every_seconds: float = ENGINE_STATS_SECONDS) -> None:
         self._ask = ask
         self._every_seconds = every_seconds
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class MatchPages:
     def __init__(self, index: KVIndex, ask: Callable[[], Future[list[Status]]]) -> None:
         """`ask`: for `/status`'s instances, in the loop."""
         self._index = index
-        self._loads = Loads(ask)
+        self._engine_stats = RecentEngineStats(ask)
         self._hashing = threading.BoundedSemaphore(_HASHING_AT_ONCE)
         self._seconds = Histogram(WAIT_SECONDS)
         self._counting = threading.Lock()
@@ -139,83 +139,83 @@ class MatchPages:
     def _answer(self, query: _JsonQuery | _MsgpackQuery) -> Status:
         if (query.block_hashes is None) == (query.tokens is None):
             raise BadQuery(400, "bad_query", "give either block_hashes or tokens")
-        readers = self._index.readers(query.model, query.instance_ids)
+        engines = self._index.known_engines(query.model, query.instance_ids)
         if query.tokens is not None:
-            return self._match_tokens(readers, query, query.tokens)
+            return self._match_tokens(engines, query, query.tokens)
         hashes, hash_bytes = _joined(query)
-        matched = self._index.match(readers, hashes, hash_bytes)
-        return self._found(zip(readers, matched, [len(hashes) // hash_bytes] * len(readers), strict=True))
+        matched = self._index.match(engines, hashes, hash_bytes)
+        return self._found(zip(engines, matched, [len(hashes) // hash_bytes] * len(engines), strict=True))
 
-    def _match_tokens(self, readers: list[Reader], query: _Query, tokens: list[int]) -> Status:
+    def _match_tokens(self, engines: list[KnownEngine], query: _Query, tokens: list[int]) -> Status:
         if not query.model:
             raise BadQuery(400, "bad_query", "tokens need a model")
         if bool(query.lora_name) != bool(query.lora_path):
             raise BadQuery(400, "bad_query", "a LoRA is hashed by lora_name and lora_path")
-        skipped = {reader.instance_id: reason for reader in readers if (reason := unhashable(reader))}
-        if readers and len(skipped) == len(readers):
+        skipped = {engine.instance_id: reason for engine in engines if (reason := unhashable(engine))}
+        if engines and len(skipped) == len(engines):
             raise BadQuery(400, "unsupported_hashes", next(iter(skipped.values())))
-        chains: dict[tuple[Any, ...], list[Reader]] = {}
-        for reader in readers:
-            if reader.instance_id not in skipped:
-                chains.setdefault(_chain(reader), []).append(reader)
-        found: list[tuple[Reader, Match, int]] = []
+        chains: dict[tuple[Any, ...], list[KnownEngine]] = {}
+        for engine in engines:
+            if engine.instance_id not in skipped:
+                chains.setdefault(_chain(engine), []).append(engine)
+        found: list[tuple[KnownEngine, Match, int]] = []
         for alike in chains.values():
             with self._hashing:
                 hashes = _hashes(alike[0], query, tokens)
             blocks = len(tokens) // alike[0].block_tokens
             found += [
-                (reader, match, blocks)
-                for reader, match in zip(alike, self._index.match(alike, hashes, 32), strict=True)
+                (engine, match, blocks)
+                for engine, match in zip(alike, self._index.match(alike, hashes, 32), strict=True)
             ]
         return self._found(found) | {"skipped": [{"instance_id": name, "reason": why} for name, why in skipped.items()]}
 
     def _found(self, found: Any) -> Status:
-        loads = self._loads.read()
+        stats = self._engine_stats.read()
         return {
             "instances": [
                 {
-                    "instance_id": reader.instance_id,
-                    "model_name": reader.scheduler.model_name,
+                    "instance_id": engine.instance_id,
+                    "model_name": engine.scheduler.model_name,
                     "blocks": blocks,
                     "l0": match.l0,
                     "l1": match.l1,
                     "l2": match.l2,
                     "best": match.best,
-                    "block_tokens": reader.block_tokens,
-                    "chunk_tokens": reader.block_tokens * reader.chunk_blocks,
-                    "load": loads.get(reader.instance_id),
+                    "block_tokens": engine.block_tokens,
+                    "chunk_tokens": engine.block_tokens * engine.chunk_blocks,
+                    "load": stats.get(engine.instance_id),
                 }
-                for reader, match, blocks in found
+                for engine, match, blocks in found
             ],
             "skipped": [],
         }
 
 
-def unhashable(reader: Reader) -> str:
+def unhashable(engine: KnownEngine) -> str:
     """Why tokens cannot be hashed for this engine; "" if they can."""
-    scheduler = reader.scheduler
+    scheduler = engine.scheduler
     if scheduler.hash_algorithm not in DUMPS:
-        return f"{reader.instance_id} hashes blocks by {scheduler.hash_algorithm or 'what it did not tell'}; send block_hashes"
-    if not scheduler.hash_start or reader.block_tokens % scheduler.hash_block_tokens:
-        return f"{reader.instance_id} did not tell how its chain of hashes begins; send block_hashes"
+        return f"{engine.instance_id} hashes blocks by {scheduler.hash_algorithm or 'what it did not tell'}; send block_hashes"
+    if not scheduler.hash_start or engine.block_tokens % scheduler.hash_block_tokens:
+        return f"{engine.instance_id} did not tell how its chain of hashes begins; send block_hashes"
     return ""
 
 
-def _chain(reader: Reader) -> tuple[Any, ...]:
+def _chain(engine: KnownEngine) -> tuple[Any, ...]:
     """Engines that agree on it give the same blocks the same hashes."""
-    scheduler = reader.scheduler
-    return scheduler.hash_algorithm, scheduler.hash_start, scheduler.hash_block_tokens, reader.block_tokens
+    scheduler = engine.scheduler
+    return scheduler.hash_algorithm, scheduler.hash_start, scheduler.hash_block_tokens, engine.block_tokens
 
 
-def _hashes(reader: Reader, query: _Query, tokens: list[int]) -> bytes:
+def _hashes(engine: KnownEngine, query: _Query, tokens: list[int]) -> bytes:
     """Of the engine's blocks; each is the last of the finer ones that the engine hashes."""
-    scheduler = reader.scheduler
+    scheduler = engine.scheduler
     lora = (query.lora_name, query.lora_path) if query.lora_name else None
-    whole = tokens[: len(tokens) // reader.block_tokens * reader.block_tokens]
+    whole = tokens[: len(tokens) // engine.block_tokens * engine.block_tokens]
     fine = hash_blocks(
         scheduler.hash_algorithm, scheduler.hash_start, scheduler.hash_block_tokens, whole, lora, query.cache_salt
     )
-    every = reader.block_tokens // scheduler.hash_block_tokens
+    every = engine.block_tokens // scheduler.hash_block_tokens
     return b"".join([value for number, value in enumerate(fine, 1) if number % every == 0])
 
 

@@ -1,8 +1,8 @@
 """What each engine finds of a prompt, in its own memory, in L1 and in L2: an observer of KV events.
 
-Owns: which holder of the index is which tier of what. Refuses to know: hashes from tokens, HTTP.
+Owns: which owner of the index is which tier of what. Refuses to know: hashes from tokens, HTTP.
 
-L1 and L2 are kept by reach: all engines with the same reach find the same there. Chunks stay known while nobody can
+L1 and L2 are kept by namespace_prefix: all engines with the same namespace_prefix find the same there. Chunks stay known while nobody can
 read them, for the next engine that can. Only their keys are needed, so those that nobody described count too.
 """
 
@@ -23,8 +23,8 @@ from kvserver.kv_events import (
     KVRemoved,
     KVStored,
     ObserverContext,
-    ReaderCame,
-    ReaderGone,
+    ReaderConnected,
+    ReaderDisconnected,
     Tier,
 )
 from kvserver.protocol import DescribeScheduler
@@ -37,11 +37,11 @@ _NONE = (-1, -1)
 
 
 @dataclass(frozen=True)
-class Reader:
+class KnownEngine:
     """An engine that can be asked about."""
 
     scheduler: DescribeScheduler
-    reach: bytes
+    namespace_prefix: bytes
     chunk_blocks: int
     block_tokens: int
 
@@ -68,126 +68,126 @@ class KVIndex:
         self._engines = EngineEvents(self._index)
         self._follow_engines = follow_engines
         self._lock = threading.Lock()  # of the two below
-        self._readers: dict[str, Reader] = {}
-        self._holders: dict[bytes, tuple[int, int]] = {}  # by reach: those of L1 and L2; -1: none
-        self._dropped_reaches = 0
+        self._known: dict[str, KnownEngine] = {}
+        self._owners: dict[bytes, tuple[int, int]] = {}  # by namespace_prefix: those of L1 and L2; -1: none
+        self._dropped_prefixes = 0
 
     # ---- what it is told ----------------------------------------------------------------------
 
     def observe(self, event: KVEvent) -> None:
         match event:
             case KVStored():
-                holder = self._holder(epoch_of(event.namespace), event.tier)
-                if holder >= 0:
-                    self._index.add(holder, _ends(event.chunks), _KNOWN_BYTES)
+                owner = self._owner(epoch_of(event.namespace), event.tier)
+                if owner >= 0:
+                    self._index.add(owner, _ends(event.chunks), _KNOWN_BYTES)
             case KVRemoved():
-                reach = epoch_of(event.namespace)
-                holder = self._holders.get(reach, _NONE)[_at(event.tier)]
-                if holder >= 0:
-                    self._index.remove(holder, _ends(event.chunks), _KNOWN_BYTES)
-                    self._tidy(reach)
-            case ReaderCame():
-                self._came(event)
-            case ReaderGone():
-                self._gone(event.instance_id)
+                namespace_prefix = epoch_of(event.namespace)
+                owner = self._owners.get(namespace_prefix, _NONE)[_at(event.tier)]
+                if owner >= 0:
+                    self._index.remove(owner, _ends(event.chunks), _KNOWN_BYTES)
+                    self._forget_if_empty(namespace_prefix)
+            case ReaderConnected():
+                self._reader_connected(event)
+            case ReaderDisconnected():
+                self._reader_disconnected(event.instance_id)
 
-    def _came(self, event: ReaderCame) -> None:
-        reader = Reader(event.scheduler, event.reach, event.chunk_blocks, event.block_tokens)
+    def _reader_connected(self, event: ReaderConnected) -> None:
+        engine = KnownEngine(event.scheduler, event.namespace_prefix, event.chunk_blocks, event.block_tokens)
         with self._lock:
-            before = self._readers.get(reader.instance_id)
-            self._readers[reader.instance_id] = reader
+            before = self._known.get(engine.instance_id)
+            self._known[engine.instance_id] = engine
         if before is not None:
-            self._tidy(before.reach)
+            self._forget_if_empty(before.namespace_prefix)
         if self._follow_engines:
             self._engines.follow(event.scheduler)
 
-    def _gone(self, instance_id: str) -> None:
+    def _reader_disconnected(self, instance_id: str) -> None:
         with self._lock:
-            reader = self._readers.pop(instance_id, None)
+            engine = self._known.pop(instance_id, None)
         self._engines.forget(instance_id)
-        if reader is not None:
-            self._tidy(reader.reach)
+        if engine is not None:
+            self._forget_if_empty(engine.namespace_prefix)
 
-    def _holder(self, reach: bytes, tier: Tier) -> int:
-        """For what a reach has in a tier; -1 if none can be had."""
-        holder = self._holders.get(reach, _NONE)[_at(tier)]
-        if holder >= 0:
-            return holder
-        holder = self._index.open()
-        if holder < 0 and self._drop_unread():
-            holder = self._index.open()
-        if holder >= 0:
-            l1, l2 = self._holders.get(reach, _NONE)
+    def _owner(self, namespace_prefix: bytes, tier: Tier) -> int:
+        """For what a namespace_prefix has in a tier; -1 if none can be had."""
+        owner = self._owners.get(namespace_prefix, _NONE)[_at(tier)]
+        if owner >= 0:
+            return owner
+        owner = self._index.open()
+        if owner < 0 and self._drop_unread():
+            owner = self._index.open()
+        if owner >= 0:
+            l1, l2 = self._owners.get(namespace_prefix, _NONE)
             with self._lock:
-                self._holders[reach] = (holder, l2) if tier is Tier.L1 else (l1, holder)
-        return holder
+                self._owners[namespace_prefix] = (owner, l2) if tier is Tier.L1 else (l1, owner)
+        return owner
 
     def _drop_unread(self) -> bool:
         """Make room by what no engine can read now; False if engines read all."""
-        read = {reader.reach for reader in self._readers.values()}
-        unread = next((reach for reach in self._holders if reach not in read), None)
+        read = {engine.namespace_prefix for engine in self._known.values()}
+        unread = next((namespace_prefix for namespace_prefix in self._owners if namespace_prefix not in read), None)
         if unread is None:
             return False
-        self._dropped_reaches += 1
+        self._dropped_prefixes += 1
         self._close(unread)
         return True
 
-    def _tidy(self, reach: bytes) -> None:
-        """Nothing is kept of a reach without chunks and engines."""
-        read = any(reader.reach == reach for reader in self._readers.values())
-        if not read and not any(self._held(holder) for holder in self._holders.get(reach, _NONE)):
-            self._close(reach)
+    def _forget_if_empty(self, namespace_prefix: bytes) -> None:
+        """Nothing is kept of a namespace_prefix without chunks and engines."""
+        read = any(engine.namespace_prefix == namespace_prefix for engine in self._known.values())
+        if not read and not any(self._size_of(owner) for owner in self._owners.get(namespace_prefix, _NONE)):
+            self._close(namespace_prefix)
 
-    def _close(self, reach: bytes) -> None:
+    def _close(self, namespace_prefix: bytes) -> None:
         with self._lock:
-            holders = self._holders.pop(reach, _NONE)
-        for holder in holders:
-            if holder >= 0:
-                self._index.close(holder)
+            owners = self._owners.pop(namespace_prefix, _NONE)
+        for owner in owners:
+            if owner >= 0:
+                self._index.close(owner)
 
     # ---- what it tells ------------------------------------------------------------------------
 
-    def readers(self, model_name: str = "", instance_ids: Collection[str] = ()) -> list[Reader]:
+    def known_engines(self, model_name: str = "", instance_ids: Collection[str] = ()) -> list[KnownEngine]:
         """All engines, or those of the model, or those named."""
         with self._lock:
-            readers = list(self._readers.values())
+            engines = list(self._known.values())
         return [
-            reader
-            for reader in readers
-            if (not model_name or reader.scheduler.model_name == model_name)
-            and (not instance_ids or reader.instance_id in instance_ids)
+            engine
+            for engine in engines
+            if (not model_name or engine.scheduler.model_name == model_name)
+            and (not instance_ids or engine.instance_id in instance_ids)
         ]
 
-    def match(self, readers: Sequence[Reader], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
+    def match(self, engines: Sequence[KnownEngine], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
         """Of a prompt whose blocks have these hashes, end to end. ValueError unless they are whole, 8 to 32 bytes each."""
-        found = self._index.match(hashes, hash_bytes, [self._tiers(reader) for reader in readers])
+        found = self._index.match(hashes, hash_bytes, [self._tiers(engine) for engine in engines])
         return [Match._make(blocks) for blocks in found]
 
-    def _tiers(self, reader: Reader) -> tuple[int, int, int, int]:
+    def _tiers(self, engine: KnownEngine) -> tuple[int, int, int, int]:
         with self._lock:
-            l1, l2 = self._holders.get(reader.reach, _NONE)
-        return self._engines.holder(reader.instance_id), l1, l2, reader.chunk_blocks
+            l1, l2 = self._owners.get(engine.namespace_prefix, _NONE)
+        return self._engines.index_owner(engine.instance_id), l1, l2, engine.chunk_blocks
 
     def instance(self, instance_id: str) -> dict[str, Any] | None:
         """What `GET /instances` says of its cache; None of one that did not describe itself."""
         with self._lock:
-            reader = self._readers.get(instance_id)
-        if reader is None:
+            engine = self._known.get(instance_id)
+        if engine is None:
             return None
-        l0, l1, l2, _ = self._tiers(reader)
+        l0, l1, l2, _ = self._tiers(engine)
         return {
-            "incarnation": reader.scheduler.incarnation,
-            "reach": reader.reach.hex(),
-            "hash_form": reader.scheduler.hash_form,
-            "hash_algorithm": reader.scheduler.hash_algorithm,
-            "l0": {"blocks": self._held(l0), "kv_events": self._engines.status(instance_id)},
-            "l1": {"chunks": self._held(l1)},
-            "l2": {"chunks": self._held(l2)},
+            "incarnation": engine.scheduler.incarnation,
+            "reach": engine.namespace_prefix.hex(),
+            "hash_form": engine.scheduler.hash_form,
+            "hash_algorithm": engine.scheduler.hash_algorithm,
+            "l0": {"blocks": self._size_of(l0), "kv_events": self._engines.status(instance_id)},
+            "l1": {"chunks": self._size_of(l1)},
+            "l2": {"chunks": self._size_of(l2)},
         }
 
-    def _held(self, holder: int) -> int:
+    def _size_of(self, owner: int) -> int:
         try:
-            return self._index.held(holder) if holder >= 0 else 0
+            return self._index.held(owner) if owner >= 0 else 0
         except ValueError:  # it was closed meanwhile
             return 0
 
@@ -197,8 +197,10 @@ class KVIndex:
             "memory_bytes": self._index.memory_bytes,
             "most_bytes": self._most_bytes,
             "refused_blocks": self._index.refused,
-            "dropped_reaches": self._dropped_reaches,
-            "engines": {reader.instance_id: self._engines.status(reader.instance_id) for reader in self.readers()},
+            "dropped_reaches": self._dropped_prefixes,
+            "engines": {
+                engine.instance_id: self._engines.status(engine.instance_id) for engine in self.known_engines()
+            },
         }
 
     def families(self) -> list[Family]:
@@ -231,10 +233,10 @@ class KVIndex:
             Kind.COUNTER,
             labels,
         )
-        for reader in self.readers():
-            status = self._engines.status(reader.instance_id)
+        for engine in self.known_engines():
+            status = self._engines.status(engine.instance_id)
             if status is not None:
-                name = (reader.instance_id, reader.scheduler.model_name)
+                name = (engine.instance_id, engine.scheduler.model_name)
                 following.add(int(status["state"] in FOLLOWING), *name)
                 gaps.add(status.get("lost_gaps", 0), *name)
         return [following, gaps]

@@ -220,7 +220,7 @@ class Handlers:
             raise KVServerError(
                 ErrorCode.NOT_READY, f"instance {request.instance_id!r} was not described; send DescribeScheduler first"
             )
-        return self.watchers.feed.take(request)
+        return self.watchers.feed.take_kv_events(request)
 
     def _clear(self, request: Clear) -> Cleared:
         if not request.instance_id:

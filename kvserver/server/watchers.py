@@ -111,20 +111,20 @@ class Watchers:
 
     @property
     def feed(self) -> Feed:
-        feed = self.observers.find("feed")
+        feed = self.observers.observer_named("feed")
         assert isinstance(feed, Feed)
         return feed
 
     @property
     def index(self) -> KVIndex:
-        index = self.observers.find("index")
+        index = self.observers.observer_named("index")
         assert isinstance(index, KVIndex)
         return index
 
     @property
     def publisher(self) -> ZmqPublisher | None:
         """None where no KV events are published."""
-        found = self.observers.find("zmq")
+        found = self.observers.observer_named("zmq")
         return found if isinstance(found, ZmqPublisher) else None
 
     def status(self) -> dict[str, Any]:

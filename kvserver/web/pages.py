@@ -48,8 +48,8 @@ class StatusPages(Connections):
         server: Server,
         settings: Mapping[str, Any] = {},
         match: MatchPages | None = None,
-        take_kv_snapshot: snapshot_page.TakeSnapshot | None = None,
-        cut_off: Callable[[str], str] = lambda observer: "",
+        make_kv_snapshot: snapshot_page.MakeSnapshot | None = None,
+        cut_off_reason: Callable[[str], str] = lambda observer: "",
         token: str = "",
     ) -> None:
         """`settings` is what `/config` shows. Without an index, or where no KV events are published, those pages say so, as they
@@ -59,8 +59,8 @@ class StatusPages(Connections):
         self.kvserver = server
         self.settings = settings
         self.match = match
-        self.take_kv_snapshot = take_kv_snapshot
-        self.cut_off = cut_off
+        self.make_kv_snapshot = make_kv_snapshot
+        self.cut_off_reason = cut_off_reason
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self.serve, name="http", daemon=True)
 
@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _match(self) -> None:
-        if reason := self.server.cut_off("index"):
+        if reason := self.server.cut_off_reason("index"):
             self._send(503, f"the index is not up to date: {reason}\n")
         elif self.server.match is None:
             self._send(503, "this daemon keeps no index of blocks\n")
@@ -273,10 +273,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(*self.server.match.match(self._body, self.headers.get_content_type()))
 
     def _kv_snapshot(self) -> None:
-        if reason := self.server.cut_off("zmq"):
+        if reason := self.server.cut_off_reason("zmq"):
             self._send(503, f"KV events are published no more: {reason}\n")
         elif self.server.enter(self._visit, Phase.ANSWERING, snapshot_page.MOST_SECONDS):
-            snapshot_page.answer(self, self.server.take_kv_snapshot)
+            snapshot_page.answer(self, self.server.make_kv_snapshot)
 
     def _explain(self) -> None:
         code, body = explain_page.answer(self.server.kvserver.handlers.watchers.explain, self.path.partition("?")[2])

@@ -22,23 +22,23 @@ from kvserver.kv_events import MOST_SNAPSHOT_SECONDS, Busy, Encoding, NotOneTopi
 log = logging.getLogger(__name__)
 
 MOST_SECONDS = MOST_SNAPSHOT_SECONDS + 10.0  # to make and to read one
-TakeSnapshot = Callable[[str, str, str], Snapshot]  # model, form, topic
+MakeSnapshot = Callable[[str, str, str], Snapshot]  # model, form, topic
 _NAMES = ("model", "form", "topic")
 _MEDIA: dict[str, Encoding] = {"application/x-ndjson": "json", "application/msgpack": "msgpack"}
 
 
-def answer(handler: BaseHTTPRequestHandler, take: TakeSnapshot | None) -> None:
-    """`take` is None where no KV events are published."""
+def answer(handler: BaseHTTPRequestHandler, make: MakeSnapshot | None) -> None:
+    """`make` is None where no KV events are published."""
     asked = parse_qs(urlsplit(handler.path).query)
-    if take is None:
+    if make is None:
         return _refuse(handler, HTTPStatus.NOT_FOUND, {"error": "no KV events are published: --kv-events-endpoint"})
     if unknown := sorted(set(asked) - set(_NAMES)):
         return _refuse(handler, HTTPStatus.BAD_REQUEST, {"error": f"unknown {unknown}; there are {list(_NAMES)}"})
     media = "application/msgpack" if "msgpack" in handler.headers.get("Accept", "") else "application/x-ndjson"
     gzip = "gzip" in handler.headers.get("Accept-Encoding", "")
     try:
-        taken = take(*(asked.get(name, [""])[0] for name in _NAMES))
-        with snapshot_parts(taken, _MEDIA[media], gzip) as parts:
+        snapshot = make(*(asked.get(name, [""])[0] for name in _NAMES))
+        with snapshot_parts(snapshot, _MEDIA[media], gzip) as parts:
             _stream(handler, parts, media, gzip)
     except NotOneTopic as error:
         code = HTTPStatus.BAD_REQUEST if error.several else HTTPStatus.NOT_FOUND

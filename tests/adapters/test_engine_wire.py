@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from kvserver.kv_events.types import ReaderCame
+from kvserver.kv_events.types import ReaderConnected
 from kvserver.protocol import DescribeScheduler
 from kvserver.routing import KVIndex
 
@@ -47,7 +47,7 @@ def came(publisher):
     endpoints = {"events_endpoint": config.endpoint, "events_replay_endpoint": config.replay_endpoint}
     names = {"instance_id": "engine", "incarnation": "1", "model_name": "m", "variant": ""}
     scheduler = DescribeScheduler(**names, **endpoints, events_topic=config.topic)
-    return ReaderCame(1, 0, scheduler, b"r", 1, 16)
+    return ReaderConnected(1, 0, scheduler, b"r", 1, 16)
 
 
 def publish(publisher, *events):
@@ -57,7 +57,7 @@ def publish(publisher, *events):
 def wait_for(index, blocks):
     deadline = time.monotonic() + 20
     while True:
-        (match,) = index.match(index.readers(), b"".join(BLOCKS), 32)
+        (match,) = index.match(index.known_engines(), b"".join(BLOCKS), 32)
         if match.l0 == blocks:
             return index.status()["engines"]["engine"]
         assert time.monotonic() < deadline, (match, blocks, index.status())

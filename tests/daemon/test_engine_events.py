@@ -15,10 +15,10 @@ import zmq
 from support.daemon import wait_until
 from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed, stored
 
-from kvserver.kv_events.types import ReaderCame, ReaderGone
+from kvserver.kv_events.types import ReaderConnected, ReaderDisconnected
 from kvserver.protocol import DescribeScheduler, KVGroup
 from kvserver.routing import KVIndex
-from kvserver.routing.engine_follower import unreadable
+from kvserver.routing.engine_subscription import unreadable
 
 REACH = b"r" * 32
 BLOCKS = [bytes([n]) * 32 for n in range(1, 200)]
@@ -44,7 +44,7 @@ def engine(folder: Path) -> Iterator[EnginePublisher]:
     publisher.close()
 
 
-def came(engine: EnginePublisher, name: str = "engine", **more: Any) -> ReaderCame:
+def came(engine: EnginePublisher, name: str = "engine", **more: Any) -> ReaderConnected:
     fields = {
         "instance_id": name,
         "incarnation": "1",
@@ -54,11 +54,11 @@ def came(engine: EnginePublisher, name: str = "engine", **more: Any) -> ReaderCa
         "events_replay_endpoint": engine.replay_endpoint,
         "events_topic": engine.topic,
     }
-    return ReaderCame(1, 0, DescribeScheduler(**{**fields, **more}), REACH, 16, 16)
+    return ReaderConnected(1, 0, DescribeScheduler(**{**fields, **more}), REACH, 16, 16)
 
 
 def leading(index: KVIndex, name: str = "engine", blocks: list[bytes] = BLOCKS) -> int:
-    (match,) = index.match(index.readers(instance_ids=[name]), b"".join(blocks), len(blocks[0]))
+    (match,) = index.match(index.known_engines(instance_ids=[name]), b"".join(blocks), len(blocks[0]))
     return match.l0
 
 
@@ -282,7 +282,7 @@ def test_an_engine_that_goes_leaves_nothing(index, engine):
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS))
     wait_for(index, len(BLOCKS))
-    index.observe(ReaderGone(2, 0, "engine", "model"))
+    index.observe(ReaderDisconnected(2, 0, "engine", "model"))
     wait_until(lambda: index.status()["blocks"] == 0)
     assert index.instance("engine") is None
 
@@ -315,7 +315,7 @@ def test_an_engine_that_publishes_nothing_has_no_series_and_one_that_left_none_m
     assert exported(index, "following") == exported(index, "gaps") == []
     index.observe(came(engine))
     wait_until(lambda: exported(index, "following") == [(("engine", "model"), 1)])
-    index.observe(ReaderGone(2, 0, "engine", "model"))
+    index.observe(ReaderDisconnected(2, 0, "engine", "model"))
     assert exported(index, "following") == exported(index, "gaps") == []
 
 
@@ -324,7 +324,7 @@ def test_an_address_that_is_none_is_refused_and_leaves_no_holder(index, engine, 
     for _ in range(70):  # more than there are holders
         index.observe(came(engine, incarnation="other", **{field: "ipc:///" + "long" * 100}))
         wait_until(lambda: status(index).get("state") == "refused")
-        index.observe(ReaderGone(2, 0, "engine", "model"))
+        index.observe(ReaderDisconnected(2, 0, "engine", "model"))
     index.observe(came(engine))
     engine.publish(stored(BLOCKS[:2]))
     wait_for(index, 2)

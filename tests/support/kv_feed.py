@@ -14,8 +14,8 @@ from kvserver.kv_events.types import (
     KVEventObserver,
     KVRemoved,
     KVStored,
-    ReaderCame,
-    ReaderGone,
+    ReaderConnected,
+    ReaderDisconnected,
     Tier,
 )
 from kvserver.protocol import DescribeScheduler, HashForm, KVGroup
@@ -93,10 +93,10 @@ class Feed:
             hash_form=form,
             groups=groups,
         )
-        self.observer.observe(ReaderCame(*self._next(), scheduler, at, 4, BLOCK_TOKENS))
+        self.observer.observe(ReaderConnected(*self._next(), scheduler, at, 4, BLOCK_TOKENS))
 
     def gone(self, instance_id: str, model_name: str = "model") -> None:
-        self.observer.observe(ReaderGone(*self._next(), instance_id, model_name))
+        self.observer.observe(ReaderDisconnected(*self._next(), instance_id, model_name))
 
     def blocks(self, *reaches: bytes, form: str = "int", groups: int = 1) -> set[Block]:
         """Those that an audience of these reaches should know."""

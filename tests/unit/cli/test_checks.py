@@ -30,14 +30,14 @@ def write(root: Path, path: str, text: str) -> None:
 
 def is_problem(finding: Finding, *words: str) -> None:
     assert finding.level is Level.PROBLEM, finding
-    assert [word for word in words if word not in f"{finding.text} -> {finding.mend}"] == [], finding
-    assert finding.mend
+    assert [word for word in words if word not in f"{finding.text} -> {finding.fix}"] == [], finding
+    assert finding.fix
 
 
 def is_warning(finding: Finding, *words: str) -> None:
     assert finding.level is Level.WARNING, finding
-    assert [word for word in words if word not in f"{finding.text} -> {finding.mend}"] == [], finding
-    assert finding.mend
+    assert [word for word in words if word not in f"{finding.text} -> {finding.fix}"] == [], finding
+    assert finding.fix
 
 
 def is_ok(finding: Finding, *words: str) -> None:
@@ -128,7 +128,7 @@ def test_small_pages_for_l1_are_a_warning(tmp_path: Path) -> None:
     write(tmp_path, "proc/mounts", "proc /proc proc rw 0 0\ntmpfs /dev/shm tmpfs rw,huge=within_size,size=1k 0 0\n")
     found = checks.huge_pages(machine(tmp_path))
     is_warning(found, "never for anonymous", "advise for shared", "within_size on /dev/shm", "explicit ones: 512")
-    assert found.mend == "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+    assert found.fix == "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
     write(tmp_path, folder + "enabled", "always [madvise] never\n")
     is_ok(checks.huge_pages(machine(tmp_path)), "madvise for anonymous")
 
@@ -153,7 +153,7 @@ def test_several_memory_nodes_are_a_warning_until_the_process_is_bound_to_one(tm
 def test_the_limit_of_open_files_is_reported_in_workers(tmp_path: Path, hard: int, level: Level) -> None:
     found = checks.open_files(machine(tmp_path, rlimit=lambda which: (256, hard)))
     assert found.level is level
-    assert ("LimitNOFILE" in found.mend) == (level is not Level.OK)
+    assert ("LimitNOFILE" in found.fix) == (level is not Level.OK)
 
 
 def test_a_container_gets_hints_and_no_blame(tmp_path: Path) -> None:

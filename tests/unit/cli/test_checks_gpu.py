@@ -84,8 +84,8 @@ def gpus(world: World) -> World:
 
 def check_finding(finding: Finding, level: Level, *words: str) -> None:
     assert finding.level is level, finding
-    assert [word for word in words if word not in f"{finding.text} -> {finding.mend}"] == [], finding
-    assert bool(finding.mend) == (level is not Level.OK), finding
+    assert [word for word in words if word not in f"{finding.text} -> {finding.fix}"] == [], finding
+    assert bool(finding.fix) == (level is not Level.OK), finding
 
 
 GPU_CHECKS = {name: check for name, check in doctor.CHECKS.items() if check.__module__ == checks_gpu.__name__}
@@ -181,7 +181,7 @@ def test_a_device_file_that_is_missing_is_a_problem(gpus: World, name: str) -> N
     (gpus.root / "dev" / name).unlink()
     found = checks_gpu.devices(gpus.machine())
     check_finding(found, Level.PROBLEM, f"/dev/{name} is not there", "docker: --gpus all")
-    assert ("nvidia-modprobe" in found.mend) == (name == "nvidia-uvm")
+    assert ("nvidia-modprobe" in found.fix) == (name == "nvidia-uvm")
 
 
 def test_a_device_file_that_the_user_may_not_open_is_a_problem(gpus: World) -> None:

@@ -72,7 +72,7 @@ def test_an_engine_receives_the_blocks_that_were_there_and_every_change(world: W
     one = Prompt(range(40))
     world.store(one, last=3)
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes[:6])
     world.store(one, first=3)
@@ -88,7 +88,7 @@ def test_a_stored_block_comes_with_its_whole_description(world: World) -> None:
     keys = [["salt"], None, None, [["image", 5]], None, None]
     world.store(one, lora_name="tuned", extra_keys=extra(*keys))
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     engine.catch_up()
     for number, event in enumerate(engine.told):
         assert (event.stored, event.medium, event.hash_bytes, event.block_tokens) == (True, "CPU", 16, 4)
@@ -104,7 +104,7 @@ def test_blocks_that_two_chunks_share_are_reported_once_with_the_parent_inside_t
     one, other = Prompt([1] * 8), Prompt([1] * 4 + [2] * 4)
     keys = [["first"], ["second"]]
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     world.store(one, extra_keys=extra(*keys))
     world.store(other, extra_keys=extra(*keys))
     engine.catch_up()
@@ -123,7 +123,7 @@ def test_each_group_of_the_engine_has_events_of_its_own(world: World) -> None:
     world.store(Prompt(range(8)))
     world.reader(groups=(KVGroup("full_attention"), KVGroup("sliding_window", 64)))
     found: list[KVBlocks] = []
-    wait_until(lambda: found.extend(Follower(world.feed.take).ask().events) or found)
+    wait_until(lambda: found.extend(Follower(world.feed.take_kv_events).ask().events) or found)
     assert [event.group for event in found] == [0, 1]
     assert found[0].hashes == found[1].hashes
 
@@ -131,7 +131,7 @@ def test_each_group_of_the_engine_has_events_of_its_own(world: World) -> None:
 def test_only_blocks_that_the_engine_can_read_are_reported(world: World) -> None:
     mine, tuned, foreign = Prompt(range(8)), Prompt(range(100, 108)), Prompt(range(200, 208))
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     world.store(mine)
     engine.catch_up()
     world.store(tuned, LORA)
@@ -145,7 +145,7 @@ def test_chunks_without_a_description_are_not_reported(world: World) -> None:
     world.reader()
     world.hub.handle(ChunksStored(1, "other", "m", PREFIX, one.keys[0], 10))
     world.store(one, first=1)
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes[2:])
     world.store(one)  # and of one that is described late, all is
@@ -154,18 +154,18 @@ def test_chunks_without_a_description_are_not_reported(world: World) -> None:
 
 
 def test_an_instance_that_is_not_described_yet_receives_nothing(world: World) -> None:
-    assert world.feed.take(TakeKVEvents(instance_id="who", incarnation="one", follow=7, cursor=3)) == KVEventsTaken(
-        follow=7, cursor=3, events=[], whole=False
-    )
+    assert world.feed.take_kv_events(
+        TakeKVEvents(instance_id="who", incarnation="one", follow=7, cursor=3)
+    ) == KVEventsTaken(follow=7, cursor=3, events=[], whole=False)
     world.reader(incarnation="two")
-    assert Follower(world.feed.take).ask().events == []
+    assert Follower(world.feed.take_kv_events).ask().events == []
     assert world.feed.status()["followers"] == []
 
 
 def test_a_lost_reply_comes_again(world: World) -> None:
     world.store(Prompt(range(8 * 300)))
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     wait_until(lambda: engine.step() is not None and engine.told)
     lost = wait_until(lambda: (reply := engine.ask()).events and reply)
     assert lost.events
@@ -180,7 +180,7 @@ def test_a_lost_reply_comes_again(world: World) -> None:
 def test_the_first_reply_comes_again_when_it_was_lost(world: World) -> None:
     world.store(Prompt(range(16)))
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     wait_until(lambda: engine.ask().events)  # none of these arrives
     engine.catch_up()
     assert len(engine.follows) == 1
@@ -191,7 +191,7 @@ def test_the_first_reply_comes_again_when_it_was_lost(world: World) -> None:
 def test_an_engine_with_an_unknown_position_begins_anew(world: World, follow: int | None, cursor: int) -> None:
     world.store(Prompt(range(40)))
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     engine.catch_up()
     engine.follow = engine.follow if follow is None else follow
     engine.cursor = cursor
@@ -205,7 +205,7 @@ def test_replies_are_bounded(world: World) -> None:
     big = Prompt(range(32 * 256 * 4), chunk_blocks=256)
     world.store(big)
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     sizes: list[int] = []
 
     def step() -> bool:
@@ -223,7 +223,7 @@ def test_replies_are_bounded(world: World) -> None:
 def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
     world = World(most_queued=50)
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     first, second = Prompt(range(8 * 40)), Prompt(range(1000, 1000 + 8 * 40))
     world.store(first)
     engine.catch_up()
@@ -244,7 +244,7 @@ def test_an_event_that_a_snapshot_has_in_it_is_not_counted_again(world: World) -
     world.behind = True
     world.evict(gone.keys)
     world.store(one)
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     engine.catch_up()
     world.observe_queued()
     world.evict(one.keys[:1])
@@ -257,7 +257,7 @@ def test_an_event_that_a_snapshot_has_in_it_is_not_counted_again(world: World) -
 
 def test_another_namespace_prefix_begins_anew(world: World) -> None:
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     old, new = Prompt(range(16)), Prompt(range(100, 116))
     world.store(old)
     world.store(new, OTHER)
@@ -273,7 +273,7 @@ def test_another_namespace_prefix_begins_anew(world: World) -> None:
 
 def test_an_instance_that_went_is_forgotten(world: World) -> None:
     world.reader()
-    engine = Follower(world.feed.take)
+    engine = Follower(world.feed.take_kv_events)
     world.store(Prompt(range(16)))
     engine.catch_up()
     world.hub.handle(InstanceGone(1, "engine", "m", "one", True))
@@ -286,7 +286,7 @@ def test_random_runs_with_lost_replies_end_with_what_can_be_read(seed: int) -> N
     generator = random.Random(seed)
     world = World(most_queued=generator.choice((30, 1000)))
     world.behind = True
-    engines = [Follower(world.feed.take, name, loses=lambda: generator.random() < 0.3) for name in ("a", "b")]
+    engines = [Follower(world.feed.take_kv_events, name, loses=lambda: generator.random() < 0.3) for name in ("a", "b")]
     prefixes = {"a": PREFIX, "b": OTHER}
     for name, prefix in prefixes.items():
         world.reader(name, prefix)

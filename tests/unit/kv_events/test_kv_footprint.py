@@ -10,16 +10,16 @@ CHUNKS, MOST = 40_000, 4300
 # In a process of its own: memory that an earlier test freed would be used again, unseen.
 PROGRAM = f"""
 import os, random, time
-from kvserver.kv_events.held import Held
+from kvserver.kv_events.resident import ResidentChunks
 from kvserver.kv_events.stream import Stream, StreamOptions
 from kvserver.kv_events.types import Description, KVChunk, KVStored, Tier
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-rng, reach, held = random.Random(0), bytes(64), Held()
+rng, reach, held = random.Random(0), bytes(64), ResidentChunks()
 stream = Stream("model", "int", StreamOptions("kv-events", False, 1 << 20, 1))
-stream.came("engine", reach, (), held)
+stream.reader_connected("engine", reach, (), held)
 described_bytes = 0
 
 def store(count):
@@ -31,7 +31,7 @@ def store(count):
         chunks.append(KVChunk(hashes[-32:], described))
         described_bytes += described.size
     event = KVStored(1, 1, Tier.L1, reach, tuple(chunks))
-    held.apply(event)
+    held.apply_event(event)
     stream.stored(event)
 
 for _ in range(20):
@@ -39,7 +39,7 @@ for _ in range(20):
 before, described_bytes = resident(), 0
 for _ in range({CHUNKS} // 250):
     store(250)
-assert stream.held_blocks == 16 * ({CHUNKS} + 20 * 256)
+assert stream.announced_blocks == 16 * ({CHUNKS} + 20 * 256)
 print((resident() - before) / {CHUNKS}, described_bytes / {CHUNKS}, stream.state_bytes / ({CHUNKS} + 20 * 256))
 """
 

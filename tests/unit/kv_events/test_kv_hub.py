@@ -21,7 +21,7 @@ from kvserver.events import (
 )
 from kvserver.kv_events import Hub
 from kvserver.kv_events import hub as hub_module
-from kvserver.kv_events.types import MOST_CHUNKS, KVRemoved, KVStored, ReaderCame, ReaderGone, Tier
+from kvserver.kv_events.types import MOST_CHUNKS, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
 
 HERE, THERE = b"n" * 32, b"o" * 32
 MANY = 1 << 30
@@ -242,11 +242,11 @@ def test_readers_are_published_when_they_are_described_and_when_they_disconnect(
     world.hub.handle(InstanceGone(4, "engine", "m", "one", True))
     world.hub.handle(InstanceGone(5, "engine", "m", "one", True))
     came, changed, gone = world.witness.events
-    assert isinstance(came, ReaderCame)
-    assert isinstance(changed, ReaderCame)
+    assert isinstance(came, ReaderConnected)
+    assert isinstance(changed, ReaderConnected)
     assert (came.scheduler, came.reach, came.chunk_blocks, came.block_tokens) == (scheduler(), HERE, 2, 16)
     assert changed.reach == THERE
-    assert isinstance(gone, ReaderGone)
+    assert isinstance(gone, ReaderDisconnected)
     assert (gone.instance_id, gone.model_name) == ("engine", "m")
 
 

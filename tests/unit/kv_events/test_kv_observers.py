@@ -17,7 +17,7 @@ from support.observers import install
 from kvserver.config import Settings
 from kvserver.events import ChunksStored
 from kvserver.kv_events import Hub, ObserverContext, Observers
-from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ReaderCame, ReaderGone, Tier
+from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
 from kvserver.protocol import ConfigError
 from kvserver.server.watchers import OWN_OBSERVERS
 
@@ -46,7 +46,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield make
     for observers in made:
         for row in observers.status():
-            if hasattr(found := observers.find(row["name"]), "gate"):
+            if hasattr(found := observers.observer_named(row["name"]), "gate"):
                 found.gate.set()  # type: ignore[union-attr]
         observers.close()
     sys.modules.pop("observers_of_a_test", None)
@@ -57,7 +57,7 @@ def row(observers: Observers, name: str) -> dict[str, Any]:
 
 
 def kept(observers: Observers, name: str = "keeps") -> list[Any]:
-    found: list[Any] = observers.find(name).events  # type: ignore[union-attr]
+    found: list[Any] = observers.observer_named(name).events  # type: ignore[union-attr]
     return found
 
 
@@ -74,7 +74,7 @@ def test_every_event_is_handed_over_in_order_in_one_thread_of_the_observer(make:
     wait_until(lambda: len(kept(observers)) == len(events))
     assert kept(observers) == events
     observers.close()
-    keeps: Any = observers.find("keeps")
+    keeps: Any = observers.observer_named("keeps")
     assert keeps.closed.is_set()
     assert [thread.name for thread in keeps.threads] == ["kv events: keeps"]
     assert row(observers, "keeps")["handled"] == len(events)
@@ -116,7 +116,7 @@ def test_one_that_stalls_is_cut_off_and_the_others_go_on(make: Make, name: str) 
     assert "one call took more than 0.2 s" in row(observers, name)["reason"]
     assert row(observers, name)["queue_depth"] == 0
     wait_until(lambda: len(kept(observers)) == number)
-    observers.find(name).gate.set()  # type: ignore[union-attr]
+    observers.observer_named(name).gate.set()  # type: ignore[union-attr]
     observers.hand_over(stored(number + 1))
     wait_until(lambda: len(kept(observers)) == number + 1)
     assert len(kept(observers, name)) < number, "it receives no more after its stall ends"
@@ -162,7 +162,7 @@ def test_what_is_queued_is_handed_over_before_the_end_and_each_is_closed(make: M
     observers.close()
     assert len(kept(observers)) == len(kept(observers, "close_raises")) == 499
     for name in ("keeps", "close_raises", "raises"):
-        assert observers.find(name).closed.is_set(), name  # type: ignore[union-attr]
+        assert observers.observer_named(name).closed.is_set(), name  # type: ignore[union-attr]
 
 
 def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
@@ -178,7 +178,7 @@ def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
 def test_those_that_were_never_started_are_closed_too(make: Make) -> None:
     observers = make("keeps", start=False)
     observers.close()
-    assert observers.find("keeps").closed.is_set()  # type: ignore[union-attr]
+    assert observers.observer_named("keeps").closed.is_set()  # type: ignore[union-attr]
 
 
 # ---- which there are --------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_the_setting_chooses_among_those_installed(make: Make, setting: str, fou
     observers = make("keeps", "other=keeps", "declines", setting=setting)
     assert names(observers) == found
     assert observers.foreign == bool(found)
-    assert observers.find("feed") is not None, "what the daemon brings itself stays"
+    assert observers.observer_named("feed") is not None, "what the daemon brings itself stays"
 
 
 def test_one_that_is_named_and_not_installed_is_a_bad_setting(make: Make) -> None:
@@ -233,8 +233,8 @@ def test_each_event_is_a_line_without_tokens(tmp_path: Path) -> None:
     hub.handle(one.described(HERE, 0, 1))
     hub.handle(ChunksStored(time.monotonic_ns(), "i", "m", HERE, b"".join(one.keys), 1))
     observers.hand_over(KVRemoved(2, time.monotonic_ns(), Tier.L2, HERE, (KVChunk(bytes(32)),)))
-    observers.hand_over(ReaderCame(3, time.monotonic_ns(), scheduler(), HERE, 2, 4))
-    observers.hand_over(ReaderGone(4, time.monotonic_ns(), "engine", "m"))
+    observers.hand_over(ReaderConnected(3, time.monotonic_ns(), scheduler(), HERE, 2, 4))
+    observers.hand_over(ReaderDisconnected(4, time.monotonic_ns(), "engine", "m"))
     observers.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(abs(line.pop("time") - time.time()) < 60 for line in lines)

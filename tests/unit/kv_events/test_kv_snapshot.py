@@ -38,7 +38,7 @@ def published() -> Iterator[Published]:
 @pytest.fixture
 def pages(published: Published) -> Iterator[StatusPages]:
     made = StatusPages(("127.0.0.1", 0), cast(Server, None))  # this page asks no loop
-    made.take_kv_snapshot = published.publisher.snapshot
+    made.make_kv_snapshot = published.publisher.snapshot
     made.start()
     yield made
     made.close()
@@ -159,7 +159,7 @@ def test_a_request_for_an_unknown_stream_receives_the_known_ones(pages: StatusPa
     assert (response.status, json.loads(body)["streams"]) == (400, [there, {**there, "form": "bytes"}])
     assert get(pages, "?model=model&form=int")[0].status == 200
     assert get(pages, "?modell=model")[0].status == 400
-    pages.take_kv_snapshot = None
+    pages.make_kv_snapshot = None
     response, body = get(pages)
     assert (response.status, json.loads(body)["error"]) == (404, "no KV events are published: --kv-events-endpoint")
 

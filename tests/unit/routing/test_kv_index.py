@@ -9,7 +9,15 @@ import pytest
 
 from kvserver.config import Settings
 from kvserver.kv_events import ObserverContext
-from kvserver.kv_events.types import Description, KVChunk, KVRemoved, KVStored, ReaderCame, ReaderGone, Tier
+from kvserver.kv_events.types import (
+    Description,
+    KVChunk,
+    KVRemoved,
+    KVStored,
+    ReaderConnected,
+    ReaderDisconnected,
+    Tier,
+)
 from kvserver.protocol import DescribeScheduler
 from kvserver.routing import KVIndex, Match
 from kvserver.routing.prefix_index import make_index
@@ -28,11 +36,11 @@ def index():
 
 def reader_of(name, prefix=PREFIXES[0], chunk_blocks=CHUNK_BLOCKS, model="model"):
     scheduler = DescribeScheduler(instance_id=name, incarnation="1", model_name=model, variant="epoch")
-    return ReaderCame(1, 0, scheduler, prefix, chunk_blocks, 16)
+    return ReaderConnected(1, 0, scheduler, prefix, chunk_blocks, 16)
 
 
 def reader_leaves(name):
-    return ReaderGone(1, 0, name, "model")
+    return ReaderDisconnected(1, 0, name, "model")
 
 
 def prompt_of(seed, blocks=40, hash_bytes=32):
@@ -55,7 +63,7 @@ def removed(*chunks, tier=Tier.L1, namespace=PREFIXES[0]):
 
 
 def match(index, prompt, name="engine"):
-    (found,) = index.match(index.readers(instance_ids=[name]), b"".join(prompt), len(prompt[0]))
+    (found,) = index.match(index.known_engines(instance_ids=[name]), b"".join(prompt), len(prompt[0]))
     return found
 
 
@@ -104,7 +112,7 @@ def test_chunks_stored_before_an_engine_connected_are_found(index):
     index.observe(reader_of("first"))
     index.observe(stored(chunk(prompt, 0)))
     index.observe(reader_leaves("first"))
-    assert index.readers() == []
+    assert index.known_engines() == []
     index.observe(reader_of("second"))
     assert match(index, prompt, "second").l1 == 4
 
@@ -122,9 +130,9 @@ def test_an_engine_with_new_weights_finds_nothing_of_the_old(index):
 def test_readers_are_chosen_by_model_and_by_name(index):
     for name, model in (("a", "x"), ("b", "x"), ("c", "y")):
         index.observe(reader_of(name, model=model))
-    assert [reader.instance_id for reader in index.readers("x")] == ["a", "b"]
-    assert [reader.instance_id for reader in index.readers("x", ["b", "c"])] == ["b"]
-    assert len(index.readers()) == 3
+    assert [reader.instance_id for reader in index.known_engines("x")] == ["a", "b"]
+    assert [reader.instance_id for reader in index.known_engines("x", ["b", "c"])] == ["b"]
+    assert len(index.known_engines()) == 3
 
 
 def test_namespace_prefixes_without_readers_make_room_for_those_with_readers(index):

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvserver.kv_events.types import KVChunk, KVStored, ReaderCame, Tier
+from kvserver.kv_events.types import KVChunk, KVStored, ReaderConnected, Tier
 from kvserver.protocol import DescribeScheduler
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
-from kvserver.routing.match import JSON, MSGPACK, Loads
+from kvserver.routing.match import JSON, MSGPACK, RecentEngineStats
 from kvserver.web.pages import StatusPages
 
 REACH, START = b"r" * 64, b"s" * 32
@@ -35,10 +35,10 @@ INSTANCE = {
 }
 
 
-def reader_of(name: str = "engine", **more: Any) -> ReaderCame:
+def reader_of(name: str = "engine", **more: Any) -> ReaderConnected:
     fields = {"instance_id": name, "incarnation": "1", "model_name": "model", "variant": "", "hash_start": START}
     known = {"hash_algorithm": "sha256", "hash_block_tokens": 16}
-    return ReaderCame(1, 0, DescribeScheduler(**{**fields, **known, **more}), REACH, 4, 16)
+    return ReaderConnected(1, 0, DescribeScheduler(**{**fields, **known, **more}), REACH, 4, 16)
 
 
 def hashes_of(tokens: list[int], lora: tuple[str, str] | None = None, salt: str = "") -> list[bytes]:
@@ -277,7 +277,7 @@ def test_loads_that_cannot_be_had_are_those_of_before():
         asked.append(futures.pop(0))
         return asked[-1]
 
-    loads = Loads(ask, every_seconds=0.0)
+    loads = RecentEngineStats(ask, every_seconds=0.0)
     assert loads.read() == {}
     assert loads.read() == {"engine": LOAD}
     assert len(asked) == 2

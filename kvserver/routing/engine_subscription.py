@@ -44,47 +44,47 @@ def unreadable(endpoint: str) -> str:
     return f"{endpoint!r} is neither ipc nor tcp on a loopback address"
 
 
-class Holding:
-    """What an engine holds, in the index. Without a free holder nothing is kept."""
+class EngineBlocks:
+    """What an engine holds, in the index. Without a free owner nothing is kept."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self.holder = index.open()
+        self.owner = index.open()
 
     def add(self, hashes: bytes) -> None:
-        if self.holder >= 0:
-            self._index.add(self.holder, hashes, 8)
+        if self.owner >= 0:
+            self._index.add(self.owner, hashes, 8)
 
     def remove(self, hashes: bytes) -> None:
-        if self.holder >= 0:
-            self._index.remove(self.holder, hashes, 8)
+        if self.owner >= 0:
+            self._index.remove(self.owner, hashes, 8)
 
     def clear(self) -> None:
-        if self.holder >= 0:
-            self._index.clear(self.holder)
+        if self.owner >= 0:
+            self._index.clear(self.owner)
 
     def close(self) -> None:
-        if self.holder >= 0:
-            self._index.close(self.holder)
-            self.holder = -1
+        if self.owner >= 0:
+            self._index.close(self.owner)
+            self.owner = -1
 
 
-class Follower:
+class EngineSubscription:
     """All of it runs in one thread, but for status(), which reads only."""
 
     def __init__(self, context: zmq.Context[Socket], index: PrefixIndex, scheduler: DescribeScheduler) -> None:
         self.scheduler = scheduler
         self.failure = ""
-        self.holding = Holding(index)
+        self.blocks = EngineBlocks(index)
         kinds = [group.kind for group in scheduler.groups]
         group = kinds.index("full_attention") if "full_attention" in kinds else 0
-        self._stream = EngineStream(self.holding, group, time.monotonic)
+        self._stream = EngineStream(self.blocks, group, time.monotonic)
         self._context = context
         self._topic = scheduler.events_topic.encode()
         self._replay_endpoint = scheduler.events_replay_endpoint
         if unreadable(self._replay_endpoint):
             self._replay_endpoint = ""
-        self._held: tuple[int, bytes] | None = None  # waits for what is missing before it
+        self._waiting_batch: tuple[int, bytes] | None = None  # waits for what is missing before it
         self._replay: Socket | None = None
         self._replay_ends = 0.0  # unless more comes
         self._replay_after = 0.0
@@ -112,7 +112,7 @@ class Follower:
         """What to poll, and until when at most."""
         if self._replay is not None:
             return self._replay, self._replay_ends
-        if self._held is not None:
+        if self._waiting_batch is not None:
             return None, self._replay_after
         return self._events, now + 1.0
 
@@ -120,7 +120,7 @@ class Follower:
         """Take what came, up to a bound; True if there may be more."""
         if self._replay is not None:
             return self._read_replay(self._replay, now)
-        if self._held is not None:
+        if self._waiting_batch is not None:
             if now >= self._replay_after:
                 self._ask()
             return False
@@ -132,8 +132,8 @@ class Follower:
                 self._stream.count_malformed()
             elif frames[0] == self._topic:
                 number, payload = int.from_bytes(frames[1], "big"), frames[2]
-                if not self._stream.take(number, payload, final=not self._replay_endpoint):
-                    self._held = number, payload
+                if not self._stream.apply_batch(number, payload, final=not self._replay_endpoint):
+                    self._waiting_batch = number, payload
                     return True
         return True
 
@@ -160,29 +160,29 @@ class Follower:
                 self._end_replay(replay)
                 return True
             else:
-                self._stream.take(int.from_bytes(frames[-2], "big"), frames[-1], final=True)
+                self._stream.apply_batch(int.from_bytes(frames[-2], "big"), frames[-1], final=True)
         return True
 
     def _end_replay(self, replay: Socket) -> None:
         replay.close(0)
         self._replay = None
-        if self._held is not None:
-            self._stream.take(*self._held, final=True)
-            self._held = None
+        if self._waiting_batch is not None:
+            self._stream.apply_batch(*self._waiting_batch, final=True)
+            self._waiting_batch = None
 
     def status(self) -> dict[str, Any]:
         status = self._stream.status()
         if self.failure:
             status["state"] = "failed"
-        elif self.holding.holder < 0:
-            status["state"] = "no holder is free"
+        elif self.blocks.owner < 0:
+            status["state"] = "no owner is free"
         return {"endpoint": self.scheduler.events_endpoint, "replay": bool(self._replay_endpoint), **status}
 
     def close(self) -> None:
         self._events.close(0)
         if self._replay is not None:
             self._replay.close(0)
-        self.holding.close()
+        self.blocks.close()
 
 
 def _received(socket: Socket) -> list[bytes] | None:

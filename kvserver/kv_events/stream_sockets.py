@@ -67,7 +67,7 @@ class _Replay:
     deadline: float
 
 
-class Channel:
+class StreamSockets:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], stream: Stream, number: int, urls: list[str]) -> None:
         """`urls`: of the events, and if there is to be one of the replay."""
         self._context, self._stream, self._number, self._urls = context, stream, number, urls
@@ -135,7 +135,7 @@ class Channel:
                     self._pub.send_multipart([topic, each.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
             self.published = each.sequence
 
-    def take_subscriptions(self, pinned: Batch) -> None:
+    def receive_subscriptions(self, pinned: Batch) -> None:
         for _ in range(_SLICE if self._pub is not None else 0):
             assert self._pub is not None
             try:
@@ -179,7 +179,7 @@ class Channel:
     def replaying(self) -> bool:
         return bool(self._replays)
 
-    def take_requests(self) -> None:
+    def receive_requests(self) -> None:
         """Frames: identity, empty, first sequence in 8 bytes; a fourth one is a prefix of the topics that are wanted.
 
         A new request of one reader ends its earlier one.

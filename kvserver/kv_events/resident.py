@@ -1,6 +1,6 @@
 """The described chunks that are READY now, so that whoever comes late can be told of them.
 
-Owns: references to them, by reach (whose chunks an instance can read), tier and namespace. Refuses to know: who was told.
+Owns: references to them, by prefix (whose chunks an instance can read), tier and namespace. Refuses to know: who was told.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
 Name: TypeAlias = tuple[Tier, bytes, bytes]  # of a chunk in a tier: namespace, key
 
 
-class Held:
+class ResidentChunks:
     def __init__(self) -> None:
-        self._reaches: dict[bytes, dict[tuple[Tier, bytes], dict[bytes, Description]]] = {}
+        self._prefixes: dict[bytes, dict[tuple[Tier, bytes], dict[bytes, Description]]] = {}
 
-    def apply(self, event: KVStored | KVRemoved) -> None:
-        reach, place = epoch_of(event.namespace), (event.tier, event.namespace)
+    def apply_event(self, event: KVStored | KVRemoved) -> None:
+        prefix, place = epoch_of(event.namespace), (event.tier, event.namespace)
         if isinstance(event, KVStored):
-            chunks = self._reaches.setdefault(reach, {}).setdefault(place, {})
+            chunks = self._prefixes.setdefault(prefix, {}).setdefault(place, {})
             chunks.update((chunk.key, chunk.description) for chunk in event.chunks if chunk.description is not None)
         else:
-            chunks = self._reaches.get(reach, {}).get(place, {})
+            chunks = self._prefixes.get(prefix, {}).get(place, {})
             for chunk in event.chunks:
                 chunks.pop(chunk.key, None)
-        if not chunks and (places := self._reaches.get(reach)) is not None:
+        if not chunks and (places := self._prefixes.get(prefix)) is not None:
             places.pop(place, None)
             if not places:
-                del self._reaches[reach]
+                del self._prefixes[prefix]
 
-    def __contains__(self, reach: bytes) -> bool:
+    def __contains__(self, prefix: bytes) -> bool:
         """Whether anything is held there."""
-        return reach in self._reaches
+        return prefix in self._prefixes
 
-    def within(self, reach: bytes) -> Iterator[tuple[Name, Description]]:
-        for (tier, namespace), chunks in self._reaches.get(reach, {}).items():
+    def within(self, prefix: bytes) -> Iterator[tuple[Name, Description]]:
+        for (tier, namespace), chunks in self._prefixes.get(prefix, {}).items():
             for key, description in chunks.items():
                 yield (tier, namespace, key), description
