@@ -1,8 +1,8 @@
-"""What L1 and L2 hold, told to whoever routes requests.
+"""Publishes which chunks are in L1 and L2, for routers.
 
-`types` what observers are told; `hub` makes it of the loop's events and knows what is in each chunk, which `descriptions`
-reads out of stores; `observers` runs each observer in a thread of its own; `ledger` counts blocks for them. The rest are
-observers: `publisher` (ZMQ), `feed` (engines that publish themselves), `lines` (a file).
+`types` are the events that observers receive. `hub` makes them from the loop's events, with the contents of each chunk, which
+`descriptions` reads from stores. `observers` runs each observer in its own thread. `ledger` counts blocks for them. The
+observers here: `publisher` (ZMQ), `feed` (engines that publish events themselves), `lines` (a file).
 """
 
 from kvserver.kv_events.feed import Feed, make_feed

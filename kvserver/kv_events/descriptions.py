@@ -1,7 +1,7 @@
-"""From the contents of a Store to a description of each of its chunks.
+"""Makes a description of each chunk of a Store from the Store's contents.
 
-Owns: which contents can be: what they say must fit the keys, and whatever an engine made up must be harmless to
-whoever decodes it later. Refuses to know: who holds the chunks.
+Owns: which contents are valid. They must fit the chunks' keys, and invalid data from an engine must be harmless to
+later decoders. Refuses to know: where the chunks are.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvserver.kv_events.types import Description
 from kvserver.protocol import KEY_BYTES
 
 _NIL = b"\xc0"
-_DEEPEST = 2  # lists in a block's extra keys, as of vLLM's (identifier, offset)
+_DEEPEST = 2  # nested lists in a block's extra keys, such as vLLM's (identifier, offset)
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _block_keys = msgspec.msgpack.Decoder(list[Any])
 
 
 def describe(event: ChunksDescribed) -> list[Description | None]:
-    """One for each of its keys, None where what was said does not fit. REQUIRES: hashes and tokens of whole chunks."""
+    """A description for each key, None where the contents do not fit. REQUIRES: hashes and tokens of whole chunks."""
     contents, chunks = event.contents, len(event.keys) // KEY_BYTES
     hash_bytes = contents.hash_bytes
     blocks = len(contents.hashes) // hash_bytes // chunks
@@ -52,17 +52,17 @@ def describe(event: ChunksDescribed) -> list[Description | None]:
 
 
 def extra_keys_of(description: Description, first: int, last: int) -> bytes:
-    """Those of its blocks [first, last), in the same form."""
+    """The extra keys of blocks [first, last), in the same form."""
     if not description.extra_keys:
         return b""
     return _joined([bytes(raw) for raw in _raw_list.decode(description.extra_keys)[first:last]])
 
 
 def _checked(raw: bytes, blocks: int) -> list[bytes] | None:
-    """The extra keys of each block, encoded; none of any if `raw` is empty. None if they are no extra keys."""
+    """The encoded extra keys of each block; [] if `raw` is empty. None if `raw` is invalid."""
     if not raw:
         return []
-    if not raw.startswith(_list_of(blocks)):  # before anything is made of what may be millions of items
+    if not raw.startswith(_list_of(blocks)):  # before decoding what may be millions of items
         return None
     try:
         found = [bytes(part) for part in _raw_list.decode(raw)]
@@ -73,7 +73,7 @@ def _checked(raw: bytes, blocks: int) -> list[bytes] | None:
 
 
 def _plain(value: Any, depth: int) -> bool:
-    """Whether it is made of what any msgpack or JSON decoder takes, and of no more lists in each other."""
+    """True if any msgpack or JSON decoder accepts it, and lists are nested at most `depth` deep."""
     if isinstance(value, list):
         return depth > 0 and all(_plain(item, depth - 1) for item in value)
     return value is None or isinstance(value, str | bytes | int | float)
@@ -86,7 +86,7 @@ def _joined(parts: list[bytes]) -> bytes:
 
 
 def _list_of(count: int) -> bytes:
-    """What msgpack begins a list of so many with."""
+    """The first bytes of a msgpack list with `count` items."""
     if count < 16:
         return bytes([0x90 | count])
     return b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")

@@ -1,9 +1,9 @@
-"""From chunks to blocks: which blocks came with a chunk, and which went with it.
+"""Turns stored and removed chunks into stored and removed blocks.
 
-Chunks may share blocks: those of two prompts that part inside a chunk, or the same tokens in two namespaces. A block is
-told once when the first chunk with it comes, and once when the last one goes.
+Chunks may share blocks: two prompts that differ inside a chunk, or the same tokens in two namespaces. A block is
+reported once when the first chunk with it is stored, and once when the last chunk with it is removed.
 
-Owns: how often each block is held, in one tier, for one audience. Refuses to know: how it is told.
+Owns: the number of chunks with each block, in one tier, for one audience. Refuses to know: how blocks are published.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Run = tuple[int, int]  # blocks [first, last) of a chunk
 class Ledger:
     def __init__(self) -> None:
         self._counts = HashCounts(secrets.randbits(64))
-        self.unbalanced = 0  # blocks that went without having come: must stay 0
+        self.unbalanced = 0  # blocks that were removed but never stored: must stay 0
 
     def stored(self, chunk: Description) -> list[Run]:
-        """The runs of the chunk's blocks that are held since now: mostly one, all of them."""
+        """The runs of blocks that this chunk is the first to have: mostly one run with all blocks."""
         return _runs(self._counts.add(chunk.hashes, chunk.hash_bytes))
 
     def removed(self, chunk: Description) -> list[Run]:
-        """The runs of its blocks that are held no more."""
-        gone = self._counts.remove(chunk.hashes, chunk.hash_bytes)
-        self.unbalanced += gone.count(2)
-        return _runs(gone)
+        """The runs of blocks that no chunk has any more."""
+        flags = self._counts.remove(chunk.hashes, chunk.hash_bytes)
+        self.unbalanced += flags.count(2)
+        return _runs(flags)
 
     def __len__(self) -> int:
-        """Blocks that are held."""
+        """Blocks that any chunk has."""
         return len(self._counts)
 
     @property

@@ -1,6 +1,6 @@
-"""KV events in a file, one JSON object a line, for people and tests.
+"""Writes KV events to a file, one JSON object a line, for people and tests.
 
-Owns: the form of the lines. Refuses to know: tokens: none are written.
+Owns: the form of the lines. Token ids are never written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_lines(context: ObserverContext) -> Lines | None:
 
 
 class Lines:
-    """Appends to the file. What the file refuses is raised."""
+    """Appends to the file. Raises OSError if a write fails."""
 
     def __init__(self, path: str) -> None:
         try:

@@ -1,6 +1,6 @@
-"""The described chunks that are READY now, so that whoever comes late can be told of them.
+"""The described chunks that are READY now, for readers that connect late.
 
-Owns: references to them, by prefix (whose chunks an instance can read), tier and namespace. Refuses to know: who was told.
+Owns: references to these chunks, by namespace prefix, tier and namespace. Refuses to know: what was published to whom.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypeAlias
 from kvserver.cache import epoch_of
 from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
 
-Name: TypeAlias = tuple[Tier, bytes, bytes]  # of a chunk in a tier: namespace, key
+Name: TypeAlias = tuple[Tier, bytes, bytes]  # tier, namespace and key of a chunk
 
 
 class ResidentChunks:
@@ -33,7 +33,7 @@ class ResidentChunks:
                 del self._prefixes[prefix]
 
     def __contains__(self, prefix: bytes) -> bool:
-        """Whether anything is held there."""
+        """True if any described chunk is resident in that namespace prefix."""
         return prefix in self._prefixes
 
     def within(self, prefix: bytes) -> Iterator[tuple[Name, Description]]:

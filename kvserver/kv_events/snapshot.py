@@ -1,14 +1,14 @@
-"""What the audience of a topic knows now, as bytes: for routers that start late, or lost their state.
+"""Encodes the blocks that a topic announces now, for routers that start late or lost their state.
 
-A snapshot is a header and then one BlockStored for each chunk, tier and KV cache group: the blocks that are held after
-batch `sequence` of the stream; whoever then follows the stream from `sequence` + 1 on misses nothing, nor the
-`pending_chunks` that a reader just brought and that the stream has yet to tell of. A block may be named more than once,
-because chunks may share it: it is a set, in no order.
+A snapshot is a header and then one BlockStored for each chunk, tier and KV cache group. It names the blocks that are
+cached after batch `sequence` of the stream, in no order, some more than once: chunks may share blocks. A router that
+applies the snapshot and then the batches from `sequence` + 1 on misses nothing. The header's `pending_chunks` of a newly
+connected reader are not in the snapshot; later batches announce them.
 
-As JSON it is one object a line, with hashes as integers where the stream has them so, else in hexadecimal. As msgpack it
-is one array of them, with maps as on the wire.
+As JSON a snapshot is one object a line, with hashes as integers if the stream has integers, else in hexadecimal. As
+msgpack it is one array of maps, as on the wire.
 
-Owns: the two forms, compression, how many are made at once. Refuses to know: HTTP, how the state was had.
+Owns: the two formats, compression, the number of concurrent snapshots. Refuses to know: HTTP, and how the state is read.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MOST_SNAPSHOT_SECONDS = 300.0  # for a slow reader
 
 
 class Busy(Exception):
-    """So many are made now that this one must be asked for later."""
+    """Too many snapshots are in progress; the client should retry later."""
 
 
 @contextmanager
 def snapshot_parts(snapshot: Snapshot, encoding: Encoding, gzip: bool) -> Iterator[Iterator[bytes]]:
-    """The body, in slices, of which TimeoutError is the end if they are not taken in time. Busy if there are too many."""
+    """The body in slices. Busy if too many snapshots are in progress; the slices raise TimeoutError for a slow reader."""
     if not _AT_ONCE.acquire(blocking=False):
         raise Busy
     try:
@@ -61,7 +61,7 @@ def _encoded(snapshot: Snapshot, encoding: Encoding) -> Iterator[bytes]:
     form: Form = "hex" if encoding == "json" and snapshot.hash_form == "bytes" else snapshot.hash_form
     events = len(snapshot.chunks) * max(1, len(snapshot.groups))
     if encoding == "msgpack":
-        yield b"\xdd" + (1 + events).to_bytes(4, "big")  # an array of so many
+        yield b"\xdd" + (1 + events).to_bytes(4, "big")  # the head of a msgpack array
     yield encode(
         {
             "format": FORMAT,
@@ -88,7 +88,7 @@ def _json_line(value: Any) -> bytes:
 
 
 def _compressed(slices: Iterable[bytes]) -> Iterator[bytes]:
-    packer = zlib.compressobj(level=1, wbits=31)  # 31: as gzip
+    packer = zlib.compressobj(level=1, wbits=31)  # 31: the gzip format
     for each in slices:
         if packed := packer.compress(each):
             yield packed

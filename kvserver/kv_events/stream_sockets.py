@@ -1,12 +1,12 @@
-"""The two sockets of a stream: XPUB for its batches, ROUTER for those who missed some.
+"""The two sockets of a stream: XPUB publishes its batches, ROUTER replays batches that a subscriber missed.
 
-Nothing here waits: what a slow subscriber has no room for is dropped for that one, and a replay goes on in slices when
-its reader has room.
+Nothing here waits. A batch that does not fit into a subscriber's queue is dropped for that subscriber, and a replay
+continues in slices while its reader's queue has space.
 
-Whoever subscribes is sent the stream's first batch, AllBlocksCleared, alone: one that knew an earlier daemon must forget
-what that held.
+A new subscriber receives the stream's first batch, AllBlocksCleared, alone: a subscriber that knew an earlier daemon
+must forget the blocks of that daemon.
 
-Owns: addresses, binding, the framing of vLLM's publisher. Refuses to know: what a batch holds. One thread uses it.
+Owns: addresses, binding, the framing of vLLM's publisher. Refuses to know: what is in a batch. One thread uses it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ from kvserver.kv_events.wire import batch
 
 log = logging.getLogger(__name__)
 
-_SEND_MESSAGES = 1000  # for each subscriber; what it misses it can ask for
-_REPLAY_MESSAGES = 100  # in the socket of whoever replays
+_SEND_MESSAGES = 1000  # queued for each subscriber; it can request a replay of those it misses
+_REPLAY_MESSAGES = 100  # queued for each reader of a replay
 _MOST_REPLAYS = 64
-_MOST_QUESTION_BYTES = (
-    4096  # of a subscription, of a request: a number and a prefix of topics; a longer one ends the connection
-)
-_SLICE = 16  # batches of a replay, and messages that came, before others have their turn
-_STUCK_SECONDS = 30.0  # a replay whose reader takes nothing is given up
+_MOST_REQUEST_BYTES = 4096  # of a subscription or a replay request; a longer one ends the connection
+_SLICE = 16  # batches replayed, or messages received, in one turn
+_STUCK_SECONDS = 30.0  # without progress; then the replay ends
 _RETRY_SECONDS = 5.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 def nth_endpoint(text: str, number: int, model_name: str, form: str) -> str:
-    """Where stream `number` is: a port two higher for each, or a path of its own. ValueError if there is no such port."""
+    """The address of stream `number`: each has its own path, or a port two higher. ValueError if there is no such port."""
     parsed = parse_events_endpoint(text)
     assert parsed is not None
     address, port = parsed
@@ -59,17 +57,17 @@ def _file_name(text: str) -> str:
 
 @dataclass
 class _Replay:
-    """One that goes on; `sequence` is the last batch that was sent."""
+    """A replay in progress. `sequence`: the last batch that was queued."""
 
     sequence: int
-    prefix: bytes  # of the topics that were asked for
-    queue: list[tuple[bytes, bytes, bytes]]  # messages that are next
+    prefix: bytes  # of the requested topics
+    queue: list[tuple[bytes, bytes, bytes]]  # messages to send next
     deadline: float
 
 
 class StreamSockets:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], stream: Stream, number: int, urls: list[str]) -> None:
-        """`urls`: of the events, and if there is to be one of the replay."""
+        """`urls`: the events' address, then the replay's if there is one."""
         self._context, self._stream, self._number, self._urls = context, stream, number, urls
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
@@ -85,7 +83,7 @@ class StreamSockets:
     # ---- binding --------------------------------------------------------------------------------
 
     def open(self, taken: set[str]) -> list[zmq.Socket[bytes]]:
-        """The sockets that became bound now; it tries again every few seconds. `taken`: addresses of other streams."""
+        """Bind, at most every few seconds. Returns the sockets that are newly bound. `taken`: addresses of other streams."""
         if self._pub is not None or time.monotonic() < self._retry_at:
             return []
         made: list[zmq.Socket[bytes]] = []
@@ -111,14 +109,14 @@ class StreamSockets:
     @staticmethod
     def _configure(socket: zmq.Socket[bytes], url: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_QUESTION_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)
         if socket.type == zmq.XPUB:
             socket.setsockopt(zmq.SNDHWM, _SEND_MESSAGES)
             socket.setsockopt(zmq.XPUB_MANUAL, 1)
         else:
             socket.setsockopt(zmq.SNDHWM, _REPLAY_MESSAGES)
             socket.setsockopt(zmq.RCVHWM, _REPLAY_MESSAGES)
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a full or dead reader is an error
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that sending to a full or dead reader is an error
         socket.setsockopt(zmq.IPV6, int("[" in url))
 
     def close(self, linger_ms: int) -> None:
@@ -152,11 +150,12 @@ class StreamSockets:
                 self._pub.setsockopt(zmq.UNSUBSCRIBE, prefix)
 
     def _greet(self, prefix: bytes, pinned: Batch) -> None:
-        """The first batch, for the last subscriber alone: with the first frame XPUB chooses it, or all if it has left.
+        """Send the first batch to the newest subscriber alone. XPUB chooses receivers at the first frame: all, if it has left.
 
-        Who has left is told of, so where nothing more is to be read it was there. Else the others may get this too; they
-        must not forget what they know, and the message goes on as an empty batch. Another one for all, soon after it,
-        shows the gap if there is one, also for the other topics that it asked for.
+        XPUB reports a subscriber that has left, so if there is nothing to read after the first frame, the subscriber was
+        there. Otherwise all subscribers may receive this message. They must not forget their blocks, so its second half is
+        then an empty batch. An empty batch to all (the beat) follows soon: it shows the new subscriber a gap, on every
+        topic that it subscribed to.
         """
         messages = [message for message in pinned.messages if message[0].startswith(prefix)]
         progressed = self.published > pinned.sequence
@@ -170,7 +169,7 @@ class StreamSockets:
         alone = not self._pub.poll(0, zmq.POLLIN)
         payload = payload if alone or not progressed else batch(time.time(), [], 0)
         self._pub.send_multipart([pinned.sequence.to_bytes(8, "big"), payload], zmq.NOBLOCK)
-        self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 0)  # also ends what the next line begins anew
+        self._pub.setsockopt(zmq.XPUB_MANUAL_LAST_VALUE, 0)  # also ends manual mode, which the next line sets again
         self._pub.setsockopt(zmq.XPUB_MANUAL, 1)
 
     # ---- replay ---------------------------------------------------------------------------------
@@ -180,9 +179,9 @@ class StreamSockets:
         return bool(self._replays)
 
     def receive_requests(self) -> None:
-        """Frames: identity, empty, first sequence in 8 bytes; a fourth one is a prefix of the topics that are wanted.
+        """Frames of a request: identity, empty, first sequence in 8 bytes, and optionally a prefix of the wanted topics.
 
-        A new request of one reader ends its earlier one.
+        A new request from a reader ends its earlier replay.
         """
         for _ in range(_SLICE if self._router is not None else 0):
             assert self._router is not None
@@ -198,7 +197,7 @@ class StreamSockets:
             self._replays[frames[0]] = _Replay(start - 1, prefix, [], time.monotonic() + _STUCK_SECONDS)
 
     def next_batches(self) -> list[tuple[_Replay, list[Batch]]]:
-        """What each replay is to send next; none ends it. REQUIRES: the stream's lock."""
+        """The next batches of each replay; an empty list ends the replay. REQUIRES: the stream's lock."""
         return [
             (replay, self._stream.after(replay.sequence, _SLICE))
             for replay in self._replays.values()
@@ -206,7 +205,7 @@ class StreamSockets:
         ]
 
     def replay(self, batches: list[tuple[_Replay, list[Batch]]]) -> bool:
-        """Send a slice of each. Whether any got on."""
+        """Send a slice of each replay. True if any replay progressed."""
         for replay, found in batches:
             for each in found:
                 number = each.sequence.to_bytes(8, "big")
@@ -221,7 +220,7 @@ class StreamSockets:
         return moved
 
     def _send(self, identity: bytes, replay: _Replay) -> bool:
-        """Whether it is over."""
+        """True if the replay has ended."""
         assert self._router is not None
         sent = 0
         try:
@@ -233,7 +232,7 @@ class StreamSockets:
                 self.replayed += 1
         except zmq.Again:
             pass
-        except zmq.ZMQError:  # its reader is gone
+        except zmq.ZMQError:  # its reader has disconnected
             return True
         del replay.queue[:sent]
         if sent:
@@ -242,7 +241,7 @@ class StreamSockets:
 
 
 def _bind(socket: zmq.Socket[bytes], url: str) -> None:
-    """A socket file of a process that is gone is replaced, one that somebody serves is not."""
+    """Replaces the socket file of a process that has ended, never one that a process serves."""
     if not url.startswith("ipc://"):
         socket.bind(url)
         return

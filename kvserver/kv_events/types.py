@@ -1,10 +1,9 @@
-"""What observers of KV events are told.
+"""The KV events that observers receive.
 
-Owns: the typed events, what is in a chunk, the observer's interface. Refuses to know: who makes the events, what is
-made of them.
+Owns: the typed events, the description of a chunk, the observer's interface. Refuses to know: how events are made or used.
 
-An observer sees, in this order for each chunk and tier, one KVStored and then one KVRemoved, and never a KVStored of
-what it was told of and not yet removed. Events are immutable, and shared between observers.
+For each chunk and tier an observer receives KVStored and KVRemoved in turn, KVStored first. Events are immutable, and
+shared between observers.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ GROUP = "kvserver.kv_event_observers"  # the entry point group
 
 
 class Tier(enum.Enum):
-    """With the name that vLLM's events have for it (`medium`)."""
+    """The values are the names in vLLM's events (`medium`)."""
 
     L1 = "CPU"
     L2 = "STORAGE"
 
 
 class Description(msgspec.Struct, frozen=True, gc=False):
-    """What is in a chunk, as the engine that stored it said."""
+    """What is in a chunk, as reported by the engine that stored it."""
 
     hash_bytes: int
-    hashes: bytes  # of its blocks, hash_bytes each
-    parent: bytes  # of the block before, b"" at the start of a prompt
+    hashes: bytes  # of the chunk's blocks, hash_bytes each
+    parent: bytes  # the hash of the block before; b"" at the start of a prompt
     tokens: bytes  # u32 little-endian, block_tokens for each block
     block_tokens: int
     lora_name: str = ""
@@ -46,12 +45,12 @@ class Description(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Bytes of memory, about: what it carries, and its objects."""
+        """Bytes of memory, approximately: the contents and the Python objects."""
         return 320 + len(self.hashes) + len(self.parent) + len(self.tokens) + len(self.extra_keys)
 
 
 class KVChunk(msgspec.Struct, frozen=True, gc=False):
-    """One chunk that a tier holds. `description` is None where nobody said what is in it."""
+    """One chunk in a tier. `description` is None if no engine described the chunk."""
 
     key: bytes
     description: Description | None = None
@@ -63,7 +62,7 @@ class _KVEvent(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVStored(_KVEvent, frozen=True):
-    """These chunks became READY in the tier. `instance_id` stored them, "" if that is not known."""
+    """These chunks became READY in the tier. `instance_id`: the instance that stored them; "" if unknown."""
 
     tier: Tier
     namespace: bytes
@@ -72,7 +71,7 @@ class KVStored(_KVEvent, frozen=True):
 
 
 class KVRemoved(_KVEvent, frozen=True):
-    """These chunks are no longer there; each is as it was stored."""
+    """These chunks left the tier. Each chunk is the one of its KVStored."""
 
     tier: Tier
     namespace: bytes
@@ -107,17 +106,17 @@ MOST_CHUNKS = 256  # in one KVStored or KVRemoved
 
 
 class KVEventObserver(Protocol):
-    """Is told of everything from the daemon's start on, in a thread of its own.
+    """Receives all KV events since the daemon's start, in a thread of its own.
 
-    Whoever raises, or does not keep up, is cut off: it hears no more, and /status says why. It may have two methods more,
-    which run in the same thread: `status() -> dict`, asked once a second for what /status shows of it, and `close()`,
-    called once after its last event.
+    An observer that raises, stalls or does not keep up is cut off: it receives no more events, and /status shows the
+    reason. An observer may have two more methods, called in the same thread: `status() -> dict`, once a second, whose
+    result /status shows, and `close()`, once, after the last event.
     """
 
     def observe(self, event: KVEvent) -> None: ...
 
 
-# All that L1 holds in the namespaces whose id begins so, and the number of the last event that led there.
+# From a namespace prefix to the number of the last event and all chunks that are in L1 after that event.
 Snapshot: TypeAlias = Callable[[bytes], tuple[int, list[KVChunk]]]
 
 
@@ -129,9 +128,9 @@ def _nothing(prefix: bytes) -> tuple[int, list[KVChunk]]:
 class ObserverContext:
     settings: Settings
     boot_id: str
-    boot_micros: int  # wall clock at the daemon's start
-    snapshot: Snapshot = _nothing  # from any thread; it copies references, which may take a while
+    boot_micros: int  # wall clock at the daemon's start, in microseconds
+    snapshot: Snapshot = _nothing  # callable from any thread; may take long: it copies references to all chunks
 
 
-# What an entry point of GROUP names. None: the settings do not ask for this observer.
+# The function that an entry point of GROUP names. It returns None if the settings do not enable the observer.
 MakeObserver: TypeAlias = Callable[[ObserverContext], KVEventObserver | None]

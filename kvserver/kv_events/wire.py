@@ -1,8 +1,8 @@
-"""KV events as vLLM 0.32 writes them (vllm/distributed/kv_events.py), so that its consumers read ours.
+"""Encodes KV events as vLLM 0.32 does (vllm/distributed/kv_events.py), for consumers of vLLM's events.
 
-Events are msgpack maps, or arrays with the tag first as until vLLM 0.25; a batch is an array in both.
+An event is a msgpack map, or an array with the tag first as until vLLM 0.25. A batch is an array in both formats.
 
-Owns: the structs, and the form of hashes. Refuses to know: sequences, topics, who listens.
+Owns: the structs, and the form of hashes. Refuses to know: sequences, topics, subscribers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from kvserver.kv_events.ledger import Run
 from kvserver.kv_events.types import Description, Tier
 from kvserver.protocol import KVGroup
 
-Form = Literal["bytes", "int", "hex"]  # whole; their last 8 bytes as unsigned big-endian integer; whole, for JSON
+Form = Literal[
+    "bytes", "int", "hex"
+]  # of a hash: whole; the last 8 bytes as an unsigned big-endian integer; whole, in hexadecimal for JSON
 _EXTRA_KEYS = msgspec.msgpack.Decoder(list[list[Any] | None])
 _encoder = msgspec.msgpack.Encoder()
 
@@ -71,7 +73,7 @@ def stored_events(
     form: Form,
     kind: type[BlockStored] = BlockStored,
 ) -> Iterator[BlockStored]:
-    """One for each KV cache group. `run`: the blocks of the chunk that are told of."""
+    """One event for each KV cache group. `run`: the chunk's blocks that the event names."""
     first, last = run
     hashes = _hashes(chunk.hashes, chunk.hash_bytes, form)
     parent = hashes[first - 1] if first else (_hashes(chunk.parent, chunk.hash_bytes, form) or [None])[0]
@@ -94,7 +96,7 @@ def stored_events(
 
 
 class Writer:
-    """Writes the events of one stream: its form of hashes, as maps or arrays."""
+    """Encodes the events of one stream, with its form of hashes, as maps or arrays."""
 
     def __init__(self, form: Form, arrays: bool) -> None:
         self._form = form
@@ -126,7 +128,7 @@ def _hashes(packed: bytes, hash_bytes: int, form: Form) -> list[Any]:
 
 
 def _extra_keys(chunk: Description) -> list[Any] | None:
-    """None also for what an engine sent that is none: they are values, and pairs of them."""
+    """None if there are none, or if they are invalid: each key must be a plain value or a list of plain values."""
     if not chunk.extra_keys:
         return None
     try:
