@@ -1,4 +1,4 @@
-"""What the cache brought an instance: each figure by hand."""
+"""What the cache brought an instance: each number by hand."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_totals_stay_in_64_bits() -> None:
         (1000, 3.0, 1000.0, 0.0, 2.0),  # slower than computing
         (0, 3.0, 1000.0, 0.0, 3.0),  # it failed
         (0, 3.0, 0.0, 0.0, 3.0),
-        (1000, 3.0, 0.0, 0.0, 0.0),  # nobody knows what computing takes
+        (1000, 3.0, 0.0, 0.0, 0.0),  # the speed of computing is unknown
     ],
 )
 def test_net_seconds_are_split_by_their_sign(

@@ -1,4 +1,4 @@
-"""The dashboard and the Prometheus rules ask only for what is documented. That they are valid PromQL: `make rules`."""
+"""The dashboard and the Prometheus rules query only documented families. That they are valid PromQL: `make rules`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RECORDED = {rule["record"] for path in RULES for rule in rules(path) if "record"
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """(where it stands, PromQL) of all there are."""
+    """(place, PromQL) of all there are."""
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", []):
             yield f"panel {panel['title']}", target["expr"]
@@ -135,7 +135,7 @@ def test_all_panels_use_the_chosen_data_source_and_variables() -> None:
             assert chosen in used, f"panel {panel['title']} shows daemons, or models, that were not chosen"
 
 
-def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
+def test_every_alert_states_its_severity_and_what_to_do() -> None:
     alerts = [rule for path in RULES for rule in rules(path) if "alert" in rule]
     assert alerts
     for alert in alerts:

@@ -113,7 +113,7 @@ def test_variants_of_one_registration_and_of_two_are_named() -> None:
     assert names(with_variant(here, "0a"), with_variant(there, "0a/x")) == ["dtype", "LoRA"]
 
 
-def test_one_that_nobody_registered_is_not_known() -> None:
+def test_one_that_was_never_registered_is_not_known() -> None:
     differences = Differences()
     here = registered(differences)
     found = differences.between(here, bytes(32))

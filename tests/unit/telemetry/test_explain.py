@@ -47,7 +47,7 @@ class Engine:
 # ---- bounds -----------------------------------------------------------------------------------
 
 
-def test_a_hundred_thousand_requests_take_no_more_memory_than_is_said() -> None:
+def test_a_hundred_thousand_requests_use_no_more_memory_than_the_stated_bound() -> None:
     engine = Engine()
     ids = count()
 
@@ -161,7 +161,7 @@ def test_stores_are_no_loads() -> None:
     assert (engine.of()["loads"], engine.of()["failure"]) == ([], "")
 
 
-def test_times_of_the_load_are_told_apart() -> None:
+def test_times_of_the_load_are_distinguished() -> None:
     engine = Engine()
     engine.lookup(hits=4)
     engine.load()
@@ -229,7 +229,7 @@ def test_every_reason_has_a_sentence_and_an_advice(reason: MissReason, ended: bo
     ("code", "word"),
     [("lookup_timeout", "kvserver.lookup_timeout_ms"), ("x" * 600, "does not report why"), ("", "does not report why")],
 )
-def test_why_nothing_was_loaded_is_said_if_the_engine_knows(code: str, word: str) -> None:
+def test_the_reason_why_nothing_was_loaded_is_stated_if_the_engine_knows(code: str, word: str) -> None:
     engine = Engine()
     engine.lookup(hits=4)
     engine.end(prompt_tokens=1024, not_loaded=code)

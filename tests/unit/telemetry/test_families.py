@@ -60,15 +60,15 @@ def status(
 
 def made(*instances: dict[str, Any], more: Sequence[Family] = (), **options: Any) -> dict[str, Family]:
     families = all_families(status(*instances, **options), Rpc().snapshot(), more)
-    assert len({family.name for family in families}) == len(families), "a family stands there twice"
+    assert len({family.name for family in families}) == len(families), "a family is there twice"
     return {family.name: family for family in families}
 
 
 def samples(*families: Family) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """What Prometheus reads: figures by sample name and labels."""
+    """What Prometheus reads: values by sample name and labels."""
     found = [s for f in text_string_to_metric_families(render(families).decode()) for s in f.samples]
     by_name = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in found}
-    assert len(by_name) == len(found), "a sample stands there twice"
+    assert len(by_name) == len(found), "a sample is there twice"
     return by_name
 
 
@@ -115,7 +115,7 @@ def test_what_others_know_is_added() -> None:
     assert made(more=[theirs])["kvserver_l0_active_blocks"].points == [(("a", "m"), 7)]
 
 
-def test_a_family_of_two_sources_is_one_and_its_first_figure_stands() -> None:
+def test_a_family_of_two_sources_is_one_and_its_first_value_stays() -> None:
     name = "kvserver_lookup_requests"
     theirs = Family(name, "Theirs.", Kind.COUNTER, LABELS).add(99, "a", "m").add(5, "gone", "m")
     family = made(row("a", lookups=3), more=[theirs])[name]
@@ -127,13 +127,13 @@ def test_a_family_cannot_be_of_two_kinds() -> None:
         made(more=[Family("kvserver_lookup_requests", "Theirs.", Kind.GAUGE, LABELS)])
 
 
-def test_instances_that_have_gone_are_told_until_they_are_back() -> None:
+def test_disconnected_instances_are_reported_until_they_are_back() -> None:
     departed = [row("a", lookups=100), row("b", lookups=2), row("a", "other model", lookups=1)]
     family = made(row("a", lookups=5), departed=departed)["kvserver_lookup_requests"]
     assert sorted(family.points) == [(("a", "m"), 5), (("a", "other model"), 1), (("b", "m"), 2)]
 
 
-# ---- where figures come from ------------------------------------------------------------------
+# ---- where values come from -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,31 +147,31 @@ def test_instances_that_have_gone_are_told_until_they_are_back() -> None:
         ("kvserver_saved_prefill_seconds", "saved_seconds"),
     ],
 )
-def test_each_instance_tells_what_it_got_from_l1(name: str, key: str) -> None:
-    figures = samples(made(row("a", **{key: 1.5}), row("b", "other"))[name])
-    assert figures == {
+def test_each_instance_reports_what_it_got_from_l1(name: str, key: str) -> None:
+    values = samples(made(row("a", **{key: 1.5}), row("b", "other"))[name])
+    assert values == {
         (f"{name}_total", (("instance_id", "a"), ("model_name", "m"))): 1.5,
         (f"{name}_total", (("instance_id", "b"), ("model_name", "other"))): 0,
     }
 
 
-def test_missed_tokens_are_told_by_reason_and_begin_at_zero() -> None:
+def test_missed_tokens_are_reported_by_reason_and_begin_at_zero() -> None:
     missed = {**counts_status(Counts())["missed_tokens"], "evicted": 256}
     family = made(row("a", missed_tokens=missed))["kvserver_lookup_missed_tokens"]
     assert family.labels == ("instance_id", "model_name", "reason")
-    by_reason = {labels[2]: figure for labels, figure in family.points}
+    by_reason = {labels[2]: value for labels, value in family.points}
     assert by_reason == {reason.value: 256 if reason == MissReason.EVICTED else 0 for reason in MissReason}
     assert {"never_stored", "evicted", "other_namespace", "filling", "partial_chunk"} <= by_reason.keys()
 
 
-def test_l1_and_the_sample_rate_are_told() -> None:
+def test_l1_and_the_sample_rate_are_reported() -> None:
     found = made()
     assert found["kvserver_l1_evicted_bytes"].points == [((), 5)]
     assert found["kvserver_l1_cleared_chunks"].points == [((), 6)]
     assert found["kvserver_metrics_sample_rate"].points == [((), 0.125)]
 
 
-def test_events_are_told_by_type_and_subscriber() -> None:
+def test_events_are_reported_by_type_and_subscriber() -> None:
     waits = Histogram(WAIT_SECONDS)
     waits.observe(2.0)
     events = {
@@ -200,7 +200,7 @@ def test_events_are_told_by_type_and_subscriber() -> None:
     }
 
 
-def test_no_figure_of_a_fresh_server_is_strange() -> None:
+def test_no_value_of_a_fresh_server_is_strange() -> None:
     for family in made(row("a")).values():
-        for _, figure in family.points:
-            assert isinstance(figure, Buckets) or (math.isfinite(figure) and figure >= 0), family.name
+        for _, value in family.points:
+            assert isinstance(value, Buckets) or (math.isfinite(value) and value >= 0), family.name

@@ -1,4 +1,4 @@
-"""Lives of blocks by what the engine's pool did, record by record."""
+"""Block lifetimes by what the engine's pool did, record by record."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def engine() -> Engine:
     return Engine(L0(1.0))
 
 
-def test_a_block_given_out_is_active(engine: Engine) -> None:
+def test_an_allocated_block_is_active(engine: Engine) -> None:
     engine.did((1, allocated(5, 6)))
     assert engine.counts() == {"allocations": 2, "active_blocks": 2, "tracked_blocks": 2}
 
 
-def test_a_released_block_lives_on(engine: Engine) -> None:
+def test_a_released_block_stays_tracked(engine: Engine) -> None:
     engine.did((1, allocated(5, 6)), (2, released(5)))
     assert engine.counts() == {"allocations": 2, "active_blocks": 1, "released_blocks": 1, "tracked_blocks": 2}
     assert all(engine.seconds(name) == (0, 0) for name in HISTOGRAMS)
 
 
-def test_an_eviction_ends_the_life(engine: Engine) -> None:
+def test_an_eviction_ends_the_lifetime(engine: Engine) -> None:
     engine.did((1, allocated(5)), (3, released(5)), (10, evicted(5)))
     assert engine.counts() == {"allocations": 1, "evictions": 1}
     assert engine.seconds("lifetime") == (1, 9)
@@ -88,7 +88,7 @@ def test_a_block_with_two_owners_is_active_until_both_left(engine: Engine) -> No
     assert engine.figure("released_blocks") == 1
 
 
-def test_a_block_given_out_again_without_eviction_is_recycled(engine: Engine) -> None:
+def test_a_block_allocated_again_without_eviction_is_recycled(engine: Engine) -> None:
     engine.did((1, allocated(5)), (3, released(5)), (10, allocated(5)))
     assert engine.counts() == {"allocations": 2, "recycled": 1, "active_blocks": 1, "tracked_blocks": 1}
     assert engine.seconds("lifetime") == (1, 9)
@@ -96,12 +96,12 @@ def test_a_block_given_out_again_without_eviction_is_recycled(engine: Engine) ->
     assert engine.seconds("since_last_access") == (1, 9)
 
 
-def test_a_block_given_out_again_after_its_eviction_is_not_recycled(engine: Engine) -> None:
+def test_a_block_allocated_again_after_its_eviction_is_not_recycled(engine: Engine) -> None:
     engine.did((1, allocated(5)), (3, released(5)), (10, evicted(5) + allocated(5)))
     assert engine.counts() == {"allocations": 2, "evictions": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_a_new_life_has_a_history_of_its_own(engine: Engine) -> None:
+def test_a_new_lifetime_has_a_history_of_its_own(engine: Engine) -> None:
     engine.did((1, allocated(5)), (2, accessed(5)), (3, released(5, 5)), (4, evicted(5)))
     before = engine.seconds("reuse_gap")
     engine.did((10, allocated(5)), (11, accessed(5)), (12, released(5, 5)), (14, evicted(5)))
@@ -117,7 +117,7 @@ def test_a_block_evicted_while_owned_was_idle_for_no_time(engine: Engine) -> Non
     assert engine.counts() == {"allocations": 1, "evictions": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_owners_of_a_block_without_a_life_leave_it_one_by_one(engine: Engine) -> None:
+def test_owners_of_a_block_without_a_lifetime_leave_it_one_by_one(engine: Engine) -> None:
     engine.did((1, allocated(5)), (2, accessed(5)), (3, evicted(5)), (4, released(5)))
     assert engine.figure("active_blocks") == 1
     engine.did((5, released(5)))
@@ -125,13 +125,13 @@ def test_owners_of_a_block_without_a_life_leave_it_one_by_one(engine: Engine) ->
 
 
 @pytest.mark.parametrize("record", [accessed(5), released(5), evicted(5)])
-def test_nothing_is_observed_of_a_block_without_a_life(engine: Engine, record: list[int]) -> None:
+def test_nothing_is_observed_of_a_block_without_a_lifetime(engine: Engine, record: list[int]) -> None:
     engine.did((1, record), (2, released(5)), (3, evicted(5)))
     assert engine.counts() == {}
     assert all(engine.seconds(name) == (0, 0) for name in HISTOGRAMS)
 
 
-def test_an_owner_of_a_block_without_a_life_makes_it_active(engine: Engine) -> None:
+def test_an_owner_of_a_block_without_a_lifetime_makes_it_active(engine: Engine) -> None:
     engine.did((1, accessed(5)))
     assert engine.counts() == {"active_blocks": 1, "tracked_blocks": 1}
 
@@ -147,7 +147,7 @@ def test_a_second_eviction_is_none(engine: Engine) -> None:
     assert engine.figure("evictions") == 1
 
 
-def test_a_clear_ends_all_lives_without_evictions_or_observations(engine: Engine) -> None:
+def test_a_clear_ends_all_lifetimes_without_evictions_or_observations(engine: Engine) -> None:
     engine.did((1, allocated(5, 6, 7)), (2, released(5, 6)), (9, cleared()))
     counts = engine.counts()
     assert counts == {"allocations": 3, "cleared": 3, "active_blocks": 1, "tracked_blocks": 1}, "7 is still owned"
@@ -159,7 +159,7 @@ def test_what_a_clear_ended_is_not_recycled_later(engine: Engine) -> None:
     assert engine.counts() == {"allocations": 2, "cleared": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_the_null_block_has_no_life(engine: Engine) -> None:
+def test_the_null_block_has_no_lifetime(engine: Engine) -> None:
     engine.did((1, allocated(0) + accessed(0) + released(0) + evicted(0) + present(0) + held(0)))
     assert engine.counts() == {}
 
@@ -176,14 +176,14 @@ def test_a_full_state_is_no_allocation(engine: Engine) -> None:
     assert engine.figure("released_blocks") == 2
 
 
-def test_a_life_that_began_unseen_has_no_lifetime_but_is_counted(engine: Engine) -> None:
+def test_a_lifetime_that_began_unseen_has_no_length_but_is_counted(engine: Engine) -> None:
     engine.did((1, present(5)), full=True)
     engine.did((9, evicted(5)))
     assert engine.counts() == {"evictions": 1}
     assert all(engine.seconds(name) == (0, 0) for name in HISTOGRAMS)
 
 
-def test_a_life_that_began_unseen_has_no_first_gap_but_a_second_one(engine: Engine) -> None:
+def test_a_lifetime_that_began_unseen_has_no_first_gap_but_a_second_one(engine: Engine) -> None:
     engine.did((1, present(5)), full=True)
     engine.did((3, accessed(5)))
     assert engine.seconds("reuse_gap") == (0, 0)
@@ -192,7 +192,7 @@ def test_a_life_that_began_unseen_has_no_first_gap_but_a_second_one(engine: Engi
     assert engine.seconds("reuse_gap") == (1, 4)
 
 
-def test_of_a_life_that_began_unseen_idle_is_known_from_its_release(engine: Engine) -> None:
+def test_of_a_lifetime_that_began_unseen_idle_is_known_from_its_release(engine: Engine) -> None:
     engine.did((1, present(5) + held(5)), full=True)
     engine.did((3, released(5)), (7, evicted(5)))
     assert engine.seconds("idle_before_evict") == (1, 4)
@@ -200,7 +200,9 @@ def test_of_a_life_that_began_unseen_idle_is_known_from_its_release(engine: Engi
     assert engine.seconds("lifetime") == (0, 0)
 
 
-def test_of_a_life_that_began_unseen_the_time_since_an_access_is_known_from_the_first_one_seen(engine: Engine) -> None:
+def test_of_a_lifetime_that_began_unseen_the_time_since_an_access_is_known_from_the_first_one_seen(
+    engine: Engine,
+) -> None:
     engine.did((1, present(5) + held(5)), full=True)
     engine.did((3, accessed(5)), (7, evicted(5)))
     assert engine.seconds("since_last_access") == (1, 4)
@@ -295,11 +297,11 @@ WRONG = {
 def test_wrong_records_are_refused_whole(records: bytes, when: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_records(records, when, 64)
-    figures = LifeFigures([1.0])
-    lives = BlockLives(figures, 64, 1.0, 0)
+    statistics = LifeFigures([1.0])
+    lifetimes = BlockLives(statistics, 64, 1.0, 0)
     with pytest.raises(ValueError, match=why):
-        lives.apply(records, when)
-    assert figures.read().allocations == 0
+        lifetimes.apply(records, when)
+    assert statistics.read().allocations == 0
 
 
 RIGHT = {
@@ -334,35 +336,35 @@ def test_bounds_of_buckets_ascend(bounds: list[float]) -> None:
         LifeFigures(bounds)
 
 
-# ---- figures and pools ----------------------------------------------------------------------------
+# ---- statistics and pools -------------------------------------------------------------------------
 
 
-def test_a_block_takes_at_most_64_bytes() -> None:
+def test_a_block_uses_at_most_64_bytes() -> None:
     assert BlockLives.bytes_per_block <= 64
 
 
-def test_pools_of_the_same_figures_are_counted_together() -> None:
-    figures = LifeFigures([1.0])
-    pools = [BlockLives(figures, 8, 1.0, seed) for seed in range(2)]
+def test_pools_with_the_same_statistics_are_counted_together() -> None:
+    statistics = LifeFigures([1.0])
+    pools = [BlockLives(statistics, 8, 1.0, seed) for seed in range(2)]
     for pool in pools:
         pool.apply(words(*allocated(1, 2), *released(2)), marks(0))
-    found = figures.read()
+    found = statistics.read()
     assert (found.allocations, found.active_blocks, found.released_blocks) == (4, 2, 2)
 
 
-def test_a_pool_that_goes_takes_its_lives_with_it() -> None:
-    figures = LifeFigures([1.0])
-    lives = BlockLives(figures, 8, 1.0, 0)
-    lives.apply(words(*allocated(1, 2), *released(2)), marks(0))
-    del lives
-    found = figures.read()
+def test_a_pool_that_goes_loses_its_lifetimes() -> None:
+    statistics = LifeFigures([1.0])
+    lifetimes = BlockLives(statistics, 8, 1.0, 0)
+    lifetimes.apply(words(*allocated(1, 2), *released(2)), marks(0))
+    del lifetimes
+    found = statistics.read()
     assert (found.lost, found.active_blocks, found.released_blocks) == (2, 0, 0)
 
 
-def test_figures_that_were_read_do_not_change() -> None:
-    figures = LifeFigures([1.0])
-    lives = BlockLives(figures, 8, 1.0, 0)
-    before = figures.read()
-    lives.apply(words(*allocated(1), *evicted(1)), marks(0, 1))
+def test_statistics_that_were_read_do_not_change() -> None:
+    statistics = LifeFigures([1.0])
+    lifetimes = BlockLives(statistics, 8, 1.0, 0)
+    before = statistics.read()
+    lifetimes.apply(words(*allocated(1), *evicted(1)), marks(0, 1))
     assert (before.allocations, before.lifetime.counts, before.lifetime.sum) == (0, [0, 0], 0)
-    assert (figures.read().allocations, figures.read().lifetime.counts) == (1, [1, 0])
+    assert (statistics.read().allocations, statistics.read().lifetime.counts) == (1, [1, 0])

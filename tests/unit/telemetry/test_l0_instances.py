@@ -1,4 +1,4 @@
-"""Which instance's figures a report changes, when they are sure, and when they vanish."""
+"""Which instance's metrics a report changes, when they are in sync, and when they vanish."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_equal_request_ids_of_two_instances_are_two_requests(l0: L0) -> None:
     assert b.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_one_model_after_another_under_an_id_has_figures_of_its_own(l0: L0) -> None:
+def test_one_model_after_another_under_an_id_has_metrics_of_its_own(l0: L0) -> None:
     first = Engine(l0, "a", "small")
     first.did((1, allocated(5)))
     second = Engine(l0, "a", "large", incarnation="second")
@@ -95,7 +95,7 @@ def test_equal_block_ids_of_two_pools_are_two_blocks_of_one_sum(l0: L0) -> None:
     assert engine.seconds("lifetime") == (1, 2)
 
 
-def test_a_full_state_of_one_pool_says_nothing_of_another(l0: L0) -> None:
+def test_a_full_state_of_one_pool_leaves_another_as_it_was(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.did((2, present(6)), pool=1, full=True)
@@ -133,7 +133,7 @@ def test_the_first_report_may_have_any_number(l0: L0) -> None:
     assert engine.figure("report_gaps") == 0
 
 
-def test_a_missing_report_ends_all_lives_as_lost(l0: L0) -> None:
+def test_a_missing_report_ends_all_lifetimes_as_lost(l0: L0) -> None:
     engine, other = Engine(l0), Engine(l0, "other")
     engine.did((1, allocated(5, 6)))
     other.did((1, allocated(5)))
@@ -154,7 +154,7 @@ def test_a_report_that_comes_again_is_a_gap(l0: L0) -> None:
     assert engine.figure("report_gaps") == 1
 
 
-def test_an_instance_is_unsure_until_its_full_state_has_come(l0: L0) -> None:
+def test_an_instance_is_out_of_sync_until_its_full_state_arrives(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.sequence += 3
@@ -178,7 +178,7 @@ def test_a_full_state_that_comes_after_a_gap_is_enough(l0: L0) -> None:
     assert not l0.is_unsure("engine")
 
 
-def test_every_pool_must_be_told_after_a_gap(l0: L0) -> None:
+def test_every_pool_must_be_reported_after_a_gap(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.did((1, allocated(5)), pool=1)
@@ -189,7 +189,7 @@ def test_every_pool_must_be_told_after_a_gap(l0: L0) -> None:
     assert not l0.is_unsure("engine")
 
 
-def test_a_life_that_began_after_the_gap_is_observed(l0: L0) -> None:
+def test_a_lifetime_that_began_after_the_gap_is_observed(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.sequence += 1
@@ -209,7 +209,7 @@ def test_ends_of_requests_are_counted_in_the_sequence_of_an_exact_engine(l0: L0)
     assert l0.is_unsure("engine")
 
 
-def test_a_gap_makes_nobody_an_owner(l0: L0) -> None:
+def test_a_gap_makes_no_request_an_owner(l0: L0) -> None:
     engine = Engine(l0)
     engine.holds(1, hold("a", [5], [50]))
     engine.sequence += 1
@@ -235,11 +235,11 @@ def test_what_the_bus_dropped_is_a_gap() -> None:
     assert bus.errors["l0"] == 0
 
 
-# ---- coming and going -----------------------------------------------------------------------------
+# ---- connects and disconnects ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("died", [True, False], ids=["died", "said goodbye"])
-def test_an_instance_that_goes_loses_its_lives(l0: L0, died: bool) -> None:
+@pytest.mark.parametrize("died", [True, False], ids=["died", "ended orderly"])
+def test_an_instance_that_disconnects_loses_its_lifetimes(l0: L0, died: bool) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5, 6)), (2, released(5)))
     engine.go(died)
@@ -249,7 +249,7 @@ def test_an_instance_that_goes_loses_its_lives(l0: L0, died: bool) -> None:
     assert l0.status("engine") == {}
 
 
-def test_figures_stay_for_a_while_and_then_vanish(l0: L0, clock: Clock) -> None:
+def test_metrics_stay_for_a_while_and_then_vanish(l0: L0, clock: Clock) -> None:
     engine, other = Engine(l0), Engine(l0, "other")
     engine.did((1, allocated(5)))
     engine.go()
@@ -283,11 +283,11 @@ def test_an_instance_that_comes_back_late_begins_anew(l0: L0, clock: Clock) -> N
 
 
 @pytest.mark.parametrize("has_computed", [False, True], ids=["new pool", "used pool"])
-def test_a_restarted_engine_is_unsure_if_it_has_computed_and_has_no_gap(l0: L0, has_computed: bool) -> None:
+def test_a_restarted_engine_is_out_of_sync_if_it_has_computed_and_has_no_gap(l0: L0, has_computed: bool) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.did((1, allocated(6)))
-    engine.restart(has_computed)  # that it went was never told
+    engine.restart(has_computed)  # its end was never reported
     assert engine.counts() == {"allocations": 2, "lost": 2}
     assert l0.is_unsure("engine") == has_computed
     engine.did((2, []), full=True)
@@ -295,8 +295,8 @@ def test_a_restarted_engine_is_unsure_if_it_has_computed_and_has_no_gap(l0: L0, 
     assert engine.figure("report_gaps") == 0
 
 
-def test_an_incarnation_that_comes_back_after_it_was_gone_is_unsure(l0: L0) -> None:
-    """Its connection ended, or its memory went and came back: its pool is the old one."""
+def test_an_incarnation_that_disconnected_and_returned_is_out_of_sync(l0: L0) -> None:
+    """Its connection ended, or its memory was away for a while: its pool is the old one."""
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.go()
@@ -322,7 +322,7 @@ def test_a_restarted_engine_may_report_otherwise(l0: L0) -> None:
     assert l0.status("engine")["source"] == "reported"
 
 
-def test_an_instance_that_comes_again_in_the_same_life_keeps_its_lives(l0: L0) -> None:
+def test_an_incarnation_that_registers_again_keeps_its_lifetimes(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.come()
@@ -330,7 +330,7 @@ def test_an_instance_that_comes_again_in_the_same_life_keeps_its_lives(l0: L0) -
     assert not l0.is_unsure("engine")
 
 
-def test_the_end_of_a_former_life_says_nothing_of_the_present_one(l0: L0) -> None:
+def test_the_end_of_a_former_incarnation_changes_nothing_of_the_present_one(l0: L0) -> None:
     engine = Engine(l0)
     engine.restart()
     engine.did((2, allocated(5)), full=True)
@@ -352,7 +352,7 @@ def resident_bytes() -> int:
 
 
 def test_nothing_is_left_of_instances_that_died(l0: L0, clock: Clock) -> None:
-    blocks = 20_000  # about 1 MB for each instance, and more for what is held
+    blocks = 20_000  # about 1 MB for each instance, and more for request blocks
     everything = allocated(*range(1, blocks))
     before = 0
     for n in range(50):
@@ -381,7 +381,7 @@ def test_exact_and_reported_are_never_mixed(l0: L0) -> None:
     assert l0.status("engine")["source"] == "exact"
 
 
-def test_wrong_records_make_the_instance_unsure(l0: L0) -> None:
+def test_wrong_records_bring_the_instance_out_of_sync(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     with pytest.raises(ValueError, match="block 64 is not below 64"):
@@ -394,10 +394,10 @@ def test_wrong_records_make_the_instance_unsure(l0: L0) -> None:
 
 @pytest.mark.parametrize(
     ("sender", "payload"),
-    [("a", ExactRecords(b"123", b"")), ("nobody", exact((1, allocated(5))))],
-    ids=["wrong records", "an instance that never came"],
+    [("a", ExactRecords(b"123", b"")), ("absent", exact((1, allocated(5))))],
+    ids=["wrong records", "an unknown instance"],
 )
-def test_what_one_sends_costs_no_other_its_figures(sender: str, payload: ExactRecords) -> None:
+def test_wrong_reports_of_one_instance_cost_no_other_its_metrics(sender: str, payload: ExactRecords) -> None:
     l0 = L0(1.0)
     bus = Bus([l0])
     bus.start()
@@ -415,7 +415,7 @@ def test_what_one_sends_costs_no_other_its_figures(sender: str, payload: ExactRe
 # ---- what is read ---------------------------------------------------------------------------------
 
 
-def test_every_family_is_there_before_anybody_reports(l0: L0) -> None:
+def test_every_family_is_there_before_the_first_report(l0: L0) -> None:
     families = {family.name: family for family in l0.families()}
     assert set(families) == {
         *(f"kvserver_l0_{name}" for name in (*COUNTERS, *GAUGES, "report_gaps", "records", "unsure")),
@@ -431,7 +431,7 @@ def test_every_family_is_there_before_anybody_reports(l0: L0) -> None:
         assert family.help.endswith(".")
 
 
-def test_an_instance_that_came_has_all_its_points(l0: L0) -> None:
+def test_a_registered_instance_has_all_its_points(l0: L0) -> None:
     engine = Engine(l0)
     assert all([labels for labels, _ in family.points] == [engine.names] for family in l0.families())
 
@@ -445,7 +445,7 @@ def test_events_are_counted_in_both_forms(l0: L0) -> None:
     assert (a.figure("records"), b.figure("records")) == (3, 3)
 
 
-def test_status_shows_how_an_instance_reports_and_its_figures(l0: L0) -> None:
+def test_status_shows_how_an_instance_reports_and_its_counts(l0: L0) -> None:
     engine = Engine(l0)
     assert l0.status("engine")["source"] == ""
     engine.did((1, allocated(5, 6)), (2, released(5)))
@@ -467,18 +467,18 @@ def test_status_shows_how_an_instance_reports_and_its_figures(l0: L0) -> None:
         "released_blocks": 1,
         "tracked_blocks": 2,
     }
-    assert l0.status("nobody") == {}
-    assert not l0.is_unsure("nobody")
+    assert l0.status("absent") == {}
+    assert not l0.is_unsure("absent")
 
 
-def test_closing_changes_no_figure(l0: L0) -> None:
+def test_closing_changes_no_metric(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     l0.close()
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_figures_read_while_reports_are_applied_are_of_one_moment() -> None:
+def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
     l0 = L0(1.0)
     engine = Engine(l0, num_blocks=2000)
     everything = range(1, 2000)
@@ -507,7 +507,7 @@ def test_figures_read_while_reports_are_applied_are_of_one_moment() -> None:
     assert engine.figure("allocations") == engine.sequence * len(everything)
 
 
-def test_instances_that_come_and_go_without_end_have_series_within_bounds(l0: L0, clock: Clock) -> None:
+def test_any_number_of_instances_has_series_within_bounds(l0: L0, clock: Clock) -> None:
     l0.handle(InstanceCame(clock.ns, "stays", "m", "x", 8, 16))
     for number in range(3 * MOST_DEPARTED):
         clock.advance(0.001)

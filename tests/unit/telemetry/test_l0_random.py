@@ -1,4 +1,4 @@
-"""Random engines against a slow model, figure by figure; and samples against the whole."""
+"""Random engines against a slow model, count by count; and samples against the whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pair:
         self.engine, self.model, self.rng = Engine(l0, name, num_blocks=BLOCKS), Model(), rng
         self.now = SECOND
         self.gaps = 0
-        self.unsure: set[int] = set()
+        self.out_of_sync: set[int] = set()
         self.seen: set[int] = set()  # pools
 
     def report(self, full: bool) -> None:
@@ -52,26 +52,26 @@ class Pair:
             self.report(full=chance > 0.97)
 
     def lose_report(self) -> None:
-        self.engine.ended(0, "nobody")  # else it may have sent nothing yet
+        self.engine.ended(0, "absent")  # else it may have sent nothing yet
         self.engine.sequence += self.rng.randrange(1, 4)
-        self.engine.ended(0, "nobody")
+        self.engine.ended(0, "absent")
         self.gaps += 1
         self.model.lose()
-        self.unsure = set(self.seen) or {0}
+        self.out_of_sync = set(self.seen) or {0}
 
     def restart(self) -> None:
         has_computed = self.rng.random() < 0.5
         self.engine.restart(has_computed)
         self.model.lose()
-        self.seen, self.unsure = set(), {0} if has_computed else set()
+        self.seen, self.out_of_sync = set(), {0} if has_computed else set()
 
     def end_request(self) -> None:
-        self.engine.ended(0, "nobody")
+        self.engine.ended(0, "absent")
 
     def check(self) -> None:
         assert self.engine.counts() == self.model.figures()
         assert self.engine.figure("report_gaps") == self.gaps
-        assert self.engine.l0.is_unsure(self.engine.names[0]) == bool(self.unsure)
+        assert self.engine.l0.is_unsure(self.engine.names[0]) == bool(self.out_of_sync)
 
     def check_histograms(self) -> None:
         for name in HISTOGRAMS:
@@ -80,7 +80,7 @@ class Pair:
             assert isinstance(found, Buckets)
             assert found.counts == self.model.buckets(name), name
             assert found.sum == pytest.approx(self.model.sum(name), rel=1e-9, abs=1e-6), name
-            assert sum(found.counts) > 20, f"too little to tell {name}"
+            assert sum(found.counts) > 20, f"too few of {name}"
 
 
 class ExactPair(Pair):
@@ -91,7 +91,7 @@ class ExactPair(Pair):
         self.seen.add(pool)
         if full:
             self.model.lose(pool)
-            self.unsure.discard(pool)
+            self.out_of_sync.discard(pool)
         records, marks = b"", b""
         now = self.tick()
         for number in range(self.rng.randrange(1, 12)):
@@ -115,7 +115,7 @@ class ReportedPair(Pair):
         self.seen.add(0)
         if full:
             self.model.lose()
-            self.unsure.clear()
+            self.out_of_sync.clear()
         now, records = self.tick(), []
         for _ in range(self.rng.randrange(1, 5)):
             request, blocks = self.rng.choice(self.REQUESTS), self.some()
@@ -140,7 +140,7 @@ class ReportedPair(Pair):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_all_figures_of_random_engines_are_those_of_a_slow_model(seed: int) -> None:
+def test_all_counts_of_random_engines_are_those_of_a_slow_model(seed: int) -> None:
     l0, rng = L0(1.0, seed), random.Random(seed)
     pairs = [kind(l0, rng, f"{kind.__name__}{n}") for n in range(2) for kind in (ExactPair, ReportedPair)]
     for _ in range(STEPS * len(pairs)):
@@ -154,69 +154,69 @@ def test_all_figures_of_random_engines_are_those_of_a_slow_model(seed: int) -> N
 
 # ---- samples --------------------------------------------------------------------------------------
 
-LIVES, GAPS = 20_000, 3
-Give = Callable[[BlockLives, int], None]
+LIFETIMES, GAPS = 20_000, 3
+Apply = Callable[[BlockLives, int], None]
 
 
-def one_block(lives: BlockLives, number: int) -> None:
-    live(lives, 1, number)
+def one_block(lifetimes: BlockLives, number: int) -> None:
+    one_lifetime(lifetimes, 1, number)
 
 
-def many_blocks(lives: BlockLives, number: int) -> None:
-    live(lives, 1 + number, number)
+def many_blocks(lifetimes: BlockLives, number: int) -> None:
+    one_lifetime(lifetimes, 1 + number, number)
 
 
-def live(lives: BlockLives, block: int, number: int) -> None:
-    """A life of 1 to 2 seconds with GAPS accesses."""
+def one_lifetime(lifetimes: BlockLives, block: int, number: int) -> None:
+    """A lifetime of 1 to 2 seconds with GAPS accesses."""
     codes = [0, *[1] * GAPS, *[2] * (GAPS + 1), 3]
     records = b"".join((code << RECORD_OPERATION_SHIFT | block).to_bytes(4, "little") for code in codes)
     took = SECOND + number % 1000 * 1_000_000
-    lives.apply(records, MARK.pack(0, SECOND) + MARK.pack(len(codes) - 1, SECOND + took))
+    lifetimes.apply(records, MARK.pack(0, SECOND) + MARK.pack(len(codes) - 1, SECOND + took))
 
 
-def figures(give: Give, rate: float, seed: int = 7) -> LifeFigures:
+def statistics(apply: Apply, rate: float, seed: int = 7) -> LifeFigures:
     found = LifeFigures([1.5])
-    lives = BlockLives(found, LIVES + 1, rate, seed)
-    for number in range(LIVES):
-        give(lives, number)
+    lifetimes = BlockLives(found, LIFETIMES + 1, rate, seed)
+    for number in range(LIFETIMES):
+        apply(lifetimes, number)
     return found
 
 
-@pytest.mark.parametrize("give", [one_block, many_blocks])
+@pytest.mark.parametrize("apply", [one_block, many_blocks])
 @pytest.mark.parametrize("rate", [0.1, 0.01])
 @pytest.mark.parametrize("seed", [0, 1, 2**63])
-def test_a_sample_is_as_large_as_its_rate_and_like_the_whole(give: Give, rate: float, seed: int) -> None:
-    found = figures(give, rate, seed).read()
-    assert (found.allocations, found.evictions, found.shared_accesses) == (LIVES, LIVES, GAPS * LIVES)
+def test_a_sample_is_as_large_as_its_rate_and_like_the_whole(apply: Apply, rate: float, seed: int) -> None:
+    found = statistics(apply, rate, seed).read()
+    assert (found.allocations, found.evictions, found.shared_accesses) == (LIFETIMES, LIFETIMES, GAPS * LIFETIMES)
     sampled = sum(found.lifetime.counts)
-    assert abs(sampled - rate * LIVES) < 4 * sqrt(LIVES * rate * (1 - rate))
+    assert abs(sampled - rate * LIFETIMES) < 4 * sqrt(LIFETIMES * rate * (1 - rate))
     spread = sqrt(1 / 12)  # seconds: lifetimes are uniform over one
     assert abs(found.lifetime.sum / sampled - 1.5) < 4 * spread / sqrt(sampled)
     assert abs(found.lifetime.counts[0] - sampled / 2) < 4 * sqrt(sampled / 4)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 1.0])
-def test_a_life_is_observed_whole_or_not_at_all(rate: float) -> None:
-    found = figures(many_blocks, rate).read()
+def test_a_lifetime_is_observed_whole_or_not_at_all(rate: float) -> None:
+    found = statistics(many_blocks, rate).read()
     sampled = sum(found.lifetime.counts)
     assert sum(found.idle_before_evict.counts) == sum(found.since_last_access.counts) == sampled
     assert sum(found.reuse_gap.counts) == GAPS * sampled
     assert (sampled == 0) == (rate == 0)
-    assert (sampled == LIVES) == (rate == 1)
+    assert (sampled == LIFETIMES) == (rate == 1)
 
 
-def test_the_same_seed_takes_the_same_lives_and_another_takes_others() -> None:
-    sums = [figures(many_blocks, 0.01, seed).read().lifetime.sum for seed in (7, 7, 8)]
+def test_the_same_seed_samples_the_same_lifetimes_and_another_samples_others() -> None:
+    sums = [statistics(many_blocks, 0.01, seed).read().lifetime.sum for seed in (7, 7, 8)]
     assert sums[0] == sums[1] != sums[2]
 
 
-def test_a_life_that_is_not_in_the_sample_says_nothing_of_the_next_one_of_its_block() -> None:
+def test_each_lifetime_of_a_block_is_sampled_by_itself() -> None:
     found = LifeFigures([1.5])
-    lives = BlockLives(found, 2, 0.5, 0)
+    lifetimes = BlockLives(found, 2, 0.5, 0)
     seen = []
     for number in range(64):
         before = sum(found.read().lifetime.counts)
-        live(lives, 1, number)
+        one_lifetime(lifetimes, 1, number)
         seen.append(sum(found.read().lifetime.counts) - before)
     pairs = set(pairwise(seen))
     assert pairs == {(0, 0), (0, 1), (1, 0), (1, 1)}

@@ -1,4 +1,4 @@
-"""Lives of blocks by which request holds which block with what content."""
+"""Block lifetimes by which request holds which block with what content."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_other_content_while_active_leaves_one_owner_only(engine: Engine) -> Non
     assert engine.figure("released_blocks") == 1
 
 
-def test_a_partial_block_that_fills_is_the_same_life(engine: Engine) -> None:
+def test_a_partial_block_that_fills_is_the_same_lifetime(engine: Engine) -> None:
     engine.holds(1, hold("a", [5, 6], [50]))
     engine.holds(2, hold("a", [6, 7], [60], first=1))
     assert engine.counts() == {"allocations": 3, "active_blocks": 3, "tracked_blocks": 3}
@@ -109,19 +109,19 @@ def test_a_partial_block_that_fills_is_the_same_life(engine: Engine) -> None:
     assert engine.seconds("lifetime") == (1, 8)
 
 
-def test_a_partial_block_that_stays_partial_is_the_same_life(engine: Engine) -> None:
+def test_a_partial_block_that_stays_partial_is_the_same_lifetime(engine: Engine) -> None:
     engine.holds(1, hold("a", [5]))
     engine.holds(2, hold("a", [5]))
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_a_partial_block_of_another_request_is_another_life(engine: Engine) -> None:
+def test_a_partial_block_of_another_request_is_another_lifetime(engine: Engine) -> None:
     engine.holds(1, hold("a", [5]))
     engine.holds(2, hold("b", [5]))
     assert engine.counts() == {"allocations": 2, "recycled": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_a_partial_block_that_its_request_let_go_is_another_life(engine: Engine) -> None:
+def test_a_partial_block_that_its_request_let_go_is_another_lifetime(engine: Engine) -> None:
     engine.holds(1, hold("a", [5]), release("a", [5]))
     engine.holds(2, hold("a", [5], [50]))
     assert engine.counts() == {"allocations": 2, "recycled": 1, "active_blocks": 1, "tracked_blocks": 1}
@@ -168,7 +168,7 @@ def test_the_null_block_is_passed_over(engine: Engine) -> None:
 # ---- full state -----------------------------------------------------------------------------------
 
 
-def test_a_full_state_is_no_allocation_and_its_lives_began_unseen(engine: Engine) -> None:
+def test_a_full_state_is_no_allocation_and_its_lifetimes_began_unseen(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]), hold("b", [5], [50]), full=True)
     assert engine.counts() == {"active_blocks": 1, "tracked_blocks": 1}
     engine.ended(2, "a")
@@ -214,7 +214,7 @@ def test_tokens_may_come_in_parts(engine: Engine) -> None:
     assert engine.figure("shared_accesses") == 3
 
 
-def test_tokens_that_were_told_before_are_the_same_content(engine: Engine) -> None:
+def test_tokens_that_were_reported_before_are_the_same_content(engine: Engine) -> None:
     engine.holds(1, hold("a", [5, 6, 7], tokens=TOKENS))
     engine.holds(2, hold("a", [6], tokens=TOKENS[4:8], first=1))
     assert engine.counts() == {"allocations": 3, "active_blocks": 3, "tracked_blocks": 3}
@@ -256,7 +256,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("record", "why"), WRONG.values(), ids=WRONG)
-def test_a_wrong_record_makes_the_instance_unsure_and_harms_no_other(record: Held | Released, why: str) -> None:
+def test_a_wrong_record_brings_the_instance_out_of_sync_and_harms_no_other(record: Held | Released, why: str) -> None:
     l0 = L0(1.0)
     engine, other = Engine(l0), Engine(l0, "other")
     for each in (engine, other):

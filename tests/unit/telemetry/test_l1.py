@@ -1,4 +1,4 @@
-"""The life of chunks in L1: each figure by hand, with times that the test gives."""
+"""Chunk lifetimes in L1: each number by hand, with times that the test sets."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ class World:
 
     def __init__(self, rate: float = 1.0) -> None:
         self.now = 1000.0
-        self.lives = L1(rate, clock=lambda: self.ns)
-        self.came("i")
+        self.tracker = L1(rate, clock=lambda: self.ns)
+        self.registered("i")
 
     @property
     def ns(self) -> int:
         return int(self.now * SECOND)
 
-    def came(self, instance: str, model: str = "m") -> None:
-        self.lives.handle(InstanceCame(self.ns, instance, model, "x", 100, 16))
+    def registered(self, instance: str, model: str = "m") -> None:
+        self.tracker.handle(InstanceCame(self.ns, instance, model, "x", 100, 16))
 
-    def gone(self, instance: str, model: str = "m") -> None:
-        self.lives.handle(InstanceGone(self.ns, instance, model, "x", True))
+    def disconnected(self, instance: str, model: str = "m") -> None:
+        self.tracker.handle(InstanceGone(self.ns, instance, model, "x", True))
 
     def stored(self, *numbers: int, instance: str = "i", namespace: bytes = NS, model: str = "m") -> None:
-        self.lives.handle(ChunksStored(self.ns, instance, model, namespace, keys(*numbers), 4096))
+        self.tracker.handle(ChunksStored(self.ns, instance, model, namespace, keys(*numbers), 4096))
 
     def loaded(self, *numbers: int, instance: str = "i", namespace: bytes = NS) -> None:
-        self.lives.handle(ChunksLoaded(self.ns, instance, "m", namespace, keys(*numbers)))
+        self.tracker.handle(ChunksLoaded(self.ns, instance, "m", namespace, keys(*numbers)))
 
     def evicted(self, *numbers: int, namespace: bytes = NS) -> None:
-        self.lives.handle(ChunksEvicted(self.ns, namespace, keys(*numbers)))
+        self.tracker.handle(ChunksEvicted(self.ns, namespace, keys(*numbers)))
 
-    def figures(self, name: str) -> dict[str, tuple[int, float]]:
+    def histogram(self, name: str) -> dict[str, tuple[int, float]]:
         """{instance: (count, sum)} of one histogram."""
         found = {}
-        for family in self.lives.families():
+        for family in self.tracker.families():
             for (instance, model), figure in family.points:
                 assert model == "m"
                 assert isinstance(figure, Buckets)
@@ -81,54 +81,54 @@ def test_residency_is_from_ready_to_eviction_and_idle_from_the_last_load() -> No
     world.loaded(1)
     world.now += 2
     world.evicted(1)
-    assert world.figures(RESIDENCY) == {"i": (1, 7.0)}
-    assert world.figures(IDLE) == {"i": (1, 2.0)}
+    assert world.histogram(RESIDENCY) == {"i": (1, 7.0)}
+    assert world.histogram(IDLE) == {"i": (1, 2.0)}
 
 
-def test_a_chunk_that_was_never_loaded_was_idle_all_its_life() -> None:
+def test_a_chunk_that_was_never_loaded_was_idle_all_its_lifetime() -> None:
     world = World()
     world.stored(1)
     world.now += 3
     world.evicted(1)
-    assert world.figures(IDLE) == world.figures(RESIDENCY) == {"i": (1, 3.0)}
-    assert world.figures(GAP) == {}
+    assert world.histogram(IDLE) == world.histogram(RESIDENCY) == {"i": (1, 3.0)}
+    assert world.histogram(GAP) == {}
 
 
-def test_each_gap_is_told_when_it_happens_the_first_from_ready() -> None:
+def test_each_gap_is_observed_when_it_happens_the_first_from_ready() -> None:
     world = World()
     world.stored(1)
     for pause in (1, 10, 100):
         world.now += pause
         world.loaded(1)
-    assert world.figures(GAP) == {"i": (3, 111.0)}
-    assert world.figures(AGE) == {"i": (3, 1 + 11 + 111.0)}
+    assert world.histogram(GAP) == {"i": (3, 111.0)}
+    assert world.histogram(AGE) == {"i": (3, 1 + 11 + 111.0)}
 
 
-def test_a_life_is_told_under_who_stored_and_a_use_under_who_loaded() -> None:
+def test_a_lifetime_counts_for_the_instance_that_stored_and_a_use_for_the_one_that_loaded() -> None:
     world = World()
-    world.came("j")
+    world.registered("j")
     world.stored(1)
     world.now += 4
     world.loaded(1, instance="j")
     world.now += 4
     world.evicted(1)
-    assert world.figures(GAP) == {"j": (1, 4.0)}
-    assert world.figures(RESIDENCY) == {"i": (1, 8.0)}
+    assert world.histogram(GAP) == {"j": (1, 4.0)}
+    assert world.histogram(RESIDENCY) == {"i": (1, 8.0)}
 
 
-def test_a_clear_ends_lives_without_evictions() -> None:
+def test_a_clear_ends_lifetimes_without_evictions() -> None:
     world = World()
     world.stored(1, 2)
     world.stored(3, namespace=OTHER)
-    world.lives.handle(L1Cleared(world.ns, NS[:16], 2))
-    assert world.lives.tracked == 1
+    world.tracker.handle(L1Cleared(world.ns, NS[:16], 2))
+    assert world.tracker.tracked == 1
     world.evicted(1, 2)
-    assert world.figures(RESIDENCY) == {}
-    world.lives.handle(L1Cleared(world.ns, b"", 1))
-    assert world.lives.tracked == 0
+    assert world.histogram(RESIDENCY) == {}
+    world.tracker.handle(L1Cleared(world.ns, b"", 1))
+    assert world.tracker.tracked == 0
 
 
-def test_a_chunk_that_comes_again_has_a_fresh_life() -> None:
+def test_a_chunk_stored_again_has_a_fresh_lifetime() -> None:
     world = World()
     world.stored(1)
     world.now += 50
@@ -136,7 +136,7 @@ def test_a_chunk_that_comes_again_has_a_fresh_life() -> None:
     world.stored(1)
     world.now += 1
     world.loaded(1)
-    assert world.figures(GAP) == {"i": (1, 1.0)}
+    assert world.histogram(GAP) == {"i": (1, 1.0)}
 
 
 def test_namespaces_do_not_mix() -> None:
@@ -146,46 +146,46 @@ def test_namespaces_do_not_mix() -> None:
     world.stored(1, namespace=OTHER)
     world.now += 1
     world.evicted(1)
-    assert world.figures(RESIDENCY) == {"i": (1, 2.0)}
-    assert world.lives.tracked == 1
+    assert world.histogram(RESIDENCY) == {"i": (1, 2.0)}
+    assert world.tracker.tracked == 1
 
 
-def test_series_end_five_minutes_after_the_instance_and_later_lives_have_no_instance() -> None:
+def test_series_end_five_minutes_after_the_instance_and_later_lifetimes_have_no_instance() -> None:
     world = World()
     world.stored(1, 2)
     world.evicted(1)
-    world.gone("i")
+    world.disconnected("i")
     world.now += DEPARTED_SECONDS - 1
-    assert set(world.figures(RESIDENCY)) == {"i"}
+    assert set(world.histogram(RESIDENCY)) == {"i"}
     world.now += 2
-    assert world.figures(RESIDENCY) == {}
+    assert world.histogram(RESIDENCY) == {}
     world.evicted(2)
-    assert set(world.figures(RESIDENCY)) == {""}
+    assert set(world.histogram(RESIDENCY)) == {""}
 
 
 def test_an_instance_that_comes_back_in_time_goes_on_counting() -> None:
     world = World()
     world.stored(1)
     world.evicted(1)
-    world.gone("i")
+    world.disconnected("i")
     world.now += DEPARTED_SECONDS - 1
-    world.came("i")
+    world.registered("i")
     world.now += DEPARTED_SECONDS
-    assert world.figures(RESIDENCY)["i"][0] == 1
+    assert world.histogram(RESIDENCY)["i"][0] == 1
 
 
-def test_a_sample_is_of_lives_and_of_the_right_size() -> None:
+def test_a_sample_is_of_lifetimes_and_of_the_right_size() -> None:
     world, rate, chunks = World(0.1), 0.1, 20_000
     order = random.Random(1).sample(range(chunks), chunks)
     for number in order:
         world.stored(number)
-    sampled = world.lives.tracked
+    sampled = world.tracker.tracked
     deviation = (chunks * rate * (1 - rate)) ** 0.5
     assert abs(sampled - chunks * rate) < 6 * deviation
     world.now += 1
     world.evicted(*order)
-    assert world.figures(RESIDENCY) == {"i": (sampled, float(sampled))}
-    assert world.lives.tracked == 0
+    assert world.histogram(RESIDENCY) == {"i": (sampled, float(sampled))}
+    assert world.tracker.tracked == 0
 
 
 def test_who_is_sampled_is_not_the_clients_choice() -> None:
@@ -195,25 +195,25 @@ def test_who_is_sampled_is_not_the_clients_choice() -> None:
         world = World(0.5)
         picked = []
         for number in range(200):
-            before = world.lives.tracked
+            before = world.tracker.tracked
             world.stored(number)
-            picked.append(world.lives.tracked > before)
+            picked.append(world.tracker.tracked > before)
         picks.append(picked)
     assert picks[0] != picks[1]
 
 
 def series(world: World, name: str) -> list[tuple[str, ...]]:
-    (family,) = (family for family in world.lives.families() if family.name == name)
+    (family,) = (family for family in world.tracker.families() if family.name == name)
     return [labels for labels, _ in family.points]
 
 
-def test_instances_that_come_and_go_without_end_have_series_within_bounds() -> None:
+def test_any_number_of_instances_has_series_within_bounds() -> None:
     world = World()
     for number in range(2 * MOST_MODELS):
         world.now += 0.001
-        world.came(f"i{number}", f"m{number}")
+        world.registered(f"i{number}", f"m{number}")
         world.stored(number, instance=f"i{number}", model=f"m{number}")
-        world.gone(f"i{number}", f"m{number}")
+        world.disconnected(f"i{number}", f"m{number}")
     world.evicted(*range(2 * MOST_MODELS))
     shown = series(world, RESIDENCY)
     assert sum(instance != "" for instance, _ in shown) == MOST_DEPARTED

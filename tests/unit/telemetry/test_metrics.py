@@ -136,7 +136,7 @@ def value(family: Any, suffix: str = "", **labels: str) -> float:
 
 
 @pytest.mark.parametrize(("name", "kind"), FROM_THE_START.items())
-def test_every_family_is_there_before_anybody_connects(name: str, kind: str) -> None:
+def test_every_family_is_there_before_the_first_connection(name: str, kind: str) -> None:
     family = families(status(), Rpc())[name]
     assert family.type == kind
     assert family.documentation.endswith(".")
@@ -146,7 +146,7 @@ def test_every_name_has_the_prefix() -> None:
     assert all(name.startswith("kvserver_") for name in families(status(), Rpc()))
 
 
-def test_l1_and_build_are_told() -> None:
+def test_l1_and_build_are_reported() -> None:
     found = families(status(), Rpc())
     assert value(found["kvserver_l1_size_bytes"]) == 1000
     assert value(found["kvserver_l1_used_bytes"]) == 600
@@ -164,7 +164,7 @@ def test_l1_is_shown_by_model() -> None:
         assert [value(found[f"kvserver_l1_model_{n}"], end, model_name=model_name) for n, end in names] == expected
 
 
-def test_each_gpu_tells_which_way_its_bytes_went() -> None:
+def test_each_gpu_reports_which_way_its_bytes_went() -> None:
     found = families(status(), Rpc())
     assert value(found["kvserver_gpu_mapped_bytes"], device="GPU-0") == 70
     for direction, way, expected in [

@@ -30,7 +30,7 @@ class Kept(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         if self.fails:
-            raise ConnectionError("nobody is there")
+            raise ConnectionError("no collector is there")
         self.spans += spans
         return SpanExportResult.SUCCESS
 
@@ -69,11 +69,11 @@ class Story:
 def story() -> Iterator[Callable[..., Story]]:
     stories: list[Story] = []
 
-    def tell(**options: float) -> Story:
+    def make(**options: float) -> Story:
         stories.append(Story(**options))  # type: ignore[arg-type]
         return stories[-1]
 
-    yield tell
+    yield make
     for one in stories:
         one.traces.close()
 
@@ -88,14 +88,14 @@ def test_a_store_and_a_load_have_a_child_for_what_the_device_did(story: Callable
     spans = it.spans()
     wholes = {span.context.span_id: span for span in spans}
     copies = [span for span in spans if span.name == "copy"]
-    told = [
+    exported = [
         (wholes[c.parent.span_id].name, c.start_time - spans[0].start_time, c.end_time - c.start_time) for c in copies
     ]
-    assert told == [("load", 11, 6), ("store", 90, 7)]
+    assert exported == [("load", 11, 6), ("store", 90, 7)]
     assert copies[0].attributes == {"bytes": 4096}
 
 
-def test_a_request_has_a_child_for_each_step_with_its_times_and_figures(story: Callable[..., Story]) -> None:
+def test_a_request_has_a_child_for_each_step_with_its_times_and_counts(story: Callable[..., Story]) -> None:
     wall_ns = time.time_ns() - time.monotonic_ns()
     it = story()
     it.lookup()
@@ -118,7 +118,7 @@ def test_a_request_has_a_child_for_each_step_with_its_times_and_figures(story: C
         assert (child.start_time - request.start_time, child.end_time - request.start_time) == (began, ended)
         assert child.status.status_code is StatusCode.UNSET
     assert request.end_time - request.start_time == 100
-    assert abs(request.start_time - (T0 + wall_ns)) < 60 * 10**9, "monotonic time told as wall time"
+    assert abs(request.start_time - (T0 + wall_ns)) < 60 * 10**9, "monotonic time taken for wall time"
     assert request.resource.attributes["service.name"] == "kvserver"
     assert request.resource.attributes["service.instance.id"] == "boot"
 
@@ -127,8 +127,8 @@ def test_the_engines_trace_context_is_the_parent_and_decides(story: Callable[...
     it = story(rate=0.0)
     it.lookup("wanted", traceparent=SAMPLED)
     it.lookup("unwanted", traceparent=UNSAMPLED)
-    it.lookup("nobody's")
-    for request in ("wanted", "unwanted", "nobody's"):
+    it.lookup("untraced")
+    for request in ("wanted", "unwanted", "untraced"):
         it.end(request)
     request, lookup = it.spans()
     assert request.attributes["request_id"] == "wanted"
@@ -155,7 +155,7 @@ def test_a_broken_context_is_as_none(story: Callable[..., Story], broken: str) -
     assert request.parent is None
 
 
-def test_so_many_requests_are_traced_as_the_rate_says(story: Callable[..., Story]) -> None:
+def test_as_many_requests_are_traced_as_the_rate_states(story: Callable[..., Story]) -> None:
     it = story(rate=0.25, most_requests=2000)
     for number in range(2000):
         it.lookup(f"r{number}")
@@ -164,7 +164,7 @@ def test_so_many_requests_are_traced_as_the_rate_says(story: Callable[..., Story
     assert it.traces.forgotten == 0
 
 
-def test_a_copy_that_failed_says_why(story: Callable[..., Story]) -> None:
+def test_a_copy_that_failed_states_why(story: Callable[..., Story]) -> None:
     it = story()
     it.lookup()
     it.copy(outcome="cancelled")
@@ -206,7 +206,7 @@ def test_a_second_lookup_of_an_open_request_is_another_child(story: Callable[...
     assert [span.name for span in it.spans()] == ["request", "lookup", "lookup"]
 
 
-def test_copies_of_requests_nobody_traces_are_not_told(story: Callable[..., Story]) -> None:
+def test_copies_of_untraced_requests_are_not_exported(story: Callable[..., Story]) -> None:
     it = story()
     it.copy("never looked up")
     it.copy("")
@@ -253,14 +253,14 @@ def test_requests_that_are_open_at_the_end_are_sent(story: Callable[..., Story])
     assert request.status.description == "the daemon stopped"
 
 
-def test_the_collectors_failures_are_counted_and_harm_nobody(story: Callable[..., Story]) -> None:
+def test_the_collectors_failures_are_counted_and_harm_no_request(story: Callable[..., Story]) -> None:
     it = story(fails=True)
     it.lookup()
     it.end()
     assert it.spans() == []
     status = it.traces.status()
     assert (status["spans"], status["sent"], status["failed"]) == (2, 0, 2)
-    assert status["last_error"] == "ConnectionError: nobody is there"
+    assert status["last_error"] == "ConnectionError: no collector is there"
 
 
 def test_traces_follow_a_bus(story: Callable[..., Story]) -> None:
