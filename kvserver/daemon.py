@@ -267,10 +267,10 @@ def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + deadline_seconds
     for worker in list(handlers.instances.by_registration.values()):
         handlers.workers.close(worker, Disconnect.STOPPED)
-    while (handlers.copier.open_tickets or handlers.transfers.waiting) and time.monotonic() < deadline:
+    while (handlers.tickets.open_tickets or handlers.transfers.waiting) and time.monotonic() < deadline:
         handlers.settle()
         handlers.step()
         time.sleep(0.001)
-    if handlers.copier.open_tickets:
-        log.error("%d copies did not end within %.0f s", handlers.copier.open_tickets, deadline_seconds)
-    return handlers.copier.open_tickets == 0
+    if handlers.tickets.open_tickets:
+        log.error("%d copies did not end within %.0f s", handlers.tickets.open_tickets, deadline_seconds)
+    return handlers.tickets.open_tickets == 0

@@ -564,7 +564,7 @@ SERVER = (
     ),
     Mutant(
         "the copies of a worker that is gone go on",
-        WORKERS, "Workers.close", "self._copier.cancel(number)", "pass", ("daemon/test_failures.py",),
+        WORKERS, "Workers.close", "self._tickets.cancel_copy(number)", "pass", ("daemon/test_failures.py",),
     ),
     Mutant(
         "the leases of an engine that is gone stay",

@@ -31,7 +31,7 @@ from kvserver.protocol import (
     UnregisterWorker,
     stranger_at,
 )
-from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed, listens
+from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed, has_listener
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -112,7 +112,7 @@ def failure(endpoint: str, error: Exception) -> Condition:
     """What an attempt to speak to the daemon there ended with."""
     if isinstance(error, RequestFailed):
         return Condition(refused(error.code), str(error))
-    if isinstance(error, TimeoutError) and listens(endpoint):
+    if isinstance(error, TimeoutError) and has_listener(endpoint):
         return Condition("no_answer", f"kvserver at {endpoint} does not answer")
     if isinstance(error, OSError):
         return Condition("no_daemon", str(error))

@@ -9,9 +9,9 @@ from kvserver.cache.namespace import (
     counted,
     epoch_of,
     fingerprint,
-    parts,
+    fingerprint_parts,
     private_reason,
-    split,
+    split_namespace,
     with_variant,
 )
 from kvserver.cache.pages import PagePool, page_bytes_for
@@ -28,10 +28,10 @@ __all__ = [
     "counted",
     "epoch_of",
     "fingerprint",
+    "fingerprint_parts",
     "page_bytes_for",
-    "parts",
     "private_reason",
-    "split",
     "split_keys",
+    "split_namespace",
     "with_variant",
 ]

@@ -24,23 +24,23 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
     """KVServerError(RANKS_DISAGREE) names the first thing two ranks of one instance say differently."""
     for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "replicated"):
-        _same(name, getattr(first, name), getattr(other, name), first.rank, other.rank)
+        _check_same(name, getattr(first, name), getattr(other, name), first.rank, other.rank)
     fields, others = counted(first), counted(other)
     for name in sorted({*fields, *others}):
         if _digest(fields.get(name)) != _digest(others.get(name)):
-            _same(name, fields.get(name), others.get(name), first.rank, other.rank)
+            _check_same(name, fields.get(name), others.get(name), first.rank, other.rank)
     if first.replicated:
-        _same("layout", first.layout, other.layout, first.rank, other.rank)
+        _check_same("layout", first.layout, other.layout, first.rank, other.rank)
         for name, value in (("runs", "run_bytes"), ("groups", "group")):
-            said = [[getattr(plane, value) for plane in spec.planes] for spec in (first, other)]
-            _same(name, said[0], said[1], first.rank, other.rank)
+            stated = [[getattr(plane, value) for plane in spec.planes] for spec in (first, other)]
+            _check_same(name, stated[0], stated[1], first.rank, other.rank)
 
 
-def _same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> None:
+def _check_same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> None:
     if a != b:
-        said = [_shown(value) for value in (a, b)]
+        stated = [_shown(value) for value in (a, b)]
         raise KVServerError(
-            ErrorCode.RANKS_DISAGREE, f"rank {rank_b} says {name}={said[1]}, rank {rank_a} says {said[0]}"
+            ErrorCode.RANKS_DISAGREE, f"rank {rank_b} says {name}={stated[1]}, rank {rank_a} says {stated[0]}"
         )
 
 
@@ -89,7 +89,7 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
     return hashlib.sha256(_encoder.encode(content)).digest()
 
 
-def parts(ranks: Sequence[RegisterWorker]) -> Iterator[tuple[str, object, str]]:
+def fingerprint_parts(ranks: Sequence[RegisterWorker]) -> Iterator[tuple[str, object, str]]:
     """What fingerprint() is made of, one part after the other: name, content, and a value for people where that is safe.
 
     A value is what the engine itself gave for people, or geometry: never a place or a secret.
@@ -118,7 +118,7 @@ def with_variant(base: bytes, variant: str) -> bytes:
     return base + b"".join(hashlib.sha256(part.encode()).digest() for part in variant.split("/", 1) if part)
 
 
-def split(namespace: bytes) -> tuple[bytes, bytes, bytes]:
+def split_namespace(namespace: bytes) -> tuple[bytes, bytes, bytes]:
     """Of a namespace's id the registration, the weights epoch and the LoRA; b"" for what it has none of."""
     return namespace[:_BASE_BYTES], namespace[_BASE_BYTES:_EPOCH_BYTES], namespace[_EPOCH_BYTES:]
 

@@ -24,7 +24,7 @@ from kvserver import __version__
 from kvserver.cli.checks import Finding, Machine, ok, problem, warning
 from kvserver.config import Settings, bearer, read_token
 from kvserver.protocol import PROTOCOL_VERSION
-from kvserver.protocol.client import Client, RequestFailed, listens
+from kvserver.protocol.client import Client, RequestFailed, has_listener
 
 OLDEST_VLLM = (0, 24)
 _HELLO_SECONDS = 2.0
@@ -89,7 +89,7 @@ def daemon(machine: Machine) -> Finding:
     except RequestFailed as error:
         return problem(f"{url} answers: {error}", f"install one version everywhere; this one is {__version__}")
     except TimeoutError:
-        if url.startswith("ipc://") and listens(url):
+        if url.startswith("ipc://") and has_listener(url):
             return problem(f"the daemon at {url} does not answer", "kvserver status; then restart it")
         return warning(f"none at {url}, only a dead daemon's socket", _serve_command(machine))
     except Exception as error:  # ZMQ's, of an address that cannot be

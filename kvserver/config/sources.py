@@ -133,18 +133,18 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
 
-    def take(name: str, value: Any, source: Source) -> None:
+    def set_value(name: str, value: Any, source: Source) -> None:
         values[name], sources[name] = value, source
 
     if path := arguments.get("config"):
         for key, value in _read_toml(path, types).items():
-            take(key.replace("-", "_"), value, Source("file", f"{path}: {key}"))
+            set_value(key.replace("-", "_"), value, Source("file", f"{path}: {key}"))
     for name in types:
         if (text := environ.get(variable(name))) is not None:
-            take(name, text, Source("environment", variable(name)))
+            set_value(name, text, Source("environment", variable(name)))
     for name, value in arguments.items():
         if name in types:
-            take(name, value, Source("flag", flag(name)))
+            set_value(name, value, Source("flag", flag(name)))
     try:
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:

@@ -84,7 +84,7 @@ class Devices:
         self._page_bytes = page_bytes
         self._rules = rules
         self._pinner: Pinner | None = None
-        self._told_pinning = False
+        self._pinning_logged = False
 
     @property
     def all(self) -> list[Device]:
@@ -102,7 +102,7 @@ class Devices:
 
     # ---- what a worker brings -------------------------------------------------------------------
 
-    def serving(self, memory: Sequence[Memory]) -> Device:
+    def device_for(self, memory: Sequence[Memory]) -> Device:
         """The device for a worker with such memory. KVServerError(BAD_MEMORY) if there can be none."""
         if any(isinstance(piece, CudaVmmFabric) for piece in memory):
             raise KVServerError(
@@ -117,7 +117,7 @@ class Devices:
         return self.cpu if uuid is None else self._gpu(uuid)
 
     @staticmethod
-    def mapping(device: Device, memory: Memory, fds: Sequence[int]) -> Mapping:
+    def make_mapping(device: Device, memory: Memory, fds: Sequence[int]) -> Mapping:
         """What maps it, not mapped yet. It takes over the descriptor. REQUIRES: `device` serves it."""
         if isinstance(memory, SharedFd):
             return FileMapping(fds[memory.index], memory.size_bytes)
@@ -165,20 +165,20 @@ class Devices:
             _, outcome, _, _, what = ends[0]
             if outcome != Outcome.DONE:
                 raise ConfigError(f"--gpus: {what}")
-            self.found(device)
+            self.mark_found(device)
 
-    def joined(self, device: Device) -> None:
+    def add_worker(self, device: Device) -> None:
         """One more worker is served by it."""
         self._workers[self.name(device)] += 1
 
-    def left(self, device: Device) -> None:
+    def remove_worker(self, device: Device) -> None:
         """One of these is gone, its memory unmapped. A GPU that was never found is not kept for nobody."""
         name = self.name(device)
         self._workers[name] -= 1
         if not self._workers[name] and device is not self.cpu and name not in self._found:
             del self.gpus[name]
 
-    def found(self, device: Device) -> None:
+    def mark_found(self, device: Device) -> None:
         """The device has mapped something, so its GPU is there: L1 is pinned for it, and so for all others."""
         if not isinstance(device, GpuCopier):
             return
@@ -188,15 +188,15 @@ class Devices:
             cpus = sorted(gpu_cpus(device.gpu.uuid))
             self._pinner = Pinner(self._region, device.gpu, _TOUCHING_THREADS, cpus)
 
-    def tick(self, pool: PagePool) -> None:
+    def update_pinned_pages(self, pool: PagePool) -> None:
         """Let the pool know what has been pinned since."""
         if self._region is None or self._pinner is None:
             return
         pinned = min(self._region.pinned_bytes // pool.page_bytes, pool.pages)
         if pinned > pool.pinned_pages:
             pool.mark_pinned(pinned)
-        if self._pinner.done and not self._told_pinning:
-            self._told_pinning = True
+        if self._pinner.done and not self._pinning_logged:
+            self._pinning_logged = True
             if error := self._pinner.error:
                 log.warning(
                     "L1 is pinned up to %d of %d bytes only, copies with the rest are slower: %s; the limit of locked "

@@ -29,13 +29,13 @@ from kvserver.copy.devices import Devices
 __all__ = [
     "NO_BLOCK",
     "Completion",
-    "Copier",
     "Device",
     "Direction",
     "HostRegion",
     "Mapping",
     "Outcome",
     "PlaneTable",
+    "Tickets",
     "WordMapping",
 ]
 
@@ -58,7 +58,7 @@ class Completion:
 T = TypeVar("T")
 
 
-class Copier(Generic[T]):
+class Tickets(Generic[T]):
     """Open tickets of all devices. `T` is what the caller wants back when a ticket ends."""
 
     def __init__(self, devices: Devices) -> None:
@@ -74,7 +74,7 @@ class Copier(Generic[T]):
     def open_tickets(self) -> int:
         return len(self._open)
 
-    def copy(self, device: Device, ticket: T, direction: Direction, planes: PlaneTable, **job: Any) -> int:
+    def queue_copy(self, device: Device, ticket: T, direction: Direction, planes: PlaneTable, **job: Any) -> int:
         """Queue a copy; see `csrc/copy/core.h` for the arguments. Returns the ticket's number."""
         number = self._number(device, ticket)
         try:
@@ -84,22 +84,22 @@ class Copier(Generic[T]):
             raise
         return number
 
-    def map(self, device: Device, ticket: T, mappings: list[Mapping]) -> int:
+    def queue_map(self, device: Device, ticket: T, mappings: list[Mapping]) -> int:
         number = self._number(device, ticket)
         device.submit_map(number, mappings)
         return number
 
-    def unmap(self, device: Device, ticket: T, mappings: list[Mapping]) -> int:
+    def queue_unmap(self, device: Device, ticket: T, mappings: list[Mapping]) -> int:
         number = self._number(device, ticket)
         device.submit_unmap(number, mappings)
         return number
 
-    def cancel(self, number: int) -> None:
+    def cancel_copy(self, number: int) -> None:
         """End it at its next block; its completion still comes."""
         device, _ = self._open[number]
         device.cancel(number)
 
-    def drain(self) -> Iterator[tuple[T, Completion]]:
+    def drain_completions(self) -> Iterator[tuple[T, Completion]]:
         for device in self.devices.all:
             for number, outcome, moved, nanos, what in device.drain():
                 _, ticket = self._open.pop(number)

@@ -116,7 +116,7 @@ def _close(dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -
     context.term()
 
 
-def listens(endpoint: str) -> bool:
+def has_listener(endpoint: str) -> bool:
     """Whether a process has the endpoint's socket, if only a hung one: a dead one's file remains, and refuses. True of
     endpoints that are no Unix socket, where a second's connection attempt would not tell.
     """
@@ -190,7 +190,7 @@ class Attachment:
     def __init__(self, fd_path: str, token: str, fds: list[int], timeout: float = 5.0) -> None:
         """OSError or TimeoutError if there is no server; RequestFailed if it refuses."""
         self.detached = False  # the server has said that it is done with the worker's memory
-        self._says_detached = False
+        self._announces_detached = False
         self._server: int | None = None  # a pidfd, where its process can be seen
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -206,7 +206,7 @@ class Attachment:
                 raise RequestFailed(reply)
             assert isinstance(reply, Attached)
             self.number = reply.attachment
-            self._says_detached = reply.says_detached
+            self._announces_detached = reply.says_detached
             self._socket.setblocking(False)
             _attachments.add(self)
         except BaseException:
@@ -234,7 +234,7 @@ class Attachment:
         process is dead. However long that takes: until then it may. Where the process cannot be seen, at once.
         """
         if (
-            self._server is None or self.detached or not self._says_detached
+            self._server is None or self.detached or not self._announces_detached
         ):  # a server of before ends it in no other way
             return
         poller = select.poll()

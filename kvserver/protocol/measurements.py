@@ -42,7 +42,7 @@ class Buckets:
 
 
 class Histogram:
-    """Counts as they come. One thread observes; `figures()` is a copy."""
+    """Counts as they come. One thread observes; `snapshot()` is a copy."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -53,12 +53,12 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += 1
         self._sum += value
 
-    def take(self, other: Histogram) -> None:
+    def add_counts(self, other: Histogram) -> None:
         """Add its counts. REQUIRES: the same bounds."""
         self._counts = [mine + its for mine, its in zip(self._counts, other._counts, strict=True)]
         self._sum += other._sum
 
-    def figures(self) -> Buckets:
+    def snapshot(self) -> Buckets:
         return Buckets(list(self._counts), self._sum)
 
     def status(self) -> dict[str, Any]:

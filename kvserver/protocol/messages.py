@@ -231,7 +231,7 @@ class ExactRecords(Message):
     full: bool = False
 
 
-class Held(msgspec.Struct, tag_field="type", tag="held", array_like=True):
+class Owned(msgspec.Struct, tag_field="type", tag="held", array_like=True):
     """A request owns these blocks: table positions [first_index, ...) of one KV cache group.
 
     `contents` names what is in the full ones, 8 bytes each from the first on; fewer than blocks where the last ones
@@ -261,7 +261,7 @@ class ReportedBlocks(Message):
 
     time_ns: Unsigned
     block_tokens: Positive
-    records: Annotated[list[Held | Released], Meta(max_length=16384)]
+    records: Annotated[list[Owned | Released], Meta(max_length=16384)]
     full: bool = False  # as in ExactRecords
 
 
@@ -386,7 +386,7 @@ RECORD_RELEASED = 2  # one owner less
 RECORD_EVICTED = 3  # what it holds can no longer be found
 RECORD_CLEARED = 4  # no block holds anything any more; the block id means nothing
 RECORD_PRESENT = 5  # full state: it holds something, since nobody knows when
-RECORD_HELD = 6  # full state: and has one owner more
+RECORD_OWNED = 6  # full state: and has one owner more
 
 _ArrayRequest: TypeAlias = Lookup | Store | Retrieve
 _MapRequest: TypeAlias = (

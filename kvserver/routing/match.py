@@ -123,7 +123,7 @@ class MatchPages:
 
     def families(self) -> list[Family]:
         with self._counting:
-            seconds = self._seconds.figures()
+            seconds = self._seconds.snapshot()
         text = "Time that the daemon took to answer POST /kv/match, also queries that it refused."
         return [Family("kvserver_kv_match_seconds", text, Kind.HISTOGRAM, bounds=WAIT_SECONDS).add(seconds)]
 

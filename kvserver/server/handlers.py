@@ -16,7 +16,7 @@ from kvserver import __version__
 from kvserver._native import Outcome
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement, Settings
-from kvserver.copy import Completion, Copier, Devices
+from kvserver.copy import Completion, Devices, Tickets
 from kvserver.events import L1Cleared, LookupEnded
 from kvserver.protocol import (
     KEY_BYTES,
@@ -91,14 +91,14 @@ class Handlers:
         self.settings = settings
         self.boot_id = boot_id
         self.cache = cache
-        self.copier: Copier[Ticket] = Copier(devices)
+        self.tickets: Tickets[Ticket] = Tickets(devices)
         self.devices = devices
         self.instances = Instances()
         self.lifelines = lifelines
         self.watchers = watchers
         self.bus = watchers.bus
-        self.transfers = Transfers(cache, self.copier, self.instances, clock, self.bus)
-        self.workers = Workers(settings, cache, self.copier, self.instances, lifelines, clock, self.bus)
+        self.transfers = Transfers(cache, self.tickets, self.instances, clock, self.bus)
+        self.workers = Workers(settings, cache, self.tickets, self.instances, lifelines, clock, self.bus)
         self.recount = Recount(cache.index, self.bus, clock)
         self.reports = Reports(cache, self.instances, clock, self.bus, watchers.l0.is_unsure)
         self._placement = placement  # of L1, to be shown
@@ -244,7 +244,7 @@ class Handlers:
     def settle(self) -> None:
         """Act on every ticket that has ended. Never raises: each ticket ends, whatever one of them does."""
         self._tell_loss()
-        for ticket, completion in self.copier.drain():
+        for ticket, completion in self.tickets.drain_completions():
             try:
                 self._ended(ticket, completion)
             except Exception:
@@ -278,7 +278,7 @@ class Handlers:
 
     def tick(self) -> None:
         """Once a second or so: leases whose requests never ended, instances long gone, silent connections, what has been pinned."""
-        self.devices.tick(self.cache.pool)
+        self.devices.update_pinned_pages(self.cache.pool)
         self.lifelines.close_silent()
         self.instances.forget_departed(self._clock())
         self.cache.expire_leases(self._clock())
@@ -296,7 +296,7 @@ class Handlers:
 
         REQUIRES: step() came after all else.
         """
-        if self._put_off or self.copier.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
+        if self._put_off or self.tickets.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
             return False
         self.cache.audit()
         assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
@@ -321,7 +321,7 @@ class Handlers:
             "totals": totals_status(self.instances),
             "events": self.bus.status(),
             **self.watchers.status(),
-            "books": books_status(self.cache, self.copier, self.workers, len(self.lifelines)),
+            "books": books_status(self.cache, self.tickets, self.workers, len(self.lifelines)),
         }
 
     def instances_status(self) -> list[dict[str, Any]]:

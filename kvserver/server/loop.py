@@ -155,7 +155,7 @@ class Server:
         watched: set[int] = set()
         more = False
         while not self._stopping:
-            wanted = {*lifelines.connection_fds(), *self.handlers.copier.completion_fds}
+            wanted = {*lifelines.connection_fds(), *self.handlers.tickets.completion_fds}
             for fd in watched ^ wanted:
                 if fd in watched:
                     poller.unregister(fd)

@@ -18,8 +18,8 @@ from kvserver.protocol import (
     EngineLoad,
     ErrorCode,
     ExactRecords,
-    Held,
     KVServerError,
+    Owned,
     Payload,
     ReportBlockAllocations,
     ReportedBlocks,
@@ -156,14 +156,14 @@ def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int]
             raise ValueError(f"{len(blocks)} block ids where {record.blocks} are announced")
         if blocks and max(blocks) >= num_blocks:
             raise ValueError(f"block id {max(blocks)} of an engine with {num_blocks} blocks")
-        if isinstance(record, Held):
+        if isinstance(record, Owned):
             _check_held(record, payload.block_tokens)
             size += len(record.contents) + len(record.tokens)
         size += len(record.block_ids)
     return records, size
 
 
-def _check_held(record: Held, block_tokens: int) -> None:
+def _check_held(record: Owned, block_tokens: int) -> None:
     most = record.blocks * _CONTENT_BYTES
     if len(record.contents) % _CONTENT_BYTES or len(record.contents) > most:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
-from kvserver.copy import Copier, Devices
+from kvserver.copy import Devices, Tickets
 from kvserver.server.instances import Counts, Departed, Disconnect, Instance, Instances
 from kvserver.server.transfers import Ticket
 from kvserver.server.workers import Workers
@@ -54,10 +54,10 @@ def totals_status(instances: Instances) -> dict[str, Any]:
     }
 
 
-def books_status(cache: Cache, copier: Copier[Ticket], workers: Workers, attachments: int) -> dict[str, Any]:
+def books_status(cache: Cache, tickets: Tickets[Ticket], workers: Workers, attachments: int) -> dict[str, Any]:
     """What must balance: with nothing in flight and nobody connected all but the pages are 0."""
     return {
-        "tickets": copier.open_tickets,
+        "tickets": tickets.open_tickets,
         "pins": cache.pins,
         "leases": cache.lease_count,
         "mappings": workers.mappings,

@@ -1,7 +1,7 @@
 """Stores and loads: from a message to a ticket, and from the ticket's end to a reply.
 
 Owns: the checks of a copy's blocks and keys, and what is counted of it. Refuses to know: which slots and
-whom to evict (`cache`), how bytes move (`copier`), who the workers are (`workers`).
+whom to evict (`cache`), how bytes move (`copy`), who the workers are (`workers`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from kvserver._native import NO_BLOCK, Direction, Outcome, unpack_blocks
 from kvserver.cache import Cache, Chunk, StorePlan
-from kvserver.copy import Completion, Copier
+from kvserver.copy import Completion, Tickets
 from kvserver.events import (
     Bus,
     ChunksDescribed,
@@ -120,11 +120,11 @@ _FAILURES = {
 
 class Transfers:
     def __init__(
-        self, cache: Cache, copier: Copier[Ticket], instances: Instances, clock: Callable[[], float], bus: Bus
+        self, cache: Cache, tickets: Tickets[Ticket], instances: Instances, clock: Callable[[], float], bus: Bus
     ) -> None:
         self._bus = bus
         self._cache = cache
-        self._copier = copier
+        self._tickets = tickets
         self._instances = instances
         self._clock = clock
         self._steps = STEPS_PER_TURN  # that are left in this turn
@@ -306,7 +306,7 @@ class Transfers:
     ) -> None:
         worker = ticket.worker
         assert worker.table is not None
-        number = self._copier.copy(
+        number = self._tickets.queue_copy(
             worker.device,
             ticket,
             direction,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvserver._native import Device, Outcome, PlaneTable, WordMapping
 from kvserver.cache import Cache
 from kvserver.config import Settings
-from kvserver.copy import Completion, Copier
+from kvserver.copy import Completion, Tickets
 from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
 from kvserver.protocol import (
     REGISTERED,
@@ -45,7 +45,7 @@ class Workers:
         self,
         settings: Settings,
         cache: Cache,
-        copier: Copier[Ticket],
+        tickets: Tickets[Ticket],
         instances: Instances,
         lifelines: Lifelines,
         clock: Callable[[], float],
@@ -55,8 +55,8 @@ class Workers:
         self.mappings = 0  # open mappings of engine memory
         self._settings = settings
         self._cache = cache
-        self._copier = copier
-        self._devices = copier.devices
+        self._tickets = tickets
+        self._devices = tickets.devices
         self._instances = instances
         self._lifelines = lifelines
         self._clock = clock
@@ -70,19 +70,19 @@ class Workers:
         try:
             self._instances.check(request)
             self._check_geometry(request, len(attachment.fds))
-            device = self._devices.serving(request.memory)
+            device = self._devices.device_for(request.memory)
         except KVServerError as error:
             self._refused(request, error)
             raise
         fds = attachment.claim()
-        memory = [self._devices.mapping(device, m, fds) for m in request.memory]
+        memory = [self._devices.make_mapping(device, m, fds) for m in request.memory]
         came = request.instance_id not in self._instances.by_id
         worker = self._instances.add(request, attachment, device, memory, WordMapping(fds[-1], request.words * 8))
         worker.last_seen = self._clock()
         self._tell_arrival(request, device, came)
-        self._devices.joined(device)
+        self._devices.add_worker(device)
         self.mappings += len(worker.mappings)
-        worker.tickets.add(self._copier.map(device, MapTicket(worker, respond), worker.mappings))
+        worker.tickets.add(self._tickets.queue_map(device, MapTicket(worker, respond), worker.mappings))
 
     def _tell_arrival(self, spec: RegisterWorker, device: Device, first: bool) -> None:
         now_ns = int(self._clock() * 1e9)
@@ -179,7 +179,7 @@ class Workers:
             ticket.respond(Error(code=error.code.value, message=error.message))
             self.close(worker, Disconnect.REFUSED)
             return
-        self._devices.found(worker.device)
+        self._devices.mark_found(worker.device)
         instance = self._instances.of(worker)
         instance.refresh_namespace()
         if instance.namespace is not None:
@@ -219,7 +219,7 @@ class Workers:
             self._bus.publish(InstanceGone(now_ns, ended.instance_id, ended.model_name, ended.incarnation, died))
             log.info("instance %s is gone", ended.instance_id)
         for number in worker.tickets:
-            self._copier.cancel(number)
+            self._tickets.cancel_copy(number)
         self.unmap_if_settled(worker)
 
     def attachment_ended(self, attachment: Attachment) -> None:
@@ -233,7 +233,7 @@ class Workers:
         if worker.closing and not worker.tickets and not worker.waiting and not worker.unmapping:
             worker.unmapping = True
             worker.table = None
-            self._copier.unmap(worker.device, UnmapTicket(worker), worker.mappings)
+            self._tickets.queue_unmap(worker.device, UnmapTicket(worker), worker.mappings)
 
     def unmapped(self, ticket: UnmapTicket, completion: Completion) -> None:
         worker = ticket.worker
@@ -243,7 +243,7 @@ class Workers:
                 worker.spec.instance_id, worker.spec.rank, completion.what,
             )  # fmt: skip
         self.mappings -= len(worker.mappings)
-        self._devices.left(worker.device)
+        self._devices.remove_worker(worker.device)
         self._lifelines.detach(worker.attachment)
         respond = self._waiting.pop(worker.registration, None)
         if respond is not None:

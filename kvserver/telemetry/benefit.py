@@ -40,9 +40,9 @@ class Benefit:
                 _grow(sums, more)
             both.gained_seconds += one.gained_seconds
             both.lost_seconds += one.lost_seconds
-            both.hit_ratio.take(one.hit_ratio)
+            both.hit_ratio.add_counts(one.hit_ratio)
             for name, histogram in one.durations.items():
-                both.durations[name].take(histogram)
+                both.durations[name].add_counts(histogram)
         return both
 
     def request_ended(self, prompt: int, local: int, loaded: int, loads: int, failed: int) -> None:

@@ -100,7 +100,7 @@ class L1:
                     text,
                     Kind.HISTOGRAM,
                     ("instance_id", "model_name"),
-                    [(owner, histogram.figures()) for owner, histogram in self._figures[name].items()],
+                    [(owner, histogram.snapshot()) for owner, histogram in self._figures[name].items()],
                     L1_SECONDS,
                 )
                 for name, text in _HISTOGRAMS.items()

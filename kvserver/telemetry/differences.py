@@ -15,7 +15,7 @@ from typing import TypeAlias, TypedDict
 
 import msgspec
 
-from kvserver.cache import parts, split
+from kvserver.cache import fingerprint_parts, split_namespace
 from kvserver.events import NamespaceFormed
 
 MOST_BYTES = 4 << 20
@@ -70,7 +70,7 @@ class Differences:
     def formed(self, event: NamespaceFormed) -> None:
         made = self._made.pop(event.namespace, None)
         if made is None:
-            shown = {name: _shown(content, value) for name, content, value in parts(event.ranks)}
+            shown = {name: _shown(content, value) for name, content, value in fingerprint_parts(event.ranks)}
             made = _Made(_encode(shown))
             self.bytes += made.bytes
         if event.instance_id not in made.instances:
@@ -88,7 +88,7 @@ class Differences:
         return self._last[2]
 
     def _compare(self, here: bytes, there: bytes) -> Difference:
-        (base, *variant), (other_base, *other_variant) = split(here), split(there)
+        (base, *variant), (other_base, *other_variant) = split_namespace(here), split_namespace(there)
         fields: list[Field] = []
         made, other = self._made.get(base), self._made.get(other_base)
         if made is not None and other is not None and base != other_base:

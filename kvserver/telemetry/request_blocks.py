@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvserver._native import BlockLives, unpack_blocks
-from kvserver.protocol import Held, Released, ReportedBlocks
+from kvserver.protocol import Owned, Released, ReportedBlocks
 
 CONTENT_BYTES = 8
 TOKEN_BYTES = 4
@@ -102,7 +102,7 @@ class Holdings:
         return request
 
     @staticmethod
-    def _contents(request: _Request, held: Held, block_tokens: int) -> bytes:
+    def _contents(request: _Request, held: Owned, block_tokens: int) -> bytes:
         if held.contents or not held.tokens:
             return held.contents
         if len(held.tokens) > held.blocks * block_tokens * TOKEN_BYTES:

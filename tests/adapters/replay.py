@@ -21,8 +21,8 @@ from kvserver.protocol import (
     RECORD_ALLOCATED,
     RECORD_CLEARED,
     RECORD_EVICTED,
-    RECORD_HELD,
     RECORD_OPERATION_SHIFT,
+    RECORD_OWNED,
     RECORD_PRESENT,
     RECORD_RELEASED,
     ExactRecords,
@@ -67,7 +67,7 @@ class Replay:
                     assert not self.owners[block], f"block {block} was given out while somebody owned it"
                     self.owners[block] = 1
                     self.live.add(block)
-                case _ if operation in (RECORD_ACCESSED, RECORD_HELD):
+                case _ if operation in (RECORD_ACCESSED, RECORD_OWNED):
                     assert block in self.live
                     self.owners[block] += 1
                 case _ if operation == RECORD_RELEASED:

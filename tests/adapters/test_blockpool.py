@@ -11,7 +11,7 @@ from kvserver.protocol import (
     RECORD_ALLOCATED,
     RECORD_CLEARED,
     RECORD_EVICTED,
-    RECORD_HELD,
+    RECORD_OWNED,
     RECORD_PRESENT,
     RECORD_RELEASED,
 )
@@ -23,7 +23,7 @@ NAMES = {
     RECORD_EVICTED: "evicted",
     RECORD_CLEARED: "cleared",
     RECORD_PRESENT: "present",
-    RECORD_HELD: "held",
+    RECORD_OWNED: "held",
 }
 
 

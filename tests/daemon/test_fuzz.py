@@ -28,11 +28,11 @@ from kvserver.protocol import (
     ErrorCode,
     ExactRecords,
     Heartbeat,
-    Held,
     Hello,
     KVGroup,
     KVServerError,
     Lookup,
+    Owned,
     Plane,
     Released,
     ReportBlockAllocations,
@@ -241,7 +241,7 @@ class Hostile:
         }
 
     def _reported(self) -> ReportedBlocks:
-        held = Held("r", 0, 0, packed([1, 2]), 2, contents=bytes(8))
+        held = Owned("r", 0, 0, packed([1, 2]), 2, contents=bytes(8))
         return ReportedBlocks(time_ns=1, block_tokens=16, records=[held, Released("r", packed([1]), 1)])
 
     def _valid(self) -> list[Any]:

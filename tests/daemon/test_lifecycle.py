@@ -22,7 +22,7 @@ from kvserver.protocol import (
     EndRequest,
     Error,
     ExactRecords,
-    Held,
+    Owned,
     Released,
     ReportBlockAllocations,
     ReportedBlocks,
@@ -67,7 +67,7 @@ class Engine:
         payload = ExactRecords(records=raw, marks=MARK.pack(0, self.now) if records else b"", full=full)
         return self.worker.send(ReportBlockAllocations(**self._of(), payload=payload))
 
-    def reported(self, *records: Held | Released, seconds: float = 0.0, full: bool = False) -> int:
+    def reported(self, *records: Owned | Released, seconds: float = 0.0, full: bool = False) -> int:
         self.now += int(seconds * SECOND)
         payload = ReportedBlocks(time_ns=self.now, block_tokens=16, records=list(records), full=full)
         return self.worker.send(ReportBlockAllocations(**self._of(), payload=payload))
@@ -156,13 +156,13 @@ def test_an_engine_that_reports_has_owners_and_contents(lives, make_worker):
     engine = Engine(worker)
     first, second = bytes(range(8)), bytes(range(8, 16))
     engine.reported(full=True)
-    engine.reported(Held("a", 0, 0, packed([1, 2]), 2, contents=first))  # block 2 is partial
-    engine.reported(Held("b", 0, 0, packed([1]), 1, contents=first))  # a co-owner
-    engine.reported(Held("a", 0, 1, packed([2]), 1, contents=second))  # it fills
+    engine.reported(Owned("a", 0, 0, packed([1, 2]), 2, contents=first))  # block 2 is partial
+    engine.reported(Owned("b", 0, 0, packed([1]), 1, contents=first))  # a co-owner
+    engine.reported(Owned("a", 0, 1, packed([2]), 1, contents=second))  # it fills
     engine.reported(Released("a", packed([2]), 1), seconds=1)
     engine.end("a")
     engine.end("b")
-    engine.reported(Held("c", 0, 0, packed([1]), 1, contents=second), seconds=3)  # other content
+    engine.reported(Owned("c", 0, 0, packed([1]), 1, contents=second), seconds=3)  # other content
     wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
     found = figures(lives, worker)
     assert found["kvserver_l0_allocations_total"] == 3
@@ -175,7 +175,7 @@ def test_exact_and_reported_never_mix(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
     engine.report(allocated(1), full=True)
-    refused = engine.reported(Held("a", 0, 0, packed([1]), 1), full=True)
+    refused = engine.reported(Owned("a", 0, 0, packed([1]), 1), full=True)
     assert engine.refused(refused) == "bad_records"
     assert lives.status()["instances"][0]["l0_source"] == "exact"
 
@@ -183,12 +183,12 @@ def test_exact_and_reported_never_mix(lives, make_worker):
 @pytest.mark.parametrize(
     "record",
     [
-        Held("a", 0, 0, packed([1, 2]), 3),
-        Held("a", 0, 0, b"\xff\xff\xff", 1),
-        Held("a", 0, 0, packed([64]), 1),
-        Held("a", 0, 0, packed([1]), 1, contents=bytes(16)),
-        Held("a", 0, 0, packed([1]), 1, contents=bytes(7)),
-        Held("a", 0, 0, packed([1]), 1, tokens=bytes(4 * 17)),
+        Owned("a", 0, 0, packed([1, 2]), 3),
+        Owned("a", 0, 0, b"\xff\xff\xff", 1),
+        Owned("a", 0, 0, packed([64]), 1),
+        Owned("a", 0, 0, packed([1]), 1, contents=bytes(16)),
+        Owned("a", 0, 0, packed([1]), 1, contents=bytes(7)),
+        Owned("a", 0, 0, packed([1]), 1, tokens=bytes(4 * 17)),
     ],
 )
 def test_reported_blocks_that_make_no_sense_are_refused(lives, make_worker, record):
@@ -201,7 +201,7 @@ def test_reported_blocks_that_make_no_sense_are_refused(lives, make_worker, reco
 def test_a_few_bytes_cannot_make_the_loop_unpack_a_million_blocks(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
-    run = Held("a", 0, 0, packed(range(1, 1 << 20)), (1 << 20) - 1)
+    run = Owned("a", 0, 0, packed(range(1, 1 << 20)), (1 << 20) - 1)
     assert len(run.block_ids) < 20
     answer = worker.reply_to(engine.reported(*[run] * 1000, full=True), 5)
     assert isinstance(answer, Error)

@@ -696,7 +696,7 @@ class World:
                     self.look_at_words(rank)
                     self.notice_server_hung_up(rank)
             self.watch_lifelines()
-            moving = self.handlers.copier.open_tickets > 0
+            moving = self.handlers.tickets.open_tickets > 0
         while self.handlers.step():
             pass
         self.check()

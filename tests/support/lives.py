@@ -14,13 +14,13 @@ from kvserver.protocol import (
     RECORD_ALLOCATED,
     RECORD_CLEARED,
     RECORD_EVICTED,
-    RECORD_HELD,
     RECORD_OPERATION_SHIFT,
+    RECORD_OWNED,
     RECORD_PRESENT,
     RECORD_RELEASED,
     Buckets,
     ExactRecords,
-    Held,
+    Owned,
     Payload,
     Released,
     ReportedBlocks,
@@ -64,7 +64,7 @@ def present(*blocks: int) -> list[int]:
 
 
 def held(*blocks: int) -> list[int]:
-    return [RECORD_HELD << RECORD_OPERATION_SHIFT | block for block in blocks]
+    return [RECORD_OWNED << RECORD_OPERATION_SHIFT | block for block in blocks]
 
 
 def exact(*moments: Moment, full: bool = False, pool: int = 0) -> ExactRecords:
@@ -82,10 +82,10 @@ def hold(
     tokens: Iterable[int] = (),
     group: int = 0,
     first: int = 0,
-) -> Held:
+) -> Owned:
     ids = array("I", blocks)
     names = array("Q", contents).tobytes()
-    return Held(request, group, first, pack_blocks(ids.tobytes()), len(ids), names, array("I", tokens).tobytes())
+    return Owned(request, group, first, pack_blocks(ids.tobytes()), len(ids), names, array("I", tokens).tobytes())
 
 
 def release(request: str, blocks: Iterable[int]) -> Released:
@@ -131,7 +131,7 @@ class Engine:
     def did(self, *moments: Moment, full: bool = False, pool: int = 0) -> None:
         self.report(exact(*moments, full=full, pool=pool))
 
-    def holds(self, seconds: float, *records: Held | Released, full: bool = False) -> None:
+    def holds(self, seconds: float, *records: Owned | Released, full: bool = False) -> None:
         self.report(ReportedBlocks(ns(seconds), self.block_tokens, list(records), full))
 
     def ended(self, seconds: float, request: str) -> None:

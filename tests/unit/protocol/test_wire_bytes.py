@@ -12,8 +12,8 @@ from kvserver.protocol import (
     KEY_BYTES,
     REQUEST_ID_BYTES,
     EndRequest,
-    Held,
     Lookup,
+    Owned,
     Released,
     ReportBlockAllocations,
     ReportedBlocks,
@@ -72,8 +72,8 @@ def test_fully_shuffled_blocks_cost_about_two_bytes_an_id() -> None:
 def test_2048_reported_events_take_at_most_24_kilobytes() -> None:
     """Of eight requests, blocks from all over a pool of 100,000, each with its content."""
     blocks = random.Random(2).sample(range(1, 100_000), 2048)
-    records: list[Held | Released] = [
-        Held(f"cmpl-{uuid.uuid4().hex}-0", 0, 0, packed(blocks[at : at + 256]), 256, random.randbytes(256 * 8))
+    records: list[Owned | Released] = [
+        Owned(f"cmpl-{uuid.uuid4().hex}-0", 0, 0, packed(blocks[at : at + 256]), 256, random.randbytes(256 * 8))
         for at in range(0, 2048, 256)
     ]
     payload = ReportedBlocks(time_ns=time.monotonic_ns(), block_tokens=16, records=records)

@@ -19,7 +19,7 @@ from support.lives import (
 )
 
 from kvserver._native import BlockLives, LifeFigures, check_records
-from kvserver.protocol import MARK, RECORD_HELD, RECORD_OPERATION_SHIFT, RESIDENCY_SECONDS
+from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, RECORD_OWNED, RESIDENCY_SECONDS
 from kvserver.telemetry import L0
 
 
@@ -281,7 +281,7 @@ WRONG = {
     "half a record": (b"\1\0", marks(0), "2 bytes are no whole number of records"),
     "half a mark": (words(1), marks(0)[:8], "8 bytes are no whole number of marks"),
     "no mark": (words(1), b"", "without a mark"),
-    "an unknown operation": (words(1, RECORD_HELD + 1 << RECORD_OPERATION_SHIFT), marks(0), "record 1: operation 7"),
+    "an unknown operation": (words(1, RECORD_OWNED + 1 << RECORD_OPERATION_SHIFT), marks(0), "record 1: operation 7"),
     "a block out of range": (words(*allocated(1, 2, 64)), marks(0), "record 2: block 64 is not below 64"),
     "the largest block": (words(*held((1 << RECORD_OPERATION_SHIFT) - 1)), marks(0), "record 0: block 536870911"),
     "a first mark that is late": (words(1, 2), marks(1), "mark 0 is not of record 0"),

@@ -6,7 +6,7 @@ import pytest
 from support.lives import HISTOGRAMS, Engine, hold, release
 
 from kvserver._native import BlockLives, LifeFigures, pack_blocks
-from kvserver.protocol import Held, Released
+from kvserver.protocol import Owned, Released
 from kvserver.telemetry import L0
 from kvserver.telemetry.request_blocks import MAX_REQUESTS
 
@@ -246,17 +246,17 @@ ids = pack_blocks(b"\5\0\0\0\6\0\0\0")
 WRONG = {
     "a block out of range": (hold("a", [5, 64]), "block 64 is not below 64"),
     "a release out of range": (release("a", [64]), "block 64 is not below 64"),
-    "fewer blocks than announced": (Held("a", 0, 0, ids, 3), "2 block ids where 3"),
+    "fewer blocks than announced": (Owned("a", 0, 0, ids, 3), "2 block ids where 3"),
     "more blocks than announced": (Released("a", ids, 1), "more than 1 ids"),
-    "half a content": (Held("a", 0, 0, ids, 2, b"1234"), "4 bytes are no whole number of contents"),
-    "more contents than blocks": (Held("a", 0, 0, ids, 2, bytes(24)), "3 contents for 2 blocks"),
-    "more tokens than blocks": (Held("a", 0, 0, ids, 2, b"", bytes(36)), "36 bytes of tokens in 2 blocks"),
-    "no ids at all": (Held("a", 0, 0, b"\2\2", 2), "neither"),
+    "half a content": (Owned("a", 0, 0, ids, 2, b"1234"), "4 bytes are no whole number of contents"),
+    "more contents than blocks": (Owned("a", 0, 0, ids, 2, bytes(24)), "3 contents for 2 blocks"),
+    "more tokens than blocks": (Owned("a", 0, 0, ids, 2, b"", bytes(36)), "36 bytes of tokens in 2 blocks"),
+    "no ids at all": (Owned("a", 0, 0, b"\2\2", 2), "neither"),
 }
 
 
 @pytest.mark.parametrize(("record", "why"), WRONG.values(), ids=WRONG)
-def test_a_wrong_record_brings_the_instance_out_of_sync_and_harms_no_other(record: Held | Released, why: str) -> None:
+def test_a_wrong_record_brings_the_instance_out_of_sync_and_harms_no_other(record: Owned | Released, why: str) -> None:
     l0 = L0(1.0)
     engine, other = Engine(l0), Engine(l0, "other")
     for each in (engine, other):
