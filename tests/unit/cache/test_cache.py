@@ -43,14 +43,14 @@ def store(
 
 
 def found(cache: Cache, names: str, namespace: bytes = NS) -> int:
-    """How many would be hits, without holding any."""
+    """The number of hits; no lease stays."""
     hits = cache.lookup(namespace, keys(names), ("probe", "probe"), FOREVER)
     cache.end_lease(("probe", "probe"))
     return hits
 
 
 def is_there(cache: Cache, name: str, namespace: bytes = NS) -> bool:
-    """Without a use, unlike found()."""
+    """Whether the chunk is READY; unlike found(), this is no use of it."""
     space = cache.index.find_namespace(namespace)
     chunk = space.chunks.get(keys(name)) if space is not None else None
     return chunk is not None and chunk.ready
@@ -105,7 +105,7 @@ class TestReady:
         store(cache, "ab")
         assert found(cache, "ab", OTHER) == 0
 
-    def test_a_load_takes_all_its_chunks_or_none(self, cache: Cache) -> None:
+    def test_a_load_pins_all_its_chunks_or_none(self, cache: Cache) -> None:
         store(cache, "ab")
         with pytest.raises(KVServerError) as caught:
             cache.plan_load(NS, keys("abc"))

@@ -1,4 +1,4 @@
-"""Who leaves L1 first, against a list that is searched from end to end."""
+"""Which chunk is evicted first, against a list that is searched from end to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def policy() -> EvictionPolicy:
 
 
 class Shelf:
-    """Chunks, and who would be found first."""
+    """Chunks, and the order in which the policy names them."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy

@@ -1,4 +1,4 @@
-"""What L1 holds, by namespace and key."""
+"""The chunks in L1, by namespace and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may share KV with whom."""
+"""Which engines may share KV."""
 
 from __future__ import annotations
 

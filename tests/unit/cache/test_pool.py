@@ -21,7 +21,7 @@ def test_fresh_pages_come_in_address_order() -> None:
     assert pages_of(pool.allocate_pages(2) or b"") == [3, 4]
 
 
-def test_a_slot_that_does_not_fit_takes_nothing() -> None:
+def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
     pool = PagePool(4 * 4096, 4096)
     assert pool.allocate_pages(5) is None
     assert pool.unused_pages == 4
@@ -110,7 +110,7 @@ def test_slots_of_one_size_are_one_extent_each_whatever_was_freed() -> None:
             slots.append(slot)
 
 
-def test_a_slot_of_several_extents_takes_the_largest_there_are() -> None:
+def test_a_slot_of_several_extents_uses_the_largest_there_are() -> None:
     pool = PagePool(100 * 4096, 4096)
     slots = [pool.allocate_pages(count) or b"" for count in (5, 1, 20, 1, 10, 63)]
     for free in (0, 2, 4):
@@ -169,7 +169,7 @@ def test_a_larger_l1_never_gets_smaller_pages() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pool_that_is_all_pinned_gives_what_one_gives_that_never_is(seed: int) -> None:
+def test_a_pool_that_is_all_pinned_allocates_like_one_that_never_is(seed: int) -> None:
     rng = random.Random(seed)
     pools = [PagePool(1000 * 4096, 4096) for _ in range(2)]
     pools[1].mark_pinned(1000)
@@ -194,7 +194,7 @@ def test_pages_that_are_not_pinned_are_used_last() -> None:
     assert taken == [[(0, 10)], [(10, 10)], [(20, 10)], [(30, 10)], [(40, 10)]]
 
 
-def test_a_slot_is_gathered_from_pinned_pages_before_one_that_is_not_pinned_is_taken() -> None:
+def test_a_slot_is_gathered_from_pinned_pages_before_an_unpinned_one_is_used() -> None:
     pool = PagePool(100 * 4096, 4096)
     slots = [pool.allocate_pages(10) or b"" for _ in range(5)]
     pool.mark_pinned(50)
@@ -275,8 +275,8 @@ class Model:
                 sizes[-1] = size
         return sizes
 
-    def check_take(self, count: int, slot: bytes | None) -> None:
-        """That `slot` is one that may be had now, then take it."""
+    def check_allocation(self, count: int, slot: bytes | None) -> None:
+        """Check that `slot` may be allocated now, then allocate it in the model."""
         near, far = self.runs(pinned=True), self.runs(pinned=False)
         if slot is None:
             assert sum(near) + sum(far) < count
@@ -323,7 +323,7 @@ def test_a_long_run_with_pinning_at_any_moment_agrees_with_the_plain_model(seed:
         else:
             count = rng.choice([1, 2, 5, 13, 40])
             slot_or_none = pool.allocate_pages(count)
-            model.check_take(count, slot_or_none)
+            model.check_allocation(count, slot_or_none)
             slots += [slot_or_none] if slot_or_none else []
         assert pool.unused_pages == len(model.free)
         assert pool.unused_pages + pool.used_pages == pool.pages == pages

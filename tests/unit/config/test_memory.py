@@ -84,7 +84,7 @@ def test_a_limit_that_cannot_be_read_is_passed_over(machine: Machine) -> None:
     assert available_memory(machine.root)[0] == 8 * GiB
 
 
-def test_auto_takes_a_quarter_of_what_is_free(machine: Machine) -> None:
+def test_auto_uses_a_quarter_of_what_is_free(machine: Machine) -> None:
     assert choose_l1_bytes("auto", machine.root) == 2 * GiB
     machine.cgroup("a", str(4 * GiB), 0)
     assert choose_l1_bytes("auto", machine.root) == GiB

@@ -1,4 +1,4 @@
-"""Which pages and nodes L1 takes, on machines made up of files."""
+"""Which pages and nodes L1 uses, on machines made up of files."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def machine(tmp_path: Path) -> Machine:
 
 
 class TestPages:
-    def test_without_reserved_pages_auto_takes_transparent_ones(self, machine: Machine) -> None:
+    def test_without_reserved_pages_auto_uses_transparent_ones(self, machine: Machine) -> None:
         assert machine.choose() == (2 * GiB, Placement())
         machine.huge(2 * MiB, free=0)
         assert machine.choose(l1_size="1GiB")[1].pages == "transparent"
 
-    def test_auto_takes_reserved_pages_if_all_of_l1_fits(self, machine: Machine) -> None:
+    def test_auto_uses_reserved_pages_if_all_of_l1_fits(self, machine: Machine) -> None:
         machine.huge(2 * MiB, free=512)
         assert machine.choose(l1_size="1GiB") == (GiB, Placement(2 * MiB, transparent=False))
         assert machine.choose(l1_size="1025MiB")[1].pages == "transparent"
@@ -66,7 +66,7 @@ class TestPages:
         assert machine.choose(l1_size="1GiB")[1].pages == "transparent"
         assert machine.choose(l1_size="1022MiB")[1].pages == "2MiB"
 
-    def test_auto_takes_large_pages_only_if_it_fills_them(self, machine: Machine) -> None:
+    def test_auto_uses_large_pages_only_if_it_fills_them(self, machine: Machine) -> None:
         machine.huge(GiB, free=4)
         machine.huge(2 * MiB, free=2048)
         assert machine.choose(l1_size="3GiB")[1].pages == "1GiB"
@@ -172,7 +172,7 @@ class TestNodes:
             machine.choose(l1_numa="bind:1", l1_size="1025MiB")
         assert machine.choose(l1_numa="bind:1", l1_size="1GiB")[0] == GiB
 
-    def test_a_bound_l1_takes_only_the_huge_pages_of_its_node(self, machine: Machine) -> None:
+    def test_a_bound_l1_uses_only_the_huge_pages_of_its_node(self, machine: Machine) -> None:
         machine.nodes(2)
         machine.huge(2 * MiB, free=1000)
         machine.huge(2 * MiB, free=400, node="node1")

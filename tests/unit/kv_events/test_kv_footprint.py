@@ -17,9 +17,9 @@ from kvserver.kv_events.types import Description, KVChunk, KVStored, Tier
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-rng, reach, held = random.Random(0), bytes(64), ResidentChunks()
+rng, prefix, resident_chunks = random.Random(0), bytes(64), ResidentChunks()
 stream = Stream("model", "int", StreamOptions("kv-events", False, 1 << 20, 1))
-stream.reader_connected("engine", reach, (), held)
+stream.reader_connected("engine", prefix, (), resident_chunks)
 described_bytes = 0
 
 def store(count):
@@ -30,8 +30,8 @@ def store(count):
         described = Description(32, hashes, rng.randbytes(32), rng.randbytes(16 * 16 * 4), 16)
         chunks.append(KVChunk(hashes[-32:], described))
         described_bytes += described.size
-    event = KVStored(1, 1, Tier.L1, reach, tuple(chunks))
-    held.apply_event(event)
+    event = KVStored(1, 1, Tier.L1, prefix, tuple(chunks))
+    resident_chunks.apply_event(event)
     stream.stored(event)
 
 for _ in range(20):

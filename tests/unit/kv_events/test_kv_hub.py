@@ -104,7 +104,7 @@ def test_an_evicted_chunk_is_published_as_it_was_stored(world: WitnessedHub) -> 
     assert len(world.witness.events) == 2
 
 
-def test_a_clear_takes_all_namespaces_below_it_in_bounded_events(world: WitnessedHub) -> None:
+def test_a_clear_removes_all_namespaces_below_it_in_bounded_events(world: WitnessedHub) -> None:
     many = Prompt(range(8 * (MOST_CHUNKS + 10)))
     for namespace in (HERE, HERE + b"lora" * 8, THERE):
         world.stored(many.keys, namespace)
@@ -125,7 +125,7 @@ def test_a_chunk_without_a_description_is_published_without_and_counted(world: W
     assert world.unannounced == {"undescribed": 2}
 
 
-def test_a_chunk_that_is_described_late_goes_and_comes(world: WitnessedHub) -> None:
+def test_a_chunk_that_is_described_late_is_removed_and_stored_again(world: WitnessedHub) -> None:
     one = Prompt(range(16))
     world.stored(one.keys)
     world.described(one, instance="other")
@@ -226,7 +226,7 @@ def test_descriptions_of_chunks_that_never_become_ready_are_forgotten(monkeypatc
     assert known == one.keys[20:]
 
 
-def test_descriptions_that_wait_take_a_quarter_of_the_memory_at_most() -> None:
+def test_descriptions_that_wait_use_a_quarter_of_the_memory_at_most() -> None:
     one, world = Prompt(range(8 * 100)), WitnessedHub(memory_bytes=20_000)
     world.described(one)
     assert 2_000 < world.hub.status()["state_bytes"] <= 5_000

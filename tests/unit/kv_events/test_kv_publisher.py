@@ -409,7 +409,7 @@ def test_an_address_in_use_is_reported_and_the_snapshot_goes_on(publish: Callabl
     ]
 
 
-def test_who_comes_late_to_a_quiet_stream_is_shown_the_gap_soon(published: Published) -> None:
+def test_a_late_subscriber_of_a_quiet_stream_soon_sees_the_gap(published: Published) -> None:
     published.feed.stored(HERE, chunk("a"))
     published.sequence()
     late = published.subscriber()

@@ -30,7 +30,7 @@ def test_runs_are_split_where_a_block_is_resident_already():
     assert ledger.stored(chunk("a", "b", "c", "d")) == [(0, 1), (2, 4)]
 
 
-def test_what_goes_without_having_come_is_counted():
+def test_a_removal_without_a_store_is_counted():
     ledger = Ledger()
     assert ledger.removed(chunk("a", "b")) == []
     assert ledger.unbalanced == 2

@@ -1,4 +1,4 @@
-"""Block ids as they travel: whatever is packed comes back, and whatever else comes is refused in bounds."""
+"""Block ids as they travel: any packed list is unpacked unchanged, and any other input is refused in bounds."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_gap_in_the_groups_is_named(groups: list[int], missing: int) -> None:
     assert caught.value.code is ErrorCode.BAD_PLANES
 
 
-def test_the_copier_takes_as_many_groups_as_a_registration_may_name() -> None:
+def test_the_native_module_copies_as_many_groups_as_a_registration_may_name() -> None:
     assert _native.MAX_GROUPS == MAX_GROUPS
     for group in (-1, MAX_GROUPS):
         with pytest.raises(msgspec.ValidationError):

@@ -1,4 +1,4 @@
-"""The one decoder: what it takes, and that whatever else comes is one typed error."""
+"""The one decoder: the messages that it accepts, and one typed error for any other input."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_fully_shuffled_blocks_cost_about_two_bytes_an_id() -> None:
     assert wire_bytes(prefill(blocks)) <= 56_000
 
 
-def test_2048_reported_events_take_at_most_24_kilobytes() -> None:
+def test_2048_reported_events_use_at_most_24_kilobytes() -> None:
     """Of eight requests, blocks from all over a pool of 100,000, each with its content."""
     blocks = random.Random(2).sample(range(1, 100_000), 2048)
     records: list[Owned | Released] = [

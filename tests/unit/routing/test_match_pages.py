@@ -20,7 +20,7 @@ from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import JSON, MSGPACK, RecentEngineStats
 from kvserver.web.pages import StatusPages
 
-REACH, START = b"r" * 64, b"s" * 32
+PREFIX, START = b"r" * 64, b"s" * 32
 TOKENS = list(range(1000, 1200))
 LOAD = {"running": 3, "waiting": 1}
 INSTANCE = {
@@ -38,7 +38,7 @@ INSTANCE = {
 def reader_of(name: str = "engine", **more: Any) -> ReaderConnected:
     fields = {"instance_id": name, "incarnation": "1", "model_name": "model", "variant": "", "hash_start": START}
     known = {"hash_algorithm": "sha256", "hash_block_tokens": 16}
-    return ReaderConnected(1, 0, DescribeScheduler(**{**fields, **known, **more}), REACH, 4, 16)
+    return ReaderConnected(1, 0, DescribeScheduler(**{**fields, **known, **more}), PREFIX, 4, 16)
 
 
 def hashes_of(tokens: list[int], lora: tuple[str, str] | None = None, salt: str = "") -> list[bytes]:
@@ -59,7 +59,7 @@ class Pages:
         return _done([INSTANCE])
 
     def store(self, hashes: list[bytes], tier: Tier = Tier.L1) -> None:
-        self.index.observe(KVStored(1, 0, tier, REACH, tuple(KVChunk(key) for key in hashes[3::4])))
+        self.index.observe(KVStored(1, 0, tier, PREFIX, tuple(KVChunk(key) for key in hashes[3::4])))
 
     def send(self, body: bytes, content_type: str = JSON, **headers: str) -> tuple[int, bytes, str]:
         self.connection.request("POST", "/kv/match", body, {"Content-Type": content_type, **headers})
@@ -269,7 +269,7 @@ def test_an_instance_that_did_not_describe_itself_is_shown_without_cache(pages):
     assert "l1" not in found
 
 
-def test_loads_that_cannot_be_had_are_those_of_before():
+def test_engine_stats_that_cannot_be_read_are_those_of_before():
     futures: list[Future[Any]] = [_done([INSTANCE]), Future(), Future()]
     asked: list[Future[Any]] = []
 

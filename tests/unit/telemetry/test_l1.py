@@ -188,7 +188,7 @@ def test_a_sample_is_of_lifetimes_and_of_the_right_size() -> None:
     assert world.tracker.tracked == 0
 
 
-def test_who_is_sampled_is_not_the_clients_choice() -> None:
+def test_clients_cannot_choose_which_chunks_are_sampled() -> None:
     """The hash is keyed: the same keys at the same times give another sample to another tracker."""
     picks = []
     for _ in range(2):
