@@ -685,7 +685,7 @@ WORKER_HALF = (
     Mutant(
         "a message whose copy was cancelled is sent",
         OUTBOX, "_Courier.send", "if not letter.is_wanted():", "if False:",
-        ("adapters/test_ordering.py::test_a_store_whose_blocks_are_given_away_is_never_sent",),
+        ("adapters/test_ordering.py::test_a_store_whose_blocks_are_reused_is_never_sent",),
     ),
     Mutant(
         "a message waits for nothing that the engine does",
@@ -932,7 +932,7 @@ SCHEDULER_HALF = (
     Mutant(
         "engines whose hashes start elsewhere share",
         VARIANTS, "Variants.epoch", 'parts = [f"chain={self._chain}"]', "parts = ['']",
-        ("adapters/test_variants.py::test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart",),
+        ("adapters/test_variants.py::test_a_variant_is_a_short_text_that_distinguishes_chain_weights_and_lora",),
     ),
     Mutant(
         "a second reset keeps the epoch of the first",
@@ -995,7 +995,7 @@ SCHEDULER_HALF = (
     Mutant(
         "an engine that is never asked anything never says why it has no cache",
         CONNECTOR, "KVServerConnector.has_pending_push_work", "not self._stepped or ", "",
-        ("adapters/test_cache_is_on.py::test_an_engine_that_was_never_asked_anything_says_that_it_has_its_cache",),
+        ("adapters/test_cache_is_on.py::test_an_engine_without_any_request_reports_that_it_has_its_cache",),
     ),
     Mutant(
         "what an idle engine said last hides that its daemon is gone",

@@ -56,7 +56,7 @@ def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def make_forgetful_engine(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
-    """As make_engine, but a reset of its prefix cache says nothing of its weights: only its own blocks are forgotten."""
+    """As make_engine, but a reset of its prefix cache leaves its weights as they are: it only drops the engine's own blocks."""
 
     def make(*args: Any, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
         return make_engine(*args, extra={"kvserver.on_prefix_reset": "keep", **(extra or {})}, **options)
@@ -66,7 +66,7 @@ def make_forgetful_engine(make_engine: Callable[..., Engine]) -> Callable[..., E
 
 @pytest.fixture
 def make_tap() -> Iterator[Callable[[Daemon], Tap]]:
-    """Listen in on what engines say to a daemon: they get the tap's endpoint. It ends with the test."""
+    """Read what engines send to a daemon: they get the tap's endpoint. It ends with the test."""
     taps: list[Tap] = []
 
     def make(daemon: Daemon) -> Tap:

@@ -1,7 +1,7 @@
 """Two API servers of one engine, as vLLM starts them: a process each, whose metrics prometheus_client puts together.
 
-A program: prints the exposition. The first server was told that the engine cannot have a cache, the second only hears the daemon,
-which knows nothing of that.
+A program: prints the exposition. The first server receives from the engine that it cannot have a cache, the second
+receives only the daemon's answer, which does not contain that.
 """
 
 from __future__ import annotations

@@ -25,21 +25,21 @@ class FrontEnd:
         """`config`: the front end's, if it differs from the engine's."""
         self._engine = engine
         self._logger: Any = PrometheusStatLogger(config or engine.config, [0])
-        self._taken = 0
+        self._recorded = 0
 
     def close(self) -> None:
         self._logger = None
 
-    def take(self) -> None:
-        """What the engine's steps told since the last time, as it comes out of the engine's process."""
+    def record_steps(self) -> None:
+        """Record the stats of the engine's steps since the last call, as they come out of the engine's process."""
         encoder, decoder = MsgpackEncoder(), MsgpackDecoder(SchedulerStats)
-        for stats in self._engine.stats[self._taken :]:
+        for stats in self._engine.stats[self._recorded :]:
             self._logger.record(decoder.decode(encoder.encode(stats)), None, engine_idx=0)
-        self._taken = len(self._engine.stats)
+        self._recorded = len(self._engine.stats)
 
-    def observe(self, figures: dict[str, Any]) -> None:
-        """As if a step had told these."""
-        self._logger.kv_connector_prom.observe(figures, 0)
+    def observe(self, stats: dict[str, Any]) -> None:
+        """As if a step had put these out."""
+        self._logger.kv_connector_prom.observe(stats, 0)
 
     def series(self, name: str) -> dict[tuple[str, ...], float]:
         """Of a metric, by the labels beside vLLM's own."""
@@ -57,13 +57,13 @@ class FrontEnd:
 
     @property
     def reasons(self) -> list[tuple[str, str]]:
-        """(reason, detail) that are said to hold."""
+        """(reason, detail) whose series are 1."""
         found = families_by_labels("vllm:kvserver_without_cache_info")
         return [(labels["reason"], labels["detail"]) for labels, value in found if value == 1]
 
     @property
     def reason(self) -> str:
-        """The one; "" with a cache. Both gauges say the same at any time, but for the moment between them."""
+        """The one; "" with a cache. Both gauges agree at any time, but for the moment between them."""
         reasons = self.reasons
         assert len(reasons) <= 1, reasons
         return reasons[0][0] if reasons else ""

@@ -1,4 +1,4 @@
-"""What an engine without a model publishes, as a router that hears everything sees it.
+"""What an engine without a model publishes, as a router that receives every event sees it.
 
 Owns: a publisher in the place of the engine's own. Refuses to know: where the events come from.
 """
@@ -26,7 +26,7 @@ class Log(EventPublisher, Audience):
 
     def publish(self, events: EventBatch) -> None:
         media = [getattr(event, "medium", "GPU") for event in events.events]
-        assert media == sorted(media, key=lambda medium: medium != "GPU"), "the engine's own stand first"
+        assert media == sorted(media, key=lambda medium: medium != "GPU"), "the engine's own come first"
         self.read(events.events)
 
     def shutdown(self) -> None:

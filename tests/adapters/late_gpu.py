@@ -32,16 +32,16 @@ class LateEvent:
 
 
 class LateGpu:
-    """Works at once until it is held; `pause` is called before each piece of work."""
+    """Works at once until it is on hold; `pause` is called before each piece of work."""
 
-    def __init__(self, held: bool = False, ordered: bool = True, pause: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_hold: bool = False, ordered: bool = True, pause: Callable[[], None] = lambda: None) -> None:
         """`ordered` is False for the control: an adapter that knows nothing of streams."""
         self.broken = ""  # "record" or "synchronize": what raises
-        self.waited = 0  # events that somebody began to wait for
+        self.waited = 0  # events that a thread began to wait for
         self.errors: list[BaseException] = []
         self._pause = pause
         self._work: deque[Callable[[], None]] = deque()
-        self._held = held
+        self._on_hold = on_hold
         self._closed = False
         self._changed = threading.Condition()
 
@@ -55,17 +55,17 @@ class LateGpu:
 
     def queue(self, work: Callable[[], None]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._held or len(self._work) < _MOST_QUEUED)
+            self._changed.wait_for(lambda: self._on_hold or len(self._work) < _MOST_QUEUED)
             self._work.append(work)
             self._changed.notify_all()
 
     def hold(self) -> None:
         with self._changed:
-            self._held = True
+            self._on_hold = True
 
     def release(self) -> None:
         with self._changed:
-            self._held = False
+            self._on_hold = False
             self._changed.notify_all()
 
     def finish(self) -> None:
@@ -86,7 +86,7 @@ class LateGpu:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._work and not self._held))
+                self._changed.wait_for(lambda: self._closed or (self._work and not self._on_hold))
                 if self._closed:
                     return
                 work = self._work[0]

@@ -171,7 +171,7 @@ class Runner:
             kv[ids, :, offsets] = values[:, None, None] ^ salt
 
     def wrong(self, blocks: list[int], first: int, numbers: list[int]) -> list[int]:
-        """Positions, from `first` on, whose KV is not what it must be. Null blocks are nobody's."""
+        """Positions, from `first` on, whose KV is not what it must be. Null blocks belong to no request."""
         ids, offsets = self.slots(blocks, first, first + len(numbers))
         values = np.array(numbers, np.uint64)
         bad = np.zeros(len(numbers), bool)
@@ -204,7 +204,7 @@ class Runner:
 
 @dataclass
 class Answer:
-    """What the engine has said about one request."""
+    """What the engine has put out for one request."""
 
     prompt: list[int]
     count: int
@@ -216,7 +216,7 @@ class Answer:
 
     @property
     def right(self) -> bool:
-        """Whether they are the model's tokens, as many as were asked for unless it was aborted."""
+        """Whether they are the model's tokens, as many as it wanted unless it was aborted."""
         count = len(self.tokens) if self.finish_reason == "abort" else self.count
         return self.tokens == continuation(self.prompt, count, self.weights)
 
@@ -305,8 +305,8 @@ class Engine:
         self.drafts = config.num_speculative_tokens
         self.draft_luck = random.Random(5)
         self.answers: dict[str, Answer] = {}
-        self.received: list[str] = []  # requests in finished_recving, as they came
-        self.plans: list[StepPlan] = []  # what the scheduler half told the worker halves, step by step
+        self.received: list[str] = []  # requests in finished_recving, in their order
+        self.plans: list[StepPlan] = []  # what the scheduler half sent the worker halves, step by step
         self.stats: list[SchedulerStats] = []  # of each step
         self.preemptions = 0
         self.before_step: Callable[[StepPlan], None] = lambda plan: None  # called before the workers see the plan
@@ -422,10 +422,10 @@ class Engine:
             )
             self.step()
         if until is None:
-            self.assert_idle_books()
+            self.assert_no_block_owned()
 
-    def assert_idle_books(self) -> None:
-        """When idle nobody holds a block, but for vLLM's null block."""
+    def assert_no_block_owned(self) -> None:
+        """When idle no request owns a block, but for vLLM's null block."""
         assert self.free_blocks == self.num_blocks - 1
         assert not self.scheduler.requests
 
@@ -450,14 +450,14 @@ class Engine:
         self.received += sorted((result.kv_connector_output and result.kv_connector_output.finished_recving) or ())
         for core in self.scheduler.update_from_output(output, result).values():
             self.stats += [core.scheduler_stats] if core.scheduler_stats is not None else []
-            for said in core.outputs:
-                answer = self.answers[said.request_id]
-                answer.tokens += said.new_token_ids
-                if said.finish_reason is not None:
-                    answer.finish_reason = str(said.finish_reason)
-                if said.prefill_stats is not None:
-                    answer.local = said.prefill_stats.num_local_cached_tokens
-                    answer.external = said.prefill_stats.num_external_cached_tokens
+            for output in core.outputs:
+                answer = self.answers[output.request_id]
+                answer.tokens += output.new_token_ids
+                if output.finish_reason is not None:
+                    answer.finish_reason = str(output.finish_reason)
+                if output.prefill_stats is not None:
+                    answer.local = output.prefill_stats.num_local_cached_tokens
+                    answer.external = output.prefill_stats.num_external_cached_tokens
         if self.drafts and self._steps_ahead == 1:
             rows = {name: row.drafts for name, row in self.rows.items() if row.drafts}
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(rows), list(rows.values())))
@@ -578,7 +578,7 @@ class Engine:
 
     def close(self) -> None:
         ends = [self.scheduler.shutdown, *(runner.connector.shutdown for runner in self.runners)]
-        with ThreadPoolExecutor(len(ends)) as threads:  # each waits a second if the daemon is gone
+        with ThreadPoolExecutor(len(ends)) as threads:  # each waits a second if the daemon has ended
             for done in [threads.submit(end) for end in ends]:
                 done.result()
         if self.gpu is not None:

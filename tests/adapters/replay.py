@@ -40,7 +40,7 @@ def unpack(records: bytes) -> list[tuple[int, int]]:
 
 
 def timed(records: bytes, marks: bytes) -> Iterator[tuple[int, int, int]]:
-    """(time, operation, block id) of each; the marks must be as the protocol says."""
+    """(time, operation, block id) of each; the marks must be as the protocol specifies."""
     when = list(MARK.iter_unpack(marks))
     numbers, times = [mark[0] for mark in when], [mark[1] for mark in when]
     assert numbers[:1] == [0] * bool(records or marks)
@@ -54,24 +54,24 @@ def timed(records: bytes, marks: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 class Replay:
-    """What follows from records: who owns blocks, and which hold something, or might, of which a record has told."""
+    """What follows from records: who owns blocks, and which blocks have, or may have, content that a record has reported."""
 
     def __init__(self) -> None:
         self.owners: Counter[int] = Counter()
         self.live: set[int] = set()
 
-    def take(self, records: bytes) -> Replay:
+    def apply(self, records: bytes) -> Replay:
         for operation, block in unpack(records):
             match operation:
                 case _ if operation == RECORD_ALLOCATED:
-                    assert not self.owners[block], f"block {block} was given out while somebody owned it"
+                    assert not self.owners[block], f"block {block} was allocated while it had an owner"
                     self.owners[block] = 1
                     self.live.add(block)
                 case _ if operation in (RECORD_ACCESSED, RECORD_OWNED):
                     assert block in self.live
                     self.owners[block] += 1
                 case _ if operation == RECORD_RELEASED:
-                    assert self.owners[block], f"block {block} was released by nobody"
+                    assert self.owners[block], f"block {block} was released without an owner"
                     self.owners[block] -= 1
                 case _ if operation == RECORD_EVICTED:
                     assert block in self.live
@@ -84,28 +84,28 @@ class Replay:
                     self.live.add(block)
         return self
 
-    def take_reports(self, reports: Iterable[ReportBlockAllocations]) -> Replay:
+    def apply_reports(self, reports: Iterable[ReportBlockAllocations]) -> Replay:
         for report in reports:
             assert isinstance(report.payload, ExactRecords)
             if report.payload.full:
                 self.owners.clear()
                 self.live.clear()
             assert all(timed(report.payload.records, report.payload.marks))
-            self.take(report.payload.records)
+            self.apply(report.payload.records)
         return self
 
     def agrees_with(self, pool: BlockPool, pins: Iterable[int] = ()) -> bool:
-        """Owners alike; a live block that the pool says is free holds what it was allocated for, but uncached."""
+        """Owners alike; a live block that is free in the pool contains what it was allocated for, but uncached."""
         pinned = Counter(pins)
         owners = {b.block_id: b.ref_cnt - pinned[b.block_id] for b in pool.blocks[1:]}
         assert {block: count for block, count in owners.items() if count} == dict(+self.owners)
         cached = {b.block_id for b in pool.blocks[1:] if b.block_hash is not None}
-        assert cached <= self.live, "a block that can be found was said to be gone"
+        assert cached <= self.live, "a block that can be found was reported as removed"
         return True
 
 
 class Churn:
-    """A pool at work: requests that share prefixes take, share, cache and free its blocks."""
+    """A pool at work: requests that share prefixes allocate, share, cache and free its blocks."""
 
     def __init__(self, seed: int, blocks: int = 40, clock: Any = None, caching: bool = True) -> None:
         init_none_hash(sha256)
@@ -113,7 +113,7 @@ class Churn:
         self.pool = BlockPool(blocks, caching, BLOCK)
         self.hook = PoolHook(lambda block: None, *([clock] if clock else []))
         self.hook.install(self.pool)
-        self.held: list[list[Any]] = []  # the blocks of each request that runs
+        self.running: list[list[Any]] = []  # the blocks of each request that runs
         self.pins: list[list[int]] = []
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._names = 0
@@ -140,11 +140,11 @@ class Churn:
         full = max(len(hits), length if cached is None else cached)
         if self.pool.enable_caching:
             self.pool.cache_full_blocks(request, blocks, len(hits), full, BLOCK, 0)
-        self.held.append(blocks)
+        self.running.append(blocks)
         return blocks
 
     def end(self, blocks: list[Any]) -> None:
-        self.held.remove(blocks)
+        self.running.remove(blocks)
         self.pool.free_blocks(iter(reversed(blocks)))
 
     def act(self) -> None:
@@ -153,19 +153,19 @@ class Churn:
         if choice < 0.45:
             length = self.random.randint(1, 8)
             self.begin(self.random.randrange(4), length, self.random.choice([None, length // 2]))
-        elif choice < 0.80 and self.held:
-            self.end(self.random.choice(self.held))
+        elif choice < 0.80 and self.running:
+            self.end(self.random.choice(self.running))
             self.pool.free_blocks([])
         elif choice < 0.85:
             self.pool.evict_blocks({self.random.randrange(1, len(self.pool.blocks)) for _ in range(3)})
-        elif choice < 0.92 and self.held:
-            self.pins.append([b.block_id for b in self.random.choice(self.held)])
+        elif choice < 0.92 and self.running:
+            self.pins.append([b.block_id for b in self.random.choice(self.running)])
             self.hook.pin(self.pins[-1])
         elif choice < 0.97 and self.pins:
             self.hook.unpin(self.pins.pop())
         elif choice > 0.985:
-            while self.held:
-                self.end(self.held[-1])
+            while self.running:
+                self.end(self.running[-1])
             while self.pins:
                 self.hook.unpin(self.pins.pop())
             assert self.pool.reset_prefix_cache()
@@ -173,5 +173,5 @@ class Churn:
     def agrees(self, replay: Replay) -> bool:
         return replay.agrees_with(self.pool, [block for pin in self.pins for block in pin])
 
-    def take(self) -> Records:
+    def drain_records(self) -> Records:
         return self.hook.take()

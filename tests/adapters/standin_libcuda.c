@@ -17,20 +17,20 @@ typedef struct {
 
 typedef struct {
     uint64_t base, size;              // what is mapped here
-    uint64_t range_base, range_size;  // what cuMemGetAddressRange tells
+    uint64_t range_base, range_size;  // what cuMemGetAddressRange returns
     uint64_t allocation;              // 0: memory of cudaMalloc
     int types, ordinal, fd;
 } Piece;
 
 static Piece pieces[PIECES];
-static int piece_count, held;
+static int piece_count, open_handles;
 static char failing[64];
 static CUresult failure;
 
 // ---- the script -----------------------------------------------------------------------------
 
 void standin_reset(void) {
-    piece_count = held = 0;
+    piece_count = open_handles = 0;
     failing[0] = 0;
 }
 
@@ -45,7 +45,7 @@ void standin_fail(const char* call, CUresult result) {
     failure = result;
 }
 
-int standin_held(void) { return held; }  // allocation handles that were not released
+int standin_open_handles(void) { return open_handles; }  // of allocations, not released yet
 
 // ---- the driver -----------------------------------------------------------------------------
 
@@ -112,14 +112,14 @@ CUresult cuMemRetainAllocationHandle(uint64_t* allocation, void* address) {
     Piece* piece = at((uint64_t)(uintptr_t)address);
     if (!piece || !piece->allocation) return INVALID_VALUE;
     *allocation = piece->allocation;
-    held++;
+    open_handles++;
     return SUCCESS;
 }
 
 CUresult cuMemRelease(uint64_t allocation) {
     MAY_FAIL;
     if (!of(allocation)) return INVALID_VALUE;
-    held--;
+    open_handles--;
     return SUCCESS;
 }
 

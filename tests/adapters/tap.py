@@ -1,4 +1,4 @@
-"""A relay between engines and their daemon that keeps what the engines say, and may answer in the daemon's stead.
+"""A relay between engines and their daemon that keeps what the engines send, and may answer in the daemon's stead.
 
 Owns: a socket beside the daemon's. Refuses to know: what the messages mean.
 """
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class Tap:
-    """close() at the end. What it reads is in `said` before the daemon has it."""
+    """close() at the end. What it reads is in `received` before the daemon has it."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.endpoint = daemon.endpoint + ".tap"
-        self.said: list[Request] = []
+        self.received: list[Request] = []
         self.instead: Callable[[Request], Reply | None] = lambda message: None
         self.edit: Callable[[Reply], Reply] = lambda reply: reply
         self._daemon = daemon.endpoint
@@ -43,12 +43,12 @@ class Tap:
         self._thread.start()
 
     def of(self, kind: type[T]) -> list[T]:
-        """Every message of this kind, as they came."""
-        return [message for message in self.said if isinstance(message, kind)]
+        """Every message of this kind, in their order."""
+        return [message for message in self.received if isinstance(message, kind)]
 
     def notices(self, instance_id: str | None = None) -> list[ReportBlockAllocations | EndRequest]:
         """Reports and ends, of one engine or of all."""
-        found = [m for m in self.said if isinstance(m, (ReportBlockAllocations, EndRequest))]
+        found = [m for m in self.received if isinstance(m, (ReportBlockAllocations, EndRequest))]
         return [m for m in found if instance_id in (None, m.instance_id)]
 
     def close(self) -> None:
@@ -67,11 +67,11 @@ class Tap:
                     number, raw = dealer.recv_multipart()
                     self._router.send_multipart([engine, number, encode(self.edit(decode_reply(raw)))])
             if self._router in ready:
-                self._take(*self._router.recv_multipart())
+                self._forward(*self._router.recv_multipart())
 
-    def _take(self, engine: bytes, number: bytes, raw: bytes) -> None:
+    def _forward(self, engine: bytes, number: bytes, raw: bytes) -> None:
         message = decode_request(raw)
-        self.said.append(message)
+        self.received.append(message)
         if (reply := self.instead(message)) is not None:
             self._router.send_multipart([engine, number, encode(reply)])
             return

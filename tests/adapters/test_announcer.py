@@ -1,4 +1,4 @@
-"""What the engine's own stream tells of the daemon's tiers: everything once, whatever becomes of daemons and answers."""
+"""What the engine's own stream publishes of the daemon's tiers: everything once, whatever happens to daemons and answers."""
 
 from __future__ import annotations
 
@@ -55,33 +55,33 @@ def chunk(number: int, *, stored: bool = True, medium: str = "CPU", group: int =
     return KVBlocks(True, medium, 32, hashes, group, TOKENS, block_hash(number, -1), tokens, **fields)
 
 
-def gone(number: int, **fields: Any) -> KVBlocks:
+def removal(number: int, **fields: Any) -> KVBlocks:
     return chunk(number, stored=False, **fields)
 
 
 class Consumer:
-    """What a router believes, by medium and group. Whoever tells it anything twice fails."""
+    """What a router believes, by medium and group. An event that repeats an earlier one fails."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str | None, int | None], set[Any]] = {}
+        self.blocks: dict[tuple[str | None, int | None], set[Any]] = {}
 
     def read(self, events: list[Any]) -> None:
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                self.held.clear()
+                self.blocks.clear()
                 continue
-            held = self.held.setdefault((event.medium, event.group_idx), set())
+            blocks = self.blocks.setdefault((event.medium, event.group_idx), set())
             hashes = set(event.block_hashes)
             assert len(hashes) == len(event.block_hashes) > 0
             if isinstance(event, BlockStored):
-                assert not hashes & held, "stored twice"
-                held |= hashes
+                assert not hashes & blocks, "stored twice"
+                blocks |= hashes
             else:
-                assert hashes <= held, "removed what is not there"
-                held -= hashes
+                assert hashes <= blocks, "removed what is not there"
+                blocks -= hashes
 
     def has(self, medium: str = "CPU", group: int = 0) -> set[Any]:
-        return self.held.get((medium, group), set())
+        return self.blocks.get((medium, group), set())
 
 
 class Clock:
@@ -93,7 +93,7 @@ class Clock:
 
 
 class Stage:
-    """An announcer between a peer that answers as told and a consumer."""
+    """An announcer between a consumer and a peer whose answers a test gives."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         self.clock = clock
@@ -144,13 +144,13 @@ class Stage:
         for number, got in self.session.channel.receive():
             self.announcer.heard(number, got)
 
-    def tell(self, *events: KVBlocks, follow: int = 7, whole: bool = False, more: bool = False) -> None:
-        """One question and its answer."""
+    def deliver(self, *events: KVBlocks, follow: int = 7, whole: bool = False, more: bool = False) -> None:
+        """One question and its answer, with these events."""
         assert self.end_pass()
         cursor = self.asked[-1].cursor + len(events)
         self.answer(KVEventsTaken(follow=follow, cursor=cursor, events=list(events), whole=whole, more=more))
 
-    def take(self) -> list[Any]:
+    def step(self) -> list[Any]:
         """What one step hands to vLLM."""
         events = self.announcer.take()
         self.consumer.read(events)
@@ -177,13 +177,13 @@ def hashes_of(*numbers: int) -> set[bytes]:
     return {block_hash(number, i) for number in numbers for i in range(PER_CHUNK)}
 
 
-# ---- how it is said ---------------------------------------------------------------------------
+# ---- the form of events -----------------------------------------------------------------------
 
 
-def test_blocks_are_told_as_vllm_tells_its_own(stage):
+def test_blocks_are_published_as_vllm_publishes_its_own(stage):
     extra_keys = msgspec.msgpack.encode([["sql"], None, [["cat", 3]]])
-    stage.tell(chunk(5, medium="STORAGE", group=1, lora_name="sql", extra_keys=extra_keys))
-    (event,) = stage.take()
+    stage.deliver(chunk(5, medium="STORAGE", group=1, lora_name="sql", extra_keys=extra_keys))
+    (event,) = stage.step()
     assert event == BlockStored(
         block_hashes=[block_hash(5, i) for i in range(3)],
         parent_block_hash=block_hash(5, -1),
@@ -197,16 +197,16 @@ def test_blocks_are_told_as_vllm_tells_its_own(stage):
         kv_cache_spec_kind="sliding_window",
         kv_cache_spec_sliding_window=128,
     )
-    stage.tell(gone(5, medium="STORAGE", group=1))
-    assert stage.take() == [BlockRemoved(block_hashes=event.block_hashes, medium="STORAGE", group_idx=1)]
+    stage.deliver(removal(5, medium="STORAGE", group=1))
+    assert stage.step() == [BlockRemoved(block_hashes=event.block_hashes, medium="STORAGE", group_idx=1)]
 
 
 def test_hashes_have_the_form_of_the_engines_own(monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     stage = Stage(Path(tempfile.mkdtemp(prefix="kvs-")), Clock())
     try:
-        stage.tell(chunk(5), gone(5))
-        stored, removed = stage.take()
+        stage.deliver(chunk(5), removal(5))
+        stored, removed = stage.step()
         assert stored.block_hashes == [int.from_bytes(block_hash(5, i)[-8:], "big") for i in range(3)]
         assert stored.parent_block_hash == int.from_bytes(block_hash(5, -1)[-8:], "big")
         assert removed.block_hashes == stored.block_hashes
@@ -215,8 +215,8 @@ def test_hashes_have_the_form_of_the_engines_own(monkeypatch):
 
 
 def test_a_prompts_start_has_no_parent(stage):
-    stage.tell(msgspec.structs.replace(chunk(5), parent=b""))
-    assert stage.take()[0].parent_block_hash is None
+    stage.deliver(msgspec.structs.replace(chunk(5), parent=b""))
+    assert stage.step()[0].parent_block_hash is None
 
 
 def test_fields_that_this_vllm_does_not_have_are_left_out(stage, monkeypatch):
@@ -230,7 +230,7 @@ def test_fields_that_this_vllm_does_not_have_are_left_out(stage, monkeypatch):
 
     monkeypatch.setattr(module, "BlockStored", Older)
     monkeypatch.setitem(module._FIELDS, Older, set(Older.__struct_fields__))
-    stage.tell(chunk(5))
+    stage.deliver(chunk(5))
     (event,) = stage.announcer.take()
     assert event == Older([block_hash(5, i) for i in range(3)], block_hash(5, -1), list(range(5, 17)), 4, None, "CPU")
 
@@ -241,7 +241,7 @@ def test_fields_that_this_vllm_does_not_have_are_left_out(stage, monkeypatch):
 def test_an_engine_without_kv_events_asks_nothing(stage):
     stage.announcer = Announcer("i", "n", GROUPS, stage.hook, stage.counters, publishes=False)
     assert not stage.end_pass()
-    assert stage.take() == []
+    assert stage.step() == []
 
 
 def test_a_daemon_of_protocol_2_is_asked_nothing(stage):
@@ -260,10 +260,10 @@ def test_one_question_at_a_time_and_a_pause_behind_each_answer(stage):
     assert [(q.follow, q.cursor) for q in stage.asked] == [(0, 0), (7, 0), (7, 3)]
 
 
-def test_nothing_more_is_asked_for_while_vllm_has_not_taken_what_came(stage):
-    stage.tell(chunk(5), more=True)
+def test_no_more_events_are_requested_before_vllm_has_taken_the_last_ones(stage):
+    stage.deliver(chunk(5), more=True)
     assert not stage.end_pass()
-    stage.take()
+    stage.step()
     assert stage.end_pass()
 
 
@@ -276,9 +276,9 @@ def test_a_refused_question_is_asked_again_later(stage):
 
 def test_a_step_hands_over_a_bounded_number_of_blocks(stage):
     many = [chunk(number) for number in range(2 * MOST_BLOCKS // PER_CHUNK)]
-    stage.tell(*many)
+    stage.deliver(*many)
     steps = []
-    while events := stage.take():
+    while events := stage.step():
         steps.append(sum(len(event.block_hashes) for event in events))
     assert sum(steps) == len(many) * PER_CHUNK
     assert len(steps) == 2
@@ -288,45 +288,45 @@ def test_a_step_hands_over_a_bounded_number_of_blocks(stage):
 # ---- no event twice ---------------------------------------------------------------------------
 
 
-def test_what_is_told_again_in_a_new_follow_is_not_announced_again(stage):
-    stage.tell(chunk(1), chunk(2))
-    stage.take()
-    stage.tell(chunk(2), chunk(3), follow=8)
-    assert [event.block_hashes[0] for event in stage.take()] == [block_hash(3, 0)]
-    assert stage.consumer.has() == hashes_of(1, 2, 3), "that 1 is gone is known when all was told"
-    stage.tell(follow=8, whole=True)
-    stage.take()
+def test_blocks_repeated_in_a_new_follow_are_not_announced_again(stage):
+    stage.deliver(chunk(1), chunk(2))
+    stage.step()
+    stage.deliver(chunk(2), chunk(3), follow=8)
+    assert [event.block_hashes[0] for event in stage.step()] == [block_hash(3, 0)]
+    assert stage.consumer.has() == hashes_of(1, 2, 3), "that 1 was removed is known when the snapshot is whole"
+    stage.deliver(follow=8, whole=True)
+    stage.step()
     assert stage.consumer.has() == hashes_of(2, 3)
 
 
 def test_a_chunk_that_is_partly_known_has_its_news_announced(stage):
     """Two prompts part inside it, or it was half withdrawn: what is left has the block before it for a parent."""
     known, whole = chunk(1), chunk(1)
-    stage.tell(msgspec.structs.replace(known, hashes=known.hashes[:32], tokens=known.tokens[: 4 * TOKENS]))
-    stage.take()
-    stage.tell(whole, follow=8)
-    (event,) = stage.take()
+    stage.deliver(msgspec.structs.replace(known, hashes=known.hashes[:32], tokens=known.tokens[: 4 * TOKENS]))
+    stage.step()
+    stage.deliver(whole, follow=8)
+    (event,) = stage.step()
     assert event.block_hashes == [block_hash(1, 1), block_hash(1, 2)]
     assert event.parent_block_hash == block_hash(1, 0)
     assert event.token_ids == list(range(1 + TOKENS, 1 + 3 * TOKENS))
 
 
-def test_what_was_told_earlier_and_goes_while_all_is_told_anew_is_removed_once(stage):
-    stage.tell(chunk(1), chunk(2))
-    stage.take()
-    stage.tell(chunk(1), gone(1), follow=8)
-    (event,) = stage.take()
+def test_a_known_block_that_is_removed_during_a_new_snapshot_is_removed_once(stage):
+    stage.deliver(chunk(1), chunk(2))
+    stage.step()
+    stage.deliver(chunk(1), removal(1), follow=8)
+    (event,) = stage.step()
     assert event.block_hashes == [block_hash(1, i) for i in range(PER_CHUNK)]
-    stage.tell(follow=9)
-    stage.tell(chunk(2), follow=9, whole=True)
-    assert stage.take() == []
+    stage.deliver(follow=9)
+    stage.deliver(chunk(2), follow=9, whole=True)
+    assert stage.step() == []
     assert stage.consumer.has() == hashes_of(2)
 
 
-def test_media_and_groups_are_told_apart(stage):
-    stage.tell(chunk(1), chunk(1, medium="STORAGE"), chunk(1, group=1))
-    stage.tell(gone(1)) if stage.take() else None
-    stage.take()
+def test_media_and_groups_are_distinguished(stage):
+    stage.deliver(chunk(1), chunk(1, medium="STORAGE"), chunk(1, group=1))
+    stage.deliver(removal(1)) if stage.step() else None
+    stage.step()
     assert stage.consumer.has() == set()
     assert stage.consumer.has("STORAGE") == stage.consumer.has("CPU", 1) == hashes_of(1)
 
@@ -335,39 +335,39 @@ def test_an_answer_of_an_earlier_session_is_ignored(stage):
     assert stage.end_pass()
     stage.announcer.begin()
     stage.answer(KVEventsTaken(follow=7, cursor=1, events=[chunk(1)], whole=False))
-    assert stage.take() == []
-    stage.tell(chunk(1), follow=8)
+    assert stage.step() == []
+    stage.deliver(chunk(1), follow=8)
     assert stage.asked[-1].follow == 0
-    assert len(stage.take()) == 1
+    assert len(stage.step()) == 1
 
 
 # ---- vLLM forgets its own ---------------------------------------------------------------------
 
 
-def test_after_vllms_own_clear_all_that_is_held_is_announced_again(stage):
-    stage.tell(chunk(1), chunk(2), whole=True)
-    stage.take()
+def test_after_vllms_own_clear_all_resident_blocks_are_announced_again(stage):
+    stage.deliver(chunk(1), chunk(2), whole=True)
+    stage.step()
     stage.hook.reset()
     assert stage.end_pass()
-    stage.consumer.read([AllBlocksCleared()])  # vLLM's, which stands before ours in the step
-    assert stage.take() == []
-    stage.answer(KVEventsTaken(follow=7, cursor=3, events=[gone(1)], whole=False))
-    assert stage.take() == [], "it is of before the clear"
-    stage.tell(chunk(2), follow=8)
+    stage.consumer.read([AllBlocksCleared()])  # vLLM's, which precedes ours in the step
+    assert stage.step() == []
+    stage.answer(KVEventsTaken(follow=7, cursor=3, events=[removal(1)], whole=False))
+    assert stage.step() == [], "it is of before the clear"
+    stage.deliver(chunk(2), follow=8)
     assert stage.asked[-1].follow == 0
-    stage.take()
+    stage.step()
     assert stage.consumer.has() == hashes_of(2)
 
 
-def test_what_was_not_handed_over_before_a_clear_is_told_anew(stage):
-    stage.tell(chunk(1))
+def test_events_not_handed_over_before_a_clear_are_requested_again(stage):
+    stage.deliver(chunk(1))
     stage.hook.reset()
-    assert stage.take() == []
-    stage.tell(chunk(1), follow=8)
-    assert len(stage.take()) == 1
+    assert stage.step() == []
+    stage.deliver(chunk(1), follow=8)
+    assert len(stage.step()) == 1
 
 
-# ---- nobody has the blocks --------------------------------------------------------------------
+# ---- no daemon has the blocks -----------------------------------------------------------------
 
 
 def lose(stage: Stage, how: str) -> None:
@@ -391,70 +391,70 @@ def give_up(stage: Stage, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["no session", "no answer", "refused"])
 def test_without_a_daemon_for_some_seconds_its_blocks_are_withdrawn(stage, how):
-    stage.tell(chunk(1), chunk(2), whole=True)
-    stage.take()
+    stage.deliver(chunk(1), chunk(2), whole=True)
+    stage.step()
     lose(stage, how)
     stage.clock.now += GONE_SECONDS - 2
     give_up(stage, how)
-    assert stage.take() == [], "it may be back soon"
+    assert stage.step() == [], "it may be back soon"
     stage.clock.now += 1
     give_up(stage, how)
-    assert {type(event) for event in stage.take()} == {BlockRemoved}
+    assert {type(event) for event in stage.step()} == {BlockRemoved}
     assert stage.consumer.has() == set()
 
 
 @pytest.mark.parametrize("how", ["no session", "no answer", "refused"])
 def test_blocks_of_a_daemon_that_is_back_are_announced_again(stage, how):
-    stage.tell(chunk(1), chunk(2), whole=True)
-    stage.take()
+    stage.deliver(chunk(1), chunk(2), whole=True)
+    stage.step()
     lose(stage, how)
     stage.clock.now += GONE_SECONDS
     give_up(stage, how)
-    stage.take()
+    stage.step()
     assert stage.consumer.has() == set()
     stage.connect()
-    stage.tell(chunk(1), chunk(3), follow=9, whole=True)
-    stage.take()
+    stage.deliver(chunk(1), chunk(3), follow=9, whole=True)
+    stage.step()
     assert stage.consumer.has() == hashes_of(1, 3)
 
 
 def test_a_daemon_that_is_back_soon_changes_only_what_is_different(stage):
-    stage.tell(chunk(1), chunk(2), whole=True)
-    stage.take()
+    stage.deliver(chunk(1), chunk(2), whole=True)
+    stage.step()
     stage.hang_up()
     stage.end_pass()
     stage.connect()
-    stage.tell(chunk(2), chunk(3), follow=9, whole=True)
-    assert len(stage.take()) == 2
+    stage.deliver(chunk(2), chunk(3), follow=9, whole=True)
+    assert len(stage.step()) == 2
     assert stage.consumer.has() == hashes_of(2, 3)
 
 
 def test_an_idle_engine_withdraws_nothing_of_a_daemon_that_answers(stage):
     """No pass, so no question, for as long as nothing is asked of the engine."""
-    stage.tell(chunk(1), whole=True)
-    stage.take()
+    stage.deliver(chunk(1), whole=True)
+    stage.step()
     assert stage.end_pass(3600)
-    assert stage.take() == []
+    assert stage.step() == []
     stage.answer(KVEventsTaken(follow=7, cursor=1, events=[], whole=True))
-    assert stage.take() == []
+    assert stage.step() == []
 
 
 def test_withdrawing_is_bounded_in_each_step_and_ends_when_the_daemon_is_back(stage):
     chunks = range(3 * MOST_BLOCKS // PER_CHUNK)
-    stage.tell(*map(chunk, chunks), whole=True)
-    while stage.take():
+    stage.deliver(*map(chunk, chunks), whole=True)
+    while stage.step():
         pass
     stage.hang_up()
     stage.end_pass()
     stage.end_pass(GONE_SECONDS + 1)
-    (event,) = stage.take()
+    (event,) = stage.step()
     assert len(event.block_hashes) == MOST_BLOCKS
     stage.connect()
-    stage.tell(follow=9)
-    assert stage.take() == []
+    stage.deliver(follow=9)
+    assert stage.step() == []
     assert len(stage.consumer.has()) == len(chunks) * PER_CHUNK - MOST_BLOCKS
-    stage.tell(*map(chunk, chunks), follow=9, whole=True)
-    while stage.take():
+    stage.deliver(*map(chunk, chunks), follow=9, whole=True)
+    while stage.step():
         pass
     assert stage.consumer.has() == hashes_of(*chunks)
 
@@ -463,10 +463,10 @@ def test_withdrawing_is_bounded_in_each_step_and_ends_when_the_daemon_is_back(st
 
 
 class Peer:
-    """A daemon's side of a follow: what it holds, and what it has still to tell."""
+    """A daemon's side of a follow: its resident chunks, and the events it has still to publish."""
 
     def __init__(self) -> None:
-        self.held: set[int] = set()
+        self.resident: set[int] = set()
         self.follow = 100
         self._queue: list[KVBlocks] = []
         self._cursor = 0
@@ -474,14 +474,14 @@ class Peer:
 
     def lose_track(self) -> None:
         self.follow += 1
-        self._queue = [chunk(number) for number in sorted(self.held)]
+        self._queue = [chunk(number) for number in sorted(self.resident)]
         self._snapshot_left = len(self._queue)
         self._cursor = 0
 
     def change(self, source: random.Random) -> None:
         number = source.randrange(40)
-        stored = number not in self.held
-        self.held ^= {number}
+        stored = number not in self.resident
+        self.resident ^= {number}
         self._queue.append(chunk(number, stored=stored))
 
     def reply(self, question: TakeKVEvents, source: random.Random) -> KVEventsTaken:
@@ -501,7 +501,7 @@ class Peer:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_at_random_the_stream_ends_with_what_is_held(stage, seed):
+def test_at_random_the_stream_ends_with_the_resident_blocks(stage, seed):
     source = random.Random(seed)
     peer = Peer()
     for _ in range(400):
@@ -509,27 +509,27 @@ def test_at_random_the_stream_ends_with_what_is_held(stage, seed):
             case "step":
                 if stage.end_pass(0.06):
                     stage.answer(peer.reply(stage.asked[-1], source))
-                stage.take()
+                stage.step()
             case "change":
                 peer.change(source)
             case "track":
                 peer.lose_track()
             case "restart":
-                peer.held -= set(source.sample(range(40), 30))
+                peer.resident -= set(source.sample(range(40), 30))
                 peer.lose_track()
                 stage.connect()
             case "clear":
                 stage.hook.reset()
                 stage.consumer.read([AllBlocksCleared()])
-                stage.take()
+                stage.step()
             case "away":
                 stage.hang_up()
                 for _ in range(3):
                     stage.end_pass(3)
-                    stage.take()
+                    stage.step()
                 stage.connect()
     for _ in range(60):
         if stage.end_pass(0.06):
             stage.answer(peer.reply(stage.asked[-1], source))
-        stage.take()
-    assert stage.consumer.has() == hashes_of(*peer.held)
+        stage.step()
+    assert stage.consumer.has() == hashes_of(*peer.resident)

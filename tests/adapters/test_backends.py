@@ -1,4 +1,4 @@
-"""Which dimension of a layer counts blocks, as vLLM before 0.29 says it: by its backends' shapes."""
+"""Which dimension of a layer counts blocks, as vLLM before 0.29 states it: by its backends' shapes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def caches(*layers: str) -> Any:
         (lambda b, n: (b, n), 2, None),  # asked otherwise
     ],
 )
-def test_a_backend_is_asked_for_a_shape_that_cannot_be_mistaken(shape, dims, expected):
+def test_a_backend_is_queried_for_a_shape_that_cannot_be_mistaken(shape, dims, expected):
     assert block_dimensions(config(a=backend(shape)), caches("a"), {"a": dims}, OLD) == {"a": expected}
 
 

@@ -1,4 +1,4 @@
-"""What the hook in a real vLLM block pool records: what, in which order, when; and the state it can be told anew from."""
+"""What the hook in a real vLLM block pool records: what, in which order, when; and the full state that a daemon can begin with."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NAMES = {
     RECORD_EVICTED: "evicted",
     RECORD_CLEARED: "cleared",
     RECORD_PRESENT: "present",
-    RECORD_OWNED: "held",
+    RECORD_OWNED: "owned",
 }
 
 
 class Clock:
-    """Moves when it is told to."""
+    """Moves when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 5_000_000_000
@@ -47,7 +47,7 @@ def test_records_come_in_the_order_of_events():
     second = churn.begin(family=1, length=3)
     churn.end(first)
     churn.end(second)
-    assert words(churn.take().records) == [
+    assert words(churn.drain_records().records) == [
         *["allocated 1", "allocated 2"],
         *["accessed 1", "accessed 2", "allocated 3"],
         *["released 2", "released 1"],
@@ -64,7 +64,7 @@ def test_a_mark_is_made_when_the_time_has_moved_by_more_than_its_share():
     churn.begin(2, 1)
     clock.now += 1
     churn.begin(3, 2)
-    taken = churn.take()
+    taken = churn.drain_records()
     assert list(timed(taken.records, taken.marks)) == [
         (start, RECORD_ALLOCATED, 1),
         (start, RECORD_ALLOCATED, 2),
@@ -79,9 +79,9 @@ def test_the_first_record_after_a_taking_has_its_time_though_none_has_passed():
     clock = Clock()
     churn = Churn(0, clock=clock)
     churn.begin(1, 1)
-    churn.take()
+    churn.drain_records()
     churn.begin(2, 1)
-    taken = churn.take()
+    taken = churn.drain_records()
     assert list(timed(taken.records, taken.marks)) == [(clock.now, RECORD_ALLOCATED, 2)]
 
 
@@ -93,12 +93,12 @@ def test_every_kind_of_event_has_its_time():
         lambda: churn.end(blocks),
         lambda: churn.begin(1, 3),
         lambda: churn.pool.evict_blocks({1}),
-        lambda: churn.end(churn.held[0]),
+        lambda: churn.end(churn.running[0]),
         lambda: churn.pool.reset_prefix_cache(),
     ):
         clock.now += MARK_NS
         step()
-    taken = churn.take()
+    taken = churn.drain_records()
     start = clock.now - 5 * MARK_NS
     times = {(time - start) // MARK_NS: NAMES[operation] for time, operation, _ in timed(taken.records, taken.marks)}
     assert times == {0: "allocated", 1: "released", 2: "accessed", 3: "evicted", 4: "released", 5: "cleared"}
@@ -107,9 +107,9 @@ def test_every_kind_of_event_has_its_time():
 def test_a_block_that_was_never_cached_is_recycled_not_evicted():
     churn = Churn(0, blocks=5)
     churn.end(churn.begin(1, 4, cached=2))
-    churn.take()
+    churn.drain_records()
     churn.begin(2, 4)
-    assert sorted(words(churn.take().records)) == sorted(
+    assert sorted(words(churn.drain_records().records)) == sorted(
         ["evicted 1", "evicted 2", *(f"allocated {block}" for block in (1, 2, 3, 4))]
     )
 
@@ -118,27 +118,27 @@ def test_a_pool_without_prefix_caching_recycles():
     churn = Churn(0, blocks=3, caching=False)
     churn.end(churn.begin(1, 2))
     churn.begin(1, 2)
-    assert [word.split()[0] for word in words(churn.take().records)] == ["allocated"] * 2 + ["released"] * 2 + [
-        "allocated"
-    ] * 2
+    assert [word.split()[0] for word in words(churn.drain_records().records)] == ["allocated"] * 2 + [
+        "released"
+    ] * 2 + ["allocated"] * 2
 
 
 def test_evict_blocks_evicts_what_has_content_owned_or_not():
     churn = Churn(0)
     churn.begin(1, 3, cached=2)
-    churn.take()
+    churn.drain_records()
     churn.pool.evict_blocks({1, 2, 3, 7})
-    assert sorted(words(churn.take().records)) == ["evicted 1", "evicted 2"]
+    assert sorted(words(churn.drain_records().records)) == ["evicted 1", "evicted 2"]
 
 
 def test_the_null_block_is_nobodys():
     """Where a window moved on, tables name it; vLLM touches and frees it with the others."""
     churn = Churn(0)
     blocks = churn.begin(1, 2)
-    churn.take()
+    churn.drain_records()
     churn.pool.touch([churn.pool.null_block, blocks[0]])
     churn.pool.free_blocks([churn.pool.null_block, blocks[0]])
-    assert words(churn.take().records) == ["accessed 1", "released 1"]
+    assert words(churn.drain_records().records) == ["accessed 1", "released 1"]
 
 
 def test_what_releases_nothing_has_no_time():
@@ -148,7 +148,7 @@ def test_what_releases_nothing_has_no_time():
     for released in ([], [churn.pool.null_block], blocks, []):
         clock.now += MARK_NS
         churn.pool.free_blocks(released)
-    taken = churn.take()
+    taken = churn.drain_records()
     assert list(timed(taken.records, taken.marks)) == [
         (clock.now - 4 * MARK_NS, RECORD_ALLOCATED, 1),
         (clock.now - MARK_NS, RECORD_RELEASED, 1),
@@ -162,24 +162,24 @@ def test_blocks_of_another_pool_are_that_pools_to_release():
     if not hasattr(blocks[0], "pool"):
         assert not hasattr(foreign[0], "pool")
         return
-    mine.take()
-    other.take()
+    mine.drain_records()
+    other.drain_records()
     mine.pool.free_blocks([*blocks, *foreign])
-    assert words(mine.take().records) == ["released 1", "released 2"]
-    assert words(other.take().records) == ["released 1", "released 2", "released 3"]
+    assert words(mine.drain_records().records) == ["released 1", "released 2"]
+    assert words(other.drain_records().records) == ["released 1", "released 2", "released 3"]
 
 
 def test_a_pin_is_no_access_and_no_owner():
     churn = Churn(0)
     blocks = churn.begin(1, 3, cached=2)
-    churn.take()
+    churn.drain_records()
     churn.hook.pin([1, 2, 3])
     churn.end(blocks)
-    assert words(churn.take().records) == ["released 3", "released 2", "released 1"]
+    assert words(churn.drain_records().records) == ["released 3", "released 2", "released 1"]
     (state,) = churn.hook.take_full()
     assert words(state.records) == ["present 1", "present 2"], "3 has no content, and 1 and 2 no owner"
     churn.hook.unpin([1, 2, 3])
-    assert not churn.take().records
+    assert not churn.drain_records().records
 
 
 def test_a_full_state_names_every_owner():
@@ -187,13 +187,13 @@ def test_a_full_state_names_every_owner():
     first = churn.begin(1, 2)
     churn.begin(1, 3, cached=2)
     churn.end(churn.begin(2, 2, cached=1))
-    churn.take()
+    churn.drain_records()
     (state,) = churn.hook.take_full()
     assert words(state.records) == [
-        *["present 1", "held 1", "held 1", "present 2", "held 2", "held 2", "present 3", "held 3", "present 4"]
+        *["present 1", "owned 1", "owned 1", "present 2", "owned 2", "owned 2", "present 3", "owned 3", "present 4"]
     ]
     churn.end(first)
-    assert words(churn.take().records) == ["released 2", "released 1"], "what follows counts from the state"
+    assert words(churn.drain_records().records) == ["released 2", "released 1"], "what follows counts from the state"
 
 
 def test_a_full_state_of_a_pool_never_used_is_empty():
@@ -202,7 +202,7 @@ def test_a_full_state_of_a_pool_never_used_is_empty():
 
 
 def test_the_first_full_state_is_the_pools_whole_history():
-    """So the first blocks' lives are known from their beginning, though the engine starts before the first report."""
+    """So the first blocks' lifetimes are known from their beginning, though the engine starts before the first report."""
     clock = Clock()
     churn = Churn(0, clock=clock)
     churn.end(churn.begin(1, 2))
@@ -212,15 +212,15 @@ def test_the_first_full_state_is_the_pools_whole_history():
     assert words(state.records) == ["allocated 1", "allocated 2", "released 2", "released 1", "allocated 3"]
     assert len(state.marks) == 2 * 16
     (again,) = churn.hook.take_full()
-    assert words(again.records) == ["present 1", "present 2", "present 3", "held 3"]
+    assert words(again.records) == ["present 1", "present 2", "present 3", "owned 3"]
 
 
-def test_a_full_state_drops_what_nobody_took():
+def test_a_full_state_drops_the_records_not_yet_drained():
     churn = Churn(0)
-    churn.take()
+    churn.drain_records()
     churn.begin(1, 1)
     churn.hook.take_full()
-    assert not churn.take().records
+    assert not churn.drain_records().records
 
 
 def test_a_hook_in_a_pool_at_work_begins_with_its_state():
@@ -230,10 +230,10 @@ def test_a_hook_in_a_pool_at_work_begins_with_its_state():
     moved.install(churn.pool)
     churn.begin(2, 1)
     (state,) = moved.take_full()
-    assert words(state.records) == ["present 1", "held 1", "present 2", "held 2", "present 3", "held 3"]
+    assert words(state.records) == ["present 1", "owned 1", "present 2", "owned 2", "present 3", "owned 3"]
 
 
-def test_records_that_nobody_takes_are_bounded():
+def test_records_that_are_not_drained_are_bounded():
     churn = Churn(0)
     blocks = churn.pool.get_new_blocks(30)
     for _ in range(2 * MAX_RECORDS // 30):
@@ -243,7 +243,7 @@ def test_records_that_nobody_takes_are_bounded():
     churn.pool.touch(blocks[:1])
     (state,) = churn.hook.take_full()
     assert not churn.hook.lost
-    replay = Replay().take(state.records)
+    replay = Replay().apply(state.records)
     assert churn.agrees(replay)
     assert replay.owners[blocks[0].block_id] == 2
 
@@ -251,13 +251,13 @@ def test_records_that_nobody_takes_are_bounded():
 def test_a_large_full_state_comes_in_parts():
     churn = Churn(0, blocks=MAX_RECORDS)
     churn.pool.get_new_blocks(MAX_RECORDS - 1)
-    churn.take()
+    churn.drain_records()
     parts = churn.hook.take_full()
     assert [len(part.records) for part in parts] == [4 * MAX_RECORDS, 4 * (MAX_RECORDS - 2)]
     replay = Replay()
     for part in parts:
         assert len(part.marks) == 16
-        replay.take(part.records)
+        replay.apply(part.records)
     assert churn.agrees(replay)
 
 
@@ -269,36 +269,36 @@ def test_records_from_the_start_give_the_pools_own_state_and_so_does_a_full_stat
         churn.act()
         if step % 7:
             continue
-        taken = churn.take()
+        taken = churn.drain_records()
         assert len(list(timed(taken.records, taken.marks))) == len(taken.records) // 4
-        assert churn.agrees(replay.take(taken.records))
+        assert churn.agrees(replay.apply(taken.records))
         if step % 49 == 0:
             (state,) = churn.hook.take_full()
-            told = Replay().take(state.records)
-            assert churn.agrees(told)
-            assert told.owners == +replay.owners
-            held_or_cached = {b.block_id for b in churn.pool.blocks[1:] if b.block_hash is not None} | set(told.owners)
-            assert told.live == held_or_cached
-            replay.live |= told.live  # what was evicted while owned: a state tells of it, for its owner's sake
+            full = Replay().apply(state.records)
+            assert churn.agrees(full)
+            assert full.owners == +replay.owners
+            owned_or_cached = {b.block_id for b in churn.pool.blocks[1:] if b.block_hash is not None} | set(full.owners)
+            assert full.live == owned_or_cached
+            replay.live |= full.live  # what was evicted while owned: a state names it, for its owner's sake
     assert churn.hook.clears, "the pool was never cleared: nothing of that was tried"
 
 
-def test_the_collector_that_stood_there_hears_everything_but_pins():
+def test_the_earlier_collector_receives_everything_but_pins():
     class Collector:
         def __init__(self) -> None:
-            self.heard: list[str] = []
+            self.received: list[str] = []
 
         def on_block_allocated(self, block):
-            self.heard.append(f"allocated {block.block_id}")
+            self.received.append(f"allocated {block.block_id}")
 
         def on_block_accessed(self, block):
-            self.heard.append(f"accessed {block.block_id}")
+            self.received.append(f"accessed {block.block_id}")
 
         def on_block_evicted(self, block):
-            self.heard.append(f"evicted {block.block_id}")
+            self.received.append(f"evicted {block.block_id}")
 
         def reset(self):
-            self.heard.append("reset")
+            self.received.append("reset")
 
         def drain_events(self):
             return ["an event"]
@@ -314,5 +314,5 @@ def test_the_collector_that_stood_there_hears_everything_but_pins():
     hook.unpin([1])
     churn.pool.free_blocks(blocks * 2)
     churn.pool.reset_prefix_cache()
-    assert collector.heard == ["evicted 1", "allocated 1", "accessed 1", "reset"]
+    assert collector.received == ["evicted 1", "allocated 1", "accessed 1", "reset"]
     assert churn.pool.metrics_collector.drain_events() == ["an event"]

@@ -62,20 +62,20 @@ def wait_reason(front: FrontEnd, reason: str) -> None:
 # ---- it has it ----------------------------------------------------------------------------------
 
 
-def test_an_engine_that_was_never_asked_anything_says_that_it_has_its_cache(make_daemon, make_engine, make_front_end):
+def test_an_engine_without_any_request_reports_that_it_has_its_cache(make_daemon, make_engine, make_front_end):
     """By its first step, which it makes by itself; until then nothing is known."""
     daemon = make_daemon()
     engine = started(make_engine(daemon))
     assert [stats.num_running_reqs for stats in engine.stats] == [0], "the step that it makes by itself"
     front = make_front_end(engine)
     assert front.series("connected")[()] in (0.0, 1.0)
-    front.take()
+    front.record_steps()
     assert front.connected
     assert front.reasons == []
     assert not engine.busy, "it makes one such step and no more"
 
 
-def test_the_gauges_are_there_from_the_start_and_say_no(make_engine, make_front_end):
+def test_the_gauges_are_there_from_the_start_and_read_no(make_engine, make_front_end):
     front = make_front_end(make_engine("ipc:///nobody/there", register=False))
     assert front.series("connected") == {(): 0.0}
     assert front.series("breaker_open") == {(): 0.0}
@@ -84,7 +84,7 @@ def test_the_gauges_are_there_from_the_start_and_say_no(make_engine, make_front_
     assert front.reason in ("starting", "no_daemon")
 
 
-def test_the_daemon_is_asked_where_no_step_tells(make_daemon, make_engine, make_front_end):
+def test_the_daemon_is_asked_where_no_step_reports(make_daemon, make_engine, make_front_end):
     engine = make_engine(make_daemon())
     wait_reason(make_front_end(engine), "")
 
@@ -103,7 +103,7 @@ def test_inside_multi_connector(make_daemon, make_engine, make_front_end):
 
     daemon = make_daemon()
     front = make_front_end(started(make_engine(daemon, adjust=nested)))
-    front.take()
+    front.record_steps()
     assert front.connected
     daemon.kill()
     wait_reason(front, "no_daemon")
@@ -120,13 +120,13 @@ def test_an_engine_with_another_connector_has_none_of_these_metrics(make_daemon,
     del logger
 
 
-# ---- it has none, and says why ------------------------------------------------------------------
+# ---- it has none, and why -----------------------------------------------------------------------
 
 
 def test_no_daemon(make_engine, make_front_end, tmp_path):
     engine = started(make_engine(f"ipc://{tmp_path}/none.sock"))
     front = make_front_end(engine)
-    front.take()
+    front.record_steps()
     assert (front.connected, front.reason) == (False, "no_daemon")
     assert f"{tmp_path}/none.sock" in front.reasons[0][1]
 
@@ -134,7 +134,7 @@ def test_no_daemon(make_engine, make_front_end, tmp_path):
 def test_the_daemon_of_an_idle_engine_goes_and_comes_back(make_daemon, make_engine, make_front_end):
     daemon = make_daemon()
     front = make_front_end(started(make_engine(daemon)))
-    front.take()
+    front.record_steps()
     daemon.kill()
     wait_reason(front, "no_daemon")
     daemon.start()
@@ -160,7 +160,7 @@ def test_a_breaker_that_opened_is_seen_until_the_daemon_answers(make_daemon, mak
     daemon.freeze()
     for number in range(5):
         engine.generate(f"r{number}", prompt(10 + number, 100))
-    front.take()
+    front.record_steps()
     assert front.series("breaker_open") == {(): 1.0}
     wait_reason(front, "breaker_open")
     daemon.thaw()
@@ -168,7 +168,7 @@ def test_a_breaker_that_opened_is_seen_until_the_daemon_answers(make_daemon, mak
     assert front.series("breaker_open") == {(): 0.0}
 
 
-def test_a_second_engine_with_the_same_id_is_seen_to_be_refused_until_the_first_is_gone(
+def test_a_second_engine_with_the_same_id_is_seen_to_be_refused_until_the_first_has_ended(
     make_daemon, make_engine, make_front_end
 ):
     daemon = make_daemon()
@@ -191,7 +191,7 @@ def test_one_rank_that_was_refused_is_enough(make_daemon, make_engine, make_fron
     engine = started(make_engine(tap.endpoint, world_size=2))
     front = make_front_end(engine)
     if steps:
-        front.take()
+        front.record_steps()
         assert (front.reason, front.reasons[0][1]) == ("refused_bad_memory", "rank 1: bad_memory: cannot be mapped")
     else:  # the daemon was not even asked
         wait_reason(front, "not_registered")
@@ -205,7 +205,7 @@ def test_another_version(make_daemon, make_engine, make_front_end, make_tap):
         Error(code="version_mismatch", message="speaks 9 to 10") if isinstance(message, Hello) else None
     )
     front = make_front_end(started(make_engine(tap.endpoint)))
-    front.take()
+    front.record_steps()
     assert front.reason == "refused_version_mismatch"
     wait_reason(front, "refused_version_mismatch")
 
@@ -215,7 +215,7 @@ def test_a_configuration_that_is_not_served(make_daemon, make_engine, make_front
         config.kv_transfer_config.kv_role = "kv_consumer"
 
     front = make_front_end(started(make_engine(make_daemon(), adjust=refused)))
-    front.take()
+    front.record_steps()
     wait_reason(front, "unsupported")
     assert front.reasons == [("unsupported", "scheduler: kv_role must be kv_both")] or front.reasons == [
         ("unsupported", "rank 0: kv_role must be kv_both")
@@ -225,7 +225,7 @@ def test_a_configuration_that_is_not_served(make_daemon, make_engine, make_front
 def test_memory_that_cannot_be_shared(make_daemon, make_engine, make_front_end, monkeypatch):
     monkeypatch.setattr(host_memory.os, "statvfs", lambda path: SimpleNamespace(f_bavail=16, f_frsize=4096))
     front = make_front_end(started(make_engine(make_daemon())))
-    front.take()
+    front.record_steps()
     wait_reason(front, "cannot_share")
     assert "/dev/shm has 65536 bytes free" in front.reasons[0][1]
     assert len(front.reasons[0][1]) <= 200
@@ -234,7 +234,7 @@ def test_memory_that_cannot_be_shared(make_daemon, make_engine, make_front_end, 
 def test_settings_that_are_none(make_daemon, make_engine, make_front_end):
     engine = started(make_engine(make_daemon(), extra={"kvserver.loadtimeout": 5}, may_fail=True))
     front = make_front_end(engine)
-    front.take()
+    front.record_steps()
     assert (front.connected, front.reason) == (False, "setup_failed")
     assert front.series("faults_total")["_set_up",] == 2, "one a half"
 
@@ -245,20 +245,20 @@ def test_a_fault_that_ended_the_use_of_the_cache(make_daemon, make_engine, make_
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     started(engine)
     front = make_front_end(engine)
-    front.take()
+    front.record_steps()
     wait_reason(front, "fault")
     assert front.series("faults_total")["reset_cache",] == 1
 
 
-def test_a_daemon_that_does_not_tell_which_engines_it_serves(make_daemon, make_engine, make_front_end, make_tap):
-    """As older ones: then the engine's own word counts."""
+def test_a_daemon_that_does_not_list_which_engines_it_serves(make_daemon, make_engine, make_front_end, make_tap):
+    """Older ones do not: then the engine's own report counts."""
     daemon = make_daemon()
     tap = make_tap(daemon)
     tap.edit = lambda reply: msgspec.structs.replace(reply, standing="") if isinstance(reply, HelloReply) else reply
     engine = started(make_engine(tap.endpoint))
     front = make_front_end(engine)
     assert not front.connected
-    front.take()
+    front.record_steps()
     assert front.connected
 
 
@@ -272,7 +272,7 @@ def test_an_engine_on_another_machine_is_not_taken_for_one_without_cache(
     config.parallel_config.data_parallel_size = 2
     front = make_front_end(engine, config)
     wait_reason(front, "no_daemon")
-    front.take()
+    front.record_steps()
     assert front.connected
     wait_until(lambda: len(watches()) == 1, 5)
     assert front.connected
@@ -310,7 +310,7 @@ def test_what_the_daemon_refused_is_counted_by_its_code(make_daemon, make_engine
     )
     engine.generate("a", TOKENS)
     engine.generate("b", TOKENS)
-    front.take()
+    front.record_steps()
     assert front.series("refused_total")["not_found",] == 1
     assert front.series("refused_total")["other",] == 1
 
@@ -322,7 +322,7 @@ def test_what_could_not_be_sent_is_counted(make_daemon, make_engine, make_front_
     engine.before_step = lambda plan: daemon.kill() if plan.stores and daemon.running() else None
     engine.generate("a", TOKENS)
     wait_until(lambda: not engine.connector.scheduler.connected or engine.generate_free("tick") == 0, 10)
-    front.take()
+    front.record_steps()
     assert front.series("unsent_total")[()] > 0
 
 
@@ -335,16 +335,16 @@ def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_eng
     engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
     daemon.freeze()
     engine.run(until=lambda: answer.finish_reason is not None)
-    front.take()
+    front.record_steps()
     assert front.series("quarantined_blocks")[()] == len(engine.loads[0].block_ids)
     daemon.thaw()
     wait_until(lambda: engine.generate_free("tick") == 39, 10, "the blocks come back")
-    front.take()
+    front.record_steps()
     assert front.series("quarantined_blocks")[()] == 0
     for number in range(6):
         engine.add(f"r{number}", prompt(50 + number, 300), count=1)
     engine.run(60)
-    front.take()
+    front.record_steps()
     assert front.series("cancelled_stores_total")[()] > 0
 
 
@@ -355,7 +355,7 @@ def test_faults_are_counted_where_they_were(make_daemon, make_engine, make_front
     monkeypatch.setattr(SchedulerHalf, "new_request", lambda *_: 1 / 0)
     for number in range(2):
         engine.generate(f"r{number}", prompt(number, 20))
-    front.take()
+    front.record_steps()
     assert front.series("faults_total")["on_new_request",] == 2
     assert sum(front.series("faults_total").values()) == 2
 
@@ -387,7 +387,7 @@ def test_what_helps_is_known_for_every_reason():
 # ---- it stays harmless --------------------------------------------------------------------------
 
 
-def test_series_are_few_whatever_is_said(make_engine, make_front_end, caplog):
+def test_series_are_few_whatever_is_reported(make_engine, make_front_end, caplog):
     front = make_front_end(make_engine("ipc:///nobody/there", register=False))
     for number in range(100):
         front.observe({"halves": {"rank 0": [f"reason {number}", f"text {number}"]}, "faults": {f"place {number}": 1}})

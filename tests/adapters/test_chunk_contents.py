@@ -1,4 +1,4 @@
-"""What a store says of its chunks is what vLLM's own events say of the same blocks."""
+"""What a store states of its chunks is what vLLM's own events state of the same blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def request_of(tokens: list[int] = TOKENS, function: Any = SHA256, hash_block: i
     return Request("r", list(tokens), SamplingParams(max_tokens=1), None, block_hasher=hasher, **options)
 
 
-def told(request: Request, first: int, last: int, hash_block: int = BLOCK) -> ChunkContents | None:
+def contents_of(request: Request, first: int, last: int, hash_block: int = BLOCK) -> ChunkContents | None:
     chunks = Chunks(BLOCK, hash_block)
     chunks.resize(PER_CHUNK * BLOCK)
     counters: Counter[str] = Counter()
@@ -95,12 +95,12 @@ def whole_hashes(monkeypatch):
 @pytest.mark.parametrize(("first", "last"), [(0, 5), (0, 1), (2, 4)])
 def test_contents_are_what_vllm_publishes(options, first, last):
     request = request_of(**options)
-    assert told(request, first, last) == in_the_wires_words(published(request, first, last))
+    assert contents_of(request, first, last) == in_the_wires_words(published(request, first, last))
 
 
 def test_where_hashes_are_finer_than_blocks_a_block_has_its_last_one():
     request = request_of(hash_block=BLOCK // 2)
-    found = told(request, 1, 3, BLOCK // 2)
+    found = contents_of(request, 1, 3, BLOCK // 2)
     assert found == in_the_wires_words(published(request, 1, 3, BLOCK // 2))
     assert found.hashes[-32:] == request.block_hashes[2 * 3 * PER_CHUNK - 1]
 
@@ -109,14 +109,14 @@ def test_a_chunks_key_is_its_last_blocks_hash():
     request = request_of(function=short_hash)
     chunks = Chunks(BLOCK, BLOCK)
     chunks.resize(PER_CHUNK * BLOCK)
-    contents = told(request, 2, 3)
+    contents = contents_of(request, 2, 3)
     assert chunks.keys(request, 2, 3) == contents.hashes[-contents.hash_bytes :].ljust(32, b"\0")
 
 
-def test_salts_only_stand_with_the_first_block():
+def test_salts_are_only_with_the_first_block():
     request = request_of(cache_salt="pepper")
-    assert msgspec.msgpack.decode(told(request, 0, 1).extra_keys) == [["pepper"], None, None, None]
-    assert told(request, 1, 2).extra_keys == b""
+    assert msgspec.msgpack.decode(contents_of(request, 0, 1).extra_keys) == [["pepper"], None, None, None]
+    assert contents_of(request, 1, 2).extra_keys == b""
 
 
 @pytest.mark.parametrize(
@@ -130,5 +130,5 @@ def test_salts_only_stand_with_the_first_block():
     ],
     ids=["embeddings", "a token of 33 bits", "a negative token", "a long salt", "a long LoRA name"],
 )
-def test_what_no_message_can_say_is_left_out_and_counted(options):
-    assert told(request_of(**options), 0, 1) is None
+def test_contents_that_no_message_can_carry_are_left_out_and_counted(options):
+    assert contents_of(request_of(**options), 0, 1) is None

@@ -1,4 +1,4 @@
-"""What the connector tells vLLM's own metrics and log, by way of vLLM's own classes."""
+"""What the connector reports to vLLM's own metrics and log, by way of vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CHUNK = 64
 def payloads(engine: Engine) -> list[dict]:
     """Of each step that had one, as the front end gets it."""
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(SchedulerStats)
-    told = [decoder.decode(encoder.encode(stats)) for stats in engine.stats]
-    return [stats.kv_connector_stats for stats in told if stats.kv_connector_stats is not None]
+    decoded = [decoder.decode(encoder.encode(stats)) for stats in engine.stats]
+    return [stats.kv_connector_stats for stats in decoded if stats.kv_connector_stats is not None]
 
 
 def sums(engine: Engine) -> KVServerStats:
@@ -78,7 +78,7 @@ def test_a_load_counts_only_the_blocks_it_filled(make_daemon, make_forgetful_eng
 
 
 def test_chunks_that_were_there_are_no_stored_bytes(make_daemon, make_forgetful_engine, make_tap):
-    """The second engine's lookup came too early, so it computes all; most of that is there when it stores."""
+    """The second engine's lookup was too early, so it computes all; most of that is there when it stores."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     first = make_forgetful_engine(daemon)
     serve(first, "cold", 1)
@@ -107,7 +107,7 @@ def test_refused_copies_are_failures(make_daemon, make_forgetful_engine, make_ta
     assert "load_seconds" not in data
 
 
-def test_lookups_without_an_answer_are_told(make_daemon, make_forgetful_engine):
+def test_lookups_without_an_answer_are_reported(make_daemon, make_forgetful_engine):
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = make_forgetful_engine(daemon, extra={"kvserver.store_timeout_ms": 200})
     daemon.freeze()
@@ -120,7 +120,7 @@ def test_lookups_without_an_answer_are_told(make_daemon, make_forgetful_engine):
     assert data["store_failures"] > 0
 
 
-def test_a_step_in_which_nothing_ended_has_nothing_to_tell(make_daemon, make_forgetful_engine):
+def test_a_step_in_which_nothing_ended_has_nothing_to_report(make_daemon, make_forgetful_engine):
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = make_forgetful_engine(daemon)
     serve(engine, "a", 1)

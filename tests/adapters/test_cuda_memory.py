@@ -35,8 +35,8 @@ class StandIn:
         self._script.standin_reset()
 
     @property
-    def held(self) -> int:
-        return int(self._script.standin_held())
+    def open_handles(self) -> int:
+        return int(self._script.standin_open_handles())
 
     def fail(self, call: str, result: int = 1) -> None:
         self._script.standin_fail(call.encode(), result)
@@ -68,7 +68,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def standin(library: Path) -> Iterator[StandIn]:
     made = StandIn(library)
     yield made
-    assert made.held == 0, "allocation handles were not released"
+    assert made.open_handles == 0, "allocation handles were not released"
 
 
 @pytest.fixture
@@ -161,19 +161,19 @@ def test_ranks_on_different_gpus_have_the_same_layout(standin):
 
 
 @pytest.mark.parametrize("types", [0, FABRIC_HANDLE])
-def test_memory_that_cannot_be_exported_says_which_setting_made_it(standin, types):
+def test_the_refusal_of_memory_that_cannot_be_exported_names_its_setting(standin, types):
     tensor = layer()
     standin.vmm(*span(tensor), types=types)
     with pytest.raises(CannotShare, match="--enable-cumem-allocator"):
         standin.share(tensor)
 
 
-@pytest.mark.parametrize("told", ["pieces", "reservation"])
-def test_expandable_segments_are_refused(standin, told):
+@pytest.mark.parametrize("names", ["pieces", "reservation"])
+def test_expandable_segments_are_refused(standin, names):
     """However the driver names a range that many allocations are mapped into."""
     tensor = layer()
     start, size = span(tensor)
-    within = (start, size) if told == "reservation" else None
+    within = (start, size) if names == "reservation" else None
     for number in (0, 1):
         standin.vmm(start + number * size // 2, size // 2, FD_HANDLE, allocation=7 + number, within=within)
     with pytest.raises(CannotShare, match="expandable_segments:False"):
@@ -245,7 +245,7 @@ def test_a_kv_cache_on_several_devices_is_refused(names):
         exporter_for(torch.device(name) for name in names)
 
 
-def test_a_kind_of_device_that_nobody_shares_is_refused():
+def test_a_kind_of_device_that_cannot_be_shared_is_refused():
     with pytest.raises(CannotShare, match="lies on xpu:0"):
         exporter_for([torch.device("xpu:0")])
 

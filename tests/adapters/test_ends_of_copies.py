@@ -1,4 +1,4 @@
-"""How copies end where only state words and block ids show it: nobody else's word, no block twice, none too early."""
+"""How copies end where only state words and block ids show it: no other copy's word, no block twice, none too early."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def steps(make_daemon, make_halves):
 
 
 def test_the_null_block_is_not_quarantined(steps):
-    """It is nobody's: pinned and freed once more, vLLM would give it to a request."""
+    """No request owns it: pinned and freed once more, vLLM would hand it to a request."""
     worker, daemon = steps
     storage = torch.randint(1, 1 << 60, (2, 100, HEADS, BLOCK, WIDTH), dtype=torch.int64)
     caches = {f"layers.{i}": layer for i, layer in enumerate(storage.unbind(0))}

@@ -41,8 +41,8 @@ def index():
     index.close()
 
 
-def came(publisher):
-    """As the adapter tells of this publisher."""
+def registered(publisher):
+    """As the adapter describes this publisher."""
     config = publisher.get_publisher_config()
     endpoints = {"events_endpoint": config.endpoint, "events_replay_endpoint": config.replay_endpoint}
     names = {"instance_id": "engine", "incarnation": "1", "model_name": "m", "variant": ""}
@@ -66,7 +66,7 @@ def wait_for(index, blocks):
 
 def test_what_was_published_before_and_after_is_read(publisher, index):
     publish(publisher, stored(BLOCKS[:3]))
-    index.observe(came(publisher))
+    index.observe(registered(publisher))
     wait_for(index, 3)
     publish(publisher, stored([int.from_bytes(BLOCKS[3][-8:], "big")], session_id="s", extra_keys=[("lora",)]))
     wait_for(index, 4)

@@ -51,7 +51,7 @@ def begin_load(engine: Engine):
     return answer
 
 
-# ---- there is nobody to talk to ---------------------------------------------------------------
+# ---- there is no daemon to talk to ------------------------------------------------------------
 
 
 def test_without_a_daemon_the_engine_serves(make_engine, tmp_path):
@@ -72,14 +72,14 @@ def test_a_daemon_that_starts_later_is_found(make_daemon, make_engine):
 
 
 def test_a_worker_that_could_not_register_answers_for_every_load(stored, make_engine, asynchronous):
-    """Its scheduler is told of hits, because another life of the same engine stands in the daemon."""
+    """Its scheduler gets hits, because an engine of the same id and incarnation is registered in the daemon."""
 
-    def same_life(config, caches):
-        config.instance_id = "one-life"
+    def same_incarnation(config, caches):
+        config.instance_id = "one-incarnation"
 
     daemon = stored()
-    make_engine(daemon, engine_id="twin", adjust=same_life)
-    engine = make_engine(daemon, engine_id="twin", adjust=same_life, register=False, asynchronous=asynchronous)
+    make_engine(daemon, engine_id="twin", adjust=same_incarnation)
+    engine = make_engine(daemon, engine_id="twin", adjust=same_incarnation, register=False, asynchronous=asynchronous)
     engine.generate("warm", TOKENS)
     assert len(engine.loads) == 1
     assert engine.received == ["warm"]
@@ -99,7 +99,7 @@ def test_a_load_that_is_refused_is_over_at_once(stored, make_engine, make_tap):
 
 
 def test_a_load_that_was_given_up_is_never_begun(stored, make_engine, make_tap):
-    """Whenever its message comes, and whatever deadline is in it: the word says so."""
+    """Whenever its message arrives, and whatever deadline is in it: its state word reads cancelled."""
     daemon = stored()
     tap = make_tap(daemon)
     tap.instead = lambda message: Stored(stored=0, skipped=0) if isinstance(message, Retrieve) else None  # goes astray
@@ -213,18 +213,18 @@ def test_a_process_with_thousands_of_descriptors_is_served(stored, make_engine):
 
 
 def test_stopped_during_a_load(stored, make_engine, asynchronous):
-    """The blocks that the daemon may still write stay out of use until it goes on and says so."""
+    """The blocks that the daemon may still write stay out of use until it runs again and reports that it has ended."""
     daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
     answer = begin_load(engine)
-    held = set(engine.loads[0].block_ids)
+    quarantined = set(engine.loads[0].block_ids)
     daemon.freeze()
     engine.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert engine.received == ["warm"]
 
-    churn(engine, "stopped", forbidden=held)
-    assert engine.free_blocks == 59 - len(held)
+    churn(engine, "stopped", forbidden=quarantined)
+    assert engine.free_blocks == 59 - len(quarantined)
     daemon.thaw()
     wait_until(lambda: engine.step() or engine.generate_free("tick") == 59, 10, "the blocks come back")
     churn(engine, "after", forbidden=set())

@@ -1,4 +1,4 @@
-"""When a full state is told: to a new session, where something was lost, and no oftener than it must."""
+"""When a full state is sent: to a new session, where something was lost, and no oftener than needed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Talk:
         assert self.session.channel.wait_writable(5)
 
     def end_pass(self) -> None:
-        """And wait until what was sent has been heard."""
+        """And wait until what was sent has been received."""
         self.reports.send_blocks(self.session)
         while len(self.messages) < self.counters["notices"]:
             assert self._router.poll(5000)
@@ -56,8 +56,8 @@ class Talk:
             self.numbers.append(int.from_bytes(number, "little"))
             self.messages.append(decode_request(raw))
 
-    def wait_heard(self, count: int) -> None:
-        """End passes until so many messages came."""
+    def wait_received(self, count: int) -> None:
+        """End passes until so many messages have arrived."""
         wait_until(lambda: self.end_pass() or len(self.messages) >= count, 5)
         assert len(self.messages) == count
 
@@ -74,7 +74,7 @@ def make_talk():
     folder, talks = Path(tempfile.mkdtemp(prefix="kvs-")), []
 
     def make(churn: Churn, **options: object) -> Talk:
-        place = folder / str(len(talks))  # its own: one that is not to be heard must find no other's socket
+        place = folder / str(len(talks))  # its own: one that must not be received must find no other's socket
         place.mkdir()
         talks.append(Talk(place, churn, **options))
         return talks[-1]
@@ -85,7 +85,7 @@ def make_talk():
     shutil.rmtree(folder)
 
 
-def test_a_refusal_from_before_the_full_state_asks_for_no_other(make_talk):
+def test_a_refusal_from_before_the_full_state_requests_no_other(make_talk):
     """Reports that were on their way when the daemon lost track are refused one by one."""
     churn = Churn(0)
     talk = make_talk(churn)
@@ -93,7 +93,7 @@ def test_a_refusal_from_before_the_full_state_asks_for_no_other(make_talk):
         churn.begin(family, 1)
         talk.end_pass()
     talk.refuse(talk.numbers[1])
-    talk.wait_heard(4)
+    talk.wait_received(4)
     talk.refuse(talk.numbers[2])
     churn.begin(3, 1)
     talk.end_pass()
@@ -103,7 +103,7 @@ def test_a_refusal_from_before_the_full_state_asks_for_no_other(make_talk):
 def test_a_daemon_that_always_wants_another_full_state_gets_few(make_talk):
     churn = Churn(0, blocks=20_000)
     churn.pool.get_new_blocks(15_000)
-    churn.take()
+    churn.drain_records()
     talk = make_talk(churn)
     for _ in range(100):
         churn.pool.get_new_blocks(1)
@@ -113,7 +113,7 @@ def test_a_daemon_that_always_wants_another_full_state_gets_few(make_talk):
     assert all(report.payload.full for report in talk.messages), "it could make nothing of other reports"
 
 
-def test_what_could_not_be_sent_is_told_by_a_full_state(make_talk):
+def test_what_could_not_be_sent_is_in_a_full_state(make_talk):
     churn = Churn(0)
     talk = make_talk(churn, listens=False)
     churn.begin(1, 2)
@@ -121,10 +121,10 @@ def test_what_could_not_be_sent_is_told_by_a_full_state(make_talk):
     churn.begin(2, 2)
     assert talk.counters["unsent"] == 1
     talk.listen()
-    talk.wait_heard(1)
+    talk.wait_received(1)
     (report,) = talk.messages
     assert (report.sequence, report.payload.full) == (1, True)
-    assert churn.agrees(Replay().take_reports([report]))
+    assert churn.agrees(Replay().apply_reports([report]))
 
 
 def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(make_talk):
@@ -134,12 +134,12 @@ def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(mak
     talk.end_pass()
     deaf = make_talk(Churn(1), listens=False).session
     talk.reports.end_request(deaf, "r", 0.0, Prompt())
-    talk.wait_heard(2)
+    talk.wait_received(2)
     assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (2, True)]
 
 
-def test_records_that_were_dropped_are_told_by_a_full_state(make_talk):
-    """The breaker was open so long that nobody took them."""
+def test_records_that_were_dropped_lead_to_a_full_state(make_talk):
+    """The breaker was open so long that no pass drained them."""
     churn = Churn(0)
     talk = make_talk(churn)
     blocks = churn.begin(1, 30)
@@ -147,20 +147,20 @@ def test_records_that_were_dropped_are_told_by_a_full_state(make_talk):
     while not churn.hook.lost:
         churn.pool.touch(blocks)
         churn.pool.free_blocks(blocks)
-    talk.wait_heard(2)
+    talk.wait_received(2)
     assert [report.payload.full for report in talk.messages] == [True, True]
-    assert churn.agrees(Replay().take_reports(talk.messages))
+    assert churn.agrees(Replay().apply_reports(talk.messages))
 
 
 def test_a_full_state_of_several_messages_is_full_once(make_talk):
     churn = Churn(0, blocks=MAX_RECORDS)
     churn.pool.get_new_blocks(MAX_RECORDS - 1)
-    churn.take()
+    churn.drain_records()
     talk = make_talk(churn)
     talk.end_pass()
     assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (1, False)]
     assert all(len(report.payload.records) <= 4 * MAX_RECORDS for report in talk.messages)
-    assert churn.agrees(Replay().take_reports(talk.messages))
+    assert churn.agrees(Replay().apply_reports(talk.messages))
 
 
 def test_a_pass_in_which_nothing_happened_reports_nothing(make_talk):
@@ -180,6 +180,6 @@ def test_each_session_begins_with_a_full_state(make_talk):
         churn.begin(family, 2)
         talk.end_pass()
     talk.reports.begin()
-    talk.wait_heard(4)
+    talk.wait_received(4)
     assert [report.payload.full for report in talk.messages] == [True, False, False, True]
     assert [report.sequence for report in talk.messages] == [0, 1, 2, 3]

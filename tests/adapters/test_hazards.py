@@ -11,7 +11,7 @@ from kvserver.adapters.vllm.worker import WorkerHalf
 
 
 @pytest.mark.parametrize("fails_requests", [False, True])
-def test_a_failed_load_is_told_as_this_vllm_takes_it(fails_requests):
+def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests):
     """Its blocks before 0.30, since then the request. Either way the request's load is over, once."""
     faults = []
     worker = WorkerHalf(

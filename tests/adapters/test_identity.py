@@ -327,7 +327,7 @@ def test_hash_granularity_and_group_geometry_count(start, caches, identify, plai
     assert different(with_weights(config_identity(config, finer), config), plain) == {"kv_cache.hash_block_tokens"}
 
 
-def test_a_field_that_nobody_knows_counts(identify, plain):
+def test_an_unknown_field_counts(identify, plain):
     def set_one(config: VllmConfig) -> None:
         config.cache_config.of_a_later_version = 1
 
@@ -437,7 +437,7 @@ def test_what_the_front_end_does_with_images_still_shares(identify, options):
     ],
     ids=["a function overrides", "dummy", "tensorizer", "s3", "an object", "counted images", "KV scales of the run"],
 )
-def test_what_nobody_can_reproduce_makes_the_engine_private_and_is_named(identify, arguments, reason):
+def test_what_cannot_be_reproduced_makes_the_engine_private_and_is_named(identify, arguments, reason):
     assert identify(**arguments).private.startswith(reason)
 
 
@@ -550,7 +550,7 @@ def test_engines_that_disagree_find_nothing_of_each_other(make_daemon, make_engi
     assert {instance["private"] for instance in daemon.status()["instances"]} == {""}
 
 
-def test_a_private_engine_finds_its_own_and_says_why_it_shares_nothing(make_daemon, make_engine):
+def test_a_private_engine_finds_its_own_and_reports_why_it_shares_nothing(make_daemon, make_engine):
     daemon = make_daemon()
     dummy = adjusted("load_config", "load_format", "dummy")
     one = make_engine(daemon, extra={"kvserver.on_prefix_reset": "keep"}, **dummy)
@@ -609,7 +609,7 @@ def test_a_cache_salt_separates_requests(make_daemon, make_engine):
         assert answer.external == expected
 
 
-def test_the_daemon_says_how_long_chunks_are(make_daemon, make_engine):
+def test_the_daemon_decides_how_long_chunks_are(make_daemon, make_engine):
     daemon = make_daemon(chunk_tokens=BLOCK)
     make_engine(daemon).generate("cold", TOKENS)
     assert daemon.status()["instances"][0]["chunk_tokens"] == BLOCK

@@ -1,4 +1,4 @@
-"""What a daemon is told of an engine for routers, and when."""
+"""What a daemon receives of an engine for routers, and when."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def with_events(**options):
 # ---- when -------------------------------------------------------------------------------------
 
 
-def test_an_engine_says_what_it_is_in_its_first_step(make_daemon, make_tap, make_engine):
+def test_an_engine_describes_itself_in_its_first_step(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint, engine_id="one", served_model_name="tiny")
     engine.generate("r", prompt(1, 2 * CHUNK))
-    said = wait_until(lambda: descriptions(tap))[0]
+    sent = wait_until(lambda: descriptions(tap))[0]
     (store,) = tap.of(Store)
     (worker,) = tap.of(RegisterWorker)
-    assert (said.instance_id, said.incarnation, said.model_name) == ("one", worker.incarnation, worker.model_name)
-    assert said.variant == store.variant
-    assert said.hash_algorithm == "sha256"
-    assert said.hash_start == kv_cache_utils.NONE_HASH
-    assert said.hash_block_tokens == BLOCK
-    assert said.groups == (KVGroup("full_attention"),)
-    assert (said.events_endpoint, said.events_replay_endpoint, said.events_topic) == ("", "", "")
+    assert (sent.instance_id, sent.incarnation, sent.model_name) == ("one", worker.incarnation, worker.model_name)
+    assert sent.variant == store.variant
+    assert sent.hash_algorithm == "sha256"
+    assert sent.hash_start == kv_cache_utils.NONE_HASH
+    assert sent.hash_block_tokens == BLOCK
+    assert sent.groups == (KVGroup("full_attention"),)
+    assert (sent.events_endpoint, sent.events_replay_endpoint, sent.events_topic) == ("", "", "")
 
 
-def test_it_says_so_again_where_its_weights_changed(make_daemon, make_tap, make_engine):
+def test_it_describes_itself_again_where_its_weights_changed(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     engine.generate("old", prompt(1, 2 * CHUNK))
@@ -56,7 +56,7 @@ def test_it_says_so_again_where_its_weights_changed(make_daemon, make_tap, make_
 
 
 @pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.UNKNOWN_INSTANCE])
-def test_it_says_so_again_where_it_was_refused(make_daemon, make_tap, make_engine, code):
+def test_it_describes_itself_again_where_it_was_refused(make_daemon, make_tap, make_engine, code):
     tap = make_tap(make_daemon())
     refusal = Error(code=code.value, message="of the test")
 
@@ -68,16 +68,16 @@ def test_it_says_so_again_where_it_was_refused(make_daemon, make_tap, make_engin
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) == 2, 20)
 
 
-def test_it_says_so_again_from_time_to_time(make_daemon, make_tap, make_engine, monkeypatch):
-    """The daemon forgets it with its workers, which may register anew while the scheduler hears nothing of that."""
+def test_it_describes_itself_again_from_time_to_time(make_daemon, make_tap, make_engine, monkeypatch):
+    """The daemon forgets it with its workers, which may register anew while the scheduler is not notified."""
     monkeypatch.setattr(description, "_AGAIN_SECONDS", 0.01)
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) > 2, 20)
-    assert all(said == descriptions(tap)[0] for said in descriptions(tap))
+    assert all(sent == descriptions(tap)[0] for sent in descriptions(tap))
 
 
-def test_it_says_so_to_each_daemon(make_daemon, make_tap, make_engine):
+def test_it_describes_itself_to_each_daemon(make_daemon, make_tap, make_engine):
     daemon = make_daemon()
     tap = make_tap(daemon)
     engine = make_engine(tap.endpoint)
@@ -87,7 +87,7 @@ def test_it_says_so_to_each_daemon(make_daemon, make_tap, make_engine):
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) > 1, 20)
 
 
-def test_a_daemon_of_protocol_2_hears_nothing_of_kv_events(make_daemon, make_tap, make_engine):
+def test_a_daemon_of_protocol_2_receives_nothing_of_kv_events(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon(kv_events="on"))
 
     def refuse(message):
@@ -97,13 +97,13 @@ def test_a_daemon_of_protocol_2_hears_nothing_of_kv_events(make_daemon, make_tap
     tap.instead = refuse
     engine = make_engine(tap.endpoint, adjust=with_events(publisher="null"))
     engine.generate("r", prompt(1, 2 * CHUNK))
-    assert {type(message) for message in tap.said} >= {Hello, Store}
+    assert {type(message) for message in tap.received} >= {Hello, Store}
     assert descriptions(tap) == []
     assert [store.contents for store in tap.of(Store)] == [None]
 
 
-def test_a_version_is_agreed_on_before_anything_is_said(make_daemon, make_tap, make_engine):
-    """The daemon's own word counts, not that it answered our newest Hello."""
+def test_a_version_is_agreed_on_before_anything_is_described(make_daemon, make_tap, make_engine):
+    """The version in the daemon's reply counts, not that it answered our newest Hello."""
     tap = make_tap(make_daemon())
     tap.edit = lambda reply: HelloReply(2, *_fields(reply)[1:]) if isinstance(reply, HelloReply) else reply
     make_engine(tap.endpoint).generate("r", prompt(1, CHUNK))
@@ -117,7 +117,7 @@ def _fields(reply: HelloReply):
 # ---- what -------------------------------------------------------------------------------------
 
 
-def said_of(folder, **options):
+def described(folder, **options):
     config, caches = configure(folder, "ipc:///nowhere", **options)
     return Description(config, caches).describe()
 
@@ -125,11 +125,11 @@ def said_of(folder, **options):
 @pytest.mark.parametrize(("value", "form"), [("1", "int"), ("0", "bytes")])
 def test_the_form_of_hashes_is_that_of_the_engines_own_events(model_folder, monkeypatch, value, form):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", value)
-    assert said_of(model_folder)["hash_form"] == form
+    assert described(model_folder)["hash_form"] == form
 
 
-def test_a_window_is_told(model_folder):
-    assert said_of(model_folder, window=40)["groups"] == (KVGroup("sliding_window", 40),)
+def test_a_window_is_described(model_folder):
+    assert described(model_folder, window=40)["groups"] == (KVGroup("sliding_window", 40),)
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_a_window_is_told(model_folder):
         ("inproc://events", None, ("", "")),
     ],
 )
-def test_the_engines_own_events_are_told_as_one_connects_to_them(model_folder, endpoint, replay, expected):
+def test_the_engines_own_events_are_described_by_where_to_connect(model_folder, endpoint, replay, expected):
     adjust = with_events(publisher="zmq", endpoint=endpoint, replay_endpoint=replay, topic="kv")
-    said = said_of(model_folder, adjust=adjust)
-    assert (said["events_endpoint"], said["events_replay_endpoint"]) == expected
-    assert said["events_topic"] == ("kv" if expected[0] else "")
+    sent = described(model_folder, adjust=adjust)
+    assert (sent["events_endpoint"], sent["events_replay_endpoint"]) == expected
+    assert sent["events_topic"] == ("kv" if expected[0] else "")
 
 
 def test_each_data_parallel_rank_has_ports_of_its_own(model_folder):
@@ -156,10 +156,10 @@ def test_each_data_parallel_rank_has_ports_of_its_own(model_folder):
         with_events(publisher="zmq", endpoint="tcp://*:5557", replay_endpoint="tcp://*:6000")(config, caches)
         config.parallel_config.data_parallel_index = 2
 
-    said = said_of(model_folder, adjust=adjust)
-    assert said["events_endpoint"] == "tcp://127.0.0.1:5559"
-    assert said["events_replay_endpoint"] == "tcp://127.0.0.1:6002"
+    sent = described(model_folder, adjust=adjust)
+    assert sent["events_endpoint"] == "tcp://127.0.0.1:5559"
+    assert sent["events_replay_endpoint"] == "tcp://127.0.0.1:6002"
 
 
 def test_an_engine_that_publishes_nothing_has_no_events(model_folder):
-    assert said_of(model_folder, adjust=with_events(publisher="null"))["events_endpoint"] == ""
+    assert described(model_folder, adjust=with_events(publisher="null"))["events_endpoint"] == ""

@@ -1,4 +1,4 @@
-"""KV events of an engine without a model: what its stores say, and what it publishes of a daemon that is played.
+"""KV events of an engine without a model: what its stores state, and what it publishes of a daemon that is played.
 
 With the real daemon's answers: test_kv_events_daemon.py.
 """
@@ -39,7 +39,7 @@ def hashes_of(stores: list[Store]) -> set[bytes]:
     return found
 
 
-def test_stores_say_of_their_blocks_what_the_engine_published_of_them(make_daemon, make_tap, make_engine):
+def test_stores_state_of_their_blocks_what_the_engine_published_of_them(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint, adjust=events_on, max_tokens_per_step=100)
     log = Log(engine)
@@ -56,20 +56,20 @@ def test_stores_say_of_their_blocks_what_the_engine_published_of_them(make_daemo
 
 
 @pytest.mark.parametrize(
-    ("daemon_asks", "engine_publishes", "told"),
+    ("daemon_asks", "engine_publishes", "sent"),
     [(True, False, True), (False, True, True), (True, True, True), (False, False, False)],
 )
-def test_contents_are_told_where_anyone_wants_them(
-    make_daemon, make_tap, make_engine, daemon_asks, engine_publishes, told
+def test_contents_are_sent_where_anyone_wants_them(
+    make_daemon, make_tap, make_engine, daemon_asks, engine_publishes, sent
 ):
     tap = make_tap(make_daemon(**({"kv_events": "on"} if daemon_asks else {})))
     engine = make_engine(tap.endpoint, **({"adjust": events_on} if engine_publishes else {}))
     engine.generate("r", TOKENS)
     assert tap.of(Store)
-    assert all((store.contents is not None) == told for store in tap.of(Store))
+    assert all((store.contents is not None) == sent for store in tap.of(Store))
 
 
-def test_of_several_ranks_the_first_one_tells(make_daemon, make_tap, make_engine):
+def test_of_several_ranks_the_first_one_sends_contents(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon(kv_events="on"))
     engine = make_engine(tap.endpoint, world_size=2)
     engine.generate("r", TOKENS)
@@ -99,8 +99,8 @@ def test_a_store_of_a_very_long_prompt_goes_in_parts(make_daemon, make_tap, make
 # ---- what a daemon holds, by way of the engine ------------------------------------------------
 
 
-class Holds:
-    """Plays the daemon's answers: it holds these blocks, told once in each follow."""
+class PlayedL1:
+    """Plays the daemon's answers: these blocks are resident, and published once in each follow."""
 
     def __init__(self, *events: KVBlocks) -> None:
         self.events = list(events)
@@ -139,67 +139,67 @@ def step_until(engine, condition) -> None:
 
 def test_a_busy_engine_publishes_what_the_daemon_holds(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
-    tap.instead = holds = Holds(some_blocks(1), some_blocks(2))
+    tap.instead = l1 = PlayedL1(some_blocks(1), some_blocks(2))
     engine = make_engine(tap.endpoint, adjust=events_on)
     log = Log(engine)
     step_until(engine, lambda: log.held("CPU") == named(1, 2))
-    holds.events += [some_blocks(1, stored=False), some_blocks(3)]
+    l1.events += [some_blocks(1, stored=False), some_blocks(3)]
     step_until(engine, lambda: log.held("CPU") == named(2, 3))
     assert {event.kv_cache_spec_kind for event in log.stored("CPU")} == {"full_attention"}
 
 
-def test_an_engine_without_kv_events_asks_for_none(make_daemon, make_tap, make_engine):
+def test_an_engine_without_kv_events_requests_none(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
-    tap.instead = holds = Holds(some_blocks(1))
+    tap.instead = l1 = PlayedL1(some_blocks(1))
     make_engine(tap.endpoint).generate("r", TOKENS)
-    assert holds.asked == []
+    assert l1.asked == []
 
 
 def test_an_idle_engine_does_not_step_for_events(make_daemon, make_tap, make_engine):
     """They are published at its next step."""
     tap = make_tap(make_daemon())
-    tap.instead = Holds(some_blocks(1))
+    tap.instead = PlayedL1(some_blocks(1))
     engine = make_engine(tap.endpoint, adjust=events_on)
     engine.generate("r", TOKENS)
     assert not engine.connector.has_pending_push_work()
     assert not engine.busy
 
 
-def test_after_the_engine_cleared_its_own_blocks_the_daemons_are_told_anew(make_daemon, make_tap, make_engine):
+def test_after_the_engine_cleared_its_own_blocks_the_daemons_are_published_again(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
-    tap.instead = holds = Holds(some_blocks(1))
+    tap.instead = l1 = PlayedL1(some_blocks(1))
     engine = make_engine(tap.endpoint, adjust=events_on)
     log = Log(engine)
     step_until(engine, lambda: log.held("CPU") == named(1))
     assert engine.scheduler.reset_prefix_cache()
-    holds.events = [some_blocks(2)]
+    l1.events = [some_blocks(2)]
     step_until(engine, lambda: log.held("CPU") == named(2))
     assert log.clears == 1, "vLLM's own"
 
 
 def test_a_refusal_changes_nothing_at_once(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
-    tap.instead = holds = Holds(some_blocks(1))
+    tap.instead = l1 = PlayedL1(some_blocks(1))
     engine = make_engine(tap.endpoint, adjust=events_on)
     log = Log(engine)
     step_until(engine, lambda: log.held("CPU") == named(1))
-    holds.refuses, asked = ErrorCode.NOT_READY, len(holds.asked)
-    step_until(engine, lambda: len(holds.asked) > asked)
-    holds.refuses = None
-    holds.events.append(some_blocks(2))
+    l1.refuses, asked = ErrorCode.NOT_READY, len(l1.asked)
+    step_until(engine, lambda: len(l1.asked) > asked)
+    l1.refuses = None
+    l1.events.append(some_blocks(2))
     step_until(engine, lambda: log.held("CPU") == named(1, 2))
 
 
 def test_another_daemon_changes_only_what_is_different(make_daemon, make_tap, make_engine):
     daemon = make_daemon()
     tap = make_tap(daemon)
-    tap.instead = Holds(some_blocks(1), some_blocks(2))
+    tap.instead = PlayedL1(some_blocks(1), some_blocks(2))
     engine = make_engine(tap.endpoint, adjust=events_on)
     log = Log(engine)
     step_until(engine, lambda: log.held("CPU") == named(1, 2))
     before = len(log.stored("CPU"))
     daemon.kill()
-    tap.instead = Holds(some_blocks(2), some_blocks(3))
+    tap.instead = PlayedL1(some_blocks(2), some_blocks(3))
     daemon.start()
     step_until(engine, lambda: log.held("CPU") == named(2, 3))
     assert len(log.stored("CPU")) == before + 1

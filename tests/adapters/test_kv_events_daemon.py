@@ -1,4 +1,4 @@
-"""KV events of the daemon's tiers, by way of engines without a model and from the daemon itself: both tell the same."""
+"""KV events of the daemon's tiers, by way of engines without a model and from the daemon itself: both publish the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scene:
         self.wait_connected()
 
     def wait_connected(self, clears: int = 0) -> None:
-        """Until the subscriber has heard a daemon's first words, which come when it knows an engine."""
+        """Until the subscriber has received a daemon's first message, which is sent once it knows an engine."""
         self.step_until(lambda: self.stream.audience.clears > clears)
 
     def step_until(self, condition: Callable[[], bool]) -> None:
@@ -42,14 +42,14 @@ class Scene:
         wait_until(lambda: [engine.generate_free("s") for engine in self.engines] and condition(), 20)
 
     def agree(self) -> set[Any]:
-        """What everybody says L1 holds, as soon as it is what the daemon says in /status."""
+        """The blocks of L1 by all streams, as soon as they agree with the daemon's /status."""
 
         def differences() -> list[str]:
-            held = self.stream.held("CPU")
+            resident = self.stream.held("CPU")
             blocks = self.daemon.status()["l1"]["chunks"] * PER_CHUNK
-            found = [f"{blocks} blocks in L1, {len(held)} on the stream"] if len(held) != blocks else []
+            found = [f"{blocks} blocks in L1, {len(resident)} on the stream"] if len(resident) != blocks else []
             for number, log in enumerate(self.logs):
-                more, less = log.held("CPU") - held, held - log.held("CPU")
+                more, less = log.held("CPU") - resident, resident - log.held("CPU")
                 found += [f"engine {number}: {len(more)} more, {len(less)} less"] if more or less else []
             return found
 
@@ -93,7 +93,7 @@ def in_chunks(log: Log) -> set[Any]:
 
 
 def by_block(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
-    """What is said of each block, by its hash."""
+    """What events state of each block, by its hash."""
     found: dict[Any, tuple[Any, ...]] = {}
     for event in events:
         parent = event.parent_block_hash
@@ -117,13 +117,13 @@ def test_what_one_engine_stored_all_of_them_announce_by_its_own_names(make_scene
     scene.engines[0].generate("one", TOKENS)
     assert scene.agree() == in_chunks(scene.logs[0])
     scene.engines[0].generate("two", prompt(2, 3 * CHUNK))
-    held = scene.agree()
-    assert held == in_chunks(scene.logs[0])
-    assert len(held) == 8 * PER_CHUNK
-    assert {type(name) for name in held} == {int if as_int == "1" else bytes}
+    resident = scene.agree()
+    assert resident == in_chunks(scene.logs[0])
+    assert len(resident) == 8 * PER_CHUNK
+    assert {type(name) for name in resident} == {int if as_int == "1" else bytes}
 
 
-def test_all_streams_say_the_same_of_a_block(make_scene, tmp_path):
+def test_all_streams_state_the_same_of_a_block(make_scene, tmp_path):
     scene = make_scene()
     lora = LoRARequest("sql", 1, str(write_lora(tmp_path)))
     scene.engines[0].generate("plain", TOKENS)
@@ -134,19 +134,19 @@ def test_all_streams_say_the_same_of_a_block(make_scene, tmp_path):
     through = by_block(scene.logs[0].stored("CPU"))
     assert through == {name: own[name] for name in through}
     assert by_block(scene.stream.audience.stored("CPU")) == through
-    assert {said[3] for said in through.values()} == {None, "sql"}
+    assert {block[3] for block in through.values()} == {None, "sql"}
 
 
 def test_what_is_evicted_is_removed_everywhere(make_scene):
     scene = make_scene(engines=2, l1_size="128KiB")
     for number in range(20):
         scene.engines[number % 2].generate(f"r{number}", prompt(number, 5 * CHUNK + 3))
-    held = scene.agree()
+    resident = scene.agree()
     assert scene.daemon.status()["l1"]["evictions"] > 0
-    assert 0 < len(held) < 60 * PER_CHUNK
+    assert 0 < len(resident) < 60 * PER_CHUNK
 
 
-def test_what_is_cleared_is_removed_and_nobody_is_told_that_all_is_clear(make_scene):
+def test_what_is_cleared_is_removed_and_no_stream_publishes_all_blocks_cleared(make_scene):
     scene = make_scene(engines=2)
     scene.engines[0].generate("one", TOKENS)
     assert scene.agree()
@@ -159,13 +159,13 @@ def test_what_is_cleared_is_removed_and_nobody_is_told_that_all_is_clear(make_sc
     assert scene.stream.audience.clears == clears
 
 
-def test_an_engine_that_cleared_its_own_blocks_tells_the_daemons_again(make_scene):
+def test_an_engine_that_cleared_its_own_blocks_publishes_the_daemons_again(make_scene):
     scene = make_scene(engines=2)
     scene.engines[0].generate("one", TOKENS)
-    held = scene.agree()
+    resident = scene.agree()
     assert scene.engines[0].scheduler.reset_prefix_cache()
     scene.step_until(lambda: scene.logs[0].clears == 1)
-    assert scene.agree() == held
+    assert scene.agree() == resident
     assert len(scene.logs[0].stored("CPU")) > len(scene.logs[1].stored("CPU"))
 
 
@@ -183,17 +183,17 @@ def test_another_daemon_has_none_of_its_blocks(make_scene):
     assert [log.clears for log in scene.logs] == [0, 0]
 
 
-def test_an_engine_of_other_weights_tells_of_none_but_its_own(make_scene):
+def test_an_engine_of_other_weights_publishes_none_but_its_own(make_scene):
     scene = make_scene(engines=2)
     scene.engines[0].generate("one", TOKENS)
-    held = scene.agree()
+    resident = scene.agree()
     scene.engines[1].weights = 7
     assert scene.engines[1].scheduler.reset_prefix_cache(reset_connector=True)
     scene.step_until(lambda: scene.logs[1].clears == 1 and not scene.logs[1].held("CPU"))
     scene.engines[1].generate("two", prompt(2, 3 * CHUNK))
     scene.step_until(lambda: len(scene.logs[1].held("CPU")) == 3 * PER_CHUNK)
-    assert scene.logs[0].held("CPU") == held
-    assert not scene.logs[1].held("CPU") & held
+    assert scene.logs[0].held("CPU") == resident
+    assert not scene.logs[1].held("CPU") & resident
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,6 +1,6 @@
 """Every known layout through a real daemon, bitwise: the adapter's own sharing and planes on both sides.
 
-What a block is, `Layout.block` says by plain indexing, apart from all that is tested.
+What a block is, `Layout.block` defines by plain indexing, apart from all that is tested.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Layout:
     planes: int
     dim: int = 0
     per_block: int = 1
-    known: int | None = None  # what the engine says of it
+    known: int | None = None  # what the engine states of it
 
     def block(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         return tensor.narrow(self.dim, number * self.per_block, self.per_block)
@@ -69,7 +69,7 @@ def separate(*shape: object, layers: int = L, order: list[int] | None = None) ->
 
 
 def padded(blocks: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Pages with room at their end that belongs to nobody, in one allocation."""
+    """Pages with unused room at their end, in one allocation."""
     whole = filled(dtype, L, blocks, H * N * C + 24)
     return [layer[:, : H * N * C].unflatten(1, (H, N, C)) for layer in whole.unbind(0)]
 
@@ -222,7 +222,7 @@ def test_blocks_come_back_bitwise_in_an_engine_with_other_memory_and_no_other_by
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_block_takes_as_many_bytes_as_its_tensors_hold(daemon, start, name):
+def test_a_block_has_as_many_bytes_as_its_tensors_hold(daemon, start, name):
     engine = start(LAYOUTS[name], SOURCE_BLOCKS, torch.bfloat16)
     own = 2 if name == "layers that share memory" else len(engine.tensors)
     worker = daemon.status()["instances"][0]["workers"][0]

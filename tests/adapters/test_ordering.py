@@ -34,7 +34,7 @@ def sent(monkeypatch):
 
 
 def asked(daemon) -> int:
-    """Stores and loads that the daemon has heard of."""
+    """Stores and loads that the daemon has received."""
     return sum(i["requests"]["stores"] + i["requests"]["loads"] for i in daemon.status()["instances"])
 
 
@@ -43,14 +43,14 @@ def counted(engine: Engine, name: str) -> int:
 
 
 def begin_store(engine: Engine, name: str = "first", tokens: list[int] = TOKENS) -> None:
-    """Serve a request whose store waits for the GPU. REQUIRES: it is held."""
+    """Serve a request whose store waits for the GPU. REQUIRES: the GPU is on hold."""
     answer = engine.add(name, tokens, count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
     assert engine.connector.has_pending_push_work()
 
 
 def begin_load(engine: Engine):
-    """Submit TOKENS, which the daemon holds, until their load waits for the GPU. REQUIRES: it is held."""
+    """Submit TOKENS, which the daemon holds, until their load waits for the GPU. REQUIRES: the GPU is on hold."""
     answer = engine.add("warm", TOKENS)
     engine.run(until=lambda: bool(engine.loads) and engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS")
     return answer
@@ -68,7 +68,7 @@ def stored(make_daemon, make_engine):
 
 def test_a_store_waits_for_the_forward_that_writes_its_blocks(make_daemon, make_engine, sent):
     daemon = make_daemon()
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     engine = make_engine(daemon, gpu=gpu)
     begin_store(engine)
     wait_until(lambda: engine.step() or gpu.waited, 10)
@@ -83,7 +83,7 @@ def test_a_store_waits_for_the_forward_that_writes_its_blocks(make_daemon, make_
 def test_a_load_waits_for_the_work_that_its_blocks_were_in(stored, make_engine, sent):
     before = asked(stored)
     sent.clear()
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     engine = make_engine(stored, gpu=gpu)
     answer = begin_load(engine)
     wait_until(lambda: engine.step() or gpu.waited, 10)
@@ -98,9 +98,9 @@ def test_a_load_waits_for_the_work_that_its_blocks_were_in(stored, make_engine, 
 
 
 def test_without_the_order_this_rig_would_see_foreign_bytes(make_daemon, make_engine):
-    """The control: a store that begins with its step copies what the blocks held before."""
+    """The control: a store that begins with its step copies what the blocks contained before."""
     daemon = make_daemon()
-    gpu = LateGpu(held=True, ordered=False)
+    gpu = LateGpu(on_hold=True, ordered=False)
     engine = make_engine(daemon, gpu=gpu)
     begin_store(engine)
     engine.run()
@@ -111,7 +111,7 @@ def test_without_the_order_this_rig_would_see_foreign_bytes(make_daemon, make_en
 
 def test_messages_leave_in_the_order_of_their_work(make_daemon, make_engine, sent):
     daemon = make_daemon()
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     engine = make_engine(daemon, gpu=gpu)
     for i in range(4):
         begin_store(engine, f"r{i}", prompt(i, 2 * CHUNK))
@@ -125,9 +125,9 @@ def test_messages_leave_in_the_order_of_their_work(make_daemon, make_engine, sen
 # ---- while it waits ---------------------------------------------------------------------------
 
 
-def test_a_store_whose_blocks_are_given_away_is_never_sent(make_daemon, make_engine, sent):
+def test_a_store_whose_blocks_are_reused_is_never_sent(make_daemon, make_engine, sent):
     daemon = make_daemon()
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     engine = make_engine(daemon, gpu=gpu, num_blocks=23, extra={"kvserver.settle_ms": 1})
     begin_store(engine)
     (first,) = engine.stores
@@ -143,9 +143,9 @@ def test_a_store_whose_blocks_are_given_away_is_never_sent(make_daemon, make_eng
     assert make_engine(daemon).generate("warm", other.prompt).external > 0
 
 
-def test_settling_waits_for_a_store_whose_work_is_done_in_time(make_daemon, make_engine):
+def test_a_step_waits_for_a_store_whose_work_is_done_in_time(make_daemon, make_engine):
     daemon = make_daemon()
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     engine = make_engine(daemon, gpu=gpu, num_blocks=23, extra={"kvserver.settle_ms": 10_000})
     begin_store(engine)
     other = engine.add("other", prompt(2, 4 * CHUNK + 50), count=3)
@@ -157,7 +157,7 @@ def test_settling_waits_for_a_store_whose_work_is_done_in_time(make_daemon, make
 
 
 def test_a_load_that_is_aborted_is_never_sent(stored, make_engine, sent):
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     sent.clear()
     engine = make_engine(stored, gpu=gpu, extra={"kvserver.load_timeout_ms": 60_000})
     begin_load(engine)
@@ -170,7 +170,7 @@ def test_a_load_that_is_aborted_is_never_sent(stored, make_engine, sent):
 
 def test_a_store_that_waits_beyond_its_deadline_is_not_the_daemons_fault(make_daemon, make_engine, sent):
     daemon = make_daemon()
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     engine = make_engine(daemon, gpu=gpu, extra={"kvserver.store_timeout_ms": 50})
     for i in range(4):
         begin_store(engine, f"r{i}", prompt(i, 2 * CHUNK))
@@ -185,7 +185,7 @@ def test_a_store_that_waits_beyond_its_deadline_is_not_the_daemons_fault(make_da
 
 def test_a_message_whose_deadline_passed_is_not_sent_when_its_event_fires(make_daemon, make_engine, sent):
     """Also if the engine made no step that would have cancelled it."""
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     engine = make_engine(make_daemon(), gpu=gpu, extra={"kvserver.store_timeout_ms": 300})
     begin_store(engine)
     handed_over = time.monotonic()
@@ -197,7 +197,7 @@ def test_a_message_whose_deadline_passed_is_not_sent_when_its_event_fires(make_d
 
 
 def test_a_load_that_waits_beyond_its_deadline_is_computed(stored, make_engine, sent):
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     sent.clear()
     engine = make_engine(stored, gpu=gpu, extra={"kvserver.load_timeout_ms": 50})
     answer = begin_load(engine)
@@ -227,7 +227,7 @@ def test_an_event_that_raises_fails_its_copy(stored, make_engine, sent, broken, 
 
 
 def test_the_daemon_restarts_while_copies_wait(stored, make_engine, sent):
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     sent.clear()
     engine = make_engine(stored, gpu=gpu)
     answer = begin_load(engine)
@@ -239,7 +239,7 @@ def test_the_daemon_restarts_while_copies_wait(stored, make_engine, sent):
     wait_until(lambda: any(i["namespace"] for i in stored.status()["instances"]), 20, "registered again")
     gpu.finish()
     engine.run()
-    assert asked(stored) == len(sent), "the new daemon heard of what was meant for it"
+    assert asked(stored) == len(sent), "the new daemon received what was meant for the earlier one"
     names = (f"r{i}" for i in range(1000))
     again = prompt(4, 2 * CHUNK)
     wait_until(lambda: engine.generate(next(names), again) and stored.status()["l1"]["chunks"], 20)
@@ -251,7 +251,7 @@ def test_the_daemon_restarts_while_copies_wait(stored, make_engine, sent):
 
 def test_an_event_that_never_fires_does_not_hold_up_shutdown(make_daemon, make_engine, sent):
     daemon = make_daemon()
-    gpu = LateGpu(held=True)
+    gpu = LateGpu(on_hold=True)
     engine = make_engine(daemon, gpu=gpu)
     begin_store(engine)
     wait_until(lambda: gpu.waited, 10)

@@ -52,8 +52,8 @@ def test_a_store_that_ends_in_time_is_kept(make_daemon, make_engine, asynchronou
     assert make_engine(daemon).generate("warm", FIRST).external == 4 * CHUNK - 1
 
 
-def test_without_settling_this_test_would_see_mixed_bytes(make_daemon, make_engine, monkeypatch):
-    """The control: what the two tests above would say of an adapter that forgets the hazard."""
+def test_without_the_wait_for_stores_this_test_would_see_mixed_bytes(make_daemon, make_engine, monkeypatch):
+    """The control: what the two tests above would see of an adapter that forgets the hazard."""
     monkeypatch.setattr(WorkerHalf, "settle", lambda self, plan: None)
     daemon = make_daemon(copy_delay_us=SLOW)
     overwrite(make_engine(daemon, num_blocks=23))
@@ -61,7 +61,7 @@ def test_without_settling_this_test_would_see_mixed_bytes(make_daemon, make_engi
         make_engine(daemon).generate("warm", FIRST)
 
 
-def test_a_preempted_requests_blocks_are_settled_too(make_daemon, make_engine):
+def test_stores_of_a_preempted_requests_blocks_are_ended_too(make_daemon, make_engine):
     daemon = make_daemon(copy_delay_us=4000)
     engine = make_engine(daemon, num_blocks=30)
     prompts = [prompt(20 + i, 2 * CHUNK + 9) for i in range(3)]
@@ -73,8 +73,8 @@ def test_a_preempted_requests_blocks_are_settled_too(make_daemon, make_engine):
         make_engine(daemon).generate("warm", tokens)
 
 
-def test_the_targets_of_a_load_are_settled_too(make_daemon, make_engine):
-    """A load's blocks stand in no request's list of new blocks: only the pool's hook sees them."""
+def test_stores_of_the_targets_of_a_load_are_ended_too(make_daemon, make_engine):
+    """A load's blocks are in no request's list of new blocks: only the pool's hook sees them."""
     daemon = make_daemon(copy_delay_us=SLOW)
     make_engine(daemon).generate("cold", OTHER, seconds=30)
     engine = make_engine(daemon, num_blocks=23, extra={"kvserver.settle_ms": 1})

@@ -29,7 +29,7 @@ def separate(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Ten
 
 
 def padded() -> list[torch.Tensor]:
-    """Pages with room at their end that belongs to nobody."""
+    """Pages with unused room at their end."""
     whole = torch.zeros(L, B, H * N * C + 24, dtype=torch.bfloat16)
     return [layer[:, : H * N * C].view(B, H, N, C) for layer in whole.unbind(0)]
 
@@ -159,7 +159,7 @@ def test_where_the_engine_knows_the_block_dimension_nothing_is_ambiguous(dim):
     assert {plane.stride_bytes for plane in planes} == {4 * (H * B * C if dim == 0 else C)}
 
 
-def test_a_dimension_that_cannot_be_what_the_engine_says_is_refused():
+def test_a_dimension_that_cannot_be_what_the_engine_states_is_refused():
     with pytest.raises(UnsupportedLayout, match="has no dimension of 7 blocks in place 1"):
         tensor_planes(torch.zeros(B, H, N, C), B, 0, 0, known=1)
 
@@ -225,20 +225,20 @@ SCRIPT = """
 import json, sys
 import torch
 sys.path[:0] = json.loads(sys.argv[1])
-from test_planes import said_of_all
+from test_planes import describe_all
 ballast = [torch.zeros(1000 + i) for i in range(1000)]
-print(json.dumps(said_of_all()))
+print(json.dumps(describe_all()))
 """
 
 
-def said_of_all() -> dict[str, list]:
+def describe_all() -> dict[str, list]:
     """For every layout its text and planes."""
-    said = {}
+    found = {}
     for name, (make, _, _) in LAYOUTS.items():
         caches = share(named(make()), B)
         planes = [[p.memory, p.offset, p.stride_bytes, p.run_bytes] for p in caches.planes]
-        said[name] = [caches.layout, planes]
-    return said
+        found[name] = [caches.layout, planes]
+    return found
 
 
 def test_two_processes_describe_the_same_layout_alike():
@@ -252,7 +252,7 @@ def test_two_processes_describe_the_same_layout_alike():
         check=True,
         timeout=120,
     )
-    assert json.loads(other.stdout.splitlines()[-1]) == said_of_all()
+    assert json.loads(other.stdout.splitlines()[-1]) == describe_all()
 
 
 LOGICAL = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "padded pages"]

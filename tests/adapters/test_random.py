@@ -36,13 +36,13 @@ class Chaos:
         while (ran := time.monotonic() - start) < SECONDS or (self.loaded < LOADS and ran < MOST_SECONDS):
             self.act()
             self.engine.step()
-        self.settle()
+        self.wait_for_all()
 
     @property
     def loaded(self) -> int:
         return self.engine.worker.worker.counters["loaded"]
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Let everything end. Blocks in quarantine come back with a later step."""
         self.daemon.thaw()
         self.frozen_until = 0.0
@@ -73,7 +73,7 @@ class Chaos:
             self.frozen_until = time.monotonic() + self.random.choice([0.02, 0.2, 0.6])
         elif choice > 0.9995:
             self.note("reset")
-            self.settle()
+            self.wait_for_all()
             self.engine.weights += 1
             assert self.engine.scheduler.reset_prefix_cache(reset_connector=True)
 
@@ -104,7 +104,7 @@ class Chaos:
         (8, {"asynchronous": False, "max_tokens_per_step": 96, "late": True, "world_size": 2}),
     ],
 )
-def test_a_random_run_ends_with_right_tokens_and_full_books(make_daemon, make_engine, seed, options):
+def test_a_random_run_ends_with_right_tokens_and_all_blocks_free(make_daemon, make_engine, seed, options):
     """`late`: the forward's work happens on a GPU, some time after its step."""
     daemon = make_daemon(copy_delay_us=1000, l1_size="1MiB")
     gpu = None

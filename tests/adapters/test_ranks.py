@@ -67,7 +67,7 @@ def test_when_one_rank_fails_to_load_the_request_is_computed(make_daemon, pair, 
     assert warm.generate("again", TOKENS).local == 3 * CHUNK
 
 
-def test_blocks_that_one_rank_cannot_get_back_are_held_until_it_can(make_daemon, pair):
+def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_daemon, pair):
     daemon = make_daemon(copy_delay_us=SLOW, copy_threads=1)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 1500})
@@ -85,7 +85,7 @@ def test_blocks_that_one_rank_cannot_get_back_are_held_until_it_can(make_daemon,
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
 
 
-def test_blocks_that_no_rank_can_get_back_are_held_until_both_can(make_daemon, pair):
+def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_daemon, pair):
     daemon = make_daemon(copy_delay_us=SLOW, copy_threads=2)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200})
@@ -138,7 +138,7 @@ def test_what_all_ranks_hold_is_stored_once_and_loaded_by_each(make_daemon, pair
     block_bytes = daemon.status()["instances"][0]["workers"][0]["block_bytes"]
     once = 3 * CHUNK // 16 * block_bytes
     assert daemon.status()["totals"]["stored_bytes"] == once
-    assert not cold.connector.has_pending_push_work(), "the rank that stores nothing said so"
+    assert not cold.connector.has_pending_push_work(), "the rank that stores nothing reported so"
     warm = pair(daemon, adjust=same_on_all)
     assert warm.generate("warm", TOKENS).external == 3 * CHUNK
     assert daemon.status()["totals"]["loaded_bytes"] == 2 * once

@@ -88,7 +88,7 @@ def test_what_is_not_supported_is_refused_by_both_halves(make_daemon, make_halve
     daemon = make_daemon()
     halves = make_halves(daemon, REFUSED[reason])
     assert len(warnings_of()) == 2, "one a half, since they live in different processes"
-    assert all(reason in said for said in warnings_of())
+    assert all(reason in line for line in warnings_of())
     assert_inert(halves)
     assert daemon.status()["instances"] == []
 
@@ -118,7 +118,7 @@ def test_blocks_that_are_written_before_their_stores_can_be_ended_are_refused(
 
     assert_inert(make_halves(daemon, second_runner))
     assert len(warnings_of()) == 2
-    assert all("set VLLM_USE_V2_MODEL_RUNNER=0" in said for said in warnings_of())
+    assert all("set VLLM_USE_V2_MODEL_RUNNER=0" in line for line in warnings_of())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_refused_where_a_failed_load_cannot_fail_its_request(
     monkeypatch.setattr(support, "TransferResults", None)
     halves = make_halves(make_daemon(), adjust)
     monkeypatch.undo()  # the harness asks as vLLM 0.32 does
-    assert all(f"{reason} before vLLM 0.30" in said for said in warnings_of())
+    assert all(f"{reason} before vLLM 0.30" in line for line in warnings_of())
     assert_inert(halves)
 
 
@@ -176,19 +176,19 @@ def test_a_shm_that_is_too_small_is_found_before_it_is_touched(make_daemon, make
     daemon = make_daemon()
     engine = make_engine(daemon)
     assert engine.generate("a", TOKENS).external == 0
-    (said,) = [said for said in warnings_of() if "shm" in said]
-    assert "without cache: /dev/shm has 65536 bytes free" in said
-    assert "--shm-size" in said
-    assert len(warnings_of()) <= 2, "the scheduler half says once that its lookups are refused"
+    (line,) = [line for line in warnings_of() if "shm" in line]
+    assert "without cache: /dev/shm has 65536 bytes free" in line
+    assert "--shm-size" in line
+    assert len(warnings_of()) <= 2, "the scheduler half logs once that its lookups are refused"
     assert daemon.status()["instances"] == []
 
 
 def test_tensors_that_are_no_blocks_are_refused(make_daemon, make_engine, warnings_of):
     engine = make_engine(make_daemon(), register=False)
     engine.worker.register_kv_caches({"layers.0": torch.zeros(3, 5)})
-    (said,) = warnings_of()
-    assert "shape (3, 5)" in said
-    assert "100 blocks" in said
+    (line,) = warnings_of()
+    assert "shape (3, 5)" in line
+    assert "100 blocks" in line
     engine.generate("a", TOKENS)
 
 
@@ -373,12 +373,12 @@ def test_with_policy_fail_a_failed_load_ends_its_request_and_nothing_else(make_d
     engine.generate("next", TOKENS)
 
 
-def test_a_second_life_of_one_engine_id_runs_without_cache(make_daemon, make_engine, warnings_of):
+def test_a_second_incarnation_of_one_engine_id_runs_without_cache(make_daemon, make_engine, warnings_of):
     daemon = make_daemon()
     first = make_engine(daemon, engine_id="twin")
     second = make_engine(daemon, engine_id="twin")
     first.generate("a", TOKENS)
     assert second.generate("a", TOKENS).external == 0
-    assert any("twin" in said for said in warnings_of())
+    assert any("twin" in line for line in warnings_of())
     assert make_engine(daemon).generate("other", TOKENS).external == 3 * CHUNK
     assert os.getpid() == daemon.status()["instances"][0]["workers"][0]["pid"]

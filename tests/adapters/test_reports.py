@@ -1,4 +1,4 @@
-"""What a daemon hears of an engine's blocks and requests: complete, in order, and told anew where something was lost."""
+"""What a daemon receives of an engine's blocks and requests: complete, in order, and in full again where something was lost."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from kvserver.protocol import (
 CHUNK = 64
 
 
-def heard(tap: Tap, *engines: Engine) -> Tap:
-    """When it has heard all that these engines have sent through it."""
+def delivered(tap: Tap, *engines: Engine) -> Tap:
+    """The tap, once it has received all that these engines sent through it."""
     sent = sum(engine.connector.scheduler.counters["notices"] for engine in engines)
     wait_until(lambda: len(tap.notices()) >= sent, 5, f"{sent} notices")
     assert len(tap.notices()) == sent
@@ -50,9 +50,9 @@ def serve(engine: Engine, names: str, count: int = 4) -> None:
 
 
 def replaced_after_some(daemon: Daemon, engine: Engine, tap: Tap) -> int:
-    """How many reports the daemon before this one heard."""
+    """How many reports the daemon before this one received."""
     serve(engine, "old")
-    before = len(reports(heard(tap, engine)))
+    before = len(reports(delivered(tap, engine)))
     daemon.kill()
     daemon.start()
     return before
@@ -63,7 +63,7 @@ def counts_of(daemon: Daemon) -> dict[str, int]:
     return found
 
 
-# ---- what is told -----------------------------------------------------------------------------
+# ---- what is reported -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
@@ -75,12 +75,12 @@ def test_all_reports_together_give_the_pools_own_state(make_daemon, make_engine,
     engine.generate("again", prompt(20, 2 * CHUNK))
     assert engine.preemptions, "nothing was preempted: the pool is too large for this test"
     assert all(answer.right for answer in answers)
-    told = reports(heard(tap, engine))
-    assert Replay().take_reports(told).agrees_with(engine.pool)
-    assert fulls(tap) == [True] + [False] * (len(told) - 1)
+    sent = reports(delivered(tap, engine))
+    assert Replay().apply_reports(sent).agrees_with(engine.pool)
+    assert fulls(tap) == [True] + [False] * (len(sent) - 1)
 
 
-def test_an_engine_that_falls_idle_tells_its_last_releases(make_daemon, make_engine, make_tap):
+def test_an_engine_that_falls_idle_reports_its_last_releases(make_daemon, make_engine, make_tap):
     daemon = make_daemon()
     engine = make_engine(make_tap(daemon).endpoint)
     engine.generate("only", prompt(1, 100))
@@ -98,15 +98,15 @@ def test_without_a_daemon_an_idle_engine_does_not_step_on_for_its_reports(make_d
     daemon = make_daemon()
     engine = make_engine(daemon)
     daemon.kill()
-    engine.generate("only", prompt(1, 100))  # it ends, though what it has to tell can go nowhere
+    engine.generate("only", prompt(1, 100))  # it ends, though its reports can go nowhere
     assert not engine.connector.has_pending_push_work()
 
 
-def test_the_first_blocks_lives_are_told_from_their_beginning(make_daemon, make_engine, make_tap):
+def test_the_first_blocks_lifetimes_are_reported_from_their_beginning(make_daemon, make_engine, make_tap):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     engine.generate("first", prompt(1, 100))
-    payload = next(r.payload for r in reports(heard(tap, engine)) if r.payload.records)
+    payload = next(r.payload for r in reports(delivered(tap, engine)) if r.payload.records)
     assert [operation for _, operation, _ in timed(payload.records, payload.marks)] == [RECORD_ALLOCATED] * 7
 
 
@@ -117,7 +117,7 @@ def test_reports_and_ends_are_counted_without_gaps(make_daemon, make_engine, mak
     serve(engine, "r")
     engine.scheduler.reset_prefix_cache()
     serve(engine, "s")
-    notices = heard(tap, engine).notices()
+    notices = delivered(tap, engine).notices()
     assert [notice.sequence for notice in notices] == list(range(len(notices)))
     assert [end.request_id for end in tap.of(EndRequest)] == [f"{n}{i}" for n in "rs" for i in range(4)]
     wait_until(lambda: counts_of(daemon)["ended_requests"] == 8)
@@ -133,23 +133,23 @@ def test_a_pass_sends_one_report_at_most(make_daemon, make_engine, make_tap):
         before = len(reports(tap))
         engine.add(f"r{number}", prompt(number, 40), count=3)
         engine.step()
-        most = max(most, len(reports(heard(tap, engine))) - before)
+        most = max(most, len(reports(delivered(tap, engine))) - before)
     assert most == 1
     engine.run()
 
 
-def test_two_engines_of_one_daemon_are_told_apart(make_daemon, make_engine, make_tap):
+def test_two_engines_of_one_daemon_are_distinguished(make_daemon, make_engine, make_tap):
     daemon = make_daemon()
     tap = make_tap(daemon)
     engines = {name: make_engine(tap.endpoint, engine_id=name) for name in ("one", "two")}
     for turn in range(3):
         for name, engine in engines.items():
             engine.generate(f"{name}{turn}", prompt(turn, CHUNK if name == "one" else 3 * CHUNK))
-    heard(tap, *engines.values())
+    delivered(tap, *engines.values())
     for name, engine in engines.items():
         notices = tap.notices(name)
         assert [notice.sequence for notice in notices] == list(range(len(notices)))
-        assert Replay().take_reports(reports(tap, name)).agrees_with(engine.pool)
+        assert Replay().apply_reports(reports(tap, name)).agrees_with(engine.pool)
     assert [i["requests"]["sequence_gaps"] for i in daemon.status()["instances"]] == [0, 0]
 
 
@@ -159,7 +159,7 @@ def test_a_report_of_2048_events_takes_at_most_9_kilobytes():
     churn.pool.touch(blocks)
     churn.pool.free_blocks(blocks)
     churn.pool.free_blocks(blocks)
-    taken = churn.take()
+    taken = churn.drain_records()
     assert len(taken.records) == 4 * 2048
     report = ReportBlockAllocations(
         instance_id="12345678-1234-1234-1234-123456789abc_dp0",
@@ -172,7 +172,7 @@ def test_a_report_of_2048_events_takes_at_most_9_kilobytes():
     assert len(encode(report)) <= 9_000
 
 
-# ---- what is told anew ------------------------------------------------------------------------
+# ---- what is reported in full again -----------------------------------------------------------
 
 
 class Gap:
@@ -190,7 +190,7 @@ class Gap:
 
 
 @pytest.mark.parametrize("code", [ErrorCode.REPORT_GAP, ErrorCode.UNKNOWN_INSTANCE])
-def test_a_daemon_that_lost_track_is_told_the_full_state_in_a_next_pass(make_daemon, make_engine, make_tap, code):
+def test_a_daemon_that_lost_track_receives_the_full_state_in_a_next_pass(make_daemon, make_engine, make_tap, code):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     serve(engine, "before")
@@ -199,14 +199,14 @@ def test_a_daemon_that_lost_track_is_told_the_full_state_in_a_next_pass(make_dae
     wait_until(lambda: engine.generate_free("tick") and fulls(tap).count(True) == 2)
     assert gap.given is not None
     engine.run()
-    told = reports(heard(tap, engine))
-    assert fulls(tap).count(True) == 2, "once told, it is not told again"
-    last_full = max(i for i, report in enumerate(told) if report.payload.full)
-    assert told.index(gap.given) < last_full
-    assert Replay().take_reports(told[last_full:]).agrees_with(engine.pool)
+    sent = reports(delivered(tap, engine))
+    assert fulls(tap).count(True) == 2, "once sent, it is not sent again"
+    last_full = max(i for i, report in enumerate(sent) if report.payload.full)
+    assert sent.index(gap.given) < last_full
+    assert Replay().apply_reports(sent[last_full:]).agrees_with(engine.pool)
 
 
-def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap):
+def test_a_new_daemon_receives_the_full_state(make_daemon, make_engine, make_tap):
     daemon = make_daemon()
     tap = make_tap(daemon)
     engine = make_engine(tap.endpoint)
@@ -215,17 +215,17 @@ def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap)
     names = (f"new{i}" for i in range(10_000))
 
     def session() -> list[ReportBlockAllocations]:
-        """What the new daemon is told, from the first full state on."""
-        told = reports(tap)[before:]
-        full = [report.payload.full for report in told]
-        return told[full.index(True) :] if any(full) else []
+        """What the new daemon receives, from the first full state on."""
+        sent = reports(tap)[before:]
+        full = [report.payload.full for report in sent]
+        return sent[full.index(True) :] if any(full) else []
 
     def agrees() -> bool:
-        """What it refuses at first is told again in a later pass."""
+        """What it refuses at first is sent again in a later pass."""
         engine.generate(next(names), prompt(9, CHUNK))
-        heard(tap, engine)
+        delivered(tap, engine)
         try:
-            return len(session()) > 1 and Replay().take_reports(session()).agrees_with(engine.pool)
+            return len(session()) > 1 and Replay().apply_reports(session()).agrees_with(engine.pool)
         except AssertionError:
             return False
 
@@ -233,8 +233,8 @@ def test_a_new_daemon_is_told_the_full_state(make_daemon, make_engine, make_tap)
     assert counts_of(daemon)["sequence_gaps"] == 0
 
 
-def test_a_daemon_replaced_unnoticed_asks_for_the_full_state(make_daemon, make_engine, make_tap):
-    """Its worker has registered before the scheduler says anything: nothing that the scheduler sends is refused."""
+def test_a_daemon_replaced_unnoticed_requests_the_full_state(make_daemon, make_engine, make_tap):
+    """Its worker has registered before the scheduler sends anything: nothing that the scheduler sends is refused."""
     daemon = make_daemon()
     tap = make_tap(daemon)
     engine = make_engine(tap.endpoint)
@@ -245,10 +245,10 @@ def test_a_daemon_replaced_unnoticed_asks_for_the_full_state(make_daemon, make_e
     def agrees() -> bool:
         """The session may begin anew behind the first full state: then another one is owed, for a later pass to send."""
         engine.generate(next(names), prompt(9, CHUNK))
-        told = reports(heard(tap, engine))
-        last_full = max(i for i, report in enumerate(told) if report.payload.full)
+        sent = reports(delivered(tap, engine))
+        last_full = max(i for i, report in enumerate(sent) if report.payload.full)
         try:
-            return any(fulls(tap)[before:]) and Replay().take_reports(told[last_full:]).agrees_with(engine.pool)
+            return any(fulls(tap)[before:]) and Replay().apply_reports(sent[last_full:]).agrees_with(engine.pool)
         except AssertionError:
             return False
 
@@ -258,7 +258,7 @@ def test_a_daemon_replaced_unnoticed_asks_for_the_full_state(make_daemon, make_e
 # ---- older daemons ----------------------------------------------------------------------------
 
 
-def test_a_daemon_of_protocol_1_is_told_in_its_own_words(make_daemon, make_engine, make_tap):
+def test_a_daemon_of_protocol_1_receives_messages_of_its_own_form(make_daemon, make_engine, make_tap):
     daemon = make_daemon()
     tap = make_tap(daemon)
 
@@ -270,9 +270,9 @@ def test_a_daemon_of_protocol_1_is_told_in_its_own_words(make_daemon, make_engin
     engine = make_engine(tap.endpoint)
     serve(engine, "r")
     assert make_engine(tap.endpoint).generate("warm", prompt(0, 2 * CHUNK + 9)).external == 2 * CHUNK
-    told = reports(tap)
-    assert told
-    assert all(report.payload is None and report.time_ns for report in told)
+    sent = reports(tap)
+    assert sent
+    assert all(report.payload is None and report.time_ns for report in sent)
     assert counts_of(daemon)["block_records"] > 0
 
 
@@ -285,10 +285,10 @@ def test_a_daemon_that_speaks_no_version_of_ours_is_left_alone(make_daemon, make
     assert "running without cache: version_mismatch: speaks protocol 7 to 9" in caplog.text
 
 
-# ---- what requests tell -----------------------------------------------------------------------
+# ---- what requests report ---------------------------------------------------------------------
 
 
-def test_a_lookup_tells_the_whole_prompts_length_and_trace(make_daemon, make_engine, make_tap):
+def test_a_lookup_states_the_whole_prompts_length_and_trace(make_daemon, make_engine, make_tap):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -297,8 +297,8 @@ def test_a_lookup_tells_the_whole_prompts_length_and_trace(make_daemon, make_eng
     engine.add("else", prompt(3, CHUNK), trace_headers={"tracestate": "a=b"})
     engine.add("long", prompt(4, CHUNK), trace_headers={"traceparent": "0" * 513})
     engine.run()
-    told = {lookup.request_id: (lookup.tokens, lookup.traceparent) for lookup in tap.of(Lookup)}
-    assert told == {
+    sent = {lookup.request_id: (lookup.tokens, lookup.traceparent) for lookup in tap.of(Lookup)}
+    assert sent == {
         "traced": (2 * CHUNK + 9, parent),
         "not": (CHUNK + 1, ""),
         "else": (CHUNK, ""),
@@ -320,12 +320,12 @@ def test_loads_name_their_request_and_stores_where_the_daemon_traces(make_daemon
     assert [load.request_id for load in tap.of(Retrieve)] == ["warm"]
 
 
-def test_an_end_tells_how_fast_the_engine_computes_prompts(make_daemon, make_engine, make_tap):
+def test_an_end_reports_how_fast_the_engine_computes_prompts(make_daemon, make_engine, make_tap):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     engine.generate("short", prompt(1, FLOOR_TOKENS - 1))
     engine.generate("long", prompt(2, FLOOR_TOKENS))
     engine.generate("short again", prompt(3, 5))
-    speeds = {end.request_id: end.prefill_tokens_per_second for end in heard(tap, engine).of(EndRequest)}
+    speeds = {end.request_id: end.prefill_tokens_per_second for end in delivered(tap, engine).of(EndRequest)}
     assert speeds["short"] == 0
     assert speeds["long"] == speeds["short again"] > 0

@@ -63,7 +63,7 @@ def test_a_weights_version_shares_again(make_daemon, make_engine):
     generate(engine, "new")
     assert generate(other, "warm").external == 3 * CHUNK
     assert generate(old, "old").external == 3 * CHUNK
-    assert reset(other, weights=9)  # the same version once more says nothing of these weights
+    assert reset(other, weights=9)  # the same version once more does not name these weights
     assert generate(other, "newer").external == 0
 
 

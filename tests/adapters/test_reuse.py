@@ -168,12 +168,12 @@ def test_an_idle_engine_steps_until_its_stores_have_ended(make_daemon, make_engi
     assert daemon.status()["l1"]["chunks"] == 3
 
 
-def test_the_server_hears_of_every_block_and_request(make_daemon, make_engine):
+def test_the_server_is_notified_of_every_block_and_request(make_daemon, make_engine):
     daemon = make_daemon()
     engine = make_engine(daemon)
     for i in range(3):
         engine.generate(f"r{i}", prompt(30 + i, 2 * CHUNK))
-    engine.generate("last", prompt(33, 5))  # what ends with a step is told in the next one
+    engine.generate("last", prompt(33, 5))  # what ends with a step is reported in the next one
     counts = daemon.status()["instances"][0]["requests"]
     assert counts["ended_requests"] >= 3
     assert counts["block_records"] > 0

@@ -149,17 +149,17 @@ def play(router: Any) -> Callable[[Callable[[Scene], Awaitable[None]]], None]:
     return run
 
 
-@pytest.mark.parametrize("holder", ["one", "two"])
-def test_a_request_goes_to_the_engine_that_holds_its_prompt(play, holder):
+@pytest.mark.parametrize("owner", ["one", "two"])
+def test_a_request_goes_to_the_engine_that_holds_its_prompt(play, owner):
     async def act(scene):
-        scene.kv.rows = [row("one", 8 * (holder == "one"), 8), row("two", 8 * (holder == "two"), 8)]
-        assert [await scene.complete() for _ in range(3)] == [holder] * 3
+        scene.kv.rows = [row("one", 8 * (owner == "one"), 8), row("two", 8 * (owner == "two"), 8)]
+        assert [await scene.complete() for _ in range(3)] == [owner] * 3
         assert scene.kv.asked[0] == {"model": "tiny", "tokens": [1, 2, 3]}
 
     play(act)
 
 
-def test_requests_that_nobody_holds_spread(play):
+def test_requests_that_no_engine_holds_spread(play):
     async def act(scene):
         scene.kv.rows = [row("one"), row("two")]
         assert {await scene.complete() for _ in range(2)} == {"one", "two"}
@@ -179,7 +179,7 @@ def test_load_outweighs_a_short_match_and_not_a_long_one(play):
 
 def test_what_the_daemon_holds_counts_where_no_engine_has_it(play):
     async def act(scene):
-        scene.kv.rows = [row("one", 0, 0), row("two", 0, 10)]  # of two models' namespaces, say
+        scene.kv.rows = [row("one", 0, 0), row("two", 0, 10)]  # as of two models' namespaces
         assert [await scene.complete() for _ in range(2)] == ["two"] * 2
 
     play(act)
@@ -277,7 +277,7 @@ def test_an_answer_that_breaks_amid_is_not_begun_anew(play):
     play(act)
 
 
-def test_without_any_engine_the_user_is_told(play):
+def test_without_any_engine_the_user_gets_an_error(play):
     async def act(scene):
         for engine in scene.router.engines:
             engine.url = f"http://127.0.0.1:{unused_port()}"
@@ -303,7 +303,7 @@ def test_other_paths_are_passed_on_and_its_own_status_is_shown(play):
 
 
 @pytest.mark.parametrize("token", ["", "correct-horse-battery"])
-def test_the_token_of_the_daemon_is_shown_to_it_and_to_nobody_else(router: Any, token: str) -> None:
+def test_the_token_of_the_daemon_is_shown_to_it_and_to_no_other(router: Any, token: str) -> None:
     async def act() -> None:
         async with stage(router, token) as scene:
             scene.kv.rows, scene.kv.token = [row("two", l0=10, best=10)], "correct-horse-battery"

@@ -130,7 +130,7 @@ def test_a_load_that_a_hung_daemon_has_not_read_writes_nothing_after_sleep(make_
     engine.before_step = lambda plan: None
     sleep(engine)
     for kv in engine.runners[0].kv:
-        kv[...] = 7  # as somebody else's
+        kv[...] = 7  # as another user's
     daemon.thaw()
     daemon.wait_for_books(mappings=2)
     assert all((kv == 7).all() for kv in engine.runners[0].kv)

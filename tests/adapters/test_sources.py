@@ -1,4 +1,4 @@
-"""Where the tokens of prompts came from, as the end of each request states it: vLLM's own figures, but for failed loads."""
+"""Where the tokens of prompts came from, as the end of each request states it: vLLM's own counts, but for failed loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ends(tap: Tap, engine: Engine) -> dict[str, EndRequest]:
     return found
 
 
-def figures(end: EndRequest) -> tuple[int, int, int, int, int]:
+def counts(end: EndRequest) -> tuple[int, int, int, int, int]:
     return end.prompt_tokens, end.local_tokens, end.loaded_tokens, end.loads, end.failed_loads
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_is_vllms_first_then_loaded_then_computed(make_daemon, make_tap
     tokens = prompt(1, 3 * CHUNK + 10)
     first.generate("cold", tokens)
     first.generate("local", tokens)
-    assert [figures(end) for end in ends(tap, first).values()] == [
+    assert [counts(end) for end in ends(tap, first).values()] == [
         (3 * CHUNK + 10, 0, 0, 0, 0),
         (3 * CHUNK + 10, 3 * CHUNK, 0, 0, 0),
     ]
@@ -113,7 +113,7 @@ def test_a_prompt_is_vllms_first_then_loaded_then_computed(make_daemon, make_tap
     other.generate("short", tokens[: CHUNK + 20])
     other.generate("both", tokens)
     wait_until(lambda: len(tap.of(EndRequest)) == 4)
-    assert [figures(end) for end in tap.of(EndRequest)[2:]] == [
+    assert [counts(end) for end in tap.of(EndRequest)[2:]] == [
         (CHUNK + 20, 0, CHUNK, 1, 0),
         (3 * CHUNK + 10, CHUNK + 16, 2 * CHUNK - 16, 1, 0),
     ]
@@ -127,7 +127,7 @@ def test_a_load_that_fails_is_computed(make_daemon, make_tap, make_engine):
     tap.instead = lambda message: Error(code="internal", message="no") if isinstance(message, Retrieve) else None
     make_engine(tap.endpoint, world_size=2).generate("fails", tokens)
     wait_until(lambda: len(tap.of(EndRequest)) == 2)
-    assert figures(tap.of(EndRequest)[1]) == (2 * CHUNK + 1, 0, 0, 1, 1)
+    assert counts(tap.of(EndRequest)[1]) == (2 * CHUNK + 1, 0, 0, 1, 1)
 
 
 def test_requests_that_run_without_cache_are_counted_too(make_daemon, make_tap, make_engine, tmp_path):
@@ -143,14 +143,14 @@ def test_requests_that_run_without_cache_are_counted_too(make_daemon, make_tap, 
     engine.generate("logprobs", tokens, sampling={"prompt_logprobs": 1})
     found = ends(tap, engine)
     assert engine.connector.scheduler.counters["replaced_lora_requests"] >= 1
-    assert figures(found["lora"]) == (2 * CHUNK, 0, 0, 0, 0)
-    assert figures(found["replaced"]) == (2 * CHUNK, engine.answers["replaced"].local, 0, 0, 0)
-    assert figures(found["logprobs"]) == (2 * CHUNK, 0, 0, 0, 0)
+    assert counts(found["lora"]) == (2 * CHUNK, 0, 0, 0, 0)
+    assert counts(found["replaced"]) == (2 * CHUNK, engine.answers["replaced"].local, 0, 0, 0)
+    assert counts(found["logprobs"]) == (2 * CHUNK, 0, 0, 0, 0)
     assert found["logprobs"].not_loaded == "computes_all"
 
 
 @pytest.mark.parametrize(("why", "length"), [("lookup_timeout", 2 * CHUNK), ("whole_prompts_only", 2 * CHUNK + 9)])
-def test_an_end_says_why_nothing_was_loaded_of_what_was_found(
+def test_an_end_states_why_nothing_was_loaded_of_what_was_found(
     make_daemon, make_tap, make_engine, monkeypatch, why, length
 ):
     """And `/explain` repeats it."""
@@ -188,7 +188,7 @@ def test_a_request_that_was_never_placed_counts_nothing(make_daemon, make_tap, m
     engine.add("waits", prompt(1, 2 * CHUNK))
     engine.abort("waits")
     engine.run()
-    assert figures(ends(tap, engine)["waits"]) == (0, 0, 0, 0, 0)
+    assert counts(ends(tap, engine)["waits"]) == (0, 0, 0, 0, 0)
 
 
 def test_of_a_streaming_session_the_first_prompt_counts(make_daemon, make_tap, make_engine):
@@ -201,4 +201,4 @@ def test_of_a_streaming_session_the_first_prompt_counts(make_daemon, make_tap, m
         engine.run(until=lambda: engine.status_of("session") == waiting)
     engine.abort("session")
     engine.run()
-    assert figures(ends(tap, engine)["session"]) == (CHUNK + 6, 0, 0, 0, 0)
+    assert counts(ends(tap, engine)["session"]) == (CHUNK + 6, 0, 0, 0, 0)

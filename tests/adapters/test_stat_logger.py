@@ -1,4 +1,4 @@
-"""The stat logger: vLLM's figures reach the daemon, and nothing of it reaches the engine."""
+"""The stat logger: vLLM's stats reach the daemon, and no failure of it reaches the engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_daemon_shows_what_vllm_reports(make_daemon, make_engine, make_logge
     assert load["interval_seconds"] == 0.02
 
 
-def test_a_working_schedulers_figures_arrive(make_daemon, make_engine, make_logger):
+def test_a_working_schedulers_stats_arrive(make_daemon, make_engine, make_logger):
     daemon = make_daemon(chunk_tokens=64)
     engine = make_engine(daemon, extra=SOON)
     manager = make_logger(engine.config)
@@ -105,7 +105,7 @@ def test_vllm_finds_the_plugin():
 
 
 @pytest.mark.parametrize("why", ["no connector", "another connector", "turned off", "bad settings"])
-def test_it_does_nothing_where_it_has_nothing_to_tell(model_folder, make_logger, why):
+def test_it_does_nothing_where_it_has_nothing_to_report(model_folder, make_logger, why):
     config, _ = configure(model_folder, "ipc:///nobody", extra={"kvserver.load_interval_ms": 0})
     if why == "no connector":
         config.kv_transfer_config = None
@@ -132,7 +132,9 @@ def test_a_daemon_that_comes_later_is_found(make_daemon, make_engine, make_logge
     assert load_of(daemon)["generation_tokens"] == 5
 
 
-def test_a_daemon_that_hangs_costs_the_engine_nothing_and_hears_the_last_word(make_daemon, make_engine, make_logger):
+def test_a_daemon_that_hangs_costs_the_engine_nothing_and_receives_the_last_report(
+    make_daemon, make_engine, make_logger
+):
     daemon = make_daemon()
     engine = make_engine(daemon, extra=SOON)
     manager = make_logger(engine.config)
@@ -146,7 +148,7 @@ def test_a_daemon_that_hangs_costs_the_engine_nothing_and_hears_the_last_word(ma
     assert load_of(daemon, lambda load: load["generation_tokens"] == 1000)["running"] == 999
 
 
-def test_a_daemon_that_does_not_know_the_engine_hears_of_it_ever_more_rarely(
+def test_a_daemon_that_does_not_know_the_engine_is_notified_ever_more_rarely(
     make_daemon, model_folder, make_tap, make_logger
 ):
     tap = make_tap(make_daemon())
@@ -159,7 +161,7 @@ def test_a_daemon_that_does_not_know_the_engine_hears_of_it_ever_more_rarely(
     assert pauses[-1] == 8 * 0.02
 
 
-def test_a_daemon_of_an_older_protocol_is_told_nothing(make_daemon, make_engine, make_tap, make_logger):
+def test_a_daemon_of_an_older_protocol_receives_nothing(make_daemon, make_engine, make_tap, make_logger):
     tap = make_tap(make_daemon())
     tap.edit = lambda reply: (
         msgspec.structs.replace(reply, protocol_version=2) if isinstance(reply, HelloReply) else reply
@@ -170,7 +172,7 @@ def test_a_daemon_of_an_older_protocol_is_told_nothing(make_daemon, make_engine,
     assert tap.of(EngineLoad) == []
 
 
-def test_what_vllm_reports_in_another_shape_is_logged_once_and_no_more_told(model_folder, make_logger, caplog):
+def test_what_vllm_reports_in_another_shape_is_logged_once_and_no_more_sent(model_folder, make_logger, caplog):
     config, _ = configure(model_folder, "ipc:///nobody", extra=SOON)
     logger = KVServerStatLogger(config, 0)
     for _ in range(3):
@@ -187,7 +189,7 @@ def test_its_thread_ends_with_the_logger(model_folder):
     wait_until(lambda: not tellers(), 5, "the thread ended")
 
 
-def test_front_ends_of_one_engine_are_told_apart(make_daemon, make_engine, make_logger):
+def test_front_ends_of_one_engine_are_distinguished(make_daemon, make_engine, make_logger):
     daemon = make_daemon()
     engine = make_engine(daemon, extra=SOON)
     for rank in range(2):

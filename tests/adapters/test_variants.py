@@ -60,12 +60,12 @@ def test_a_lora_shares_with_the_same_files_only(make_daemon, make_engine, tmp_pa
     assert ask(make_engine(daemon), "changed", lora(folder)) == 0
 
 
-def test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart(monkeypatch, tmp_path):
+def test_a_variant_is_a_short_text_that_distinguishes_chain_weights_and_lora(monkeypatch, tmp_path):
     version = ""
-    variants = Variants("life", lambda: version)
+    variants = Variants("incarnation", lambda: version)
     tuned = request(lora(write_lora(tmp_path / "one")))
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\1" * 32)
-    found = [variants.of(request()), variants.of(tuned), Variants("life", lambda: "v1").of(request())]
+    found = [variants.of(request()), variants.of(tuned), Variants("incarnation", lambda: "v1").of(request())]
     variants.weights_changed("test")
     found.append(variants.of(request()))
     variants.weights_changed("test")
@@ -74,18 +74,18 @@ def test_a_variant_is_a_short_text_that_tells_chain_weights_and_lora_apart(monke
     variants.weights_changed("test")
     found.append(variants.of(request()))
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\2" * 32)
-    found.append(Variants("life", lambda: version).of(request()))
+    found.append(Variants("incarnation", lambda: version).of(request()))
     assert len(set(found)) == len(found)
     assert {len(text) for text in found if text} == {
         32,
         65,
-    }  # a LoRA's stands behind the epoch's; every Store carries it
-    assert Variants("another life", lambda: "v2").of(request()) == found[-1]
+    }  # a LoRA's follows the epoch's; every Store carries it
+    assert Variants("another incarnation", lambda: "v2").of(request()) == found[-1]
 
 
 @pytest.mark.parametrize("trusts", [False, True])
 def test_a_prompt_with_images_is_shared_only_where_their_names_are_trusted(trusts):
-    one, again, other = (Variants(life, lambda: "", trusts_uuids=trusts) for life in ("a", "a", "b"))
+    one, again, other = (Variants(incarnation, lambda: "", trusts_uuids=trusts) for incarnation in ("a", "a", "b"))
     image = request(mm_features=["an image"])
     assert one.of(image) == again.of(image)
     assert (one.of(image) == other.of(image)) is trusts
@@ -94,7 +94,7 @@ def test_a_prompt_with_images_is_shared_only_where_their_names_are_trusted(trust
 
 def test_a_lora_of_the_hub_is_shared_with_no_other_engine():
     tuned = request(LoRARequest("sql", 1, "org/some-lora"))
-    one, again, other = (Variants(life, lambda: "").of(tuned) for life in ("a", "a", "b"))
+    one, again, other = (Variants(incarnation, lambda: "").of(tuned) for incarnation in ("a", "a", "b"))
     assert one == again != other
     second = Variants("a", lambda: "").of(request(LoRARequest("sql", 1, "org/another")))
     assert second != one
