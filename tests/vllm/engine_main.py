@@ -67,8 +67,8 @@ class Driver:
         self.engine.abort_request([request_id])
         return {}
 
-    def op_settle(self, seconds: float) -> dict[str, Any]:
-        """Step an idle engine while the connector says there is work."""
+    def op_wait_for_stores(self, seconds: float) -> dict[str, Any]:
+        """Step an idle engine while the connector reports work."""
         core = self.engine.engine_core.engine_core
         deadline = time.monotonic() + seconds
         while core.scheduler.connector.has_pending_push_work() and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ class Driver:
         return {"histograms": {metric.name: {"count": metric.count, "sum": metric.sum} for metric in found}}
 
     def op_keep_records(self) -> dict[str, Any]:
-        """Of what the block pool's hook hands over from now on; for an engine whose core lives in this process."""
+        """Of what the block pool's hook hands over from now on; for an engine whose core is in this process."""
         hook = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.metrics_collector
         take, take_full = hook.take, hook.take_full
 
@@ -121,7 +121,7 @@ class Driver:
         return {"records": self.records}
 
     def op_counters(self) -> dict[str, Any]:
-        """The connector's own counters and the pool's books; for an engine whose core lives in this process.
+        """The connector's own counters and the pool's accounting; for an engine whose core is in this process.
 
         Of several ranks, which have processes of their own, only the scheduler's half is here.
         """

@@ -129,9 +129,9 @@ class Engine:
         """Empty the engine's own prefix cache, so that only the daemon can give hits."""
         assert self.ask("reset_prefix_cache")["ok"]
 
-    def settle(self, seconds: float = 20) -> None:
+    def wait_for_stores(self, seconds: float = 20) -> None:
         """Until every store was acknowledged."""
-        assert not self.ask("settle", seconds=seconds)["pending"]
+        assert not self.ask("wait_for_stores", seconds=seconds)["pending"]
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text().splitlines()[-lines:])
@@ -153,7 +153,7 @@ class Engine:
 
 
 class Engines:
-    """Every engine by name, started when first asked for, all against one endpoint."""
+    """Every engine by name, started when first needed, all against one endpoint."""
 
     def __init__(self, model: Path, folder: Path, endpoint: str) -> None:
         self.model = model
@@ -162,7 +162,7 @@ class Engines:
         self._engines: dict[str, Engine] = {}
 
     def get(self, name: str, **options: object) -> Engine:
-        """The options count when it is first asked for."""
+        """The options count only when this starts the engine."""
         engine = self._engines.get(name)
         if engine is None or engine.process.poll() is not None:
             engine = self.start(name, **options)
@@ -183,7 +183,7 @@ class Engines:
         return engine if engine is not None and engine.process.poll() is None else None
 
     def wait_registered(self, daemon: Daemon) -> None:
-        """Until every engine of this group that lives stands in the daemon, with a namespace."""
+        """Until every running engine of this group is registered in the daemon, with a namespace."""
         live = [engine.wait_ready() for engine in self.live()]
         wait_until(
             lambda: sum(bool(i["namespace"]) for i in daemon.status()["instances"]) >= len(live),

@@ -1,4 +1,4 @@
-"""A connector for engines on CPU that says their KV cache lies on a GPU, of which the daemon has a simulated one.
+"""A connector for engines on CPU that reports their KV cache on a GPU, of which the daemon has a simulated one.
 
 The memory is handed over as a descriptor of VMM memory, and copies wait for events of a stream that is a little late.
 Loaded by the engine's process, by the name of this module.

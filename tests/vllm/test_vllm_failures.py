@@ -72,7 +72,7 @@ def test_an_engine_that_started_without_a_daemon_uses_it_once_it_is_there(
         wait_until(lambda: len(daemon.status()["instances"]) >= 2, 30)
         wait_until(lambda: late.counters()["connected"], 10)
         assert late.generate([text])[0]["tokens"] == alone["tokens"]
-        late.settle()
+        late.wait_for_stores()
         warm = other.generate([text])[0]
         assert (warm["cached_tokens"], warm["tokens"]) == (512, alone["tokens"])
     finally:
@@ -86,7 +86,7 @@ def test_a_daemon_killed_between_requests_is_replaced_without_a_restart_of_vllm(
     alone = reference(first, texts)
     daemon = start_daemon()
     first.generate(texts)
-    first.settle()
+    first.wait_for_stores()
     daemon.kill()
     first.forget()
     assert [o["tokens"] for o in first.generate(texts)] == alone
@@ -94,7 +94,7 @@ def test_a_daemon_killed_between_requests_is_replaced_without_a_restart_of_vllm(
     daemon.start()
     engines.wait_registered(daemon)
     assert [o["tokens"] for o in first.generate(texts)] == alone  # stores again
-    first.settle()
+    first.wait_for_stores()
     warm = second.generate(texts)
     assert [o["tokens"] for o in warm] == alone
     assert all(o["cached_tokens"] == 512 for o in warm)
@@ -108,7 +108,7 @@ def test_a_daemon_killed_during_a_load(
     alone = reference(first, [text])[0]
     daemon = start_daemon(**SLOW)
     first.generate([text])
-    first.settle()
+    first.wait_for_stores()
     name = f"load{restarted:d}"
     second.ask("add", request_id=name, prompt=text, max_tokens=16)
     second.send("step", seconds=60, until=name)
@@ -130,18 +130,18 @@ def test_a_daemon_killed_during_a_store(first: Engine, second: Engine, start_dae
     wait_until(lambda: copying(daemon), 20, "the store to run")
     daemon.kill()
     assert tokens_of(first.receive(), "store") == alone
-    first.settle()
+    first.wait_for_stores()
 
 
 def test_a_daemon_stopped_mid_load_is_outlived_and_its_blocks_stay_out_of_use(
     first: Engine, second: Engine, start_daemon: Start, prompt: Make
 ) -> None:
-    """SIGSTOP in the middle of a load: the request is computed elsewhere; SIGCONT then writes to nobody's blocks."""
+    """SIGSTOP in the middle of a load: the request is computed elsewhere; SIGCONT then writes to blocks of no request."""
     text, others = prompt(240, 900), [prompt(241 + n, 600) for n in range(6)]
     alone = reference(second, [text, *others])
     daemon = start_daemon(**SLOW)
     first.generate([text])
-    first.settle()
+    first.wait_for_stores()
     second.ask("add", request_id="stopped", prompt=text, max_tokens=16)
     second.send("step", seconds=60, until="stopped")
     wait_until(lambda: copying(daemon), 20, "the load to run")
@@ -155,7 +155,7 @@ def test_a_daemon_stopped_mid_load_is_outlived_and_its_blocks_stay_out_of_use(
     # The engine goes on and uses every block that is free.
     assert [o["tokens"] for o in second.generate(others)] == alone[1:]
     daemon.thaw()
-    # More work while the old load ends; then everything is given back and right.
+    # More work while the old load ends; then everything is free again and right.
     assert [o["tokens"] for o in second.generate(others)] == alone[1:]
     wait_until(lambda: second.generate([others[0]], 1) and second.counters()["blocks_in_use"] == 0, 30)
     second.forget()
@@ -212,7 +212,7 @@ def test_a_slow_a_full_and_a_refusing_daemon(first: Engine, second: Engine, star
     alone = reference(first, texts)
     slow = start_daemon(copy_delay_us=3000, copy_threads=1)
     assert [o["tokens"] for o in first.generate(texts)] == alone
-    first.settle()
+    first.wait_for_stores()
     assert [o["tokens"] for o in second.generate(texts)] == alone
     slow.close()
     first.forget()
@@ -220,7 +220,7 @@ def test_a_slow_a_full_and_a_refusing_daemon(first: Engine, second: Engine, star
     full = start_daemon(l1_size="5MiB")  # the twelve chunks of these prompts are 12 MiB
     for _ in range(2):
         assert [first.generate([t])[0]["tokens"] for t in texts] == alone
-        first.settle()
+        first.wait_for_stores()
         assert [o["tokens"] for o in second.generate(texts)] == alone
         second.forget()
         first.forget()
@@ -253,14 +253,14 @@ def test_an_engine_killed_mid_copy_leaves_nothing_behind(
     assert first.generate([text])[0]["tokens"] == alone
 
 
-def test_a_request_aborted_while_it_loads_gives_its_blocks_back(
+def test_a_request_aborted_while_it_loads_frees_its_blocks(
     first: Engine, second: Engine, start_daemon: Start, prompt: Make
 ) -> None:
     text = prompt(340, 900)
     alone = reference(second, [text])[0]
     daemon = start_daemon(**SLOW)
     first.generate([text])
-    first.settle()
+    first.wait_for_stores()
     second.ask("add", request_id="gone", prompt=text, max_tokens=16)
     second.ask("step", seconds=0.15)
     assert copying(daemon)
@@ -281,7 +281,7 @@ def test_two_engines_with_one_engine_id_do_not_mix(
     try:
         text = prompt(350, 700)
         expected = first.generate([text])[0]["tokens"]
-        first.settle()
+        first.wait_for_stores()
         found = twin.generate([text])[0]
         assert (found["tokens"], found["cached_tokens"]) == (expected, 0)
         assert "belongs to another live engine" in twin.log.read_text()

@@ -1,4 +1,4 @@
-"""A real vLLM with KV events on, and a daemon that publishes too: both streams tell the same of the daemon's tiers.
+"""A real vLLM with KV events on, and a daemon that publishes too: both streams publish the same of the daemon's tiers.
 
 The engine is driven by its caller, so it publishes when it is given short requests to serve.
 """
@@ -63,7 +63,7 @@ class Scene:
         return daemon, stream
 
     def wait_known(self, daemon: Daemon, stream: Subscriber, clears: int) -> None:
-        """Until the engine has registered, and the subscriber has heard of its stream."""
+        """Until the engine has registered, and the subscriber has received its stream."""
         self.engine.wait_ready()
         wait_until(lambda: any(i["namespace"] for i in daemon.status()["instances"]), 30)
         wait_until(lambda: self.step() and stream.audience.clears > clears, 30)
@@ -74,17 +74,20 @@ class Scene:
         return True
 
     def forget(self) -> None:
-        """The engine's own blocks, which vLLM tells of by AllBlocksCleared."""
+        """The engine's own blocks, which vLLM reports by AllBlocksCleared."""
         self._forgotten += 1
         self.engine.forget()
 
     def agree(self, daemon: Daemon, stream: Subscriber) -> set[Any]:
-        """What both streams say L1 holds, as soon as it is what the daemon says in /status."""
+        """The blocks of L1 by both streams, as soon as they agree with the daemon's /status."""
 
         def same() -> bool:
             self.step()
-            held = stream.held("CPU")
-            return len(held) == daemon.status()["l1"]["chunks"] * PER_CHUNK and self.engine_stream.held("CPU") == held
+            resident = stream.held("CPU")
+            return (
+                len(resident) == daemon.status()["l1"]["chunks"] * PER_CHUNK
+                and self.engine_stream.held("CPU") == resident
+            )
 
         wait_until(same, 30)
         assert self.engine_stream.audience.clears == self._forgotten, "an AllBlocksCleared that is not vLLM's"
@@ -106,7 +109,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture(scope="module")
 def scenes(group: Engines) -> Iterator[Callable[[str], Scene]]:
-    """By form of hashes; each engine starts when it is first asked for."""
+    """By form of hashes; each engine starts when it is first needed."""
     made: dict[str, Scene] = {}
 
     def get(form: str) -> Scene:
@@ -120,7 +123,7 @@ def scenes(group: Engines) -> Iterator[Callable[[str], Scene]]:
 
 
 def own(scene: Scene, since: int) -> set[Any]:
-    """Blocks that the engine said it has in its own memory, in its events from the `since`-th on."""
+    """Blocks that the engine published as in its own memory, in its events from the `since`-th on."""
     events = scene.engine_stream.audience.events[since:]
     return {h for e in events if type(e).__name__ == "BlockStored" and e.medium == "GPU" for h in e.block_hashes}
 
@@ -140,17 +143,17 @@ def test_both_streams_name_what_was_stored_as_the_engine_names_it(
     before = len(scene.engine_stream.audience.events)
     prompts = [prompt(1, 2 * CHUNK), prompt(2, CHUNK)]
     cold = scene.engine.generate(prompts, max_tokens=4)
-    scene.engine.settle()
-    held = scene.agree(daemon, stream)
-    assert held == own(scene, before)
-    assert len(held) == 3 * PER_CHUNK
-    assert {type(name) for name in held} == {kind}
+    scene.engine.wait_for_stores()
+    resident = scene.agree(daemon, stream)
+    assert resident == own(scene, before)
+    assert len(resident) == 3 * PER_CHUNK
+    assert {type(name) for name in resident} == {kind}
 
     scene.forget()
     warm = scene.engine.generate(prompts, max_tokens=4)
     assert scene.engine.counters()["worker"]["loaded"] > 0
     assert all(same(a, b) for a, b in zip(cold, warm, strict=True))
-    assert scene.agree(daemon, stream) == held, "told anew after vLLM's clear"
+    assert scene.agree(daemon, stream) == resident, "published again after vLLM's clear"
 
 
 def test_what_is_evicted_or_cleared_is_removed_from_both_streams(scenes: Callable[[str], Scene], prompt: Make) -> None:
@@ -158,22 +161,22 @@ def test_what_is_evicted_or_cleared_is_removed_from_both_streams(scenes: Callabl
     daemon, stream = scene.start_daemon(l1_size="8MiB")
     for seed in range(10, 16):
         scene.engine.generate([prompt(seed, 2 * CHUNK)], max_tokens=2)
-        scene.engine.settle()
+        scene.engine.wait_for_stores()
     assert scene.agree(daemon, stream)
     assert daemon.status()["l1"]["evictions"] > 0
     with Client(daemon.endpoint) as client:
         client.ask(Clear(), Cleared)
     assert scene.agree(daemon, stream) == set()
     scene.engine.generate([prompt(16, 2 * CHUNK)], max_tokens=2)
-    scene.engine.settle()
+    scene.engine.wait_for_stores()
     assert len(scene.agree(daemon, stream)) == 2 * PER_CHUNK
 
 
-def test_after_a_daemon_died_the_next_ones_blocks_are_told(scenes: Callable[[str], Scene], prompt: Make) -> None:
+def test_after_a_daemon_died_the_next_ones_blocks_are_published(scenes: Callable[[str], Scene], prompt: Make) -> None:
     scene = scenes("int")
     daemon, stream = scene.start_daemon()
     scene.engine.generate([prompt(21, 2 * CHUNK)], max_tokens=2)
-    scene.engine.settle()
+    scene.engine.wait_for_stores()
     assert scene.agree(daemon, stream)
     clears = stream.audience.clears
     daemon.kill()
@@ -181,5 +184,5 @@ def test_after_a_daemon_died_the_next_ones_blocks_are_told(scenes: Callable[[str
     scene.wait_known(daemon, stream, clears)
     assert scene.agree(daemon, stream) == set()
     scene.engine.generate([prompt(22, CHUNK)], max_tokens=2)
-    scene.engine.settle()
+    scene.engine.wait_for_stores()
     assert len(scene.agree(daemon, stream)) == PER_CHUNK

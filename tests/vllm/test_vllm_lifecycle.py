@@ -1,4 +1,4 @@
-"""The lives of a real engine's blocks: what the daemon says of them, beside what vLLM's own collector says.
+"""The lifetimes of a real engine's blocks: the daemon's metrics of them, beside those of vLLM's own collector.
 
 One engine with few blocks serves prompts that share prefixes, is preempted, loads from the daemon and forgets its cache,
 while vLLM's collector (`--kv-cache-metrics`) watches every block. The engine's hook forwards to that collector, so both
@@ -64,7 +64,7 @@ class Values:
 
 
 @dataclass
-class Life:
+class Lifetime:
     born: int
     accesses: list[int] = field(default_factory=list)
     owners: int = 1
@@ -72,15 +72,15 @@ class Life:
 
 
 class Model:
-    """The plain meaning of the records: every life with all its accesses, kept until its end."""
+    """The plain meaning of the records: every lifetime with all its accesses, kept until its end."""
 
     def __init__(self) -> None:
         self.values = {name: Values() for name in HISTOGRAMS}
-        self.vllm_gaps = Values()  # between the last four accesses of a life, at its end
+        self.vllm_gaps = Values()  # between the last four accesses of a lifetime, at its end
         self.counts = dict.fromkeys(COUNTERS, 0)
-        self.lives: dict[int, Life] = {}
+        self.tracked: dict[int, Lifetime] = {}
 
-    def take(self, records: bytes, marks: bytes) -> None:
+    def apply(self, records: bytes, marks: bytes) -> None:
         times = dict(MARK.iter_unpack(marks))
         now = 0
         for number, record in enumerate(array("I", records)):
@@ -88,44 +88,44 @@ class Model:
             self.step(now, record >> RECORD_OPERATION_SHIFT, record & ((1 << RECORD_OPERATION_SHIFT) - 1))
 
     def step(self, now: int, operation: int, block: int) -> None:
-        life = self.lives.get(block)
+        lifetime = self.tracked.get(block)
         if operation == RECORD_ALLOCATED:
             self.end(now, block, "recycled")
-            self.lives[block] = Life(now)
+            self.tracked[block] = Lifetime(now)
             self.counts["allocations"] += 1
         elif operation == RECORD_ACCESSED:
-            assert life is not None
-            self.counts["shared_accesses" if life.owners else "reuses"] += 1
-            self.values["reuse_gap"].add(now - (life.accesses or [life.born])[-1])
-            life.accesses.append(now)
-            life.owners += 1
+            assert lifetime is not None
+            self.counts["shared_accesses" if lifetime.owners else "reuses"] += 1
+            self.values["reuse_gap"].add(now - (lifetime.accesses or [lifetime.born])[-1])
+            lifetime.accesses.append(now)
+            lifetime.owners += 1
         elif operation == RECORD_RELEASED:
-            assert life is not None
-            life.owners -= 1
-            life.released = now
+            assert lifetime is not None
+            lifetime.owners -= 1
+            lifetime.released = now
         elif operation == RECORD_EVICTED:
             self.end(now, block, "evictions")
         elif operation == RECORD_CLEARED:
-            self.counts["cleared"] += len(self.lives)
-            self.lives.clear()
+            self.counts["cleared"] += len(self.tracked)
+            self.tracked.clear()
         else:
-            raise AssertionError(f"operation {operation}: the daemon was told a state, so something was lost")
+            raise AssertionError(f"operation {operation}: the daemon received a full state, so something was lost")
 
     def end(self, now: int, block: int, how: str) -> None:
-        life = self.lives.pop(block, None)
-        if life is None:
+        lifetime = self.tracked.pop(block, None)
+        if lifetime is None:
             return
         self.counts[how] += 1
-        self.values["lifetime"].add(now - life.born)
-        self.values["since_last_access"].add(now - (life.accesses or [life.born])[-1])
-        self.values["idle_before_evict"].add(0 if life.owners else now - life.released)
-        last = life.accesses[-4:]
+        self.values["lifetime"].add(now - lifetime.born)
+        self.values["since_last_access"].add(now - (lifetime.accesses or [lifetime.born])[-1])
+        self.values["idle_before_evict"].add(0 if lifetime.owners else now - lifetime.released)
+        last = lifetime.accesses[-4:]
         for earlier, later in itertools.pairwise(last):
             self.vllm_gaps.add(later - earlier)
 
 
 @dataclass
-class Figures:
+class Measured:
     """Of one run, all of the same events."""
 
     vllm: dict[str, Values]
@@ -160,15 +160,15 @@ def requests_of(daemon: Daemon) -> dict[str, Any]:
     return found
 
 
-def live(engine: Engine, prompts: list[Prompt]) -> None:
+def exercise(engine: Engine, prompts: list[Prompt]) -> None:
     """What happens to the blocks."""
     for turn in range(8):  # four prompts of 20 blocks each and their variants do not fit: evictions
         for text in prompts:
             engine.generate([text, [*text[:320], *prompts[turn % 4][320:500]]], max_tokens=4)
             engine.generate([text], max_tokens=40)  # a prefix hit, and blocks that never fill
     engine.generate([(text * 2)[:960] for text in prompts[:3]], max_tokens=300)  # preemption
-    engine.settle()
-    engine.generate([prompts[0][:40]], max_tokens=2)  # vLLM's reset drops what it has not told: a step tells it
+    engine.wait_for_stores()
+    engine.generate([prompts[0][:40]], max_tokens=2)  # vLLM's reset drops what it has not reported: a step reports it
     engine.forget()
     for text in prompts:
         engine.generate([text], max_tokens=8)
@@ -176,35 +176,37 @@ def live(engine: Engine, prompts: list[Prompt]) -> None:
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Figures]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
     model = tiny_models.llama(tmp_path_factory.mktemp("model"))
-    with engine_group(model, tmp_path_factory.mktemp("lives")) as group:
+    with engine_group(model, tmp_path_factory.mktemp("lifetimes")) as group:
         daemon = Daemon(endpoint=group.endpoint, l1_size="256MiB", chunk_tokens=256, metrics_sample_rate=1.0)
         try:
             daemon.start()
-            yield run(group.get("lives", **OPTIONS), daemon)
+            yield run(group.get("lifetimes", **OPTIONS), daemon)
         finally:
             daemon.close()
 
 
-def run(engine: Engine, daemon: Daemon) -> Figures:
+def run(engine: Engine, daemon: Daemon) -> Measured:
     wait_until(lambda: engine.counters()["connected"], 30)
     engine.ask("keep_records")
     prompts = [[3 + (seed * 331 + i * i * (seed + 1)) % 1000 for i in range(640)] for seed in range(4)]
-    live(engine, prompts)
-    engine.settle()
+    exercise(engine, prompts)
+    engine.wait_for_stores()
     (instance,) = daemon.status()["instances"]
     instance_id = instance["instance_id"]
     records = Model()
     kept = engine.ask("records")["records"]
     for piece in kept:
-        records.take(bytes.fromhex(piece["records"]), bytes.fromhex(piece["marks"]))
+        records.apply(bytes.fromhex(piece["records"]), bytes.fromhex(piece["marks"]))
     counted = engine.metrics()
     wait_until(lambda: sum(requests_of(daemon)["prompt_tokens"].values()) >= counted["vllm:prompt_tokens"], 10)
-    told = sum(len(piece["records"]) for piece in kept) // 8
-    wait_until(lambda: metrics_of(daemon, instance_id).get("kvserver_l0_records_total") == told, 10, f"{told} records")
+    count = sum(len(piece["records"]) for piece in kept) // 8
+    wait_until(
+        lambda: metrics_of(daemon, instance_id).get("kvserver_l0_records_total") == count, 10, f"{count} records"
+    )
     histograms = engine.ask("histograms")["histograms"]
-    return Figures(
+    return Measured(
         {name: Values(int(histograms[metric]["count"]), histograms[metric]["sum"]) for name, metric in VLLM.items()},
         records,
         metrics_of(daemon, instance_id),
@@ -214,67 +216,69 @@ def run(engine: Engine, daemon: Daemon) -> Figures:
     )
 
 
-def test_enough_happened(figures: Figures) -> None:
-    counts = figures.records.counts
-    assert figures.vllm_counters["vllm:num_preemptions"] > 0
+def test_enough_happened(measured: Measured) -> None:
+    counts = measured.records.counts
+    assert measured.vllm_counters["vllm:num_preemptions"] > 0
     assert counts["evictions"] > 200
     assert counts["recycled"] > 10
     assert counts["reuses"] > 50
     assert counts["shared_accesses"] > 10
     assert counts["cleared"] > 10
-    assert figures.records.vllm_gaps.count > 20
+    assert measured.records.vllm_gaps.count > 20
 
 
-def test_the_records_mean_what_vllm_counted(figures: Figures) -> None:
-    records = figures.records
-    assert records.values["lifetime"].is_close_to(figures.vllm["lifetime"])
-    assert records.values["since_last_access"].is_close_to(figures.vllm["since_last_access"])
-    assert records.vllm_gaps.is_close_to(figures.vllm["reuse_gap"])
+def test_the_records_mean_what_vllm_counted(measured: Measured) -> None:
+    records = measured.records
+    assert records.values["lifetime"].is_close_to(measured.vllm["lifetime"])
+    assert records.values["since_last_access"].is_close_to(measured.vllm["since_last_access"])
+    assert records.vllm_gaps.is_close_to(measured.vllm["reuse_gap"])
 
 
 @pytest.mark.parametrize("name", HISTOGRAMS)
-def test_the_daemons_histograms_are_those_of_the_records(figures: Figures, name: str) -> None:
-    ours, records = figures.ours(name), figures.records.values[name]
+def test_the_daemons_histograms_are_those_of_the_records(measured: Measured, name: str) -> None:
+    ours, records = measured.ours(name), measured.records.values[name]
     assert ours.count == records.count
     assert ours.sum == pytest.approx(records.sum, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["lifetime", "since_last_access"])
-def test_the_daemons_histograms_are_vllms_within_a_millisecond_per_event(figures: Figures, name: str) -> None:
-    assert figures.ours(name).is_close_to(figures.vllm[name])
+def test_the_daemons_histograms_are_vllms_within_a_millisecond_per_event(measured: Measured, name: str) -> None:
+    assert measured.ours(name).is_close_to(measured.vllm[name])
 
 
-def test_the_daemon_counts_what_happened(figures: Figures) -> None:
-    assert {name: figures.counter(name) for name in COUNTERS} == figures.records.counts
-    assert figures.counter("evictions") + figures.counter("recycled") == figures.vllm["lifetime"].count
+def test_the_daemon_counts_what_happened(measured: Measured) -> None:
+    assert {name: measured.counter(name) for name in COUNTERS} == measured.records.counts
+    assert measured.counter("evictions") + measured.counter("recycled") == measured.vllm["lifetime"].count
 
 
-def test_every_life_began_and_has_ended_or_goes_on(figures: Figures) -> None:
-    ends = sum(figures.counter(name) for name in ("evictions", "recycled", "cleared", "lost"))
-    gauges = {name: figures.daemon[f"kvserver_l0_{name}"] for name in GAUGES}
-    assert figures.counter("allocations") == ends + gauges["tracked_blocks"]
-    assert gauges["tracked_blocks"] == gauges["active_blocks"] + gauges["released_blocks"] == len(figures.records.lives)
+def test_every_lifetime_began_and_has_ended_or_goes_on(measured: Measured) -> None:
+    ends = sum(measured.counter(name) for name in ("evictions", "recycled", "cleared", "lost"))
+    gauges = {name: measured.daemon[f"kvserver_l0_{name}"] for name in GAUGES}
+    assert measured.counter("allocations") == ends + gauges["tracked_blocks"]
+    assert (
+        gauges["tracked_blocks"] == gauges["active_blocks"] + gauges["released_blocks"] == len(measured.records.lives)
+    )
     assert gauges["unsure"] == 0
 
 
-def test_the_sources_of_prompts_add_up_to_vllms_prompt_tokens(figures: Figures) -> None:
-    tokens, loads = figures.requests["prompt_tokens"], figures.requests["request_loads"]
+def test_the_sources_of_prompts_add_up_to_vllms_prompt_tokens(measured: Measured) -> None:
+    tokens, loads = measured.requests["prompt_tokens"], measured.requests["request_loads"]
     cached = tokens["l0"] + tokens["l1"]
-    assert sum(tokens.values()) == figures.vllm_counters["vllm:prompt_tokens"]
+    assert sum(tokens.values()) == measured.vllm_counters["vllm:prompt_tokens"]
     assert tokens["l0"] > 0
     assert tokens["l1"] > 0
     assert loads["done"] > 0
-    theirs = figures.vllm_counters["vllm:prompt_tokens_cached"]
+    theirs = measured.vllm_counters["vllm:prompt_tokens_cached"]
     assert cached == theirs if not loads["failed"] else cached <= theirs  # a failed one's were computed
 
 
-def test_the_two_beside_each_other(figures: Figures, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_two_beside_each_other(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[tuple[str, Values, Values]] = [
-        (name, figures.vllm[name], figures.ours(name)) for name in ("lifetime", "since_last_access")
+        (name, measured.vllm[name], measured.ours(name)) for name in ("lifetime", "since_last_access")
     ]
-    rows.append(("reuse_gap, vLLM's rule", figures.vllm["reuse_gap"], figures.records.vllm_gaps))
-    rows.append(("reuse_gap", Values(), figures.ours("reuse_gap")))
-    rows.append(("idle_before_evict", Values(), figures.ours("idle_before_evict")))
+    rows.append(("reuse_gap, vLLM's rule", measured.vllm["reuse_gap"], measured.records.vllm_gaps))
+    rows.append(("reuse_gap", Values(), measured.ours("reuse_gap")))
+    rows.append(("idle_before_evict", Values(), measured.ours("idle_before_evict")))
     with capsys.disabled():
         print("\n| seconds | vLLM: count | sum | kvserver: count | sum | difference per event, ms |")
         print("| --- | --- | --- | --- | --- | --- |")
@@ -282,5 +286,5 @@ def test_the_two_beside_each_other(figures: Figures, capsys: pytest.CaptureFixtu
             apart = f"{(mine.sum - theirs.sum) / theirs.count * 1e3:.4f}" if theirs.count else ""
             vllm = f"{theirs.count} | {theirs.sum:.4f}" if theirs.count else "| "
             print(f"| {name} | {vllm} | {mine.count} | {mine.sum:.4f} | {apart} |")
-        print({name: int(figures.counter(name)) for name in COUNTERS})
+        print({name: int(measured.counter(name)) for name in COUNTERS})
     assert all(theirs.is_close_to(mine) for _, theirs, mine in rows if theirs.count)

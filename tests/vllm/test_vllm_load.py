@@ -1,5 +1,5 @@
-"""A real server's figures: what the daemon shows of its load, and what its own metrics say of the connector: also whether
-its cache is on, and why not, as `kvserver doctor --engine` reads it there.
+"""A real server's metrics: what the daemon shows of its engine stats, and what its own metrics state of the connector: also
+whether its cache is on, and why not, as `kvserver doctor --engine` reads it there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.daemon import KVSERVER, Daemon, wait_until
 from support.worker import Worker
 
 CHUNK = 256
-SAME = {  # in the daemon's load, in vLLM's own metrics
+SAME = {  # in the daemon's engine stats, in vLLM's own metrics
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
     "kv_cache_usage": "vllm:kv_cache_usage_perc",
@@ -89,7 +89,7 @@ def assert_with_cache(server: Server) -> None:
     assert "the cache is on" in text
 
 
-def test_an_engine_that_never_connected_says_so_before_its_first_request(alone: Server) -> None:
+def test_an_engine_that_never_connected_reports_that_before_its_first_request(alone: Server) -> None:
     assert_without_cache(alone, "no_daemon")
 
 
@@ -104,7 +104,7 @@ def crowded(load: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def agreed(daemon: Daemon, server: Server) -> dict[str, Any]:
-    """The load, once it and vLLM's metrics say the same of a server that has nothing to do."""
+    """The engine stats, once they and vLLM's metrics agree on a server that has nothing to do."""
 
     def found() -> dict[str, Any] | None:
         load, own = row_of(daemon)["load"], server.metrics()
@@ -114,7 +114,7 @@ def agreed(daemon: Daemon, server: Server) -> dict[str, Any]:
     return wait_until(found, 20, "both agree")
 
 
-def test_the_daemon_shows_the_figures_that_vllm_has(
+def test_the_daemon_shows_the_stats_that_vllm_has(
     daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
 ) -> None:
     before = agreed(daemon, server)
@@ -153,7 +153,7 @@ def test_a_hit_is_in_vllms_own_metrics_under_its_tier(
     before, host = server.metrics(), server.metrics(source="host")
     assert server.generate(words) == cold
     loads = "vllm:kvserver_load_seconds_count"
-    wait_until(lambda: server.metrics().get(loads, 0) > before.get(loads, 0), 20, "vLLM has taken the load's figures")
+    wait_until(lambda: server.metrics().get(loads, 0) > before.get(loads, 0), 20, "vLLM has recorded the load")
     after, by_source = server.metrics(), server.metrics(source="host")
 
     def grew(name: str) -> float:
@@ -169,7 +169,7 @@ def test_a_hit_is_in_vllms_own_metrics_under_its_tier(
     assert after["vllm:kvserver_load_failures_total"] == 0
 
 
-def test_the_ids_that_a_client_knows_find_its_requests_and_say_where_the_tokens_came_from(
+def test_the_ids_that_a_client_knows_find_its_requests_and_where_the_tokens_came_from(
     daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
 ) -> None:
     server.generate(prompt(59, 40))  # the scheduler half has met the daemon
@@ -201,7 +201,7 @@ def test_the_ids_that_a_client_knows_find_its_requests_and_say_where_the_tokens_
         assert hit["waits"]["first_lookup_to_load_seconds"] > 0
 
 
-def test_the_server_goes_on_while_the_daemon_is_stopped_and_its_load_is_told_afterwards(
+def test_the_server_goes_on_while_the_daemon_is_stopped_and_its_stats_are_sent_afterwards(
     daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
 ) -> None:
     before = agreed(daemon, server)
@@ -236,7 +236,7 @@ def test_an_open_breaker_is_seen_and_that_it_closes(
     assert_with_cache(server)
     daemon.freeze()
     try:
-        for number in range(4):  # three lookups that nobody answers open it; the fourth request waits for nothing
+        for number in range(4):  # three lookups without an answer open it; the fourth request waits for nothing
             assert len(server.generate(prompt(80 + number, CHUNK + 40), 2)) == 2
         wait_until(lambda: server.metrics()["vllm:kvserver_breaker_open"] == 1, 20, "the breaker is open")
         assert_without_cache(server, "breaker_open")
@@ -247,7 +247,7 @@ def test_an_open_breaker_is_seen_and_that_it_closes(
     wait_until(lambda: server.metrics()["vllm:kvserver_breaker_open"] == 0, 20, "it is closed")
 
 
-def test_an_idle_engine_whose_daemon_is_gone_and_that_the_next_one_refuses_says_so(
+def test_an_idle_engine_whose_daemon_ended_and_that_the_next_one_refuses_reports_both(
     daemon: Daemon, server: Server
 ) -> None:
     """Another live engine has its id by then."""

@@ -1,6 +1,6 @@
 """MLA: all ranks hold the same latent, so it is stored once and loaded by every rank.
 
-vLLM's MLA for plain CPUs prefills as if nothing came before; it decodes upon cached KV. So the prompt here is
+vLLM's MLA for plain CPUs prefills as if nothing preceded; it decodes upon cached KV. So the prompt here is
 what the daemon has and one token, which is decoded: the same computation, on loaded KV, as the second step of the
 cold run.
 """
@@ -54,7 +54,7 @@ def test_tokens_after_a_load_are_those_of_the_cold_run(engine: Engine, start_dae
     for seed in (400, 401, 402):
         text = prompt(seed, LENGTH)
         cold = engine.generate([text], max_tokens=17)[0]
-        engine.settle()
+        engine.wait_for_stores()
         warm = engine.generate([text + cold["tokens"][:1]])[0]
         assert (warm["cached_tokens"], warm["tokens"]) == (LENGTH, cold["tokens"][1:])
 
@@ -63,7 +63,7 @@ def test_zeroed_bytes_give_other_tokens(engine: Engine, start_daemon: Start, pro
     daemon = start_daemon()
     text = prompt(410, LENGTH)
     cold = engine.generate([text], max_tokens=17)[0]
-    engine.settle()
+    engine.wait_for_stores()
     assert zero_l1(daemon) > 1_000_000
     warm = engine.generate([text + cold["tokens"][:1]])[0]
     assert warm["cached_tokens"] == LENGTH
@@ -75,7 +75,7 @@ def test_two_ranks_store_one_copy_and_both_load_it(engines: Engines, start_daemo
     daemon = start_daemon()
     text = prompt(420, LENGTH)
     cold = engine.generate([text], max_tokens=17)[0]
-    engine.settle()
+    engine.wait_for_stores()
     block_bytes = instance_of(daemon, 2)["workers"][0]["block_bytes"]
     once = LENGTH // 16 * block_bytes
     assert daemon.status()["totals"]["stored_bytes"] == once
@@ -85,10 +85,10 @@ def test_two_ranks_store_one_copy_and_both_load_it(engines: Engines, start_daemo
 
 
 def test_a_hit_that_leaves_a_prefill_is_not_taken(engine: Engine, start_daemon: Start, prompt: Make) -> None:
-    """This engine would compute it as if nothing came before."""
+    """This engine would compute it as if nothing preceded."""
     start_daemon()
     text = prompt(430, LENGTH + 100)
     cold = engine.generate([text])[0]
-    engine.settle()
+    engine.wait_for_stores()
     again = engine.generate([text])[0]
     assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])

@@ -74,7 +74,7 @@ def test_zeroed_bytes_give_other_tokens(first: Engine, second: Engine, start_dae
     daemon = start_daemon()
     text = prompt(50, 1000)
     cold = first.generate([text])[0]
-    first.settle()
+    first.wait_for_stores()
     assert zero_l1(daemon) > 1_000_000
     warm = second.generate([text])[0]
     assert warm["cached_tokens"] == 768
@@ -90,8 +90,8 @@ def test_chunked_prefill_stores_and_loads_alike(
     texts = [prompt(60 + n, 900 + 37 * n) for n in range(4)]
     stored_by_second = [second.generate([t])[0] for t in texts[:2]]
     stored_by_first = [first.generate([t])[0] for t in texts[2:]]
-    first.settle()
-    second.settle()
+    first.wait_for_stores()
+    second.wait_for_stores()
     warm = [first.generate([t])[0] for t in texts[:2]] + [second.generate([t])[0] for t in texts[2:]]
     assert all(o["cached_tokens"] == 768 for o in warm)
     assert [o["tokens"] for o in warm] == [o["tokens"] for o in stored_by_second + stored_by_first]
@@ -104,22 +104,22 @@ def test_a_local_hit_that_ends_mid_chunk_is_completed_from_the_daemon(
     shared, long = prompt(70, 330), prompt(71, 500)
     whole = shared + long
     cold = first.generate([whole])[0]  # stores three chunks
-    first.settle()
+    first.wait_for_stores()
     second.forget()
     daemon.http("/cache/clear", "POST")
     second.generate([shared])  # 320 tokens in its own cache, one chunk in the daemon
-    second.settle()
+    second.wait_for_stores()
     first.forget()
     assert first.generate([whole])[0]["tokens"] == cold["tokens"]  # stores the other two again
-    first.settle()
+    first.wait_for_stores()
     loaded_before = daemon.status()["totals"]["loaded_bytes"]
     warm = second.generate([whole])[0]
     assert warm["cached_tokens"] == 768
     assert warm["tokens"] == cold["tokens"]
-    # Engines of other dtypes may stand too; those that loaded are of this one's.
+    # Engines of other dtypes may be registered too; those that loaded are of this one's.
     loaders = [i for i in daemon.status()["instances"] if i["requests"]["loaded_bytes"]]
     block_bytes = loaders[0]["workers"][0]["block_bytes"]
-    # 320 of 768 tokens were local, in the middle of the second chunk: 14 blocks of 32 tokens came.
+    # 320 of 768 tokens were local, in the middle of the second chunk: 14 blocks of 32 tokens were loaded.
     assert daemon.status()["totals"]["loaded_bytes"] - loaded_before == 14 * block_bytes
     # The blocks that the two requests shared were left alone.
     assert (
@@ -134,7 +134,7 @@ def test_a_prompt_of_whole_chunks_computes_its_last_token(
     start_daemon()
     text = prompt(80, 512)
     cold = first.generate([text])[0]
-    first.settle()
+    first.wait_for_stores()
     second.forget()
     warm = second.generate([text])[0]
     assert warm["cached_tokens"] == 511
@@ -152,7 +152,7 @@ def test_forced_preemption_keeps_tokens(engines: Engines, second: Engine, start_
     together = small.generate(texts, max_tokens=300)
     assert small.metrics()["vllm:num_preemptions"] > before
     assert [o["tokens"] for o in together] == [o["tokens"] for o in alone]
-    small.settle()
+    small.wait_for_stores()
     warm = second.generate(texts, max_tokens=300)
     assert [o["tokens"] for o in warm] == [o["tokens"] for o in alone]
     assert daemon.status()["totals"]["loaded_bytes"] > 0
@@ -167,7 +167,7 @@ def test_many_requests_with_shared_prefixes_at_once(
     stems = [prompt(100 + n, 300 * (n + 1)) for n in range(3)]
     texts = [stems[n % 3] + prompt(110 + n, 40 + 13 * n) for n in range(12)]
     alone = [first.generate([t], max_tokens=8)[0]["tokens"] for t in texts]
-    first.settle()
+    first.wait_for_stores()
     second.forget()
     first.forget()
     assert [o["tokens"] for o in second.generate(texts, max_tokens=8)] == alone
@@ -183,11 +183,11 @@ def test_other_weights_at_the_same_path_are_another_namespace(
     daemon = start_daemon()
     text = prompt(120, 600)
     first.generate([text])
-    first.settle()
+    first.wait_for_stores()
     assert first.ask("reset_prefix_cache", reset_connector=True)["ok"]
     again = first.generate([text])[0]
     assert again["cached_tokens"] == 0, "KV of the old weights was served after reset_cache"
-    first.settle()
+    first.wait_for_stores()
     assert daemon.status()["l1"]["chunks"] == 4, "the new epoch stores apart from the old one"
     first.forget()
     assert first.generate([text])[0]["cached_tokens"] == 512, "its own epoch is found"
@@ -195,7 +195,7 @@ def test_other_weights_at_the_same_path_are_another_namespace(
     first.ask("set_weights_version", version="step-100")
     assert first.ask("reset_prefix_cache", reset_connector=True)["ok"]
     assert first.generate([text])[0]["cached_tokens"] == 0
-    first.settle()
+    first.wait_for_stores()
     first.ask("set_weights_version", version="")
     assert first.ask("reset_prefix_cache", reset_connector=True)["ok"]
     first.ask("set_weights_version", version="step-100")

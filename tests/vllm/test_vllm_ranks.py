@@ -38,7 +38,7 @@ MOST_REGISTRATIONS = 64
 
 @pytest.fixture(scope="module")
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """A group of their own: the engines of other files need not stand in these daemons."""
+    """A group of their own: the engines of other files need not register in these daemons."""
     with engine_group(model, tmp_path_factory.mktemp("ranks")) as group:
         yield group
 
@@ -55,7 +55,7 @@ def ranks_of(daemon: Daemon, engine: Engine) -> list[dict[str, Any]]:
 
 
 def group_of(pid: int) -> int:
-    """The process group, which is an engine's; 0 if the process is gone."""
+    """The process group, which is an engine's; 0 if the process has ended."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:
@@ -67,20 +67,20 @@ def wait_until_both_copy(daemon: Daemon, engine: Engine) -> None:
 
 
 def end_one_rank(daemon: Daemon) -> None:
-    """The registration of the rank that came first ends as if it had died; the process lives and registers again.
+    """The registration of the rank that registered first ends as if it had died; the process runs on and registers again.
 
-    REQUIRES: only one engine stands.
+    REQUIRES: only one engine is registered.
     """
     with Client(daemon.endpoint, timeout=10) as client:
         for number in range(1, MOST_REGISTRATIONS):
             with contextlib.suppress(RequestFailed):  # of a rank that had to register twice
                 client.ask(UnregisterWorker(boot_id=daemon.boot_id, registration=number), Unregistered)
                 return
-    raise AssertionError("no rank stands")
+    raise AssertionError("no rank is registered")
 
 
-def wait_until_both_stand(engines: Engines, daemon: Daemon, engine: Engine) -> None:
-    wait_until(lambda: len(ranks_of(daemon, engine)) == 2, 20, "both ranks stand")
+def wait_until_both_registered(engines: Engines, daemon: Daemon, engine: Engine) -> None:
+    wait_until(lambda: len(ranks_of(daemon, engine)) == 2, 20, "both ranks are registered")
     engines.wait_registered(daemon)
 
 
@@ -93,14 +93,14 @@ def test_one_rank_that_goes_during_a_store_leaves_nothing_half_stored(
     wait_until_both_copy(daemon, pair)
     end_one_rank(daemon)
     cold = pair.receive()["outputs"][0]
-    wait_until_both_stand(engines, daemon, pair)
-    pair.settle()
+    wait_until_both_registered(engines, daemon, pair)
+    pair.wait_for_stores()
     assert daemon.status()["totals"]["failed_stores"] == 1, "one rank's half was stored, the other's was not"
     pair.forget()
     again = pair.generate([text])[0]
     assert again["cached_tokens"] == 0, "a chunk without one rank's half was found"
     assert again["tokens"] == cold["tokens"]
-    pair.settle()
+    pair.wait_for_stores()
     pair.forget()
     warm = pair.generate([text])[0]
     assert warm["cached_tokens"] == 768, "the missing half was stored later"
@@ -113,7 +113,7 @@ def test_one_rank_that_goes_during_a_load_costs_the_hit(
     daemon = start_daemon(copy_delay_us=50_000, copy_threads=2)
     text = prompt(210, 1000)
     cold = pair.generate([text])[0]
-    pair.settle()
+    pair.wait_for_stores()
     pair.forget()
     pair.send("generate", prompts=[text], max_tokens=16)
     wait_until_both_copy(daemon, pair)
@@ -121,7 +121,7 @@ def test_one_rank_that_goes_during_a_load_costs_the_hit(
     warm = pair.receive()["outputs"][0]
     assert warm["tokens"] == cold["tokens"]
     assert daemon.status()["totals"]["failed_loads"] == 1
-    wait_until_both_stand(engines, daemon, pair)
+    wait_until_both_registered(engines, daemon, pair)
     pair.forget()
     again = pair.generate([text])[0]
     assert (again["cached_tokens"], again["tokens"]) == (768, cold["tokens"]), "it is still there, whole"
@@ -134,18 +134,18 @@ def test_one_rank_that_stalls_until_its_deadline_leaves_nothing_half_stored(
     daemon = start_daemon(copy_delay_us=100_000, copy_threads=1)
     text = prompt(220, 1000)
     cold = pair.generate([text])[0]
-    pair.settle()
+    pair.wait_for_stores()
     wait_until(lambda: daemon.status()["totals"]["failed_stores"], 10, "the stalled store was given up")
     daemon.wait_for_books(tickets=0, pins=0)
     pair.forget()
     again = pair.generate([text])[0]
     assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
-    pair.settle()
+    pair.wait_for_stores()
     daemon.close()
     start_daemon()
     pair.forget()
     assert pair.generate([text])[0]["tokens"] == cold["tokens"]
-    pair.settle()
+    pair.wait_for_stores()
     pair.forget()
     warm = pair.generate([text])[0]
     assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"]), "and the engine goes on"
@@ -158,12 +158,12 @@ def test_a_rank_that_hangs_during_a_store_and_during_a_load_changes_no_token(
     daemon = start_daemon(copy_delay_us=50_000, copy_threads=2)
     text = prompt(225, 1000)
     cold = run_with_a_stop(daemon, pair, text, STORE_SECONDS + 1)
-    pair.settle()
+    pair.wait_for_stores()
     daemon.wait_for_books(tickets=0, pins=0)
     pair.forget()
     warm = run_with_a_stop(daemon, pair, text, LOAD_SECONDS + 1)
     assert warm["tokens"] == cold["tokens"]
-    pair.settle()
+    pair.wait_for_stores()
     daemon.wait_for_books(tickets=0, pins=0)
     pair.forget()
     again = pair.generate([text])[0]
@@ -191,7 +191,7 @@ def test_a_fresh_engine_of_two_ranks_gets_hits_and_equal_tokens(
     daemon = start_daemon()
     texts = [prompt(230 + n, 300 * n + 20) for n in (1, 2, 4)]
     cold = [pair.generate([text])[0] for text in texts]
-    pair.settle()
+    pair.wait_for_stores()
     one, two = (ranks_of(daemon, engine) for engine in (pair, other))
     assert [[worker["rank"] for worker in sorted(ranks, key=lambda w: w["rank"])] for ranks in (one, two)] == [
         [0, 1]
@@ -205,7 +205,7 @@ def test_a_fresh_engine_of_two_ranks_gets_hits_and_equal_tokens(
     assert [o["tokens"] for o in other.generate([text + prompt(240, 30) for text in texts])] == [
         o["tokens"] for o in together
     ]
-    other.settle()
+    other.wait_for_stores()
     other.forget()
     assert zero_l1(daemon) > 1_000_000
     assert other.generate(texts[-1:])[0]["tokens"] != cold[-1]["tokens"], "the comparison would notice wrong KV"
@@ -213,7 +213,7 @@ def test_a_fresh_engine_of_two_ranks_gets_hits_and_equal_tokens(
     other.forget()
 
 
-def test_a_rank_that_is_killed_ends_its_engine_and_nobody_else(
+def test_a_rank_that_is_killed_ends_its_engine_and_no_other(
     engines: Engines, pair: Engine, start_daemon: Start, prompt: Make
 ) -> None:
     """vLLM's engine dies with its rank. What it was storing is never found; the other engine does not notice."""
@@ -225,11 +225,11 @@ def test_a_rank_that_is_killed_ends_its_engine_and_nobody_else(
     os.kill(ranks_of(daemon, pair)[1]["pid"], signal.SIGKILL)
     wait_until(lambda: len(ranks_of(daemon, pair)) < 2, 20, "the daemon saw it die")
     pair.kill()
-    wait_until(lambda: len(daemon.status()["instances"]) == 1, 30, "the dead engine's ranks are gone")
+    wait_until(lambda: len(daemon.status()["instances"]) == 1, 30, "the dead engine's ranks are unregistered")
     daemon.wait_for_books(tickets=0, pins=0)
     cold = other.generate([text])[0]
     assert cold["cached_tokens"] == 0, "half of a chunk was found"
-    other.settle()
+    other.wait_for_stores()
     other.forget()
     warm = other.generate([text])[0]
     assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])

@@ -53,7 +53,7 @@ def servers(model: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactor
 
 
 class Router:
-    """The example, run as its README says."""
+    """The example, run as its README describes."""
 
     def __init__(self, daemon: Daemon, servers: dict[str, Server]) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -120,14 +120,14 @@ def test_a_repeated_prompt_goes_to_the_engine_that_holds_it(
     daemon: Daemon, servers: dict[str, Server], router: Router, prompt: Callable[..., Prompt]
 ) -> None:
     prompts = [prompt(number, 1000) for number in range(4)]
-    holders, answers = zip(*(router.complete(words) for words in prompts), strict=True)
-    assert set(holders) == set(NAMES), "prompts that nobody holds spread"
-    for words, holder in zip(prompts, holders, strict=True):
-        wait_until(lambda w=words, h=holder: matched(daemon, w)[h] >= 30, 20, "the daemon knows who holds it")
+    owners, answers = zip(*(router.complete(words) for words in prompts), strict=True)
+    assert set(owners) == set(NAMES), "prompts that no engine holds spread"
+    for words, owner in zip(prompts, owners, strict=True):
+        wait_until(lambda w=words, h=owner: matched(daemon, w)[h] >= 30, 20, "the daemon knows who holds it")
     idle(daemon)
     for _ in range(2):
-        for words, holder, tokens in zip(prompts, holders, answers, strict=True):
-            assert router.complete(words) == (holder, tokens)
+        for words, owner, tokens in zip(prompts, owners, answers, strict=True):
+            assert router.complete(words) == (owner, tokens)
             idle(daemon)
     assert router.guesses == 0
 
@@ -146,7 +146,7 @@ def test_requests_are_answered_while_the_daemon_is_stopped(
     assert router.guesses == 4
 
 
-def test_requests_are_answered_when_an_engine_is_gone(
+def test_requests_are_answered_when_an_engine_has_ended(
     daemon: Daemon, servers: dict[str, Server], router: Router, prompt: Callable[..., Prompt]
 ) -> None:
     """Comes last: the engine stays away."""

@@ -68,14 +68,14 @@ def test_warm_tokens_equal_cold_ones_and_only_what_the_window_sees_is_loaded(
     for number, length in enumerate((300, 600, 1100)):
         text = prompt(300 + number, length)
         cold = engine.generate([text])[0]
-        engine.settle()
+        engine.wait_for_stores()
         engine.forget()
         before = blocks_loaded(daemon)
         warm = engine.generate([text])[0]
         whole = length // 256 * 256
         assert (warm["cached_tokens"], warm["tokens"]) == (whole, cold["tokens"])
         assert blocks_loaded(daemon) - before == LOADED_TOKENS[kind](whole) // 32
-        engine.settle()
+        engine.wait_for_stores()
         engine.forget()
     assert daemon.status()["totals"]["errors"] == 0
     assert engine.counters()["errors"] == {}
@@ -89,18 +89,18 @@ def test_tokens_stay_equal_through_a_long_decode_past_the_window(
     daemon = start_daemon()
     text = prompt(310, 520)
     cold = engine.generate([text], max_tokens=600)[0]
-    engine.settle()
+    engine.wait_for_stores()
     engine.forget()
     warm = engine.generate([text], max_tokens=600)[0]
     assert (warm["cached_tokens"], warm["tokens"]) == (512, cold["tokens"])
-    engine.settle()
+    engine.wait_for_stores()
     engine.forget()
     longer = text + cold["tokens"][:560]  # 1080 tokens
     further = engine.generate([longer], max_tokens=40)[0]
     assert (further["cached_tokens"], further["tokens"]) == (1024, cold["tokens"][560:])
     totals = daemon.status()["totals"]
     assert (totals["errors"], totals["failed_stores"], totals["failed_loads"]) == (0, 0, 0), "block 0 is refused"
-    engine.settle()
+    engine.wait_for_stores()
     engine.forget()
 
 
@@ -108,13 +108,13 @@ def test_a_local_hit_and_a_load_make_up_one_window(engine: Engine, start_daemon:
     start_daemon()
     stem, tail = prompt(320, 340), prompt(321, 500)
     cold = engine.generate([stem + tail])[0]
-    engine.settle()
+    engine.wait_for_stores()
     engine.forget()
     engine.generate([stem])
-    engine.settle()
+    engine.wait_for_stores()
     warm = engine.generate([stem + tail])[0]
     assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
-    engine.settle()
+    engine.wait_for_stores()
     engine.forget()
 
 
@@ -122,7 +122,7 @@ def test_zeroed_bytes_within_the_window_give_other_tokens(engine: Engine, start_
     daemon = start_daemon()
     text = prompt(330, 600)
     cold = engine.generate([text])[0]
-    engine.settle()
+    engine.wait_for_stores()
     engine.forget()
     assert zero_l1(daemon) > 1_000_000
     warm = engine.generate([text])[0]
@@ -136,7 +136,7 @@ def test_a_load_that_ends_with_its_daemon_costs_only_the_hit(engine: Engine, sta
     daemon = start_daemon(copy_delay_us=50_000, copy_threads=1)
     text = prompt(340, 600)
     cold = engine.generate([text])[0]
-    engine.settle()
+    engine.wait_for_stores()
     engine.forget()
     engine.send("generate", prompts=[text], max_tokens=16)
     wait_until(lambda: daemon.books()["tickets"] > 0, 20, "the load to run")
@@ -156,7 +156,7 @@ def test_a_load_of_a_stopped_daemon_keeps_its_blocks_from_others(
     engine.forget()
     daemon = start_daemon(copy_delay_us=50_000, copy_threads=1)
     cold = engine.generate([text])[0]
-    engine.settle()
+    engine.wait_for_stores()
     engine.forget()
     engine.send("generate", prompts=[text], max_tokens=16)
     wait_until(lambda: daemon.books()["tickets"] > 0, 20, "the load to run")

@@ -110,7 +110,7 @@ _COMMON = {
 
 
 class Weights:
-    """One seed's numbers, in the order they are asked for."""
+    """One seed's numbers, in the order of the calls."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -123,7 +123,7 @@ class Weights:
         return torch.ones(size, dtype=self._dtype)
 
     def ends(self, hidden: int) -> dict[str, torch.Tensor]:
-        """What stands before and after the layers."""
+        """What is before and after the layers."""
         return {
             "model.embed_tokens.weight": torch.randn(VOCAB, hidden, generator=self._generator).to(self._dtype),
             "model.norm.weight": self.ones(hidden),

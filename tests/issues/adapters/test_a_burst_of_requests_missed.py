@@ -1,4 +1,4 @@
-"""Of 3,000 requests that came at once 128 lookups found no room in the channel and became misses, though all was stored."""
+"""Of 3,000 requests that arrived at once 128 lookups found no room in the channel and became misses, though all was stored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def submit(engine: Engine, count: int) -> None:
 
 
 def answers(engine: Engine) -> dict[str, tuple[int | None, bool]]:
-    """vLLM asks for each request in turn, in one pass after the other until it has its answer."""
+    """vLLM queries each request in turn, in one pass after the other until it has its answer."""
     found: dict[str, tuple[int | None, bool]] = {}
     passes = 0
     while len(found) < len(engine.scheduler.requests):
@@ -70,8 +70,8 @@ def test_each_lookup_waits_its_turn(make_daemon, make_engine, begin):
     assert (counters["lookups"], counters["lookup_hits"], counters["lookup_timeouts"]) == (3000, 3000, 0)
 
 
-def test_they_are_sent_without_being_asked_for(make_daemon, begin):
-    """As passes end, in the order in which they came."""
+def test_they_are_sent_without_a_further_query(make_daemon, begin):
+    """As passes end, in the order of arrival."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = begin(daemon, PATIENT)
     daemon.freeze()

@@ -1,5 +1,5 @@
 """A process that is killed closes its sockets before its last files: a GPU may still work for it then. The adapter took the end of
-the lifeline for the end of every write, and gave blocks away that a running load still wrote.
+the lifeline for the end of every write, and freed blocks that a running load still wrote.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ def fill(engine: Engine) -> set[int]:
     return used
 
 
-def test_blocks_of_a_load_stay_out_of_use_until_the_process_is_gone(begun):
+def test_blocks_of_a_load_stay_out_of_use_until_the_process_has_ended(begun):
     daemon, engine = begun
-    held = set(engine.loads[0].block_ids)
+    quarantined = set(engine.loads[0].block_ids)
     os.kill(daemon.pid, signal.SIGUSR1)
     answer = engine.answers["warm"]
     engine.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
-        assert not fill(engine) & held
+        assert not fill(engine) & quarantined
     daemon.kill()
     wait_until(lambda: engine.generate_free("tick") == 59, 10, "the blocks come back")
-    assert fill(engine) & held
+    assert fill(engine) & quarantined
     daemon.start()
     wait_until(lambda: any(i["namespace"] for i in daemon.status()["instances"]), 20, "registered again")
     engine.run()
 
 
 def test_a_connection_that_the_daemon_gives_up_ends_its_copies_at_once(begun):
-    """It lives on, but has nothing of the worker's memory mapped any more, and says so."""
+    """The daemon runs on, but has nothing of the worker's memory mapped any more, and reports that."""
     daemon, engine = begun
     with Client(daemon.endpoint) as client:
         boot_id = client.hello().boot_id

@@ -31,7 +31,7 @@ def faulty(*args, **kwargs):
 
 
 @pytest.mark.parametrize("place", [(DirectOutbox, "wait"), (DirectOutbox, "receive"), (WorkerHalf, "_usable")])
-def test_a_fault_while_settling_does_not_skip_the_cancels(make_daemon, make_engine, monkeypatch, place):
+def test_a_fault_while_a_step_waits_for_stores_does_not_skip_the_cancels(make_daemon, make_engine, monkeypatch, place):
     daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, num_blocks=23, may_fail=True)
     first = engine.add("first", FIRST, count=1)
@@ -101,7 +101,7 @@ def test_a_link_that_fails_while_receiving_leaves_no_load_without_end(make_daemo
     assert engine.received == ["warm"]
 
 
-def test_a_load_that_ended_is_told_once_though_counting_it_fails(make_daemon, make_engine, monkeypatch):
+def test_a_load_that_ended_is_reported_once_though_counting_it_fails(make_daemon, make_engine, monkeypatch):
     daemon = make_daemon()
     make_engine(daemon).generate("cold", FIRST)
     engine = make_engine(daemon, may_fail=True)
@@ -110,8 +110,8 @@ def test_a_load_that_ended_is_told_once_though_counting_it_fails(make_daemon, ma
     assert engine.received == ["warm"]
 
 
-def test_a_load_that_failed_is_told_as_failed_though_counting_it_fails(make_daemon, make_engine, monkeypatch):
-    """Told as ended only, its request would attend to what was never loaded."""
+def test_a_load_that_failed_is_reported_as_failed_though_counting_it_fails(make_daemon, make_engine, monkeypatch):
+    """Reported as ended only, its request would attend to what was never loaded."""
     daemon = make_daemon()
     make_engine(daemon).generate("cold", FIRST)
     engine = make_engine(daemon, may_fail=True)
@@ -173,7 +173,7 @@ def test_a_reset_that_failed_leaves_nothing_of_former_weights_to_be_found(make_d
 
 @pytest.mark.parametrize("place", [(PoolHook, "install"), (SchedulerHalf, "bind_pool")])
 def test_without_the_pools_hook_nothing_is_stored(make_daemon, make_engine, monkeypatch, place):
-    """Nobody would see that blocks are given away while a store reads them."""
+    """Without it the connector would not see that blocks are allocated while a store reads them."""
     daemon = make_daemon()
     monkeypatch.setattr(*place, faulty)
     engine = make_engine(daemon, may_fail=True)

@@ -14,7 +14,7 @@ def test_lookups_that_wait_are_void_with_their_session(make_daemon, make_engine)
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = make_engine(daemon, num_blocks=400)
     running = [engine.add(f"run{i}", prompt(i, CHUNK), count=200) for i in range(MOST_RUNNING)]
-    engine.run(until=lambda: all(answer.tokens for answer in running))  # vLLM asks for no other while they run
+    engine.run(until=lambda: all(answer.tokens for answer in running))  # vLLM schedules no other while they run
     daemon.freeze()
     late = [engine.add(f"late{i}", prompt(1000 + i, CHUNK + 1), count=1) for i in range(MOST_IN_FLIGHT + 50)]
     daemon.kill()

@@ -1,4 +1,4 @@
-"""For a model without KV cache groups (encoder-only) `request_finished_all_groups` raised IndexError, which no fence held.
+"""For a model without KV cache groups (encoder-only) `request_finished_all_groups` raised IndexError, which no fence caught.
 Every method of vLLM's interface is called here: on connectors that refused their engine, and on ones whose halves fail.
 """
 
@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 
 class Metric:
-    """A Prometheus metric of nobody's registry."""
+    """A Prometheus metric of no registry."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -118,19 +118,19 @@ def bad_setting(config, caches):
     config.kv_transfer_config.kv_connector_extra_config["kvserver.load_timeout_ms"] = "soon"
 
 
-def check(said: dict[str, Any]) -> None:
+def check(answers: dict[str, Any]) -> None:
     """What vLLM takes as: nothing here, nothing to wait for."""
-    assert said["get_num_new_matched_tokens"] == (0, False)
-    assert said["request_finished"] == said["request_finished_all_groups"] == (False, None)
-    assert isinstance(said["build_connector_meta"], StepPlan)
-    assert said["get_transfer_results"] == base.KVConnectorTransferResults()
-    assert said["get_finished"] == (None, None)
-    assert said["get_block_ids_with_load_errors"] == set()
-    assert not said["has_pending_push_work"]
-    assert not said["requires_kv_delivery"]
-    assert said["get_finished_count"] is None
-    assert said["get_handshake_metadata"] is None
-    assert list(said["take_events"]) == []
+    assert answers["get_num_new_matched_tokens"] == (0, False)
+    assert answers["request_finished"] == answers["request_finished_all_groups"] == (False, None)
+    assert isinstance(answers["build_connector_meta"], StepPlan)
+    assert answers["get_transfer_results"] == base.KVConnectorTransferResults()
+    assert answers["get_finished"] == (None, None)
+    assert answers["get_block_ids_with_load_errors"] == set()
+    assert not answers["has_pending_push_work"]
+    assert not answers["requires_kv_delivery"]
+    assert answers["get_finished_count"] is None
+    assert answers["get_handshake_metadata"] is None
+    assert list(answers["take_events"]) == []
 
 
 @pytest.mark.parametrize("blocks", [(), ([1, 2],), ([1, 2], [3, 4])], ids=["no group", "one group", "two groups"])
@@ -145,9 +145,9 @@ def test_every_method_holds_the_faults_of_its_half(make_daemon, make_halves):
     for connector in make_halves(make_daemon(), lambda config, caches: None):
         connector.shutdown()
         connector.scheduler = connector.worker = Failing()
-        said = dict(calls(connector, ([1, 2],)))
-        check(said)
-        assert said["reset_cache"] is False, "what was not reset must not be taken for reset"
+        answers = dict(calls(connector, ([1, 2],)))
+        check(answers)
+        assert answers["reset_cache"] is False, "what was not reset must not be taken for reset"
         assert sum(connector.errors.values()) >= 15
 
 

@@ -34,7 +34,7 @@ def transfers_weights(config, caches):
 
 
 def private_of(daemon, engine) -> str:
-    """What /status has to say of the engine, once its next step has told the daemon."""
+    """The engine's `private` in /status, once its next step has reported to the daemon."""
     name = engine.config.kv_transfer_config.engine_id
     return next(found["private"] for found in daemon.status()["instances"] if found["instance_id"] == name)
 
@@ -69,8 +69,8 @@ def test_it_is_warned_of_once_counted_and_shown(make_daemon, make_engine, caplog
         generate(engine, f"trained{weights}")
     assert caplog.text.count("shares KV with itself only") == 1
     assert engine.connector.scheduler.counters["prefix_resets"] == 2
-    told = [stats.kv_connector_stats for stats in engine.stats if stats.kv_connector_stats]
-    assert sum(data.get("prefix_resets", 0) for data in told) == 2
+    reported = [stats.kv_connector_stats for stats in engine.stats if stats.kv_connector_stats]
+    assert sum(data.get("prefix_resets", 0) for data in reported) == 2
     wait_until(lambda: daemon.status()["instances"][0]["private"] == "epoch: private since prefix reset")
 
 
@@ -86,7 +86,7 @@ def test_a_version_set_anew_shares_again(make_daemon, make_engine, options):
     assert engine.connector.scheduler.counters["prefix_resets"] == 0
     assert private_of(daemon, engine) == ""
     train(other, weights=9, **options)
-    assert generate(other, "the same version says nothing of these").external == 0
+    assert generate(other, "the same version does not name these").external == 0
 
 
 def test_a_reset_with_the_connector_is_no_plain_one(make_daemon, make_engine):
@@ -130,12 +130,12 @@ def test_running_requests_of_a_reset_that_preempts_them_begin_anew(make_daemon, 
     answer = engine.add("r", TOKENS, count=CHUNK)
     engine.run(until=lambda: len(answer.tokens) > 10)
     engine.finish_steps()
-    said = len(answer.tokens)
+    count = len(answer.tokens)
     assert train(engine, weights=7, reset_running_requests=True)
     engine.run()
     assert answer.external == 0
     everything = TOKENS + answer.tokens
-    assert generate(other, "untrained", everything[: len(TOKENS) + said]).external == WARM
+    assert generate(other, "untrained", everything[: len(TOKENS) + count]).external == WARM
     assert len(engine.stores) > 1, "stored again, under another name"
 
 
@@ -151,4 +151,4 @@ def test_where_weights_are_transferred_nothing_is_shared_from_the_start(make_dae
     assert generate(other, "more", more).external == 0
     wait_until(lambda: private_of(daemon, engine) == "epoch: weight_transfer_config is set")
     train(engine, weights=7)
-    assert generate(engine, "trained", more).external == 0, "whatever a setting says of resets"
+    assert generate(engine, "trained", more).external == 0, "whatever a setting states of resets"

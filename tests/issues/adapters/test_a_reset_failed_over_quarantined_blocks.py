@@ -61,24 +61,24 @@ def blocks_used(engine: Engine) -> set[int]:
 def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(make_daemon, make_engine, ends_by):
     daemon = make_daemon(copy_delay_us=50_000)
     engine = begin_load(daemon, make_engine)
-    held = set(engine.loads[0].block_ids)
+    quarantined = set(engine.loads[0].block_ids)
 
     began = time.monotonic()
     assert pause(engine)
     assert time.monotonic() - began < 5, "bounded by the load's timeout, not by the daemon"
-    assert engine.free_blocks == 59 - len(held)
+    assert engine.free_blocks == 59 - len(quarantined)
 
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert not blocks_used(engine) & held
-    assert reset(engine), "as often as it is asked for"
-    assert engine.free_blocks == 59 - len(held)
+    assert not blocks_used(engine) & quarantined
+    assert reset(engine), "as often as it is requested"
+    assert engine.free_blocks == 59 - len(quarantined)
 
     if ends_by == "death":
         daemon.kill()
     else:
         daemon.thaw()
     wait_until(lambda: engine.generate_free("tick") == 59, 10, "the blocks come back")
-    assert blocks_used(engine) & held
+    assert blocks_used(engine) & quarantined
     engine.run()
     assert reset(engine)
 
@@ -103,18 +103,18 @@ def test_a_reset_forgets_what_was_cached_beside_quarantined_blocks(make_daemon, 
 
 
 def test_a_reset_still_fails_while_requests_use_blocks(make_daemon, make_engine):
-    """What is beside the quarantined blocks keeps its KV: vLLM must hear that it does."""
+    """What is beside the quarantined blocks keeps its KV: vLLM must receive that it does."""
     daemon = make_daemon(copy_delay_us=50_000)
     engine = begin_load(daemon, make_engine)
-    held = len(engine.loads[0].block_ids)
+    quarantined = len(engine.loads[0].block_ids)
     assert pause(engine)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     answer = engine.add("running", prompt(3, 5 * BLOCK), count=20)
     engine.run(until=lambda: len(answer.tokens) > 3)
-    used = 59 - held - engine.free_blocks
+    used = 59 - quarantined - engine.free_blocks
     assert used > 0
     assert not engine.scheduler.reset_prefix_cache()
-    assert engine.free_blocks == 59 - held - used
+    assert engine.free_blocks == 59 - quarantined - used
     engine.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     daemon.thaw()

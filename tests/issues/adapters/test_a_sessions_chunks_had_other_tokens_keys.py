@@ -61,7 +61,7 @@ def test_sessions_of_older_vllms_run_without_cache(make_daemon, make_engine, bef
 
 
 def test_what_older_vllms_have_in_their_own_cache_after_a_session_is_not_stored(make_daemon, make_engine, before_0_32):
-    """It has the session's blocks under the same hashes; whoever hits them computes upon foreign KV, without our doing."""
+    """It has the session's blocks under the same hashes; a request that hits them computes upon foreign KV, without our doing."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     make_engine(daemon).generate("cold", prompt(3, 2 * CHUNK))
     engine = make_engine(daemon)

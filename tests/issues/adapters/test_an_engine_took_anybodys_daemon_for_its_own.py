@@ -1,4 +1,4 @@
-"""An engine with the default endpoint under /tmp took whoever answered there for its daemon, and handed its KV memory to it."""
+"""An engine with the default endpoint under /tmp took any process that answered there for its daemon, and handed its KV memory to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine says when it registers: whether its block pool is new, or only a full state tells what is in it."""
+"""What an engine states when it registers: whether its block pool is new, or only a full state reports what is in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def l0(daemon: Daemon) -> dict[str, object]:
 
 def end(engine: Engine, daemon: Daemon) -> None:
     engine.close()
-    wait_until(lambda: daemon.status()["instances"] == [], what="the engine is gone")
+    wait_until(lambda: daemon.status()["instances"] == [], what="the engine has disconnected")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

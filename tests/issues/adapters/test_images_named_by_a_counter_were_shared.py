@@ -32,7 +32,7 @@ def show(engine: Engine, name: str, image: str) -> Answer:
     return engine.generate(name, TOKENS, mm_features=[MultiModalFeatureSpec(None, "image", image, where, image)])
 
 
-def test_an_engine_that_counts_its_images_shares_with_no_other_and_says_so(make_daemon, make_engine):
+def test_an_engine_that_counts_its_images_shares_with_no_other_and_reports_that(make_daemon, make_engine):
     daemon = make_daemon()
     trusting = {"kvserver.trust_multi_modal_uuids": True}
     for name in ("cat", "dog"):
@@ -53,7 +53,7 @@ def test_an_engine_that_names_images_by_their_content_is_not_private(
 
 
 @pytest.mark.parametrize(("trusts", "expected"), [(False, 0), (True, 2 * CHUNK)])
-def test_names_that_users_may_have_given_are_shared_only_if_a_setting_says_so(
+def test_names_that_users_may_have_given_are_shared_only_if_a_setting_allows_it(
     make_daemon, make_engine, trusts, expected
 ):
     daemon = make_daemon()

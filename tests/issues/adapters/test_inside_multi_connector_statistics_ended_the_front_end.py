@@ -62,8 +62,8 @@ def nested(**outer: Any):
 def payloads(engine: Engine) -> list[dict[str, Any]]:
     """The connectors' statistics of each step, as they reach the front end."""
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(SchedulerStats)
-    told = [decoder.decode(encoder.encode(stats)).kv_connector_stats for stats in engine.stats]
-    return [payload for payload in told if payload is not None]
+    decoded = [decoder.decode(encoder.encode(stats)).kv_connector_stats for stats in engine.stats]
+    return [payload for payload in decoded if payload is not None]
 
 
 def test_the_front_end_takes_our_statistics(make_daemon, make_engine, tmp_path):
@@ -87,7 +87,7 @@ def test_the_front_end_takes_our_statistics(make_daemon, make_engine, tmp_path):
 
 
 def test_a_connector_of_our_name_that_is_registered_already_is_left_alone():
-    """The import registers ours; a second time, or after somebody else, it neither raises nor replaces."""
+    """The import registers ours; a second time, or after another package, it neither raises nor replaces."""
     before = KVConnectorFactory.get_connector_class_by_name("KVServerConnector")
     nesting.register()
     assert KVConnectorFactory.get_connector_class_by_name("KVServerConnector") is before
@@ -102,7 +102,7 @@ def test_a_failed_load_is_computed_inside_multi_connector_too(make_daemon, make_
     assert engine.received == ["warm"]
 
 
-def test_what_the_operator_says_of_failures_counts_there_too(make_daemon, make_engine):
+def test_the_operators_policy_for_failures_counts_there_too(make_daemon, make_engine):
     daemon = make_daemon()
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, adjust=nested(), extra={"kvserver.load_failure_policy": "fail"})
@@ -134,11 +134,11 @@ def test_the_outer_role_counts(make_daemon, make_engine, caplog, role):
     assert engine.stores == []
 
 
-def test_the_engines_load_is_told_from_inside_multi_connector():
+def test_the_engine_stats_are_sent_from_inside_multi_connector():
     transfer = KVTransferConfig(**multi({"kvserver.endpoint": "ipc:///nowhere/kv.sock"}))
     config = SimpleNamespace(
         kv_transfer_config=transfer,
-        instance_id="life",
+        instance_id="incarnation",
         parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0),
         model_config=SimpleNamespace(served_model_name="m", model="m"),
     )

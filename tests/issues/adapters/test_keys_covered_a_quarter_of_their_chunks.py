@@ -1,4 +1,4 @@
-"""Before vLLM 0.32 nothing says how finely it hashes; with several groups and a prefix match unit keys covered 64 of 256 tokens."""
+"""Before vLLM 0.32 nothing states how finely it hashes; with several groups and a prefix match unit keys covered 64 of 256 tokens."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_key_covers_its_whole_chunk(make_daemon, make_tap, make_scheduler):
     assert one[:KEY_BYTES] != other[:KEY_BYTES], "prompts that differ in the last token of their first chunk"
 
 
-def test_routers_are_told_the_same(make_daemon, make_tap, make_scheduler):
+def test_routers_receive_the_same(make_daemon, make_tap, make_scheduler):
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
     connector = make_scheduler(tap.endpoint)
     nothing = SimpleNamespace(

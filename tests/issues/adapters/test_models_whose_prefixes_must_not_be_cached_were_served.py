@@ -88,9 +88,9 @@ def test_they_are_refused_by_both_halves(make_daemon, make_halves, caplog, adjus
     caplog.set_level(logging.WARNING, "vllm.kvserver")
     daemon = make_daemon()
     scheduler, worker = make_halves(daemon, adjust)
-    said = [record.getMessage() for record in caplog.records if "runs without cache" in record.getMessage()]
-    assert len(said) == 2, "one a half"
-    assert all(reason in each for each in said)
+    lines = [record.getMessage() for record in caplog.records if "runs without cache" in record.getMessage()]
+    assert len(lines) == 2, "one a half"
+    assert all(reason in each for each in lines)
     worker.register_kv_caches({"layers.0": torch.zeros(3)})
     assert scheduler.scheduler is None
     assert scheduler.errors == worker.errors == {}
@@ -136,7 +136,7 @@ def test_an_operator_who_turns_vllms_own_off_still_has_ours(make_daemon, make_en
 def test_a_backend_that_is_not_invariant_upon_cached_prefixes_is_refused_where_results_must_be(
     make_daemon, make_engine, monkeypatch, backend, invariant, served
 ):
-    """vLLM turns prefix caching off in its workers then; the scheduler's configuration says nothing of it."""
+    """vLLM turns prefix caching off in its workers then; the scheduler's configuration does not state it."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
 

@@ -17,7 +17,7 @@ def asked(tap) -> list[str]:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_it_is_given_no_hit_and_nothing_is_asked_for_it(make_daemon, make_tap, make_engine, asynchronous):
+def test_it_is_given_no_hit_and_no_lookup_is_sent(make_daemon, make_tap, make_engine, asynchronous):
     """Before vLLM 0.31 the connector's answer is taken."""
     tap = make_tap(make_daemon())
     make_engine(tap.endpoint).generate("cold", TOKENS)

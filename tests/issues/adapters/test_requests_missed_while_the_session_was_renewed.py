@@ -1,4 +1,4 @@
-"""A scheduler half that learned of another daemon had no session until it had said Hello to it: what came meanwhile was a miss."""
+"""A scheduler half that learned of another daemon had no session before its Hello was answered: each request meanwhile was a miss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that never told of a store's end (pipeline parallel with speculation on runner V1, external_launcher) left it
+"""Ranks that never reported a store's end (pipeline parallel with speculation on runner V1, external_launcher) left it
 pending for good: each reuse of its blocks ended it again, requests took five times as long after 600 of them, and an idle
 engine stepped on for 11 s.
 """

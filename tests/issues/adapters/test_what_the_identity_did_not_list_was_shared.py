@@ -54,7 +54,7 @@ UNLIKE = {
         {"hf_overrides": {"rope_parameters": LONGROPE}, "max_model_len": length} for length in (1000, 2000)
     ],
     "arguments of the multimodal processor": [images(mm_processor_kwargs={"num_crops": crops}) for crops in (4, 16)],
-    "a field that nobody has heard of": [configured(cache_config={"of_a_later_version": value}) for value in (1, 2)],
+    "an unknown field": [configured(cache_config={"of_a_later_version": value}) for value in (1, 2)],
     "a kernel": [configured(attention_config={"indexer_kv_dtype": dtype}) for dtype in ("auto", "fp8")],
     "a variable of vLLM": [{}, {"environment": ("VLLM_MLA_DISABLE", "1")}],
 }
