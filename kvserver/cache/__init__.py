@@ -1,4 +1,4 @@
-"""L1 as decisions: which chunks are resident, in which pages, and which are evicted."""
+"""The decisions of L1: which chunks are resident, in which pages, and which are evicted."""
 
 from kvserver.cache.cache import Cache, StorePlan, split_keys
 from kvserver.cache.eviction import POLICIES

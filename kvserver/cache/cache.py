@@ -1,17 +1,19 @@
-"""The decisions of L1: which slots a store fills, which chunks a load reads, who is evicted.
+"""The decisions of L1: which slots a store fills, which chunks a load reads, which chunks are evicted.
 
 Owns: index, pool, eviction policy and leases, and the rules between them. Refuses to know: sockets,
-clocks (callers pass the time), memory addresses; it does no I/O and copies nothing. One thread.
+clocks (callers pass the time), memory addresses. The cache does no I/O and copies nothing. One thread uses it.
 
 Rules kept here:
-- Only a READY chunk is found, and READY means every rank's bytes were copied whole.
-- Leased, pinned (being filled or read) chunks are not evicted; incomplete ones nobody fills go first.
-- Clear and eviction detach at once; pages are freed when the last pin is gone.
-- Within one request later chunks age faster than earlier ones: a prefix without its start is useless. A store never
-  evicts what it stores, or found: of a prompt that does not fit the prefix that fits stays.
-- No call costs more than its message has chunks, however many L1 holds. What would is put off, and step() does it in
-  slices: freeing what was cleared, ending the leases of engines that are gone and of requests that never ended. A store
-  that must evict much is planned in slices by extend_plan(). What was put off counts as done: nothing is starved for it.
+- Lookups and loads find only READY chunks. READY means that every rank's bytes were copied whole.
+- Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are
+  evicted first.
+- Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
+- Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never
+  evicts the chunks that it stores or found: of a prompt that does not fit, the prefix that fits stays.
+- The cost of a call grows with the chunks of its message, never with the chunks in L1. Longer work is deferred, and
+  step() does it in slices: freeing cleared chunks, ending the leases of disconnected engines and of requests that
+  never ended. extend_plan() plans a store that must evict many chunks in slices. Deferred work counts as done: no
+  store fails for lack of space that deferred work would free.
 """
 
 from __future__ import annotations
@@ -30,23 +32,23 @@ from kvserver.cache.pages import PagePool, page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
-SLICE = 256  # chunks that step() lets go of in one turn
-_EVICTION_STEPS = 3  # what it costs beside looking at the chunk
-_MISSES_ASKED = 128  # chunks of one lookup that are asked why they are missing
-_NAMESPACES_ASKED = 64  # for each of these
+SLICE = 256  # chunks that one step() frees or unleases
+_EVICTION_STEPS = 3  # steps of one eviction, beside the step of looking at the chunk
+_MISSES_EXAMINED = 128  # missing chunks of one lookup whose reason is determined
+_NAMESPACES_SEARCHED = 64  # for each of these chunks
 
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 
 
 def split_keys(keys: bytes) -> Iterator[tuple[bytes]]:
-    """One key after the other, each in a tuple: it runs for every chunk of every lookup, and nothing else is as fast."""
+    """Each key in a tuple of one: this runs for every chunk of every lookup, and no other way is as fast."""
     return _KEY.iter_unpack(keys)
 
 
 @dataclass(slots=True)
 class Lease:
-    """A request's hold on chunks. It delays eviction; it is no authority."""
+    """A request's claim on chunks. A lease delays eviction; it does not guarantee a later load."""
 
     deadline: float
     chunks: list[Chunk]
@@ -54,29 +56,29 @@ class Lease:
 
 @dataclass(slots=True)
 class StorePlan:
-    """What one rank's store should copy. `positions[i]` is which of the store's keys `chunks[i]` is.
+    """The chunks that one rank's store copies. `chunks[i]` has the store's key number `positions[i]`.
 
-    `prefix` is all chunks of the store in key order, also the skipped ones: they age together. `evicted` left L1 to
-    make room, as (namespace id, key); `ready` became so when the plan was finished.
+    `prefix` is all chunks of the store in key order, skipped chunks included: they age together. `evicted` is the
+    (namespace id, key) of each chunk that was evicted for this store. finish_store() adds to `ready`.
     """
 
     rank: int
     namespace_id: bytes = b""
     world_size: int = 1
-    model_name: str = ""  # whose the namespace is if it is new
-    keys: bytes = b""  # those that may fit
-    pages: int = 0  # of one slot
-    steps: int = 0  # it may still look at so many keys and chunks before extend_plan() returns
-    complete: bool = True  # all keys were looked at
-    full: bool = False  # nothing more may be evicted
-    found: list[Chunk] = field(default_factory=list)  # that were there when it began; pinned until it is complete
+    model_name: str = ""  # the model of the namespace if the namespace is new
+    keys: bytes = b""  # of the chunks that may fit
+    pages: int = 0  # of one rank's slot
+    steps: int = 0  # keys and chunks that extend_plan() may still look at before it returns
+    complete: bool = True  # every key has been looked at
+    full: bool = False  # no further chunk may be evicted
+    found: list[Chunk] = field(default_factory=list)  # resident when planning began; pinned until the plan is complete
     prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     ready: list[Chunk] = field(default_factory=list)
     evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
-    skipped: int = 0
-    no_space: int = 0
+    skipped: int = 0  # chunks that were resident, or that another store fills
+    no_space: int = 0  # chunks that found no space in L1
 
 
 class Cache:
@@ -87,23 +89,23 @@ class Cache:
         self.evicted_chunks = 0
         self.evicted_pages = 0
         self.cleared_chunks = 0
-        self.pins = 0  # over all chunks; equals what open plans hold
+        self.pins = 0  # over all chunks; equals the pins of open plans and loads
         self.lease_count = 0
-        # By owner's instance and request, in the order of deadlines. The dicts are ordered ones, whose first item is found
-        # at once however many before it are gone.
+        # By the owner's instance and request, in the order of deadlines. OrderedDict finds its first item
+        # at once, however many items before it were removed.
         self._leases: dict[str, OrderedDict[str, Lease]] = {}
-        self._garbage: deque[Namespace] = deque()  # cleared; its chunks leave it as they are freed
-        self._ownerless: list[OrderedDict[str, Lease]] = []  # leases of instances that are gone
+        self._garbage: deque[Namespace] = deque()  # cleared namespaces; a freed chunk is removed from its namespace
+        self._ownerless: list[OrderedDict[str, Lease]] = []  # leases of disconnected instances
         self._expired_before = 0.0
-        self._expiring: list[str] = []  # instances whose leases may have expired by then
+        self._expiring: list[str] = []  # instances whose leases may have expired before _expired_before
         self._evicted_keys = EvictedKeys()
 
     # ---- lookup and leases --------------------------------------------------------------------
 
     def lookup(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> int:
-        """How many chunks from the first on are READY; `owner` leases them until `deadline`.
+        """The number of leading READY chunks; `owner` leases them until `deadline`.
 
-        A second lookup of an owner replaces its first. REQUIRES: deadlines of one instance never go back.
+        A second lookup of an owner replaces its first lease. REQUIRES: deadlines of one instance never decrease.
         """
         found: list[Chunk] = []
         namespace = self.index.find_namespace(namespace_id)
@@ -123,16 +125,16 @@ class Cache:
         return len(found)
 
     def why_missed(self, namespace_id: bytes, keys: bytes, first: int) -> Counter[MissReason]:
-        """Chunks from the `first` one of `keys` on, by the reason why each is no hit, that of the first one first.
+        """The chunks from key number `first` on, counted by miss reason; the reason of chunk `first` is the first item.
 
-        REQUIRES: that one is not READY.
+        REQUIRES: chunk `first` is not READY.
 
-        A READY chunk behind a hole has the hole's reason. From the first chunk on that was never stored all have that
-        reason: nothing that L1 could have kept would have made them hits. Of more than _MISSES_ASKED chunks each n-th is
-        looked at, for itself and those up to the next.
+        A READY chunk behind a hole has the hole's reason. The first chunk that was never stored and all chunks after it
+        have the reason NEVER_STORED: a larger L1 would not have made them hits. Of more than _MISSES_EXAMINED chunks
+        every n-th is examined, for itself and for the chunks up to the next one examined.
         """
         total = len(keys) // KEY_BYTES
-        step = -(-(total - first) // _MISSES_ASKED)
+        step = -(-(total - first) // _MISSES_EXAMINED)
         namespace = self.index.find_namespace(namespace_id)
         known = namespace.chunks if namespace is not None else {}
         found: Counter[MissReason] = Counter()
@@ -156,8 +158,8 @@ class Cache:
         return MissReason.OTHER_NAMESPACE if self.namespace_with(key) else MissReason.NEVER_STORED
 
     def namespace_with(self, key: bytes) -> bytes:
-        """The id of a namespace that has the key; b"" if none of those that are asked has."""
-        return self.index.namespace_with(key, _NAMESPACES_ASKED)
+        """The id of a namespace that has the key; b"" if none of the searched namespaces has it."""
+        return self.index.namespace_with(key, _NAMESPACES_SEARCHED)
 
     def end_lease(self, owner: Owner) -> None:
         instance_id, request_id = owner
@@ -167,7 +169,7 @@ class Cache:
             self._end_lease(lease)
 
     def expire_leases(self, now: float) -> None:
-        """The leases whose deadline has come count as ended; step() ends them."""
+        """Leases whose deadline has passed count as ended; step() ends them."""
         self._expired_before = now
         self._expiring = list(self._leases)
 
@@ -188,12 +190,12 @@ class Cache:
         steps: int = sys.maxsize,
         model_name: str = "",
     ) -> StorePlan:
-        """Reserve slots for the chunks that this rank still misses; pins them. Pair with finish_store.
+        """Allocate slots for the chunks that this rank does not have yet, and pin the chunks. Pair with finish_store().
 
-        Chunks that are there or on their way are skipped (duplicate stores merge). What L1 has no room for counts as `no_space`:
-        from the first chunk on that could not fit with those before it and all ranks' bytes, or for which nothing may be
-        evicted. KVServerError(TOO_LARGE) if not even one could ever fit. extend_plan() goes on with a plan that is not
-        `complete` after so many steps.
+        Chunks that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the
+        first chunk that cannot fit, and all chunks after it. A chunk cannot fit if L1 is too small for all ranks' bytes
+        of it and of the chunks before it, or if no further chunk may be evicted. KVServerError(TOO_LARGE) if L1 is too
+        small for one chunk. A plan that is not `complete` after `steps` steps is continued by extend_plan().
         """
         pages = self.pool.pages_for(slot_bytes)
         if pages > self.pool.pages:
@@ -214,9 +216,9 @@ class Cache:
         return plan
 
     def extend_plan(self, plan: StorePlan, steps: int) -> None:
-        """Go on for so many steps; what is left of them is in `plan.steps`. REQUIRES: not complete.
+        """Continue planning for at most `steps` steps; `plan.steps` is the steps that remain. REQUIRES: not complete.
 
-        Meanwhile `evicted` grows, and anything may happen to the index between two calls.
+        Each call may add to `evicted`. The index may change in any way between two calls.
         """
         plan.steps = steps
         namespace = self.index.find_or_make_namespace(plan.namespace_id, plan.world_size, plan.model_name)
@@ -232,7 +234,7 @@ class Cache:
                 plan.skipped += 1
                 continue
             if chunk is not None:
-                chunk.pins += 1  # it may have come after the plan began
+                chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
             slot = self._allocate_slot(plan)
             if slot is None:
                 if chunk is not None:
@@ -256,9 +258,9 @@ class Cache:
         self._complete_plan(plan)
 
     def finish_store(self, plan: StorePlan, copied: bool) -> int:
-        """Publish the plan's chunks if `copied` (every byte of this rank), else give their slots back.
+        """Publish the plan's chunks if `copied` (every byte of this rank was copied), else free their slots.
 
-        Returns how many became READY; they are in `plan.ready`. REQUIRES: complete, or not copied.
+        Returns the number of chunks that became READY; `plan.ready` has them. REQUIRES: complete, or not copied.
         """
         if not plan.complete:
             self._complete_plan(plan)
@@ -284,9 +286,9 @@ class Cache:
     # ---- load ---------------------------------------------------------------------------------
 
     def plan_load(self, namespace_id: bytes, keys: bytes) -> list[Chunk]:
-        """Pin the chunks of `keys` for reading. Pair with finish_load.
+        """Pin the chunks of `keys` for reading. Pair with finish_load().
 
-        KVServerError(NOT_FOUND) and nothing pinned unless all are READY now, whatever a lease said.
+        KVServerError(NOT_FOUND), and no pin, unless all chunks are READY now; a lease does not guarantee it.
         """
         namespace = self.index.find_namespace(namespace_id)
         known = namespace.chunks if namespace is not None else {}
@@ -298,7 +300,7 @@ class Cache:
         return chunks
 
     def finish_load(self, chunks: list[Chunk], copied: bool) -> None:
-        """`copied`: every byte of this rank was."""
+        """Unpin the chunks. `copied`: every byte of this rank was copied."""
         for chunk in chunks:
             chunk.pins -= 1
             chunk.loaded |= copied
@@ -318,16 +320,16 @@ class Cache:
         self.cleared_chunks += cleared
         return cleared
 
-    # ---- what was put off ---------------------------------------------------------------------
+    # ---- deferred work ------------------------------------------------------------------------
 
     def step(self, limit: int = SLICE) -> bool:
-        """Let go of some `limit` chunks, or of one lease that has more; True while there is more to do."""
+        """Free or unlease about `limit` chunks, or end one lease that has more. True while work remains."""
         while limit > 0 and (done := self._free_one_chunk() or self._end_one_lease()):
             limit -= done
         return limit <= 0
 
     def _free_one_chunk(self) -> int:
-        """How many detached chunks it looked at: 0 if none is left."""
+        """Free one cleared chunk. Returns 1, or 0 if none is left."""
         while self._garbage:
             if chunks := self._garbage[0].chunks:
                 _, chunk = chunks.popitem()
@@ -337,7 +339,10 @@ class Cache:
         return 0
 
     def _end_one_lease(self) -> int:
-        """How many chunks had a lease that it ended, or instances no more that has: 0 if none is left."""
+        """End one lease that counts as ended, or drop one instance without such leases.
+
+        Returns the number of chunks or instances handled; 0 if none is left.
+        """
         if self._ownerless:
             leases = self._ownerless[-1]
             if not leases:
@@ -356,15 +361,15 @@ class Cache:
         self._end_lease(lease)
         return len(lease.chunks)
 
-    # ---- the books ----------------------------------------------------------------------------
+    # ---- accounting ---------------------------------------------------------------------------
 
     def audit(self) -> None:
-        """Count everything again and compare. AssertionError names the book that does not balance.
+        """Count chunks, pages, leases and pins, and compare with the counters. AssertionError names the wrong one.
 
-        REQUIRES: no garbage is left. Costs a walk over all chunks: for tests and idle moments.
+        REQUIRES: no deferred work is left. Costs a walk over all chunks: for tests and idle moments.
         """
-        assert not self._garbage, "free the garbage first"
-        assert not self._ownerless, "end the leases of those that are gone first"
+        assert not self._garbage, "free the cleared chunks first"
+        assert not self._ownerless, "end the leases of disconnected instances first"
         leases = pins = 0
         chunks: Counter[ModelUse] = Counter()
         pages: Counter[ModelUse] = Counter()
@@ -375,10 +380,9 @@ class Cache:
             pins += chunk.pins
             full = (1 << chunk.namespace.world_size) - 1
             assert chunk.ready == (chunk.done == full), "READY without every rank's bytes, or the reverse"
-            held = bool(chunk.leases or chunk.pins)
-            assert held or chunk.tracked, "an idle chunk that eviction cannot find"
+            assert chunk.leases or chunk.pins or chunk.tracked, "an idle chunk that eviction cannot find"
         count = chunks.total()
-        assert count == self.index.chunk_count, f"{count} chunks, index says {self.index.chunk_count}"
+        assert count == self.index.chunk_count, f"{count} chunks, the index counts {self.index.chunk_count}"
         models = self.index.models
         assert all(chunks[model] == model.chunks for model in models.values()), "chunks of a model are counted wrongly"
         evicted = sum(model.evicted_chunks for model in models.values())
@@ -399,11 +403,11 @@ class Cache:
     def _end_lease(self, lease: Lease) -> None:
         for chunk in lease.chunks:
             chunk.leases -= 1
-        self.policy.track(reversed(lease.chunks))  # what is detached is freed with the garbage, whoever leases it
+        self.policy.track(reversed(lease.chunks))  # a detached chunk is freed by step(), leased or not
         self.lease_count -= 1
 
     def _complete_plan(self, plan: StorePlan) -> None:
-        """Only what it fills stays pinned."""
+        """Unpin all chunks but those that the plan fills."""
         plan.complete = True
         for chunk in plan.found:
             chunk.pins -= 1
@@ -416,14 +420,14 @@ class Cache:
         self.pins += len(chunks)
 
     def _free_or_track(self, *chunks: Chunk) -> None:
-        """Something let go of these, or used them: free what is detached, the rest becomes the youngest, in this order."""
+        """After a pin ended: free detached chunks, make the others the youngest, in this order."""
         for chunk in chunks:
             if chunk.detached and not chunk.pins:
                 self._free_chunk(chunk)
         self.policy.track(chunks)
 
     def _free_chunk(self, chunk: Chunk) -> int:
-        """How many pages that gave back."""
+        """Free the pages of all ranks' slots. Returns their number."""
         slots = chunk.remove_slots()
         self.pool.free_pages(slots)
         pages = page_count(slots)
@@ -434,7 +438,7 @@ class Cache:
         return pages
 
     def _allocate_slot(self, plan: StorePlan) -> bytes | None:
-        """Pages for one slot, evicting as needed for the plan; None if its steps are up, or nothing more may be evicted."""
+        """A slot for one chunk, evicting as needed. None if `plan.steps` are used up or no chunk may be evicted."""
         while (slot := self.pool.allocate_pages(plan.pages)) is None:
             if plan.steps <= 0:
                 return None

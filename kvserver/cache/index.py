@@ -1,13 +1,12 @@
-"""What L1 holds: one record per (namespace, key), for all ranks.
+"""The chunks in L1: one record per (namespace, key), for all ranks.
 
-Ranks here are those that store: where all hold the same bytes there is one, whatever the engine's world.
+Ranks here are the ranks that store: one rank if all ranks have the same bytes, whatever the engine's world size.
 
-Owns: `Chunk`, `Namespace` and their states, and what each model has of them. Refuses to know: pages' contents, leases' deadlines,
-copies. One thread uses it.
+Owns: `Chunk`, `Namespace`, their states, and the counts of each model. Refuses to know: what pages contain, deadlines
+of leases, copies. One thread uses it.
 
-A chunk is FILLING until every rank's bytes were copied whole, then READY. A chunk whose namespace was
-cleared, or that left the index, is detached: nobody finds it, and its pages are freed when its last
-pin is gone.
+A chunk is FILLING until every rank's bytes were copied whole, then READY. A chunk is detached if its namespace was
+cleared or if it left the index: lookups do not find it, and its pages are freed when its last pin ends.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvserver.protocol import bounded
 
 
 class ModelUse:
-    """What one model has in L1. `pages` counts those of detached chunks, too, until they are freed."""
+    """What one model uses of L1. `pages` includes the pages of detached chunks until they are freed."""
 
     __slots__ = ("chunks", "evicted_chunks", "never_loaded_chunks", "pages")
 
@@ -30,11 +29,11 @@ class ModelUse:
         self.chunks = 0
         self.pages = 0
         self.evicted_chunks = 0
-        self.never_loaded_chunks = 0  # of the evicted ones that were READY
+        self.never_loaded_chunks = 0  # evicted chunks that were READY and never loaded
 
 
 class Namespace:
-    """All chunks whose KV may be shared. `cleared` detaches every chunk in it at once."""
+    """The chunks that one set of engines may share. Setting `cleared` detaches all of them at once."""
 
     __slots__ = ("chunks", "cleared", "id", "model", "world_size")
 
@@ -47,7 +46,7 @@ class Namespace:
 
 
 class RingNode:
-    """A place in the eviction policy's order: its neighbours there, NOWHERE if it has none."""
+    """A place in the eviction policy's order: the neighbours there, or NOWHERE."""
 
     __slots__ = ("older", "younger")
     older: RingNode
@@ -60,7 +59,7 @@ NOWHERE = RingNode()
 class Chunk(RingNode):
     """One chunk. `done` and `filling` are bit sets of ranks; `ready` is done == all ranks.
 
-    `pins` counts tickets, `leases` counts requests; either one keeps it from being evicted.
+    `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted.
     """
 
     __slots__ = ("_slots", "done", "filling", "in_index", "key", "leases", "loaded", "namespace", "pins", "ready")
@@ -68,13 +67,13 @@ class Chunk(RingNode):
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         self.namespace = namespace
         self.key = key
-        # One rank: its slot. More: u32 offsets in here of where each rank's slot ends, then the slots. An object a
-        # rank would cost more than all else of a chunk.
+        # One rank: its slot. Several ranks: for each rank the u32 offset in these bytes where its slot ends, then the
+        # slots. One object per rank would use more memory than the rest of a chunk.
         self._slots = b""
         self.done = 0
         self.filling = 0
         self.ready = False
-        self.loaded = False  # some rank has read it whole
+        self.loaded = False  # at least one rank has loaded it whole
         self.leases = 0
         self.pins = 0
         self.in_index = True
@@ -82,7 +81,7 @@ class Chunk(RingNode):
 
     @property
     def tracked(self) -> bool:
-        """Whether the eviction policy has it."""
+        """Whether the chunk is in the eviction policy's order."""
         return self.older is not NOWHERE
 
     @property
@@ -90,14 +89,14 @@ class Chunk(RingNode):
         return self.namespace.cleared or not self.in_index
 
     def slot(self, rank: int) -> bytes:
-        """The rank's slot, b"" if it has none."""
+        """The rank's slot; b"" if the rank has none."""
         if self.namespace.world_size == 1 or not self._slots:
             return self._slots
         begin, end = self._bounds(rank)
         return self._slots[begin:end]
 
     def set_slot(self, rank: int, slot: bytes) -> None:
-        """Set the rank's slot; b"" takes it away."""
+        """Set the rank's slot; b"" removes it."""
         ranks = self.namespace.world_size
         if ranks == 1:
             self._slots = slot
@@ -112,7 +111,7 @@ class Chunk(RingNode):
         self._slots = ends.tobytes() + self._slots[4 * ranks : begin] + slot + self._slots[end:]
 
     def remove_slots(self) -> bytes:
-        """All ranks' slots joined; it holds none afterwards."""
+        """Remove all ranks' slots and return them joined."""
         slots, self._slots = self._joined, b""
         return slots
 
@@ -135,25 +134,25 @@ class Chunk(RingNode):
 
 
 class Index:
-    """Namespaces by id; only those that hold chunks. A cleared one is replaced by a fresh one when next used."""
+    """Namespaces with chunks, by id. After a clear the same id gets a new namespace."""
 
     def __init__(self) -> None:
         self._namespaces: dict[bytes, Namespace] = {}
         self.chunk_count = 0
-        self.models: dict[str, ModelUse] = {}  # by name, also those without chunks; at most MOST_MODELS and OTHER
+        self.models: dict[str, ModelUse] = {}  # by name, also models without chunks; at most MOST_MODELS and OTHER
 
     def find_namespace(self, id: bytes) -> Namespace | None:
         return self._namespaces.get(id)
 
     def namespace_with(self, key: bytes, most: int) -> bytes:
-        """The id of that of the first `most` namespaces that has the key; b"" if none has."""
+        """The id of a namespace that has the key; b"" if none of the first `most` namespaces has it."""
         for namespace in islice(self._namespaces.values(), most):
             if key in namespace.chunks:
                 return namespace.id
         return b""
 
     def find_or_make_namespace(self, id: bytes, world_size: int, model_name: str = "") -> Namespace:
-        """The namespace; a new one, which belongs to this model from then on, is not kept until its first chunk is added."""
+        """The namespace. A new one belongs to this model, and enters the index with its first chunk."""
         found = self._namespaces.get(id) or Namespace(id, world_size, self._model(model_name))
         assert found.world_size == world_size, "the world size is part of the fingerprint"
         return found
@@ -162,7 +161,7 @@ class Index:
         return self.models.setdefault(bounded(name, self.models), ModelUse())
 
     def add_chunk(self, namespace: Namespace, key: bytes) -> Chunk:
-        if not namespace.chunks:  # an empty one may have been dropped by detach_chunk()
+        if not namespace.chunks:  # it is new, or detach_chunk() dropped it when it became empty
             self._namespaces[namespace.id] = namespace
         chunk = namespace.chunks[key] = Chunk(namespace, key)
         self.chunk_count += 1
@@ -179,7 +178,7 @@ class Index:
             del self._namespaces[chunk.namespace.id]
 
     def detach_namespace(self, id: bytes) -> Namespace | None:
-        """Detach a whole namespace; the caller frees its chunks in its own time."""
+        """Detach a whole namespace; the caller frees its chunks later."""
         namespace = self._namespaces.pop(id, None)
         if namespace is not None:
             namespace.cleared = True

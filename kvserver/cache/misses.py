@@ -1,32 +1,32 @@
 """Why a lookup did not find a chunk.
 
-Owns: the reasons and a bounded memory of what was evicted. Refuses to know: the chunks that are there (`cache`).
+Owns: the reasons and a bounded memory of evicted keys. Refuses to know: resident chunks (`cache`).
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-LEAST_REMEMBERED = 1 << 15  # evicted keys, however few chunks L1 has
-_BUCKET = 8  # places, in one of which a digest is
+LEAST_REMEMBERED = 1 << 15  # evicted keys, also if L1 has fewer chunks
+_BUCKET = 8  # places that one digest may use
 
 
 class MissReason(str, Enum):
-    """Each chunk has its own; see Cache.why_missed."""
+    """The reason of one missed chunk; Cache.why_missed() determines it."""
 
-    EVICTED = "evicted"  # it was here, and is among the last evicted
-    FILLING = "filling"  # it is on its way
-    OTHER_NAMESPACE = "other_namespace"  # engines that may not share with this one have it
-    UNAVAILABLE = "unavailable"  # not all ranks stand, or the device is lost: nothing could be found
-    NEVER_STORED = "never_stored"  # none of these; also what was cleared, or evicted long ago
+    EVICTED = "evicted"  # it was evicted, and EvictedKeys still remembers it
+    FILLING = "filling"  # a store fills it now
+    OTHER_NAMESPACE = "other_namespace"  # it is resident for engines that may not share KV with this one
+    UNAVAILABLE = "unavailable"  # not all ranks are registered, or the device is lost: no chunk can be found
+    NEVER_STORED = "never_stored"  # none of the other reasons; includes chunks that were cleared, or evicted long ago
     PARTIAL_CHUNK = "partial_chunk"  # tokens of the prompt beyond its last full chunk
 
 
 class EvictedKeys:
-    """The last evicted (namespace, key) pairs: about one to two times as many as L1 has chunks.
+    """The last evicted (namespace, key) pairs: between one and two times as many as L1 has chunks.
 
-    In two generations of digests, 16 bytes a chunk of L1 in all. A few in a hundred are lost where buckets overflow;
-    a stranger is taken for one of them once in some hundred million times.
+    Keeps two generations of digests, which use 16 bytes for each chunk of L1. A few percent of the pairs are lost when
+    buckets overflow. About one of a hundred million other pairs is mistaken for an evicted one.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class EvictedKeys:
         self._old = _Generation(0)
 
     def add(self, namespace: bytes, key: bytes, chunks: int) -> None:
-        """`chunks`: how many L1 has."""
+        """Remember one evicted pair. `chunks`: the number of chunks in L1."""
         if not self._young.room:
             self._old, self._young = self._young, _Generation(max(LEAST_REMEMBERED, chunks))
         self._young.add(hash((namespace, key)))
@@ -49,11 +49,11 @@ class EvictedKeys:
 
 
 class _Generation:
-    """Room for so many digests, made and dropped at once: no call takes longer the more there are."""
+    """A table for `room` digests. The time of a call does not grow with the number of digests."""
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self._buckets = max(1, 2 * room // _BUCKET)  # half empty, so that few overflow
+        self._buckets = max(1, 2 * room // _BUCKET)  # half of the places stay empty, so that few buckets overflow
         self._marks = memoryview(bytearray(4 * _BUCKET * self._buckets)).cast("I")  # 0: a free place
 
     @property

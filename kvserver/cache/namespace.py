@@ -1,7 +1,7 @@
-"""Who may share KV with whom.
+"""Which instances may share KV.
 
-Owns: the fingerprint of everything that must agree, and whether the ranks of an instance do. Refuses
-to know: what the fields that count mean, and the chunks.
+Owns: the fingerprint of everything that must agree, and the check that the ranks of an instance agree. Refuses
+to know: the meaning of counted fields, and the chunks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvserver.protocol import Counted, ErrorCode, KVServerError, RegisterWorker
 
 # Part of every fingerprint: bump it when the arrangement of bytes in a slot changes.
 SLOT_FORMAT = "block,plane,run/1"
-_BASE_BYTES = 32  # of a namespace: the registration
-_EPOCH_BYTES = 64  # and the epoch
+_BASE_BYTES = 32  # of a namespace's id: the fingerprint of the registration
+_EPOCH_BYTES = 64  # the fingerprint and the weights epoch
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
-    """KVServerError(RANKS_DISAGREE) names the first thing two ranks of one instance say differently."""
+    """KVServerError(RANKS_DISAGREE) names the first field in which two ranks of one instance differ."""
     for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "replicated"):
         _check_same(name, getattr(first, name), getattr(other, name), first.rank, other.rank)
     fields, others = counted(first), counted(other)
@@ -40,7 +40,7 @@ def _check_same(name: str, a: object, b: object, rank_a: int, rank_b: int) -> No
     if a != b:
         stated = [_shown(value) for value in (a, b)]
         raise KVServerError(
-            ErrorCode.RANKS_DISAGREE, f"rank {rank_b} says {name}={stated[1]}, rank {rank_a} says {stated[0]}"
+            ErrorCode.RANKS_DISAGREE, f"rank {rank_b} states {name}={stated[1]}, rank {rank_a} states {stated[0]}"
         )
 
 
@@ -53,28 +53,28 @@ def _shown(value: object) -> str:
 
 
 def counted(spec: RegisterWorker) -> dict[str, Counted]:
-    """All that must agree beside the geometry, by name. KVServerError if nothing was named."""
+    """The fields that must agree beside the geometry, by name. KVServerError if there are none."""
     if spec.counted:
         return {field.name: field for field in spec.counted}
     if spec.identity is None:
-        raise KVServerError(ErrorCode.BAD_MESSAGE, "neither `$.counted` nor `$.identity` says what must agree")
+        raise KVServerError(ErrorCode.BAD_MESSAGE, "neither `$.counted` nor `$.identity` names what must agree")
     texts = msgspec.structs.asdict(spec.identity)
     return {f"identity.{name}": Counted(f"identity.{name}", text) for name, text in texts.items()}
 
 
 def private_reason(ranks: Iterable[RegisterWorker]) -> str:
-    """Why an instance shares with no other incarnation; empty if it does."""
+    """Why an instance shares KV with no other incarnation; empty if it does share."""
     reasons = (rank.private or (rank.identity.private if rank.identity is not None else "") for rank in ranks)
     return next(filter(None, reasons), "")
 
 
 def fingerprint(ranks: list[RegisterWorker]) -> bytes:
-    """32 bytes over the fields that count, block and chunk tokens, what ranks share, and each rank's layout, groups and run lengths.
+    """32 bytes over the counted fields, block and chunk tokens, replication, each rank's layout, groups, run lengths.
 
-    Of a private instance also over which incarnation it is.
+    The fingerprint of a private instance also covers its incarnation.
 
-    REQUIRES: all ranks, in rank order, that agree. Addresses, block counts and strides stay out: they
-    do not change what a slot holds.
+    REQUIRES: all ranks, in rank order, and they agree. Addresses, block counts and strides are not covered: they
+    do not change the bytes in a slot.
     """
     first = ranks[0]
     content = [
@@ -90,9 +90,9 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
 
 
 def fingerprint_parts(ranks: Sequence[RegisterWorker]) -> Iterator[tuple[str, object, str]]:
-    """What fingerprint() is made of, one part after the other: name, content, and a value for people where that is safe.
+    """The parts of fingerprint(), each with name, content, and a value for people where that is safe.
 
-    A value is what the engine itself gave for people, or geometry: never a place or a secret.
+    A value is text that the engine sent for people, or geometry: never a place or a secret.
     """
     first = ranks[0]
     for name, field in counted(first).items():
@@ -112,17 +112,17 @@ def fingerprint_parts(ranks: Sequence[RegisterWorker]) -> Iterator[tuple[str, ob
 def with_variant(base: bytes, variant: str) -> bytes:
     """The namespace of one weights epoch and LoRA within a registration; `base` itself for "".
 
-    `variant` is "epoch" or "epoch/lora". The namespace begins with `base`, and with that of the epoch alone, so that all
-    that one registration can see, or one epoch of it, is found by that.
+    `variant` is "epoch" or "epoch/lora". The id begins with `base`, then the epoch's digest, so a prefix of the id finds
+    all namespaces of one registration, or of one weights epoch.
     """
     return base + b"".join(hashlib.sha256(part.encode()).digest() for part in variant.split("/", 1) if part)
 
 
 def split_namespace(namespace: bytes) -> tuple[bytes, bytes, bytes]:
-    """Of a namespace's id the registration, the weights epoch and the LoRA; b"" for what it has none of."""
+    """The parts of a namespace's id for the registration, the weights epoch and the LoRA; b"" for an absent part."""
     return namespace[:_BASE_BYTES], namespace[_BASE_BYTES:_EPOCH_BYTES], namespace[_EPOCH_BYTES:]
 
 
 def epoch_of(namespace: bytes) -> bytes:
-    """The part of a namespace's id that it shares with all LoRAs of the same weights."""
+    """The part of a namespace's id that all LoRAs of the same weights share."""
     return namespace[:_EPOCH_BYTES]

@@ -1,15 +1,15 @@
-"""The pages of L1: which are free and which are pinned, nothing else.
+"""The pages of L1: which are free and which are pinned.
 
 Owns: the free pages, as extents: runs of neighbouring pages, merged as soon as they touch. Refuses to know:
-what a page holds, who asked for it and how memory is pinned. One thread uses it.
+a page's content and owner, and how memory is pinned. One thread uses it.
 Invariant: unused_pages + used_pages == pages.
 
-Pages below `pinned_pages` are pinned for GPUs, whose copies are slower elsewhere: the others are used last.
-Where nothing is pinned, or all, there is one part and nothing to choose.
+Pages below `pinned_pages` are pinned for GPUs; GPU copies to other pages are slower, so pinned pages are used first.
+If no page or every page is pinned, there is nothing to choose.
 
-A slot is `bytes`: its extents in the order its bytes run, each a pair of u32 (first page, pages) in the
-machine's byte order. Slots joined are extents, too. Nearly always a slot is one extent; where memory is
-fragmented it is several, as few and as large as there are.
+A slot is `bytes`: its extents in the order of the slot's bytes, each a pair of u32 (first page, pages) in the
+machine's byte order. Joined slots are a list of extents, too. A slot is nearly always one extent; in fragmented
+memory it is several extents, as few and as large as possible.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 PAGE_BYTES = 4 << 10
-MAX_PAGES = 1 << 30  # page numbers are u32, on the way to the copier
-_LEAST_GRANULES = 32  # a slot of many pages is rounded up by less than 1/32 of itself
-_REGION = 1 << 18  # pages, about what is pinned at a time
+MAX_PAGES = 1 << 30  # page numbers are u32 in slots and in native code
+_LEAST_GRANULES = 32  # per large slot, so rounding up adds less than 1/32 to it
+_REGION = 1 << 18  # pages, about as many as are pinned at a time
 
 _EXTENT = struct.Struct("=II")
 
 
 def page_bytes_for(l1_bytes: int) -> int:
-    """4 KiB, until so many pages would have no number.
+    """Bytes of a page: 4 KiB, or more if L1 would have more than MAX_PAGES pages.
 
-    Pages only say what is lost at the end of a slot: how wide copies are is up to extents (see `granularity`).
+    The page size decides how much is lost at the end of a slot; extents decide how wide copies are (`granularity`).
     """
     page = PAGE_BYTES
     while page * MAX_PAGES < l1_bytes:
@@ -39,10 +39,10 @@ def page_bytes_for(l1_bytes: int) -> int:
 
 
 def granularity(pages: int) -> int:
-    """What the extents of a slot of so many pages are multiples of: a power of two, at most 1/32 of it.
+    """Pages of one granule of a slot of `pages` pages: a power of two, at most 1/32 of the slot.
 
-    A slot is rounded up to whole granules. So what one model leaves free never splits into shreds, and copies
-    stay wide when L1 is fragmented: from 2 MiB on, a piece of a slot has at least 64 KiB.
+    Slots and their extents are whole granules, so freed memory never splits into shreds and copies stay wide when L1
+    is fragmented: an extent of a slot of 2 MiB or more has at least 64 KiB.
     """
     return 1 << max(0, (pages // _LEAST_GRANULES).bit_length() - 1)
 
@@ -57,12 +57,12 @@ def page_count(slot: bytes) -> int:
 
 
 class PagePool:
-    """Pages 0..pages-1. Best fit; every call costs O(extents taken or given), whatever else is free."""
+    """Pages 0..pages-1, allocated by best fit. A call costs O(extents allocated or freed), however many are free."""
 
     def __init__(self, l1_bytes: int, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.pages = l1_bytes // page_bytes
-        self.pinned_pages = 0  # free extents never reach across it
+        self.pinned_pages = 0  # no free extent crosses this boundary
         self._pinned = _FreeExtents()
         self._unpinned = _FreeExtents()
         if self.pages:
@@ -81,9 +81,10 @@ class PagePool:
         return -(-pages // granularity(pages)) * granularity(pages)
 
     def allocate_pages(self, count: int) -> bytes | None:
-        """A slot of `count` pages, or None and nothing taken: only if fewer are free.
+        """A slot of `count` pages; None, and no page is allocated, only if fewer pages are free.
 
-        Pinned, in several extents if need be; else in one that is not; else of both, the only new slot that spans them.
+        The slot is of pinned pages if enough are free, in several extents if necessary; else one unpinned extent; else
+        both kinds of pages.
         """
         if count <= self._pinned.largest:
             return _EXTENT.pack(self._pinned.cut_extent(count), count)
@@ -96,15 +97,15 @@ class PagePool:
         return None
 
     def free_pages(self, slot: bytes) -> None:
-        """Take back slots. REQUIRES: they came from allocate_pages() and are given back once."""
+        """Free a slot, or several slots joined. REQUIRES: allocate_pages() returned them, and each is freed once."""
         for first, count in extents(slot):
             self._free_extent(first, count)
         assert self.unused_pages <= self.pages, "a slot was freed twice"
 
     def mark_pinned(self, pages: int) -> None:
-        """The first `pages` are pinned now; slots in use may reach across. REQUIRES: never fewer than before.
+        """The first `pages` pages are pinned; a slot in use may cross the boundary. REQUIRES: never fewer than before.
 
-        Costs O(free extents in what was pinned, and in the regions where that begins and ends).
+        Costs O(free extents in the newly pinned pages, and in the regions where those begin and end).
         """
         assert self.pinned_pages <= pages <= self.pages, "pages are pinned from the first on"
         moved = self._unpinned.remove_between(self.pinned_pages, pages)
@@ -124,7 +125,7 @@ class PagePool:
 
 
 def _gather(count: int, *parts: _FreeExtents) -> bytes:
-    """A slot of several extents, the largest first: whole granules of one part after the other, then what is left of each."""
+    """A slot of several extents, the largest first: whole granules of each part, then the remaining pages."""
     least = granularity(count)
     pieces = []
     while count:
@@ -136,14 +137,16 @@ def _gather(count: int, *parts: _FreeExtents) -> bytes:
 
 
 class _FreeExtents:
-    """Free extents of one part of L1, found by where they begin and end and by how many pages they have."""
+    """Free extents of one part of L1, found by their first page, by the page after them and by their size."""
 
     def __init__(self) -> None:
         self.pages = 0
-        # first page of an extent -> its pages, region by region, to find those of a region
+        # first page of an extent -> its pages, by region, to find the extents of a region
         self._count_at: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._first_before: dict[int, int] = {}  # the page after an extent -> its first page
-        self._by_count: dict[int, dict[int, None]] = {}  # pages -> first pages, the last freed last; none empty
+        self._by_count: dict[
+            int, dict[int, None]
+        ] = {}  # pages -> first pages, the last freed is the last; no dict is empty
         self._counts: list[int] = []  # the keys of _by_count, sorted
 
     @property
@@ -151,7 +154,7 @@ class _FreeExtents:
         return self._counts[-1] if self._counts else 0
 
     def cut_extent(self, count: int) -> int:
-        """Take `count` pages from the smallest extent that has them. REQUIRES: one has."""
+        """Cut `count` pages off the smallest extent that has so many; returns the first page. REQUIRES: one has."""
         found = self._counts[bisect_left(self._counts, count)]
         first, _ = self._by_count[found].popitem()
         self._removed(first, found)
@@ -160,7 +163,7 @@ class _FreeExtents:
         return first
 
     def add_extent(self, first: int, count: int) -> None:
-        """Add an extent, merged with those that it touches."""
+        """Add an extent, merged with the extents that it touches."""
         assert first not in self._count_at[first // _REGION], "a slot was freed twice"
         before = self._first_before.get(first)
         if before is not None:
@@ -201,7 +204,7 @@ class _FreeExtents:
         self._removed(first, count)
 
     def _removed(self, first: int, count: int) -> None:
-        """The rest of a removal. REQUIRES: `first` is out of `_by_count`."""
+        """Finish a removal. REQUIRES: `first` was removed from `_by_count`."""
         del self._count_at[first // _REGION][first]
         del self._first_before[first + count]
         self.pages -= count

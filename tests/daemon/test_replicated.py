@@ -114,6 +114,6 @@ def test_engines_with_and_without_replication_share_nothing(daemon, make_worker,
 def test_a_rank_that_arranges_its_bytes_otherwise_is_refused(daemon, make_worker, changes, said):
     same = {"instance_id": "differs", "incarnation": "a", "world_size": 2, "replicated": True}
     first = make_worker(daemon, **same)
-    with pytest.raises(RequestFailed, match=f"rank 1 says {said}"):
+    with pytest.raises(RequestFailed, match=f"rank 1 states {said}"):
         make_worker(daemon, **{**same, **changes}, rank=1)
     assert first.lookup(make_keys(1)) == 0

@@ -233,10 +233,10 @@ def test_ranks_that_disagree_are_told_which_field(daemon, make_worker):
     one = make_worker(daemon, rank=1, connect_now=False, **same)
     one.attach()
     for changes, words in [
-        ({"counted": identity(dtype="float16")}, "rank 1 says dtype='float16', rank 0 says 'bfloat16'"),
-        ({"model_name": "other"}, "rank 1 says model_name='other', rank 0 says 'test/model'"),
-        ({"world_size": 3}, "rank 1 says world_size=3, rank 0 says 2"),
-        ({"num_blocks": 63}, "rank 1 says num_blocks=63, rank 0 says 64"),
+        ({"counted": identity(dtype="float16")}, "rank 1 states dtype='float16', rank 0 states 'bfloat16'"),
+        ({"model_name": "other"}, "rank 1 states model_name='other', rank 0 states 'test/model'"),
+        ({"world_size": 3}, "rank 1 states world_size=3, rank 0 states 2"),
+        ({"num_blocks": 63}, "rank 1 states num_blocks=63, rank 0 states 64"),
     ]:
         error = one.error_of(one.registration(**changes))
         assert (error.code, error.message) == ("ranks_disagree", words)

@@ -8,9 +8,9 @@ from kvserver.cache.index import NOWHERE, Chunk, RingNode
 
 
 class LeastRecentlyUsed:
-    """Two rings through the chunks themselves, each from its end (`younger` is the oldest) back to it.
+    """Two rings through the chunks themselves. A ring's end node is not a chunk: its `younger` is the oldest chunk.
 
-    What is not READY and nobody fills is in the first one and leaves before all others.
+    The first ring has the incomplete chunks that no store fills: they are evicted before all others.
     """
 
     name = "lru"
@@ -21,7 +21,7 @@ class LeastRecentlyUsed:
 
     def track(self, chunks: Iterable[Chunk]) -> None:
         used = self._used
-        for chunk in chunks:  # for each chunk of each lookup: no calls in here
+        for chunk in chunks:  # runs for each chunk of each lookup: no calls in this loop
             if chunk.leases or chunk.pins:
                 continue
             if chunk.ready:

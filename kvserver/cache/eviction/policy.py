@@ -19,7 +19,8 @@ class EvictionPolicy(Protocol):
     def track(self, chunks: Iterable[Chunk]) -> None:
         """Make each chunk a candidate and the youngest one, in this order.
 
-        Leased and pinned chunks are left out: the cache tracks them when their last lease or pin ends. So are freed chunks.
+        Leased and pinned chunks are left out: the cache tracks them when their last lease or pin ends. Freed chunks
+        are left out, too.
         """
 
     def oldest_chunk(self) -> Chunk | None:

@@ -118,7 +118,7 @@ def old(**changes: str) -> RegisterWorker:
 @pytest.mark.parametrize("field", [field.name for field in msgspec.structs.fields(ModelIdentity)])
 def test_every_part_of_an_older_clients_identity_separates(field: str) -> None:
     assert fingerprint([old(**{field: "something else"})]) != fingerprint([old()])
-    with pytest.raises(KVServerError, match=rf"rank 1 says identity\.{field}='z'"):
+    with pytest.raises(KVServerError, match=rf"rank 1 states identity\.{field}='z'"):
         check_agreement(old(), msgspec.structs.replace(old(**{field: "z"}), rank=1))
 
 
@@ -200,20 +200,20 @@ def test_a_lora_is_a_namespace_below_that_of_its_epoch() -> None:
     ],
 )
 def test_the_error_names_the_field_in_which_ranks_differ(field: str, value: Any) -> None:
-    with pytest.raises(KVServerError, match=f"rank 1 says {field}={value!r}") as caught:
+    with pytest.raises(KVServerError, match=f"rank 1 states {field}={value!r}") as caught:
         check_agreement(REGISTRATION, changed(rank=1, **{field: value}))
     assert caught.value.code is ErrorCode.RANKS_DISAGREE
 
 
 @pytest.mark.parametrize("name", [field.name for field in REGISTRATION.counted])
 def test_the_error_names_the_part_of_the_identity_in_which_ranks_differ(name: str) -> None:
-    with pytest.raises(KVServerError, match=rf"rank 1 says {name}='z'"):
+    with pytest.raises(KVServerError, match=rf"rank 1 states {name}='z'"):
         check_agreement(REGISTRATION, changed(rank=1, counted=identity(**{name: "z"})))
 
 
 def test_the_error_shows_digests_of_a_field_whose_value_is_not_shown() -> None:
     secret, other = (changed(rank=rank, counted=(Counted("uri", digest),)) for rank, digest in ((0, "12"), (1, "34")))
-    with pytest.raises(KVServerError, match="rank 1 says uri='34', rank 0 says '12'"):
+    with pytest.raises(KVServerError, match="rank 1 states uri='34', rank 0 states '12'"):
         check_agreement(secret, other)
 
 
@@ -234,7 +234,7 @@ def test_ranks_may_differ_in_their_planes() -> None:
     ],
 )
 def test_ranks_that_hold_the_same_bytes_must_arrange_them_alike(field: str, value: Any, stated: str) -> None:
-    with pytest.raises(KVServerError, match=f"rank 1 says {stated}"):
+    with pytest.raises(KVServerError, match=f"rank 1 states {stated}"):
         check_agreement(changed(replicated=True), changed(rank=1, replicated=True, **{field: value}))
     moved = [Plane(0, 640, 128, 64), Plane(0, 0, 32, 16)]
     check_agreement(changed(replicated=True), changed(rank=1, replicated=True, planes=moved))
