@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common import MemcpyCeiling, alternate, median, table
 
-from kvserver._native import Copier, Direction, FileMapping, HostRegion, Outcome, PlaneTable, WordMapping, WordPage
+from kvserver._native import CpuDevice, Direction, FileMapping, HostRegion, Outcome, PlaneTable, WordMapping, WordPage
 from kvserver.cache import PagePool, page_bytes_for
 
 
@@ -57,7 +57,7 @@ class Rig:
         page_bytes = page_bytes_for(20 << 30)
         self.pool = PagePool(payload + payload // 16, page_bytes)
         self.region = HostRegion(self.pool.pages * page_bytes)
-        self.copier = Copier(self.region, page_bytes, threads)
+        self.copier = CpuDevice(self.region, page_bytes, threads)
         memory = FileMapping(os.dup(fd), size)
         words = WordPage(1)
         word_page = WordMapping(os.dup(words.fd), 8)

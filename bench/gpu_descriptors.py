@@ -22,7 +22,7 @@ from support.simulators import FakeGpu
 from kvserver._native import (
     GPU_SHORT_LOAD_BYTES,
     Direction,
-    GpuCopier,
+    GpuDevice,
     GpuMapping,
     HostRegion,
     Outcome,
@@ -68,7 +68,7 @@ class Board:
     def __init__(self) -> None:
         self.gpu = FakeGpu("GPU-0")
         self.region = HostRegion(2 << 30)
-        self.device = GpuCopier(self.region, PAGE, self.gpu)
+        self.device = GpuDevice(self.region, PAGE, self.gpu)
 
     def memory(self, size: int) -> GpuMapping:
         fd = os.memfd_create("kv")

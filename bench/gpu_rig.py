@@ -28,7 +28,7 @@ from support.gpu_memory import FAKE_UUID, SimulatedVmmMemory, VmmMemory
 from support.simulators import FakeGpu
 
 from kvserver import _native
-from kvserver._native import Direction, GpuCopier, GpuMapping, HostRegion, Outcome, Pinner, PlaneTable, Way
+from kvserver._native import Direction, GpuDevice, GpuMapping, HostRegion, Outcome, Pinner, PlaneTable, Way
 from kvserver.cache import PagePool, page_bytes_for
 from kvserver.cache.pages import extents
 
@@ -60,7 +60,7 @@ class Board:
     """One GPU, L1 pinned for it, KV on it, and a device for each way."""
 
     def __init__(self, simulated: bool, size: int, **limits: int) -> None:
-        """`limits`: of the devices, see GpuCopier."""
+        """`limits`: of the devices, see GpuDevice."""
         if not simulated and (torch is None or not torch.cuda.is_available()):
             sys.exit("no torch that sees a GPU: the ceiling must be CUDA's, and is measured by torch (or: --simulated)")
         self.simulated = simulated
@@ -73,7 +73,7 @@ class Board:
         self.kv = (SimulatedVmmMemory if simulated else VmmMemory)(size)
         self.mapping = GpuMapping.by_fd(self.gpu, os.dup(self.kv.fds[0]), 0, size)
         self._limits = limits
-        self._devices: dict[tuple[str, Batching], GpuCopier] = {}
+        self._devices: dict[tuple[str, Batching], GpuDevice] = {}
         self._tickets = iter(range(1, 1 << 60))
         self.device("dma").submit_map(0, [self.mapping])
         self.wait(self.device("dma"), {0})
@@ -81,12 +81,12 @@ class Board:
         self.pinner = Pinner(self.region, self.gpu, 4)
         self.wait_pinned(self.pinner)
 
-    def device(self, way: str, batching: Batching = DEFAULT_BATCHING) -> GpuCopier:
+    def device(self, way: str, batching: Batching = DEFAULT_BATCHING) -> GpuDevice:
         """The same one for the same arguments."""
         found = self._devices.get((way, batching))
         if found is None:
             size, slots = batching
-            found = GpuCopier(self.region, self.page_bytes, self.gpu, size, WAYS[way], most_slots=slots, **self._limits)
+            found = GpuDevice(self.region, self.page_bytes, self.gpu, size, WAYS[way], most_slots=slots, **self._limits)
             self._devices[way, batching] = found
         return found
 
@@ -126,7 +126,7 @@ class Board:
         return time.perf_counter() - began
 
     @staticmethod
-    def wait(device: GpuCopier, tickets: set[int]) -> None:
+    def wait(device: GpuDevice, tickets: set[int]) -> None:
         while tickets:
             if not select.select([device.completion_fd], [], [], WAIT_SECONDS)[0]:
                 raise TimeoutError(f"{len(tickets)} copies did not end within {WAIT_SECONDS} s")

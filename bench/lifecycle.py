@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from common import alternate, median, table
 
-from kvserver._native import BlockLives, LifeFigures, check_records
+from kvserver._native import BlockLifetimes, LifetimeMetrics, check_records
 from kvserver.events import Bus, Event, RequestEnded
 from kvserver.protocol import (
     MARK,
@@ -100,8 +100,8 @@ class PlainLifetimes:
             del self.blocks[block]
 
 
-def fresh(blocks: int) -> BlockLives:
-    return BlockLives(LifeFigures(list(RESIDENCY_SECONDS)), blocks, 1.0, 0)
+def fresh(blocks: int) -> BlockLifetimes:
+    return BlockLifetimes(LifetimeMetrics(list(RESIDENCY_SECONDS)), blocks, 1.0, 0)
 
 
 def millions_a_second(apply: Callable[[bytes, bytes], None], work: Sequence[Batch]) -> float:
@@ -116,7 +116,7 @@ def reported_millions_a_second(blocks: int, work: Sequence[tuple[int, bytes, byt
     lives = fresh(blocks)
     began = time.perf_counter()
     for number, ids, contents in work:
-        lives.hold(number, 0, ids, contents, (number + 1) * 1_000_000)
+        lives.own_blocks(number, 0, ids, contents, (number + 1) * 1_000_000)
         lives.end_request(max(0, number - 50), (number + 1) * 1_000_000)
     return 2 * sum(len(ids) for _, ids, _ in work) / 4 / (time.perf_counter() - began) / 1e6
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=100_000)
     options = parser.parse_args()
     show_rates(options.rounds, options.blocks)
-    print(f"{BlockLives.bytes_per_block} bytes a block; {options.blocks} blocks, all lifetimes in the sample")
+    print(f"{BlockLifetimes.bytes_per_block} bytes a block; {options.blocks} blocks, all lifetimes in the sample")
     show_publish(options.rounds)
 
 

@@ -54,10 +54,10 @@ def hashes(prompt: bytes) -> list[bytes]:
 
 def filled_index(prompts: list[bytes], engines: int) -> tuple[PrefixIndex, list[tuple[int, int, int, int]]]:
     index = PrefixIndex(random.getrandbits(64), 1 << 30)
-    l0, l1 = [index.open() for _ in range(engines)], index.open()
+    l0, l1 = [index.add_owner() for _ in range(engines)], index.add_owner()
     for number, prompt in enumerate(prompts):
-        index.add(l0[number % engines], prompt, HASH_BYTES)
-        index.add(l1, b"".join(hashes(prompt)[CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]), HASH_BYTES)
+        index.add_blocks(l0[number % engines], prompt, HASH_BYTES)
+        index.add_blocks(l1, b"".join(hashes(prompt)[CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]), HASH_BYTES)
     return index, [(owner, l1, -1, CHUNK_BLOCKS) for owner in l0]
 
 

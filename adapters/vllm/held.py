@@ -37,7 +37,7 @@ class Held:
         """One byte for each: 1 if it is news."""
         news = self._told.add(hashes, self.hash_bytes)
         for before in self._before:
-            known = before.holds(hashes, self.hash_bytes)
+            known = before.contains(hashes, self.hash_bytes)
             before.remove(hashes, self.hash_bytes)
             news = bytes(new and not old for new, old in zip(news, known, strict=True))
         return news

@@ -240,8 +240,8 @@ struct CopyJob {
     uint64_t deadline_nanos = 0;  // CLOCK_MONOTONIC; not started after it; 0 = none
 
     // Progress, written by the device only.
-    std::atomic<uint64_t> next{0};     // first position nobody took yet
-    std::atomic<uint64_t> settled{0};  // positions copied or given up
+    std::atomic<uint64_t> next{0};       // first position nobody took yet
+    std::atomic<uint64_t> processed{0};  // positions copied or given up
     std::atomic<uint64_t> bytes{0};
     std::atomic<bool> stop{false};  // set by cancel() or by a failing thread
     std::atomic<bool> memory_lost{false};
@@ -347,13 +347,14 @@ class WordPage {
 // The CPU as a device: threads that copy. All of them help the job in front, loads before stores,
 // so one large job uses the whole machine and a small load never waits behind a large store for
 // more than a batch. Never lost.
-class Copier final : public Device {
+class CpuDevice final : public Device {
   public:
     // delay_micros: pause before each block. For tests, which act in the middle of a copy; the
     // daemon leaves it 0.
-    Copier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
-           unsigned delay_micros);
-    ~Copier() override;  // stops; jobs not begun are dropped, running ones end at their next block
+    CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
+              unsigned delay_micros);
+    ~CpuDevice()
+        override;  // stops; jobs not begun are dropped, running ones end at their next block
 
     int completion_fd() const override { return completions_.fd(); }
     std::vector<Completion> drain() override { return completions_.drain(); }

@@ -51,12 +51,12 @@ __device__ void copy_vectors(std::byte* to, const std::byte* from, uint32_t byte
     const uint32_t vectors = bytes / sizeof(Vector);
 #pragma unroll 1  // more rounds at a time would take more registers
     for (uint32_t first = lane; first < vectors; first += kInFlight * kWarp) {
-        Vector held[kInFlight] = {};  // else it spills
+        Vector loaded[kInFlight] = {};  // else it spills
         for (uint32_t i = 0; i < kInFlight; ++i) {
-            if (first + i * kWarp < vectors) held[i] = __ldcs(source + first + i * kWarp);
+            if (first + i * kWarp < vectors) loaded[i] = __ldcs(source + first + i * kWarp);
         }
         for (uint32_t i = 0; i < kInFlight; ++i) {
-            if (first + i * kWarp < vectors) __stcs(target + first + i * kWarp, held[i]);
+            if (first + i * kWarp < vectors) __stcs(target + first + i * kWarp, loaded[i]);
         }
     }
     // What is left is shorter than a vector, so a lane has one byte of it at most.

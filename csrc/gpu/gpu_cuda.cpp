@@ -25,7 +25,7 @@ namespace {
 
 // ---- errors ---------------------------------------------------------------------------------
 
-std::string told(const char* call, int error) {
+std::string error_text(const char* call, int error) {
     const auto code = static_cast<cudaError_t>(error);  // the driver's numbers are the same
     return std::string(call) + ": " + cudaGetErrorName(code) + " (" + std::to_string(error) +
            "): " + cudaGetErrorString(code) +
@@ -38,7 +38,7 @@ std::string told(const char* call, int error) {
 void check_free(int error, const char* call) {
     if (error == cudaSuccess) return;
     (void)cudaGetLastError();  // it would be told again by the next launch
-    throw GpuError(told(call, error), error == cudaErrorMemoryAllocation);
+    throw GpuError(error_text(call, error), error == cudaErrorMemoryAllocation);
 }
 
 #define CHECK(call) check(static_cast<int>(call), #call, __FILE_NAME__, __LINE__)
@@ -243,16 +243,16 @@ class CudaGpu final : public Gpu {
     bool alive() override {
         cudaStream_t stream = probe_stream_;
         if (stream == nullptr) return true;
-        const bool lives = cudaEventRecord(probe_event_, stream) == cudaSuccess;
+        const bool answers = cudaEventRecord(probe_event_, stream) == cudaSuccess;
         (void)cudaGetLastError();
-        return lives;
+        return answers;
     }
 
   private:
     void check(int error, const char* call, const char* file, int line) {
         if (error == cudaSuccess) return;
         (void)cudaGetLastError();  // it would be told again by the next launch
-        fail(told(call, error) + " at " + file + ":" + std::to_string(line) + " on " + uuid_,
+        fail(error_text(call, error) + " at " + file + ":" + std::to_string(line) + " on " + uuid_,
              error == cudaErrorMemoryAllocation);
     }
 

@@ -86,7 +86,7 @@ void Lane::run_submits() {
             ask_for_growth();
         } else {
             free_slot(batch);
-            settle(batch);
+            complete_batch(batch);
         }
     }
     wake_.wait(lock, [this] { return running_.empty() && !growing_; });
@@ -400,7 +400,7 @@ void Lane::run_ends() {
         free_slot(batch);
         if (!fault.empty()) give_up(batch.flight, fault);
         batch.flight->gpu_nanos = nanos;
-        settle(batch);
+        complete_batch(batch);
         wake_.notify_all();
     }
 }
@@ -474,7 +474,7 @@ bool Lane::all_quiet() {
 }
 
 // Nothing of it moves any more. REQUIRES: mutex_ held.
-void Lane::settle(const Batch& batch) {
+void Lane::complete_batch(const Batch& batch) {
     Flight& flight = *batch.flight;
     --flight.in_flight;
     if (flight.fault.empty())

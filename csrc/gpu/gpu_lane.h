@@ -3,7 +3,7 @@
 
 #include <map>
 
-#include "gpu/gpu_copier.h"
+#include "gpu/gpu_device.h"
 
 namespace kvserver {
 
@@ -75,7 +75,7 @@ class Lane {
     void queue_batch(const Batch& batch);
     void queue_staged(const Batch& batch);
     void finish(const Slot& slot);
-    void settle(const Batch& batch);
+    void complete_batch(const Batch& batch);
     void give_up(const Shared& flight, const std::string& fault);
     std::string wait_for(const Batch& batch, bool& entered);
     uint64_t nanos_of(const Batch& batch);

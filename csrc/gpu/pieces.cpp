@@ -82,7 +82,7 @@ class Walk {
         }
     }
 
-    Pieces take() { return std::move(pieces_); }
+    Pieces drain_pieces() { return std::move(pieces_); }
 
   private:
     // Its first byte; null if it is cut by the end of an extent or a registration.
@@ -171,7 +171,7 @@ class Walk {
 Pieces run_pieces(const CopyJob& job, const L1& l1, uint64_t first, uint64_t last) {
     Walk walk(job, l1, first, last);
     for (const PlaneSeries& series : job.planes->series()) walk.add(series);
-    return walk.take();
+    return walk.drain_pieces();
 }
 
 Pieces staged_pieces(const CopyJob& job, const L1& l1, uint64_t first, uint64_t last,

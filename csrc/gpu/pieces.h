@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "gpu/gpu_copier.h"
+#include "gpu/gpu_device.h"
 
 namespace kvserver {
 

@@ -17,9 +17,9 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace kvserver;
 
-void bind_gpu(nb::module_& m);    // bindings_gpu.cpp
-void bind_kv(nb::module_& m);     // bindings_kv.cpp
-void bind_lives(nb::module_& m);  // bindings_lives.cpp
+void bind_gpu(nb::module_& m);        // bindings_gpu.cpp
+void bind_kv(nb::module_& m);         // bindings_kv.cpp
+void bind_lifetimes(nb::module_& m);  // bindings_lifetimes.cpp
 
 namespace {
 
@@ -223,8 +223,8 @@ NB_MODULE(_native, m) {
         .def("submit_map", &Device::submit_map, "ticket"_a, "mappings"_a, Released())
         .def("submit_unmap", &Device::submit_unmap, "ticket"_a, "mappings"_a, Released())
         .def("drain", &drain);
-    nb::class_<Copier, Device>(m, "Copier")
-        .def(nb::new_(&make_without_gil<Copier, std::shared_ptr<HostRegion>, uint64_t, unsigned,
+    nb::class_<CpuDevice, Device>(m, "CpuDevice")
+        .def(nb::new_(&make_without_gil<CpuDevice, std::shared_ptr<HostRegion>, uint64_t, unsigned,
                                         unsigned>),
              "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0);
 
@@ -232,5 +232,5 @@ NB_MODULE(_native, m) {
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
     bind_gpu(m);
     bind_kv(m);
-    bind_lives(m);
+    bind_lifetimes(m);
 }

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "gpu/gpu_copier.h"
+#include "gpu/gpu_device.h"
 #include "gpu/pieces.h"
 #include "gpu/pinner.h"
 #include "python/bindings.h"
@@ -98,22 +98,22 @@ void bind_gpu(nb::module_& m) {
             },
             "gpu"_a, "fd"_a, "offset"_a, "size"_a);
 
-    nb::class_<GpuCopier, Device>(m, "GpuCopier")
+    nb::class_<GpuDevice, Device>(m, "GpuDevice")
         .def(nb::new_([](std::shared_ptr<HostRegion> region, uint64_t page_bytes, GpuPtr gpu,
                          uint64_t batch_bytes, std::optional<Way> way, uint64_t short_store_bytes,
                          uint64_t short_load_bytes, unsigned most_slots) {
-                 return make_without_gil<GpuCopier>(
+                 return make_without_gil<GpuDevice>(
                      std::move(region), page_bytes, std::move(gpu),
                      GpuOptions{batch_bytes, way, short_store_bytes, short_load_bytes, most_slots});
              }),
              "region"_a, "page_bytes"_a, "gpu"_a, "batch_bytes"_a = kBatchBytes,
              "way"_a = nb::none(), "short_store_bytes"_a = kShortStoreBytes,
              "short_load_bytes"_a = kShortLoadBytes, "most_slots"_a = kMostSlots)
-        .def_prop_ro("gpu", &GpuCopier::gpu)
-        .def_prop_ro("mapped_bytes", &GpuCopier::mapped_bytes)
+        .def_prop_ro("gpu", &GpuDevice::gpu)
+        .def_prop_ro("mapped_bytes", &GpuDevice::mapped_bytes)
         .def(
             "counts",
-            [](const GpuCopier& copier, Direction direction) {
+            [](const GpuDevice& copier, Direction direction) {
                 const LaneCounts& counts = copier.counts(direction);
                 return std::make_tuple(counts.dma_bytes.load(), counts.staged_bytes.load(),
                                        counts.unpinned_bytes.load(), counts.staging_bytes.load());

@@ -65,10 +65,10 @@ std::vector<MatchTuple> match(const PrefixIndex& index, const nb::object& hashes
 // Calls the method with its bytes read, and without the GIL: others may hold the lock.
 template <typename Method>
 auto released(Method method) {
-    return [method](PrefixIndex& index, int holder, const nb::bytes& hashes, size_t hash_bytes) {
+    return [method](PrefixIndex& index, int owner, const nb::bytes& hashes, size_t hash_bytes) {
         const std::string_view raw = view(hashes);
         const nb::gil_scoped_release without;
-        return (index.*method)(holder, raw, hash_bytes);
+        return (index.*method)(owner, raw, hash_bytes);
     };
 }
 
@@ -76,13 +76,15 @@ void bind_prefix_index(nb::module_& m) {
     using Free = nb::call_guard<nb::gil_scoped_release>;
     nb::class_<PrefixIndex>(m, "PrefixIndex")
         .def(nb::init<uint64_t, size_t>(), "seed"_a, "most_bytes"_a)
-        .def("open", &PrefixIndex::open, Free())
-        .def("clear", &PrefixIndex::clear, "holder"_a, Free())
-        .def("close", &PrefixIndex::close, "holder"_a, Free())
-        .def("add", released(&PrefixIndex::add), "holder"_a, "hashes"_a, "hash_bytes"_a)
-        .def("remove", released(&PrefixIndex::remove), "holder"_a, "hashes"_a, "hash_bytes"_a)
+        .def("add_owner", &PrefixIndex::add_owner, Free())
+        .def("clear_owner", &PrefixIndex::clear_owner, "owner"_a, Free())
+        .def("remove_owner", &PrefixIndex::remove_owner, "owner"_a, Free())
+        .def("add_blocks", released(&PrefixIndex::add_blocks), "owner"_a, "hashes"_a,
+             "hash_bytes"_a)
+        .def("remove_blocks", released(&PrefixIndex::remove_blocks), "owner"_a, "hashes"_a,
+             "hash_bytes"_a)
         .def("match", &match, "hashes"_a, "hash_bytes"_a, "readers"_a)
-        .def("held", &PrefixIndex::held, "holder"_a, Free())
+        .def("owned_blocks", &PrefixIndex::owned_blocks, "owner"_a, Free())
         .def("__len__", &PrefixIndex::size, Free())
         .def_prop_ro("refused", &PrefixIndex::refused, Free())
         .def_prop_ro("memory_bytes", &PrefixIndex::memory_bytes, Free());
@@ -106,9 +108,9 @@ void bind_kv(nb::module_& m) {
             },
             "hashes"_a, "hash_bytes"_a)
         .def(
-            "holds",
+            "contains",
             [](const HashCounts& counts, const nb::bytes& hashes, size_t hash_bytes) {
-                return bytes(counts.holds(view(hashes), hash_bytes));
+                return bytes(counts.contains(view(hashes), hash_bytes));
             },
             "hashes"_a, "hash_bytes"_a)
         .def(

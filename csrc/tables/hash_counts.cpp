@@ -66,26 +66,26 @@ std::string HashCounts::add(std::string_view hashes, size_t hash_bytes) {
 
 std::string HashCounts::remove(std::string_view hashes, size_t hash_bytes) {
     const size_t count = count_of(hashes, hash_bytes);
-    std::string gone(count, '\0');
+    std::string removed(count, '\0');
     for (size_t i = 0; i < count; ++i) {
         const size_t at = find(read(hashes.data() + i * hash_bytes, hash_bytes));
         if (slots_[at].count == 0) {
-            gone[i] = 2;
+            removed[i] = 2;
         } else if (--slots_[at].count == 0) {
             erase(at);
-            gone[i] = 1;
+            removed[i] = 1;
         }
     }
-    return gone;
+    return removed;
 }
 
-std::string HashCounts::holds(std::string_view hashes, size_t hash_bytes) const {
+std::string HashCounts::contains(std::string_view hashes, size_t hash_bytes) const {
     const size_t count = count_of(hashes, hash_bytes);
-    std::string held(count, '\0');
+    std::string present(count, '\0');
     for (size_t i = 0; i < count; ++i) {
-        held[i] = slots_[find(read(hashes.data() + i * hash_bytes, hash_bytes))].count != 0;
+        present[i] = slots_[find(read(hashes.data() + i * hash_bytes, hash_bytes))].count != 0;
     }
-    return held;
+    return present;
 }
 
 std::string HashCounts::slice(size_t& cursor, size_t most) const {

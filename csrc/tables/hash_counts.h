@@ -30,7 +30,7 @@ class HashCounts {
     std::string remove(std::string_view hashes, size_t hash_bytes);
 
     // One byte for each: 1 if it is held.
-    std::string holds(std::string_view hashes, size_t hash_bytes) const;
+    std::string contains(std::string_view hashes, size_t hash_bytes) const;
 
     // Up to `most` of the hashes held, 32 bytes each, in no order, from `cursor` on, which begins
     // at 0 and is moved behind them. All are told if nothing is added or removed between the calls.

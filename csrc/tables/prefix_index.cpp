@@ -40,7 +40,7 @@ constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;
 
 // How far a reader has come with the blocks that were looked up.
 struct Walk {
-    uint64_t l0, l1, l2;  // the bits of its holders
+    uint64_t l0, l1, l2;  // the bits of its owners
     uint64_t chunk_blocks;
     uint64_t chunk_end;  // of the chunk that match.best was in last
     PrefixIndex::Match match = {};
@@ -48,28 +48,28 @@ struct Walk {
 };
 
 uint64_t advance_chunks(uint64_t from, uint64_t chunk_blocks, uint64_t bits,
-                        const std::vector<uint64_t>& held) {
-    while (from + chunk_blocks <= held.size() && (held[from + chunk_blocks - 1] & bits) != 0) {
+                        const std::vector<uint64_t>& owners) {
+    while (from + chunk_blocks <= owners.size() && (owners[from + chunk_blocks - 1] & bits) != 0) {
         from += chunk_blocks;
     }
     return from;
 }
 
 // A block is had if L0 holds it, or L1 or L2 the chunk that it lies in.
-void advance(Walk& walk, const std::vector<uint64_t>& held, size_t count) {
+void advance(Walk& walk, const std::vector<uint64_t>& owners, size_t count) {
     PrefixIndex::Match& match = walk.match;
-    while (match.l0 < held.size() && (held[match.l0] & walk.l0) != 0) ++match.l0;
-    match.l1 = advance_chunks(match.l1, walk.chunk_blocks, walk.l1, held);
-    match.l2 = advance_chunks(match.l2, walk.chunk_blocks, walk.l2, held);
+    while (match.l0 < owners.size() && (owners[match.l0] & walk.l0) != 0) ++match.l0;
+    match.l1 = advance_chunks(match.l1, walk.chunk_blocks, walk.l1, owners);
+    match.l2 = advance_chunks(match.l2, walk.chunk_blocks, walk.l2, owners);
     for (;;) {
-        while (match.best < held.size() && (held[match.best] & walk.l0) != 0) ++match.best;
-        if (match.best == held.size()) return;
+        while (match.best < owners.size() && (owners[match.best] & walk.l0) != 0) ++match.best;
+        if (match.best == owners.size()) return;
         while (walk.chunk_end <= match.best) walk.chunk_end += walk.chunk_blocks;
-        if (walk.chunk_end > held.size()) {
+        if (walk.chunk_end > owners.size()) {
             walk.ended = walk.chunk_end > count || (walk.l1 | walk.l2) == 0;
             return;
         }
-        walk.ended = (held[walk.chunk_end - 1] & (walk.l1 | walk.l2)) == 0;
+        walk.ended = (owners[walk.chunk_end - 1] & (walk.l1 | walk.l2)) == 0;
         if (walk.ended) return;
         match.best = walk.chunk_end;
     }
@@ -90,7 +90,7 @@ PrefixIndex::PrefixIndex(uint64_t seed, size_t most_bytes)
 }
 
 size_t PrefixIndex::HashAgain::operator()(const Again& again) const {
-    return fold(again.hash ^ seed, kGolden ^ static_cast<uint64_t>(again.holder));
+    return fold(again.hash ^ seed, kGolden ^ static_cast<uint64_t>(again.owner));
 }
 
 uint64_t PrefixIndex::place(uint64_t hash) const {
@@ -100,79 +100,79 @@ uint64_t PrefixIndex::place(uint64_t hash) const {
 // The slot of the hash, or the empty one where it would be.
 size_t PrefixIndex::find(const Part& part, uint64_t hash, uint64_t place) const {
     size_t at = part.home(place) * kLineSlots;
-    while (part.slot(at).holders != 0 && part.slot(at).hash != hash) at = part.next(at);
+    while (part.slot(at).owners != 0 && part.slot(at).hash != hash) at = part.next(at);
     return at;
 }
 
-void PrefixIndex::check(int holder) const {
-    if (holder < 0 || holder >= kHolders || (open_ & bit(holder)) == 0) {
-        throw std::invalid_argument("no holder " + std::to_string(holder));
+void PrefixIndex::check(int owner) const {
+    if (owner < 0 || owner >= kMostOwners || (open_ & bit(owner)) == 0) {
+        throw std::invalid_argument("no owner " + std::to_string(owner));
     }
 }
 
-// ---- holders ----------------------------------------------------------------------------------
+// ---- owners ----------------------------------------------------------------------------------
 
-int PrefixIndex::open() {
+int PrefixIndex::add_owner() {
     const std::lock_guard lock(mutex_);
-    for (int holder = 0; holder < kHolders; ++holder) {
-        if ((open_ & bit(holder)) != 0) continue;
-        open_ |= bit(holder);
-        seen_ |= bit(holder);
-        return holder;
+    for (int owner = 0; owner < kMostOwners; ++owner) {
+        if ((open_ & bit(owner)) != 0) continue;
+        open_ |= bit(owner);
+        seen_ |= bit(owner);
+        return owner;
     }
     return -1;
 }
 
-void PrefixIndex::clear(int holder) {
-    sweep(holder);
+void PrefixIndex::clear_owner(int owner) {
+    sweep(owner);
     const std::lock_guard lock(mutex_);
-    seen_ |= bit(holder);
+    seen_ |= bit(owner);
 }
 
-void PrefixIndex::close(int holder) {
-    sweep(holder);
+void PrefixIndex::remove_owner(int owner) {
+    sweep(owner);
     const std::lock_guard lock(mutex_);
-    open_ &= ~bit(holder);
+    open_ &= ~bit(owner);
 }
 
-// Takes the holder out of all parts, one after the other; matches do not see it meanwhile.
-void PrefixIndex::sweep(int holder) {
+// Takes the owner out of all parts, one after the other; matches do not see it meanwhile.
+void PrefixIndex::sweep(int owner) {
     {
         const std::lock_guard lock(mutex_);
-        check(holder);
-        seen_ &= ~bit(holder);
-        if (held_[holder] == 0) return;
+        check(owner);
+        seen_ &= ~bit(owner);
+        if (owned_[owner] == 0) return;
     }
     for (Part& part : parts_) {
         const std::lock_guard lock(mutex_);
         for (Line& line : part.lines) {
             for (Slot& slot : line.slots) {
-                const bool only = slot.holders == bit(holder);
-                slot.holders &= ~bit(holder);
+                const bool only = slot.owners == bit(owner);
+                slot.owners &= ~bit(owner);
                 part.used -= only;
                 size_ -= only;
             }
         }
         bytes_ -= kAgainBytes * std::erase_if(part.again, [&](const auto& entry) {
-                      return entry.first.holder == holder;
+                      return entry.first.owner == owner;
                   });
         const size_t lines = (part.used * 5 / 3 + kLineSlots - 1) / kLineSlots;
         rebuild(part, std::clamp(lines, kFirstLines, part.lines.size()));
     }
     const std::lock_guard lock(mutex_);
-    held_[holder] = 0;
+    owned_[owner] = 0;
 }
 
 // ---- blocks -----------------------------------------------------------------------------------
 
-size_t PrefixIndex::add(int holder, std::string_view hashes, size_t hash_bytes) {
+size_t PrefixIndex::add_blocks(int owner, std::string_view hashes, size_t hash_bytes) {
     const size_t count = count_of(hashes, hash_bytes);
     size_t refused = 0;
     for (size_t first = 0; first < count; first += kSlice) {
         const std::lock_guard lock(mutex_);
-        check(holder);
+        check(owner);
         for (size_t i = first; i < std::min(count, first + kSlice); ++i) {
-            const bool added = add_one(holder, read(hashes.data() + i * hash_bytes, hash_bytes));
+            const bool added = add_one(owner, read(hashes.data() + i * hash_bytes, hash_bytes));
             refused += !added;
             refused_ += !added;
         }
@@ -180,11 +180,11 @@ size_t PrefixIndex::add(int holder, std::string_view hashes, size_t hash_bytes) 
     return refused;
 }
 
-bool PrefixIndex::add_one(int holder, uint64_t hash) {
+bool PrefixIndex::add_one(int owner, uint64_t hash) {
     const uint64_t where = place(hash);
     Part& part = parts_[part_of(where)];
     size_t at = find(part, hash, where);
-    if (part.slot(at).holders == 0) {
+    if (part.slot(at).owners == 0) {
         if ((part.used + 1) * 4 > part.size() * 3) {
             const size_t more = std::max<size_t>(1, part.lines.size() / 4);
             if (!room(more * sizeof(Line))) return false;
@@ -194,41 +194,41 @@ bool PrefixIndex::add_one(int holder, uint64_t hash) {
         part.slot(at).hash = hash;
         ++part.used;
         ++size_;
-    } else if ((part.slot(at).holders & bit(holder)) != 0) {
-        const auto found = part.again.find({hash, holder});
+    } else if ((part.slot(at).owners & bit(owner)) != 0) {
+        const auto found = part.again.find({hash, owner});
         if (found != part.again.end()) {
             found->second += found->second < UINT32_MAX;
             return true;
         }
         if (!room(kAgainBytes)) return false;
-        part.again.emplace(Again{hash, holder}, 1);
+        part.again.emplace(Again{hash, owner}, 1);
         bytes_ += kAgainBytes;
         return true;
     }
-    part.slot(at).holders |= bit(holder);
-    ++held_[holder];
+    part.slot(at).owners |= bit(owner);
+    ++owned_[owner];
     return true;
 }
 
-size_t PrefixIndex::remove(int holder, std::string_view hashes, size_t hash_bytes) {
+size_t PrefixIndex::remove_blocks(int owner, std::string_view hashes, size_t hash_bytes) {
     const size_t count = count_of(hashes, hash_bytes);
     size_t unknown = 0;
     for (size_t first = 0; first < count; first += kSlice) {
         const std::lock_guard lock(mutex_);
-        check(holder);
+        check(owner);
         for (size_t i = first; i < std::min(count, first + kSlice); ++i) {
-            unknown += !remove_one(holder, read(hashes.data() + i * hash_bytes, hash_bytes));
+            unknown += !remove_one(owner, read(hashes.data() + i * hash_bytes, hash_bytes));
         }
     }
     return unknown;
 }
 
-bool PrefixIndex::remove_one(int holder, uint64_t hash) {
+bool PrefixIndex::remove_one(int owner, uint64_t hash) {
     const uint64_t where = place(hash);
     Part& part = parts_[part_of(where)];
     const size_t at = find(part, hash, where);
-    if ((part.slot(at).holders & bit(holder)) == 0) return false;
-    const auto again = part.again.find({hash, holder});
+    if ((part.slot(at).owners & bit(owner)) == 0) return false;
+    const auto again = part.again.find({hash, owner});
     if (again != part.again.end()) {
         if (--again->second == 0) {
             part.again.erase(again);
@@ -236,9 +236,9 @@ bool PrefixIndex::remove_one(int holder, uint64_t hash) {
         }
         return true;
     }
-    --held_[holder];
-    part.slot(at).holders &= ~bit(holder);
-    if (part.slot(at).holders == 0) erase(part, at);
+    --owned_[owner];
+    part.slot(at).owners &= ~bit(owner);
+    if (part.slot(at).owners == 0) erase(part, at);
     return true;
 }
 
@@ -248,7 +248,7 @@ void PrefixIndex::rebuild(Part& part, size_t lines) {
     old.swap(part.lines);
     for (const Line& line : old) {
         for (const Slot& slot : line.slots) {
-            if (slot.holders != 0) part.slot(find(part, slot.hash, place(slot.hash))) = slot;
+            if (slot.owners != 0) part.slot(find(part, slot.hash, place(slot.hash))) = slot;
         }
     }
 }
@@ -262,14 +262,14 @@ void PrefixIndex::erase(Part& part, size_t at) {
     const auto distance = [&](size_t from, size_t to) {
         return to >= from ? to - from : to + slots - from;
     };
-    for (size_t next = part.next(at); part.slot(next).holders != 0; next = part.next(next)) {
+    for (size_t next = part.next(at); part.slot(next).owners != 0; next = part.next(next)) {
         const size_t home = part.home(place(part.slot(next).hash)) * kLineSlots;
         if (distance(home, next) >= distance(at, next)) {
             part.slot(at) = part.slot(next);
             at = next;
         }
     }
-    part.slot(at).holders = 0;
+    part.slot(at).owners = 0;
 }
 
 // ---- matching ---------------------------------------------------------------------------------
@@ -279,22 +279,24 @@ std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size
     const size_t count = count_of(hashes, hash_bytes);
     std::vector<Walk> walks;
     for (const Reader& reader : readers) {
-        if (std::max({reader.l0, reader.l1, reader.l2}) >= kHolders || reader.chunk_blocks == 0) {
-            throw std::invalid_argument("a reader with unknown holders, or chunks of no blocks");
+        if (std::max({reader.l0, reader.l1, reader.l2}) >= kMostOwners ||
+            reader.chunk_blocks == 0) {
+            throw std::invalid_argument("a reader with unknown owners, or chunks of no blocks");
         }
         walks.push_back({bit(reader.l0), bit(reader.l1), bit(reader.l2), reader.chunk_blocks,
                          reader.chunk_blocks});
     }
-    std::vector<uint64_t> held;  // of each block so far: who has it
-    held.reserve(count);
+    std::vector<uint64_t> owners;  // of each block so far: who has it
+    owners.reserve(count);
     bool more = !walks.empty();
-    while (more && held.size() < count) {
-        const size_t first = held.size();
-        held.resize(std::min(count, first + kSlice));
-        look_up(hashes.data() + first * hash_bytes, hash_bytes, held.size() - first, &held[first]);
+    while (more && owners.size() < count) {
+        const size_t first = owners.size();
+        owners.resize(std::min(count, first + kSlice));
+        look_up(hashes.data() + first * hash_bytes, hash_bytes, owners.size() - first,
+                &owners[first]);
         more = false;
         for (Walk& walk : walks) {
-            if (!walk.ended) advance(walk, held, count);
+            if (!walk.ended) advance(walk, owners, count);
             more |= !walk.ended;
         }
     }
@@ -306,7 +308,7 @@ std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size
 // All lines are asked of memory first, then read: those where hashes belong, and then those behind
 // them, of the few that were not there.
 void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
-                          uint64_t* holders) const {
+                          uint64_t* owners) const {
     std::array<uint64_t, kSlice> places;
     std::array<const Line*, kSlice> homes;
     std::array<uint8_t, kSlice> further;
@@ -323,11 +325,11 @@ void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
         const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
         uint64_t found = 0;  // an empty slot has nothing to add; a branch could not be foretold
         for (const Slot& slot : homes[i]->slots) {
-            found |= slot.holders & (uint64_t{0} - (slot.hash == hash));
+            found |= slot.owners & (uint64_t{0} - (slot.hash == hash));
         }
-        holders[i] = found & seen_;
+        owners[i] = found & seen_;
         further[far] = static_cast<uint8_t>(i);
-        const bool goes_on = found == 0 && homes[i]->slots.back().holders != 0;
+        const bool goes_on = found == 0 && homes[i]->slots.back().owners != 0;
         __builtin_prefetch(homes[i] + goes_on);
         far += goes_on;
     }
@@ -335,7 +337,7 @@ void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
         const size_t i = further[j];
         const Part& part = parts_[part_of(places[i])];
         const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
-        holders[i] = part.slot(find(part, hash, places[i])).holders & seen_;
+        owners[i] = part.slot(find(part, hash, places[i])).owners & seen_;
     }
 }
 
@@ -346,10 +348,10 @@ size_t PrefixIndex::size() const {
     return size_;
 }
 
-size_t PrefixIndex::held(int holder) const {
+size_t PrefixIndex::owned_blocks(int owner) const {
     const std::lock_guard lock(mutex_);
-    check(holder);
-    return held_[holder];
+    check(owner);
+    return owned_[owner];
 }
 
 uint64_t PrefixIndex::refused() const {

@@ -1,10 +1,10 @@
 // prefix_index.h: who holds which blocks, to tell how much of a prompt each of them has.
 //
-// A holder is a tier of one engine or of several: what one engine has in its own memory, what a
+// A owner is a tier of one engine or of several: what one engine has in its own memory, what a
 // namespace has in L1. Blocks are told with their hashes, which cover the whole prompt up to there;
 // of each only the last 8 bytes count, since some engines publish no more than these. With n blocks
 // held a hash that nobody holds is taken for one of them with odds of n / 2^64, and a wrong match
-// costs a detour of one request, no more. A block may be told to a holder several times, and is
+// costs a detour of one request, no more. A block may be told to a owner several times, and is
 // held until it was taken back as often.
 //
 // Any thread may use it. It waits for others at most for as long as they take over 128 hashes, or
@@ -12,7 +12,7 @@
 // secret.
 //
 // Memory: 16 bytes a slot, of which 3/5 to 3/4 are taken: 21 to 27 bytes a block; 64 more for each
-// block and holder told more than once. What would exceed the bound is refused and counted.
+// block and owner told more than once. What would exceed the bound is refused and counted.
 #pragma once
 
 #include <array>
@@ -27,9 +27,9 @@ namespace kvserver {
 
 class PrefixIndex {
   public:
-    static constexpr int kHolders = 64;
+    static constexpr int kMostOwners = 64;
 
-    // An engine's holders (-1: none). In L1 and L2 only the last block of each chunk is told; a
+    // An engine's owners (-1: none). In L1 and L2 only the last block of each chunk is told; a
     // chunk is `chunk_blocks` > 0 blocks, counted from the start of the prompt.
     struct Reader {
         int l0, l1, l2;
@@ -42,26 +42,26 @@ class PrefixIndex {
 
     PrefixIndex(uint64_t seed, size_t most_bytes);
 
-    // A new holder, of nothing; -1 if there are kHolders.
-    int open();
+    // A new owner, of nothing; -1 if there are kMostOwners.
+    int add_owner();
     // It holds nothing any more. REQUIRES: nobody adds to it meanwhile, or removes.
-    void clear(int holder);
+    void clear_owner(int owner);
     // Likewise, and its number is free.
-    void close(int holder);
+    void remove_owner(int owner);
 
     // The hashes lie end to end. Returns how many were refused for want of memory.
-    // Throws std::invalid_argument unless they are whole hashes of 8 to 32 bytes, of a holder.
-    size_t add(int holder, std::string_view hashes, size_t hash_bytes);
+    // Throws std::invalid_argument unless they are whole hashes of 8 to 32 bytes, of a owner.
+    size_t add_blocks(int owner, std::string_view hashes, size_t hash_bytes);
     // Returns how many it did not hold.
-    size_t remove(int holder, std::string_view hashes, size_t hash_bytes);
+    size_t remove_blocks(int owner, std::string_view hashes, size_t hash_bytes);
 
     // What each reader has of a prompt with these blocks.
     std::vector<Match> match(std::string_view hashes, size_t hash_bytes,
                              const std::vector<Reader>& readers) const;
 
-    size_t size() const;            // blocks that anybody holds
-    size_t held(int holder) const;  // blocks that it holds
-    uint64_t refused() const;       // blocks, since the beginning
+    size_t size() const;                   // blocks that anybody holds
+    size_t owned_blocks(int owner) const;  // blocks that it holds
+    uint64_t refused() const;              // blocks, since the beginning
     size_t memory_bytes() const;
 
   private:
@@ -70,11 +70,11 @@ class PrefixIndex {
 
     struct Slot {
         uint64_t hash;
-        uint64_t holders;  // a bit each; 0: the slot is empty
+        uint64_t owners;  // a bit each; 0: the slot is empty
     };
     struct Again {
         uint64_t hash;
-        int holder;
+        int owner;
         bool operator==(const Again&) const = default;
     };
     struct HashAgain {
@@ -102,26 +102,26 @@ class PrefixIndex {
         const Slot& slot(size_t at) const { return lines[at / kLineSlots].slots[at % kLineSlots]; }
     };
 
-    static uint64_t bit(int holder) { return holder < 0 ? 0 : uint64_t{1} << holder; }
-    void check(int holder) const;
+    static uint64_t bit(int owner) { return owner < 0 ? 0 : uint64_t{1} << owner; }
+    void check(int owner) const;
     uint64_t place(uint64_t hash) const;
     static size_t part_of(uint64_t place) { return place >> 54; }
     size_t find(const Part& part, uint64_t hash, uint64_t place) const;
-    bool add_one(int holder, uint64_t hash);
-    bool remove_one(int holder, uint64_t hash);
+    bool add_one(int owner, uint64_t hash);
+    bool remove_one(int owner, uint64_t hash);
     bool room(size_t more_bytes) const { return bytes_ + more_bytes <= most_bytes_; }
     void rebuild(Part& part, size_t lines);
     void erase(Part& part, size_t at);
-    void sweep(int holder);
-    void look_up(const char* hashes, size_t hash_bytes, size_t count, uint64_t* holders) const;
+    void sweep(int owner);
+    void look_up(const char* hashes, size_t hash_bytes, size_t count, uint64_t* owners) const;
 
     const uint64_t seed_;
     const uint64_t factor_;
     const size_t most_bytes_;
     mutable std::mutex mutex_;  // of all below
-    uint64_t open_ = 0;         // holders that are given out
+    uint64_t open_ = 0;         // owners that are given out
     uint64_t seen_ = 0;         // of these, those that are not being cleared
-    std::array<size_t, kHolders> held_{};
+    std::array<size_t, kMostOwners> owned_{};
     std::vector<Part> parts_;
     size_t size_ = 0;
     size_t bytes_ = 0;

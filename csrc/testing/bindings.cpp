@@ -59,7 +59,7 @@ NB_MODULE(kvserver_testing, m) {
                          std::move(uuid), FakeGpu::Options{seed, delay_micros, memory_bytes});
                  }),
              "uuid"_a, "seed"_a = 0, "delay_micros"_a = 0, "memory_bytes"_a = uint64_t{1} << 30)
-        .def("hold", &FakeGpu::hold, Released())
+        .def("pause", &FakeGpu::pause, Released())
         .def("resume", &FakeGpu::resume, Released())
         .def("fail_next", &FakeGpu::fail_next, "call"_a, "what"_a, "lost"_a = false,
              "alive"_a = false, "after"_a = 0, Released())

@@ -72,12 +72,12 @@ void FakeDevice::submit_copy(std::shared_ptr<CopyJob> job) {
     std::lock_guard lock(mutex_);
     check_caller(*job);
     const uint64_t number = job->ticket;
-    take({.number = number, .copy = std::move(job), .map = {}});
+    open_ticket({.number = number, .copy = std::move(job), .map = {}});
 }
 
 void FakeDevice::submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
     std::lock_guard lock(mutex_);
-    take({.number = ticket, .copy = nullptr, .map = {ticket, false, std::move(mappings)}});
+    open_ticket({.number = ticket, .copy = nullptr, .map = {ticket, false, std::move(mappings)}});
 }
 
 void FakeDevice::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
@@ -87,7 +87,7 @@ void FakeDevice::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mappi
             require(!overlap(other->copy->planes->memories(), mappings) &&
                         !overlap<std::shared_ptr<Mapping>>({other->copy->word_memory}, mappings),
                     "memory was unmapped under a copy");
-    take({.number = ticket, .copy = nullptr, .map = {ticket, true, std::move(mappings)}});
+    open_ticket({.number = ticket, .copy = nullptr, .map = {ticket, true, std::move(mappings)}});
 }
 
 void FakeDevice::cancel(uint64_t ticket) {
@@ -97,7 +97,7 @@ void FakeDevice::cancel(uint64_t ticket) {
 }
 
 // REQUIRES: mutex_ held.
-void FakeDevice::take(Ticket ticket) {
+void FakeDevice::open_ticket(Ticket ticket) {
     for (const Shared& other : open_)
         require(other->number != ticket.number, "a ticket's number is in use");
     if (lost_.empty())
@@ -164,7 +164,7 @@ void FakeDevice::step() {
 void FakeDevice::lose(const std::string& what) {
     std::lock_guard lock(mutex_);
     lost_ = what;
-    gone_ = true;
+    dead_ = true;
     // Those that a thread is running end when it has left them: until then they may still write.
     std::erase_if(open_, [this](const Shared& ticket) {
         if (!ticket->busy) completions_.push(end_lost(*ticket));
@@ -175,7 +175,7 @@ void FakeDevice::lose(const std::string& what) {
 void FakeDevice::recover() {
     std::lock_guard lock(mutex_);
     lost_.clear();
-    gone_ = false;
+    dead_ = false;
 }
 
 // ---- inside ---------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ void FakeDevice::advance(const Shared& ticket, const Stretch& stretch) {
         end = run_copy(*ticket, stretch);
     else
         end = run_map_job(ticket->map);
-    give_back(ticket, std::move(end));
+    return_ticket(ticket, std::move(end));
 }
 
 // REQUIRES: claimed by this thread. How it ended, if it did.
@@ -215,7 +215,7 @@ std::optional<Completion> FakeDevice::run_copy(Ticket& ticket, const Stretch& st
         ticket.begun = true;
     }
     for (uint64_t left = stretch.blocks; left > 0 && job.next < job.positions(); --left) {
-        if (gone_) return std::nullopt;
+        if (dead_) return std::nullopt;
         if (stretch.looks && (job.stop || cancelled(job))) {
             job.stop = true;
             break;
@@ -244,7 +244,7 @@ Completion FakeDevice::end_lost(const Ticket& ticket) const {
     return ticket.map.unmap ? run_map_job(ticket.map) : refuse_map_job(ticket.map, lost_);
 }
 
-void FakeDevice::give_back(const Shared& ticket, std::optional<Completion> end) {
+void FakeDevice::return_ticket(const Shared& ticket, std::optional<Completion> end) {
     std::lock_guard lock(mutex_);
     ticket->busy = false;
     if (!end && !lost_.empty()) end = end_lost(*ticket);

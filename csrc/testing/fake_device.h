@@ -5,7 +5,7 @@
 // block, end in any order and any way, and the device can be lost. Bytes are copied for real, by
 // the code and with the checks of the CPU copier; what core.h only REQUIRES of callers is checked.
 //
-// Why this beside fake_gpu.h: that one stands below a device, for the lanes of GpuCopier, whose
+// Why this beside fake_gpu.h: that one stands below a device, for the lanes of GpuDevice, whose
 // threads decide when a ticket moves and ends; so it repeats no run, ends no ticket out of turn,
 // stops none between two blocks and does not come back after a loss. The tests of the server and
 // its random model need just that, and no kernels, streams or staging, which this one has not.
@@ -64,14 +64,14 @@ class FakeDevice final : public Device {
     };
     using Shared = std::shared_ptr<Ticket>;
 
-    void take(Ticket ticket);
+    void open_ticket(Ticket ticket);
     void check_caller(const CopyJob& job) const;
     Shared claim(uint64_t number);
     Shared claim_any();
     void advance(const Shared& ticket, const Stretch& stretch);
     std::optional<Completion> run_copy(Ticket& ticket, const Stretch& stretch);
     Completion end_lost(const Ticket& ticket) const;
-    void give_back(const Shared& ticket, std::optional<Completion> end);
+    void return_ticket(const Shared& ticket, std::optional<Completion> end);
     Stretch next_stretch(const Ticket& ticket);
     uint64_t dice(uint64_t sides);  // 0 to sides - 1
     bool trouble();
@@ -79,7 +79,7 @@ class FakeDevice final : public Device {
     const L1 l1_;
     const Options options_;
     CompletionQueue completions_;
-    std::atomic<bool> gone_{false};
+    std::atomic<bool> dead_{false};
 
     mutable std::mutex mutex_;  // guards what follows; never held while bytes move
     std::vector<Shared> open_;

@@ -43,7 +43,7 @@ FakeGpu::~FakeGpu() {
     {
         std::lock_guard lock(mutex_);
         for (Queue& queue : queues_) queue.over = true;
-        held_ = false;
+        paused_ = false;
     }
     wake_.notify_all();
     for (Queue& queue : queues_)
@@ -59,15 +59,15 @@ FakeGpu::~FakeGpu() {
 
 // ---- for the test ---------------------------------------------------------------------------
 
-void FakeGpu::hold() {
+void FakeGpu::pause() {
     std::lock_guard lock(mutex_);
-    held_ = true;
+    paused_ = true;
 }
 
 void FakeGpu::resume() {
     {
         std::lock_guard lock(mutex_);
-        held_ = false;
+        paused_ = false;
     }
     wake_.notify_all();
 }
@@ -331,7 +331,8 @@ void FakeGpu::run(Queue& queue) {
     block_signals();
     std::unique_lock lock(mutex_);
     for (;;) {
-        wake_.wait(lock, [&] { return queue.over || (!queue.work.empty() && !held_ && !dying_); });
+        wake_.wait(lock,
+                   [&] { return queue.over || (!queue.work.empty() && !paused_ && !dying_); });
         if (queue.over) return;
         const std::function<void()> work = std::move(queue.work.front());
         queue.work.pop_front();

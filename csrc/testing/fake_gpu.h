@@ -33,7 +33,7 @@ class FakeGpu final : public Gpu {
     ~FakeGpu() override;
 
     // ---- for the test
-    void hold();    // streams stand still, before their next operation
+    void pause();   // streams stand still, before their next operation
     void resume();  // and go on
     // The next call of this name, or the one after so many others (a function of Gpu, or
     // "address_range", which open() makes) throws. With `lost`, the GPU is lost by it: dead, so
@@ -124,7 +124,7 @@ class FakeGpu final : public Gpu {
     std::map<std::string, Failure> failures_;
     std::map<std::string, uint64_t> calls_;
     std::vector<std::string> faults_;
-    bool held_ = false, dying_ = false, dead_ = false;
+    bool paused_ = false, dying_ = false, dead_ = false;
 };
 
 }  // namespace kvserver

@@ -1,7 +1,7 @@
 """What copies for which worker: the CPU's threads, and a device for each GPU whose memory engines hand over.
 
 Owns: the devices, when a GPU's is made, and the pinning of L1 for GPUs. Refuses to know: workers, tickets, and
-how bytes move (`csrc/copy/core.h`, `csrc/gpu/gpu_copier.h`).
+how bytes move (`csrc/copy/core.h`, `csrc/gpu/gpu_device.h`).
 
 No call waits for CUDA: a device's own threads look for its GPU and make the context when they first need it.
 """
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvserver._native import (
-    Copier,
+    CpuDevice,
     Device,
     Direction,
     FileMapping,
     Gpu,
-    GpuCopier,
+    GpuDevice,
     GpuMapping,
     HostRegion,
     Mapping,
@@ -48,7 +48,7 @@ _TOUCHING_THREADS = 4
 class Hardware:
     """How the daemon makes its devices. The defaults are the machine's own; tests give simulated ones."""
 
-    make_cpu: MakeCpu = Copier
+    make_cpu: MakeCpu = CpuDevice
     open_gpu: OpenGpu = cuda_gpu
     gpu_way: Way | None = None  # None: each GPU chooses for each copy
 
@@ -77,7 +77,7 @@ class Devices:
         self, cpu: Device, region: HostRegion | None = None, page_bytes: int = 0, rules: GpuRules | None = None
     ) -> None:
         self.cpu = cpu
-        self.gpus: dict[str, GpuCopier] = {}
+        self.gpus: dict[str, GpuDevice] = {}
         self._found: set[str] = set()  # those of them that are there
         self._workers: Counter[str] = Counter()  # of each, whose memory is or was to be mapped
         self._region = region
@@ -121,16 +121,16 @@ class Devices:
         """What maps it, not mapped yet. It takes over the descriptor. REQUIRES: `device` serves it."""
         if isinstance(memory, SharedFd):
             return FileMapping(fds[memory.index], memory.size_bytes)
-        assert isinstance(device, GpuCopier)
+        assert isinstance(device, GpuDevice)
         if isinstance(memory, CudaVmmFd):
             return GpuMapping.by_fd(device.gpu, fds[memory.index], memory.offset, memory.size_bytes)
         assert isinstance(memory, CudaIpc)
         return GpuMapping.by_ipc(device.gpu, memory.handle, memory.offset, memory.size_bytes)
 
     def name(self, device: Device) -> str:
-        return device.gpu.uuid if isinstance(device, GpuCopier) else "cpu"
+        return device.gpu.uuid if isinstance(device, GpuDevice) else "cpu"
 
-    def _gpu(self, uuid: str) -> GpuCopier:
+    def _gpu(self, uuid: str) -> GpuDevice:
         found = self.gpus.get(uuid)
         if found is not None:
             return found
@@ -141,7 +141,7 @@ class Devices:
             raise KVServerError(ErrorCode.BAD_MEMORY, f"GPU {uuid} is not one of --gpus {rules.gpus}")
         assert self._region is not None
         try:
-            device = GpuCopier(self._region, self._page_bytes, rules.open(uuid), way=rules.way)
+            device = GpuDevice(self._region, self._page_bytes, rules.open(uuid), way=rules.way)
         except RuntimeError as error:
             raise KVServerError(ErrorCode.BAD_MEMORY, str(error)) from None
         self.gpus[uuid] = device
@@ -180,7 +180,7 @@ class Devices:
 
     def mark_found(self, device: Device) -> None:
         """The device has mapped something, so its GPU is there: L1 is pinned for it, and so for all others."""
-        if not isinstance(device, GpuCopier):
+        if not isinstance(device, GpuDevice):
             return
         self._found.add(device.gpu.uuid)
         if self._pinner is None and self._rules is not None and self._rules.pin:
@@ -211,7 +211,7 @@ class Devices:
     def status(self) -> list[dict[str, Any]]:
         return [self._gpu_status(device) for device in self.gpus.values()]
 
-    def _gpu_status(self, device: GpuCopier) -> dict[str, Any]:
+    def _gpu_status(self, device: GpuDevice) -> dict[str, Any]:
         ways = {}
         for name, direction in (("store", Direction.STORE), ("load", Direction.LOAD)):
             dma, staged, unpinned, staging = device.counts(direction)

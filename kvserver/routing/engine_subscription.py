@@ -49,23 +49,23 @@ class EngineBlocks:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self.owner = index.open()
+        self.owner = index.add_owner()
 
     def add(self, hashes: bytes) -> None:
         if self.owner >= 0:
-            self._index.add(self.owner, hashes, 8)
+            self._index.add_blocks(self.owner, hashes, 8)
 
     def remove(self, hashes: bytes) -> None:
         if self.owner >= 0:
-            self._index.remove(self.owner, hashes, 8)
+            self._index.remove_blocks(self.owner, hashes, 8)
 
     def clear(self) -> None:
         if self.owner >= 0:
-            self._index.clear(self.owner)
+            self._index.clear_owner(self.owner)
 
     def close(self) -> None:
         if self.owner >= 0:
-            self._index.close(self.owner)
+            self._index.remove_owner(self.owner)
             self.owner = -1
 
 

@@ -79,12 +79,12 @@ class KVIndex:
             case KVStored():
                 owner = self._owner(epoch_of(event.namespace), event.tier)
                 if owner >= 0:
-                    self._index.add(owner, _ends(event.chunks), _KNOWN_BYTES)
+                    self._index.add_blocks(owner, _ends(event.chunks), _KNOWN_BYTES)
             case KVRemoved():
                 namespace_prefix = epoch_of(event.namespace)
                 owner = self._owners.get(namespace_prefix, _NONE)[_at(event.tier)]
                 if owner >= 0:
-                    self._index.remove(owner, _ends(event.chunks), _KNOWN_BYTES)
+                    self._index.remove_blocks(owner, _ends(event.chunks), _KNOWN_BYTES)
                     self._forget_if_empty(namespace_prefix)
             case ReaderConnected():
                 self._reader_connected(event)
@@ -113,9 +113,9 @@ class KVIndex:
         owner = self._owners.get(namespace_prefix, _NONE)[_at(tier)]
         if owner >= 0:
             return owner
-        owner = self._index.open()
+        owner = self._index.add_owner()
         if owner < 0 and self._drop_unread():
-            owner = self._index.open()
+            owner = self._index.add_owner()
         if owner >= 0:
             l1, l2 = self._owners.get(namespace_prefix, _NONE)
             with self._lock:
@@ -143,7 +143,7 @@ class KVIndex:
             owners = self._owners.pop(namespace_prefix, _NONE)
         for owner in owners:
             if owner >= 0:
-                self._index.close(owner)
+                self._index.remove_owner(owner)
 
     # ---- what it tells ------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class KVIndex:
 
     def _size_of(self, owner: int) -> int:
         try:
-            return self._index.held(owner) if owner >= 0 else 0
+            return self._index.owned_blocks(owner) if owner >= 0 else 0
         except ValueError:  # it was closed meanwhile
             return 0
 

@@ -1,7 +1,7 @@
 """The lives of L0 blocks, by scheduler instance and model: a subscriber of the event bus.
 
-Owns: for each instance its figures, one `_native.BlockLives` a pool, and whether the reports are complete. Refuses to
-know: how reports travel, what a life is (csrc/tables/block_lives.h), how figures leave the process.
+Owns: for each instance its figures, one `_native.BlockLifetimes` a pool, and whether the reports are complete. Refuses to
+know: how reports travel, what a life is (csrc/tables/block_lifetimes.h), how figures leave the process.
 
 Reports are counted by `sequence`. Where one is missing the instance is unsure: lives end as lost, for their true end
 may be what is missing. What comes then is followed all the same, as far as it says when it began; the gauges are
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from kvserver._native import BlockLives, LifeFigures, LifeSnapshot
+from kvserver._native import BlockLifetimes, LifetimeMetrics, LifetimeSnapshot
 from kvserver.events import BlockReport, Event, InstanceCame, InstanceGone, RequestEnded
 from kvserver.protocol import (
     DEPARTED_SECONDS,
@@ -39,7 +39,7 @@ LABELS = ("instance_id", "model_name")
 class Figures(NamedTuple):
     """Of one instance and model, of one moment but for what the event thread does between two fields."""
 
-    lives: LifeSnapshot
+    lives: LifetimeSnapshot
     report_gaps: int
     records: int
     unsure: bool
@@ -84,7 +84,7 @@ class _Instance:
     """One instance and model, through all its incarnations. Written by the event thread only."""
 
     def __init__(self) -> None:
-        self.figures = LifeFigures(list(RESIDENCY_SECONDS))
+        self.figures = LifetimeMetrics(list(RESIDENCY_SECONDS))
         self.incarnation = ""
         self.num_blocks = 0
         self.gone_ns: int | None = None
@@ -94,7 +94,7 @@ class _Instance:
         self.records = 0
         self.unsure: frozenset[int] = frozenset()  # pools whose full state is missing
         self.next_sequence: int | None = None
-        self.pools: dict[int, BlockLives] = {}
+        self.pools: dict[int, BlockLifetimes] = {}
         self.holdings: Holdings | None = None  # of the one pool of a reported source
 
     def read(self) -> Figures:
@@ -233,11 +233,11 @@ class L0:
         if payload.full:
             instance.unsure -= {pool}
 
-    def _new_pool(self, instance: _Instance, pool: int) -> BlockLives:
+    def _new_pool(self, instance: _Instance, pool: int) -> BlockLifetimes:
         if len(instance.pools) >= MAX_POOLS:
             raise ValueError(f"more than {MAX_POOLS} block pools")
         seed = self._seeds.getrandbits(64)
-        lives = BlockLives(instance.figures, instance.num_blocks, self._sample_rate, seed)
+        lives = BlockLifetimes(instance.figures, instance.num_blocks, self._sample_rate, seed)
         instance.pools[pool] = lives
         return lives
 

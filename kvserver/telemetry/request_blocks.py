@@ -1,7 +1,7 @@
 """What an engine's requests hold, for engines that report it: numbers for requests, names for contents.
 
 Owns: the number of each request that has not ended, and the content ids of engines that send tokens instead.
-Refuses to know: what becomes of the blocks (`_native.BlockLives`).
+Refuses to know: what becomes of the blocks (`_native.BlockLifetimes`).
 
 A content id of tokens is the 8-byte BLAKE2b of the id before it, in the same request and group, and the block's
 tokens. It is taken from position 0 on, where the id before is empty; or, where the engine left positions out, from a
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from kvserver._native import BlockLives, unpack_blocks
+from kvserver._native import BlockLifetimes, unpack_blocks
 from kvserver.protocol import Owned, Released, ReportedBlocks
 
 CONTENT_BYTES = 8
@@ -58,7 +58,7 @@ class _Request:
 class Holdings:
     """Applies what requests hold to the lives of one pool."""
 
-    def __init__(self, lives: BlockLives) -> None:
+    def __init__(self, lives: BlockLifetimes) -> None:
         self._lives = lives
         self._requests: dict[str, _Request] = {}
         self._numbered = 0
@@ -77,7 +77,7 @@ class Holdings:
                 continue
             request = self._request(record.request_id)
             contents = self._contents(request, record, payload.block_tokens)
-            self._lives.hold(request.number, record.group, blocks, contents, payload.time_ns, not payload.full)
+            self._lives.own_blocks(request.number, record.group, blocks, contents, payload.time_ns, not payload.full)
 
     def end(self, request_id: str, time_ns: int) -> None:
         if (request := self._requests.pop(request_id, None)) is not None:
@@ -90,7 +90,7 @@ class Holdings:
 
     def _release(self, record: Released, blocks: bytes, time_ns: int) -> None:
         if (request := self._requests.get(record.request_id)) is not None:
-            self._lives.release(request.number, blocks, time_ns)
+            self._lives.release_blocks(request.number, blocks, time_ns)
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)

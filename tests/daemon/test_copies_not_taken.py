@@ -11,7 +11,7 @@ from support.daemon import fetch
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, make_keys
 
-from kvserver._native import Copier, HostRegion, State
+from kvserver._native import CpuDevice, HostRegion, State
 from kvserver.copy import Devices
 from kvserver.protocol import Retrieved, Stored
 from kvserver.web.pages import StatusPages
@@ -22,7 +22,7 @@ class Full:
 
     def __init__(self) -> None:
         self.full = False
-        self._device: Any = Copier(HostRegion(L1_BYTES), PAGE_BYTES, 1)
+        self._device: Any = CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1)
 
     def submit_copy(self, **job: Any) -> None:
         if self.full:

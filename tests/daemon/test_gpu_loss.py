@@ -14,7 +14,7 @@ from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.simulators import FakeGpu
 from support.worker import Worker, make_keys
 
-from kvserver._native import Copier, HostRegion, State
+from kvserver._native import CpuDevice, HostRegion, State
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices, GpuRules
 from kvserver.protocol import Error, Reply, Stored
@@ -47,7 +47,7 @@ class Machine:
 def serving(gpu: FakeGpu, pin: bool) -> Iterator[Machine]:
     region = HostRegion(L1_BYTES)
     rules = GpuRules(lambda _: gpu, pin=pin)
-    with running_server(Devices(Copier(region, PAGE_BYTES, 2), region, PAGE_BYTES, rules)) as pages:
+    with running_server(Devices(CpuDevice(region, PAGE_BYTES, 2), region, PAGE_BYTES, rules)) as pages:
         try:
             yield Machine(gpu, pages)
         finally:
@@ -79,7 +79,7 @@ class Open:
         worker.store(self.stored, worker.blocks_for(1))
         worker.load(self.stored, worker.blocks_for(1, first=9))  # both lanes have what they need
         wait_until(lambda: machine.status["l1"]["pinned_bytes"] == L1_BYTES)
-        machine.gpu.hold()
+        machine.gpu.pause()
         self.fresh = make_keys(6)
         self.copies = [
             worker.begin_store([key], worker.blocks_for(1, first=1 + 4 * i)) for i, key in enumerate(self.fresh)
@@ -181,7 +181,7 @@ def test_a_gpu_that_is_lost_by_a_call_of_a_store_ends_a_load_as_well(unpinned: M
     with unpinned.worker() as worker, unpinned.worker(gpu="") as on_cpu:
         on_cpu.store(keys := make_keys(1), on_cpu.blocks_for(1))
         worker.load(keys, worker.blocks_for(1, first=9))
-        unpinned.gpu.hold()
+        unpinned.gpu.pause()
         load = worker.begin_load(keys, worker.blocks_for(1, first=30))
         wait_until(lambda: load.state == State.RUNNING)
         wait_until(lambda: unpinned.gpu.calls["copy"] >= 4, what="the load's second copy is queued")

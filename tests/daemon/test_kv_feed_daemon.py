@@ -13,7 +13,7 @@ from support.observers import install
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker
 
-from kvserver._native import Copier, HostRegion
+from kvserver._native import CpuDevice, HostRegion
 from kvserver.copy import Devices
 from kvserver.protocol import KVEventsTaken, TakeKVEvents
 
@@ -214,7 +214,7 @@ def test_a_daemon_that_is_asked_for_what_cannot_be_had_does_not_start(tmp_path, 
 
 def test_the_servers_loop_recounts_when_its_bus_had_to_drop_chunks():
     region = HostRegion(L1_BYTES)
-    with running_server(Devices(Copier(region, PAGE_BYTES, 2))) as pages:
+    with running_server(Devices(CpuDevice(region, PAGE_BYTES, 2))) as pages:
         handlers = pages.kvserver.handlers
         with Worker(handlers.settings.endpoint) as worker:
             store(worker, prompt(0, 2))

@@ -13,7 +13,7 @@ from support.lives import SECOND, accessed, allocated, cleared, evicted, held, p
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, awkward, ids, make_keys, packed
 
-from kvserver._native import Copier, HostRegion
+from kvserver._native import CpuDevice, HostRegion
 from kvserver.cache import MissReason
 from kvserver.copy import Devices
 from kvserver.events import ErrorSent
@@ -357,7 +357,7 @@ class Dies:
 
 
 def test_readyz_fails_when_the_event_thread_has_died():
-    with running_server(Devices(Copier(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as pages:
+    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as pages:
         assert pages.not_ready() is None
         bus = pages.kvserver.handlers.bus
         bus.subscribers = (Dies(),)

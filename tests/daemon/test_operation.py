@@ -19,7 +19,7 @@ from support.server import running_server
 from support.worker import make_keys
 
 from kvserver import __version__
-from kvserver._native import Copier, HostRegion, State
+from kvserver._native import CpuDevice, HostRegion, State
 from kvserver.config import available_memory
 from kvserver.config.capacity import choose_l1_bytes
 from kvserver.config.settings import GiB, MiB
@@ -431,7 +431,7 @@ def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(mo
     monkeypatch.setattr(http, "STUCK_SECONDS", 1.2)  # an idle loop turns once a second
     monkeypatch.setattr(http, "LOOP_DEADLINE_SECONDS", 0.2)
     release = threading.Event()
-    with running_server(Devices(Copier(HostRegion(MiB), 4096, 1))) as pages, contextlib.ExitStack() as at_end:
+    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as pages, contextlib.ExitStack() as at_end:
         at_end.callback(release.set)  # whatever fails below
         assert get(pages, "/readyz") == (200, "ready\n")
         assert get(pages, "/status")[0] == 200

@@ -20,10 +20,10 @@ LARGE = (BLOCKS - 1) // 4 - 8  # chunks: nearly all blocks
 HUNG_SECONDS = float(os.environ.get("KVSERVER_TEST_HUNG_SECONDS", "5"))
 
 
-def held(daemon: Daemon) -> tuple[int, int, int]:
+def in_use(daemon: Daemon) -> tuple[int, int, int]:
     """Mappings, connections and copies of engines."""
-    books = daemon.books()
-    return books["mappings"], books["attachments"], books["tickets"]
+    counts = daemon.books()
+    return counts["mappings"], counts["attachments"], counts["tickets"]
 
 
 def round_trip(engine: Engine, seed: str, count: int = 3) -> None:
@@ -69,12 +69,12 @@ def test_the_daemon_reports_the_gpu_and_what_it_moved(daemon: Daemon, engine: En
 def test_an_engine_that_is_killed_before_its_event_fires_stores_nothing(
     daemon: Daemon, engine: Engine, make_engine: MakeEngine
 ) -> None:
-    before = held(daemon)
+    before = in_use(daemon)
     victim = make_engine(daemon)
     victim.ask("store_after_event", "never", 1, 4, 3000)
     victim.kill()
     round_trip(engine, "meanwhile")
-    wait_until(lambda: held(daemon) == before, 30)
+    wait_until(lambda: in_use(daemon) == before, 30)
     assert engine.ask("lookup", "never", 4) == 0
 
 
@@ -82,7 +82,7 @@ def test_an_engine_that_is_killed_before_its_event_fires_stores_nothing(
 def test_an_engine_that_is_killed_in_the_middle_of_a_copy_harms_nobody(
     daemon: Daemon, engine: Engine, make_engine: MakeEngine, direction: str
 ) -> None:
-    before = held(daemon)
+    before = in_use(daemon)
     victim = make_engine(daemon)
     if direction == "load":
         assert victim.ask("store", "large", 1, LARGE) == LARGE
@@ -90,7 +90,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_copy_harms_nobody(
     victim.ask("wait_for", "RUNNING", "DONE")
     victim.kill()
     round_trip(engine, f"after the death in a {direction}")
-    wait_until(lambda: held(daemon) == before, 30)
+    wait_until(lambda: in_use(daemon) == before, 30)
 
 
 def test_while_an_engine_hangs_another_stores_and_loads(
@@ -114,13 +114,13 @@ def test_while_an_engine_hangs_another_stores_and_loads(
 def test_the_memory_of_a_killed_engine_comes_back(daemon: Daemon, engine: Engine, make_engine: MakeEngine) -> None:
     round_trip(engine, "the daemon has taken its own memory")
     gc.collect()  # memory of earlier tests in this process
-    held_before, before = held(daemon), cuda_driver.free_bytes()
+    in_use_before, before = in_use(daemon), cuda_driver.free_bytes()
     victim = make_engine(daemon)
     victim.ask("begin_store", "killed", 1, LARGE)
     taken = before - cuda_driver.free_bytes()
     assert taken > sum(geometry().sizes)
     victim.kill()
-    wait_until(lambda: held(daemon) == held_before, 30)
+    wait_until(lambda: in_use(daemon) == in_use_before, 30)
     slack = 64 << 20
     wait_until(lambda: before - cuda_driver.free_bytes() < slack, 30, f"{taken} bytes come back")
 

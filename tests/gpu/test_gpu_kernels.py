@@ -15,7 +15,7 @@ from support.gpu_memory import by_fd, open_gpu
 from support.simulators import FakeGpu
 from support.worker import Geometry
 
-from kvserver._native import NO_BLOCK, Direction, GpuCopier, Outcome, Way
+from kvserver._native import NO_BLOCK, Direction, GpuDevice, Outcome, Way
 
 from .layouts import boundary_runs, engine_layouts, of_runs
 
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest, pinned: bool) -> Iterator[Device]:
     yield made
     if isinstance(gpu, FakeGpu):
         assert gpu.faults == []
-    assert isinstance(made.copier, GpuCopier)
+    assert isinstance(made.copier, GpuDevice)
     for direction in (Direction.STORE, Direction.LOAD):
         dma, staged, unpinned, _ = made.copier.counts(direction)
         moved, other = (staged, dma) if request.param == Way.STAGED else (dma, staged)
@@ -100,7 +100,7 @@ def test_copies_of_both_directions_that_are_queued_at_once_keep_every_byte(devic
     expected_l1 = l1_after_store(l1, joined(stores), l0.memory, PAGE)
     expected_l0 = l0_after_load(l1, joined(loads), l0.memory, PAGE)
     if isinstance(device.gpu, FakeGpu):
-        device.gpu.hold()
+        device.gpu.pause()
     tickets = [
         device.submit(direction, l0, each)
         for pair in zip(stores, loads, strict=True)

@@ -9,7 +9,7 @@ from support.daemon import wait_until
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, make_keys
 
-from kvserver._native import Copier, HostRegion
+from kvserver._native import CpuDevice, HostRegion
 from kvserver.copy import Devices
 
 
@@ -18,7 +18,7 @@ from kvserver.copy import Devices
 )
 def test_the_loop_goes_on_and_the_fault_is_counted(monkeypatch, caplog, part):
     *owners, name = part.split(".")
-    with running_server(Devices(Copier(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as pages:
+    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as pages:
         server = pages.kvserver
         owner = server
         for attribute in owners:

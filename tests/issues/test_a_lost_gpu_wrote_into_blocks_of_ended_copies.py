@@ -40,7 +40,7 @@ class Machine:
         self.l0 = L0(self.device, Geometry(9, 16, (16 * 9 * KiB,), planes))
         assert self.device.wait(self.device.submit(direction, self.l0, JOB)).outcome == Outcome.DONE
         recorded = gpu.calls["record"]
-        gpu.hold()
+        gpu.pause()
         self.ticket = self.device.submit_with_word(direction, self.l0, JOB)
         wait_until(lambda: gpu.calls["record"] == recorded + 5, what="an event at the beginning, and after each batch")
 

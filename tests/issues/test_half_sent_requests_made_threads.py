@@ -17,7 +17,7 @@ from support.daemon import Daemon, fetch, wait_until
 from support.server import running_server
 from support.worker import Worker
 
-from kvserver._native import Copier, HostRegion
+from kvserver._native import CpuDevice, HostRegion
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
 from kvserver.web import pages as pages_module
@@ -144,7 +144,7 @@ def test_when_every_thread_answers_a_probe_still_gets_through(monkeypatch: pytes
     """Pages wait for a loop that hangs. A loop that hangs needs a function that hangs in it, so this runs in our own process."""
     monkeypatch.setattr(pages_module, "LOOP_DEADLINE_SECONDS", 30.0)
     release = threading.Event()
-    with running_server(Devices(Copier(HostRegion(MiB), 4096, 1))) as pages, contextlib.ExitStack() as at_end:
+    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as pages, contextlib.ExitStack() as at_end:
         at_end.callback(release.set)  # whatever fails below
         url = f"http://127.0.0.1:{pages.port}"
         pages.kvserver.call(release.wait)

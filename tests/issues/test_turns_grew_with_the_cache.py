@@ -14,7 +14,7 @@ from support.daemon import wait_until
 from support.server import running_server
 from support.worker import Geometry, Worker, make_keys
 
-from kvserver._native import Copier, HostRegion
+from kvserver._native import CpuDevice, HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.copy import Devices
 from kvserver.protocol import Clear, Cleared, EndRequest, Plane, Stored
@@ -94,7 +94,7 @@ class Rig:
 @contextlib.contextmanager
 def rig(chunks: int, **settings: Any) -> Iterator[Rig]:
     turns = Turns()
-    devices = Devices(Copier(HostRegion(chunks * PAGE), PAGE, 1))
+    devices = Devices(CpuDevice(HostRegion(chunks * PAGE), PAGE, 1))
     threading.settrace(turns.trace)
     try:
         with running_server(devices, chunks * PAGE, PAGE, **settings) as pages:

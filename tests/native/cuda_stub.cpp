@@ -42,7 +42,7 @@ CUresult range(CUdeviceptr*, size_t* size, CUdeviceptr) {
 }  // namespace
 
 #define CALL() static_cast<cudaError_t>(call(__func__))
-#define GIVE(place) \
+#define SET_POINTER(place) \
     (*(place) = static_cast<std::remove_pointer_t<decltype(place)>>((void*)&somewhere))
 
 extern "C" {
@@ -71,23 +71,25 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
     *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return cudaSuccess;
 }
-cudaError_t cudaMalloc(void** memory, size_t) { return GIVE(memory), CALL(); }
+cudaError_t cudaMalloc(void** memory, size_t) { return SET_POINTER(memory), CALL(); }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return *free = *total = 0, CALL(); }
 cudaError_t cudaFree(void*) { return CALL(); }
-cudaError_t cudaHostAlloc(void** memory, size_t, unsigned) { return GIVE(memory), CALL(); }
+cudaError_t cudaHostAlloc(void** memory, size_t, unsigned) { return SET_POINTER(memory), CALL(); }
 cudaError_t cudaFreeHost(void*) { return CALL(); }
 cudaError_t cudaHostRegister(void*, size_t, unsigned) { return CALL(); }
 cudaError_t cudaHostUnregister(void*) { return CALL(); }
 cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t, unsigned) {
-    return GIVE(memory), CALL();
+    return SET_POINTER(memory), CALL();
 }
 cudaError_t cudaIpcCloseMemHandle(void*) { return CALL(); }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-    return GIVE(stream), CALL();
+    return SET_POINTER(stream), CALL();
 }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return CALL(); }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return CALL(); }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return GIVE(event), CALL(); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    return SET_POINTER(event), CALL();
+}
 cudaError_t cudaEventDestroy(cudaEvent_t) { return CALL(); }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return CALL(); }
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return CALL(); }
@@ -132,7 +134,7 @@ GpuError error_of(const std::function<void()>& what) {
     return GpuError("");
 }
 
-bool says(const std::string& text, const std::string& part) {
+bool contains(const std::string& text, const std::string& part) {
     return text.find(part) != std::string::npos;
 }
 
@@ -172,7 +174,7 @@ void an_odd_error_fails_its_call_and_no_other() {
         auto gpu = ready();
         failures = {{name, kOdd}};
         const GpuError error = error_of([&] { act(*gpu); });
-        CHECK(says(error.what(), "(999)") && !error.out_of_memory);
+        CHECK(contains(error.what(), "(999)") && !error.out_of_memory);
         CHECK(gpu->lost().empty() && !gpu->is_lost());
         CHECK(last_error == 0);  // the next launch would report it again
         act(*gpu);
@@ -186,7 +188,7 @@ void a_sticky_error_loses_the_gpu_with_the_call_that_met_it() {
         if (std::strcmp(name, "cudaIpcCloseMemHandle") == 0) continue;  // its open() would meet it
         sticky = kStickyCode;
         error_of([&] { act(*gpu); });
-        CHECK(says(gpu->lost(), "(700)") && gpu->is_lost());
+        CHECK(contains(gpu->lost(), "(700)") && gpu->is_lost());
     }
 }
 
@@ -194,7 +196,7 @@ void a_gpu_in_exclusive_use_is_refused_and_may_be_tried_again() {
     auto gpu = cuda_gpu("GPU-00000000-0000-0000-0000-000000000000");
     failures = {{"cudaSetDevice", cudaErrorDevicesUnavailable}};
     const GpuError error = error_of([&] { gpu->enter(); });
-    CHECK(says(error.what(), "(46)") && says(error.what(), "exclusive-process"));
+    CHECK(contains(error.what(), "(46)") && contains(error.what(), "exclusive-process"));
     CHECK(gpu->lost().empty());
     gpu->enter();
 }

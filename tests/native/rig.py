@@ -18,11 +18,11 @@ from support.slots import slot_of
 from support.worker import Geometry, Memory, Piece, SharedMemory, ids
 
 from kvserver._native import (
-    Copier,
+    CpuDevice,
     Direction,
     FileMapping,
     Gpu,
-    GpuCopier,
+    GpuDevice,
     GpuMapping,
     HostRegion,
     Mapping,
@@ -115,11 +115,11 @@ class Device:
         self.gpu = gpu
         self.allocate = allocate
         self.fake = FakeDevice(region, page_bytes, fake_seed, delay_micros=delay_micros) if fake_seed else None
-        self.copier: Copier | FakeDevice | GpuCopier
+        self.copier: CpuDevice | FakeDevice | GpuDevice
         if gpu is not None:
-            self.copier = GpuCopier(region, page_bytes, gpu, batch_bytes, way, **limits)
+            self.copier = GpuDevice(region, page_bytes, gpu, batch_bytes, way, **limits)
         else:
-            self.copier = self.fake or Copier(region, page_bytes, threads, delay_micros)
+            self.copier = self.fake or CpuDevice(region, page_bytes, threads, delay_micros)
         self.pinner = self._pin() if pinned else None
         self.ended: dict[int, End] = {}
         self.tickets = 0

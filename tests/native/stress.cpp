@@ -22,10 +22,10 @@
 
 #include "check.h"
 #include "copy/core.h"
-#include "gpu/gpu_copier.h"
+#include "gpu/gpu_device.h"
 #include "gpu/pinner.h"
 #include "stress_index.h"
-#include "stress_lives.h"
+#include "stress_lifetimes.h"
 #include "testing/fake_device.h"
 #include "testing/fake_gpu.h"
 
@@ -72,7 +72,7 @@ struct Worker {
         CHECK(address != MAP_FAILED);
         own = static_cast<std::byte*>(address);
         page = std::make_unique<WordPage>(256);
-        if (auto* gpu = dynamic_cast<GpuCopier*>(&copier))
+        if (auto* gpu = dynamic_cast<GpuDevice*>(&copier))
             memory = std::make_shared<GpuMapping>(
                 gpu->gpu(), GpuHandle{.kind = GpuHandle::Kind::kFd, .fd = dup(fd)}, 0, size);
         else
@@ -239,7 +239,7 @@ void cancelled_copies(Device& copier, unsigned threads) {
 
 void truncated_memory(unsigned threads) {
     auto region = std::make_shared<HostRegion>(4096 * kPage);
-    Copier copier(region, kPage, threads, 50);
+    CpuDevice copier(region, kPage, threads, 50);
     for (int round = 0; round < 20; ++round) {
         uint64_t size = 0;
         const auto rows = awkward_planes(size);
@@ -303,7 +303,7 @@ void fake_copies(unsigned threads) {
 std::shared_ptr<HostRegion> new_region() { return std::make_shared<HostRegion>(4096 * kPage); }
 
 void cpu_copies(unsigned threads) {
-    Copier quick(new_region(), kPage, threads, 0), slow(new_region(), kPage, threads, 20);
+    CpuDevice quick(new_region(), kPage, threads, 0), slow(new_region(), kPage, threads, 20);
     random_copies(quick, threads);
     cancelled_copies(slow, threads);
 }
@@ -313,7 +313,7 @@ void gpu_copies(unsigned seed) {
         auto gpu = std::make_shared<FakeGpu>("GPU-0", FakeGpu::Options{.seed = seed});
         const auto region = new_region();
         {
-            GpuCopier copier(region, kPage, gpu, {.batch_bytes = 40'000, .way = way});
+            GpuDevice copier(region, kPage, gpu, {.batch_bytes = 40'000, .way = way});
             Pinner pinner(region, gpu, 2, {});
             random_copies(copier, seed);
             cancelled_copies(copier, seed);
@@ -330,7 +330,7 @@ void lost_gpu(unsigned seed, bool alive) {
     std::mt19937 random(seed);
     for (int round = 0; round < 20; ++round) {
         auto gpu = std::make_shared<FakeGpu>("GPU-0", FakeGpu::Options{.seed = random()});
-        GpuCopier copier(new_region(), kPage, gpu, {.batch_bytes = 40'000});
+        GpuDevice copier(new_region(), kPage, gpu, {.batch_bytes = 40'000});
         uint64_t size = 0, sequence = 0;
         const auto rows = awkward_planes(size);
         Worker worker(copier, rows, size);
@@ -371,6 +371,6 @@ int main() {
     lost_gpu(1, false);
     lost_gpu(2, true);
     stress_index();
-    stress_lives();
+    stress_lifetimes();
     std::puts("stress: all checks held");
 }

@@ -31,36 +31,36 @@ std::string hashes(size_t first, size_t last) {
     return raw;
 }
 
-void hold(PrefixIndex& index, uint32_t seed) {
+void own(PrefixIndex& index, uint32_t seed) {
     std::mt19937 random(seed);
-    int holder = index.open();
-    CHECK(holder >= 0);
+    int owner = index.add_owner();
+    CHECK(owner >= 0);
     const std::string prompt = hashes(0, kPrompt);
     for (int round = 0; round < 200; ++round) {
         const size_t blocks = random() % kPrompt;
         const std::string part = hashes(0, blocks);
-        index.add(holder, part, 8);
+        index.add_blocks(owner, part, 8);
         const bool twice = random() % 2 != 0;
-        if (twice) index.add(holder, part, 8);
-        const std::vector<PrefixIndex::Reader> reader{{holder, -1, -1, kChunkBlocks}};
+        if (twice) index.add_blocks(owner, part, 8);
+        const std::vector<PrefixIndex::Reader> reader{{owner, -1, -1, kChunkBlocks}};
         CHECK(index.match(prompt, 8, reader)[0].l0 == blocks);
-        CHECK(index.held(holder) == blocks);
+        CHECK(index.owned_blocks(owner) == blocks);
         switch (random() % 3) {
             case 0:
-                index.clear(holder);
+                index.clear_owner(owner);
                 break;
             case 1:
-                index.close(holder);
-                holder = index.open();
-                CHECK(holder >= 0);
+                index.remove_owner(owner);
+                owner = index.add_owner();
+                CHECK(owner >= 0);
                 break;
             default:
-                CHECK(index.remove(holder, part, 8) == 0);
-                if (twice) CHECK(index.remove(holder, part, 8) == 0);
+                CHECK(index.remove_blocks(owner, part, 8) == 0);
+                if (twice) CHECK(index.remove_blocks(owner, part, 8) == 0);
         }
-        CHECK(index.match(prompt, 8, reader)[0].best == 0 || reader[0].l0 != holder);
+        CHECK(index.match(prompt, 8, reader)[0].best == 0 || reader[0].l0 != owner);
     }
-    index.close(holder);
+    index.remove_owner(owner);
 }
 
 }  // namespace
@@ -68,7 +68,7 @@ void hold(PrefixIndex& index, uint32_t seed) {
 void stress_index() {
     PrefixIndex index(1, size_t{1} << 30);
     std::atomic<bool> stop{false};
-    std::vector<std::thread> matching, holding;
+    std::vector<std::thread> matching, owning;
     for (int i = 0; i < 2; ++i) {
         matching.emplace_back([&] {
             const std::string prompt = hashes(0, kPrompt);
@@ -83,8 +83,8 @@ void stress_index() {
             }
         });
     }
-    for (uint32_t i = 0; i < 4; ++i) holding.emplace_back([&, i] { hold(index, i); });
-    for (auto& thread : holding) thread.join();
+    for (uint32_t i = 0; i < 4; ++i) owning.emplace_back([&, i] { own(index, i); });
+    for (auto& thread : owning) thread.join();
     stop = true;
     for (auto& thread : matching) thread.join();
     CHECK(index.size() == 0);

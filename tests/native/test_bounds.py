@@ -12,7 +12,7 @@ from support.worker import awkward, two_groups
 
 from kvserver._native import (
     NO_BLOCK,
-    Copier,
+    CpuDevice,
     Direction,
     FileMapping,
     HostRegion,
@@ -208,7 +208,7 @@ def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
 @pytest.mark.parametrize(("page_bytes", "threads"), [(0, 1), (4096, 0), (TOP, 1), (8192, 1)])
 def test_a_copier_that_could_not_work_is_refused(page_bytes: int, threads: int) -> None:
     with pytest.raises(ValueError, match=r"thread|page"):
-        Copier(HostRegion(4096), page_bytes, threads)
+        CpuDevice(HostRegion(4096), page_bytes, threads)
 
 
 @pytest.mark.parametrize("size", [0, 1 << 62])

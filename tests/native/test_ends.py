@@ -254,8 +254,8 @@ class TestLostMemory:
     def test_a_bus_error_that_is_not_the_copiers_still_kills(self) -> None:
         program = """
 import mmap, os
-from kvserver._native import Copier, HostRegion
-copier = Copier(HostRegion(4096), 4096, 1)
+from kvserver._native import CpuDevice, HostRegion
+copier = CpuDevice(HostRegion(4096), 4096, 1)
 fd = os.memfd_create("m")
 os.ftruncate(fd, 4096)
 view = mmap.mmap(fd, 4096)

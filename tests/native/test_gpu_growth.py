@@ -1,4 +1,4 @@
-"""How much a GPU's lane has in flight (`csrc/gpu/gpu_copier.h`): more where much waits, bounded by slots and free memory.
+"""How much a GPU's lane has in flight (`csrc/gpu/gpu_device.h`): more where much waits, bounded by slots and free memory.
 
 The simulated GPU's streams stand still while a test counts what was given to them.
 """
@@ -18,7 +18,7 @@ from kvserver._native import (
     GPU_SLOTS,
     GPU_SPARE_BYTES,
     Direction,
-    GpuCopier,
+    GpuDevice,
     HostRegion,
     Outcome,
     State,
@@ -69,7 +69,7 @@ class Lane:
         """Batches given to the GPU since the lane was ready."""
         return self.calls() - self.before
 
-    def settled(self) -> int:
+    def steady(self) -> int:
         """The same, once it does not change any more."""
         seen = -1
         while seen != (seen := self.queued()):
@@ -87,10 +87,10 @@ def test_a_deep_queue_gets_more_in_flight_up_to_the_most_slots(gpu: FakeGpu) -> 
     lane.before = lane.calls()
     lane.l0.memory.fill()
     expected = l0_after_load(stored, lane.batches(100), lane.l0.memory, 4096)
-    gpu.hold()
+    gpu.pause()
     ticket = lane.load(100)
     wait_until(lambda: lane.queued() == GPU_MOST_SLOTS)
-    assert lane.settled() == GPU_MOST_SLOTS
+    assert lane.steady() == GPU_MOST_SLOTS
     assert lane.staging() == GPU_MOST_SLOTS
     gpu.resume()
     assert lane.device.wait(ticket).outcome == Outcome.DONE
@@ -101,24 +101,24 @@ def test_a_deep_queue_gets_more_in_flight_up_to_the_most_slots(gpu: FakeGpu) -> 
 def test_a_queue_that_is_not_deep_gets_none(gpu: FakeGpu, waiting: int) -> None:
     """No more waits than is in flight."""
     lane = Lane(gpu)
-    gpu.hold()
+    gpu.pause()
     ticket = lane.load(GPU_SLOTS + waiting)
-    assert lane.settled() == lane.staging() == GPU_SLOTS
+    assert lane.steady() == lane.staging() == GPU_SLOTS
     gpu.resume()
     assert lane.device.wait(ticket).outcome == Outcome.DONE
 
 
 def test_a_lane_that_has_grown_uses_its_slots_for_long_copies_only_while_much_waits(gpu: FakeGpu) -> None:
     lane = Lane(gpu)
-    gpu.hold()
+    gpu.pause()
     grown = lane.load(100)
     wait_until(lambda: lane.queued() == GPU_MOST_SLOTS)
     gpu.resume()
     assert lane.device.wait(grown).outcome == Outcome.DONE
     lane.before = lane.calls()
-    gpu.hold()
+    gpu.pause()
     ticket = lane.load(GPU_SLOTS + 3, word=1)
-    assert lane.settled() == GPU_SLOTS, "three wait"
+    assert lane.steady() == GPU_SLOTS, "three wait"
     shorts = [lane.load(1, word=2 + n, first=110 + n) for n in range(3)]
     wait_until(lambda: lane.queued() >= GPU_SLOTS + 3, what="short copies may use every slot")
     gpu.resume()
@@ -127,9 +127,9 @@ def test_a_lane_that_has_grown_uses_its_slots_for_long_copies_only_while_much_wa
 
 def test_dma_alone_needs_no_memory_and_does_not_grow(gpu: FakeGpu) -> None:
     lane = Lane(gpu, Way.DMA)
-    gpu.hold()
+    gpu.pause()
     ticket = lane.load(100)
-    assert lane.settled() == GPU_SLOTS
+    assert lane.steady() == GPU_SLOTS
     assert lane.staging() == 0
     gpu.resume()
     assert lane.device.wait(ticket).outcome == Outcome.DONE
@@ -141,7 +141,7 @@ def test_growth_leaves_memory_of_the_gpu_to_others(more: int) -> None:
     taken = probe.gpu.allocated_bytes
     gpu = FakeGpu("GPU-1")
     grown = Lane(gpu)
-    gpu.hold()
+    gpu.pause()
     grown.load(100)
     wait_until(lambda: grown.queued() == GPU_MOST_SLOTS)
     slot = (gpu.allocated_bytes - taken) // (GPU_MOST_SLOTS - GPU_SLOTS)
@@ -149,9 +149,9 @@ def test_growth_leaves_memory_of_the_gpu_to_others(more: int) -> None:
 
     full = FakeGpu("GPU-2", memory_bytes=GPU_SPARE_BYTES + taken + more * slot)
     lane = Lane(full)
-    full.hold()
+    full.pause()
     ticket = lane.load(100)
-    assert lane.settled() == lane.staging() == GPU_SLOTS + more
+    assert lane.steady() == lane.staging() == GPU_SLOTS + more
     full.resume()
     assert lane.device.wait(ticket).outcome == Outcome.DONE
     assert full.allocated_bytes == taken + more * slot
@@ -162,9 +162,9 @@ def test_growth_that_fails_harms_no_copy_and_leaves_nothing_behind(gpu: FakeGpu,
     lane = Lane(gpu)
     before = gpu.allocated_bytes
     gpu.fail_next(call, f"{call} said no")
-    gpu.hold()
+    gpu.pause()
     ticket = lane.load(GPU_SLOTS * 2)
-    assert lane.settled() == GPU_SLOTS
+    assert lane.steady() == GPU_SLOTS
     gpu.resume()
     end = lane.device.wait(ticket)
     assert (end.outcome, lane.device.copier.lost) == (Outcome.DONE, "")
@@ -178,7 +178,7 @@ def test_growth_that_fails_harms_no_copy_and_leaves_nothing_behind(gpu: FakeGpu,
 def test_a_gpu_that_is_lost_by_growth_ends_every_ticket(gpu: FakeGpu) -> None:
     lane = Lane(gpu)
     gpu.fail_next("free_bytes", "fallen off the bus", lost=True)
-    gpu.hold()
+    gpu.pause()
     tickets = [lane.load(50), lane.load(1, word=1, first=60)]
     assert {lane.device.wait(ticket).outcome for ticket in tickets} == {Outcome.DEVICE_LOST}
     assert [lane.l0.words.state(word) for word in (0, 1)] == [State.FAILED] * 2
@@ -186,7 +186,7 @@ def test_a_gpu_that_is_lost_by_growth_ends_every_ticket(gpu: FakeGpu) -> None:
 
 def test_a_cancel_is_looked_at_before_each_batch_of_a_lane_that_has_grown(gpu: FakeGpu) -> None:
     lane = Lane(gpu)
-    gpu.hold()
+    gpu.pause()
     ticket = lane.load(100)
     wait_until(lambda: lane.queued() == GPU_MOST_SLOTS)
     lane.device.copier.cancel(ticket)
@@ -198,11 +198,11 @@ def test_a_cancel_is_looked_at_before_each_batch_of_a_lane_that_has_grown(gpu: F
 def test_a_short_copy_goes_before_the_next_batches_of_a_long_one_in_a_lane_that_has_grown() -> None:
     gpu = FakeGpu("GPU-0", delay_micros=3000)
     lane = Lane(gpu)
-    gpu.hold()
+    gpu.pause()
     long = lane.load(150)
     wait_until(lambda: lane.queued() == GPU_MOST_SLOTS)
     short = lane.load(1, word=1, first=170)
-    lane.settled()
+    lane.steady()
     assert lane.l0.words.state(1) == State.PENDING, "no slot is idle"
     gpu.resume()
     assert lane.device.wait(short).outcome == Outcome.DONE
@@ -224,4 +224,4 @@ def test_a_device_that_goes_while_it_grows_gives_back_everything(gpu: FakeGpu) -
 
 def test_a_lane_has_the_first_slots_at_least(gpu: FakeGpu) -> None:
     with pytest.raises(ValueError, match="at least 4 slots"):
-        GpuCopier(HostRegion(4096), 4096, gpu, most_slots=GPU_SLOTS - 1)
+        GpuDevice(HostRegion(4096), 4096, gpu, most_slots=GPU_SLOTS - 1)

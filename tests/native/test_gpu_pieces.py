@@ -20,7 +20,7 @@ from kvserver._native import (
     NO_BLOCK,
     PIN_BYTES,
     Direction,
-    GpuCopier,
+    GpuDevice,
     GpuMapping,
     Mapping,
     Outcome,
@@ -170,7 +170,7 @@ class TestBytes:
                 job = self.job(geometry, numbers, skip, seed)
                 self.same(ours, mine, cpu, theirs, job, STORE)
                 self.same(ours, mine, cpu, theirs, job, LOAD)
-        assert isinstance(ours.copier, GpuCopier)
+        assert isinstance(ours.copier, GpuDevice)
         assert ours.copier.counts(STORE)[2] == 0, "all of it was pinned"
 
     def job(self, geometry: Geometry, numbers: list[int], skip: int, seed: int) -> Job:

@@ -14,7 +14,7 @@ def test_a_hash_comes_once_and_goes_once():
     counts = HashCounts(1)
     one, two = b"1" * 32, b"2" * 32
     assert counts.add(one + two + one, 32) == b"\1\1\0"
-    assert counts.holds(two + b"3" * 32, 32) == b"\1\0"
+    assert counts.contains(two + b"3" * 32, 32) == b"\1\0"
     assert counts.remove(one + two, 32) == b"\0\1"
     assert counts.remove(one, 32) == b"\1"
     assert len(counts) == 0
@@ -24,19 +24,19 @@ def test_what_was_not_held_is_said_and_changes_nothing():
     counts = HashCounts(1)
     counts.add(b"a" * 32, 32)
     assert counts.remove(b"b" * 32, 32) == b"\2"
-    assert (len(counts), counts.holds(b"a" * 32, 32)) == (1, b"\1")
+    assert (len(counts), counts.contains(b"a" * 32, 32)) == (1, b"\1")
 
 
 def test_shorter_hashes_are_filled_up_with_zeros():
     counts = HashCounts(1)
     counts.add(b"x" * 16, 16)
-    assert counts.holds(b"x" * 16 + bytes(16), 32) == b"\1"
+    assert counts.contains(b"x" * 16 + bytes(16), 32) == b"\1"
 
 
 @pytest.mark.parametrize(("hashes", "hash_bytes"), [(b"12345", 4), (b"", 0), (bytes(66), 33)])
 def test_what_is_no_whole_hash_is_refused(hashes, hash_bytes):
     counts = HashCounts(1)
-    for method in (counts.add, counts.remove, counts.holds):
+    for method in (counts.add, counts.remove, counts.contains):
         with pytest.raises(ValueError, match="no whole hashes"):
             method(hashes, hash_bytes)
 
@@ -56,7 +56,7 @@ def test_random_comings_and_goings_agree_with_a_counter(different):
             model[name] = max(0, model[name] - 1)
     held = {name for name, count in model.items() if count}
     assert len(counts) == len(held)
-    assert counts.holds(b"".join(names), 32) == bytes(name in held for name in names)
+    assert counts.contains(b"".join(names), 32) == bytes(name in held for name in names)
     told, cursor = set(), 0
     while True:
         part, cursor = counts.slice(cursor, 7)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.simulators import FakeDevice
 
-from kvserver._native import Copier, Direction, HostRegion
+from kvserver._native import CpuDevice, Direction, HostRegion
 from kvserver.config.capacity import free_huge_bytes
 
 from .rig import L0, Device, Job, flat
@@ -79,7 +79,7 @@ class TestPages:
     @pytest.mark.parametrize("nodes", [[], [NODE]])
     def test_copies_go_through_reserved_pages_to_their_last_byte(self, nodes: list[int]) -> None:
         device = Device(8 * HUGE // 4096)
-        device.copier = Copier(HostRegion(8 * HUGE, HUGE, False, nodes, False), 4096, 2)
+        device.copier = CpuDevice(HostRegion(8 * HUGE, HUGE, False, nodes, False), 4096, 2)
         l0 = L0(device, flat(3, HUGE))
         content = l0.memory.blocks([1, 2])
         job = Job([1, 2], [*range(512), *range(7 * 512, 8 * 512)], 512, 1)

@@ -47,7 +47,7 @@ FAULTS = {
     "the last round is left out": ("first < vectors;", "first + kInFlight * kWarp < vectors;"),
     "rounds overlap": ("first += kInFlight * kWarp", "first += kWarp"),
     "rounds are left out": ("first += kInFlight * kWarp", "first += 2 * kInFlight * kWarp"),
-    "loads of a round go too far": ("< vectors) held[i]", "<= vectors) held[i]"),
+    "loads of a round go too far": ("< vectors) loaded[i]", "<= vectors) loaded[i]"),
     "stores of a round go too far": ("< vectors) __stcs", "<= vectors) __stcs"),
     "stores of a round end early": (
         "if (first + i * kWarp < vectors) __stcs",

@@ -20,32 +20,32 @@ def hashes_of(seed: int, count: int, hash_bytes: int = 32) -> list[bytes]:
 
 def expected(prompt: list[bytes], counts: list[Counter[bytes]], reader: Reader) -> tuple[int, int, int, int]:
     """Walked block by block, as the header says."""
-    *holders, chunk = reader
+    *owners, chunk = reader
 
-    def has(holder: int, block: int) -> bool:
-        return holder >= 0 and block < len(prompt) and counts[holder][prompt[block]] > 0
+    def has(owner: int, block: int) -> bool:
+        return owner >= 0 and block < len(prompt) and counts[owner][prompt[block]] > 0
 
-    l0 = next((i for i in range(len(prompt)) if not has(holders[0], i)), len(prompt))
+    l0 = next((i for i in range(len(prompt)) if not has(owners[0], i)), len(prompt))
     chunks = [range(end - chunk, end) for end in range(chunk, len(prompt) + 1, chunk)]
-    tiers = [next((c.start for c in chunks if not has(h, c[-1])), len(chunks) * chunk) for h in holders[1:]]
-    covered = {block for c in chunks if any(has(h, c[-1]) for h in holders[1:]) for block in c}
-    best = next((i for i in range(len(prompt)) if i not in covered and not has(holders[0], i)), len(prompt))
+    tiers = [next((c.start for c in chunks if not has(h, c[-1])), len(chunks) * chunk) for h in owners[1:]]
+    covered = {block for c in chunks if any(has(h, c[-1]) for h in owners[1:]) for block in c}
+    best = next((i for i in range(len(prompt)) if i not in covered and not has(owners[0], i)), len(prompt))
     return l0, tiers[0], tiers[1], best
 
 
 def test_leading_blocks_are_found_up_to_the_first_that_is_missing():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 10)
-    holder = index.open()
-    index.add(holder, b"".join(blocks[:4] + blocks[5:]), 32)
-    assert index.match(b"".join(blocks), 32, [(holder, -1, -1, 1)]) == [(4, 0, 0, 4)]
+    owner = index.add_owner()
+    index.add_blocks(owner, b"".join(blocks[:4] + blocks[5:]), 32)
+    assert index.match(b"".join(blocks), 32, [(owner, -1, -1, 1)]) == [(4, 0, 0, 4)]
 
 
 def test_tiers_carry_each_other_on():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 16)
-    l0, l1, l2 = index.open(), index.open(), index.open()
-    index.add(l0, b"".join(blocks[0:2] + blocks[8:11]), 32)
-    index.add(l1, blocks[7], 32)  # chunk 1 of 4 blocks
-    index.add(l2, blocks[3], 32)  # chunk 0
+    l0, l1, l2 = index.add_owner(), index.add_owner(), index.add_owner()
+    index.add_blocks(l0, b"".join(blocks[0:2] + blocks[8:11]), 32)
+    index.add_blocks(l1, blocks[7], 32)  # chunk 1 of 4 blocks
+    index.add_blocks(l2, blocks[3], 32)  # chunk 0
     reader = (l0, l1, l2, 4)
     assert index.match(b"".join(blocks), 32, [reader]) == [(2, 0, 4, 11)]
     assert index.match(b"".join(blocks[:7]), 32, [reader]) == [(2, 0, 4, 4)], "half a chunk cannot be loaded"
@@ -53,104 +53,104 @@ def test_tiers_carry_each_other_on():
 
 def test_a_match_goes_on_behind_what_is_looked_up_at_once():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 3000)
-    l0, l1 = index.open(), index.open()
-    index.add(l0, b"".join(blocks[:120]), 32)
-    index.add(l1, blocks[999] + blocks[1999], 32)
+    l0, l1 = index.add_owner(), index.add_owner()
+    index.add_blocks(l0, b"".join(blocks[:120]), 32)
+    index.add_blocks(l1, blocks[999] + blocks[1999], 32)
     assert index.match(b"".join(blocks), 32, [(l0, l1, -1, 1000)]) == [(120, 2000, 0, 2000)]
 
 
 def test_hashes_of_any_length_are_known_by_their_last_8_bytes():
     index = PrefixIndex(1, ROOM)
-    holder = index.open()
-    index.add(holder, b"12345678" * 4, 32)
+    owner = index.add_owner()
+    index.add_blocks(owner, b"12345678" * 4, 32)
     for hash_bytes in (8, 16, 32):
-        assert index.match(b"-" * (hash_bytes - 8) + b"12345678", hash_bytes, [(holder, -1, -1, 1)])[0][0] == 1
+        assert index.match(b"-" * (hash_bytes - 8) + b"12345678", hash_bytes, [(owner, -1, -1, 1)])[0][0] == 1
 
 
 @pytest.mark.parametrize(("hashes", "hash_bytes"), [(b"1234", 4), (b"", 0), (bytes(66), 33), (bytes(33), 32)])
 def test_what_is_no_whole_hash_is_refused(hashes, hash_bytes):
     index = PrefixIndex(1, ROOM)
-    holder = index.open()
+    owner = index.add_owner()
     for call in (
-        lambda: index.add(holder, hashes, hash_bytes),
-        lambda: index.remove(holder, hashes, hash_bytes),
-        lambda: index.match(hashes, hash_bytes, [(holder, -1, -1, 1)]),
+        lambda: index.add_blocks(owner, hashes, hash_bytes),
+        lambda: index.remove_blocks(owner, hashes, hash_bytes),
+        lambda: index.match(hashes, hash_bytes, [(owner, -1, -1, 1)]),
     ):
         with pytest.raises(ValueError, match="no whole hashes"):
             call()
 
 
-def test_a_holder_that_was_not_opened_is_refused():
+def test_a_owner_that_was_not_opened_is_refused():
     index = PrefixIndex(1, ROOM)
-    for holder in (-1, 0, 64):
-        for call in (lambda h=holder: index.add(h, bytes(8), 8), lambda h=holder: index.close(h)):
-            with pytest.raises(ValueError, match="no holder"):
+    for owner in (-1, 0, 64):
+        for call in (lambda h=owner: index.add_blocks(h, bytes(8), 8), lambda h=owner: index.remove_owner(h)):
+            with pytest.raises(ValueError, match="no owner"):
                 call()
-    with pytest.raises(ValueError, match="unknown holders"):
+    with pytest.raises(ValueError, match="unknown owners"):
         index.match(bytes(8), 8, [(64, -1, -1, 1)])
 
 
 def test_a_block_told_twice_goes_when_it_was_taken_back_twice():
     index, (block,) = PrefixIndex(1, ROOM), hashes_of(1, 1)
-    one, two = index.open(), index.open()
-    index.add(one, block * 3, 32)
-    index.add(two, block, 32)
-    assert (len(index), index.held(one), index.held(two)) == (1, 1, 1)
-    assert index.remove(one, block * 2, 32) == 0
+    one, two = index.add_owner(), index.add_owner()
+    index.add_blocks(one, block * 3, 32)
+    index.add_blocks(two, block, 32)
+    assert (len(index), index.owned_blocks(one), index.owned_blocks(two)) == (1, 1, 1)
+    assert index.remove_blocks(one, block * 2, 32) == 0
     assert index.match(block, 32, [(one, -1, -1, 1)])[0][0] == 1
-    assert index.remove(one, block * 2, 32) == 1, "the fourth was not held"
+    assert index.remove_blocks(one, block * 2, 32) == 1, "the fourth was not held"
     assert index.match(block, 32, [(one, -1, -1, 1), (two, -1, -1, 1)]) == [(0, 0, 0, 0), (1, 0, 0, 1)]
 
 
-def test_64_holders_are_told_apart_and_then_there_are_no_more():
+def test_64_owners_are_told_apart_and_then_there_are_no_more():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 64)
-    holders = [index.open() for _ in range(64)]
-    assert sorted(holders) == list(range(64))
-    assert index.open() == -1
-    for number, holder in enumerate(holders):
-        index.add(holder, b"".join(blocks[: number + 1]), 32)
-    found = index.match(b"".join(blocks), 32, [(holder, -1, -1, 1) for holder in holders])
+    owners = [index.add_owner() for _ in range(64)]
+    assert sorted(owners) == list(range(64))
+    assert index.add_owner() == -1
+    for number, owner in enumerate(owners):
+        index.add_blocks(owner, b"".join(blocks[: number + 1]), 32)
+    found = index.match(b"".join(blocks), 32, [(owner, -1, -1, 1) for owner in owners])
     assert [match[0] for match in found] == list(range(1, 65))
-    index.close(holders[7])
-    assert index.open() == holders[7]
-    assert index.match(b"".join(blocks), 32, [(holders[7], -1, -1, 1)])[0][0] == 0
+    index.remove_owner(owners[7])
+    assert index.add_owner() == owners[7]
+    assert index.match(b"".join(blocks), 32, [(owners[7], -1, -1, 1)])[0][0] == 0
 
 
-def test_a_holder_that_is_cleared_leaves_the_others_alone():
+def test_a_owner_that_is_cleared_leaves_the_others_alone():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 5000)
-    one, two = index.open(), index.open()
-    index.add(one, b"".join(blocks) * 2, 32)
-    index.add(two, b"".join(blocks[:3000]), 32)
-    index.clear(one)
+    one, two = index.add_owner(), index.add_owner()
+    index.add_blocks(one, b"".join(blocks) * 2, 32)
+    index.add_blocks(two, b"".join(blocks[:3000]), 32)
+    index.clear_owner(one)
     readers = [(one, -1, -1, 1), (two, -1, -1, 1)]
     assert [match[0] for match in index.match(b"".join(blocks), 32, readers)] == [0, 3000]
-    assert (len(index), index.held(one), index.held(two)) == (3000, 0, 3000)
-    index.add(one, blocks[0], 32)
-    index.remove(one, blocks[0], 32)
-    assert index.held(one) == 0, "how often it was told was forgotten too"
+    assert (len(index), index.owned_blocks(one), index.owned_blocks(two)) == (3000, 0, 3000)
+    index.add_blocks(one, blocks[0], 32)
+    index.remove_blocks(one, blocks[0], 32)
+    assert index.owned_blocks(one) == 0, "how often it was told was forgotten too"
 
 
 def test_what_exceeds_the_memory_is_refused_and_counted():
     index, most = PrefixIndex(1, 1 << 20), 1 << 20
-    holder = index.open()
+    owner = index.add_owner()
     blocks = hashes_of(1, 100_000, 8)
-    refused = index.add(holder, b"".join(blocks), 8)
+    refused = index.add_blocks(owner, b"".join(blocks), 8)
     assert 0 < refused == index.refused
-    assert index.held(holder) == len(index) == len(blocks) - refused
+    assert index.owned_blocks(owner) == len(index) == len(blocks) - refused
     assert index.memory_bytes <= most
-    again = index.add(holder, b"".join(blocks), 8)
+    again = index.add_blocks(owner, b"".join(blocks), 8)
     assert again >= refused
     assert index.memory_bytes <= most
-    index.clear(holder)
-    assert index.add(holder, b"".join(blocks[:1000]), 8) == 0
+    index.clear_owner(owner)
+    assert index.add_blocks(owner, b"".join(blocks[:1000]), 8) == 0
 
 
 def test_a_block_takes_at_most_32_bytes():
     index = PrefixIndex(1, ROOM)
-    holder = index.open()
+    owner = index.add_owner()
     generator = random.Random(1)
     for _ in range(40):
-        index.add(holder, generator.randbytes(25_000 * 8), 8)
+        index.add_blocks(owner, generator.randbytes(25_000 * 8), 8)
         if len(index) >= 100_000:
             assert 16 < index.memory_bytes / len(index) <= 32
     assert len(index) == 1_000_000
@@ -159,11 +159,11 @@ def test_a_block_takes_at_most_32_bytes():
 def test_hashes_that_differ_little_are_found_as_fast_as_any():
     """They share 62 of 64 bits pattern-wise; were their places alike, this would take minutes."""
     index = PrefixIndex(1, ROOM)
-    holder = index.open()
+    owner = index.add_owner()
     for shift in (0, 16, 44):
         blocks = [(number << shift).to_bytes(8, "little") for number in range(1, 200_000)]
-        index.add(holder, b"".join(blocks), 8)
-        assert index.match(b"".join(blocks), 8, [(holder, -1, -1, 1)])[0][0] == len(blocks)
+        index.add_blocks(owner, b"".join(blocks), 8)
+        assert index.match(b"".join(blocks), 8, [(owner, -1, -1, 1)])[0][0] == len(blocks)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -171,18 +171,18 @@ def test_each_block_of_a_crowded_table_is_found_as_long_as_it_is_held(seed):
     """So many that most lines are full, and the blocks behind a full line move up when others go."""
     generator = random.Random(seed)
     index = PrefixIndex(generator.getrandbits(64), ROOM)
-    holders = [index.open(), index.open()]
+    owners = [index.add_owner(), index.add_owner()]
     blocks = hashes_of(seed, 30_000, 8)
     held: list[set[bytes]] = [set(), set()]
     for _ in range(12):
-        for holder, known in zip(holders, held, strict=True):
+        for owner, known in zip(owners, held, strict=True):
             come = [block for block in generator.sample(blocks, 10_000) if block not in known]
             gone = generator.sample(sorted(known), len(known) // 3)
-            assert index.add(holder, b"".join(come), 8) == 0
-            assert index.remove(holder, b"".join(gone), 8) == 0
+            assert index.add_blocks(owner, b"".join(come), 8) == 0
+            assert index.remove_blocks(owner, b"".join(gone), 8) == 0
             known |= set(come)
             known -= set(gone)
-        readers = [(holder, -1, -1, 1) for holder in holders]
+        readers = [(owner, -1, -1, 1) for owner in owners]
         for block in generator.sample(blocks, 3_000):
             found = [match[0] for match in index.match(block, 8, readers)]
             assert found == [int(block in known) for known in held]
@@ -198,31 +198,31 @@ def test_random_comings_and_goings_agree_with_a_plain_model(seed):
     prompts = [hashes_of(seed * 100 + n, 300) for n in range(3)]
     prompts += [prompt[: generator.randrange(300)] + hashes_of(seed * 100 + 50, 200) for prompt in prompts]
     counts: list[Counter[bytes]] = [Counter() for _ in range(64)]
-    holders = [index.open() for _ in range(6)]
+    owners = [index.add_owner() for _ in range(6)]
     for _ in range(400):
-        holder, prompt = generator.choice(holders), generator.choice(prompts)
+        owner, prompt = generator.choice(owners), generator.choice(prompts)
         first = generator.choice([0, 0, generator.randrange(len(prompt))])
         part = prompt[first : first + generator.randrange(1, 300)]
         action = generator.random()
         if action < 0.6:
-            assert index.add(holder, b"".join(part), 32) == 0
-            counts[holder].update(part)
+            assert index.add_blocks(owner, b"".join(part), 32) == 0
+            counts[owner].update(part)
         elif action < 0.95:
             unknown = 0
             for block in part:
-                unknown += counts[holder][block] == 0
-                counts[holder][block] = max(0, counts[holder][block] - 1)
-            assert index.remove(holder, b"".join(part), 32) == unknown
+                unknown += counts[owner][block] == 0
+                counts[owner][block] = max(0, counts[owner][block] - 1)
+            assert index.remove_blocks(owner, b"".join(part), 32) == unknown
         elif action < 0.98:
-            index.clear(holder)
-            counts[holder].clear()
+            index.clear_owner(owner)
+            counts[owner].clear()
         else:
-            index.close(holder)
-            counts[holder].clear()
-            assert index.open() == holder
-        readers = [(*(generator.choice([*holders, -1]) for _ in range(3)), generator.choice([1, 3, 16])) for _ in "123"]
+            index.remove_owner(owner)
+            counts[owner].clear()
+            assert index.add_owner() == owner
+        readers = [(*(generator.choice([*owners, -1]) for _ in range(3)), generator.choice([1, 3, 16])) for _ in "123"]
         prompt = generator.choice(prompts)
         assert index.match(b"".join(prompt), 32, readers) == [expected(prompt, counts, r) for r in readers]
-    held = [{block for block, count in counts[holder].items() if count} for holder in holders]
-    assert [index.held(holder) for holder in holders] == [len(blocks) for blocks in held]
+    held = [{block for block, count in counts[owner].items() if count} for owner in owners]
+    assert [index.owned_blocks(owner) for owner in owners] == [len(blocks) for blocks in held]
     assert len(index) == len(set().union(*held))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvserver._native import Copier, Gpu, Way
+from kvserver._native import CpuDevice, Gpu, Way
 from kvserver.config import add_flags, read_configuration
 from kvserver.copy import Hardware
 from kvserver.copy.devices import OpenGpu
@@ -48,7 +48,7 @@ def main() -> int:
     arguments = parser.parse_args()
     delay = arguments.copy_delay_us
     hardware = Hardware(
-        make_cpu=partial(Copier, delay_micros=delay),
+        make_cpu=partial(CpuDevice, delay_micros=delay),
         gpu_way={"dma": Way.DMA, "staged": Way.STAGED}.get(arguments.gpu_way),
     )
     if arguments.simulated_gpus:

@@ -36,7 +36,7 @@ def follow(gpu: FakeGpu, file: Path) -> None:
             case ["die"]:
                 gpu.die(REASON)
             case ["hang"]:
-                gpu.hold()
+                gpu.pause()
                 gpu.lose(REASON)
             case ["fail", call, text]:
                 gpu.fail_next(call, text)

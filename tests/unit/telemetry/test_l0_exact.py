@@ -18,7 +18,7 @@ from support.lives import (
     released,
 )
 
-from kvserver._native import BlockLives, LifeFigures, check_records
+from kvserver._native import BlockLifetimes, LifetimeMetrics, check_records
 from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, RECORD_OWNED, RESIDENCY_SECONDS
 from kvserver.telemetry import L0
 
@@ -297,8 +297,8 @@ WRONG = {
 def test_wrong_records_are_refused_whole(records: bytes, when: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_records(records, when, 64)
-    statistics = LifeFigures([1.0])
-    lifetimes = BlockLives(statistics, 64, 1.0, 0)
+    statistics = LifetimeMetrics([1.0])
+    lifetimes = BlockLifetimes(statistics, 64, 1.0, 0)
     with pytest.raises(ValueError, match=why):
         lifetimes.apply(records, when)
     assert statistics.read().allocations == 0
@@ -316,36 +316,36 @@ RIGHT = {
 @pytest.mark.parametrize(("records", "when"), RIGHT.values(), ids=RIGHT)
 def test_right_records_are_taken(records: bytes, when: bytes) -> None:
     check_records(records, when, 64)
-    BlockLives(LifeFigures([1.0]), 64, 1.0, 0).apply(records, when)
+    BlockLifetimes(LifetimeMetrics([1.0]), 64, 1.0, 0).apply(records, when)
 
 
 def test_a_pool_of_no_blocks_takes_no_block() -> None:
     with pytest.raises(ValueError, match="block 0 is not below 0"):
-        BlockLives(LifeFigures([]), 0, 1.0, 0).apply(words(0), marks(0))
+        BlockLifetimes(LifetimeMetrics([]), 0, 1.0, 0).apply(words(0), marks(0))
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
 def test_a_sample_rate_is_a_probability(rate: float) -> None:
     with pytest.raises(ValueError, match="0 to 1"):
-        BlockLives(LifeFigures([1.0]), 8, rate, 0)
+        BlockLifetimes(LifetimeMetrics([1.0]), 8, rate, 0)
 
 
 @pytest.mark.parametrize("bounds", [[2.0, 1.0], [1.0, 1.0], [float("nan")]])
 def test_bounds_of_buckets_ascend(bounds: list[float]) -> None:
     with pytest.raises(ValueError, match="ascend"):
-        LifeFigures(bounds)
+        LifetimeMetrics(bounds)
 
 
 # ---- statistics and pools -------------------------------------------------------------------------
 
 
 def test_a_block_uses_at_most_64_bytes() -> None:
-    assert BlockLives.bytes_per_block <= 64
+    assert BlockLifetimes.bytes_per_block <= 64
 
 
 def test_pools_with_the_same_statistics_are_counted_together() -> None:
-    statistics = LifeFigures([1.0])
-    pools = [BlockLives(statistics, 8, 1.0, seed) for seed in range(2)]
+    statistics = LifetimeMetrics([1.0])
+    pools = [BlockLifetimes(statistics, 8, 1.0, seed) for seed in range(2)]
     for pool in pools:
         pool.apply(words(*allocated(1, 2), *released(2)), marks(0))
     found = statistics.read()
@@ -353,8 +353,8 @@ def test_pools_with_the_same_statistics_are_counted_together() -> None:
 
 
 def test_a_pool_that_goes_loses_its_lifetimes() -> None:
-    statistics = LifeFigures([1.0])
-    lifetimes = BlockLives(statistics, 8, 1.0, 0)
+    statistics = LifetimeMetrics([1.0])
+    lifetimes = BlockLifetimes(statistics, 8, 1.0, 0)
     lifetimes.apply(words(*allocated(1, 2), *released(2)), marks(0))
     del lifetimes
     found = statistics.read()
@@ -362,8 +362,8 @@ def test_a_pool_that_goes_loses_its_lifetimes() -> None:
 
 
 def test_statistics_that_were_read_do_not_change() -> None:
-    statistics = LifeFigures([1.0])
-    lifetimes = BlockLives(statistics, 8, 1.0, 0)
+    statistics = LifetimeMetrics([1.0])
+    lifetimes = BlockLifetimes(statistics, 8, 1.0, 0)
     before = statistics.read()
     lifetimes.apply(words(*allocated(1), *evicted(1)), marks(0, 1))
     assert (before.allocations, before.lifetime.counts, before.lifetime.sum) == (0, [0, 0], 0)

@@ -11,7 +11,7 @@ import pytest
 from support.lives import HISTOGRAMS, SECOND, Engine, hold, release
 from support.lives_model import Model
 
-from kvserver._native import BlockLives, LifeFigures
+from kvserver._native import BlockLifetimes, LifetimeMetrics
 from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, Buckets, ExactRecords
 from kvserver.telemetry import L0
 
@@ -155,18 +155,18 @@ def test_all_counts_of_random_engines_are_those_of_a_slow_model(seed: int) -> No
 # ---- samples --------------------------------------------------------------------------------------
 
 LIFETIMES, GAPS = 20_000, 3
-Apply = Callable[[BlockLives, int], None]
+Apply = Callable[[BlockLifetimes, int], None]
 
 
-def one_block(lifetimes: BlockLives, number: int) -> None:
+def one_block(lifetimes: BlockLifetimes, number: int) -> None:
     one_lifetime(lifetimes, 1, number)
 
 
-def many_blocks(lifetimes: BlockLives, number: int) -> None:
+def many_blocks(lifetimes: BlockLifetimes, number: int) -> None:
     one_lifetime(lifetimes, 1 + number, number)
 
 
-def one_lifetime(lifetimes: BlockLives, block: int, number: int) -> None:
+def one_lifetime(lifetimes: BlockLifetimes, block: int, number: int) -> None:
     """A lifetime of 1 to 2 seconds with GAPS accesses."""
     codes = [0, *[1] * GAPS, *[2] * (GAPS + 1), 3]
     records = b"".join((code << RECORD_OPERATION_SHIFT | block).to_bytes(4, "little") for code in codes)
@@ -174,9 +174,9 @@ def one_lifetime(lifetimes: BlockLives, block: int, number: int) -> None:
     lifetimes.apply(records, MARK.pack(0, SECOND) + MARK.pack(len(codes) - 1, SECOND + took))
 
 
-def statistics(apply: Apply, rate: float, seed: int = 7) -> LifeFigures:
-    found = LifeFigures([1.5])
-    lifetimes = BlockLives(found, LIFETIMES + 1, rate, seed)
+def statistics(apply: Apply, rate: float, seed: int = 7) -> LifetimeMetrics:
+    found = LifetimeMetrics([1.5])
+    lifetimes = BlockLifetimes(found, LIFETIMES + 1, rate, seed)
     for number in range(LIFETIMES):
         apply(lifetimes, number)
     return found
@@ -211,8 +211,8 @@ def test_the_same_seed_samples_the_same_lifetimes_and_another_samples_others() -
 
 
 def test_each_lifetime_of_a_block_is_sampled_by_itself() -> None:
-    found = LifeFigures([1.5])
-    lifetimes = BlockLives(found, 2, 0.5, 0)
+    found = LifetimeMetrics([1.5])
+    lifetimes = BlockLifetimes(found, 2, 0.5, 0)
     seen = []
     for number in range(64):
         before = sum(found.read().lifetime.counts)

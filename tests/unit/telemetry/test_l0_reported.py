@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.lives import HISTOGRAMS, Engine, hold, release
 
-from kvserver._native import BlockLives, LifeFigures, pack_blocks
+from kvserver._native import BlockLifetimes, LifetimeMetrics, pack_blocks
 from kvserver.protocol import Owned, Released
 from kvserver.telemetry import L0
 from kvserver.telemetry.request_blocks import MAX_REQUESTS
@@ -282,13 +282,13 @@ def test_requests_that_never_end_are_bounded(engine: Engine) -> None:
 
 
 def test_requests_that_hold_nothing_cost_nothing() -> None:
-    lives = BlockLives(LifeFigures([1.0]), 8, 1.0, 0)
+    lives = BlockLifetimes(LifetimeMetrics([1.0]), 8, 1.0, 0)
     block = b"\5\0\0\0"
     for request in range(100):
-        lives.hold(request, 0, block, bytes([1] * 8), 1)
+        lives.own_blocks(request, 0, block, bytes([1] * 8), 1)
     assert lives.requests == 100
     for request in range(50):
-        lives.release(request, block, 2)
+        lives.release_blocks(request, block, 2)
     for request in range(50, 99):
         lives.end_request(request, 2)
     assert lives.requests == 1

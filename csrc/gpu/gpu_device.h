@@ -1,4 +1,4 @@
-// gpu_copier.h: a GPU as a device.
+// gpu_device.h: a GPU as a device.
 //
 // Two lanes, one for loads and one for stores, which share nothing and never wait for each other.
 // A job is cut into batches of bounded bytes; a lane keeps a few of them in flight, each in a slot
@@ -96,11 +96,11 @@ struct GpuOptions {
 
 class Lane;
 
-class GpuCopier final : public Device {
+class GpuDevice final : public Device {
   public:
-    GpuCopier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, std::shared_ptr<Gpu> gpu,
+    GpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, std::shared_ptr<Gpu> gpu,
               GpuOptions options);
-    ~GpuCopier() override;
+    ~GpuDevice() override;
 
     int completion_fd() const override { return completions_.fd(); }
     std::vector<Completion> drain() override { return completions_.drain(); }

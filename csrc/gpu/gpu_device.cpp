@@ -1,5 +1,5 @@
-// gpu_copier.cpp: the device: its two lanes, and mapping of engines' memory.
-#include "gpu/gpu_copier.h"
+// gpu_device.cpp: the device: its two lanes, and mapping of engines' memory.
+#include "gpu/gpu_device.h"
 
 #include <unistd.h>
 
@@ -52,7 +52,7 @@ void GpuMapping::close_fd() {
 
 // ---- the device -----------------------------------------------------------------------------
 
-GpuCopier::GpuCopier(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
+GpuDevice::GpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
                      std::shared_ptr<Gpu> gpu, GpuOptions options)
     : l1_{std::move(region), page_bytes}, gpu_(std::move(gpu)) {
     check_l1(l1_);
@@ -64,7 +64,7 @@ GpuCopier::GpuCopier(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
     map_thread_ = std::thread([this] { run_maps(); });
 }
 
-GpuCopier::~GpuCopier() {
+GpuDevice::~GpuDevice() {
     {
         std::lock_guard lock(mutex_);
         stopping_ = true;
@@ -73,7 +73,7 @@ GpuCopier::~GpuCopier() {
     map_thread_.join();  // it knows the lanes
 }
 
-void GpuCopier::submit_copy(std::shared_ptr<CopyJob> job) {
+void GpuDevice::submit_copy(std::shared_ptr<CopyJob> job) {
     check_job(*job, l1_);
     for (const auto& memory : job->planes->memories()) {
         const auto* own = dynamic_cast<const GpuMapping*>(memory.get());
@@ -84,24 +84,24 @@ void GpuCopier::submit_copy(std::shared_ptr<CopyJob> job) {
     lane.submit(std::move(job));
 }
 
-void GpuCopier::cancel(uint64_t ticket) {
+void GpuDevice::cancel(uint64_t ticket) {
     stores_->cancel(ticket);
     loads_->cancel(ticket);
 }
 
-const LaneCounts& GpuCopier::counts(Direction direction) const {
+const LaneCounts& GpuDevice::counts(Direction direction) const {
     return direction == Direction::kStore ? stores_->counts() : loads_->counts();
 }
 
-void GpuCopier::submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
+void GpuDevice::submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
     queue_map({ticket, false, std::move(mappings)});
 }
 
-void GpuCopier::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
+void GpuDevice::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
     queue_map({ticket, true, std::move(mappings)});
 }
 
-void GpuCopier::queue_map(MapJob job) {
+void GpuDevice::queue_map(MapJob job) {
     {
         std::lock_guard lock(mutex_);
         maps_.push_back(std::move(job));
@@ -109,7 +109,7 @@ void GpuCopier::queue_map(MapJob job) {
     wake_.notify_all();
 }
 
-void GpuCopier::run_maps() {
+void GpuDevice::run_maps() {
     block_signals();
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -127,7 +127,7 @@ void GpuCopier::run_maps() {
     }
 }
 
-Completion GpuCopier::run_map(const MapJob& job) {
+Completion GpuDevice::run_map(const MapJob& job) {
     if (gpu_->is_lost() && !job.unmap) return refuse_map_job(job, gpu_->lost());
     uint64_t before = 0, after = 0;
     for (const auto& mapping : job.mappings)

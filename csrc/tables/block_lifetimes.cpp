@@ -1,5 +1,5 @@
-// block_lives.cpp: an array of blocks, and one switch for what may happen to them.
-#include "tables/block_lives.h"
+// block_lifetimes.cpp: an array of blocks, and one switch for what may happen to them.
+#include "tables/block_lifetimes.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@ namespace kvserver {
 namespace {
 
 constexpr uint32_t kBlockMask = (1u << kRecordShift) - 1;
-constexpr auto kLastRecord = static_cast<uint32_t>(Record::kHeld);
+constexpr auto kLastRecord = static_cast<uint32_t>(Record::kOwned);
 constexpr auto kClearedRecord = static_cast<uint32_t>(Record::kCleared);
 
 // The `index`-th T in raw memory of any alignment.
@@ -98,29 +98,29 @@ void check_records(std::string_view records, std::string_view marks, uint64_t nu
     check_marks(marks, count);
 }
 
-// ---- figures --------------------------------------------------------------------------------
+// ---- metrics --------------------------------------------------------------------------------
 
-LifeFigures::LifeFigures(std::vector<double> bounds) : bounds_(std::move(bounds)) {
+LifetimeMetrics::LifetimeMetrics(std::vector<double> bounds) : bounds_(std::move(bounds)) {
     for (size_t i = 0; i < bounds_.size(); ++i)
         if (std::isnan(bounds_[i]) || (i > 0 && bounds_[i] <= bounds_[i - 1]))
             refuse("bounds of buckets ascend");
-    for (LifeHistogram* histogram : {&figures_.lifetime, &figures_.idle_before_evict,
-                                     &figures_.since_last_access, &figures_.reuse_gap})
+    for (LifetimeHistogram* histogram : {&metrics_.lifetime, &metrics_.idle_before_evict,
+                                         &metrics_.since_last_access, &metrics_.reuse_gap})
         histogram->counts.resize(bounds_.size() + 1);
-    shown_ = figures_;
+    published_ = metrics_;
 }
 
-LifeSnapshot LifeFigures::read() const {
-    const std::lock_guard lock(shown_mutex_);
-    return shown_;
+LifetimeSnapshot LifetimeMetrics::read() const {
+    const std::lock_guard lock(published_mutex_);
+    return published_;
 }
 
-LifeFigures::Writing::~Writing() {
-    const std::lock_guard shown_lock(figures.shown_mutex_);
-    figures.shown_ = figures.figures_;
+LifetimeMetrics::Writing::~Writing() {
+    const std::lock_guard published_lock(metrics.published_mutex_);
+    metrics.published_ = metrics.metrics_;
 }
 
-void LifeFigures::observe(LifeHistogram& histogram, uint64_t nanos) {
+void LifetimeMetrics::observe(LifetimeHistogram& histogram, uint64_t nanos) {
     const double seconds = static_cast<double>(nanos) / 1e9;
     const auto bound = std::lower_bound(bounds_.begin(), bounds_.end(), seconds);
     ++histogram.counts[static_cast<size_t>(bound - bounds_.begin())];
@@ -129,12 +129,12 @@ void LifeFigures::observe(LifeHistogram& histogram, uint64_t nanos) {
 
 // ---- lives ----------------------------------------------------------------------------------
 
-void BlockLives::Free::operator()(Block* blocks) const { std::free(blocks); }
+void BlockLifetimes::Free::operator()(Block* blocks) const { std::free(blocks); }
 
-BlockLives::BlockLives(std::shared_ptr<LifeFigures> figures, uint64_t num_blocks,
-                       double sample_rate, uint64_t seed)
-    : shared_(std::move(figures)),
-      figures_(shared_->figures_),
+BlockLifetimes::BlockLifetimes(std::shared_ptr<LifetimeMetrics> metrics, uint64_t num_blocks,
+                               double sample_rate, uint64_t seed)
+    : shared_(std::move(metrics)),
+      metrics_(shared_->metrics_),
       num_blocks_(num_blocks),
       sample_below_(static_cast<uint64_t>(std::ldexp(checked_rate(sample_rate), 53))),
       seed_(mix(seed)),
@@ -143,61 +143,61 @@ BlockLives::BlockLives(std::shared_ptr<LifeFigures> figures, uint64_t num_blocks
     if (!blocks_ && num_blocks > 0) throw std::bad_alloc();
 }
 
-BlockLives::~BlockLives() { end_all(); }
+BlockLifetimes::~BlockLifetimes() { end_all(); }
 
-BlockLives::Block& BlockLives::touch(uint32_t id) {
+BlockLifetimes::Block& BlockLifetimes::touch(uint32_t id) {
     touched_ = std::max<uint64_t>(touched_, uint64_t{id} + 1);
     return blocks_[id];
 }
 
 // Where this block is counted. Every change of a block stands between --gauge and ++gauge of it.
-uint64_t& BlockLives::gauge(const Block& block) {
-    if (block.owners > 0) return figures_.active_blocks;
-    return block.alive ? figures_.released_blocks : nowhere_;
+uint64_t& BlockLifetimes::gauge(const Block& block) {
+    if (block.owners > 0) return metrics_.active_blocks;
+    return block.alive ? metrics_.released_blocks : nowhere_;
 }
 
-void BlockLives::begin(Block& block, uint32_t id, uint64_t now) {
-    ++block.life;
+void BlockLifetimes::begin(Block& block, uint32_t id, uint64_t now) {
+    ++block.births;
     block.alive = true;
     block.sampled =
-        mix(seed_ + (uint64_t{id} << 32 | block.life) * 0x9e3779b97f4a7c15) >> 11 < sample_below_;
+        mix(seed_ + (uint64_t{id} << 32 | block.births) * 0x9e3779b97f4a7c15) >> 11 < sample_below_;
     block.born_ns = block.accessed_ns = now;
     block.released_ns = 0;
     block.content = 0;
 }
 
 // REQUIRES: it has a life; its owners are those before this access.
-void BlockLives::access(Block& block, uint64_t now) {
-    ++(block.owners > 0 ? figures_.shared_accesses : figures_.reuses);
+void BlockLifetimes::access(Block& block, uint64_t now) {
+    ++(block.owners > 0 ? metrics_.shared_accesses : metrics_.reuses);
     if (block.sampled && block.accessed_ns && now)
-        shared_->observe(figures_.reuse_gap, span_ns(block.accessed_ns, now));
+        shared_->observe(metrics_.reuse_gap, span_ns(block.accessed_ns, now));
     block.accessed_ns = now;
 }
 
-void BlockLives::observe_end(const Block& block, uint64_t now) {
-    if (block.born_ns && now) shared_->observe(figures_.lifetime, span_ns(block.born_ns, now));
+void BlockLifetimes::observe_end(const Block& block, uint64_t now) {
+    if (block.born_ns && now) shared_->observe(metrics_.lifetime, span_ns(block.born_ns, now));
     if (block.accessed_ns && now)
-        shared_->observe(figures_.since_last_access, span_ns(block.accessed_ns, now));
+        shared_->observe(metrics_.since_last_access, span_ns(block.accessed_ns, now));
     if (block.owners > 0)
-        shared_->observe(figures_.idle_before_evict, 0);
+        shared_->observe(metrics_.idle_before_evict, 0);
     else if (block.released_ns && now)
-        shared_->observe(figures_.idle_before_evict, span_ns(block.released_ns, now));
+        shared_->observe(metrics_.idle_before_evict, span_ns(block.released_ns, now));
 }
 
 // Nothing if it has no life.
-void BlockLives::end(Block& block, End how, uint64_t now) {
+void BlockLifetimes::end(Block& block, End how, uint64_t now) {
     if (block.alive && block.sampled) observe_end(block, now);
     forget(block, how);
 }
 
 // Likewise, and nothing is observed.
-void BlockLives::forget(Block& block, End how) {
+void BlockLifetimes::forget(Block& block, End how) {
     if (!block.alive) return;
-    ++(figures_.*how);
+    ++(metrics_.*how);
     block.alive = false;
 }
 
-void BlockLives::forget_all(End how) {
+void BlockLifetimes::forget_all(End how) {
     bool owned = false;
     for (uint64_t id = 0; id < touched_; ++id) {
         Block& block = blocks_[id];
@@ -209,11 +209,11 @@ void BlockLives::forget_all(End how) {
     if (!owned) touched_ = 0;  // nothing more to forget: the next time is cheap
 }
 
-void BlockLives::lose_all() {
+void BlockLifetimes::lose_all() {
     for (uint64_t id = 0; id < touched_; ++id) {
         Block& block = blocks_[id];
         --gauge(block);
-        forget(block, &LifeSnapshot::lost);
+        forget(block, &LifetimeSnapshot::lost);
         if (block.owners > 0) block.owners = 0;  // memory that was never written costs nothing
         ++gauge(block);
     }
@@ -221,16 +221,16 @@ void BlockLives::lose_all() {
     requests_.clear();
 }
 
-void BlockLives::end_all() {
-    const LifeFigures::Writing writing(*shared_);
+void BlockLifetimes::end_all() {
+    const LifetimeMetrics::Writing writing(*shared_);
     lose_all();
 }
 
 // ---- exact ----------------------------------------------------------------------------------
 
-void BlockLives::apply(std::string_view records, std::string_view marks) {
+void BlockLifetimes::apply(std::string_view records, std::string_view marks) {
     check_records(records, marks, num_blocks_);
-    const LifeFigures::Writing writing(*shared_);
+    const LifetimeMetrics::Writing writing(*shared_);
     const size_t count = records.size() / sizeof(uint32_t), moments = marks.size() / sizeof(Mark);
     for (size_t m = 0; m < moments; ++m) {
         const auto mark = at<Mark>(marks, m);
@@ -242,17 +242,17 @@ void BlockLives::apply(std::string_view records, std::string_view marks) {
     }
 }
 
-void BlockLives::step(Record operation, uint32_t id, uint64_t now) {
-    if (operation == Record::kCleared) return forget_all(&LifeSnapshot::cleared);
+void BlockLifetimes::step(Record operation, uint32_t id, uint64_t now) {
+    if (operation == Record::kCleared) return forget_all(&LifetimeSnapshot::cleared);
     if (id == 0) return;
     Block& block = touch(id);
     --gauge(block);
     switch (operation) {
         case Record::kAllocated:
-            end(block, &LifeSnapshot::recycled, now);
+            end(block, &LifetimeSnapshot::recycled, now);
             begin(block, id, now);
             block.owners = 1;
-            ++figures_.allocations;
+            ++metrics_.allocations;
             break;
         case Record::kAccessed:
             if (block.alive) access(block, now);
@@ -262,14 +262,14 @@ void BlockLives::step(Record operation, uint32_t id, uint64_t now) {
             if (block.owners > 0 && --block.owners == 0) block.released_ns = now;
             break;
         case Record::kEvicted:
-            end(block, &LifeSnapshot::evictions, now);
+            end(block, &LifetimeSnapshot::evictions, now);
             break;
         case Record::kPresent:
-            forget(block, &LifeSnapshot::lost);
+            forget(block, &LifetimeSnapshot::lost);
             begin(block, id, 0);
             block.owners = 0;
             break;
-        case Record::kHeld:
+        case Record::kOwned:
             ++block.owners;
             break;
         case Record::kCleared:
@@ -280,24 +280,25 @@ void BlockLives::step(Record operation, uint32_t id, uint64_t now) {
 
 // ---- reported -------------------------------------------------------------------------------
 
-void BlockLives::hold(uint64_t request, uint32_t group, std::string_view blocks,
-                      std::string_view contents, uint64_t time_ns, bool watched) {
+void BlockLifetimes::own_blocks(uint64_t request, uint32_t group, std::string_view blocks,
+                                std::string_view contents, uint64_t time_ns, bool watched) {
     const size_t count = count_of(blocks, sizeof(uint32_t), "blocks");
     const size_t named = count_of(contents, sizeof(uint64_t), "contents");
     if (named > count)
         refuse(std::to_string(named) + " contents for " + std::to_string(count) + " blocks");
-    for (size_t i = 0; i < count; ++i) check_id(at<uint32_t>(blocks, i), num_blocks_, "hold", i);
-    const LifeFigures::Writing writing(*shared_);
+    for (size_t i = 0; i < count; ++i)
+        check_id(at<uint32_t>(blocks, i), num_blocks_, "owned block", i);
+    const LifetimeMetrics::Writing writing(*shared_);
     for (size_t i = 0; i < count; ++i) {
         const auto id = at<uint32_t>(blocks, i);
         const uint64_t name = i < named ? at<uint64_t>(contents, i) : 0;
         const uint64_t content = name ? name ^ mix(group) : 0;
-        if (id != 0) hold_one(request, id, content, time_ns, watched);
+        if (id != 0) own_one(request, id, content, time_ns, watched);
     }
 }
 
-void BlockLives::hold_one(uint64_t request, uint32_t id, uint64_t content, uint64_t now,
-                          bool watched) {
+void BlockLifetimes::own_one(uint64_t request, uint32_t id, uint64_t content, uint64_t now,
+                             bool watched) {
     Block& block = touch(id);
     const bool owns = owned_by(block, id, request);
     const bool same = block.alive && content != 0 && block.content == content;
@@ -308,37 +309,38 @@ void BlockLives::hold_one(uint64_t request, uint32_t id, uint64_t content, uint6
         if (watched) access(block, now);
         own(block, id, request);
     } else if (!same) {
-        end(block, block.content ? &LifeSnapshot::evictions : &LifeSnapshot::recycled, now);
+        end(block, block.content ? &LifetimeSnapshot::evictions : &LifetimeSnapshot::recycled, now);
         disown_all(block, id, now);
         begin(block, id, watched ? now : 0);
         block.content = content;
         own(block, id, request);
-        figures_.allocations += watched;
+        metrics_.allocations += watched;
     }
     ++gauge(block);
 }
 
-void BlockLives::release(uint64_t request, std::string_view blocks, uint64_t time_ns) {
+void BlockLifetimes::release_blocks(uint64_t request, std::string_view blocks, uint64_t time_ns) {
     const size_t count = count_of(blocks, sizeof(uint32_t), "blocks");
-    for (size_t i = 0; i < count; ++i) check_id(at<uint32_t>(blocks, i), num_blocks_, "release", i);
-    const LifeFigures::Writing writing(*shared_);
+    for (size_t i = 0; i < count; ++i)
+        check_id(at<uint32_t>(blocks, i), num_blocks_, "released block", i);
+    const LifetimeMetrics::Writing writing(*shared_);
     for (size_t i = 0; i < count; ++i) disown_if_owned(at<uint32_t>(blocks, i), request, time_ns);
 }
 
-void BlockLives::end_request(uint64_t request, uint64_t time_ns) {
-    const LifeFigures::Writing writing(*shared_);
+void BlockLifetimes::end_request(uint64_t request, uint64_t time_ns) {
+    const LifetimeMetrics::Writing writing(*shared_);
     const auto found = requests_.find(request);
     if (found == requests_.end()) return;
     const std::vector<uint32_t> blocks = found->second.blocks;
     for (const uint32_t id : blocks) disown_if_owned(id, request, time_ns);
 }
 
-size_t BlockLives::requests() const {
-    const LifeFigures::Writing writing(*shared_);
+size_t BlockLifetimes::requests() const {
+    const LifetimeMetrics::Writing writing(*shared_);
     return requests_.size();
 }
 
-bool BlockLives::owned_by(const Block& block, uint32_t id, uint64_t request) const {
+bool BlockLifetimes::owned_by(const Block& block, uint32_t id, uint64_t request) const {
     if (block.owners == 0) return false;
     if (block.owner == request) return true;
     if (block.owners == 1) return false;
@@ -346,23 +348,23 @@ bool BlockLives::owned_by(const Block& block, uint32_t id, uint64_t request) con
     return std::find(others.begin(), others.end(), request) != others.end();
 }
 
-void BlockLives::own(Block& block, uint32_t id, uint64_t request) {
+void BlockLifetimes::own(Block& block, uint32_t id, uint64_t request) {
     if (block.owners++ == 0)
         block.owner = request;
     else
         others_[id].push_back(request);
-    Holding& holding = requests_[request];
-    ++holding.owned;
-    holding.blocks.push_back(id);
-    if (holding.blocks.size() <= 2 * holding.owned + 64) return;
-    std::vector<uint32_t>& blocks = holding.blocks;  // half of it is of the past
+    RequestBlocks& ours = requests_[request];
+    ++ours.owned;
+    ours.blocks.push_back(id);
+    if (ours.blocks.size() <= 2 * ours.owned + 64) return;
+    std::vector<uint32_t>& blocks = ours.blocks;  // half of it is of the past
     std::sort(blocks.begin(), blocks.end());
     blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
     std::erase_if(blocks, [&](uint32_t b) { return !owned_by(blocks_[b], b, request); });
 }
 
 // REQUIRES: it is an owner.
-void BlockLives::disown(Block& block, uint32_t id, uint64_t request, uint64_t now) {
+void BlockLifetimes::disown(Block& block, uint32_t id, uint64_t request, uint64_t now) {
     if (--block.owners == 0) {
         block.released_ns = now;
     } else {
@@ -375,14 +377,14 @@ void BlockLives::disown(Block& block, uint32_t id, uint64_t request, uint64_t no
         others.pop_back();
         if (others.empty()) others_.erase(id);
     }
-    let_go(request);
+    count_disowned(request);
 }
 
-void BlockLives::disown_all(Block& block, uint32_t id, uint64_t now) {
+void BlockLifetimes::disown_all(Block& block, uint32_t id, uint64_t now) {
     while (block.owners > 0) disown(block, id, block.owner, now);
 }
 
-void BlockLives::disown_if_owned(uint32_t id, uint64_t request, uint64_t now) {
+void BlockLifetimes::disown_if_owned(uint32_t id, uint64_t request, uint64_t now) {
     Block& block = blocks_[id];
     if (!owned_by(block, id, request)) return;
     --gauge(block);
@@ -390,7 +392,7 @@ void BlockLives::disown_if_owned(uint32_t id, uint64_t request, uint64_t now) {
     ++gauge(block);
 }
 
-void BlockLives::let_go(uint64_t request) {
+void BlockLifetimes::count_disowned(uint64_t request) {
     const auto found = requests_.find(request);
     if (--found->second.owned == 0) requests_.erase(found);
 }

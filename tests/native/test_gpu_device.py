@@ -1,4 +1,4 @@
-"""A GPU as a device (`csrc/gpu/gpu_copier.h`), over a simulated one: ways, batches, pinning, failures and loss.
+"""A GPU as a device (`csrc/gpu/gpu_device.h`), over a simulated one: ways, batches, pinning, failures and loss.
 
 What every device must hold is in test_device_contract.py, over the same GPU.
 """
@@ -18,7 +18,7 @@ from support.worker import Geometry, awkward
 from kvserver._native import (
     PIN_BYTES,
     Direction,
-    GpuCopier,
+    GpuDevice,
     GpuMapping,
     HostRegion,
     Outcome,
@@ -45,7 +45,7 @@ def gpu() -> Iterator[FakeGpu]:
 
 
 def counts(device: Device, direction: Direction) -> dict[str, int]:
-    assert isinstance(device.copier, GpuCopier)
+    assert isinstance(device.copier, GpuDevice)
     return dict(zip(("dma", "staged", "unpinned", "staging"), device.copier.counts(direction), strict=True))
 
 
@@ -342,7 +342,7 @@ class TestFailures:
     def test_a_gpu_that_dies_by_itself_ends_every_ticket(self) -> None:
         gpu = FakeGpu("GPU-0")
         device, l0, job = self.begin(gpu)
-        gpu.hold()
+        gpu.pause()
         tickets = [
             device.submit_with_word(direction, l0, job, word) for word, direction in enumerate([STORE, LOAD, STORE])
         ]
@@ -395,7 +395,7 @@ class TestFailures:
         device = Device(64, gpu=gpu, way=Way.STAGED, batch_bytes=16 * KiB, pinned=True)
         l0, job = L0(device, layered(9, 16, 1 * KiB)), Job(range(1, 9), range(32), 4, 1)
         assert device.wait(device.submit(direction, l0, job)).outcome == Outcome.DONE
-        gpu.hold()
+        gpu.pause()
         recorded, waited = gpu.calls["record"], gpu.calls["wait"]
         ticket = device.submit_with_word(direction, l0, job)
         wait_until(lambda: gpu.calls["record"] == recorded + 5 and gpu.calls["wait"] > waited)
@@ -436,7 +436,7 @@ class TestFailures:
         other_gpu = FakeGpu("GPU-1", seed=2)
         other = Device(64, gpu=other_gpu)
         theirs = L0(other, flat(9, 4096))
-        gpu.hold()
+        gpu.pause()
         stuck = device.submit_with_word(STORE, l0, job)
         wait_until(lambda: l0.words.state(0) == State.RUNNING)
         device.copier.cancel(stuck)
@@ -456,4 +456,4 @@ def test_a_table_keeps_its_planes_in_slot_order(gpu: FakeGpu) -> None:
 
 def test_a_batch_must_hold_a_byte(gpu: FakeGpu) -> None:
     with pytest.raises(ValueError, match="at least one byte"):
-        GpuCopier(HostRegion(4096), 4096, gpu, 0)
+        GpuDevice(HostRegion(4096), 4096, gpu, 0)

@@ -1,4 +1,4 @@
-// block_lives.h: the lives of an engine's L0 blocks.
+// block_lifetimes.h: the lives of an engine's L0 blocks.
 //
 // A life is one stay of one content in one block. It begins when the block is given out and ends
 // when that content can no longer be found: evicted (it was cached), recycled (it never was, and
@@ -16,13 +16,14 @@
 //
 // Two ways to know; REQUIRES: one pool is watched in one way only:
 //   exact      apply(): what the engine's block pool did, in order
-//   reported   hold(), release(), end_request(): which request holds which block with what content
+//   reported   own_blocks(), release_blocks(), end_request(): which request holds which block with
+//   what content
 //
 // Times are CLOCK_MONOTONIC nanoseconds, 0: not known. Where a time is before an earlier one, the
 // span is 0. Block 0 is the engine's null block and is passed over.
 //
-// Threads: every function may be called from any thread; all pools of one LifeFigures share its
-// mutex, for one call each, and readers of the figures do not wait for them.
+// Threads: every function may be called from any thread; all pools of one LifetimeMetrics share its
+// mutex, for one call each, and readers of the metrics do not wait for them.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +45,7 @@ enum class Record : uint32_t {
     kEvicted,    // what it holds can no longer be found; owners may remain
     kCleared,    // all lives of the pool end; the block means nothing, owners remain
     kPresent,    // state: it holds something, since nobody knows when, and has no owner
-    kHeld,       // state: one owner more
+    kOwned,      // state: one owner more
 };
 
 // When: the time of all records from this one up to the next mark's.
@@ -58,58 +59,58 @@ struct Mark {
 void check_records(std::string_view records, std::string_view marks, uint64_t num_blocks);
 
 // counts[i] is of (bounds[i-1], bounds[i]], the last one of what is above every bound.
-struct LifeHistogram {
+struct LifetimeHistogram {
     std::vector<uint64_t> counts;
     double sum = 0;  // seconds
 };
 
-struct LifeSnapshot {
+struct LifetimeSnapshot {
     uint64_t allocations = 0;
     uint64_t reuses = 0;           // accesses of blocks that nobody owned
     uint64_t shared_accesses = 0;  // and of blocks that somebody did
     uint64_t evictions = 0, recycled = 0, cleared = 0, lost = 0;  // how lives ended
     uint64_t active_blocks = 0;                                   // somebody owns them
     uint64_t released_blocks = 0;  // nobody does, but their lives go on
-    LifeHistogram lifetime, idle_before_evict, since_last_access, reuse_gap;
+    LifetimeHistogram lifetime, idle_before_evict, since_last_access, reuse_gap;
 };
 
 // What is known of all pools of one instance and model, also of those that are gone.
-class LifeFigures : public std::enable_shared_from_this<LifeFigures> {
+class LifetimeMetrics : public std::enable_shared_from_this<LifetimeMetrics> {
   public:
     // Seconds, ascending; throws std::invalid_argument.
-    explicit LifeFigures(std::vector<double> bounds);
+    explicit LifetimeMetrics(std::vector<double> bounds);
     // All of one moment: between two calls of any pool. Never waits for one.
-    LifeSnapshot read() const;
+    LifetimeSnapshot read() const;
 
   private:
-    friend class BlockLives;
+    friend class BlockLifetimes;
     // One call of a pool; at its end readers see what it did.
     struct Writing {
-        explicit Writing(LifeFigures& of) : figures(of), lock(of.mutex_) {}
+        explicit Writing(LifetimeMetrics& of) : metrics(of), lock(of.mutex_) {}
         ~Writing();
-        LifeFigures& figures;
+        LifetimeMetrics& metrics;
         std::lock_guard<std::mutex> lock;
     };
-    void observe(LifeHistogram& histogram, uint64_t nanos);
+    void observe(LifetimeHistogram& histogram, uint64_t nanos);
 
     const std::vector<double> bounds_;
     std::mutex mutex_;  // of the pools
-    LifeSnapshot figures_;
-    mutable std::mutex shown_mutex_;  // the last one taken, for a copy only
-    LifeSnapshot shown_;
+    LifetimeSnapshot metrics_;
+    mutable std::mutex published_mutex_;  // the last one taken, for a copy only
+    LifetimeSnapshot published_;
 };
 
 // One pool. A pool that is destroyed ends as by end_all().
-class BlockLives {
+class BlockLifetimes {
   public:
     // Each life is in the sample with probability sample_rate, decided at its birth by a hash of
     // seed, block and the number of the block's life. Memory is touched as blocks are first used.
     // Throws std::invalid_argument, or std::bad_alloc.
-    BlockLives(std::shared_ptr<LifeFigures> figures, uint64_t num_blocks, double sample_rate,
-               uint64_t seed);
-    ~BlockLives();
-    BlockLives(const BlockLives&) = delete;
-    BlockLives& operator=(const BlockLives&) = delete;
+    BlockLifetimes(std::shared_ptr<LifetimeMetrics> metrics, uint64_t num_blocks,
+                   double sample_rate, uint64_t seed);
+    ~BlockLifetimes();
+    BlockLifetimes(const BlockLifetimes&) = delete;
+    BlockLifetimes& operator=(const BlockLifetimes&) = delete;
 
     // Throws by check_records(), and nothing is applied then.
     void apply(std::string_view records, std::string_view marks);
@@ -124,12 +125,12 @@ class BlockLives {
     //                           was; contents of two groups are never the same
     //   else                    its life ends, evicted if it had a content, else recycled; another
     //                           begins, with this owner only
-    // With `watched` false this is state, as of Record::kPresent and kHeld: lives begin unseen and
+    // With `watched` false this is state, as of Record::kPresent and kOwned: lives begin unseen and
     // owners are no accesses. Throws std::invalid_argument, and nothing is applied then.
-    void hold(uint64_t request, uint32_t group, std::string_view blocks, std::string_view contents,
-              uint64_t time_ns, bool watched = true);
+    void own_blocks(uint64_t request, uint32_t group, std::string_view blocks,
+                    std::string_view contents, uint64_t time_ns, bool watched = true);
     // Those of them that the request owns.
-    void release(uint64_t request, std::string_view blocks, uint64_t time_ns);
+    void release_blocks(uint64_t request, std::string_view blocks, uint64_t time_ns);
     // All that it owns.
     void end_request(uint64_t request, uint64_t time_ns);
 
@@ -149,7 +150,7 @@ class BlockLives {
         uint64_t content;      // reported: 0 while partial
         uint64_t owner;        // reported: one of them, the others are in others_
         uint32_t owners;
-        uint32_t life : 30;  // how many it has had
+        uint32_t births : 30;  // how many it has had
         uint32_t alive : 1;
         uint32_t sampled : 1;
     };
@@ -157,11 +158,11 @@ class BlockLives {
     struct Free {
         void operator()(Block* blocks) const;
     };
-    struct Holding {
+    struct RequestBlocks {
         std::vector<uint32_t> blocks;  // also some that it owns no longer, or twice
         size_t owned = 0;
     };
-    using End = uint64_t LifeSnapshot::*;
+    using End = uint64_t LifetimeSnapshot::*;
 
     Block& touch(uint32_t id);
     uint64_t& gauge(const Block& block);
@@ -174,16 +175,16 @@ class BlockLives {
     void forget_all(End how);
     void lose_all();
 
-    void hold_one(uint64_t request, uint32_t id, uint64_t content, uint64_t now, bool watched);
+    void own_one(uint64_t request, uint32_t id, uint64_t content, uint64_t now, bool watched);
     bool owned_by(const Block& block, uint32_t id, uint64_t request) const;
     void own(Block& block, uint32_t id, uint64_t request);
     void disown(Block& block, uint32_t id, uint64_t request, uint64_t now);
     void disown_all(Block& block, uint32_t id, uint64_t now);
     void disown_if_owned(uint32_t id, uint64_t request, uint64_t now);
-    void let_go(uint64_t request);
+    void count_disowned(uint64_t request);
 
-    const std::shared_ptr<LifeFigures> shared_;
-    LifeSnapshot& figures_;  // shared_'s, under its mutex, as all that follows
+    const std::shared_ptr<LifetimeMetrics> shared_;
+    LifetimeSnapshot& metrics_;  // shared_'s, under its mutex, as all that follows
     const uint64_t num_blocks_;
     const uint64_t sample_below_;  // of 2^53
     const uint64_t seed_;
@@ -191,7 +192,7 @@ class BlockLives {
     uint64_t touched_ = 0;  // blocks from here on have no life and no owner
     uint64_t nowhere_ = 0;  // counts blocks with neither a life nor an owner, to no end
     std::unordered_map<uint32_t, std::vector<uint64_t>> others_;  // by block
-    std::unordered_map<uint64_t, Holding> requests_;
+    std::unordered_map<uint64_t, RequestBlocks> requests_;
 };
 
 }  // namespace kvserver

@@ -1,9 +1,9 @@
-// stress_lives.cpp: the lives of blocks under sanitizers. `make sanitize` builds and runs it.
+// stress_lifetimes.cpp: the lives of blocks under sanitizers. `make sanitize` builds and runs it.
 //
-// Threads feed random records to pools of the same figures, some of them wrong, and random holds to
+// Threads feed random records to pools of the same metrics, some of them wrong, and random holds to
 // others, while a thread reads. Checked: wrong records change nothing, and when all pools are gone
 // every life that began has ended in one way.
-#include "stress_lives.h"
+#include "stress_lifetimes.h"
 
 #include <array>
 #include <atomic>
@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "check.h"
-#include "tables/block_lives.h"
+#include "tables/block_lifetimes.h"
 
 using namespace kvserver;
 
@@ -29,9 +29,9 @@ std::string raw(const std::vector<T>& values) {
 }
 
 // How many lives began unseen.
-uint64_t feed_records(const std::shared_ptr<LifeFigures>& figures, uint64_t seed) {
+uint64_t feed_records(const std::shared_ptr<LifetimeMetrics>& metrics, uint64_t seed) {
     std::mt19937 random(static_cast<uint32_t>(seed));
-    BlockLives lives(figures, kPoolBlocks, 0.5, seed);
+    BlockLifetimes lifetimes(metrics, kPoolBlocks, 0.5, seed);
     uint64_t unseen = 0;
     for (uint64_t round = 1; round <= 1000; ++round) {
         std::vector<uint32_t> records(1 + random() % 100);
@@ -46,20 +46,20 @@ uint64_t feed_records(const std::shared_ptr<LifeFigures>& figures, uint64_t seed
         const bool wrong = random() % 8 == 0;
         if (wrong) records.back() = random() % 2 ? kPoolBlocks : 7u << kRecordShift;
         try {
-            lives.apply(raw(records), raw(std::vector<Mark>{{0, round * 1000000}}));
+            lifetimes.apply(raw(records), raw(std::vector<Mark>{{0, round * 1000000}}));
             CHECK(!wrong);
             unseen += present;
         } catch (const std::invalid_argument&) {
             CHECK(wrong);
         }
-        if (random() % 100 == 0) lives.end_all();
+        if (random() % 100 == 0) lifetimes.end_all();
     }
     return unseen;
 }
 
-void feed_holds(const std::shared_ptr<LifeFigures>& figures, uint64_t seed) {
+void feed_holds(const std::shared_ptr<LifetimeMetrics>& metrics, uint64_t seed) {
     std::mt19937 random(static_cast<uint32_t>(seed));
-    BlockLives lives(figures, kPoolBlocks, 0.5, seed);
+    BlockLifetimes lifetimes(metrics, kPoolBlocks, 0.5, seed);
     for (uint64_t round = 1; round <= 3000; ++round) {
         std::vector<uint32_t> blocks(random() % 20);
         for (uint32_t& block : blocks) block = random() % kPoolBlocks;
@@ -68,38 +68,38 @@ void feed_holds(const std::shared_ptr<LifeFigures>& figures, uint64_t seed) {
         const uint64_t request = random() % 12, now = round * 1000000;
         switch (random() % 8) {
             case 0:
-                lives.end_request(request, now);
+                lifetimes.end_request(request, now);
                 break;
             case 1:
-                lives.release(request, raw(blocks), now);
+                lifetimes.release_blocks(request, raw(blocks), now);
                 break;
             default:
-                lives.hold(request, random() % 2, raw(blocks), raw(contents), now);
+                lifetimes.own_blocks(request, random() % 2, raw(blocks), raw(contents), now);
         }
-        CHECK(lives.requests() <= 12);
+        CHECK(lifetimes.requests() <= 12);
     }
-    for (uint64_t request = 0; request < 12; ++request) lives.end_request(request, 1);
-    CHECK(lives.requests() == 0);
+    for (uint64_t request = 0; request < 12; ++request) lifetimes.end_request(request, 1);
+    CHECK(lifetimes.requests() == 0);
 }
 
 }  // namespace
 
-void stress_lives() {
-    const auto figures = std::make_shared<LifeFigures>(std::vector<double>{0.01, 1});
+void stress_lifetimes() {
+    const auto metrics = std::make_shared<LifetimeMetrics>(std::vector<double>{0.01, 1});
     std::atomic<bool> stop{false};
     std::thread reader([&] {
-        while (!stop) CHECK(figures->read().lifetime.counts.size() == 3);
+        while (!stop) CHECK(metrics->read().lifetime.counts.size() == 3);
     });
     std::array<uint64_t, 2> unseen{};
     std::vector<std::thread> writers;
     for (size_t i = 0; i < unseen.size(); ++i) {
-        writers.emplace_back([&, i] { unseen[i] = feed_records(figures, i); });
-        writers.emplace_back([&, i] { feed_holds(figures, i); });
+        writers.emplace_back([&, i] { unseen[i] = feed_records(metrics, i); });
+        writers.emplace_back([&, i] { feed_holds(metrics, i); });
     }
     for (auto& writer : writers) writer.join();
     stop = true;
     reader.join();
-    const LifeSnapshot found = figures->read();
+    const LifetimeSnapshot found = metrics->read();
     CHECK(found.allocations + unseen[0] + unseen[1] ==
           found.evictions + found.recycled + found.cleared + found.lost);
     CHECK(found.active_blocks == 0 && found.released_blocks == 0);

@@ -1,4 +1,4 @@
-// copy_cpu.cpp: the CPU as a device: threads, and the queues they take jobs from.
+// cpu_device.cpp: the CPU as a device: threads, and the queues they take jobs from.
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -15,8 +15,8 @@ constexpr uint64_t kBatchBytes = 1 << 20;
 
 }  // namespace
 
-Copier::Copier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
-               unsigned delay_micros)
+CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
+                     unsigned delay_micros)
     : l1_{std::move(region), page_bytes}, delay_micros_(delay_micros) {
     if (threads == 0) throw std::invalid_argument("the copier needs at least one thread");
     check_l1(l1_);
@@ -25,7 +25,7 @@ Copier::Copier(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned
     threads_.emplace_back([this] { run_maps(); });
 }
 
-Copier::~Copier() {
+CpuDevice::~CpuDevice() {
     {
         std::lock_guard lock(mutex_);
         stopping_ = true;
@@ -39,7 +39,7 @@ Copier::~Copier() {
     for (auto& thread : threads_) thread.join();
 }
 
-void Copier::submit_copy(std::shared_ptr<CopyJob> job) {
+void CpuDevice::submit_copy(std::shared_ptr<CopyJob> job) {
     check_job(*job, l1_);
     if (!job->planes->on_host()) throw std::invalid_argument("planes that are no host memory");
     {
@@ -49,7 +49,7 @@ void Copier::submit_copy(std::shared_ptr<CopyJob> job) {
     wake_.notify_all();
 }
 
-void Copier::cancel(uint64_t ticket) {
+void CpuDevice::cancel(uint64_t ticket) {
     std::lock_guard lock(mutex_);
     auto stop = [ticket](const std::shared_ptr<CopyJob>& job) {
         if (job->ticket == ticket) job->stop = true;
@@ -60,13 +60,13 @@ void Copier::cancel(uint64_t ticket) {
 }
 
 // REQUIRES: mutex_ held. The job whose blocks should be copied next, or null.
-std::shared_ptr<CopyJob> Copier::front_job() {
+std::shared_ptr<CopyJob> CpuDevice::front_job() {
     if (!loads_.empty()) return loads_.front();
     if (!stores_.empty()) return stores_.front();
     return nullptr;
 }
 
-void Copier::run_copies() {
+void CpuDevice::run_copies() {
     block_signals();
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -93,14 +93,14 @@ void Copier::run_copies() {
         lock.unlock();
         copy_batch(*job, first, last);
         finish_copies();
-        const bool settled = job->settled.fetch_add(last - first) + (last - first) == total;
-        if (settled) completions_.push(end_job(*job));
+        const bool complete = job->processed.fetch_add(last - first) + (last - first) == total;
+        if (complete) completions_.push(end_job(*job));
         lock.lock();
-        if (settled) std::erase(busy_, job);
+        if (complete) std::erase(busy_, job);
     }
 }
 
-void Copier::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
+void CpuDevice::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
     for (uint64_t i = first; i < last; ++i) {
         if (job.stop || cancelled(job)) {
             job.stop = true;
@@ -117,15 +117,15 @@ void Copier::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
     }
 }
 
-void Copier::submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
+void CpuDevice::submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
     queue_map({ticket, false, std::move(mappings)});
 }
 
-void Copier::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
+void CpuDevice::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
     queue_map({ticket, true, std::move(mappings)});
 }
 
-void Copier::queue_map(MapJob job) {
+void CpuDevice::queue_map(MapJob job) {
     {
         std::lock_guard lock(mutex_);
         maps_.push_back(std::move(job));
@@ -133,7 +133,7 @@ void Copier::queue_map(MapJob job) {
     wake_maps_.notify_all();
 }
 
-void Copier::run_maps() {
+void CpuDevice::run_maps() {
     block_signals();
     std::unique_lock lock(mutex_);
     for (;;) {
