@@ -32,7 +32,7 @@ from kvserver.config import Configuration, Placement, Settings, choose_l1, read_
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, l1_region
 from kvserver.protocol import ConfigError, stranger_at
 from kvserver.routing import MatchPages
-from kvserver.server import Disconnect, Handlers, Lifelines, Server, Watchers
+from kvserver.server import Disconnect, Handlers, Lifelines, Observability, Server
 from kvserver.web.pages import StatusPages
 
 log = logging.getLogger("kvserver")
@@ -148,21 +148,21 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
         devices = Devices(cpu, region, page_bytes, rules)
         devices.make_ready()
         cache = Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]())
-        watchers = Watchers(settings, boot_id)
-        handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, watchers, placement=placement)
+        observability = Observability(settings, boot_id)
+        handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, observability, placement=placement)
         server = Server(handlers, router, settings.max_message_bytes, stops_when_lost=True)
         try:
             pages = StatusPages(
                 (settings.http_host, settings.http_port),
                 server,
                 configuration.table(),
-                MatchPages(watchers.index, lambda: server.call(handlers.instances_status)),
-                watchers.publisher.snapshot if watchers.publisher is not None else None,
-                watchers.observers.cut_off_reason,
+                MatchPages(observability.index, lambda: server.call(handlers.instances_status)),
+                observability.publisher.snapshot if observability.publisher is not None else None,
+                observability.observers.cut_off_reason,
                 http_token,
             )
         except OSError as error:
-            watchers.discard()
+            observability.discard()
             taken = error.errno == errno.EADDRINUSE
             hint = "port 0 takes a free one" if taken else "give an address of this machine and a port you may use"
             raise ConfigError(
@@ -180,7 +180,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
                 "--http-host %s: anybody on the network may ask, so only /metrics, /livez and /readyz answer; --http-token-file "
                 "opens the other pages to those who have the token", settings.http_host,
             )  # fmt: skip
-        watchers.start(pages.families)
+        observability.start(pages.families)
         pages.start()
         gc.collect()
         gc.freeze()
@@ -195,7 +195,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
         lost = devices.lost
         if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
-        watchers.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))
+        observability.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))
         if lost:
             log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
             context.destroy(_LAST_WORDS_MS)

@@ -49,7 +49,10 @@ ONLY = {  # what must work where the rest does not, or start fast
 ADAPTERS_MAY = {"_native", "protocol", "__version__"}
 DEFERRED = {
     *(("__main__", "daemon"), ("__main__", "cli.doctor")),  # so that `kvserver status` starts fast
-    *(("server.watchers", "telemetry.otlp"), ("server.watchers", "telemetry.tracing")),  # a daemon without a collector
+    *(
+        ("server.observability", "telemetry.otlp"),
+        ("server.observability", "telemetry.tracing"),
+    ),  # a daemon without a collector
 }
 BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
 

@@ -1,8 +1,8 @@
 """What happened in the server, as typed events, and the bus that hands them to subscribers."""
 
+from kvserver.events.bus import Bus, Subscriber
 from kvserver.events.types import (
     BlockReport,
-    Bus,
     ChunksDescribed,
     ChunksEvicted,
     ChunksLoaded,
@@ -12,18 +12,17 @@ from kvserver.events.types import (
     CopyRefused,
     ErrorSent,
     Event,
-    InstanceCame,
     InstanceDescribed,
-    InstanceGone,
+    InstanceDisconnected,
+    InstanceRegistered,
     L1Cleared,
-    L1Recounted,
+    L1Resynced,
     LookupEnded,
     NamespaceFormed,
-    RecountPart,
     RequestEnded,
-    Subscriber,
-    WorkerCame,
-    WorkerGone,
+    ResyncPart,
+    WorkerDisconnected,
+    WorkerRegistered,
 )
 
 __all__ = [
@@ -38,16 +37,16 @@ __all__ = [
     "CopyRefused",
     "ErrorSent",
     "Event",
-    "InstanceCame",
     "InstanceDescribed",
-    "InstanceGone",
+    "InstanceDisconnected",
+    "InstanceRegistered",
     "L1Cleared",
-    "L1Recounted",
+    "L1Resynced",
     "LookupEnded",
     "NamespaceFormed",
-    "RecountPart",
     "RequestEnded",
+    "ResyncPart",
     "Subscriber",
-    "WorkerCame",
-    "WorkerGone",
+    "WorkerDisconnected",
+    "WorkerRegistered",
 ]

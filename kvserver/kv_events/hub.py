@@ -23,10 +23,10 @@ from kvserver.events import (
     ChunksStored,
     Event,
     InstanceDescribed,
-    InstanceGone,
+    InstanceDisconnected,
     L1Cleared,
-    L1Recounted,
-    RecountPart,
+    L1Resynced,
+    ResyncPart,
 )
 from kvserver.kv_events.descriptions import describe
 from kvserver.kv_events.types import (
@@ -91,16 +91,21 @@ class Hub:
             case L1Cleared():
                 for table in (self._ready, self._stale):
                     self._drop(event.time_ns, table, event.namespace)
-            case L1Recounted():
+            case L1Resynced():
                 self._resync(event)
             case InstanceDescribed():
                 scheduler = event.description
                 self._readers.add(scheduler.instance_id)
                 with self._lock:
                     self._publish(
-                        ReaderConnected, event.time_ns, scheduler, event.reach, event.chunk_blocks, event.block_tokens
+                        ReaderConnected,
+                        event.time_ns,
+                        scheduler,
+                        event.namespace_prefix,
+                        event.chunk_blocks,
+                        event.block_tokens,
                     )
-            case InstanceGone() if event.instance_id in self._readers:
+            case InstanceDisconnected() if event.instance_id in self._readers:
                 self._readers.remove(event.instance_id)
                 with self._lock:
                     self._publish(ReaderDisconnected, event.time_ns, event.instance_id, event.model_name)
@@ -221,16 +226,16 @@ class Hub:
                 self._bytes -= chunk.description.size
         self._publish(KVRemoved, time_ns, Tier.L1, namespace, tuple(gone))
 
-    def _resync(self, event: L1Recounted) -> None:
+    def _resync(self, event: L1Resynced) -> None:
         match event.part:
-            case RecountPart.BEGIN:
+            case ResyncPart.BEGIN:
                 with self._lock:
                     for namespace, chunks in self._ready.items():
                         self._stale.setdefault(namespace, chunks).update(chunks)  # of an earlier one that did not end
                     self._ready = {}
-            case RecountPart.SLICE:
+            case ResyncPart.SLICE:
                 self._store(event.time_ns, event.namespace, event.keys, "")
-            case RecountPart.END:
+            case ResyncPart.END:
                 self._drop(event.time_ns, self._stale, b"")
                 self._resyncs += 1
 

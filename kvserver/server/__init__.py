@@ -4,6 +4,6 @@ from kvserver.server.handlers import Handlers
 from kvserver.server.instances import Disconnect
 from kvserver.server.lifeline import Lifelines
 from kvserver.server.loop import Server
-from kvserver.server.watchers import Watchers
+from kvserver.server.observability import Observability
 
-__all__ = ["Disconnect", "Handlers", "Lifelines", "Server", "Watchers"]
+__all__ = ["Disconnect", "Handlers", "Lifelines", "Observability", "Server"]

@@ -45,8 +45,9 @@ from kvserver.protocol import (
 )
 from kvserver.server.instances import Disconnect, Instance, Instances
 from kvserver.server.lifeline import Lifelines
+from kvserver.server.observability import Observability
 from kvserver.server.reports import Reports
-from kvserver.server.resync import Recount
+from kvserver.server.resync import Resync
 from kvserver.server.status import (
     books_status,
     connects_status,
@@ -66,7 +67,6 @@ from kvserver.server.transfers import (
     check_chunk,
     chunk_count,
 )
-from kvserver.server.watchers import Watchers
 from kvserver.server.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Handlers:
         cache: Cache,
         devices: Devices,
         lifelines: Lifelines,
-        watchers: Watchers,
+        observability: Observability,
         clock: Callable[[], float] = time.monotonic,
         placement: Placement = _NO_PLACEMENT,
     ) -> None:
@@ -95,12 +95,12 @@ class Handlers:
         self.devices = devices
         self.instances = Instances()
         self.lifelines = lifelines
-        self.watchers = watchers
-        self.bus = watchers.bus
+        self.observability = observability
+        self.bus = observability.bus
         self.transfers = Transfers(cache, self.tickets, self.instances, clock, self.bus)
         self.workers = Workers(settings, cache, self.tickets, self.instances, lifelines, clock, self.bus)
-        self.recount = Recount(cache.index, self.bus, clock)
-        self.reports = Reports(cache, self.instances, clock, self.bus, watchers.l0.is_unsure)
+        self.resync = Resync(cache.index, self.bus, clock)
+        self.reports = Reports(cache, self.instances, clock, self.bus, observability.l0.is_unsure)
         self._placement = placement  # of L1, to be shown
         self._token = token
         self._clock = clock
@@ -157,8 +157,8 @@ class Handlers:
             chunk_tokens=self.settings.chunk_tokens,
             fd_path=self.lifelines.path,
             token=self._token,
-            traces=self.watchers.traces is not None,
-            kv_events=self.watchers.wants_contents,
+            traces=self.observability.traces is not None,
+            kv_events=self.observability.wants_contents,
             lease_seconds=self.settings.lease_seconds,
             standing=standing,
             standing_text=text,
@@ -220,7 +220,7 @@ class Handlers:
             raise KVServerError(
                 ErrorCode.NOT_READY, f"instance {request.instance_id!r} was not described; send DescribeScheduler first"
             )
-        return self.watchers.feed.take_kv_events(request)
+        return self.observability.feed.take_kv_events(request)
 
     def _clear(self, request: Clear) -> Cleared:
         if not request.instance_id:
@@ -285,7 +285,7 @@ class Handlers:
 
     def step(self) -> bool:
         """At the end of each turn: a slice of what was put off. True while there is more to do at once."""
-        more = self.cache.step() | self.recount.step()
+        more = self.cache.step() | self.resync.step()
         for worker in self.transfers.step():
             self.workers.unmap_if_settled(worker)
         self._put_off = more or self.transfers.waiting > 0
@@ -320,14 +320,14 @@ class Handlers:
             "departed": [departed_status(departed, now) for departed in self.instances.departed.values()],
             "totals": totals_status(self.instances),
             "events": self.bus.status(),
-            **self.watchers.status(),
+            **self.observability.status(),
             "books": books_status(self.cache, self.tickets, self.workers, len(self.lifelines)),
         }
 
     def instances_status(self) -> list[dict[str, Any]]:
         now = self._clock()
         return [
-            instance_status(instance, self.devices, self.watchers.l0.status(instance.instance_id), now)
+            instance_status(instance, self.devices, self.observability.l0.status(instance.instance_id), now)
             for instance in self.instances.by_id.values()
         ]
 

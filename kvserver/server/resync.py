@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvserver.cache import Index
-from kvserver.events import Bus, L1Recounted, RecountPart
+from kvserver.events import Bus, L1Resynced, ResyncPart
 
 SLICE = 1024  # chunks looked at in one turn
 
 
-class Recount:
+class Resync:
     def __init__(self, index: Index, bus: Bus, clock: Callable[[], float]) -> None:
         self._index = index
         self._bus = bus
@@ -35,16 +35,16 @@ class Recount:
         if self._slices is None:
             self._bus.lost_chunks = False
             self._slices = self._walk()
-            return self._tell(RecountPart.BEGIN)
+            return self._tell(ResyncPart.BEGIN)
         found = next(self._slices, None)
         if found is None:
             self._slices = None
-            self._tell(RecountPart.END)
+            self._tell(ResyncPart.END)
             return False
-        return self._tell(RecountPart.SLICE, *found)
+        return self._tell(ResyncPart.SLICE, *found)
 
-    def _tell(self, part: RecountPart, namespace: bytes = b"", keys: bytes = b"") -> bool:
-        return self._bus.publish(L1Recounted(int(self._clock() * 1e9), part, namespace, keys), len(keys))
+    def _tell(self, part: ResyncPart, namespace: bytes = b"", keys: bytes = b"") -> bool:
+        return self._bus.publish(L1Resynced(int(self._clock() * 1e9), part, namespace, keys), len(keys))
 
     def _walk(self) -> Iterator[tuple[bytes, bytes]]:
         """Namespaces and keys; what is READY at the moment it is asked for."""

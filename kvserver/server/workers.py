@@ -15,7 +15,14 @@ from kvserver._native import Device, Outcome, PlaneTable, WordMapping
 from kvserver.cache import Cache
 from kvserver.config import Settings
 from kvserver.copy import Completion, Tickets
-from kvserver.events import Bus, InstanceCame, InstanceGone, NamespaceFormed, WorkerCame, WorkerGone
+from kvserver.events import (
+    Bus,
+    InstanceDisconnected,
+    InstanceRegistered,
+    NamespaceFormed,
+    WorkerDisconnected,
+    WorkerRegistered,
+)
 from kvserver.protocol import (
     REGISTERED,
     CudaVmmFd,
@@ -88,7 +95,7 @@ class Workers:
         now_ns = int(self._clock() * 1e9)
         if first:
             self._bus.publish(
-                InstanceCame(
+                InstanceRegistered(
                     now_ns,
                     spec.instance_id,
                     spec.model_name,
@@ -99,7 +106,7 @@ class Workers:
                 )
             )
         name = self._devices.name(device)
-        self._bus.publish(WorkerCame(now_ns, spec.instance_id, spec.model_name, spec.rank, name))
+        self._bus.publish(WorkerRegistered(now_ns, spec.instance_id, spec.model_name, spec.rank, name))
 
     def _refused(self, spec: RegisterWorker, error: KVServerError) -> None:
         """Tell the operator, but not again at every attempt of an engine that keeps trying."""
@@ -213,10 +220,12 @@ class Workers:
         spec, now_ns = worker.spec, int(self._clock() * 1e9)
         died = reason is Disconnect.DIED
         ended = self._instances.remove(worker, self._clock(), reason)
-        self._bus.publish(WorkerGone(now_ns, spec.instance_id, spec.model_name, spec.rank, died))
+        self._bus.publish(WorkerDisconnected(now_ns, spec.instance_id, spec.model_name, spec.rank, died))
         if ended is not None:
             self._cache.end_leases_of(ended.instance_id)
-            self._bus.publish(InstanceGone(now_ns, ended.instance_id, ended.model_name, ended.incarnation, died))
+            self._bus.publish(
+                InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, ended.incarnation, died)
+            )
             log.info("instance %s is gone", ended.instance_id)
         for number in worker.tickets:
             self._tickets.cancel_copy(number)

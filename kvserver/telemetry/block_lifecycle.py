@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics, LifetimeSnapshot
-from kvserver.events import BlockReport, Event, InstanceCame, InstanceGone, RequestEnded
+from kvserver.events import BlockReport, Event, InstanceDisconnected, InstanceRegistered, RequestEnded
 from kvserver.protocol import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,
@@ -158,15 +158,15 @@ class L0:
                 instance.follow(event.sequence)
                 if instance.holdings is not None:
                     instance.holdings.end(event.request_id, event.time_ns)
-            case InstanceCame():
+            case InstanceRegistered():
                 self._came(event)
-            case InstanceGone():
+            case InstanceDisconnected():
                 self._gone(event)
 
     def close(self) -> None:
         """Nothing to do: what is known can be read as before."""
 
-    def _came(self, event: InstanceCame) -> None:
+    def _came(self, event: InstanceRegistered) -> None:
         self._expire()
         key = (event.instance_id, event.model_name)
         with self._lock:
@@ -184,7 +184,7 @@ class L0:
         if again or event.has_computed:
             instance.lose_track()
 
-    def _gone(self, event: InstanceGone) -> None:
+    def _gone(self, event: InstanceDisconnected) -> None:
         instance = self._present.get(event.instance_id)
         if instance is not None and instance.incarnation == event.incarnation:
             with self._lock:

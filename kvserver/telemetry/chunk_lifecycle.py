@@ -23,8 +23,8 @@ from kvserver.events import (
     ChunksLoaded,
     ChunksStored,
     Event,
-    InstanceCame,
-    InstanceGone,
+    InstanceDisconnected,
+    InstanceRegistered,
     L1Cleared,
 )
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, Histogram, bounded
@@ -81,8 +81,8 @@ class L1:
             case L1Cleared():
                 for namespace in [n for n in self._lives if n.startswith(event.namespace)]:
                     del self._lives[namespace]
-            case InstanceCame() | InstanceGone():
-                gone_ns = event.time_ns if isinstance(event, InstanceGone) else 0
+            case InstanceRegistered() | InstanceDisconnected():
+                gone_ns = event.time_ns if isinstance(event, InstanceDisconnected) else 0
                 with self._lock:
                     self._instances[event.instance_id, event.model_name] = gone_ns
                     if gone_ns:

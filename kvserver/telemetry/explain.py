@@ -27,7 +27,7 @@ from kvserver.events import (
     CopyEnded,
     CopyRefused,
     Event,
-    InstanceGone,
+    InstanceDisconnected,
     LookupEnded,
     NamespaceFormed,
     RequestEnded,
@@ -174,7 +174,7 @@ class Explain:
                     first = event.ranks[0]
                     self._chunk_tokens[event.instance_id] = first.chunk_blocks * first.block_tokens
                     self._differences.formed(event)
-            case InstanceGone():
+            case InstanceDisconnected():
                 with self._lock:
                     self._gone(event)
             case _:
@@ -225,7 +225,7 @@ class Explain:
         while self._evicted_bytes > MOST_EVICTED_BYTES:
             self._evicted_bytes -= _EVICTED_BYTES + len(self._evicted.popleft().keys)
 
-    def _gone(self, event: InstanceGone) -> None:
+    def _gone(self, event: InstanceDisconnected) -> None:
         self._chunk_tokens.pop(event.instance_id, None)
         for request in self._ring:
             if request.instance_id == event.instance_id and request.ended is None:

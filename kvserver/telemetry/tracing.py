@@ -26,7 +26,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import Attributes
 
 from kvserver import __version__
-from kvserver.events import CopyEnded, CopyRefused, Event, InstanceGone, LookupEnded, RequestEnded
+from kvserver.events import CopyEnded, CopyRefused, Event, InstanceDisconnected, LookupEnded, RequestEnded
 from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Link
 
 MOST_REQUESTS = 4096  # remembered, traced ones only; beyond them the oldest is forgotten
@@ -77,7 +77,7 @@ class Traces:
                     self._child(request, event.direction, at, at, {"rank": event.rank}, event.code)
             case RequestEnded():
                 self._end((event.instance_id, event.request_id), event.time_ns)
-            case InstanceGone():
+            case InstanceDisconnected():
                 for name in [name for name in self._requests if name[0] == event.instance_id]:
                     self._end(name, event.time_ns, "the engine is gone")
                     del self._requests[name]

@@ -96,7 +96,7 @@ class StatusPages(Connections):
     def families_of(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
         """All of the daemon's; from any thread."""
         match = self.match.families() if self.match else []
-        watched = self.kvserver.handlers.watchers.families(status, rpc)
+        watched = self.kvserver.handlers.observability.families(status, rpc)
         return [*watched, *self.connections_families(), *match, *process_families()]
 
     def ask(self, function: Callable[[], T]) -> T:
@@ -279,7 +279,9 @@ class _Handler(BaseHTTPRequestHandler):
             snapshot_page.answer(self, self.server.make_kv_snapshot)
 
     def _explain(self) -> None:
-        code, body = explain_page.answer(self.server.kvserver.handlers.watchers.explain, self.path.partition("?")[2])
+        code, body = explain_page.answer(
+            self.server.kvserver.handlers.observability.explain, self.path.partition("?")[2]
+        )
         self._send(code, body, "application/json")
 
     def _metrics(self) -> None:

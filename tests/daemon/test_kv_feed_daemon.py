@@ -227,4 +227,4 @@ def test_the_servers_loop_recounts_when_its_bus_had_to_drop_chunks():
 
             pages.ask(lose)
             wait_for(follower, [])
-            assert handlers.watchers.hub.status()["recounts"] == 1
+            assert handlers.observability.hub.status()["recounts"] == 1

@@ -49,7 +49,7 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
-from kvserver.server import Handlers, Lifelines, Watchers
+from kvserver.server import Handlers, Lifelines, Observability
 
 from .plain import Entry, Name, Plain
 from .watched_device import Side, WatchedDevice
@@ -239,11 +239,11 @@ class World:
         self.cache = Cache(PagePool(pages * PAGE_BYTES, PAGE_BYTES), POLICIES["lru"]())
         self.lifelines = Lifelines(str(folder / "fd"), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
-        self.watchers = Watchers(settings, "boot")
-        self.watchers.start(list)
+        self.observability = Observability(settings, "boot")
+        self.observability.start(list)
         devices = Devices(self.device)
         self.handlers = Handlers(
-            settings, "boot", "token", self.cache, devices, self.lifelines, self.watchers, clock=lambda: self.now
+            settings, "boot", "token", self.cache, devices, self.lifelines, self.observability, clock=lambda: self.now
         )
         self.engines = [
             Engine("llama-0", LLAMA),
@@ -749,7 +749,7 @@ class World:
             pass
         assert self.cache.pool.used_pages == 0
         self.lifelines.shut()
-        self.watchers.close(list)
+        self.observability.close(list)
         logging.getLogger("kvserver").removeHandler(self._watcher)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvserver._native import pack_blocks
-from kvserver.events import BlockReport, InstanceCame, InstanceGone, RequestEnded
+from kvserver.events import BlockReport, InstanceDisconnected, InstanceRegistered, RequestEnded
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,
@@ -113,10 +113,12 @@ class Engine:
         self.come()
 
     def come(self, has_computed: bool = False) -> None:
-        self.l0.handle(InstanceCame(0, *self.names, self.incarnation, self.num_blocks, self.block_tokens, has_computed))
+        self.l0.handle(
+            InstanceRegistered(0, *self.names, self.incarnation, self.num_blocks, self.block_tokens, has_computed)
+        )
 
     def go(self, died: bool = True) -> None:
-        self.l0.handle(InstanceGone(0, *self.names, self.incarnation, died))
+        self.l0.handle(InstanceDisconnected(0, *self.names, self.incarnation, died))
 
     def restart(self, has_computed: bool = False) -> None:
         """Another process of the same id, of which nothing was heard yet."""

@@ -17,7 +17,7 @@ from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.config import Settings
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
-from kvserver.server import Handlers, Lifelines, Server, Watchers
+from kvserver.server import Handlers, Lifelines, Observability, Server
 from kvserver.web.pages import StatusPages
 
 L1_BYTES, PAGE_BYTES = MiB, 4096
@@ -36,11 +36,11 @@ def running_server(
     lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
     cache = Cache(PagePool(l1_bytes, page_bytes), LeastRecentlyUsed())
     settings = Settings(**{"endpoint": endpoint, "chunk_tokens": 64, **changes})
-    watchers = Watchers(settings, "boot")
-    handlers = Handlers(settings, "boot", "token", cache, devices, lifelines, watchers)
+    observability = Observability(settings, "boot")
+    handlers = Handlers(settings, "boot", "token", cache, devices, lifelines, observability)
     pages = StatusPages(("127.0.0.1", 0), Server(handlers, router, MiB))
     loop = threading.Thread(target=pages.kvserver.run)
-    watchers.start(pages.families)
+    observability.start(pages.families)
     loop.start()
     pages.start()
     try:
@@ -48,7 +48,7 @@ def running_server(
     finally:
         pages.kvserver.stop()
         loop.join()
-        watchers.close(list)
+        observability.close(list)
         pages.close()
         lifelines.shut()
         context.destroy(linger=0)

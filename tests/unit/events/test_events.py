@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.daemon import wait_until
 
-from kvserver.events import BlockReport, Bus, ErrorSent, Event, L1Cleared, WorkerGone
+from kvserver.events import BlockReport, Bus, ErrorSent, Event, L1Cleared, WorkerDisconnected
 from kvserver.events.types import TYPES
 from kvserver.protocol import ExactRecords
 
@@ -99,7 +99,7 @@ def test_a_full_queue_drops_and_counts_by_type_and_publish_does_not_wait(make_bu
     assert bus.dropped["ErrorSent"] == 15
     assert bus.dropped["L1Cleared"] == 1
     assert bus.status()["queue_depth"] == 10
-    gone = WorkerGone(time.monotonic_ns(), "i", "m", 0, True)
+    gone = WorkerDisconnected(time.monotonic_ns(), "i", "m", 0, True)
     assert bus.publish(gone), "the end of a connection is never dropped"
     slow.gate.set()
     assert bus.flush()
@@ -165,14 +165,14 @@ def test_a_subscriber_that_hangs_delays_the_end_only_so_long() -> None:
 
 def test_the_lag_is_from_the_events_time_until_it_was_taken(make_bus: Any) -> None:
     bus = make_bus(Collects())
-    bus.publish(WorkerGone(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
+    bus.publish(WorkerDisconnected(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
     assert bus.flush()
     assert 3.0 <= wait_until(lambda: bus.lag_seconds) < 30
 
 
 def test_the_wait_of_every_event_is_counted(make_bus: Any) -> None:
     bus = make_bus(Collects())
-    bus.publish(WorkerGone(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
+    bus.publish(WorkerDisconnected(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
     bus.publish(error())
     assert bus.flush()
     waits = bus.status()["waits"]

@@ -13,7 +13,7 @@ from support.kv_chunks import Prompt, extra, random_prompt, scheduler
 from support.kv_follower import Follower, split
 
 from kvserver.config import Settings
-from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceGone, L1Cleared
+from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceDisconnected, L1Cleared
 from kvserver.kv_events import Feed, Hub, ObserverContext
 from kvserver.kv_events.feed import MOST_BYTES
 from kvserver.kv_events.types import KVEvent
@@ -276,7 +276,7 @@ def test_an_instance_that_went_is_forgotten(world: World) -> None:
     engine = Follower(world.feed.take_kv_events)
     world.store(Prompt(range(16)))
     engine.catch_up()
-    world.hub.handle(InstanceGone(1, "engine", "m", "one", True))
+    world.hub.handle(InstanceDisconnected(1, "engine", "m", "one", True))
     assert world.feed.status()["followers"] == []
     assert engine.ask().events == []
 

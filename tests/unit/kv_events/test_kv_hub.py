@@ -14,10 +14,10 @@ from kvserver.events import (
     ChunksEvicted,
     ChunksStored,
     InstanceDescribed,
-    InstanceGone,
+    InstanceDisconnected,
     L1Cleared,
-    L1Recounted,
-    RecountPart,
+    L1Resynced,
+    ResyncPart,
 )
 from kvserver.kv_events import Hub
 from kvserver.kv_events import hub as hub_module
@@ -40,8 +40,8 @@ class WitnessedHub:
     def evicted(self, keys: list[bytes], namespace: bytes = HERE) -> None:
         self.hub.handle(ChunksEvicted(6, namespace, b"".join(keys)))
 
-    def resynced(self, part: RecountPart, keys: list[bytes] | None = None, namespace: bytes = HERE) -> None:
-        self.hub.handle(L1Recounted(7, part, namespace, b"".join(keys or [])))
+    def resynced(self, part: ResyncPart, keys: list[bytes] | None = None, namespace: bytes = HERE) -> None:
+        self.hub.handle(L1Resynced(7, part, namespace, b"".join(keys or [])))
 
     def described(self, prompt: Prompt, *args: Any, namespace: bytes = HERE, **changes: Any) -> None:
         self.hub.handle(prompt.described(namespace, *args, **changes))
@@ -236,11 +236,11 @@ def test_descriptions_that_wait_use_a_quarter_of_the_memory_at_most() -> None:
 
 
 def test_readers_are_published_when_they_are_described_and_when_they_disconnect(world: WitnessedHub) -> None:
-    world.hub.handle(InstanceGone(1, "unknown", "m", "one", True))
+    world.hub.handle(InstanceDisconnected(1, "unknown", "m", "one", True))
     world.hub.handle(InstanceDescribed(2, scheduler(), HERE, 2, 16))
     world.hub.handle(InstanceDescribed(3, scheduler(), THERE, 2, 16))
-    world.hub.handle(InstanceGone(4, "engine", "m", "one", True))
-    world.hub.handle(InstanceGone(5, "engine", "m", "one", True))
+    world.hub.handle(InstanceDisconnected(4, "engine", "m", "one", True))
+    world.hub.handle(InstanceDisconnected(5, "engine", "m", "one", True))
     came, changed, gone = world.witness.events
     assert isinstance(came, ReaderConnected)
     assert isinstance(changed, ReaderConnected)
@@ -267,12 +267,12 @@ def test_a_resync_publishes_only_what_was_missed(world: WitnessedHub) -> None:
     one = Prompt(range(48))
     world.described(one)
     world.stored(one.keys[:4])
-    world.resynced(RecountPart.BEGIN)
+    world.resynced(ResyncPart.BEGIN)
     assert len(world.hub.snapshot(b"")[1]) == 4, "chunks stay known during a resync"
-    world.resynced(RecountPart.SLICE, one.keys[2:5])
+    world.resynced(ResyncPart.SLICE, one.keys[2:5])
     world.evicted(one.keys[2:3])  # between the slices
     world.stored(one.keys[5:6])
-    world.resynced(RecountPart.END)
+    world.resynced(ResyncPart.END)
     assert {key for _, key in world.witness.held} == set(one.keys[3:6])
     assert all(chunk.description is not None for chunk in world.witness.held.values())
     assert world.hub.status()["recounts"] == 1
@@ -281,11 +281,11 @@ def test_a_resync_publishes_only_what_was_missed(world: WitnessedHub) -> None:
 def test_a_resync_that_begins_again_forgets_nothing(world: WitnessedHub) -> None:
     one = Prompt(range(48))
     world.stored(one.keys[:4])
-    world.resynced(RecountPart.BEGIN)
-    world.resynced(RecountPart.SLICE, one.keys[:1])
-    world.resynced(RecountPart.BEGIN)
-    world.resynced(RecountPart.SLICE, one.keys[:3])
-    world.resynced(RecountPart.END)
+    world.resynced(ResyncPart.BEGIN)
+    world.resynced(ResyncPart.SLICE, one.keys[:1])
+    world.resynced(ResyncPart.BEGIN)
+    world.resynced(ResyncPart.SLICE, one.keys[:3])
+    world.resynced(ResyncPart.END)
     assert {key for _, key in world.witness.held} == set(one.keys[:3])
     assert len(world.witness.events) == 2
 
@@ -315,14 +315,14 @@ def test_random_events_agree_with_a_plain_set(seed: int) -> None:
                 model = {name for name in model if not name[0].startswith(base)}
             case 10 if generator.random() < 0.2:  # some were dropped; it begins, perhaps once more
                 model = {name for name in model if generator.random() < 0.8} | {(THERE, chosen.keys[0])}
-                world.resynced(RecountPart.BEGIN)
+                world.resynced(ResyncPart.BEGIN)
                 resyncing, agrees = sorted(model), False
             case _ if not agrees:
                 for space, key in resyncing[:5]:
-                    world.resynced(RecountPart.SLICE, [key] if (space, key) in model else [], space)
+                    world.resynced(ResyncPart.SLICE, [key] if (space, key) in model else [], space)
                 del resyncing[:5]
                 if not resyncing:
-                    world.resynced(RecountPart.END)
+                    world.resynced(ResyncPart.END)
                     agrees = True
         if agrees:
             assert set(world.witness.held) == model

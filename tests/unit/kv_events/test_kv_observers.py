@@ -19,7 +19,7 @@ from kvserver.events import ChunksStored
 from kvserver.kv_events import Hub, ObserverContext, Observers
 from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
 from kvserver.protocol import ConfigError
-from kvserver.server.watchers import OWN_OBSERVERS
+from kvserver.server.observability import OWN_OBSERVERS
 
 HERE = b"n" * 32
 Make = Callable[..., Observers]

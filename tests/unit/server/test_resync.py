@@ -14,9 +14,9 @@ from support.worker import make_keys
 
 from kvserver.cache import Cache, PagePool
 from kvserver.cache.eviction import LeastRecentlyUsed
-from kvserver.events import Bus, ChunksEvicted, ChunksStored, ErrorSent, Event, L1Cleared, L1Recounted
+from kvserver.events import Bus, ChunksEvicted, ChunksStored, ErrorSent, Event, L1Cleared, L1Resynced
 from kvserver.kv_events import Hub
-from kvserver.server.resync import SLICE, Recount
+from kvserver.server.resync import SLICE, Resync
 
 PAGE = 4096
 SPACES = [b"a" * 32, b"a" * 32 + b"lora" * 8, b"b" * 32]
@@ -30,11 +30,11 @@ class Gated:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.recounts: list[L1Recounted] = []
+        self.recounts: list[L1Resynced] = []
 
     def handle(self, event: Event) -> None:
         assert self.gate.wait(10)
-        if isinstance(event, L1Recounted):
+        if isinstance(event, L1Resynced):
             self.recounts.append(event)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Loop:
         self.witness, self.gated = Witness(), Gated()
         self.hub = Hub(1 << 30, self.witness.observe)
         self.bus = Bus([self.gated, self.hub], limit)
-        self.recount = Recount(self.cache.index, self.bus, time.monotonic)
+        self.resync = Resync(self.cache.index, self.bus, time.monotonic)
         self.bus.start()
 
     def store(self, namespace: bytes, keys: list[bytes], copied: bool = True) -> None:
@@ -72,7 +72,7 @@ class Loop:
 
         def is_complete() -> bool:
             assert self.bus.flush()  # so that there is room
-            return not self.recount.step() and self.bus.flush() and not self.bus.lost_chunks
+            return not self.resync.step() and self.bus.flush() and not self.bus.lost_chunks
 
         wait_until(is_complete)
 
@@ -108,7 +108,7 @@ def test_there_is_no_resync_while_no_chunk_event_was_dropped(make_loop: type[Loo
         pass
     loop.gated.gate.set()
     assert loop.bus.flush()
-    assert not loop.recount.step()
+    assert not loop.resync.step()
     assert loop.gated.recounts == []
 
 
@@ -121,7 +121,7 @@ def test_dropped_events_are_made_up_for_once_there_is_room(make_loop: type[Loop]
     for at in range(40):
         loop.store(SPACES[2], second[at : at + 1])  # each evicts one of the first
     assert loop.bus.lost_chunks
-    assert not loop.recount.step(), "the queue is full"
+    assert not loop.resync.step(), "the queue is full"
     loop.gated.gate.set()
     loop.catch_up()
     loop.check()
@@ -133,7 +133,7 @@ def test_one_turn_publishes_a_slice_and_the_next_goes_on(make_loop: type[Loop]) 
     loop.store(SPACES[0], make_keys(2 * SLICE + 5))
     loop.bus.lost_chunks = True
     turns = 0
-    while loop.recount.step():
+    while loop.resync.step():
         turns += 1
     assert turns == 4, "the beginning and three slices"
     assert loop.bus.flush()
@@ -147,7 +147,7 @@ def test_chunks_that_go_during_a_resync_are_not_published_again(make_loop: type[
     loop.store(SPACES[0], keys)
     loop.bus.lost_chunks = True
     for _ in range(2):
-        assert loop.recount.step()
+        assert loop.resync.step()
     loop.clear(SPACES[0])
     loop.store(SPACES[0], keys[-3:])
     loop.catch_up()
@@ -177,7 +177,7 @@ def test_random_runs_with_a_tiny_queue_end_with_what_the_cache_holds(make_loop: 
                 case 0:
                     loop.clear(generator.choice((b"", space)))
                 case 1:
-                    loop.recount.step()
+                    loop.resync.step()
                 case 2:
                     loop.store(space, keys[begin : begin + 3], copied=False)
                 case _:

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from kvserver.cache import MissReason
-from kvserver.events import ChunksEvicted, CopyBegan, CopyEnded, CopyRefused, InstanceGone, LookupEnded, RequestEnded
+from kvserver.events import (
+    ChunksEvicted,
+    CopyBegan,
+    CopyEnded,
+    CopyRefused,
+    InstanceDisconnected,
+    LookupEnded,
+    RequestEnded,
+)
 from kvserver.telemetry import Explain, Facts, advice, verdict
 from kvserver.telemetry.explain import MOST_BYTES, MOST_EVICTED_BYTES
 from kvserver.telemetry.explain_facts import MOST_RANKS
@@ -132,7 +140,7 @@ def test_requests_of_two_engines_with_one_id_are_apart() -> None:
     engine.end(engine="a", prompt_tokens=9)
     outcomes = {facts["instance_id"]: facts["outcome"] for facts in engine.explain.find("r", 10)}
     assert outcomes == {"a": "miss", "b": "running"}
-    engine.explain.handle(InstanceGone(engine.now, "b", "m", "i", died=True))
+    engine.explain.handle(InstanceDisconnected(engine.now, "b", "m", "i", died=True))
     outcomes = {facts["instance_id"]: facts["outcome"] for facts in engine.explain.find("r", 10)}
     assert outcomes == {"a": "miss", "b": "instance_died"}
 

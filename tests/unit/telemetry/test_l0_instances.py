@@ -23,7 +23,7 @@ from support.lives import (
     released,
 )
 
-from kvserver.events import BlockReport, Bus, InstanceCame, InstanceGone
+from kvserver.events import BlockReport, Bus, InstanceDisconnected, InstanceRegistered
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, ExactRecords
 from kvserver.telemetry import L0, Kind
 from kvserver.telemetry.block_lifecycle import MAX_POOLS
@@ -221,7 +221,7 @@ def test_a_gap_makes_no_request_an_owner(l0: L0) -> None:
 def test_what_the_bus_dropped_is_a_gap() -> None:
     l0 = L0(1.0)
     bus = Bus([l0], limit=3)
-    assert bus.publish(InstanceCame(1, "engine", "model", "first", 64, 4))
+    assert bus.publish(InstanceRegistered(1, "engine", "model", "first", 64, 4))
     taken = [bus.publish(BlockReport(1, "engine", "model", n, exact((1, allocated(1 + n))))) for n in range(4)]
     assert taken == [True, True, False, False]
     bus.start()
@@ -402,7 +402,7 @@ def test_wrong_reports_of_one_instance_cost_no_other_its_metrics(sender: str, pa
     bus = Bus([l0])
     bus.start()
     for id in ("a", "b"):
-        bus.publish(InstanceCame(1, id, "model", "first", 64, 4))
+        bus.publish(InstanceRegistered(1, id, "model", "first", 64, 4))
         bus.publish(BlockReport(1, id, "model", 0, exact((1, allocated(5)))))
     bus.publish(BlockReport(1, sender, "model", 1, payload))
     bus.publish(BlockReport(1, "b", "model", 1, exact((2, released(5)))))
@@ -508,11 +508,11 @@ def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
 
 
 def test_any_number_of_instances_has_series_within_bounds(l0: L0, clock: Clock) -> None:
-    l0.handle(InstanceCame(clock.ns, "stays", "m", "x", 8, 16))
+    l0.handle(InstanceRegistered(clock.ns, "stays", "m", "x", 8, 16))
     for number in range(3 * MOST_DEPARTED):
         clock.advance(0.001)
-        l0.handle(InstanceCame(clock.ns, f"i{number}", f"m{number}", "x", 8, 16))
-        l0.handle(InstanceGone(clock.ns, f"i{number}", f"m{number}", "x", True))
+        l0.handle(InstanceRegistered(clock.ns, f"i{number}", f"m{number}", "x", 8, 16))
+        l0.handle(InstanceDisconnected(clock.ns, f"i{number}", f"m{number}", "x", True))
     for family in l0.families():
         names = {labels[0] for labels, _ in family.points}
         assert len(family.points) == len(names) == MOST_DEPARTED + 1, family.name

@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from kvserver.events import ChunksEvicted, ChunksLoaded, ChunksStored, InstanceCame, InstanceGone, L1Cleared
+from kvserver.events import (
+    ChunksEvicted,
+    ChunksLoaded,
+    ChunksStored,
+    InstanceDisconnected,
+    InstanceRegistered,
+    L1Cleared,
+)
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, Buckets
 from kvserver.protocol.measurements import MOST_MODELS
 from kvserver.protocol.measurements import OTHER as OTHERS
@@ -42,10 +49,10 @@ class World:
         return int(self.now * SECOND)
 
     def registered(self, instance: str, model: str = "m") -> None:
-        self.tracker.handle(InstanceCame(self.ns, instance, model, "x", 100, 16))
+        self.tracker.handle(InstanceRegistered(self.ns, instance, model, "x", 100, 16))
 
     def disconnected(self, instance: str, model: str = "m") -> None:
-        self.tracker.handle(InstanceGone(self.ns, instance, model, "x", True))
+        self.tracker.handle(InstanceDisconnected(self.ns, instance, model, "x", True))
 
     def stored(self, *numbers: int, instance: str = "i", namespace: bytes = NS, model: str = "m") -> None:
         self.tracker.handle(ChunksStored(self.ns, instance, model, namespace, keys(*numbers), 4096))

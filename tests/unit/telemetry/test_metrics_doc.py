@@ -78,7 +78,7 @@ def test_every_reason_of_a_missed_token_is_explained() -> None:
 
 def test_every_type_of_a_label_is_explained() -> None:
     assert set(values("type | the request")) == set(rpc_counts.TYPES)
-    assert set(values("type | the event")) == {kind.__name__ for kind in events.TYPES}
+    assert set(values("type | the event")) == set(events.NAMES.values())
     assert set(values("type | the KV event")) == {kind.__struct_config__.tag for kind in get_args(types.KVEvent)}
 
 

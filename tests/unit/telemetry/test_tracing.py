@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 from support.daemon import wait_until
 
-from kvserver.events import Bus, CopyBegan, CopyEnded, InstanceGone, LookupEnded, RequestEnded
+from kvserver.events import Bus, CopyBegan, CopyEnded, InstanceDisconnected, LookupEnded, RequestEnded
 from kvserver.telemetry.otlp import resource
 from kvserver.telemetry.tracing import Traces
 
@@ -218,7 +218,7 @@ def test_the_requests_of_an_engine_that_goes_end_with_it(story: Callable[..., St
     it = story()
     it.lookup("its own")
     it.lookup("another's", at=1, engine="other")
-    it.traces.handle(InstanceGone(T0 + 30, "e", "m", "i", died=True))
+    it.traces.handle(InstanceDisconnected(T0 + 30, "e", "m", "i", died=True))
     assert it.traces.status()["requests"] == 1
     its_own = next(span for span in it.spans() if span.attributes.get("request_id") == "its own")
     assert its_own.end_time - its_own.start_time == 30

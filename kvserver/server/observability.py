@@ -40,7 +40,7 @@ OWN_OBSERVERS: dict[str, MakeObserver] = {
 _LAST_EVENTS_SECONDS = 2.0  # for what is queued when the daemon stops
 
 
-class Watchers:
+class Observability:
     """REQUIRES: start() before close(), both once; or discard()."""
 
     def __init__(self, settings: Settings, boot_id: str) -> None:
