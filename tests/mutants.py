@@ -171,7 +171,7 @@ STORES_AND_LOADS = (
     Mutant(
         "a store is starved while leases of an engine that is gone could end",
         CACHE, "Cache._allocate_slot", "elif done := self._end_one_lease():", "elif done := 0:",
-        ("issues/test_turns_grew_with_the_cache.py::test_a_store_waits_for_the_leases_of_an_engine_that_is_gone",),
+        ("issues/test_turns_grew_with_the_cache.py::test_a_store_waits_for_the_leases_of_a_disconnected_engine",),
     ),
     Mutant(
         "one rank fills L1 with what the others have no room for",
