@@ -73,7 +73,7 @@ def measure(daemon: Daemon, first: Engine, second: Engine, tokens: list[int]) ->
     before = daemon.status()["totals"] | work(daemon)
     cold = first.ask("generate", prompts=[tokens], max_tokens=1)
     first.settle()  # the KV goes to the daemon after the answer, while the engine is free
-    wait_until(lambda: daemon.books()["tickets"] == 0)
+    wait_until(lambda: daemon.accounting()["tickets"] == 0)
     stored = daemon.status()["totals"] | work(daemon)
     warm = second.ask("generate", prompts=[tokens], max_tokens=1)
     after = daemon.status()["totals"] | work(daemon)

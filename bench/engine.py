@@ -107,7 +107,7 @@ class Bench:
         for name in ("none", "cold") if seed % 2 else ("cold", "none"):
             found[name] = self._lanes[name].first_token(tokens)
         self._lanes["cold"].engine.settle()  # KV goes to the daemon beside the engine, and after the answer
-        wait_until(lambda: self._daemon.books()["tickets"] == 0)
+        wait_until(lambda: self._daemon.accounting()["tickets"] == 0)
         found["warm"] = self._lanes["warm"].first_token(tokens, external=hit)
         found["own"] = self._lanes["none"].first_token(tokens[:hit] + other[hit:], local=hit)
         if "peer cold" in self._lanes:

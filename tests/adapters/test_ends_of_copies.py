@@ -26,7 +26,7 @@ def test_a_store_is_cancelled_at_its_deadline(make_daemon, make_engine):
     daemon = make_daemon(copy_delay_us=200_000)
     engine = make_engine(daemon, extra={"kvserver.store_timeout_ms": 200})
     engine.generate("r", prompt(1, 16 * CHUNK), count=1)  # 64 blocks, by two threads: 6.4 s
-    daemon.wait_for_books(seconds=3, tickets=0)
+    daemon.wait_for_accounting(seconds=3, tickets=0)
     assert daemon.status()["l1"]["chunks"] == 0
 
 

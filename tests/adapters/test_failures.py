@@ -229,7 +229,7 @@ def test_stopped_during_a_load(stored, make_engine, asynchronous):
     wait_until(lambda: engine.step() or engine.generate_free("tick") == 59, 10, "the blocks come back")
     churn(engine, "after", forbidden=set())
     assert engine.received == ["warm", *engine.received[1:]]
-    daemon.wait_for_books(tickets=0, pins=0)
+    daemon.wait_for_accounting(tickets=0, pins=0)
 
 
 def churn(engine: Engine, name: str, forbidden: set[int]) -> None:
@@ -312,7 +312,7 @@ def test_an_aborted_request_leaves_nothing_behind(stored, make_engine, asynchron
     answer = engine.generate("next", TOKENS)
     assert answer.local + answer.external == 4 * CHUNK
     engine.generate("tick", prompt(8, 5))
-    daemon.wait_for_books(tickets=0, pins=0, leases=0)
+    daemon.wait_for_accounting(tickets=0, pins=0, leases=0)
 
 
 # ---- what waiting costs -----------------------------------------------------------------------

@@ -142,9 +142,9 @@ def test_a_busy_engine_publishes_what_the_daemon_holds(make_daemon, make_tap, ma
     tap.instead = l1 = PlayedL1(some_blocks(1), some_blocks(2))
     engine = make_engine(tap.endpoint, adjust=events_on)
     log = Log(engine)
-    step_until(engine, lambda: log.held("CPU") == named(1, 2))
+    step_until(engine, lambda: log.blocks("CPU") == named(1, 2))
     l1.events += [some_blocks(1, stored=False), some_blocks(3)]
-    step_until(engine, lambda: log.held("CPU") == named(2, 3))
+    step_until(engine, lambda: log.blocks("CPU") == named(2, 3))
     assert {event.kv_cache_spec_kind for event in log.stored("CPU")} == {"full_attention"}
 
 
@@ -170,10 +170,10 @@ def test_after_the_engine_cleared_its_own_blocks_the_daemons_are_published_again
     tap.instead = l1 = PlayedL1(some_blocks(1))
     engine = make_engine(tap.endpoint, adjust=events_on)
     log = Log(engine)
-    step_until(engine, lambda: log.held("CPU") == named(1))
+    step_until(engine, lambda: log.blocks("CPU") == named(1))
     assert engine.scheduler.reset_prefix_cache()
     l1.events = [some_blocks(2)]
-    step_until(engine, lambda: log.held("CPU") == named(2))
+    step_until(engine, lambda: log.blocks("CPU") == named(2))
     assert log.clears == 1, "vLLM's own"
 
 
@@ -182,12 +182,12 @@ def test_a_refusal_changes_nothing_at_once(make_daemon, make_tap, make_engine):
     tap.instead = l1 = PlayedL1(some_blocks(1))
     engine = make_engine(tap.endpoint, adjust=events_on)
     log = Log(engine)
-    step_until(engine, lambda: log.held("CPU") == named(1))
+    step_until(engine, lambda: log.blocks("CPU") == named(1))
     l1.refuses, asked = ErrorCode.NOT_READY, len(l1.asked)
     step_until(engine, lambda: len(l1.asked) > asked)
     l1.refuses = None
     l1.events.append(some_blocks(2))
-    step_until(engine, lambda: log.held("CPU") == named(1, 2))
+    step_until(engine, lambda: log.blocks("CPU") == named(1, 2))
 
 
 def test_another_daemon_changes_only_what_is_different(make_daemon, make_tap, make_engine):
@@ -196,10 +196,10 @@ def test_another_daemon_changes_only_what_is_different(make_daemon, make_tap, ma
     tap.instead = PlayedL1(some_blocks(1), some_blocks(2))
     engine = make_engine(tap.endpoint, adjust=events_on)
     log = Log(engine)
-    step_until(engine, lambda: log.held("CPU") == named(1, 2))
+    step_until(engine, lambda: log.blocks("CPU") == named(1, 2))
     before = len(log.stored("CPU"))
     daemon.kill()
     tap.instead = PlayedL1(some_blocks(2), some_blocks(3))
     daemon.start()
-    step_until(engine, lambda: log.held("CPU") == named(2, 3))
+    step_until(engine, lambda: log.blocks("CPU") == named(2, 3))
     assert len(log.stored("CPU")) == before + 1

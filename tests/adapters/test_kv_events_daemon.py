@@ -45,11 +45,11 @@ class Scene:
         """The blocks of L1 by all streams, as soon as they agree with the daemon's /status."""
 
         def differences() -> list[str]:
-            resident = self.stream.held("CPU")
+            resident = self.stream.blocks("CPU")
             blocks = self.daemon.status()["l1"]["chunks"] * PER_CHUNK
             found = [f"{blocks} blocks in L1, {len(resident)} on the stream"] if len(resident) != blocks else []
             for number, log in enumerate(self.logs):
-                more, less = log.held("CPU") - resident, resident - log.held("CPU")
+                more, less = log.blocks("CPU") - resident, resident - log.blocks("CPU")
                 found += [f"engine {number}: {len(more)} more, {len(less)} less"] if more or less else []
             return found
 
@@ -57,7 +57,7 @@ class Scene:
             self.step_until(lambda: not differences())
         except AssertionError as error:
             raise AssertionError(f"{differences()}, {self.daemon.status()['kv_events']}") from error
-        return self.stream.held("CPU")
+        return self.stream.blocks("CPU")
 
     def clear(self) -> None:
         with Client(self.daemon.endpoint) as client:
@@ -189,11 +189,11 @@ def test_an_engine_of_other_weights_publishes_none_but_its_own(make_scene):
     resident = scene.agree()
     scene.engines[1].weights = 7
     assert scene.engines[1].scheduler.reset_prefix_cache(reset_connector=True)
-    scene.step_until(lambda: scene.logs[1].clears == 1 and not scene.logs[1].held("CPU"))
+    scene.step_until(lambda: scene.logs[1].clears == 1 and not scene.logs[1].blocks("CPU"))
     scene.engines[1].generate("two", prompt(2, 3 * CHUNK))
-    scene.step_until(lambda: len(scene.logs[1].held("CPU")) == 3 * PER_CHUNK)
-    assert scene.logs[0].held("CPU") == resident
-    assert not scene.logs[1].held("CPU") & resident
+    scene.step_until(lambda: len(scene.logs[1].blocks("CPU")) == 3 * PER_CHUNK)
+    assert scene.logs[0].blocks("CPU") == resident
+    assert not scene.logs[1].blocks("CPU") & resident
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 from msgspec.msgpack import Decoder
-from support.kv_feed import chunk, describe, in_form, named, reach
+from support.kv_feed import chunk, describe, in_form, named, namespace_prefix
 from support.kv_publisher import Published
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
@@ -16,14 +16,14 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from kvserver.kv_events.types import KVChunk, Tier
 from kvserver.protocol import KVGroup
 
-HERE = reach("weights")
+HERE = namespace_prefix("weights")
 DECODER = Decoder(type=KVEventBatch)
 
 
 @pytest.fixture
 def published() -> Iterator[Published]:
     made = Published()
-    made.feed.came("engine", HERE, groups=(KVGroup("full_attention"),))
+    made.feed.reader_connected("engine", HERE, groups=(KVGroup("full_attention"),))
     yield made
     made.close()
 

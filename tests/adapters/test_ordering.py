@@ -256,7 +256,7 @@ def test_an_event_that_never_fires_does_not_hold_up_shutdown(make_daemon, make_e
     begin_store(engine)
     wait_until(lambda: gpu.waited, 10)
     engine.worker.shutdown()
-    daemon.wait_for_books(mappings=0)
+    daemon.wait_for_accounting(mappings=0)
     gpu.finish()
     assert sent == []
 

@@ -126,4 +126,4 @@ def test_a_random_run_ends_with_right_tokens_and_all_blocks_free(make_daemon, ma
         f"not sent { ({name: n for name, n in engine.worker.worker.counters.items() if name.startswith('not_sent')}) }"
     )
     assert chaos.loaded >= LOADS
-    daemon.wait_for_books(tickets=0, pins=0)
+    daemon.wait_for_accounting(tickets=0, pins=0)

@@ -27,7 +27,7 @@ def test_a_second_engine_loads_what_the_first_one_stored(make_daemon, make_engin
     answer = warm.generate("warm", tokens)
     assert (answer.local, answer.external) == (0, 3 * CHUNK)
     assert warm.received == ["warm"]
-    daemon.wait_for_books(tickets=0, pins=0, leases=0)
+    daemon.wait_for_accounting(tickets=0, pins=0, leases=0)
 
 
 def test_a_prompt_of_whole_chunks_leaves_its_last_token_to_compute(make_daemon, make_engine, how):

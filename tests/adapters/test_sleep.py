@@ -34,14 +34,14 @@ def test_after_unregistering_the_daemon_maps_nothing_and_after_restoring_it_serv
     engine = make_forgetful_engine(daemon, world_size=ranks, gpu=LateGpu() if late else None)
     engine.generate("cold", TOKENS)
     sleep(engine)
-    assert daemon.books()["mappings"] == 0
+    assert daemon.accounting()["mappings"] == 0
     sleep(engine)
     assert engine.scheduler.reset_prefix_cache()
     assert engine.generate("asleep", TOKENS).external == 0
     assert engine.scheduler.reset_prefix_cache()
     wake(engine)
     wake(engine)
-    assert daemon.books()["mappings"] == 2 * ranks
+    assert daemon.accounting()["mappings"] == 2 * ranks
     assert engine.generate("warm", TOKENS).external == 4 * CHUNK
     more = prompt(2, 3 * CHUNK)
     engine.generate("more", more)
@@ -62,7 +62,7 @@ def test_a_store_in_flight_is_cancelled(make_daemon, make_engine):
     engine.run(until=lambda: answer.finish_reason is not None)
     assert engine.connector.has_pending_push_work()
     sleep(engine)
-    assert daemon.books()["mappings"] == 0
+    assert daemon.accounting()["mappings"] == 0
     engine.run()
     wake(engine)
     assert make_engine(daemon).generate("warm", TOKENS).external == 0
@@ -75,7 +75,7 @@ def test_a_load_in_flight_fails_its_request_which_is_computed(make_daemon, make_
     answer = engine.add("warm", TOKENS)
     engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
     sleep(engine)
-    assert daemon.books()["mappings"] == 2, "the other engine's"
+    assert daemon.accounting()["mappings"] == 2, "the other engine's"
     engine.run()
     assert answer.right
     assert engine.received == ["warm"]
@@ -90,10 +90,10 @@ def test_a_hung_daemon_holds_up_sleep_until_its_deadline_only(make_daemon, make_
     sleep(engine)
     assert "did not let go of the KV cache within 0.1 s" in caplog.text
     daemon.thaw()
-    daemon.wait_for_books(mappings=0)
+    daemon.wait_for_accounting(mappings=0)
     wake(engine)
     assert engine.scheduler.reset_prefix_cache()
-    wait_until(lambda: daemon.books()["mappings"] == 2, 20, "registered again")
+    wait_until(lambda: daemon.accounting()["mappings"] == 2, 20, "registered again")
     assert engine.generate("warm", TOKENS).external == 4 * CHUNK
 
 
@@ -114,7 +114,7 @@ def test_sleep_fails_while_a_hung_daemon_may_write(make_daemon, make_engine):
         sleep(engine)
     assert engine.free_blocks < 99, "what may be written stays out of use"
     daemon.thaw()
-    daemon.wait_for_books(mappings=2)
+    daemon.wait_for_accounting(mappings=2)
     sleep(engine)
     wait_until(lambda: engine.generate_free("tick") == 99, 10, "the blocks come back")
 
@@ -132,7 +132,7 @@ def test_a_load_that_a_hung_daemon_has_not_read_writes_nothing_after_sleep(make_
     for kv in engine.runners[0].kv:
         kv[...] = 7  # as another user's
     daemon.thaw()
-    daemon.wait_for_books(mappings=2)
+    daemon.wait_for_accounting(mappings=2)
     assert all((kv == 7).all() for kv in engine.runners[0].kv)
     engine.run()
     assert answer.right

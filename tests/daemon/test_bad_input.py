@@ -399,7 +399,7 @@ def test_registrations_that_do_not_fit_their_memory_are_told_the_numbers(daemon,
         error = worker.error_of(worker.registration(**changes))
         assert_error(error, code, *words)
         worker.hang_up()
-    daemon.wait_for_books(mappings=0, attachments=0)
+    daemon.wait_for_accounting(mappings=0, attachments=0)
     assert daemon.open_memfds() == 0
     worker.connect().round_trip()
 
@@ -530,7 +530,7 @@ def test_too_many_descriptors_are_refused_and_closed(daemon, hello):
             Attachment(hello.fd_path, hello.token, [fd] * 253)
     finally:
         os.close(fd)
-    daemon.wait_for_books(attachments=0)
+    daemon.wait_for_accounting(attachments=0)
     assert daemon.open_memfds() == before
 
 
@@ -642,7 +642,7 @@ def test_notices_are_not_answered_and_are_counted(daemon, worker):
             worker.reply_to(number, 0.02)
     found = requests_of(daemon, worker)
     assert (found["block_records"], found["ended_requests"], found["sequence_gaps"]) == (3, 1, 0)
-    assert daemon.books()["leases"] == 0
+    assert daemon.accounting()["leases"] == 0
 
 
 @pytest.mark.parametrize("make", [report, end_request])

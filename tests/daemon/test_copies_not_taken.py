@@ -51,7 +51,7 @@ def worker(pages: StatusPages) -> Iterator[Worker]:
         yield worker
 
 
-def books(pages: StatusPages) -> dict[str, int]:
+def accounting(pages: StatusPages) -> dict[str, int]:
     found: dict[str, int] = json.loads(fetch(f"http://127.0.0.1:{pages.port}/status")[1])["books"]
     return found
 
@@ -63,7 +63,7 @@ def test_a_store_that_is_not_taken_leaves_no_pages(device: Full, pages: StatusPa
     assert operation.reply().code == "internal"
     assert operation.state == State.FAILED
     assert worker.lookup(keys) == 0
-    assert books(pages)["pins"] == books(pages)["tickets"] == books(pages)["used_pages"] == 0
+    assert accounting(pages)["pins"] == accounting(pages)["tickets"] == accounting(pages)["used_pages"] == 0
     device.full = False
     assert worker.store(keys, worker.blocks_for(2)) == Stored(stored=2, skipped=0)
 
@@ -75,6 +75,6 @@ def test_a_load_that_is_not_taken_leaves_its_chunks_free(device: Full, pages: St
     operation = worker.begin_load(keys, worker.blocks_for(2, first=20))
     assert operation.reply().code == "internal"
     assert operation.state == State.FAILED
-    assert books(pages)["pins"] == books(pages)["tickets"] == 0
+    assert accounting(pages)["pins"] == accounting(pages)["tickets"] == 0
     device.full = False
     assert worker.load(keys, worker.blocks_for(2, first=20)) == Retrieved(chunks=2)

@@ -83,9 +83,9 @@ def victim(slow: Daemon, gpu: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_nothing_of_a_worker_killed_in_the_middle_of_its_copies_stays(slow, make_worker, victim):
-    slow.wait_for_books(tickets=2, leases=1, mappings=3, attachments=1)
+    slow.wait_for_accounting(tickets=2, leases=1, mappings=3, attachments=1)
     victim.send_signal(signal.SIGKILL)
-    slow.wait_for_clean_books()
+    slow.wait_for_clean_accounting()
     assert slow.open_memfds() == 0
     assert slow.mapped_memfds() == []
     assert slow.status()["instances"] == []
@@ -99,9 +99,9 @@ def test_nothing_of_a_worker_killed_in_the_middle_of_its_copies_stays(slow, make
 def test_a_second_engine_of_one_id_is_refused_until_the_first_has_died(slow, make_worker, victim):
     with pytest.raises(RequestFailed, match=r"duplicate_instance: .*'victim' belongs to another live engine"):
         make_worker(slow, instance_id="victim")
-    slow.wait_for_books(attachments=1)
+    slow.wait_for_accounting(attachments=1)
     victim.kill()
-    slow.wait_for_books(attachments=0)
+    slow.wait_for_accounting(attachments=0)
     assert make_worker(slow, instance_id="victim").lookup(STORED) == CHUNKS
 
 
@@ -111,7 +111,7 @@ def test_a_worker_that_leaves_while_its_memory_is_mapped_leaves_nothing(slow, ma
         worker.attach()
         worker.send(worker.registration())
         worker.hang_up()
-    slow.wait_for_clean_books()
+    slow.wait_for_clean_accounting()
     assert slow.open_memfds() == 0
 
 
@@ -120,7 +120,7 @@ def test_workers_that_come_and_go_do_not_stop_the_daemon(slow, gpu):
     for _ in range(150):
         with Worker(slow.endpoint, gpu=gpu) as worker:
             worker.begin_store(make_keys(1), worker.blocks_for(1))
-    slow.wait_for_clean_books()
+    slow.wait_for_clean_accounting()
 
 
 def test_a_store_that_failed_on_one_rank_publishes_nothing_and_can_be_repeated(slow, make_worker):
@@ -155,7 +155,7 @@ def test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothin
     worker.memory.truncate(memory)
     assert_failed(store, "memory_lost")
     assert store.state == State.FAILED
-    slow.wait_for_books(attachments=1, mappings=3)
+    slow.wait_for_accounting(attachments=1, mappings=3)
     assert [i["instance_id"] for i in slow.status()["instances"]] == [other.instance_id]
     assert other.lookup(keys) == 0
     assert not worker.attachment.alive()
@@ -171,7 +171,7 @@ def test_memory_truncated_during_a_load_drops_the_instance_and_keeps_the_chunks(
     wait_for_state(load, State.RUNNING)
     worker.memory.truncate()
     assert_failed(load, "memory_lost")
-    slow.wait_for_books(attachments=1, mappings=3)
+    slow.wait_for_accounting(attachments=1, mappings=3)
     other.memory.fill()
     other.load(keys, other.blocks_for(3, first=9))
     assert other.memory.blocks(other.blocks_for(3, first=9)) == content
@@ -192,14 +192,14 @@ def test_memory_truncated_under_several_copies_is_unmapped_once_they_have_ended(
     for copy in copies:
         assert isinstance(copy.reply(), Error)
         assert copy.state == State.FAILED
-    slow.wait_for_books(attachments=1, mappings=3, tickets=0)
+    slow.wait_for_accounting(attachments=1, mappings=3, tickets=0)
 
 
 def test_memory_truncated_behind_the_blocks_of_a_store_is_noticed(slow, make_worker, on_host):
     worker = make_worker(slow)
     worker.memory.truncate(1, worker.geometry.sizes[1] - 1)
     assert_failed(worker.begin_store(make_keys(1), worker.blocks_for(1)), "memory_lost")
-    slow.wait_for_books(attachments=0, mappings=0)
+    slow.wait_for_accounting(attachments=0, mappings=0)
 
 
 def test_the_state_words_of_a_worker_cannot_be_truncated(slow, make_worker):
@@ -231,7 +231,7 @@ def test_unregister_with_copies_in_flight_is_answered_when_the_memory_is_unmappe
     for copy in copies:
         assert_failed(copy, "cancelled")
         assert copy.state == State.FAILED
-    slow.wait_for_books(tickets=0, pins=0, attachments=0)
+    slow.wait_for_accounting(tickets=0, pins=0, attachments=0)
     assert worker.memory.image() == image
     assert worker.error_of(worker.load_message(keys, worker.blocks_for(3))).code == "stale_registration"
     assert worker.connect().lookup(keys) == 3
@@ -250,7 +250,7 @@ def test_loads_that_a_frozen_daemon_holds_can_be_given_up_by_the_rule(slow, make
         wait_for_state(load, State.RUNNING)
     pending_blocks = worker.blocks_for(3, first=50)
     pending = worker.begin_load(keys, pending_blocks)
-    slow.wait_for_books(tickets=AT_ONCE + 1)
+    slow.wait_for_accounting(tickets=AT_ONCE + 1)
     slow.freeze()
     try:
         assert not pending.move(State.RUNNING, State.CANCELLING)
@@ -269,7 +269,7 @@ def test_loads_that_a_frozen_daemon_holds_can_be_given_up_by_the_rule(slow, make
     image = worker.memory.image()  # from here on every block is the engine's again
     for load in (*running, pending):
         assert_failed(load, "cancelled")
-    slow.wait_for_books(tickets=0, pins=0)
+    slow.wait_for_accounting(tickets=0, pins=0)
     assert worker.memory.image() == image
     assert worker.memory.blocks(pending_blocks) == reused
     assert worker.lookup(keys) == 3
@@ -282,7 +282,7 @@ def test_stores_that_a_frozen_daemon_holds_can_be_cancelled_and_their_blocks_reu
     stores = [worker.begin_store(keys[i : i + 3], worker.blocks_for(3, first=1 + 4 * i)) for i in firsts]
     for store in stores[:-1]:
         wait_for_state(store, State.RUNNING)
-    slow.wait_for_books(tickets=len(stores))
+    slow.wait_for_accounting(tickets=len(stores))
     slow.freeze()
     try:
         for store in stores[:-1]:
@@ -297,7 +297,7 @@ def test_stores_that_a_frozen_daemon_holds_can_be_cancelled_and_their_blocks_reu
         assert store.state == State.CANCELLED
     for key in keys:
         assert worker.lookup([key]) == 0
-    slow.wait_for_books(tickets=0, pins=0, used_pages=0)
+    slow.wait_for_accounting(tickets=0, pins=0, used_pages=0)
     assert worker.memory.image() == image
 
 
@@ -428,7 +428,7 @@ def test_a_peer_that_is_gone_before_its_reply_hurts_nobody(make_daemon, make_wor
     daemon = make_daemon(copy_delay_us=5_000)
     gone = make_worker(daemon)
     gone.begin_store(make_keys(1), gone.blocks_for(1))
-    daemon.wait_for_books(tickets=1)
+    daemon.wait_for_accounting(tickets=1)
     gone.client.close()  # the lifeline stands: the copy goes on, its reply has nowhere to go
     wait_until(lambda: daemon.status()["totals"]["undelivered_replies"] == 1)
     make_worker(daemon).round_trip()
@@ -504,7 +504,7 @@ def test_copies_cancelled_at_random_moments_never_write_late_and_never_publish_g
         assert worker.memory.blocks(target) == reused
     assert all(outcomes[name] for name in ("load cancelled", "load done", "store cancelled", "store done")), outcomes
     worker.close()
-    daemon.wait_for_clean_books()
+    daemon.wait_for_clean_accounting()
 
 
 def pause(seconds: float) -> None:

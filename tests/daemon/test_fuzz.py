@@ -358,7 +358,7 @@ def test_fifty_thousand_hostile_messages_get_one_reply_each_and_leave_nothing(ma
     fresh.round_trip()
     for each in (*attachments, *peers, worker, fresh):
         each.close()
-    daemon.wait_for_clean_books()
+    daemon.wait_for_clean_accounting()
     daemon.audit()
     daemon.clear_and_check()
     assert "internal error" not in daemon.log, daemon.log[-4000:]
@@ -380,7 +380,7 @@ def test_garbage_with_descriptors_on_the_fd_socket_leaves_nothing(daemon, worker
             socket.send_fds(connection, [bytes(raw)], [worker.memory.fds[0]] * source.randrange(20))
             connection.settimeout(5)
             assert connection.recv(65536) != b""
-    daemon.wait_for_books(attachments=1, mappings=3)
+    daemon.wait_for_accounting(attachments=1, mappings=3)
     assert daemon.open_memfds() == 3
     assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= len(fds) + 2
     worker.round_trip()

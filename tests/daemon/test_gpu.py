@@ -134,7 +134,7 @@ def test_memory_that_cannot_be_mapped_is_refused_with_the_reason(
     error = worker.error_of(worker.registration(memory=make(worker)))
     assert error.code == "bad_memory"
     assert words in error.message
-    daemon.wait_for_books(mappings=0)
+    daemon.wait_for_accounting(mappings=0)
     assert on_gpu(daemon)["mapped_bytes"] == engine_memories(daemon) == 0
     make_worker(daemon).round_trip()
 
@@ -164,7 +164,7 @@ def test_gpus_that_are_not_there_leave_nothing_behind(daemon: Daemon, make_worke
     for number in range(20):
         with pytest.raises(RequestFailed, match="this process has no GPU"):
             make_worker(daemon, gpu=f"GPU-00000000-0000-0000-0001-{number:012d}")
-    daemon.wait_for_books(mappings=1 + len(awkward().sizes))
+    daemon.wait_for_accounting(mappings=1 + len(awkward().sizes))
     assert [gpu["device"] for gpu in daemon.status()["gpus"]] == [GPUS[0]]
     assert len(os.listdir(f"/proc/{daemon.pid}/task")) <= threads + 1
 
@@ -241,12 +241,12 @@ def test_a_hung_engine_holds_up_neither_copies_nor_unmaps_of_others(
         other.unregister()
         assert on_gpu(daemon)["mapped_bytes"] == size - sum(other.geometry.sizes)
         other.connect().round_trip()
-        daemon.wait_for_books(tickets=0, attachments=2)
+        daemon.wait_for_accounting(tickets=0, attachments=2)
     finally:
         hung.kill()
         hung.wait()
         hung.stdout.close()
-    daemon.wait_for_books(attachments=1, pins=0)
+    daemon.wait_for_accounting(attachments=1, pins=0)
     assert on_gpu(daemon)["mapped_bytes"] == sum(other.geometry.sizes)
 
 
@@ -288,7 +288,7 @@ def test_a_running_store_that_is_cancelled_reads_on_for_some_batches_and_is_neve
     assert large.lookup(keys) == 0
     moved = on_gpu(slow)["store"]["dma_bytes"]
     assert 0 < moved < 64 * MiB, "the batches after those in flight are left out"
-    slow.wait_for_books(tickets=0, pins=0, used_pages=0)
+    slow.wait_for_accounting(tickets=0, pins=0, used_pages=0)
 
 
 def test_a_running_load_that_is_cancelled_writes_on_for_some_batches_until_it_says_cancelled(
@@ -305,7 +305,7 @@ def test_a_running_load_that_is_cancelled_writes_on_for_some_batches_until_it_sa
     image = large.memory.image()  # every block is the engine's again
     assert large.memory.read(16) == untouched, "the batches after those in flight are left out"
     assert code_of(load.reply()) == "cancelled"
-    slow.wait_for_books(tickets=0, pins=0)
+    slow.wait_for_accounting(tickets=0, pins=0)
     assert large.memory.image() == image
     assert large.lookup(keys) == 4
 
@@ -350,7 +350,7 @@ def test_loads_that_a_daemon_stopped_past_their_deadline_holds_are_whole_or_give
     image = worker.memory.image()
     assert worker.memory.blocks(kept) == content
     assert code_of(loads[1].reply()) == "cancelled"
-    slow.wait_for_books(tickets=0, pins=0)
+    slow.wait_for_accounting(tickets=0, pins=0)
     assert worker.memory.image() == image
 
 

@@ -52,8 +52,8 @@ def test_an_engine_is_told_what_another_stored_and_what_was_evicted_and_cleared(
     store(storing, first)
     follower = follow(reading)
     wait_for(follower, first.hashes)
-    assert {event.medium for event in follower.told} == {"CPU"}
-    assert b"".join(event.tokens for event in follower.told) == first.contents().tokens
+    assert {event.medium for event in follower.received} == {"CPU"}
+    assert b"".join(event.tokens for event in follower.received) == first.contents().tokens
     later: list[Prompt] = []
     while daemon.status()["l1"]["evictions"] < 3:
         later.append(prompt(10_000 * (len(later) + 1), 4))
@@ -142,7 +142,7 @@ def test_after_a_restart_an_engine_begins_anew(make_daemon, make_worker):
     daemon.start()
     again = make_worker(daemon, instance_id=worker.instance_id, incarnation=worker.incarnation)
     again.send(again.description())
-    follower.take = lambda message: again.ask(message, KVEventsTaken)
+    follower.drain = lambda message: again.ask(message, KVEventsTaken)
     store(again, new)
     wait_for(follower, new.hashes)
     assert len(set(follower.follows)) == 2

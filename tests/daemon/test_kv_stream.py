@@ -61,7 +61,7 @@ def snapshot(daemon: Daemon) -> tuple[int, Blocks]:
     for event in events:
         fresh = [name for name in event["block_hashes"] if (event["medium"], name) not in seen]
         seen |= {(event["medium"], name) for name in event["block_hashes"]}
-        held.take({**event, "block_hashes": [bytes.fromhex(name) for name in fresh]})
+        held.apply_event({**event, "block_hashes": [bytes.fromhex(name) for name in fresh]})
     return head["sequence"], held
 
 
@@ -81,7 +81,7 @@ def names(held: Held) -> set[object]:
 
 
 def follow(subscriber: Subscriber, expected: set[bytes]) -> None:
-    subscriber.follow(lambda: names(subscriber.blocks.held) == expected)
+    subscriber.follow(lambda: names(subscriber.blocks.resident) == expected)
 
 
 def test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_a_snapshot(
@@ -98,7 +98,7 @@ def test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_
     expected = found(worker, prompts)
     follow(first, expected)
     sequence, late = snapshot(daemon)
-    assert names(late.held) == expected
+    assert names(late.resident) == expected
     assert sequence >= first.last
     daemon.http("/cache/clear", "POST")
     follow(first, set())
@@ -167,12 +167,12 @@ def test_random_runs_with_kills_end_with_the_same_blocks_for_old_and_new_consume
             expected = found(worker, prompts)
             follow(first, expected)
             sequence, late = snapshot(daemon)
-            assert names(late.held) == expected
+            assert names(late.resident) == expected
             assert sequence >= first.last
     newcomer = audience()
     store(worker, prompt(99))
     expected = found(worker, [*prompts, prompt(99)])
-    wait_until(lambda: names(snapshot(daemon)[1].held) == expected)
+    wait_until(lambda: names(snapshot(daemon)[1].resident) == expected)
     newcomer.last = 0  # as one that has lost its state: all that is kept is asked for
     follow(newcomer, expected)
     follow(first, expected)

@@ -39,7 +39,7 @@ def test_models_add_up_to_l1_also_without_their_engines(
     if not evicted:
         assert [of(daemon, f"model-{number}")[1] for number in range(2)] == [3, 2]
     daemon.http("/cache/clear", "POST")
-    daemon.wait_for_books(used_pages=0)
+    daemon.wait_for_accounting(used_pages=0)
     assert of(daemon)[:2] == l1(daemon)[:2] == [0, 0]
     assert of(daemon, "model-0")[2] == evicted, "a counter goes on"
     daemon.audit()

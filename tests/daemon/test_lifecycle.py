@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from support.block_lifetimes import SECOND, accessed, allocated, cleared, evicted, owned, present, released
 from support.daemon import wait_until
-from support.lives import SECOND, accessed, allocated, cleared, evicted, held, present, released
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, awkward, ids, make_keys, packed
 
@@ -131,7 +131,7 @@ def test_a_gap_ends_lives_as_lost_and_asks_for_the_full_state(lives, make_worker
     found = figures(lives, worker)
     assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_report_gaps_total"]) == (0, 1)
     assert (found["kvserver_l0_unsure"], found["kvserver_l0_active_blocks"]) == (1, 0)
-    engine.report(present(2), held(2), full=True)
+    engine.report(present(2), owned(2), full=True)
     wait_until(lambda: figures(lives, worker)["kvserver_l0_unsure"] == 0)
     assert figures(lives, worker)["kvserver_l0_active_blocks"] == 1
     engine.report(released(2), evicted(2), seconds=1)

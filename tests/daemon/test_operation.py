@@ -75,7 +75,7 @@ def test_sigterm_with_copies_in_flight_ends_them_and_exits_zero_within_two_secon
         worker.begin_load(keys, worker.blocks_for(1, first=40)),
         *(worker.begin_store(make_keys(5), worker.blocks_for(5)) for _ in range(3)),
     ]
-    daemon.wait_for_books(tickets=4)
+    daemon.wait_for_accounting(tickets=4)
     began = time.monotonic()
     assert daemon.terminate() == 0
     assert time.monotonic() - began < 2

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client.parser import text_string_to_metric_families
-from support.collector import labels_of, nobody, over_grpc, over_http, that_hangs
+from support.block_lifetimes import accessed, allocated, evicted, exact, released
+from support.collector import labels_of, over_grpc, over_http, that_hangs, unused_address
 from support.daemon import Daemon, wait_until
-from support.lives import accessed, allocated, evicted, exact, released
 from support.worker import make_keys
 
 from kvserver import __version__
@@ -175,7 +175,7 @@ def test_status_tells_what_was_sent(make_daemon):
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_a_collector_that_is_down_costs_a_counted_failure(make_daemon, make_worker, scheme):
-    daemon = make_daemon(otlp_endpoint=f"{scheme}://{nobody()}", **OFTEN)
+    daemon = make_daemon(otlp_endpoint=f"{scheme}://{unused_address()}", **OFTEN)
     worker = make_worker(daemon)
 
     def failed() -> bool:

@@ -36,9 +36,9 @@ def test_rank_0_stores_for_all_and_every_rank_loads_its_bytes(daemon, make_ranks
     cold, warm = make_ranks(daemon), make_ranks(daemon)
     keys, source = make_keys(2), cold[0].blocks_for(2)
     content = cold[0].memory.blocks(source)
-    used = daemon.books()["used_pages"]
+    used = daemon.accounting()["used_pages"]
     assert cold[0].store(keys, source) == Stored(stored=2, skipped=0)
-    once = daemon.books()["used_pages"] - used
+    once = daemon.accounting()["used_pages"] - used
     pages = -(-cold[0].chunk_bytes // daemon.status()["l1"]["page_bytes"])
     assert once == 2 * pages, "one slot for each chunk"
     target = cold[0].blocks_for(2, first=30)
@@ -47,7 +47,7 @@ def test_rank_0_stores_for_all_and_every_rank_loads_its_bytes(daemon, make_ranks
         assert rank.lookup(keys) == 2, "READY after rank 0's bytes"
         assert rank.load(keys, target) == Retrieved(chunks=2)
         assert rank.memory.image() == expected
-    assert daemon.books()["used_pages"] - used == once
+    assert daemon.accounting()["used_pages"] - used == once
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -97,7 +97,7 @@ def test_a_rank_that_dies_during_the_store_leaves_nothing_half_stored(make_daemo
         target = reader[1].blocks_for(1, first=20)
         assert reader[1].load(keys, target) == Retrieved(chunks=1)
         assert reader[1].memory.blocks(target) == content
-    daemon.wait_for_books(tickets=0, pins=0)
+    daemon.wait_for_accounting(tickets=0, pins=0)
 
 
 def test_engines_with_and_without_replication_share_nothing(daemon, make_worker, make_ranks):

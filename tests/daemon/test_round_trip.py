@@ -93,7 +93,7 @@ def test_stores_of_one_chunk_that_overlap_in_time_are_merged(make_daemon, make_w
     source = one.blocks_for(2)
     content = one.memory.blocks(source)
     slow = one.begin_store(keys, source)
-    daemon.wait_for_books(tickets=1)
+    daemon.wait_for_accounting(tickets=1)
     assert two.store(keys, two.blocks_for(2)) == Stored(stored=0, skipped=2)
     assert slow.reply() == Stored(stored=2, skipped=0)
     two.load(keys, source)
@@ -252,7 +252,7 @@ def test_a_rank_may_come_back_after_its_connection_ended(daemon, make_worker):
     for each in (zero, one):
         each.store(keys, each.blocks_for(1))
     one.hang_up()
-    daemon.wait_for_books(attachments=1)
+    daemon.wait_for_accounting(attachments=1)
     assert zero.lookup(keys) == 0
     again = make_worker(daemon, rank=1, **same)
     assert zero.lookup(keys) == 1
@@ -272,7 +272,7 @@ def test_a_rank_that_comes_back_otherwise_takes_the_variants_along(daemon, make_
         each.store(keys, each.blocks_for(1), variant="lora")
     assert zero.lookup(keys, variant="lora") == 1
     one.hang_up()
-    daemon.wait_for_books(attachments=1)
+    daemon.wait_for_accounting(attachments=1)
     again = make_worker(daemon, rank=1, geometry=awkward(scale=2), **same)
     assert zero.lookup(keys, variant="lora") == 0
     for each in (zero, again):
@@ -292,7 +292,7 @@ def test_clear_forgets_everything(daemon, make_worker):
         each.store(keys, each.blocks_for(3))
     assert one.ask(Clear(), Cleared).chunks == 6
     assert one.lookup(keys) == two.lookup(keys) == 0
-    daemon.wait_for_books(used_pages=0, pins=0)
+    daemon.wait_for_accounting(used_pages=0, pins=0)
     assert one.store(keys, one.blocks_for(3)).stored == 3
 
 
@@ -320,11 +320,11 @@ def test_a_store_that_was_running_when_the_cache_was_cleared_publishes_nothing(m
     worker = make_worker(daemon)
     keys = make_keys(3)
     slow = worker.begin_store(keys, worker.blocks_for(3))
-    daemon.wait_for_books(tickets=1)
+    daemon.wait_for_accounting(tickets=1)
     worker.ask(Clear(), Cleared)
     slow.reply()
     assert worker.lookup(keys) == 0
-    daemon.wait_for_books(tickets=0, pins=0, used_pages=0)
+    daemon.wait_for_accounting(tickets=0, pins=0, used_pages=0)
 
 
 def test_a_load_that_was_running_when_the_cache_was_cleared_is_whole(make_daemon, make_worker):
@@ -335,13 +335,13 @@ def test_a_load_that_was_running_when_the_cache_was_cleared_is_whole(make_daemon
     worker.store(keys, worker.blocks_for(3))
     target = worker.blocks_for(3, first=30)
     slow = worker.begin_load(keys, target)
-    daemon.wait_for_books(tickets=1)
+    daemon.wait_for_accounting(tickets=1)
     worker.ask(Clear(), Cleared)
     others = make_keys(3)
     worker.store(others, worker.blocks_for(3, first=15))  # must not get the pages that are being read
     slow.reply()
     assert worker.memory.blocks(target) == content
-    daemon.wait_for_books(tickets=0, pins=0)
+    daemon.wait_for_accounting(tickets=0, pins=0)
     assert (worker.lookup(keys), worker.lookup(others)) == (0, 3)
 
 
@@ -392,13 +392,13 @@ def test_a_lease_ends_with_its_request_and_with_its_deadline(make_daemon, make_w
     worker.store(keys, worker.blocks_for(16))
     worker.lookup(keys, request_id="never ends")
     assert worker.store(make_keys(1), worker.blocks_for(1)).starved == 1
-    daemon.wait_for_books(leases=0)
+    daemon.wait_for_accounting(leases=0)
     assert worker.store(make_keys(1), worker.blocks_for(1)).stored == 1
 
 
 def test_a_lookup_without_hits_takes_no_lease(daemon, worker):
     worker.lookup(make_keys(3))
-    assert daemon.books()["leases"] == 0
+    assert daemon.accounting()["leases"] == 0
 
 
 def test_lookups_of_one_request_hold_one_lease(daemon, worker):
@@ -406,7 +406,7 @@ def test_lookups_of_one_request_hold_one_lease(daemon, worker):
     worker.store(keys, worker.blocks_for(3))
     for _ in range(5):
         worker.lookup(keys, request_id="again and again")
-    assert daemon.books()["leases"] == 1
+    assert daemon.accounting()["leases"] == 1
 
 
 def test_a_lookup_is_answered_before_all_ranks_are_there(daemon, make_worker):

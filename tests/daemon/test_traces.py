@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.collector import Collected, labels_of, nobody, over_grpc, over_http, that_hangs
+from support.collector import Collected, labels_of, over_grpc, over_http, that_hangs, unused_address
 from support.daemon import wait_until
 from support.worker import Worker, identity, make_keys
 
@@ -70,7 +70,7 @@ def test_spans_arrive_with_their_parents_times_and_attributes(collector: Callabl
 @pytest.mark.parametrize("fault", ["is down", "hangs"])
 def test_a_collector_that_is_not_there_holds_up_nothing(scheme: str, fault: str) -> None:
     with contextlib.ExitStack() as at_end:
-        address = nobody() if fault == "is down" else at_end.enter_context(that_hangs())
+        address = unused_address() if fault == "is down" else at_end.enter_context(that_hangs())
         traces = traces_to(f"{scheme}://{address}")
         one_request(traces)
         began = time.monotonic()

@@ -63,4 +63,4 @@ def daemon(gpu_daemon: Daemon) -> Iterator[Daemon]:
     yield gpu_daemon
     assert gpu_daemon.running(), gpu_daemon.log[-4000:]
     gpu_daemon.http("/cache/clear", "POST")
-    wait_until(lambda: gpu_daemon.books()["tickets"] == 0)
+    wait_until(lambda: gpu_daemon.accounting()["tickets"] == 0)

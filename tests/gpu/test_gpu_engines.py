@@ -22,7 +22,7 @@ HUNG_SECONDS = float(os.environ.get("KVSERVER_TEST_HUNG_SECONDS", "5"))
 
 def in_use(daemon: Daemon) -> tuple[int, int, int]:
     """Mappings, connections and copies of engines."""
-    counts = daemon.books()
+    counts = daemon.accounting()
     return counts["mappings"], counts["attachments"], counts["tickets"]
 
 

@@ -66,7 +66,7 @@ def test_the_daemon_notices_the_death_while_the_child_lives(engine):
     process.wait()
     wait_until(lambda: not daemon.status()["instances"], 2, "the engine is gone")
     os.kill(child, 0)  # it lives
-    daemon.wait_for_clean_books()
+    daemon.wait_for_clean_accounting()
 
 
 @pytest.mark.parametrize("engine", ["python"], indirect=True)

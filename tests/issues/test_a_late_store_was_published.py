@@ -46,7 +46,7 @@ def test_a_daemon_that_was_frozen_in_a_store_does_not_publish_it(make_daemon, ma
     assert isinstance(answer, Error)
     assert answer.code == "late"
     assert worker.lookup(keys) == 0
-    daemon.wait_for_books(tickets=0, pins=0, used_pages=0)
+    daemon.wait_for_accounting(tickets=0, pins=0, used_pages=0)
 
 
 @on_each_device

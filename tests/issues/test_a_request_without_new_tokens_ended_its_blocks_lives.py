@@ -4,7 +4,7 @@ its full blocks as evictions."""
 from __future__ import annotations
 
 import pytest
-from support.lives import Engine, hold, release
+from support.block_lifetimes import Engine, hold, release
 
 from kvserver.telemetry import L0
 
@@ -21,7 +21,7 @@ def test_full_blocks_live_on_where_nothing_new_is_said_of_them(engine: Engine) -
     engine.holds(2, hold("a", [5, 6]))
     assert engine.counts() == {"allocations": 2, "active_blocks": 2, "tracked_blocks": 2}
     engine.holds(9, hold("b", [5], [50]))
-    assert engine.figure("shared_accesses") == 1, "its content is known as before"
+    assert engine.metric("shared_accesses") == 1, "its content is known as before"
 
 
 def test_so_do_those_of_an_engine_that_sends_tokens(engine: Engine) -> None:
@@ -31,7 +31,7 @@ def test_so_do_those_of_an_engine_that_sends_tokens(engine: Engine) -> None:
     engine.holds(4, hold("a", [7], tokens=[1, 2, 3, 4], first=2))
     assert engine.counts() == {"allocations": 3, "active_blocks": 3, "tracked_blocks": 3}
     engine.holds(5, hold("b", [5, 6, 7], tokens=[*TOKENS, 1, 2, 3, 4]))
-    assert engine.figure("shared_accesses") == 3
+    assert engine.metric("shared_accesses") == 3
 
 
 def test_a_block_shared_by_two_lives_on_for_both(engine: Engine) -> None:
@@ -50,4 +50,4 @@ def test_what_the_request_let_go_before_is_another_life(engine: Engine) -> None:
 def test_new_content_in_a_block_that_was_not_let_go_is_another_life(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]))
     engine.holds(2, hold("a", [5], [51]))
-    assert engine.figure("evictions") == 1
+    assert engine.metric("evictions") == 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from support.block_lifetimes import allocated
 from support.daemon import Daemon, wait_until
-from support.lives import allocated
 from support.worker import Worker, ids
 
 from kvserver.protocol import MARK, ExactRecords, ReportBlockAllocations

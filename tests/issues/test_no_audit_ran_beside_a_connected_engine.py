@@ -14,7 +14,7 @@ from kvserver.protocol import Status, StatusReply
 _BETWEEN_SECONDS = 0.6
 
 
-def books(worker: Worker) -> dict[str, int]:
+def accounting(worker: Worker) -> dict[str, int]:
     """Asked as an engine asks: the message itself ends the quiet."""
     time.sleep(_BETWEEN_SECONDS)
     found: dict[str, int] = worker.ask(Status(), StatusReply).status["books"]
@@ -26,6 +26,6 @@ def test_an_engine_that_always_sends_something_does_not_keep_the_daemon_from_aud
     worker: Worker = make_worker(daemon)
     keys = make_keys(2)
     worker.store(keys, worker.blocks_for(2))
-    first = wait_until(lambda: books(worker)["audits"], 20, "an audit")
-    wait_until(lambda: books(worker)["audits"] > first, 30, "another one")
-    assert books(worker)["unbalanced"] == 0
+    first = wait_until(lambda: accounting(worker)["audits"], 20, "an audit")
+    wait_until(lambda: accounting(worker)["audits"] > first, 30, "another one")
+    assert accounting(worker)["unbalanced"] == 0

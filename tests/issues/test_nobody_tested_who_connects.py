@@ -96,7 +96,7 @@ def test_another_user_who_reaches_the_fd_socket_is_hung_up_on_even_with_the_toke
     found = as_another_user(daemon.sockets[1], raw)
     assert found in ("got", f"errno {errno.EPIPE}", f"errno {errno.ECONNRESET}"), found  # nothing, whoever is first
     wait_until(lambda: f"refused a connection of uid {OTHER_UID}" in daemon.log)
-    assert daemon.books()["attachments"] == 1, "the worker's own"
+    assert daemon.accounting()["attachments"] == 1, "the worker's own"
     answer = bytes.fromhex(as_another_user(daemon.sockets[1], raw, uid=0).removeprefix("got "))
     assert not isinstance(decode_attach_reply(answer), Error), "the same from our own user is fine"
     worker.round_trip()
@@ -112,22 +112,22 @@ def test_one_connection_too_many_is_hung_up_on_and_the_others_live(
     worker = make_worker(daemon)
     with ExitStack() as at_end:
         taken = [at_end.enter_context(connect(daemon)) for _ in range(MAX_CONNECTIONS - 1)]
-        wait_until(lambda: daemon.books()["attachments"] == MAX_CONNECTIONS)
+        wait_until(lambda: daemon.accounting()["attachments"] == MAX_CONNECTIONS)
         for _ in range(3):
             with connect(daemon) as one_more:
                 assert one_more.recv(16) == b""
         with pytest.raises(OSError):  # noqa: PT011  # closed before or after it is written to
             Attachment(str(daemon.sockets[1]), worker.hello.token, [])
-        assert daemon.books()["attachments"] == MAX_CONNECTIONS
+        assert daemon.accounting()["attachments"] == MAX_CONNECTIONS
         worker.round_trip()
         for connection in (taken[0], taken[-1]):
             connection.setblocking(False)
             with pytest.raises(BlockingIOError):
                 connection.recv(16)
         taken[5].close()
-        wait_until(lambda: daemon.books()["attachments"] == MAX_CONNECTIONS - 1)
+        wait_until(lambda: daemon.accounting()["attachments"] == MAX_CONNECTIONS - 1)
         Attachment(str(daemon.sockets[1]), worker.hello.token, []).close()
-    wait_until(lambda: daemon.books()["attachments"] == 1)
+    wait_until(lambda: daemon.accounting()["attachments"] == 1)
     assert worker.store(make_keys(1), worker.blocks_for(1))
     make_worker(daemon).round_trip()
 

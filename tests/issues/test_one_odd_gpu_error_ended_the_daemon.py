@@ -89,4 +89,4 @@ def test_memory_that_cannot_be_unmapped_is_logged_and_its_engine_may_come_back(
     worker.close()
     wait_until(lambda: "stays allocated until this daemon ends: cudaIpcCloseMemHandle: odd (999)" in daemon.log)
     make_worker(daemon, gpu=GPUS[0]).round_trip()
-    daemon.wait_for_books(tickets=0)
+    daemon.wait_for_accounting(tickets=0)

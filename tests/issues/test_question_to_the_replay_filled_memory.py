@@ -53,13 +53,13 @@ def test_a_huge_question_takes_no_memory_and_others_are_answered(
     subscriber = Subscriber(events, replay)
     try:
         worker.store(prompt.keys, worker.blocks_for(1), contents=prompt.contents())
-        subscriber.follow(lambda: len(subscriber.blocks.held) == 4)
+        subscriber.follow(lambda: len(subscriber.blocks.resident) == 4)
         before = peak_bytes(daemon)
         ask_hugely(*((replay, b"DEALER") if kind == "replay" else (events, b"SUB")))
         assert peak_bytes(daemon) - before < 100 << 20
         assert subscriber.replay(0)
         more = Prompt(list(range(100, 164)), chunk_blocks=4, block=16)
         worker.store(more.keys, worker.blocks_for(1, first=9), contents=more.contents())
-        subscriber.follow(lambda: len(subscriber.blocks.held) == 8)
+        subscriber.follow(lambda: len(subscriber.blocks.resident) == 8)
     finally:
         subscriber.close()

@@ -25,7 +25,7 @@ def test_who_does_not_register_is_hung_up_on_and_a_worker_is_not(
         attached = Attachment(str(daemon.sockets[1]), worker.hello.token, [memory] * 100)
         os.close(memory)
         began = time.monotonic()
-        wait_until(lambda: daemon.books()["attachments"] == 3)
+        wait_until(lambda: daemon.accounting()["attachments"] == 3)
         before = daemon.open_memfds()
         silent.settimeout(25)
         assert silent.recv(16) == b""
@@ -33,5 +33,5 @@ def test_who_does_not_register_is_hung_up_on_and_a_worker_is_not(
         wait_until(lambda: not attached.alive(), 5)
         attached.close()
     assert daemon.open_memfds() == before - 100
-    assert daemon.books()["attachments"] == 1
+    assert daemon.accounting()["attachments"] == 1
     worker.round_trip()

@@ -273,11 +273,11 @@ def test_a_random_walk_with_a_real_daemon_agrees_with_a_plain_dict(seed: int, gp
         finally:
             walk.close()
         assert min(walk.counts.values()) > 3, walk.counts
-        daemon.wait_for_clean_books()
+        daemon.wait_for_clean_accounting()
         assert daemon.status()["l1"]["evictions"] > 20
         assert {gpu["device"] for gpu in daemon.status()["gpus"] if gpu["load"]["staged_bytes"]} == {*gpus} - {""}
         assert daemon.http("/cache/clear", "POST")[0] == 200
-        daemon.wait_for_books(used_pages=0)
+        daemon.wait_for_accounting(used_pages=0)
         assert daemon.mapped_memfds() == []
         assert daemon.open_memfds() == 0
         assert "Traceback" not in daemon.log

@@ -135,7 +135,7 @@ def that_hangs() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def nobody() -> str:
+def unused_address() -> str:
     """host:port where nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

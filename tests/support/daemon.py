@@ -147,17 +147,17 @@ class Daemon:
         found = [s.value for s in self.samples() if s.name == name and labels.items() <= s.labels.items()]
         return sum(found) if found else None
 
-    def books(self) -> dict[str, int]:
+    def accounting(self) -> dict[str, int]:
         found: dict[str, int] = self.status()["books"]
         assert found["unbalanced"] == 0, self.log[-4000:]
         return found
 
-    def wait_for_books(self, seconds: float = 10.0, **expected: int) -> None:
+    def wait_for_accounting(self, seconds: float = 10.0, **expected: int) -> None:
         """Wait until /status books have these values."""
         last: dict[str, int] = {}
 
         def match() -> bool:
-            last.update(self.books())
+            last.update(self.accounting())
             return all(last[name] == value for name, value in expected.items())
 
         try:
@@ -165,17 +165,17 @@ class Daemon:
         except AssertionError:
             raise AssertionError(f"books are {last}, expected {expected}\n{self.log[-4000:]}") from None
 
-    def wait_for_clean_books(self) -> None:
+    def wait_for_clean_accounting(self) -> None:
         """Wait until nothing is in flight and nobody is connected."""
-        self.wait_for_books(tickets=0, pins=0, leases=0, mappings=0, attachments=0, unbalanced=0)
+        self.wait_for_accounting(tickets=0, pins=0, leases=0, mappings=0, attachments=0, unbalanced=0)
 
     def clear_and_check(self) -> None:
         """Between two tests that share it: it runs, and when cleared holds nothing for anybody."""
         assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
         self.check_gpus()
         assert self.http("/cache/clear", "POST")[0] == 200
-        self.wait_for_clean_books()
-        self.wait_for_books(used_pages=0)
+        self.wait_for_clean_accounting()
+        self.wait_for_accounting(used_pages=0)
         assert self.open_memfds() == 0
         assert self.mapped_memfds() == []
         assert all(gpu["mapped_bytes"] == 0 for gpu in self.status()["gpus"])
@@ -188,7 +188,7 @@ class Daemon:
         """Leave it alone until it has counted its books again, which it does after a second of quiet."""
         time.sleep(1.3)  # asking it would end the quiet
         assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
-        assert self.books()["unbalanced"] == 0, self.log[-4000:]
+        assert self.accounting()["unbalanced"] == 0, self.log[-4000:]
         self.check_gpus()
 
     # ---- its process --------------------------------------------------------------------------

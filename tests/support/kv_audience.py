@@ -17,24 +17,24 @@ class Audience:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.clears = 0
-        self._held: dict[str, set[Any]] = {}  # by medium
+        self._blocks: dict[str, set[Any]] = {}  # by medium
 
     def read(self, events: list[Any]) -> None:
         for event in events:
             kind = type(event).__name__
             if kind == "AllBlocksCleared":
-                self._held.clear()
+                self._blocks.clear()
                 self.clears += 1
                 continue
-            held, hashes = self._held.setdefault(event.medium, set()), set(event.block_hashes)
+            held, hashes = self._blocks.setdefault(event.medium, set()), set(event.block_hashes)
             if event.medium != "GPU":  # vLLM's own tell a block once for each block id that has it
                 assert len(hashes) == len(event.block_hashes), "one event names a block twice"
                 assert not hashes & held if kind == "BlockStored" else hashes <= held, f"{kind} of what was told before"
-            self._held[event.medium] = held | hashes if kind == "BlockStored" else held - hashes
+            self._blocks[event.medium] = held | hashes if kind == "BlockStored" else held - hashes
         self.events += events
 
-    def held(self, medium: str) -> set[Any]:
-        return self._held.get(medium, set())
+    def blocks(self, medium: str) -> set[Any]:
+        return self._blocks.get(medium, set())
 
     def stored(self, medium: str) -> list[Any]:
         return [e for e in self.events if type(e).__name__ == "BlockStored" and e.medium == medium]
@@ -57,11 +57,11 @@ class Subscriber:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def held(self, medium: str) -> set[Any]:
+    def blocks(self, medium: str) -> set[Any]:
         """AssertionError if the stream broke a rule."""
         if self.failure is not None:
             raise AssertionError("the stream is wrong") from self.failure
-        return self.audience.held(medium)
+        return self.audience.blocks(medium)
 
     def _run(self) -> None:
         while not self._ends and self.failure is None:

@@ -67,7 +67,7 @@ class Witness:
     """An observer that holds what it is told to the promise: each chunk comes once, then goes once."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[bytes, bytes], KVChunk] = {}
+        self.resident: dict[tuple[bytes, bytes], KVChunk] = {}
         self.events: list[KVEvent] = []
 
     def observe(self, event: KVEvent) -> None:
@@ -75,11 +75,11 @@ class Witness:
         self.events.append(event)
         if isinstance(event, KVStored):
             for chunk in event.chunks:
-                assert (event.namespace, chunk.key) not in self.held, "told twice"
-                self.held[event.namespace, chunk.key] = chunk
+                assert (event.namespace, chunk.key) not in self.resident, "told twice"
+                self.resident[event.namespace, chunk.key] = chunk
         elif isinstance(event, KVRemoved):
             for chunk in event.chunks:
-                assert self.held.pop((event.namespace, chunk.key)) is chunk, "it is not as it was stored"
+                assert self.resident.pop((event.namespace, chunk.key)) is chunk, "it is not as it was stored"
 
 
 def prompt(*tokens: int, **options: Any) -> Prompt:

@@ -28,7 +28,7 @@ def named(text: str, hash_bytes: int = 32) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:hash_bytes]
 
 
-def reach(text: str) -> bytes:
+def namespace_prefix(text: str) -> bytes:
     """Of a registration and its weights: what the namespace of requests without a LoRA is called, too."""
     return named(text) + named("epoch")
 
@@ -61,7 +61,7 @@ class Feed:
 
     def __init__(self, observer: KVEventObserver) -> None:
         self.observer = observer
-        self.held: dict[tuple[Tier, bytes, bytes], KVChunk] = {}
+        self.resident: dict[tuple[Tier, bytes, bytes], KVChunk] = {}
         self._number = 0
 
     def _next(self) -> tuple[int, int]:
@@ -69,15 +69,15 @@ class Feed:
         return self._number, time.monotonic_ns()
 
     def stored(self, namespace: bytes, *chunks: KVChunk, tier: Tier = Tier.L1) -> None:
-        self.held.update({(tier, namespace, each.key): each for each in chunks})
+        self.resident.update({(tier, namespace, each.key): each for each in chunks})
         self.observer.observe(KVStored(*self._next(), tier, namespace, chunks))
 
     def removed(self, namespace: bytes, *chunks: KVChunk, tier: Tier = Tier.L1) -> None:
         for each in chunks:
-            del self.held[tier, namespace, each.key]
+            del self.resident[tier, namespace, each.key]
         self.observer.observe(KVRemoved(*self._next(), tier, namespace, chunks))
 
-    def came(
+    def reader_connected(
         self,
         instance_id: str,
         at: bytes,
@@ -95,14 +95,14 @@ class Feed:
         )
         self.observer.observe(ReaderConnected(*self._next(), scheduler, at, 4, BLOCK_TOKENS))
 
-    def gone(self, instance_id: str, model_name: str = "model") -> None:
+    def reader_disconnected(self, instance_id: str, model_name: str = "model") -> None:
         self.observer.observe(ReaderDisconnected(*self._next(), instance_id, model_name))
 
     def blocks(self, *reaches: bytes, form: str = "int", groups: int = 1) -> set[Block]:
         """Those that an audience of these reaches should know."""
         return {
             (tier.value, group if groups else None, in_form(each.description.hashes[at : at + width], form))
-            for (tier, namespace, _), each in self.held.items()
+            for (tier, namespace, _), each in self.resident.items()
             if each.description is not None and namespace.startswith(reaches)
             for width in [each.description.hash_bytes]
             for at in range(0, len(each.description.hashes), width)

@@ -9,7 +9,7 @@ from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
 
 from .daemon import wait_until
 
-Take = Callable[[TakeKVEvents], KVEventsTaken]
+Drain = Callable[[TakeKVEvents], KVEventsTaken]
 
 
 class Follower:
@@ -17,21 +17,21 @@ class Follower:
 
     def __init__(
         self,
-        take: Take,
+        drain: Drain,
         instance_id: str = "engine",
         incarnation: str = "one",
         loses: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.take, self.instance_id, self.incarnation, self.loses = take, instance_id, incarnation, loses
+        self.drain, self.instance_id, self.incarnation, self.loses = drain, instance_id, incarnation, loses
         self.follow = self.cursor = 0
         self.blocks: dict[bytes, KVBlocks] = {}
-        self.told: list[KVBlocks] = []
+        self.received: list[KVBlocks] = []
         self.before: set[bytes] = set()  # told in an earlier follow, and not again yet
         self.whole = False
         self.follows: list[int] = []
 
     def ask(self) -> KVEventsTaken:
-        return self.take(
+        return self.drain(
             TakeKVEvents(
                 instance_id=self.instance_id, incarnation=self.incarnation, follow=self.follow, cursor=self.cursor
             )
@@ -56,7 +56,7 @@ class Follower:
         return reply
 
     def _apply(self, event: KVBlocks) -> None:
-        self.told.append(event)
+        self.received.append(event)
         for hash in split(event.hashes, event.hash_bytes):
             if event.stored:
                 assert hash not in self.blocks, "told twice"

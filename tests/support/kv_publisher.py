@@ -46,7 +46,7 @@ class Published:
         self._subscribers.append(made)
         message = made.receive()
         assert message is not None, "nothing greeted it"
-        made.take(message)
+        made.accept(message)
         return made
 
     def sequence(self, number: int = 0) -> int:
@@ -75,5 +75,5 @@ def from_snapshot(snapshot: Snapshot) -> Blocks:
     for event in events:
         fresh = [name for name in event["block_hashes"] if (event["medium"], event.get("group_idx"), name) not in named]
         named |= {(event["medium"], event.get("group_idx"), name) for name in fresh}
-        known.take({**event, "block_hashes": fresh})
+        known.apply_event({**event, "block_hashes": fresh})
     return known

@@ -41,9 +41,9 @@ class Blocks:
 
     def apply(self, payload: bytes) -> None:
         for event in events_of(payload):
-            self.take(event)
+            self.apply_event(event)
 
-    def take(self, event: dict[str, Any]) -> None:
+    def apply_event(self, event: dict[str, Any]) -> None:
         if event["type"] == "AllBlocksCleared":
             self._counts.clear()
             return
@@ -54,7 +54,7 @@ class Blocks:
             assert self._counts[block] in (0, 1), (event["type"], block)
 
     @property
-    def held(self) -> set[tuple[str, int | None, Any]]:
+    def resident(self) -> set[tuple[str, int | None, Any]]:
         return {block for block, count in self._counts.items() if count}
 
 
@@ -87,10 +87,10 @@ class Subscriber:
         while not done():
             message = self.receive(20)
             if message is not None:
-                self.take(message)
-            assert time.monotonic() < deadline, f"last {self.last}, {len(self.blocks.held)} blocks"
+                self.accept(message)
+            assert time.monotonic() < deadline, f"last {self.last}, {len(self.blocks.resident)} blocks"
 
-    def take(self, message: Message) -> None:
+    def accept(self, message: Message) -> None:
         _, sequence, payload = message
         if sequence <= self.last:
             return  # known: of this daemon's start, or had by a replay

@@ -44,7 +44,7 @@ def reference(engine: Engine, prompts: list[Prompt], max_tokens: int = 16) -> li
 
 
 def copying(daemon: Daemon) -> bool:
-    return bool(daemon.books()["tickets"] > 0)
+    return bool(daemon.accounting()["tickets"] > 0)
 
 
 def finish(engine: Engine, request_id: str, seconds: float = 60) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def test_a_daemon_stopped_mid_store_publishes_nothing_of_blocks_that_were_reused
     assert [o["tokens"] for o in small.generate(others)] == alone[1:], "with 104 blocks these overwrite all others"
     assert small.counters()["worker"]["stores_cancelled_for_reuse"] > 0
     daemon.thaw()
-    daemon.wait_for_books(tickets=0)
+    daemon.wait_for_accounting(tickets=0)
     # Whatever is READY now must be right: another engine uses it.
     warm = first.generate([text, *others])
     assert [o["tokens"] for o in warm] == alone
@@ -241,14 +241,16 @@ def test_an_engine_killed_mid_copy_leaves_nothing_behind(
     victim = engines.start("victim", dtype="float32")
     victim.wait_ready()
     daemon = start_daemon(**SLOW)
-    standing = wait_until(lambda: daemon.books()["mappings"] // 2 == len(engines.live()) + 1 and daemon.books(), 30)
+    standing = wait_until(
+        lambda: daemon.accounting()["mappings"] // 2 == len(engines.live()) + 1 and daemon.accounting(), 30
+    )
     victim.ask("add", request_id="victim", prompt=text, max_tokens=16)
     victim.send("step", seconds=60, until="victim")
     wait_until(lambda: copying(daemon), 20, "the store to run")
     victim.kill()
-    daemon.wait_for_books(tickets=0, pins=0, leases=0, mappings=standing["mappings"] - 2)
+    daemon.wait_for_accounting(tickets=0, pins=0, leases=0, mappings=standing["mappings"] - 2)
     assert daemon.status()["l1"]["chunks"] == 0
-    assert daemon.books()["used_pages"] == 0
+    assert daemon.accounting()["used_pages"] == 0
     assert set(os.listdir("/dev/shm")) <= shm
     assert first.generate([text])[0]["tokens"] == alone
 
@@ -266,7 +268,7 @@ def test_a_request_aborted_while_it_loads_frees_its_blocks(
     assert copying(daemon)
     second.ask("abort", request_id="gone")
     assert not second.ask("step", seconds=20)["unfinished"]
-    daemon.wait_for_books(tickets=0)
+    daemon.wait_for_accounting(tickets=0)
     second.ask("add", request_id="again", prompt=text, max_tokens=16)
     assert tokens_of(finish(second, "again"), "again") == alone
 
@@ -293,10 +295,10 @@ def test_nothing_stays_in_shared_memory_after_engines_ended(
     engines: Engines, start_daemon: Start, prompt: Make
 ) -> None:
     daemon = start_daemon()
-    shm, books = set(os.listdir("/dev/shm")), daemon.books()
+    shm, books = set(os.listdir("/dev/shm")), daemon.accounting()
     engine = engines.start("brief", dtype="float32")
     engine.generate([prompt(360, 600)])
     engine.close()
-    daemon.wait_for_books(mappings=books["mappings"], attachments=books["attachments"], leases=0, tickets=0)
+    daemon.wait_for_accounting(mappings=books["mappings"], attachments=books["attachments"], leases=0, tickets=0)
     assert set(os.listdir("/dev/shm")) <= shm
     assert "kvserver connector, in" not in engine.log.read_text()

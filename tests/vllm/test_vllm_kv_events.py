@@ -83,15 +83,15 @@ class Scene:
 
         def same() -> bool:
             self.step()
-            resident = stream.held("CPU")
+            resident = stream.blocks("CPU")
             return (
                 len(resident) == daemon.status()["l1"]["chunks"] * PER_CHUNK
-                and self.engine_stream.held("CPU") == resident
+                and self.engine_stream.blocks("CPU") == resident
             )
 
         wait_until(same, 30)
         assert self.engine_stream.audience.clears == self._forgotten, "an AllBlocksCleared that is not vLLM's"
-        return stream.held("CPU")
+        return stream.blocks("CPU")
 
     def close(self) -> None:
         for stream in self._streams:

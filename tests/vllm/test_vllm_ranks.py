@@ -136,7 +136,7 @@ def test_one_rank_that_stalls_until_its_deadline_leaves_nothing_half_stored(
     cold = pair.generate([text])[0]
     pair.wait_for_stores()
     wait_until(lambda: daemon.status()["totals"]["failed_stores"], 10, "the stalled store was given up")
-    daemon.wait_for_books(tickets=0, pins=0)
+    daemon.wait_for_accounting(tickets=0, pins=0)
     pair.forget()
     again = pair.generate([text])[0]
     assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
@@ -159,12 +159,12 @@ def test_a_rank_that_hangs_during_a_store_and_during_a_load_changes_no_token(
     text = prompt(225, 1000)
     cold = run_with_a_stop(daemon, pair, text, STORE_SECONDS + 1)
     pair.wait_for_stores()
-    daemon.wait_for_books(tickets=0, pins=0)
+    daemon.wait_for_accounting(tickets=0, pins=0)
     pair.forget()
     warm = run_with_a_stop(daemon, pair, text, LOAD_SECONDS + 1)
     assert warm["tokens"] == cold["tokens"]
     pair.wait_for_stores()
-    daemon.wait_for_books(tickets=0, pins=0)
+    daemon.wait_for_accounting(tickets=0, pins=0)
     pair.forget()
     again = pair.generate([text])[0]
     assert (again["cached_tokens"], again["tokens"]) == (768, cold["tokens"])
@@ -226,7 +226,7 @@ def test_a_rank_that_is_killed_ends_its_engine_and_no_other(
     wait_until(lambda: len(ranks_of(daemon, pair)) < 2, 20, "the daemon saw it die")
     pair.kill()
     wait_until(lambda: len(daemon.status()["instances"]) == 1, 30, "the dead engine's ranks are unregistered")
-    daemon.wait_for_books(tickets=0, pins=0)
+    daemon.wait_for_accounting(tickets=0, pins=0)
     cold = other.generate([text])[0]
     assert cold["cached_tokens"] == 0, "half of a chunk was found"
     other.wait_for_stores()

@@ -139,7 +139,7 @@ def test_a_load_that_ends_with_its_daemon_costs_only_the_hit(engine: Engine, sta
     engine.wait_for_stores()
     engine.forget()
     engine.send("generate", prompts=[text], max_tokens=16)
-    wait_until(lambda: daemon.books()["tickets"] > 0, 20, "the load to run")
+    wait_until(lambda: daemon.accounting()["tickets"] > 0, 20, "the load to run")
     daemon.kill()
     assert engine.receive()["outputs"][0]["tokens"] == cold["tokens"]
     counters = engine.counters()
@@ -159,7 +159,7 @@ def test_a_load_of_a_stopped_daemon_keeps_its_blocks_from_others(
     engine.wait_for_stores()
     engine.forget()
     engine.send("generate", prompts=[text], max_tokens=16)
-    wait_until(lambda: daemon.books()["tickets"] > 0, 20, "the load to run")
+    wait_until(lambda: daemon.accounting()["tickets"] > 0, 20, "the load to run")
     daemon.freeze()
     assert engine.receive()["outputs"][0]["tokens"] == cold["tokens"]
     assert engine.counters()["blocks_in_use"] > 0, "the server may still write these"

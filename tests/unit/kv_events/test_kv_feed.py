@@ -79,7 +79,7 @@ def test_an_engine_receives_the_blocks_that_were_there_and_every_change(world: W
     world.evict(one.keys[:1])
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes[2:]) == world.readable_blocks()
-    assert [event.stored for event in engine.told] == [True] * 3 + [True] * 2 + [False]
+    assert [event.stored for event in engine.received] == [True] * 3 + [True] * 2 + [False]
     assert engine.follows == [BOOT + 1]
 
 
@@ -90,7 +90,7 @@ def test_a_stored_block_comes_with_its_whole_description(world: World) -> None:
     world.reader()
     engine = Follower(world.feed.take_kv_events)
     engine.catch_up()
-    for number, event in enumerate(engine.told):
+    for number, event in enumerate(engine.received):
         assert (event.stored, event.medium, event.hash_bytes, event.block_tokens) == (True, "CPU", 16, 4)
         assert event.parent == (one.hashes[2 * number - 1] if number else b"")
         assert event.tokens == one.contents(number, number + 1).tokens
@@ -108,12 +108,12 @@ def test_blocks_that_two_chunks_share_are_reported_once_with_the_parent_inside_t
     world.store(one, extra_keys=extra(*keys))
     world.store(other, extra_keys=extra(*keys))
     engine.catch_up()
-    assert [len(split(event.hashes, 32)) for event in engine.told] == [2, 1]
-    assert engine.told[1].parent == one.hashes[0]
-    assert msgspec.msgpack.decode(engine.told[1].extra_keys) == keys[1:]
+    assert [len(split(event.hashes, 32)) for event in engine.received] == [2, 1]
+    assert engine.received[1].parent == one.hashes[0]
+    assert msgspec.msgpack.decode(engine.received[1].extra_keys) == keys[1:]
     world.evict(one.keys)
     engine.catch_up()
-    assert engine.told[2].hashes == one.hashes[1]
+    assert engine.received[2].hashes == one.hashes[1]
     world.evict(other.keys)
     engine.catch_up()
     assert engine.blocks == {}
@@ -166,7 +166,7 @@ def test_a_lost_reply_comes_again(world: World) -> None:
     world.store(Prompt(range(8 * 300)))
     world.reader()
     engine = Follower(world.feed.take_kv_events)
-    wait_until(lambda: engine.step() is not None and engine.told)
+    wait_until(lambda: engine.step() is not None and engine.received)
     lost = wait_until(lambda: (reply := engine.ask()).events and reply)
     assert lost.events
     for reply in (engine.ask(), engine.step()):
@@ -184,7 +184,7 @@ def test_the_first_reply_comes_again_when_it_was_lost(world: World) -> None:
     wait_until(lambda: engine.ask().events)  # none of these arrives
     engine.catch_up()
     assert len(engine.follows) == 1
-    assert len(engine.told) == 2
+    assert len(engine.received) == 2
 
 
 @pytest.mark.parametrize(("follow", "cursor"), [(0, 0), (5, 3), (None, 1000)])
@@ -251,7 +251,7 @@ def test_an_event_that_a_snapshot_has_in_it_is_not_counted_again(world: World) -
     world.observe_queued()
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes[2:]) == world.readable_blocks()
-    assert [event.stored for event in engine.told] == [True, True, False]
+    assert [event.stored for event in engine.received] == [True, True, False]
     assert world.feed.status()["followers"][0]["unbalanced_blocks"] == 0
 
 

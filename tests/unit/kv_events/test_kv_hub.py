@@ -54,7 +54,7 @@ class WitnessedHub:
     def check(self) -> None:
         """The state, the status and the published events agree."""
         number, chunks = self.hub.snapshot(b"")
-        status, held = self.hub.status(), list(self.witness.held.values())
+        status, held = self.hub.status(), list(self.witness.resident.values())
         assert number == len(self.witness.events) == status["events"]
         assert sorted(map(id, chunks)) == sorted(map(id, held))
         assert status["chunks"] == len(held)
@@ -88,7 +88,7 @@ def test_a_later_store_of_a_prompt_begins_with_the_block_before(world: Witnessed
     long = Prompt(range(32))
     world.described(long, 2)
     world.stored(long.keys[2:])
-    chunk = world.witness.held[HERE, long.keys[2]]
+    chunk = world.witness.resident[HERE, long.keys[2]]
     assert chunk.description is not None
     assert chunk.description.parent == long.hashes[3]
 
@@ -99,7 +99,7 @@ def test_an_evicted_chunk_is_published_as_it_was_stored(world: WitnessedHub) -> 
     world.stored(one.keys)
     world.evicted(one.keys[1:3])
     assert isinstance(world.witness.events[-1], KVRemoved)
-    assert {key for _, key in world.witness.held} == {one.keys[0], one.keys[3]}
+    assert {key for _, key in world.witness.resident} == {one.keys[0], one.keys[3]}
     world.evicted(one.keys[1:3])  # a chunk that was never READY leaves, too
     assert len(world.witness.events) == 2
 
@@ -111,17 +111,17 @@ def test_a_clear_removes_all_namespaces_below_it_in_bounded_events(world: Witnes
     before = len(world.witness.events)
     assert before == 6
     world.hub.handle(L1Cleared(8, HERE, 0))
-    assert {namespace for namespace, _ in world.witness.held} == {THERE}
+    assert {namespace for namespace, _ in world.witness.resident} == {THERE}
     gone = world.witness.events[before:]
     assert all(isinstance(event, KVRemoved) and len(event.chunks) <= MOST_CHUNKS for event in gone)
     world.hub.handle(L1Cleared(9, b"", 0))
-    assert world.witness.held == {}
+    assert world.witness.resident == {}
 
 
 def test_a_chunk_without_a_description_is_published_without_and_counted(world: WitnessedHub) -> None:
     one = Prompt(range(16))
     world.stored(one.keys)
-    assert [chunk.description for chunk in world.witness.held.values()] == [None, None]
+    assert [chunk.description for chunk in world.witness.resident.values()] == [None, None]
     assert world.unannounced == {"undescribed": 2}
 
 
@@ -133,7 +133,7 @@ def test_a_chunk_that_is_described_late_is_removed_and_stored_again(world: Witne
     assert isinstance(removed, KVRemoved)
     assert isinstance(stored, KVStored)
     assert stored.instance_id == "other"
-    assert all(chunk.description is not None for chunk in world.witness.held.values())
+    assert all(chunk.description is not None for chunk in world.witness.resident.values())
     world.described(one)
     assert len(world.witness.events) == 3, "it is known already"
 
@@ -161,7 +161,7 @@ def test_contents_that_cannot_be_are_not_taken(world: WitnessedHub, changes: dic
     one = Prompt(range(16))
     world.described(one, **changes)
     world.stored(one.keys)
-    assert [chunk.description for chunk in world.witness.held.values()] == [None, None]
+    assert [chunk.description for chunk in world.witness.resident.values()] == [None, None]
     assert world.unannounced == {"mismatched": 2}
 
 
@@ -171,7 +171,7 @@ def test_only_the_chunks_whose_hash_is_not_their_key_are_mismatched(world: Witne
     hashes[3 * 32] ^= 1  # the last block of the second chunk
     world.described(one, hashes=bytes(hashes))
     world.stored(one.keys)
-    known = [chunk.description is not None for chunk in world.witness.held.values()]
+    known = [chunk.description is not None for chunk in world.witness.resident.values()]
     assert known == [True, False, True]
     assert world.unannounced == {"mismatched": 1}
 
@@ -188,7 +188,7 @@ def test_extra_keys_are_cut_by_chunk_and_left_out_where_all_are_nil(world: Witne
     image = ["image-hash", 3]
     world.described(one, extra_keys=extra(["salt"], None, None, [image, b"\xff"], None, None))
     world.stored(one.keys)
-    first, second, third = (chunk.description for chunk in world.witness.held.values())
+    first, second, third = (chunk.description for chunk in world.witness.resident.values())
     assert first is not None
     assert second is not None
     assert third is not None
@@ -222,7 +222,7 @@ def test_descriptions_of_chunks_that_never_become_ready_are_forgotten(monkeypatc
     world.described(one)
     world.stored(one.keys)
     world.check()
-    known = [key for (_, key), chunk in world.witness.held.items() if chunk.description is not None]
+    known = [key for (_, key), chunk in world.witness.resident.items() if chunk.description is not None]
     assert known == one.keys[20:]
 
 
@@ -273,8 +273,8 @@ def test_a_resync_publishes_only_what_was_missed(world: WitnessedHub) -> None:
     world.evicted(one.keys[2:3])  # between the slices
     world.stored(one.keys[5:6])
     world.resynced(ResyncPart.END)
-    assert {key for _, key in world.witness.held} == set(one.keys[3:6])
-    assert all(chunk.description is not None for chunk in world.witness.held.values())
+    assert {key for _, key in world.witness.resident} == set(one.keys[3:6])
+    assert all(chunk.description is not None for chunk in world.witness.resident.values())
     assert world.hub.status()["recounts"] == 1
 
 
@@ -286,7 +286,7 @@ def test_a_resync_that_begins_again_forgets_nothing(world: WitnessedHub) -> None
     world.resynced(ResyncPart.BEGIN)
     world.resynced(ResyncPart.SLICE, one.keys[:3])
     world.resynced(ResyncPart.END)
-    assert {key for _, key in world.witness.held} == set(one.keys[:3])
+    assert {key for _, key in world.witness.resident} == set(one.keys[:3])
     assert len(world.witness.events) == 2
 
 
@@ -325,9 +325,9 @@ def test_random_events_agree_with_a_plain_set(seed: int) -> None:
                     world.resynced(ResyncPart.END)
                     agrees = True
         if agrees:
-            assert set(world.witness.held) == model
+            assert set(world.witness.resident) == model
     assert world.hub.status()["recounts"] > 3
     world.check()
     world.hub.handle(L1Cleared(1, b"", 0))
     world.check()
-    assert world.witness.held == {}
+    assert world.witness.resident == {}

@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from support.kv_feed import chunk, reach
+from support.kv_feed import chunk, namespace_prefix
 from support.kv_publisher import Published, from_snapshot
 from support.kv_subscriber import events_of
 
 from kvserver.kv_events import NotOneTopic
 from kvserver.kv_events.types import Tier
 
-ONE, OTHER = reach("one"), reach("other")
+ONE, OTHER = namespace_prefix("one"), namespace_prefix("other")
 
 
 @pytest.fixture
 def published() -> Iterator[Published]:
     """With an instance of each namespace prefix."""
     made = Published(kv_events_topic="kv@{instance}@{model}")
-    made.feed.came("a", ONE)
-    made.feed.came("b_dp3", OTHER)
+    made.feed.reader_connected("a", ONE)
+    made.feed.reader_connected("b_dp3", OTHER)
     yield made
     assert made.publisher.status()["streams"][0]["unbalanced_blocks"] == 0
     made.close()
@@ -37,8 +37,8 @@ def test_each_topic_carries_what_its_instance_can_read(published: Published) -> 
     published.feed.stored(OTHER, chunk("x", "z"), tier=Tier.L2)
     last = published.sequence()
     published.catch_up(a, b)
-    assert a.blocks.held == published.feed.blocks(ONE)
-    assert b.blocks.held == published.feed.blocks(OTHER)
+    assert a.blocks.resident == published.feed.blocks(ONE)
+    assert b.blocks.resident == published.feed.blocks(OTHER)
     assert last in a.batches
     assert last in b.batches
 
@@ -55,12 +55,12 @@ def test_a_topic_without_news_has_an_empty_batch(published: Published) -> None:
 
 def test_an_instance_that_connects_later_begins_with_all_cleared_and_all_resident_blocks(published: Published) -> None:
     published.feed.stored(ONE, *(chunk(f"{i}") for i in range(250)), chunk("x", "y"))
-    published.feed.came("late", ONE)
+    published.feed.reader_connected("late", ONE)
     a, late = published.subscriber("kv@a@model"), published.subscriber("kv@late@model")
     published.sequence()
     for _, sequence, payload in late.replay(0):
         late.apply(sequence, payload)
-    assert late.blocks.held == published.feed.blocks(ONE)
+    assert late.blocks.resident == published.feed.blocks(ONE)
     replayed = [kind for _, _, payload in late.replay(published.boot_micros + 1) for kind in types(payload)]
     assert replayed[0] == "AllBlocksCleared"
     assert replayed.count("AllBlocksCleared") == 1
@@ -74,13 +74,13 @@ def test_new_weights_remove_what_was_and_bring_what_is(published: Published) -> 
     for _, sequence, payload in a.replay(published.boot_micros + 1):
         a.apply(sequence, payload)
     published.catch_up(a)
-    assert a.blocks.held == published.feed.blocks(ONE)
-    published.feed.came("a", OTHER)
+    assert a.blocks.resident == published.feed.blocks(ONE)
+    published.feed.reader_connected("a", OTHER)
     published.feed.removed(ONE, chunk("shared", "old"))
     published.feed.removed(OTHER, chunk("new 0"))
     published.feed.stored(OTHER, chunk("new 300"))
     published.catch_up(a)
-    assert a.blocks.held == published.feed.blocks(OTHER)
+    assert a.blocks.resident == published.feed.blocks(OTHER)
 
 
 def test_weights_that_go_and_return_are_published_once(published: Published) -> None:
@@ -90,21 +90,21 @@ def test_weights_that_go_and_return_are_published_once(published: Published) -> 
     for _, sequence, payload in a.replay(published.boot_micros + 1):
         a.apply(sequence, payload)
     for at in (OTHER, ONE, OTHER, ONE):
-        published.feed.came("a", at)
+        published.feed.reader_connected("a", at)
     published.feed.removed(ONE, chunk("7"))
     published.catch_up(a)
-    assert a.blocks.held == published.feed.blocks(ONE)
+    assert a.blocks.resident == published.feed.blocks(ONE)
 
 
 def test_when_an_instance_disconnects_its_topic_alone_is_cleared(published: Published) -> None:
     a, b = published.subscriber("kv@a@model"), published.subscriber("kv@b_dp3@model")
     published.feed.stored(ONE, chunk("x"))
     published.feed.stored(OTHER, chunk("z"))
-    published.feed.gone("a")
+    published.feed.reader_disconnected("a")
     published.feed.stored(OTHER, chunk("zz"))
     published.catch_up(b)
-    a.follow(lambda: a.last > published.boot_micros and not a.blocks.held)
-    assert b.blocks.held == published.feed.blocks(OTHER)
+    a.follow(lambda: a.last > published.boot_micros and not a.blocks.resident)
+    assert b.blocks.resident == published.feed.blocks(OTHER)
     assert published.stream()["topics"] == ["kv@b_dp3@model"]
 
 
@@ -133,4 +133,4 @@ def test_a_snapshot_is_of_one_topic(published: Published) -> None:
     assert caught.value.several
     assert caught.value.known == [{"model": "model", "form": "int", "topics": ["kv@a@model", "kv@b_dp3@model"]}]
     taken = published.publisher.snapshot("model", topic="kv@a@model")
-    assert from_snapshot(taken).held == published.feed.blocks(ONE)
+    assert from_snapshot(taken).resident == published.feed.blocks(ONE)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.kv_feed import chunk, reach
+from support.kv_feed import chunk, namespace_prefix
 from support.kv_publisher import Published, from_snapshot
 from support.kv_subscriber import Blocks, Subscriber
 
 from kvserver.kv_events.types import KVChunk, Tier
 
-PREFIXES = [reach("one"), reach("other")]
+PREFIXES = [namespace_prefix("one"), namespace_prefix("other")]
 NAMESPACES = [*PREFIXES, PREFIXES[0] + b"lora".ljust(32)]
 STEPS = 400
 
@@ -26,11 +26,11 @@ def some_chunk(generator: random.Random) -> KVChunk:
 
 def step(generator: random.Random, published: Published) -> None:
     feed, namespace, tier = published.feed, generator.choice(NAMESPACES), generator.choice(list(Tier))
-    here = [each for (at, name, _), each in feed.held.items() if (at, name) == (tier, namespace)]
+    here = [each for (at, name, _), each in feed.resident.items() if (at, name) == (tier, namespace)]
     match generator.random():
         case draw if draw < 0.6:
             fresh = {each.key: each for each in (some_chunk(generator) for _ in range(generator.randrange(1, 5)))}
-            wanted = [each for each in fresh.values() if (tier, namespace, each.key) not in feed.held]
+            wanted = [each for each in fresh.values() if (tier, namespace, each.key) not in feed.resident]
             if wanted:
                 feed.stored(namespace, *wanted, tier=tier)
         case draw if draw < 0.95 and here:
@@ -38,7 +38,7 @@ def step(generator: random.Random, published: Published) -> None:
         case draw if draw < 0.97 and here:  # the tier is cleared
             feed.removed(namespace, *here, tier=tier)
         case _:
-            feed.came(
+            feed.reader_connected(
                 "wandering", generator.choice(PREFIXES)
             )  # a and b stay: blocks without a reader are not published
 
@@ -66,7 +66,7 @@ def forgetful(subscriber: Subscriber, generator: random.Random) -> None:
     """Loses some of the messages that are there."""
     while message := subscriber.receive(0):
         if generator.random() < 0.7:
-            subscriber.take(message)
+            subscriber.accept(message)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def publish() -> Iterator[Callable[..., Published]]:
 def test_late_consumers_know_what_those_from_the_start_know(seed: int, publish: Callable[..., Published]) -> None:
     generator, published = random.Random(seed), publish()
     for name, at in zip("ab", PREFIXES, strict=True):
-        published.feed.came(name, at)
+        published.feed.reader_connected(name, at)
     first, lossy = published.subscriber(), published.subscriber()
     late: list[Subscriber] = []
     for number in range(STEPS):
@@ -97,13 +97,13 @@ def test_late_consumers_know_what_those_from_the_start_know(seed: int, publish: 
         if number % 100 == 50:
             late += [by_snapshot(published), by_replay(published)]
     published.catch_up(first, *late)
-    assert first.blocks.held == expected(published)
+    assert first.blocks.resident == expected(published)
     for each in late:
-        assert (each.missed, each.blocks.held) == (0, expected(published))
+        assert (each.missed, each.blocks.resident) == (0, expected(published))
     published.feed.stored(PREFIXES[0], chunk("the last"))
     published.catch_up(lossy)
-    assert (lossy.missed, lossy.blocks.held) == (0, expected(published))
-    assert from_snapshot(published.publisher.snapshot()).held == expected(published)
+    assert (lossy.missed, lossy.blocks.resident) == (0, expected(published))
+    assert from_snapshot(published.publisher.snapshot()).resident == expected(published)
     status = published.publisher.status()["streams"][0]
     assert (status["held_blocks"], status["unbalanced_blocks"]) == (len(expected(published)), 0)
 
@@ -116,7 +116,7 @@ def test_consumers_live_through_restarts(seed: int, tmp_path: Path, publish: Cal
     for _ in range(3):
         published = publish(**paths)
         for name, at in zip("ab", PREFIXES, strict=True):
-            published.feed.came(name, at)
+            published.feed.reader_connected(name, at)
         steady = steady or published.subscriber()
         for _ in range(60):
             step(generator, published)
@@ -124,7 +124,7 @@ def test_consumers_live_through_restarts(seed: int, tmp_path: Path, publish: Cal
             forgetful(steady, generator)
         published.feed.stored(PREFIXES[0], chunk("the last"))  # shows a gap to a consumer that lost all
         published.catch_up(steady)
-        assert steady.blocks.held == expected(published)
+        assert steady.blocks.resident == expected(published)
         published.publisher.close()
 
 
@@ -132,8 +132,8 @@ def test_a_consumer_of_a_repeated_event_fails() -> None:
     """The check that all of these tests rest on."""
     event = {"type": "BlockStored", "medium": "CPU", "group_idx": 0, "block_hashes": [1]}
     blocks = Blocks()
-    blocks.take(event)
+    blocks.apply_event(event)
     with pytest.raises(AssertionError):
-        blocks.take(event)
+        blocks.apply_event(event)
     with pytest.raises(AssertionError):
-        Blocks().take({**event, "type": "BlockRemoved"})
+        Blocks().apply_event({**event, "type": "BlockRemoved"})

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 from support.daemon import wait_until
-from support.kv_feed import chunk, reach
+from support.kv_feed import chunk, namespace_prefix
 from support.kv_publisher import Published
 from support.kv_subscriber import Subscriber, events_of
 
@@ -24,7 +24,7 @@ from kvserver.kv_events.publisher import publisher_families
 from kvserver.kv_events.types import KVChunk, Tier
 from kvserver.protocol import KVGroup
 
-HERE = reach("weights")
+HERE = namespace_prefix("weights")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 def published(publish: Callable[..., Published]) -> Published:
     """With one instance."""
     made = publish()
-    made.feed.came("engine", HERE)
+    made.feed.reader_connected("engine", HERE)
     return made
 
 
@@ -64,10 +64,10 @@ def test_a_subscriber_learns_what_is_stored_and_removed_in_each_tier(published: 
     subscriber, one, other = published.subscriber(), chunk("a", "b"), chunk("c", "d", parent="b")
     published.feed.stored(HERE, one, other)
     published.feed.stored(HERE, one, tier=Tier.L2)
-    subscriber.follow(lambda: subscriber.blocks.held == published.feed.blocks(HERE))
-    assert {medium for medium, _, _ in subscriber.blocks.held} == {"CPU", "STORAGE"}
+    subscriber.follow(lambda: subscriber.blocks.resident == published.feed.blocks(HERE))
+    assert {medium for medium, _, _ in subscriber.blocks.resident} == {"CPU", "STORAGE"}
     published.feed.removed(HERE, one)
-    subscriber.follow(lambda: subscriber.blocks.held == published.feed.blocks(HERE))
+    subscriber.follow(lambda: subscriber.blocks.resident == published.feed.blocks(HERE))
 
 
 def test_a_batch_is_closed_by_time_and_numbers_count_up_from_the_boot(published: Published) -> None:
@@ -77,7 +77,7 @@ def test_a_batch_is_closed_by_time_and_numbers_count_up_from_the_boot(published:
         published.feed.stored(HERE, chunk(name))
         message = subscriber.receive()
         assert message is not None
-        subscriber.take(message)
+        subscriber.accept(message)
     assert [number - published.boot_micros for _, number, _ in subscriber.received] == [0, 1, 2, 3]
     assert types(subscriber.received[0][2]) == ["AllBlocksCleared"]
 
@@ -110,7 +110,7 @@ def test_blocks_of_two_chunks_are_published_once(published: Published) -> None:
     published.feed.stored(HERE, one, other)
     published.feed.removed(HERE, one)
     published.catch_up(subscriber)  # its Blocks fail for a block that is published twice
-    assert subscriber.blocks.held == published.feed.blocks(HERE)
+    assert subscriber.blocks.resident == published.feed.blocks(HERE)
     stored = [event for _, _, payload in subscriber.received for event in events_of(payload) if "token_ids" in event]
     assert [len(event["block_hashes"]) for event in stored] == [3, 1]
     assert stored[1]["parent_block_hash"] == stored[0]["block_hashes"][1]
@@ -140,7 +140,7 @@ def test_subscribers_that_connect_and_leave_at_once_disturb_no_other(published: 
     published.feed.stored(HERE, chunk("b"))
     published.catch_up(first)
     assert [types(payload) for _, _, payload in first.received].count(["AllBlocksCleared"]) == 1
-    assert (first.missed, first.blocks.held) == (0, published.feed.blocks(HERE))
+    assert (first.missed, first.blocks.resident) == (0, published.feed.blocks(HERE))
     wait_until(lambda: published.stream()["subscribers"] == 1)
 
 
@@ -167,8 +167,8 @@ def test_a_gap_is_filled_by_a_replay(published: Published) -> None:
         published.sequence()
         message = subscriber.receive()
         if name in "af":  # the others are lost
-            subscriber.take(message)
-    assert (subscriber.missed, subscriber.blocks.held) == (0, published.feed.blocks(HERE))
+            subscriber.accept(message)
+    assert (subscriber.missed, subscriber.blocks.resident) == (0, published.feed.blocks(HERE))
     assert published.stream()["replayed_batches"] >= 4
 
 
@@ -190,7 +190,7 @@ def test_a_restart_shows_as_a_gap_whose_replay_clears_what_was(
 ) -> None:
     paths = {"kv_events_endpoint": f"ipc://{tmp_path}/e", "kv_events_replay_endpoint": f"ipc://{tmp_path}/r"}
     old = publish(**paths)
-    old.feed.came("engine", HERE)
+    old.feed.reader_connected("engine", HERE)
     subscriber = old.subscriber()
     old.feed.stored(HERE, chunk("a"), chunk("b"))
     old.catch_up(subscriber)
@@ -199,7 +199,7 @@ def test_a_restart_shows_as_a_gap_whose_replay_clears_what_was(
     assert lost is not None
     assert types(lost[2]) == ["AllBlocksCleared"]  # which this subscriber misses
     new = publish(**paths)
-    new.feed.came("engine", HERE)
+    new.feed.reader_connected("engine", HERE)
     new.feed.stored(HERE, chunk("c"))
     greeting = subscriber.receive()
     assert greeting is not None
@@ -207,12 +207,12 @@ def test_a_restart_shows_as_a_gap_whose_replay_clears_what_was(
     assert types(greeting[2]) == ["AllBlocksCleared"]
     new.feed.stored(HERE, chunk("d"))
     new.catch_up(subscriber)
-    assert subscriber.blocks.held == new.feed.blocks(HERE)
+    assert subscriber.blocks.resident == new.feed.blocks(HERE)
 
 
 def test_a_replay_of_batches_no_longer_kept_begins_with_the_oldest_kept(publish: Callable[..., Published]) -> None:
     published = publish(kv_events_buffer="1MiB")
-    published.feed.came("engine", HERE)
+    published.feed.reader_connected("engine", HERE)
     subscriber = published.subscriber()
     for i in range(8):
         published.feed.stored(HERE, *(chunk(*(f"{i}.{j}.{k}" for k in range(16))) for j in range(250)))
@@ -275,7 +275,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 def test_a_stopped_subscriber_slows_no_other(publish: Callable[..., Published]) -> None:
     published = publish(kv_events_buffer="256MiB")
-    published.feed.came("engine", HERE)
+    published.feed.reader_connected("engine", HERE)
     subscriber, row = published.subscriber(), published.stream()
     stopped = stopped_subscriber(row["endpoint"], row["replay_endpoint"])
     try:
@@ -284,7 +284,7 @@ def test_a_stopped_subscriber_slows_no_other(publish: Callable[..., Published]) 
             published.feed.stored(HERE, *(chunk(*(f"{i}.{j}.{k}" for k in range(16))) for j in range(256)))
             published.catch_up(subscriber)
         assert subscriber.missed == 0
-        assert subscriber.blocks.held == published.feed.blocks(HERE)
+        assert subscriber.blocks.resident == published.feed.blocks(HERE)
         assert len(subscriber.replay(0)) == published.stream()["buffered_batches"]
         published.publisher.close()  # nor does it delay the end
     finally:
@@ -297,16 +297,16 @@ def test_the_end_of_the_daemon_clears_every_stream(published: Published) -> None
     published.feed.stored(HERE, chunk("a"))
     published.catch_up(subscriber)
     published.publisher.close()
-    subscriber.follow(lambda: not subscriber.blocks.held)
+    subscriber.follow(lambda: not subscriber.blocks.resident)
     assert types(subscriber.received[-1][2]) == ["AllBlocksCleared"]
 
 
 def test_forms_and_models_have_streams_of_their_own(published: Published) -> None:
-    published.feed.came("raw", HERE, form="bytes")
-    published.feed.came("other", reach("other"), model_name="other/model")
+    published.feed.reader_connected("raw", HERE, form="bytes")
+    published.feed.reader_connected("other", namespace_prefix("other"), model_name="other/model")
     one = chunk("a", "b")
     published.feed.stored(HERE, one)
-    published.feed.stored(reach("other"), chunk("c"))
+    published.feed.stored(namespace_prefix("other"), chunk("c"))
     published.stream(2)
     integers, raw, other = (published.subscriber(number=number) for number in range(3))
     published.feed.stored(HERE, chunk("d"))
@@ -314,10 +314,10 @@ def test_forms_and_models_have_streams_of_their_own(published: Published) -> Non
     for number, subscriber in enumerate((integers, raw, other)):
         published.sequence(number)
         for message in subscriber.replay(published.boot_micros):
-            subscriber.take(message)
-    assert integers.blocks.held == published.feed.blocks(HERE)
-    assert raw.blocks.held == published.feed.blocks(HERE, form="bytes")
-    assert other.blocks.held == published.feed.blocks(reach("other"))
+            subscriber.accept(message)
+    assert integers.blocks.resident == published.feed.blocks(HERE)
+    assert raw.blocks.resident == published.feed.blocks(HERE, form="bytes")
+    assert other.blocks.resident == published.feed.blocks(namespace_prefix("other"))
     rows = published.publisher.status()["streams"]
     assert [(row["model_name"], row["hash_form"]) for row in rows] == [
         ("model", "int"), ("model", "bytes"), ("other/model", "int")
@@ -327,14 +327,14 @@ def test_forms_and_models_have_streams_of_their_own(published: Published) -> Non
 
 def test_a_late_instance_brings_blocks_that_are_resident_already(published: Published) -> None:
     chunks = [chunk(f"{i}") for i in range(1000)]
-    elsewhere = reach("elsewhere")
+    elsewhere = namespace_prefix("elsewhere")
     for at in range(0, 1000, 250):
         published.feed.stored(elsewhere + b"lora", *chunks[at : at + 250])
     subscriber = published.subscriber()
-    published.feed.came("late", elsewhere)
+    published.feed.reader_connected("late", elsewhere)
     published.feed.removed(elsewhere + b"lora", *chunks[:100])
     published.catch_up(subscriber)
-    assert subscriber.blocks.held == published.feed.blocks(HERE, elsewhere)
+    assert subscriber.blocks.resident == published.feed.blocks(HERE, elsewhere)
 
 
 def test_chunks_without_a_description_are_not_announced(published: Published) -> None:
@@ -343,13 +343,13 @@ def test_chunks_without_a_description_are_not_announced(published: Published) ->
     published.feed.stored(HERE, bare, chunk("a"))
     published.feed.removed(HERE, bare)
     published.catch_up(subscriber)
-    assert subscriber.blocks.held == published.feed.blocks(HERE)
+    assert subscriber.blocks.resident == published.feed.blocks(HERE)
 
 
 def test_there_are_at_most_64_streams(publish: Callable[..., Published]) -> None:
     published = publish()
     for i in range(70):
-        published.feed.came(f"engine {i}", HERE, model_name=f"model {i}")
+        published.feed.reader_connected(f"engine {i}", HERE, model_name=f"model {i}")
     status = published.publisher.status()
     assert len(status["streams"]) == 64
     assert status["refused_streams"] == 6
@@ -357,18 +357,18 @@ def test_there_are_at_most_64_streams(publish: Callable[..., Published]) -> None
 
 def test_each_kv_cache_group_has_events_of_its_own(publish: Callable[..., Published]) -> None:
     published = publish()
-    published.feed.came("engine", HERE, groups=(KVGroup("full_attention"), KVGroup("sliding_window", 128)))
+    published.feed.reader_connected("engine", HERE, groups=(KVGroup("full_attention"), KVGroup("sliding_window", 128)))
     subscriber, one = published.subscriber(), chunk("a", "b")
     published.feed.stored(HERE, one)
     published.catch_up(subscriber)
-    assert subscriber.blocks.held == published.feed.blocks(HERE, groups=2)
+    assert subscriber.blocks.resident == published.feed.blocks(HERE, groups=2)
     stored = events_of(subscriber.received[-1][2])
     assert [(event["group_idx"], event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window")) for event in stored] == [
         (0, "full_attention", None), (1, "sliding_window", 128)
     ]  # fmt: skip
     published.feed.removed(HERE, one)
     published.catch_up(subscriber)
-    assert subscriber.blocks.held == set()
+    assert subscriber.blocks.resident == set()
 
 
 def test_addresses_of_further_streams_are_found_by_counting(publish: Callable[..., Published], tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_addresses_of_further_streams_are_found_by_counting(publish: Callable[..
         kv_events_endpoint=f"ipc://{tmp_path}/kv", kv_events_replay_endpoint=f"ipc://{tmp_path}/{{model}}.{{form}}"
     )
     for number, model_name in enumerate(("a/b", "a:b", "c")):
-        published.feed.came(f"engine {number}", HERE, model_name=model_name)
+        published.feed.reader_connected(f"engine {number}", HERE, model_name=model_name)
     rows = [published.stream(number) for number in range(3)]
     assert [row["endpoint"].removeprefix(f"ipc://{tmp_path}/") for row in rows] == ["kv", "kv-1", "kv-2"]
     assert [row["replay_endpoint"].removeprefix(f"ipc://{tmp_path}/") for row in rows] == [
@@ -393,7 +393,7 @@ def test_an_address_in_use_is_reported_and_the_snapshot_goes_on(publish: Callabl
         taken.listen()
         port = taken.getsockname()[1]
         published = publish(kv_events_endpoint=f"tcp://127.0.0.1:{port}")
-        published.feed.came("engine", HERE)
+        published.feed.reader_connected("engine", HERE)
         published.feed.stored(HERE, chunk("a"))
         state = wait_until(
             lambda: next(
@@ -413,7 +413,7 @@ def test_a_late_subscriber_of_a_quiet_stream_soon_sees_the_gap(published: Publis
     published.feed.stored(HERE, chunk("a"))
     published.sequence()
     late = published.subscriber()
-    late.follow(lambda: late.blocks.held == published.feed.blocks(HERE))
+    late.follow(lambda: late.blocks.resident == published.feed.blocks(HERE))
     assert [types(payload) for _, _, payload in late.received] == [["AllBlocksCleared"], []]
 
 
@@ -421,10 +421,10 @@ def test_an_ipc_address_that_another_process_serves_is_left_to_it(
     publish: Callable[..., Published], tmp_path: Path
 ) -> None:
     one = publish(kv_events_endpoint=f"ipc://{tmp_path}/kv")
-    one.feed.came("engine", HERE)
+    one.feed.reader_connected("engine", HERE)
     one.stream()
     other = publish(kv_events_endpoint=f"ipc://{tmp_path}/kv")
-    other.feed.came("engine", HERE)
+    other.feed.reader_connected("engine", HERE)
     wait_until(lambda: "another process serves it" in other.publisher.status()["streams"][0]["state"])
     one.subscriber()
 
@@ -442,12 +442,12 @@ def test_numbers_are_wall_clock_microseconds(published: Published) -> None:
 
 def test_older_consumers_are_sent_arrays(publish: Callable[..., Published]) -> None:
     published = publish(kv_events_format="array")
-    published.feed.came("engine", HERE)
+    published.feed.reader_connected("engine", HERE)
     subscriber = published.subscriber()
     published.feed.stored(HERE, chunk("a", "b"), chunk("c"))
     published.feed.removed(HERE, chunk("c"))
     published.catch_up(subscriber)
-    assert subscriber.blocks.held == published.feed.blocks(HERE)
+    assert subscriber.blocks.resident == published.feed.blocks(HERE)
     raw = [event for _, _, payload in subscriber.received for event in msgspec.msgpack.decode(payload)[1]]
     assert [event[0] for event in raw] == ["AllBlocksCleared", "BlockStored", "BlockStored", "BlockRemoved"]
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from support.daemon import wait_until
-from support.kv_feed import chunk, named, reach
+from support.kv_feed import chunk, named, namespace_prefix
 from support.kv_publisher import Published, from_snapshot
 
 from kvserver.kv_events import snapshot, snapshot_parts
@@ -21,14 +21,14 @@ from kvserver.kv_events.types import Tier
 from kvserver.server import Server
 from kvserver.web.pages import StatusPages
 
-HERE = reach("weights")
+HERE = namespace_prefix("weights")
 
 
 @pytest.fixture
 def published() -> Iterator[Published]:
     """With one instance, and some chunks."""
     made = Published()
-    made.feed.came("engine", HERE)
+    made.feed.reader_connected("engine", HERE)
     made.feed.stored(HERE, chunk("a", "b"), chunk("a", "c"))
     made.feed.stored(HERE, chunk("a", "b"), tier=Tier.L2)
     yield made
@@ -90,27 +90,27 @@ def test_it_agrees_with_the_stream_at_its_batch(published: Published) -> None:
         for _, sequence, payload in subscriber.replay(published.boot_micros + 1):
             if sequence <= taken.sequence:
                 subscriber.apply(sequence, payload)
-        assert (subscriber.last, subscriber.blocks.held) == (taken.sequence, from_snapshot(taken).held)
+        assert (subscriber.last, subscriber.blocks.resident) == (taken.sequence, from_snapshot(taken).resident)
 
 
 def test_chunks_that_wait_to_be_published_are_in_it_once_they_are_published(published: Published) -> None:
-    elsewhere = reach("elsewhere")
+    elsewhere = namespace_prefix("elsewhere")
     for at in range(20):
         published.feed.stored(elsewhere, *(chunk(f"{at}.{i}") for i in range(256)))
     subscriber = published.subscriber()
-    published.feed.came("late", elsewhere)
+    published.feed.reader_connected("late", elsewhere)
     taken = published.publisher.snapshot()
     consumer = from_snapshot(taken)
-    assert taken.pending + len(taken.chunks) == len(published.feed.held)
+    assert taken.pending + len(taken.chunks) == len(published.feed.resident)
     last = published.sequence()
     for _, _, payload in subscriber.replay(taken.sequence + 1):
         consumer.apply(payload)  # which fails for a block that is published twice
     assert published.stream()["sequence"] >= last
-    assert consumer.held == published.feed.blocks(HERE, elsewhere)
+    assert consumer.resident == published.feed.blocks(HERE, elsewhere)
 
 
 def test_whole_hashes_are_hexadecimal_in_json_and_bytes_in_msgpack(pages: StatusPages, published: Published) -> None:
-    published.feed.came("raw", HERE, form="bytes")
+    published.feed.reader_connected("raw", HERE, form="bytes")
     published.sequence(1)
     _, events = json_lines(get(pages, "?form=bytes")[1])
     assert {name for event in events for name in event["block_hashes"]} == {named(name).hex() for name in "abc"}
@@ -154,7 +154,7 @@ def test_a_request_for_an_unknown_stream_receives_the_known_ones(pages: StatusPa
     response, body = get(pages, "?model=other")
     there = {"model": "model", "form": "int", "topics": ["kv-events"]}
     assert (response.status, json.loads(body)["streams"]) == (404, [there])
-    published.feed.came("raw", HERE, form="bytes")
+    published.feed.reader_connected("raw", HERE, form="bytes")
     response, body = get(pages, "?model=model")
     assert (response.status, json.loads(body)["streams"]) == (400, [there, {**there, "form": "bytes"}])
     assert get(pages, "?model=model&form=int")[0].status == 200

@@ -81,7 +81,7 @@ class Loop:
         return sorted((chunk.namespace.id, chunk.key) for chunk in self.cache.index if chunk.ready)
 
     def check(self) -> None:
-        assert sorted(self.witness.held) == self.ready_chunks
+        assert sorted(self.witness.resident) == self.ready_chunks
         assert sorted(chunk.key for chunk in self.hub.snapshot(b"")[1]) == sorted(key for _, key in self.ready_chunks)
 
 

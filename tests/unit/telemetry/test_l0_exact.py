@@ -5,15 +5,15 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from support.lives import (
+from support.block_lifetimes import (
     HISTOGRAMS,
     Engine,
     accessed,
     allocated,
     cleared,
     evicted,
-    held,
     ns,
+    owned,
     present,
     released,
 )
@@ -83,9 +83,9 @@ def test_each_gap_counts_when_it_happens_however_many_there_are(engine: Engine) 
 
 def test_a_block_with_two_owners_is_active_until_both_left(engine: Engine) -> None:
     engine.did((1, allocated(5)), (2, accessed(5)), (3, released(5)))
-    assert engine.figure("active_blocks") == 1
+    assert engine.metric("active_blocks") == 1
     engine.did((4, released(5)))
-    assert engine.figure("released_blocks") == 1
+    assert engine.metric("released_blocks") == 1
 
 
 def test_a_block_allocated_again_without_eviction_is_recycled(engine: Engine) -> None:
@@ -119,7 +119,7 @@ def test_a_block_evicted_while_owned_was_idle_for_no_time(engine: Engine) -> Non
 
 def test_owners_of_a_block_without_a_lifetime_leave_it_one_by_one(engine: Engine) -> None:
     engine.did((1, allocated(5)), (2, accessed(5)), (3, evicted(5)), (4, released(5)))
-    assert engine.figure("active_blocks") == 1
+    assert engine.metric("active_blocks") == 1
     engine.did((5, released(5)))
     assert engine.counts() == {"allocations": 1, "shared_accesses": 1, "evictions": 1}
 
@@ -139,12 +139,12 @@ def test_an_owner_of_a_block_without_a_lifetime_makes_it_active(engine: Engine) 
 def test_a_release_too_many_changes_nothing(engine: Engine) -> None:
     engine.did((1, allocated(5)), (2, released(5)), (8, released(5)), (9, evicted(5)))
     assert engine.seconds("idle_before_evict") == (1, 7)
-    assert engine.figure("tracked_blocks") == 0
+    assert engine.metric("tracked_blocks") == 0
 
 
 def test_a_second_eviction_is_none(engine: Engine) -> None:
     engine.did((1, allocated(5)), (2, evicted(5)), (3, evicted(5)))
-    assert engine.figure("evictions") == 1
+    assert engine.metric("evictions") == 1
 
 
 def test_a_clear_ends_all_lifetimes_without_evictions_or_observations(engine: Engine) -> None:
@@ -160,7 +160,7 @@ def test_what_a_clear_ended_is_not_recycled_later(engine: Engine) -> None:
 
 
 def test_the_null_block_has_no_lifetime(engine: Engine) -> None:
-    engine.did((1, allocated(0) + accessed(0) + released(0) + evicted(0) + present(0) + held(0)))
+    engine.did((1, allocated(0) + accessed(0) + released(0) + evicted(0) + present(0) + owned(0)))
     assert engine.counts() == {}
 
 
@@ -168,12 +168,12 @@ def test_the_null_block_has_no_lifetime(engine: Engine) -> None:
 
 
 def test_a_full_state_is_no_allocation(engine: Engine) -> None:
-    engine.did((1, present(5) + held(5, 5) + present(6)), full=True)
+    engine.did((1, present(5) + owned(5, 5) + present(6)), full=True)
     assert engine.counts() == {"active_blocks": 1, "released_blocks": 1, "tracked_blocks": 2}
     engine.did((2, released(5)))
-    assert engine.figure("active_blocks") == 1
+    assert engine.metric("active_blocks") == 1
     engine.did((3, released(5)))
-    assert engine.figure("released_blocks") == 2
+    assert engine.metric("released_blocks") == 2
 
 
 def test_a_lifetime_that_began_unseen_has_no_length_but_is_counted(engine: Engine) -> None:
@@ -187,13 +187,13 @@ def test_a_lifetime_that_began_unseen_has_no_first_gap_but_a_second_one(engine: 
     engine.did((1, present(5)), full=True)
     engine.did((3, accessed(5)))
     assert engine.seconds("reuse_gap") == (0, 0)
-    assert engine.figure("reuses") == 1
+    assert engine.metric("reuses") == 1
     engine.did((7, accessed(5)))
     assert engine.seconds("reuse_gap") == (1, 4)
 
 
 def test_of_a_lifetime_that_began_unseen_idle_is_known_from_its_release(engine: Engine) -> None:
-    engine.did((1, present(5) + held(5)), full=True)
+    engine.did((1, present(5) + owned(5)), full=True)
     engine.did((3, released(5)), (7, evicted(5)))
     assert engine.seconds("idle_before_evict") == (1, 4)
     assert engine.seconds("since_last_access") == (0, 0)
@@ -203,7 +203,7 @@ def test_of_a_lifetime_that_began_unseen_idle_is_known_from_its_release(engine: 
 def test_of_a_lifetime_that_began_unseen_the_time_since_an_access_is_known_from_the_first_one_seen(
     engine: Engine,
 ) -> None:
-    engine.did((1, present(5) + held(5)), full=True)
+    engine.did((1, present(5) + owned(5)), full=True)
     engine.did((3, accessed(5)), (7, evicted(5)))
     assert engine.seconds("since_last_access") == (1, 4)
     assert engine.seconds("idle_before_evict") == (1, 0), "it is owned"
@@ -211,7 +211,7 @@ def test_of_a_lifetime_that_began_unseen_the_time_since_an_access_is_known_from_
 
 def test_a_full_state_replaces_what_was_known(engine: Engine) -> None:
     engine.did((1, allocated(5, 6, 7)))
-    engine.did((2, present(6) + held(6)), full=True)
+    engine.did((2, present(6) + owned(6)), full=True)
     assert engine.counts() == {"allocations": 3, "lost": 3, "active_blocks": 1, "tracked_blocks": 1}
     assert engine.seconds("lifetime") == (0, 0)
 
@@ -223,7 +223,7 @@ def test_what_follows_the_state_in_the_same_report_is_seen(engine: Engine) -> No
 
 def test_a_full_state_may_come_in_several_reports(engine: Engine) -> None:
     engine.did((1, present(5)), full=True)
-    engine.did((1, present(6) + held(6)))
+    engine.did((1, present(6) + owned(6)))
     assert engine.counts() == {"active_blocks": 1, "released_blocks": 1, "tracked_blocks": 2}
 
 
@@ -283,7 +283,7 @@ WRONG = {
     "no mark": (words(1), b"", "without a mark"),
     "an unknown operation": (words(1, RECORD_OWNED + 1 << RECORD_OPERATION_SHIFT), marks(0), "record 1: operation 7"),
     "a block out of range": (words(*allocated(1, 2, 64)), marks(0), "record 2: block 64 is not below 64"),
-    "the largest block": (words(*held((1 << RECORD_OPERATION_SHIFT) - 1)), marks(0), "record 0: block 536870911"),
+    "the largest block": (words(*owned((1 << RECORD_OPERATION_SHIFT) - 1)), marks(0), "record 0: block 536870911"),
     "a first mark that is late": (words(1, 2), marks(1), "mark 0 is not of record 0"),
     "a mark twice": (words(1, 2), marks(0, 0), "mark 1 is not of a later record"),
     "marks that go back": (words(1, 2, 3), marks(0, 2, 1), "mark 2 is not of a later record"),

@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from support.lives import (
+from support.block_lifetimes import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
@@ -17,8 +17,8 @@ from support.lives import (
     cleared,
     evicted,
     exact,
-    held,
     hold,
+    owned,
     present,
     released,
 )
@@ -127,10 +127,10 @@ def test_the_first_report_may_have_any_number(l0: L0) -> None:
     engine = Engine(l0)
     engine.sequence = 57
     engine.did((1, allocated(5)))
-    assert engine.figure("report_gaps") == 0
+    assert engine.metric("report_gaps") == 0
     assert not l0.is_unsure("engine")
     engine.did((2, released(5)))
-    assert engine.figure("report_gaps") == 0
+    assert engine.metric("report_gaps") == 0
 
 
 def test_a_missing_report_ends_all_lifetimes_as_lost(l0: L0) -> None:
@@ -140,7 +140,7 @@ def test_a_missing_report_ends_all_lifetimes_as_lost(l0: L0) -> None:
     engine.sequence += 1
     engine.did((9, evicted(5)))
     assert engine.counts() == {"allocations": 2, "lost": 2}
-    assert engine.figure("report_gaps") == 1
+    assert engine.metric("report_gaps") == 1
     assert all(engine.seconds(name) == (0, 0) for name in HISTOGRAMS)
     assert other.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
     assert (l0.is_unsure("engine"), l0.is_unsure("other")) == (True, False)
@@ -151,7 +151,7 @@ def test_a_report_that_comes_again_is_a_gap(l0: L0) -> None:
     engine.did((1, allocated(5)))
     engine.sequence -= 1
     engine.did((1, allocated(5)))
-    assert engine.figure("report_gaps") == 1
+    assert engine.metric("report_gaps") == 1
 
 
 def test_an_instance_is_out_of_sync_until_its_full_state_arrives(l0: L0) -> None:
@@ -161,20 +161,20 @@ def test_an_instance_is_out_of_sync_until_its_full_state_arrives(l0: L0) -> None
     engine.did((2, released(5)))
     engine.did((3, accessed(5)))
     assert l0.is_unsure("engine")
-    assert engine.figure("unsure") == 1
-    engine.did((4, present(5) + held(5)), full=True)
+    assert engine.metric("unsure") == 1
+    engine.did((4, present(5) + owned(5)), full=True)
     assert not l0.is_unsure("engine")
-    assert engine.figure("unsure") == 0
+    assert engine.metric("unsure") == 0
     assert engine.counts() == {"allocations": 1, "lost": 1, "active_blocks": 1, "tracked_blocks": 1}
-    assert engine.figure("report_gaps") == 1, "once"
+    assert engine.metric("report_gaps") == 1, "once"
 
 
 def test_a_full_state_that_comes_after_a_gap_is_enough(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.sequence += 1
-    engine.did((4, present(5) + held(5)), full=True)
-    assert engine.figure("report_gaps") == 1
+    engine.did((4, present(5) + owned(5)), full=True)
+    assert engine.metric("report_gaps") == 1
     assert not l0.is_unsure("engine")
 
 
@@ -202,10 +202,10 @@ def test_ends_of_requests_are_counted_in_the_sequence_of_an_exact_engine(l0: L0)
     engine.did((1, allocated(5)))
     engine.ended(2, "a")
     engine.did((3, released(5)))
-    assert engine.figure("report_gaps") == 0
+    assert engine.metric("report_gaps") == 0
     engine.sequence += 1
     engine.ended(4, "b")
-    assert engine.figure("report_gaps") == 1
+    assert engine.metric("report_gaps") == 1
     assert l0.is_unsure("engine")
 
 
@@ -242,7 +242,7 @@ def test_what_the_bus_dropped_is_a_gap() -> None:
 def test_an_instance_that_disconnects_loses_its_lifetimes(l0: L0, died: bool) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5, 6)), (2, released(5)))
-    engine.go(died)
+    engine.disconnect(died)
     assert engine.counts() == {"allocations": 2, "lost": 2}
     assert engine.seconds("lifetime") == (0, 0)
     assert not l0.is_unsure("engine")
@@ -252,7 +252,7 @@ def test_an_instance_that_disconnects_loses_its_lifetimes(l0: L0, died: bool) ->
 def test_metrics_stay_for_a_while_and_then_vanish(l0: L0, clock: Clock) -> None:
     engine, other = Engine(l0), Engine(l0, "other")
     engine.did((1, allocated(5)))
-    engine.go()
+    engine.disconnect()
     clock.advance(DEPARTED_SECONDS - 1)
     assert names(l0) == {engine.names, other.names}
     clock.advance(1)
@@ -262,7 +262,7 @@ def test_metrics_stay_for_a_while_and_then_vanish(l0: L0, clock: Clock) -> None:
 def test_an_instance_that_comes_back_in_time_goes_on_counting(l0: L0, clock: Clock) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)), (2, evicted(5)))
-    engine.go()
+    engine.disconnect()
     clock.advance(DEPARTED_SECONDS - 1)
     engine.restart()
     engine.did((400, present(9)), (401, allocated(5) + released(5)), (402, evicted(5)), full=True)
@@ -274,7 +274,7 @@ def test_an_instance_that_comes_back_in_time_goes_on_counting(l0: L0, clock: Clo
 def test_an_instance_that_comes_back_late_begins_anew(l0: L0, clock: Clock) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
-    engine.go()
+    engine.disconnect()
     clock.advance(DEPARTED_SECONDS)
     engine.restart()
     engine.did((400, allocated(5)))
@@ -292,15 +292,15 @@ def test_a_restarted_engine_is_out_of_sync_if_it_has_computed_and_has_no_gap(l0:
     assert l0.is_unsure("engine") == has_computed
     engine.did((2, []), full=True)
     assert not l0.is_unsure("engine")
-    assert engine.figure("report_gaps") == 0
+    assert engine.metric("report_gaps") == 0
 
 
 def test_an_incarnation_that_disconnected_and_returned_is_out_of_sync(l0: L0) -> None:
     """Its connection ended, or its memory was away for a while: its pool is the old one."""
     engine = Engine(l0)
     engine.did((1, allocated(5)))
-    engine.go()
-    engine.come()
+    engine.disconnect()
+    engine.connect()
     assert l0.is_unsure("engine")
 
 
@@ -325,7 +325,7 @@ def test_a_restarted_engine_may_report_otherwise(l0: L0) -> None:
 def test_an_incarnation_that_registers_again_keeps_its_lifetimes(l0: L0) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
-    engine.come()
+    engine.connect()
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
     assert not l0.is_unsure("engine")
 
@@ -335,14 +335,14 @@ def test_the_end_of_a_former_incarnation_changes_nothing_of_the_present_one(l0: 
     engine.restart()
     engine.did((2, allocated(5)), full=True)
     engine.incarnation = "first"
-    engine.go()
+    engine.disconnect()
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
 def test_the_end_of_an_unknown_instance_is_nothing(l0: L0) -> None:
     engine = Engine(l0)
-    engine.go()
-    engine.go()
+    engine.disconnect()
+    engine.disconnect()
     assert engine.counts() == {}
 
 
@@ -359,8 +359,8 @@ def test_nothing_is_left_of_instances_that_died(l0: L0, clock: Clock) -> None:
         exact_one, reported = Engine(l0, f"a{n}", num_blocks=blocks), Engine(l0, f"b{n}", num_blocks=blocks)
         exact_one.did((1, everything))
         reported.holds(1, hold("a", range(1, blocks)), hold("b", range(1, blocks), range(1, blocks)))
-        exact_one.go()
-        reported.go()
+        exact_one.disconnect()
+        reported.disconnect()
         clock.advance(DEPARTED_SECONDS)
         before = before or resident_bytes()
     assert names(l0) == set()
@@ -376,7 +376,7 @@ def test_exact_and_reported_are_never_mixed(l0: L0) -> None:
     engine.holds(2, hold("a", [6], [60]))
     engine.did((3, released(5)))
     assert engine.counts() == {"allocations": 1, "released_blocks": 1, "tracked_blocks": 1}
-    assert engine.figure("report_gaps") == 0
+    assert engine.metric("report_gaps") == 0
     assert l0.status("engine")["refused_reports"] == 1
     assert l0.status("engine")["source"] == "exact"
 
@@ -442,7 +442,7 @@ def test_events_are_counted_in_both_forms(l0: L0) -> None:
     a.did((1, []), full=True)
     b.holds(1, hold("a", [5, 6]), hold("b", [7]))
     b.ended(2, "a")
-    assert (a.figure("records"), b.figure("records")) == (3, 3)
+    assert (a.metric("records"), b.metric("records")) == (3, 3)
 
 
 def test_status_shows_how_an_instance_reports_and_its_counts(l0: L0) -> None:
@@ -504,7 +504,7 @@ def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
     for reader in readers:
         reader.join()
     assert not wrong
-    assert engine.figure("allocations") == engine.sequence * len(everything)
+    assert engine.metric("allocations") == engine.sequence * len(everything)
 
 
 def test_any_number_of_instances_has_series_within_bounds(l0: L0, clock: Clock) -> None:

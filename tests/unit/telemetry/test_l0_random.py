@@ -8,15 +8,15 @@ from itertools import pairwise
 from math import sqrt
 
 import pytest
-from support.lives import HISTOGRAMS, SECOND, Engine, hold, release
-from support.lives_model import Model
+from support.block_lifetimes import HISTOGRAMS, SECOND, Engine, hold, release
+from support.block_lifetimes_model import Model
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics
 from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, Buckets, ExactRecords
 from kvserver.telemetry import L0
 
 BLOCKS, POOLS, STEPS = 24, 2, 400
-OPERATIONS = ("allocated", "accessed", "released", "evicted", "cleared", "present", "held")
+OPERATIONS = ("allocated", "accessed", "released", "evicted", "cleared", "present", "owned")
 
 
 class Pair:
@@ -44,7 +44,7 @@ class Pair:
         elif chance < 0.015:
             self.restart()
         elif chance < 0.02:
-            self.engine.go()
+            self.engine.disconnect()
             self.restart()
         elif chance < 0.1:
             self.end_request()
@@ -69,8 +69,8 @@ class Pair:
         self.engine.ended(0, "absent")
 
     def check(self) -> None:
-        assert self.engine.counts() == self.model.figures()
-        assert self.engine.figure("report_gaps") == self.gaps
+        assert self.engine.counts() == self.model.metrics()
+        assert self.engine.metric("report_gaps") == self.gaps
         assert self.engine.l0.is_unsure(self.engine.names[0]) == bool(self.out_of_sync)
 
     def check_histograms(self) -> None:

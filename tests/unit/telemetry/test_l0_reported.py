@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.lives import HISTOGRAMS, Engine, hold, release
+from support.block_lifetimes import HISTOGRAMS, Engine, hold, release
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics, pack_blocks
 from kvserver.protocol import Owned, Released
@@ -91,12 +91,12 @@ def test_other_content_in_a_block_that_never_was_full_is_a_recycling(engine: Eng
 def test_other_content_while_active_leaves_one_owner_only(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]), hold("b", [5], [50]))
     engine.holds(2, hold("c", [5], [51]))
-    assert engine.figure("evictions") == 1
+    assert engine.metric("evictions") == 1
     engine.ended(3, "a")
     engine.ended(4, "b")
-    assert engine.figure("active_blocks") == 1
+    assert engine.metric("active_blocks") == 1
     engine.ended(5, "c")
-    assert engine.figure("released_blocks") == 1
+    assert engine.metric("released_blocks") == 1
 
 
 def test_a_partial_block_that_fills_is_the_same_lifetime(engine: Engine) -> None:
@@ -105,7 +105,7 @@ def test_a_partial_block_that_fills_is_the_same_lifetime(engine: Engine) -> None
     assert engine.counts() == {"allocations": 3, "active_blocks": 3, "tracked_blocks": 3}
     engine.ended(3, "a")
     engine.holds(9, hold("b", [6], [61]))
-    assert engine.figure("evictions") == 1, "it was full"
+    assert engine.metric("evictions") == 1, "it was full"
     assert engine.seconds("lifetime") == (1, 8)
 
 
@@ -146,7 +146,7 @@ def test_a_request_that_holds_and_lets_go_many_times_ends_cleanly(engine: Engine
     for n in range(500):
         engine.holds(n, hold("a", [5], [50]), release("a", [5]))
     engine.holds(500, hold("a", [5, 6], [50, 60]))
-    assert engine.figure("reuses") == 500
+    assert engine.metric("reuses") == 500
     engine.ended(501, "a")
     assert engine.counts() == {"allocations": 2, "reuses": 500, "released_blocks": 2, "tracked_blocks": 2}
 
@@ -155,9 +155,9 @@ def test_equal_contents_of_two_groups_are_not_the_same(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]), hold("a", [6], [50], group=1))
     engine.ended(2, "a")
     engine.holds(3, hold("b", [5], [50], group=1))
-    assert engine.figure("evictions") == 1
+    assert engine.metric("evictions") == 1
     engine.holds(3, hold("b", [6], [50], group=1))
-    assert engine.figure("reuses") == 1
+    assert engine.metric("reuses") == 1
 
 
 def test_the_null_block_is_passed_over(engine: Engine) -> None:
@@ -174,7 +174,7 @@ def test_a_full_state_is_no_allocation_and_its_lifetimes_began_unseen(engine: En
     engine.ended(2, "a")
     engine.ended(3, "b")
     engine.holds(7, hold("c", [5], [51]))
-    assert engine.figure("evictions") == 1
+    assert engine.metric("evictions") == 1
     assert engine.seconds("idle_before_evict") == (1, 4)
     assert engine.seconds("lifetime") == (0, 0)
     assert engine.seconds("reuse_gap") == (0, 0)
@@ -203,7 +203,7 @@ def test_equal_tokens_after_other_tokens_are_other_content(engine: Engine) -> No
     engine.holds(1, hold("a", [5, 6], tokens=TOKENS[:8]))
     engine.ended(2, "a")
     engine.holds(3, hold("b", [5, 6], tokens=[1, *TOKENS[1:8]]))
-    assert engine.figure("evictions") == 2
+    assert engine.metric("evictions") == 2
 
 
 def test_tokens_may_come_in_parts(engine: Engine) -> None:
@@ -211,7 +211,7 @@ def test_tokens_may_come_in_parts(engine: Engine) -> None:
     engine.holds(2, hold("a", [6, 7], tokens=TOKENS[4:], first=1))
     assert engine.counts() == {"allocations": 3, "active_blocks": 3, "tracked_blocks": 3}
     engine.holds(3, hold("b", [5, 6, 7], tokens=TOKENS))
-    assert engine.figure("shared_accesses") == 3
+    assert engine.metric("shared_accesses") == 3
 
 
 def test_tokens_that_were_reported_before_are_the_same_content(engine: Engine) -> None:
@@ -219,17 +219,17 @@ def test_tokens_that_were_reported_before_are_the_same_content(engine: Engine) -
     engine.holds(2, hold("a", [6], tokens=TOKENS[4:8], first=1))
     assert engine.counts() == {"allocations": 3, "active_blocks": 3, "tracked_blocks": 3}
     engine.holds(3, hold("a", [7], tokens=TOKENS[8:], first=2))
-    assert engine.figure("evictions") == 0
+    assert engine.metric("evictions") == 0
 
 
 def test_positions_that_were_left_out_are_named_by_where_they_begin(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], tokens=TOKENS[:4]), hold("a", [7], tokens=TOKENS[8:], first=2))
     engine.ended(2, "a")
     engine.holds(3, hold("b", [7], tokens=TOKENS[8:], first=2))
-    assert engine.figure("reuses") == 1, "the same tokens at the same position"
+    assert engine.metric("reuses") == 1, "the same tokens at the same position"
     engine.ended(4, "b")
     engine.holds(5, hold("c", [7], tokens=TOKENS[8:], first=3))
-    assert engine.figure("evictions") == 1, "at another"
+    assert engine.metric("evictions") == 1, "at another"
 
 
 def test_each_group_has_a_chain_of_its_own(engine: Engine) -> None:
@@ -237,7 +237,7 @@ def test_each_group_has_a_chain_of_its_own(engine: Engine) -> None:
     engine.holds(2, hold("a", [7], tokens=TOKENS[4:8], first=1))
     engine.ended(3, "a")
     engine.holds(4, hold("b", [5, 7], tokens=TOKENS[:8]), hold("b", [6], tokens=TOKENS[4:8], group=1))
-    assert engine.figure("reuses") == 3
+    assert engine.metric("reuses") == 3
 
 
 # ---- what is refused ------------------------------------------------------------------------------
@@ -264,11 +264,11 @@ def test_a_wrong_record_brings_the_instance_out_of_sync_and_harms_no_other(recor
     with pytest.raises(ValueError, match=why):
         engine.holds(2, hold("a", [2], [20]), record)
     assert engine.counts()["lost"] == 2
-    assert engine.figure("unsure") == 1
+    assert engine.metric("unsure") == 1
     assert other.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
     engine.holds(3, hold("a", [1], [10]), full=True)
-    assert engine.figure("unsure") == 0
-    assert engine.figure("report_gaps") == 0
+    assert engine.metric("unsure") == 0
+    assert engine.metric("report_gaps") == 0
 
 
 def test_requests_that_never_end_are_bounded(engine: Engine) -> None:
@@ -276,9 +276,9 @@ def test_requests_that_never_end_are_bounded(engine: Engine) -> None:
         engine.holds(1, *(hold(str(n), [1 + n % 60], [10]) for n in range(first, first + 4096)))
     with pytest.raises(ValueError, match="none of them ends"):
         engine.holds(2, hold("one more", [1], [10]))
-    assert engine.figure("active_blocks") == 0
+    assert engine.metric("active_blocks") == 0
     engine.holds(3, hold("one more", [1], [10]), full=True)
-    assert engine.figure("active_blocks") == 1
+    assert engine.metric("active_blocks") == 1
 
 
 def test_requests_that_hold_nothing_cost_nothing() -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from kvserver.protocol import RESIDENCY_SECONDS
 
-from .lives import HISTOGRAMS
+from .block_lifetimes import HISTOGRAMS
 
 
 @dataclass
-class Life:
+class Lifetime:
     born: int | None
     accessed: int | None
     released: int | None = None
@@ -22,7 +22,7 @@ class Life:
 
 @dataclass
 class Block:
-    life: Life | None = None
+    lifetime: Lifetime | None = None
     owners: list[str] = field(default_factory=list)
 
 
@@ -36,13 +36,13 @@ class Model:
 
     # ---- what is compared ---------------------------------------------------------------------
 
-    def figures(self) -> dict[str, int]:
+    def metrics(self) -> dict[str, int]:
         """Counters and gauges that are not 0."""
         blocks = [block for pool in self.pools.values() for block in pool.values()]
         gauges = {
             "active_blocks": sum(bool(block.owners) for block in blocks),
-            "released_blocks": sum(block.life is not None and not block.owners for block in blocks),
-            "tracked_blocks": sum(block.life is not None or bool(block.owners) for block in blocks),
+            "released_blocks": sum(block.lifetime is not None and not block.owners for block in blocks),
+            "tracked_blocks": sum(block.lifetime is not None or bool(block.owners) for block in blocks),
         }
         return {name: count for name, count in {**self.counts, **gauges}.items() if count}
 
@@ -65,45 +65,45 @@ class Model:
             self.observed[name].append(max(0, now - since))
 
     def _end(self, block: Block, how: str, now: int) -> None:
-        life, block.life = block.life, None
-        if life is None:
+        lifetime, block.lifetime = block.lifetime, None
+        if lifetime is None:
             return
         self.counts[how] += 1
-        self._observe("lifetime", life.born, now)
-        self._observe("since_last_access", life.accessed, now)
-        self._observe("idle_before_evict", now if block.owners else life.released, now)
+        self._observe("lifetime", lifetime.born, now)
+        self._observe("since_last_access", lifetime.accessed, now)
+        self._observe("idle_before_evict", now if block.owners else lifetime.released, now)
 
     def _access(self, block: Block, now: int) -> None:
-        if block.life is not None:
+        if block.lifetime is not None:
             self.counts["shared_accesses" if block.owners else "reuses"] += 1
-            self._observe("reuse_gap", block.life.accessed, now)
-            block.life.accessed, block.life.released = now, None
+            self._observe("reuse_gap", block.lifetime.accessed, now)
+            block.lifetime.accessed, block.lifetime.released = now, None
 
     def _leave(self, block: Block, owner: str, now: int) -> None:
         if owner in block.owners:
             block.owners.remove(owner)
-            if not block.owners and block.life is not None:
-                block.life.released = now
+            if not block.owners and block.lifetime is not None:
+                block.lifetime.released = now
 
     def lose(self, pool: int | None = None) -> None:
         """Nothing is known any more of that pool, or of all."""
         for number in [pool] if pool is not None else list(self.pools):
             blocks = self.pools.pop(number, {})
-            self.counts["lost"] += sum(block.life is not None for block in blocks.values())
+            self.counts["lost"] += sum(block.lifetime is not None for block in blocks.values())
 
     # ---- exact --------------------------------------------------------------------------------
 
     def record(self, pool: int, operation: str, id: int, now: int) -> None:
         if operation == "cleared":
             for block in self.pools.get(pool, {}).values():
-                self.counts["cleared"] += block.life is not None
-                block.life = None
+                self.counts["cleared"] += block.lifetime is not None
+                block.lifetime = None
         elif id:
             getattr(self, "_" + operation)(self._block(pool, id), now)
 
     def _allocated(self, block: Block, now: int) -> None:
         self._end(block, "recycled", now)
-        block.life, block.owners = Life(now, now), ["?"]
+        block.lifetime, block.owners = Lifetime(now, now), ["?"]
         self.counts["allocations"] += 1
 
     def _accessed(self, block: Block, now: int) -> None:
@@ -117,10 +117,10 @@ class Model:
         self._end(block, "evictions", now)
 
     def _present(self, block: Block, now: int) -> None:
-        self.counts["lost"] += block.life is not None
-        block.life, block.owners = Life(None, None), []
+        self.counts["lost"] += block.lifetime is not None
+        block.lifetime, block.owners = Lifetime(None, None), []
 
-    def _held(self, block: Block, now: int) -> None:
+    def _owned(self, block: Block, now: int) -> None:
         block.owners.append("?")
 
     # ---- reported -----------------------------------------------------------------------------
@@ -132,19 +132,19 @@ class Model:
                 self._hold(self._block(0, id), owner, content, now, state)
 
     def _hold(self, block: Block, owner: str, content: int, now: int, state: bool) -> None:
-        life = block.life
-        if life is not None and owner in block.owners and not (life.content and content):
-            life.content = life.content or content
-        elif life is not None and content and life.content == content:
+        lifetime = block.lifetime
+        if lifetime is not None and owner in block.owners and not (lifetime.content and content):
+            lifetime.content = lifetime.content or content
+        elif lifetime is not None and content and lifetime.content == content:
             if owner not in block.owners:
                 if not state:
                     self._access(block, now)
-                life.released = None
+                lifetime.released = None
                 block.owners.append(owner)
         else:
-            self._end(block, "evictions" if life is not None and life.content else "recycled", now)
+            self._end(block, "evictions" if lifetime is not None and lifetime.content else "recycled", now)
             since = None if state else now
-            block.life, block.owners = Life(since, since, content=content), [owner]
+            block.lifetime, block.owners = Lifetime(since, since, content=content), [owner]
             self.counts["allocations"] += not state
 
     def release(self, owner: str, ids: Sequence[int], now: int) -> None:

@@ -63,7 +63,7 @@ def present(*blocks: int) -> list[int]:
     return [RECORD_PRESENT << RECORD_OPERATION_SHIFT | block for block in blocks]
 
 
-def held(*blocks: int) -> list[int]:
+def owned(*blocks: int) -> list[int]:
     return [RECORD_OWNED << RECORD_OPERATION_SHIFT | block for block in blocks]
 
 
@@ -110,21 +110,21 @@ class Engine:
         self.incarnation = incarnation
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self.sequence = 0
-        self.come()
+        self.connect()
 
-    def come(self, has_computed: bool = False) -> None:
+    def connect(self, has_computed: bool = False) -> None:
         self.l0.handle(
             InstanceRegistered(0, *self.names, self.incarnation, self.num_blocks, self.block_tokens, has_computed)
         )
 
-    def go(self, died: bool = True) -> None:
+    def disconnect(self, died: bool = True) -> None:
         self.l0.handle(InstanceDisconnected(0, *self.names, self.incarnation, died))
 
     def restart(self, has_computed: bool = False) -> None:
         """Another process of the same id, of which nothing was heard yet."""
         self.incarnation += "+"
         self.sequence = 0
-        self.come(has_computed)
+        self.connect(has_computed)
 
     def report(self, payload: Payload) -> None:
         self.sequence += 1
@@ -142,10 +142,10 @@ class Engine:
 
     def _point(self, family: str) -> Any:
         (found,) = [f for f in self.l0.families() if f.name == family]
-        (point,) = [figure for labels, figure in found.points if labels == self.names]
+        (point,) = [value for labels, value in found.points if labels == self.names]
         return point
 
-    def figure(self, name: str) -> int:
+    def metric(self, name: str) -> int:
         return int(self._point(f"kvserver_l0_{name}"))
 
     def seconds(self, name: str) -> tuple[int, float]:
@@ -156,5 +156,5 @@ class Engine:
     def counts(self) -> dict[str, int]:
         """Counters and gauges that are not 0."""
         names = {f"kvserver_l0_{name}": name for name in (*COUNTERS, *GAUGES)}
-        points = {f.name: figure for f in self.l0.families() for labels, figure in f.points if labels == self.names}
+        points = {f.name: value for f in self.l0.families() for labels, value in f.points if labels == self.names}
         return {short: int(points[name]) for name, short in names.items() if points[name]}
