@@ -80,7 +80,7 @@ def module_daemon(gpu_flags: dict[str, Any]) -> Iterator[Daemon]:
 
 @pytest.fixture
 def daemon(module_daemon: Daemon) -> Iterator[Daemon]:
-    """One daemon for a module. After every test it must run, hold nothing for anybody, and is cleared."""
+    """One daemon for a module. After every test it must run and hold nothing for any peer, and it is cleared."""
     if not module_daemon.running():
         module_daemon.start()  # an earlier test has failed for it
     yield module_daemon

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvserver"
 ADAPTERS = ROOT / "adapters"
 
-# A room, or a module on top of them, may import what stands before it.
+# A room, or a module on top of them, may import what is listed before it.
 ORDER = [
     "_native",
     "protocol",
@@ -207,5 +207,5 @@ def test_importing_the_client_loads_nothing_of_the_server() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_module_says_what_it_is(path: Path) -> None:
+def test_every_module_states_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), "a module without a docstring"

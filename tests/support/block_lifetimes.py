@@ -1,4 +1,4 @@
-"""Events of made-up engines for a real L0, and its figures as every exporter reads them."""
+"""Events of made-up engines for a real L0, and its metrics as every exporter reads them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def release(request: str, blocks: Iterable[int]) -> Released:
 
 
 class Engine:
-    """One instance's events, in sequence. Its figures are L0's families for its id and model."""
+    """One instance's events, in sequence. Its metrics are L0's families for its id and model."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Engine:
         self.l0.handle(InstanceDisconnected(0, *self.names, self.incarnation, died))
 
     def restart(self, has_computed: bool = False) -> None:
-        """Another process of the same id, of which nothing was heard yet."""
+        """Another process of the same id, which has sent nothing yet."""
         self.incarnation += "+"
         self.sequence = 0
         self.connect(has_computed)

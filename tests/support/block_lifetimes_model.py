@@ -1,4 +1,4 @@
-"""What the figures must be, worked out slowly: a dict of blocks, a list of owners, a list of all that was observed."""
+"""What the metrics must be, worked out slowly: a dict of blocks, a list of owners, a list of all that was observed."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Collected:
         return [{a.key: a.value.string_value for a in resource.attributes} for resource in found]
 
     def latest(self) -> dict[str, Metric]:
-        """The metrics that came last, by name."""
+        """The metrics that arrived last, by name."""
         if not self.metrics:
             return {}
         found = [m for r in self.metrics[-1].resource_metrics for scope in r.scope_metrics for m in scope.metrics]
@@ -128,7 +128,7 @@ def over_grpc() -> Iterator[Collected]:
 
 @contextlib.contextmanager
 def that_hangs() -> Iterator[str]:
-    """host:port of a server that takes connections and never says a word."""
+    """host:port of a server that accepts connections and never sends a byte."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(16)  # the kernel accepts them
@@ -136,7 +136,7 @@ def that_hangs() -> Iterator[str]:
 
 
 def unused_address() -> str:
-    """host:port where nobody listens."""
+    """host:port where no socket listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"

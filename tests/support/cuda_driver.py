@@ -102,7 +102,7 @@ def enter() -> None:
 
 
 def free_bytes() -> int:
-    """Free memory of the GPU, whoever uses the rest."""
+    """Free memory of the GPU; all processes count."""
     enter()
     free, total = c_size_t(), c_size_t()
     call("cuMemGetInfo_v2", byref(free), byref(total))
@@ -135,7 +135,7 @@ def ipc_handle(address: int) -> tuple[bytes, int]:
 
 
 def export(size: int) -> int:
-    """A descriptor of fresh memory of the GPU (cuMemCreate), which lives as long as it or a mapping does."""
+    """A descriptor of fresh memory of the GPU (cuMemCreate), which exists as long as it or a mapping does."""
     enter()
     handle, fd = c_uint64(), c_int(-1)
     call("cuMemCreate", byref(handle), _whole(size), byref(_properties()), 0)

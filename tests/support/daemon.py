@@ -124,7 +124,7 @@ class Daemon:
     def boot_id(self) -> str:
         return self.ready_line.split("boot ")[1].strip()
 
-    # ---- what it says -------------------------------------------------------------------------
+    # ---- what it reports ---------------------------------------------------------------------
 
     def http(self, path: str, method: str = "GET", timeout: float = 5.0) -> tuple[int, str]:
         """(code, body) of one page."""
@@ -153,7 +153,7 @@ class Daemon:
         return found
 
     def wait_for_accounting(self, seconds: float = 10.0, **expected: int) -> None:
-        """Wait until /status books have these values."""
+        """Wait until the accounting of /status has these values."""
         last: dict[str, int] = {}
 
         def match() -> bool:
@@ -163,14 +163,14 @@ class Daemon:
         try:
             wait_until(match, seconds)
         except AssertionError:
-            raise AssertionError(f"books are {last}, expected {expected}\n{self.log[-4000:]}") from None
+            raise AssertionError(f"the accounting is {last}, expected {expected}\n{self.log[-4000:]}") from None
 
     def wait_for_clean_accounting(self) -> None:
-        """Wait until nothing is in flight and nobody is connected."""
+        """Wait until nothing is in flight and no peer is connected."""
         self.wait_for_accounting(tickets=0, pins=0, leases=0, mappings=0, attachments=0, unbalanced=0)
 
     def clear_and_check(self) -> None:
-        """Between two tests that share it: it runs, and when cleared holds nothing for anybody."""
+        """Between two tests that share it: it runs, and when cleared it holds nothing for any peer."""
         assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
         self.check_gpus()
         assert self.http("/cache/clear", "POST")[0] == 200
@@ -181,11 +181,11 @@ class Daemon:
         assert all(gpu["mapped_bytes"] == 0 for gpu in self.status()["gpus"])
 
     def check_gpus(self) -> None:
-        """Simulated GPUs tell what they may only be asked for (csrc/gpu/gpu.h), and was asked otherwise."""
+        """Simulated GPUs log calls that the contract of csrc/gpu/gpu.h forbids."""
         assert self.process is None or "was misused" not in self.log, self.log[-4000:]
 
     def audit(self) -> None:
-        """Leave it alone until it has counted its books again, which it does after a second of quiet."""
+        """Leave it alone until it has audited its accounting again, which it does after a second of quiet."""
         time.sleep(1.3)  # asking it would end the quiet
         assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
         assert self.accounting()["unbalanced"] == 0, self.log[-4000:]

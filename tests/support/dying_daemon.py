@@ -1,4 +1,4 @@
-"""A daemon that stands, at SIGUSR1, where a killed process stands for a moment: the peers of its sockets have their end, but it is
+"""A daemon that is, at SIGUSR1, where a killed process is for a moment: the peers of its sockets have their end, but it is
 not dead. What it was copying is not over; until it is killed it is stopped.
 """
 

@@ -52,13 +52,13 @@ class EnginePublisher:
         self.replay_endpoint = f"ipc://{folder}/replay" if replays else ""
         self.topic = topic
         self.buffered = buffered
-        self.answers = True  # False: replays are read and nothing is said
+        self.answers = True  # False: replays are read and not answered
         self.asked: list[int] = []  # by replays: from which batch on
         self._start()
 
     def _start(self) -> None:
         self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.XPUB)  # a PUB that tells of its subscribers
+        self._pub = self._context.socket(zmq.XPUB)  # a PUB that reports its subscribers
         self._pub.setsockopt(zmq.SNDHWM, 100_000)
         self._pub.bind(self.endpoint)
         self._next = 0
@@ -69,7 +69,7 @@ class EnginePublisher:
         self._thread.start()
 
     def wait_for_subscriber(self, seconds: float = 10.0) -> None:
-        assert self._pub.poll(seconds * 1000), "nobody subscribed"
+        assert self._pub.poll(seconds * 1000), "no subscriber connected"
         assert self._pub.recv() == b"\1" + self.topic.encode()
 
     def publish(self, *events: Event, sent: bool = True) -> None:

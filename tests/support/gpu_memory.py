@@ -1,7 +1,7 @@
 """Memory of a test engine on a GPU, and the GPU itself: a real one, or the simulated one.
 
 `KVSERVER_SIMULATED_GPU=1` chooses the simulated one, whose memory is the host's. Without it and without a GPU there is
-none, and `why_not` says so. With `KVSERVER_VMM=child` another process makes the memory that is handed over by descriptor.
+none, and `why_not` states so. With `KVSERVER_VMM=child` another process makes the memory that is handed over by descriptor.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class VmmMemory:
 
 
 class TorchMemory:
-    """A tensor on cuda:0, given away by its legacy IPC handle. Two tensors may share one allocation of torch."""
+    """A tensor on cuda:0, shared by its legacy IPC handle. Two tensors may share one allocation of torch."""
 
     def __init__(self, size: int) -> None:
         import torch

@@ -1,7 +1,7 @@
 """A router's view of a stream of KV events: which blocks it believes to be where.
 
 Owns: the set for each medium, and the rule that no block of a tier of the daemon is stored twice or removed if it is not
-there. Refuses to know: who encodes events; they are told apart by their names.
+there. Refuses to know: who encodes events; their names distinguish them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ class Audience:
                 self._blocks.clear()
                 self.clears += 1
                 continue
-            held, hashes = self._blocks.setdefault(event.medium, set()), set(event.block_hashes)
-            if event.medium != "GPU":  # vLLM's own tell a block once for each block id that has it
+            known, hashes = self._blocks.setdefault(event.medium, set()), set(event.block_hashes)
+            if event.medium != "GPU":  # vLLM's own name a block once for each block id that has it
                 assert len(hashes) == len(event.block_hashes), "one event names a block twice"
-                assert not hashes & held if kind == "BlockStored" else hashes <= held, f"{kind} of what was told before"
-            self._blocks[event.medium] = held | hashes if kind == "BlockStored" else held - hashes
+                assert not hashes & known if kind == "BlockStored" else hashes <= known, (
+                    f"{kind} of what was published before"
+                )
+            self._blocks[event.medium] = known | hashes if kind == "BlockStored" else known - hashes
         self.events += events
 
     def blocks(self, medium: str) -> set[Any]:
@@ -41,7 +43,7 @@ class Audience:
 
 
 class Subscriber:
-    """Listens from its construction on, in a thread of its own, as far as the connection stands. close() at the end."""
+    """Listens from its construction on, in a thread of its own, once it is connected. close() at the end."""
 
     def __init__(self, endpoint: str, batch: Any, topic: str = "") -> None:
         """`batch` is the struct that payloads are decoded to."""

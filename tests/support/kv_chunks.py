@@ -1,4 +1,4 @@
-"""Chunks as engines describe them, and a model of who holds what."""
+"""Chunks as engines describe them, and a model of which are resident."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def scheduler(instance_id: str = "engine", incarnation: str = "one", **changes: 
 
 
 class Witness:
-    """An observer that holds what it is told to the promise: each chunk comes once, then goes once."""
+    """An observer that checks the promise: each chunk is stored once, then removed once."""
 
     def __init__(self) -> None:
         self.resident: dict[tuple[bytes, bytes], KVChunk] = {}
@@ -75,7 +75,7 @@ class Witness:
         self.events.append(event)
         if isinstance(event, KVStored):
             for chunk in event.chunks:
-                assert (event.namespace, chunk.key) not in self.resident, "told twice"
+                assert (event.namespace, chunk.key) not in self.resident, "stored twice"
                 self.resident[event.namespace, chunk.key] = chunk
         elif isinstance(event, KVRemoved):
             for chunk in event.chunks:

@@ -29,7 +29,7 @@ def named(text: str, hash_bytes: int = 32) -> bytes:
 
 
 def namespace_prefix(text: str) -> bytes:
-    """Of a registration and its weights: what the namespace of requests without a LoRA is called, too."""
+    """Of a registration and its weights; the namespace of requests without a LoRA, too."""
     return named(text) + named("epoch")
 
 
@@ -57,7 +57,7 @@ def in_form(name: bytes, form: str) -> int | bytes:
 
 
 class Feed:
-    """Tells an observer, and remembers what is held."""
+    """Sends events to an observer, and remembers which chunks are resident."""
 
     def __init__(self, observer: KVEventObserver) -> None:
         self.observer = observer
@@ -98,12 +98,12 @@ class Feed:
     def reader_disconnected(self, instance_id: str, model_name: str = "model") -> None:
         self.observer.observe(ReaderDisconnected(*self._next(), instance_id, model_name))
 
-    def blocks(self, *reaches: bytes, form: str = "int", groups: int = 1) -> set[Block]:
-        """Those that an audience of these reaches should know."""
+    def blocks(self, *prefixes: bytes, form: str = "int", groups: int = 1) -> set[Block]:
+        """Those that an audience of these namespace prefixes should know."""
         return {
             (tier.value, group if groups else None, in_form(each.description.hashes[at : at + width], form))
             for (tier, namespace, _), each in self.resident.items()
-            if each.description is not None and namespace.startswith(reaches)
+            if each.description is not None and namespace.startswith(prefixes)
             for width in [each.description.hash_bytes]
             for at in range(0, len(each.description.hashes), width)
             for group in range(groups or 1)

@@ -26,7 +26,7 @@ class Follower:
         self.follow = self.cursor = 0
         self.blocks: dict[bytes, KVBlocks] = {}
         self.received: list[KVBlocks] = []
-        self.before: set[bytes] = set()  # told in an earlier follow, and not again yet
+        self.before: set[bytes] = set()  # received in an earlier follow, and not again yet
         self.whole = False
         self.follows: list[int] = []
 
@@ -59,14 +59,14 @@ class Follower:
         self.received.append(event)
         for hash in split(event.hashes, event.hash_bytes):
             if event.stored:
-                assert hash not in self.blocks, "told twice"
+                assert hash not in self.blocks, "stored twice"
                 self.blocks[hash] = event
                 self.before.discard(hash)
             else:
                 del self.blocks[hash]
 
     def catch_up(self) -> None:
-        """Until all has been told."""
+        """Until all has been received."""
         wait_until(lambda: (reply := self.step()) is not None and reply.whole and not (reply.events or reply.more))
 
 

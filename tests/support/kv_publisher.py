@@ -50,12 +50,12 @@ class Published:
         return made
 
     def sequence(self, number: int = 0) -> int:
-        """Of the last batch, when all that was told so far is in one."""
+        """Of the last batch, when all that was published so far is in one."""
         row = wait_until(lambda: next(iter([r for r in self._streams()[number:] if not r["pending_chunks"]]), None))
         return self.publisher.snapshot(row["model_name"], row["hash_form"], row["topics"][0]).sequence
 
     def catch_up(self, *subscribers: Subscriber, number: int = 0) -> None:
-        """Let them follow until they have all that was told so far."""
+        """Let them follow until they have all that was published so far."""
         last = self.sequence(number)
         for subscriber in subscribers:
             subscriber.follow(lambda subscriber=subscriber: subscriber.last >= last)

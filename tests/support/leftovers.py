@@ -1,7 +1,7 @@
 """Peers of this process that are open, so that those of a failed test are closed as well.
 
 A failed test's locals become garbage in one heap: the collector may then end a ZMQ context before the sockets in it, and
-waits for them for ever. So what owns a context is held here until it is closed.
+waits for them for ever. So what owns a context is registered here until it is closed.
 """
 
 from __future__ import annotations

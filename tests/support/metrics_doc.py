@@ -1,4 +1,4 @@
-"""What METRICS.md says of every family, for tests that hold the code, the dashboard and the rules to it."""
+"""What METRICS.md states of every family, for tests that hold the code, the dashboard and the rules to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Documented:
 def documented() -> dict[str, Documented]:
     found: dict[str, Documented] = {}
     for name, kind, labels, unit, text in _ROW.findall(PAGE.read_text()):
-        assert name not in found, f"{name} stands there twice"
+        assert name not in found, f"{name} is listed twice"
         words = [word.strip(" `") for word in labels.split(",") if word.strip()]
         spelled = tuple(label for word in words for label in (_INSTANCE if word == "I" else (word,)))
         found[name] = Documented(name, kind, spelled, unit.strip(), text.strip())
@@ -53,7 +53,7 @@ def miss_reasons() -> set[str]:
 
 
 def engine_series() -> dict[str, set[str]]:
-    """Those of vLLM's own metrics that the rules may ask for, with their labels: what the adapter's page lists, and one of vLLM's."""
+    """Those of vLLM's own metrics that the rules may query, with their labels: what the adapter's page lists, and one of vLLM's."""
     page = (PAGE.parent.parent / "adapters/README.md").read_text()
     rows = {name: _OF_ENGINES | set(re.findall(r"`(\w+)`", labels)) for name, labels in _ENGINE_ROW.findall(page)}
     assert rows

@@ -33,10 +33,10 @@ sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__name__.startswith(
 
 @dataclass(frozen=True)
 class Mutant:
-    """In `symbol` of `file`, `old`, which is there once, becomes `new`. `name` says what is broken then.
+    """In `symbol` of `file`, `old`, which is there once, becomes `new`. `name` states what is broken then.
 
     `symbol` is "Class.method", "function", "Class" or "" for the whole file. `tests` are pytest's node ids below tests/.
-    `equivalent` says why no test can fail; such a mutant is not run.
+    `equivalent` states why no test can fail; such a mutant is not run.
     """
 
     name: str

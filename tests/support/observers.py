@@ -11,7 +11,7 @@ PROGRAM = '''
 import json, os, threading
 
 class Keeps:
-    """Writes what it is told to a file, if there is one."""
+    """Writes the events it receives to a file, if there is one."""
     def __init__(self, name):
         self.name, self.events, self.closed, self.gate = name, [], threading.Event(), threading.Event()
         self.threads = set()

@@ -226,14 +226,14 @@ class Memory:
         return [view[:] for view in self.maps]
 
     def image_with(self, contents: Mapping[Any, bytes]) -> list[bytes]:
-        """What image() would be if these positions held these bytes and nothing else changed."""
+        """What image() would be if these positions had these bytes and nothing else changed."""
         copies = [bytearray(view[:]) for view in self.maps]
         for position, content in contents.items():
             put(self.geometry, copies, position, content)
         return [bytes(copy) for copy in copies]
 
     def truncate(self, memory: int = 0, size: int = 0) -> None:
-        """Take memory away from whoever mapped it; ours must not be read afterwards."""
+        """Take memory away from every process that mapped it; ours must not be read afterwards."""
         os.ftruncate(self.fds[memory], size)
 
     def close(self) -> None:
@@ -280,9 +280,9 @@ class Operation:
 
 @dataclass
 class Worker:
-    """One rank of a test engine. connect() says Hello, attaches and registers.
+    """One rank of a test engine. connect() sends Hello, attaches and registers.
 
-    `gpu`: the UUID of the simulated GPU whose memory it says it has, handed over as `handles`.
+    `gpu`: the UUID of the simulated GPU whose memory it claims to have, handed over as `handles`.
     """
 
     endpoint: str
@@ -429,7 +429,7 @@ class Worker:
         return self.ask(msgspec.structs.replace(message, **changes), LookupReply).hit_chunks
 
     def description(self, **changes: Any) -> DescribeScheduler:
-        """What its scheduler half says of it."""
+        """How its scheduler half describes itself."""
         fields = {"instance_id": self.instance_id, "incarnation": self.incarnation, "model_name": self.model_name}
         return DescribeScheduler(**{**fields, "variant": "", "hash_form": "bytes", **changes})
 

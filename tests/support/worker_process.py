@@ -1,6 +1,6 @@
 """A worker in a process of its own, for tests that kill it. Usage: python -m support.worker_process ENDPOINT ID [GPU]
 
-It stores `CHUNKS` chunks, leases them, begins a store of others and a load, says "copying" and waits.
+It stores `CHUNKS` chunks, leases them, begins a store of others and a load, prints "copying" and waits.
 """
 
 from __future__ import annotations
