@@ -81,8 +81,8 @@ def findings(url: str) -> list[tuple[str, Level, str, str]]:
 
 
 def only(url: str) -> tuple[Level, str, str]:
-    ((_, level, text, mend),) = findings(url)
-    return level, text, mend
+    ((_, level, text, fix),) = findings(url)
+    return level, text, fix
 
 
 def test_an_engine_whose_cache_is_on(serve: Callable[[Page], str]) -> None:
@@ -97,10 +97,10 @@ def test_an_engine_whose_cache_is_on(serve: Callable[[Page], str]) -> None:
 def test_an_engine_whose_cache_is_off_is_reported_with_the_reason_and_a_fix(
     serve: Callable[[Page], str], reason: str
 ) -> None:
-    level, text, mend = only(serve(text_page(metrics(reason=reason, detail="rank 0: so it is"))))
+    level, text, fix = only(serve(text_page(metrics(reason=reason, detail="rank 0: so it is"))))
     assert level == Level.PROBLEM
     assert text == f"the cache is off ({reason}): rank 0: so it is"
-    assert mend
+    assert fix
 
 
 def test_each_engine_of_a_server_is_reported(serve: Callable[[Page], str]) -> None:
@@ -124,9 +124,9 @@ def test_each_engine_of_a_server_is_reported(serve: Callable[[Page], str]) -> No
 def test_a_cache_that_is_on_and_of_no_use_is_warned_of(
     serve: Callable[[Page], str], values: dict[str, float], words: str
 ) -> None:
-    level, text, mend = only(serve(text_page(metrics(**values))))
+    level, text, fix = only(serve(text_page(metrics(**values))))
     assert (level, words in text) == (Level.WARNING, True), text
-    assert mend
+    assert fix
 
 
 def test_faults_and_blocks_out_of_use_are_warned_of(serve: Callable[[Page], str]) -> None:
@@ -149,9 +149,9 @@ def test_faults_and_blocks_out_of_use_are_warned_of(serve: Callable[[Page], str]
     ],
 )
 def test_a_page_that_mentions_no_cache_is_a_finding(serve: Callable[[Page], str], text: str, words: str) -> None:
-    level, found, mend = only(serve(text_page(text)))
+    level, found, fix = only(serve(text_page(text)))
     assert (level, words in found) == (Level.PROBLEM, True), found
-    assert mend
+    assert fix
 
 
 @pytest.mark.parametrize(

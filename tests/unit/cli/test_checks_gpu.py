@@ -45,8 +45,8 @@ class World:
         self.root = root
 
     def machine(self, load: Callable[[str], object] | None = None, access: Any = None, **settings: Any) -> Machine:
-        reach = access or (lambda path, mode: True)
-        return Machine(Settings(**settings), self.root, {}, uid=1000, load=load or native(), access=reach)
+        may_access = access or (lambda path, mode: True)
+        return Machine(Settings(**settings), self.root, {}, uid=1000, load=load or native(), access=may_access)
 
     def write(self, path: str, text: object = "") -> None:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)

@@ -239,10 +239,10 @@ def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
 
 def test_an_event_that_a_snapshot_has_in_it_is_not_counted_again(world: World) -> None:
     world.reader()
-    one, gone = Prompt(range(16)), Prompt(range(100, 116))
-    world.store(gone)
+    one, removed = Prompt(range(16)), Prompt(range(100, 116))
+    world.store(removed)
     world.behind = True
-    world.evict(gone.keys)
+    world.evict(removed.keys)
     world.store(one)
     engine = Follower(world.feed.take_kv_events)
     engine.catch_up()

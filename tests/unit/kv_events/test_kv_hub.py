@@ -112,8 +112,8 @@ def test_a_clear_removes_all_namespaces_below_it_in_bounded_events(world: Witnes
     assert before == 6
     world.hub.handle(L1Cleared(8, HERE, 0))
     assert {namespace for namespace, _ in world.witness.resident} == {THERE}
-    gone = world.witness.events[before:]
-    assert all(isinstance(event, KVRemoved) and len(event.chunks) <= MOST_CHUNKS for event in gone)
+    removals = world.witness.events[before:]
+    assert all(isinstance(event, KVRemoved) and len(event.chunks) <= MOST_CHUNKS for event in removals)
     world.hub.handle(L1Cleared(9, b"", 0))
     assert world.witness.resident == {}
 
@@ -241,13 +241,13 @@ def test_readers_are_published_when_they_are_described_and_when_they_disconnect(
     world.hub.handle(InstanceDescribed(3, scheduler(), THERE, 2, 16))
     world.hub.handle(InstanceDisconnected(4, "engine", "m", "one", True))
     world.hub.handle(InstanceDisconnected(5, "engine", "m", "one", True))
-    came, changed, gone = world.witness.events
-    assert isinstance(came, ReaderConnected)
+    first, changed, last = world.witness.events
+    assert isinstance(first, ReaderConnected)
     assert isinstance(changed, ReaderConnected)
-    assert (came.scheduler, came.reach, came.chunk_blocks, came.block_tokens) == (scheduler(), HERE, 2, 16)
+    assert (first.scheduler, first.reach, first.chunk_blocks, first.block_tokens) == (scheduler(), HERE, 2, 16)
     assert changed.reach == THERE
-    assert isinstance(gone, ReaderDisconnected)
-    assert (gone.instance_id, gone.model_name) == ("engine", "m")
+    assert isinstance(last, ReaderDisconnected)
+    assert (last.instance_id, last.model_name) == ("engine", "m")
 
 
 def test_a_snapshot_is_of_one_namespace_prefix_and_names_the_last_event(world: WitnessedHub) -> None:

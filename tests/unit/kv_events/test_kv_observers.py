@@ -63,7 +63,7 @@ def kept(observers: Observers, name: str = "keeps") -> list[Any]:
 
 def up(observers: Observers) -> dict[str, float | Any]:
     (family,) = observers.families()
-    return {labels[0]: figure for labels, figure in family.points if labels[0] not in OWN_OBSERVERS}
+    return {labels[0]: value for labels, value in family.points if labels[0] not in OWN_OBSERVERS}
 
 
 def test_every_event_is_handed_over_in_order_in_one_thread_of_the_observer(make: Make) -> None:
@@ -209,7 +209,7 @@ def test_one_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:
     assert row(observers, "breaks") == {"name": "breaks", "state": "failed", "reason": "RuntimeError: no such host"}
     assert "AttributeError" in row(observers, "gone")["reason"]
     assert [each["state"] for each in observers.status() if each["name"] == "feed"] == ["running", "failed"]
-    assert {name for name, figure in up(observers).items() if figure} == {"keeps"}
+    assert {name for name, value in up(observers).items() if value} == {"keeps"}
 
 
 def test_the_daemons_own_are_made_once_and_no_setting_names_them(make: Make) -> None:

@@ -42,8 +42,8 @@ def test_random_chunks_agree_with_a_counter():
         if there and generator.random() < 0.5:
             names = there.pop(generator.randrange(len(there)))
             model.subtract(names)
-            gone = [at for at, name in enumerate(names) if model[name] == 0]
-            assert [at for first, last in ledger.removed(chunk(*names)) for at in range(first, last)] == gone
+            ended = [at for at, name in enumerate(names) if model[name] == 0]
+            assert [at for first, last in ledger.removed(chunk(*names)) for at in range(first, last)] == ended
         else:
             names = [f"{generator.randrange(30)}" for _ in range(4)]
             if len(set(names)) < 4:

@@ -30,12 +30,12 @@ class Gated:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.recounts: list[L1Resynced] = []
+        self.resyncs: list[L1Resynced] = []
 
     def handle(self, event: Event) -> None:
         assert self.gate.wait(10)
         if isinstance(event, L1Resynced):
-            self.recounts.append(event)
+            self.resyncs.append(event)
 
     def close(self) -> None:
         pass
@@ -55,8 +55,8 @@ class Loop:
     def store(self, namespace: bytes, keys: list[bytes], copied: bool = True) -> None:
         plan = self.cache.plan_store(namespace, 1, 0, b"".join(keys), PAGE)
         for space in {space for space, _ in plan.evicted}:
-            gone = b"".join(key for owner, key in plan.evicted if owner == space)
-            self.bus.publish(ChunksEvicted(1, space, gone), len(gone))
+            keys_of_space = b"".join(key for owner, key in plan.evicted if owner == space)
+            self.bus.publish(ChunksEvicted(1, space, keys_of_space), len(keys_of_space))
         self.cache.finish_store(plan, copied)
         if plan.ready:
             ready = b"".join(chunk.key for chunk in plan.ready)
@@ -109,7 +109,7 @@ def test_there_is_no_resync_while_no_chunk_event_was_dropped(make_loop: type[Loo
     loop.gated.gate.set()
     assert loop.bus.flush()
     assert not loop.resync.step()
-    assert loop.gated.recounts == []
+    assert loop.gated.resyncs == []
 
 
 def test_dropped_events_are_made_up_for_once_there_is_room(make_loop: type[Loop]) -> None:
@@ -137,7 +137,7 @@ def test_one_turn_publishes_a_slice_and_the_next_goes_on(make_loop: type[Loop]) 
         turns += 1
     assert turns == 4, "the beginning and three slices"
     assert loop.bus.flush()
-    assert [len(event.keys) // 32 for event in loop.gated.recounts] == [0, SLICE, SLICE, 5, 0]
+    assert [len(event.keys) // 32 for event in loop.gated.resyncs] == [0, SLICE, SLICE, 5, 0]
     loop.check()
 
 

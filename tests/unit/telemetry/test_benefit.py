@@ -40,9 +40,9 @@ def test_a_request_of_an_unknown_prompt_has_no_hit_ratio_but_loads() -> None:
 def test_the_hit_ratio_is_what_was_not_computed(local: int, loaded: int, bound: float) -> None:
     benefit = Benefit()
     benefit.request_ended(100, local, loaded, 1, 0)
-    figures = benefit.status()["hit_ratio"]
-    assert figures["counts"][RATIO_BUCKETS.index(bound)] == 1
-    assert figures["sum"] == pytest.approx((local + loaded) / 100)
+    ratios = benefit.status()["hit_ratio"]
+    assert ratios["counts"][RATIO_BUCKETS.index(bound)] == 1
+    assert ratios["sum"] == pytest.approx((local + loaded) / 100)
 
 
 def test_totals_stay_in_64_bits() -> None:

@@ -227,9 +227,9 @@ def test_every_reason_has_a_sentence_and_an_advice(reason: MissReason, ended: bo
     found = engine.of()
     assert found["missing"] is not None
     assert found["missing"]["reason"] == reason.value
-    said = verdict(found)
-    assert said.count("\n") == 0
-    assert said.startswith("1,030 of 1,030 prompt tokens were computed: " if ended else "")
+    text = verdict(found)
+    assert text.count("\n") == 0
+    assert text.startswith("1,030 of 1,030 prompt tokens were computed: " if ended else "")
     assert len(advice(found)) >= 1
 
 

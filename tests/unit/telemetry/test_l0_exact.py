@@ -297,11 +297,11 @@ WRONG = {
 def test_wrong_records_are_refused_whole(records: bytes, when: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_records(records, when, 64)
-    statistics = LifetimeMetrics([1.0])
-    lifetimes = BlockLifetimes(statistics, 64, 1.0, 0)
+    metrics = LifetimeMetrics([1.0])
+    lifetimes = BlockLifetimes(metrics, 64, 1.0, 0)
     with pytest.raises(ValueError, match=why):
         lifetimes.apply(records, when)
-    assert statistics.read().allocations == 0
+    assert metrics.read().allocations == 0
 
 
 RIGHT = {
@@ -336,35 +336,35 @@ def test_bounds_of_buckets_ascend(bounds: list[float]) -> None:
         LifetimeMetrics(bounds)
 
 
-# ---- statistics and pools -------------------------------------------------------------------------
+# ---- metrics and pools ----------------------------------------------------------------------------
 
 
 def test_a_block_uses_at_most_64_bytes() -> None:
     assert BlockLifetimes.bytes_per_block <= 64
 
 
-def test_pools_with_the_same_statistics_are_counted_together() -> None:
-    statistics = LifetimeMetrics([1.0])
-    pools = [BlockLifetimes(statistics, 8, 1.0, seed) for seed in range(2)]
+def test_pools_with_the_same_metrics_are_counted_together() -> None:
+    metrics = LifetimeMetrics([1.0])
+    pools = [BlockLifetimes(metrics, 8, 1.0, seed) for seed in range(2)]
     for pool in pools:
         pool.apply(words(*allocated(1, 2), *released(2)), marks(0))
-    found = statistics.read()
+    found = metrics.read()
     assert (found.allocations, found.active_blocks, found.released_blocks) == (4, 2, 2)
 
 
 def test_a_pool_that_goes_loses_its_lifetimes() -> None:
-    statistics = LifetimeMetrics([1.0])
-    lifetimes = BlockLifetimes(statistics, 8, 1.0, 0)
+    metrics = LifetimeMetrics([1.0])
+    lifetimes = BlockLifetimes(metrics, 8, 1.0, 0)
     lifetimes.apply(words(*allocated(1, 2), *released(2)), marks(0))
     del lifetimes
-    found = statistics.read()
+    found = metrics.read()
     assert (found.lost, found.active_blocks, found.released_blocks) == (2, 0, 0)
 
 
-def test_statistics_that_were_read_do_not_change() -> None:
-    statistics = LifetimeMetrics([1.0])
-    lifetimes = BlockLifetimes(statistics, 8, 1.0, 0)
-    before = statistics.read()
+def test_metrics_that_were_read_do_not_change() -> None:
+    metrics = LifetimeMetrics([1.0])
+    lifetimes = BlockLifetimes(metrics, 8, 1.0, 0)
+    before = metrics.read()
     lifetimes.apply(words(*allocated(1), *evicted(1)), marks(0, 1))
     assert (before.allocations, before.lifetime.counts, before.lifetime.sum) == (0, [0, 0], 0)
-    assert (statistics.read().allocations, statistics.read().lifetime.counts) == (1, [1, 0])
+    assert (metrics.read().allocations, metrics.read().lifetime.counts) == (1, [1, 0])

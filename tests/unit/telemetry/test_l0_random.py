@@ -76,7 +76,7 @@ class Pair:
     def check_histograms(self) -> None:
         for name in HISTOGRAMS:
             (family,) = [f for f in self.engine.l0.families() if f.name == f"kvserver_l0_block_{name}_seconds"]
-            (found,) = [figure for labels, figure in family.points if labels == self.engine.names]
+            (found,) = [value for labels, value in family.points if labels == self.engine.names]
             assert isinstance(found, Buckets)
             assert found.counts == self.model.buckets(name), name
             assert found.sum == pytest.approx(self.model.sum(name), rel=1e-9, abs=1e-6), name
@@ -174,7 +174,7 @@ def one_lifetime(lifetimes: BlockLifetimes, block: int, number: int) -> None:
     lifetimes.apply(records, MARK.pack(0, SECOND) + MARK.pack(len(codes) - 1, SECOND + took))
 
 
-def statistics(apply: Apply, rate: float, seed: int = 7) -> LifetimeMetrics:
+def sampled_metrics(apply: Apply, rate: float, seed: int = 7) -> LifetimeMetrics:
     found = LifetimeMetrics([1.5])
     lifetimes = BlockLifetimes(found, LIFETIMES + 1, rate, seed)
     for number in range(LIFETIMES):
@@ -186,7 +186,7 @@ def statistics(apply: Apply, rate: float, seed: int = 7) -> LifetimeMetrics:
 @pytest.mark.parametrize("rate", [0.1, 0.01])
 @pytest.mark.parametrize("seed", [0, 1, 2**63])
 def test_a_sample_is_as_large_as_its_rate_and_like_the_whole(apply: Apply, rate: float, seed: int) -> None:
-    found = statistics(apply, rate, seed).read()
+    found = sampled_metrics(apply, rate, seed).read()
     assert (found.allocations, found.evictions, found.shared_accesses) == (LIFETIMES, LIFETIMES, GAPS * LIFETIMES)
     sampled = sum(found.lifetime.counts)
     assert abs(sampled - rate * LIFETIMES) < 4 * sqrt(LIFETIMES * rate * (1 - rate))
@@ -197,7 +197,7 @@ def test_a_sample_is_as_large_as_its_rate_and_like_the_whole(apply: Apply, rate:
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 1.0])
 def test_a_lifetime_is_observed_whole_or_not_at_all(rate: float) -> None:
-    found = statistics(many_blocks, rate).read()
+    found = sampled_metrics(many_blocks, rate).read()
     sampled = sum(found.lifetime.counts)
     assert sum(found.idle_before_evict.counts) == sum(found.since_last_access.counts) == sampled
     assert sum(found.reuse_gap.counts) == GAPS * sampled
@@ -206,7 +206,7 @@ def test_a_lifetime_is_observed_whole_or_not_at_all(rate: float) -> None:
 
 
 def test_the_same_seed_samples_the_same_lifetimes_and_another_samples_others() -> None:
-    sums = [statistics(many_blocks, 0.01, seed).read().lifetime.sum for seed in (7, 7, 8)]
+    sums = [sampled_metrics(many_blocks, 0.01, seed).read().lifetime.sum for seed in (7, 7, 8)]
     assert sums[0] == sums[1] != sums[2]
 
 

@@ -282,15 +282,15 @@ def test_requests_that_never_end_are_bounded(engine: Engine) -> None:
 
 
 def test_requests_that_hold_nothing_cost_nothing() -> None:
-    lives = BlockLifetimes(LifetimeMetrics([1.0]), 8, 1.0, 0)
+    lifetimes = BlockLifetimes(LifetimeMetrics([1.0]), 8, 1.0, 0)
     block = b"\5\0\0\0"
     for request in range(100):
-        lives.own_blocks(request, 0, block, bytes([1] * 8), 1)
-    assert lives.requests == 100
+        lifetimes.own_blocks(request, 0, block, bytes([1] * 8), 1)
+    assert lifetimes.requests == 100
     for request in range(50):
-        lives.release_blocks(request, block, 2)
+        lifetimes.release_blocks(request, block, 2)
     for request in range(50, 99):
-        lives.end_request(request, 2)
-    assert lives.requests == 1
-    lives.end_all()
-    assert lives.requests == 0
+        lifetimes.end_request(request, 2)
+    assert lifetimes.requests == 1
+    lifetimes.end_all()
+    assert lifetimes.requests == 0

@@ -67,11 +67,11 @@ class World:
         """{instance: (count, sum)} of one histogram."""
         found = {}
         for family in self.tracker.families():
-            for (instance, model), figure in family.points:
+            for (instance, model), buckets in family.points:
                 assert model == "m"
-                assert isinstance(figure, Buckets)
+                assert isinstance(buckets, Buckets)
                 if family.name == name:
-                    found[instance] = (sum(figure.counts), pytest.approx(figure.sum))
+                    found[instance] = (sum(buckets.counts), pytest.approx(buckets.sum))
         return found
 
 
