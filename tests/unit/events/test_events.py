@@ -99,12 +99,12 @@ def test_a_full_queue_drops_and_counts_by_type_and_publish_does_not_wait(make_bu
     assert bus.dropped["ErrorSent"] == 15
     assert bus.dropped["L1Cleared"] == 1
     assert bus.status()["queue_depth"] == 10
-    gone = WorkerDisconnected(time.monotonic_ns(), "i", "m", 0, True)
-    assert bus.publish(gone), "the end of a connection is never dropped"
+    disconnected = WorkerDisconnected(time.monotonic_ns(), "i", "m", 0, True)
+    assert bus.publish(disconnected), "the end of a connection is never dropped"
     slow.gate.set()
     assert bus.flush()
     assert [event.code for event in slow.events[:-1]] == [f"code{n}" for n in range(10)]  # type: ignore[union-attr]
-    assert slow.events[-1] is gone
+    assert slow.events[-1] is disconnected
     assert bus.publish(error())
 
 

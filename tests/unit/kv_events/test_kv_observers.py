@@ -205,9 +205,9 @@ def test_one_that_is_named_and_not_installed_is_a_bad_setting(make: Make) -> Non
 
 
 def test_one_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:
-    observers = make("breaks", "gone=nothing", "feed=keeps", "keeps")
+    observers = make("breaks", "wrong=nothing", "feed=keeps", "keeps")
     assert row(observers, "breaks") == {"name": "breaks", "state": "failed", "reason": "RuntimeError: no such host"}
-    assert "AttributeError" in row(observers, "gone")["reason"]
+    assert "AttributeError" in row(observers, "wrong")["reason"]
     assert [each["state"] for each in observers.status() if each["name"] == "feed"] == ["running", "failed"]
     assert {name for name, value in up(observers).items() if value} == {"keeps"}
 
