@@ -33,8 +33,8 @@ CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/suppor
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/common/copies.py"
 SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.py", "adapters/common/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
-CONDITION, PROM = "adapters/common/condition.py", "adapters/vllm/prom.py"
-OUTBOX, REPORTS, VARIANTS = "adapters/common/send_queue.py", "adapters/vllm/reports.py", "adapters/vllm/variants.py"
+CACHE_STATUS, PROM = "adapters/common/cache_status.py", "adapters/vllm/prom.py"
+SEND_QUEUE, NOTICES, VARIANTS = "adapters/common/send_queue.py", "adapters/vllm/notices.py", "adapters/vllm/variants.py"
 
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
 NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"
@@ -580,7 +580,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "the word of an old session is given to the free list of the new one",
-        WORKER, "WorkerHalf._end", "if copy.session is self._session:", "if True:",
+        WORKER, "WorkerHalf._free_word", "if copy.session is self._session:", "if True:",
         ("adapters/test_ends_of_copies.py::test_stores_in_a_new_session_have_words_of_their_own",),
     ),
     Mutant(
@@ -590,7 +590,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a fault while a step waits for stores skips their cancels",
-        WORKER, "WorkerHalf.settle", "        finally:\n", "        except ZeroDivisionError:\n            raise\n        else:\n",
+        WORKER, "WorkerHalf.end_overwritten_stores", "        finally:\n", "        except ZeroDivisionError:\n            raise\n        else:\n",
         ("issues/adapters/test_a_fault_skipped_what_must_happen.py",),
     ),
     Mutant(
@@ -605,7 +605,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a store whose blocks are overwritten goes on",
-        WORKER, "WorkerHalf.settle", "+= copy.cancel()", "+= 0",
+        WORKER, "WorkerHalf.end_overwritten_stores", "+= copy.cancel()", "+= 0",
         ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
     ),
     Mutant(
@@ -684,12 +684,12 @@ WORKER_HALF = (
     ),
     Mutant(
         "a message whose copy was cancelled is sent",
-        OUTBOX, "_Courier.send", "if not letter.is_wanted():", "if False:",
+        SEND_QUEUE, "_Sender.send", "if not queued.is_wanted():", "if False:",
         ("adapters/test_ordering.py::test_a_store_whose_blocks_are_reused_is_never_sent",),
     ),
     Mutant(
         "a message waits for nothing that the engine does",
-        OUTBOX, "OrderedOutbox._deliver", "letter.event.synchronize()", "pass",
+        SEND_QUEUE, "OrderedSendQueue._deliver", "queued.event.synchronize()", "pass",
         ("adapters/test_ordering.py::test_a_store_waits_for_the_forward_that_writes_its_blocks",),
     ),
     # ---- blocks that must not be touched ------------------------------------------------------
@@ -797,7 +797,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "nobody looks whether a new block is still read",
-        SCHEDULER, "SchedulerHalf._allocated", "self._plan.settle_stores.extend(self._pending.overwrite(block_id))",
+        SCHEDULER, "SchedulerHalf._allocated", "self._plan.overwritten_stores.extend(self._pending.overwrite(block_id))",
         "self._pending.overwrite(block_id)",
         ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
     ),
@@ -926,7 +926,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a notice that could not be sent asks for no full state",
-        REPORTS, "Reports._send", "            self._full_due = True\n", "            pass\n",
+        NOTICES, "Notices._send", "            self._full_due = True\n", "            pass\n",
         ("adapters/test_full_states.py",),
     ),
     Mutant(
@@ -999,12 +999,12 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "what an idle engine said last hides that its daemon is gone",
-        CONDITION, "EngineCondition.verdict", "and not self.known_here:", "and True:",
+        CACHE_STATUS, "EngineCacheStatus.verdict", "and not self.known_here:", "and True:",
         ("adapters/test_cache_is_on.py::test_the_daemon_of_an_idle_engine_goes_and_comes_back",),
     ),
     Mutant(
         "one rank without cache is outvoted by the daemon's answer",
-        CONDITION, "EngineCondition.verdict", "if half.reason in _LASTING:", "if False:",
+        CACHE_STATUS, "EngineCacheStatus.verdict", "if half.reason in _LASTING:", "if False:",
         ("adapters/test_cache_is_on.py::test_a_fault_that_ended_the_use_of_the_cache",),
     ),
     Mutant(

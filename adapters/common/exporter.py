@@ -30,7 +30,7 @@ class Window:
     def end(self) -> int:
         return self.start + self.size
 
-    def holds(self, address: int) -> bool:
+    def contains(self, address: int) -> bool:
         return self.start <= address < self.end
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvserver.adapters.common.condition import CONNECTED, STARTING, Condition, refused
+from kvserver.adapters.common.cache_status import CONNECTED, STARTING, CacheStatus, refused
 
 from kvserver._native import WordPage
 from kvserver.protocol import (
@@ -48,7 +48,7 @@ class Session:
     """One daemon process as seen by one half of one engine.
 
     `ended` is set once and for all, by the link's thread: nobody reads or writes the registered memory any
-    more. `channel` is the outbox's of a worker, the engine thread's of a scheduler, who alone uses and closes it.
+    more. `channel` is the send queue's in a worker, the engine thread's of a scheduler, who alone uses and closes it.
     """
 
     hello: HelloReply
@@ -98,26 +98,26 @@ class Breaker:
             self._wake()
 
 
-def absence(endpoint: str) -> Condition | None:
+def absence(endpoint: str) -> CacheStatus | None:
     """Why nothing is to be sent there, before it is tried."""
     path = endpoint.removeprefix("ipc://")
     if path != endpoint and not os.path.exists(path):
-        return Condition("no_daemon", f"no kvserver at {endpoint}")
+        return CacheStatus("no_daemon", f"no kvserver at {endpoint}")
     if stranger := stranger_at(endpoint):
-        return Condition("foreign_daemon", stranger)
+        return CacheStatus("foreign_daemon", stranger)
     return None
 
 
-def failure(endpoint: str, error: Exception) -> Condition:
+def failure(endpoint: str, error: Exception) -> CacheStatus:
     """What an attempt to speak to the daemon there ended with."""
     if isinstance(error, RequestFailed):
-        return Condition(refused(error.code), str(error))
+        return CacheStatus(refused(error.code), str(error))
     if isinstance(error, TimeoutError) and has_listener(endpoint):
-        return Condition("no_answer", f"kvserver at {endpoint} does not answer")
+        return CacheStatus("no_answer", f"kvserver at {endpoint} does not answer")
     if isinstance(error, OSError):
-        return Condition("no_daemon", str(error))
+        return CacheStatus("no_daemon", str(error))
     log.debug("kvserver link", exc_info=True)
-    return Condition("other", f"{type(error).__name__}: {error}")
+    return CacheStatus("other", f"{type(error).__name__}: {error}")
 
 
 class Link:
@@ -157,12 +157,12 @@ class Link:
         return session if session is not None and not session.ended.is_set() and not self.breaker.open else None
 
     @property
-    def condition(self) -> Condition:
+    def cache_status(self) -> CacheStatus:
         """Whether this half has a daemon to speak to, and why not."""
         if self.usable() is not None:
             return CONNECTED
         if self.session is not None and self.breaker.open:
-            return Condition("breaker_open", "waits for kvserver ran out; it is asked until it answers")
+            return CacheStatus("breaker_open", "waits for kvserver ran out; it is asked until it answers")
         return self._why
 
     def stop(self, wait_seconds: float = 1.0) -> bool:
@@ -220,7 +220,7 @@ class Link:
     def _connect(self) -> Session | None:
         """One attempt; None after saying once why it failed."""
         if (absent := absence(self._endpoint)) is not None:
-            self._say(absent)
+            self._note_absence(absent)
             return None
         attachment: Attachment | None = None
         try:
@@ -239,13 +239,13 @@ class Link:
         except Exception as error:
             if attachment is not None:
                 attachment.close()
-            self._say(failure(self._endpoint, error))
+            self._note_absence(failure(self._endpoint, error))
             return None
         log.info("%s: connected to kvserver %s, boot %s", self._name, hello.server_version, hello.boot_id)
-        self._why = Condition("no_daemon", "the connection to kvserver ended")
+        self._why = CacheStatus("no_daemon", "the connection to kvserver ended")
         return session
 
-    def _say(self, why: Condition) -> None:
+    def _note_absence(self, why: CacheStatus) -> None:
         """Log a reason once, not at every attempt."""
         if why != self._why:
             log.warning("%s: running without cache: %s", self._name, why.detail)

@@ -86,7 +86,7 @@ def share(
 def _place_in(windows: Sequence[Window], tensor: torch.Tensor) -> tuple[int, int]:
     """(memory number, offset there) of a tensor's first byte."""
     address = tensor.data_ptr()
-    return next((i, address - window.start) for i, window in enumerate(windows) if window.holds(address))
+    return next((i, address - window.start) for i, window in enumerate(windows) if window.contains(address))
 
 
 def _layers_of_groups(

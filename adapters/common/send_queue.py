@@ -1,7 +1,7 @@
 """Stores and Retrieves on their way to the daemon, and the answers on their way back.
 
 A copy may begin only when the engine's own work on its blocks is done. On CPUs it is done when the step has
-run: `DirectOutbox` sends at once. A GPU works later than the engine's thread queues: `OrderedOutbox` marks
+run: `DirectSendQueue` sends at once. A GPU works later than the engine's thread queues: `OrderedSendQueue` marks
 the place by an event, and a thread of its own waits for the event, without the GIL, and then sends. So nobody
 waits for another process's work on the GPU, and the engine's thread waits for no event.
 
@@ -44,7 +44,7 @@ Message: TypeAlias = Store | Retrieve
 Answer: TypeAlias = Reply | NotSent
 
 
-class Outbox(Protocol):
+class SendQueue(Protocol):
     """Used by the engine's thread alone."""
 
     def adopt(self, session: Session | None) -> None:
@@ -62,14 +62,14 @@ class Outbox(Protocol):
     def wait(self, seconds: float) -> None:
         """Until an answer came or a state word may have moved, at most so long."""
 
-    def holds(self, sequence: int) -> bool:
+    def is_queued(self, sequence: int) -> bool:
         """Whether this message still waits here for work of the engine."""
 
     def close(self) -> None:
         """Waits for nothing that may never come."""
 
 
-class DirectOutbox:
+class DirectSendQueue:
     def __init__(self) -> None:
         self._session: Session | None = None
         self._sequences: dict[int, int] = {}  # by request number
@@ -97,7 +97,7 @@ class DirectOutbox:
         else:
             self._session.channel.wait(max(seconds, 0.001))
 
-    def holds(self, sequence: int) -> bool:
+    def is_queued(self, sequence: int) -> bool:
         return False
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class WorkEvent(Protocol):
 
 
 @dataclass(frozen=True)
-class _Letter:
+class _QueuedMessage:
     session: Session
     message: Message
     event: WorkEvent
@@ -135,10 +135,10 @@ class _Adopt:
     session: Session | None
 
 
-class OrderedOutbox:
+class OrderedSendQueue:
     """First in, first out. The two threads share four things, whose single operations are whole under the GIL:
 
-    `_tasks` (engine appends, thread takes), `_answers` (the reverse), `_held` (engine adds, thread discards) and
+    `_tasks` (engine appends, thread takes), `_answers` (the reverse), `_queued` (engine adds, thread discards) and
     `_closing`. All else is one thread's. The thread may be asleep for ever in an event of a GPU that hangs: it is
     a daemon thread, close() leaves it, and its channel dies with the process.
     """
@@ -146,45 +146,45 @@ class OrderedOutbox:
     def __init__(self, make_event: Callable[[], WorkEvent]) -> None:
         self._make_event = make_event
         self._session: Session | None = None  # the engine's thread's
-        self._tasks: deque[_Letter | _Adopt] = deque()
+        self._tasks: deque[_QueuedMessage | _Adopt] = deque()
         self._answers: deque[tuple[int, Answer]] = deque()
-        self._held: set[int] = set()
+        self._queued: set[int] = set()
         self._closing = False
-        self._came = threading.Event()
+        self._answer_ready = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._courier = _Courier(self._wake, self._say)
-        self._thread = threading.Thread(target=self._run, name="kvserver-outbox", daemon=True)
+        self._sender = _Sender(self._wake, self._put_answer)
+        self._thread = threading.Thread(target=self._run, name="kvserver-sender", daemon=True)
         self._thread.start()
 
     # ---- the engine's thread ------------------------------------------------------------------
 
     def adopt(self, session: Session | None) -> None:
         self._session = session
-        self._give(_Adopt(session))
+        self._enqueue(_Adopt(session))
 
     def post(self, message: Message) -> bool:
         if self._session is None:
             return False
         event = self._make_event()
         event.record()
-        self._held.add(message.sequence)
-        self._give(_Letter(self._session, message, event))
+        self._queued.add(message.sequence)
+        self._enqueue(_QueuedMessage(self._session, message, event))
         return True
 
-    def _give(self, task: _Letter | _Adopt) -> None:
+    def _enqueue(self, task: _QueuedMessage | _Adopt) -> None:
         if not self._closing:
             self._tasks.append(task)
             os.eventfd_write(self._wake, 1)
 
     def receive(self) -> list[tuple[int, Answer]]:
-        self._came.clear()
+        self._answer_ready.clear()
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def wait(self, seconds: float) -> None:
-        self._came.wait(min(seconds, _LOOK_SECONDS))
+        self._answer_ready.wait(min(seconds, _LOOK_SECONDS))
 
-    def holds(self, sequence: int) -> bool:
-        return sequence in self._held
+    def is_queued(self, sequence: int) -> bool:
+        return sequence in self._queued
 
     def close(self) -> None:
         if self._closing:
@@ -200,39 +200,39 @@ class OrderedOutbox:
     def _run(self) -> None:
         while not self._closing:
             if not self._tasks:
-                self._courier.collect(wait=True)
+                self._sender.collect(wait=True)
                 continue
             task = self._tasks.popleft()
             if isinstance(task, _Adopt):
-                self._courier.adopt(task.session)
+                self._sender.adopt(task.session)
             else:
                 self._deliver(task)
-                self._courier.collect(wait=False)
-        self._courier.adopt(None)
+                self._sender.collect(wait=False)
+        self._sender.adopt(None)
 
-    def _deliver(self, letter: _Letter) -> None:
-        sequence = letter.message.sequence
+    def _deliver(self, queued: _QueuedMessage) -> None:
+        sequence = queued.message.sequence
         try:
-            letter.event.synchronize()
-            if not self._closing and (refusal := self._courier.send(letter)) is not None:
-                self._say(sequence, refusal)
+            queued.event.synchronize()
+            if not self._closing and (refusal := self._sender.send(queued)) is not None:
+                self._put_answer(sequence, refusal)
         except Exception as error:
-            letter.cancel()
-            self._say(sequence, NotSent("failed", error))
+            queued.cancel()
+            self._put_answer(sequence, NotSent("failed", error))
         finally:
-            self._held.discard(sequence)
+            self._queued.discard(sequence)
 
-    def _say(self, sequence: int, answer: Answer) -> None:
+    def _put_answer(self, sequence: int, answer: Answer) -> None:
         self._answers.append((sequence, answer))
-        self._came.set()
+        self._answer_ready.set()
 
 
-class _Courier:
+class _Sender:
     """The thread's half of the channel: sends what is still wanted, hands over replies."""
 
-    def __init__(self, wake: int, say: Callable[[int, Answer], None]) -> None:
+    def __init__(self, wake: int, put_answer: Callable[[int, Answer], None]) -> None:
         self._wake = wake
-        self._say = say
+        self._put_answer = put_answer
         self._session: Session | None = None
         self._sequences: dict[int, int] = {}  # by request number
 
@@ -242,20 +242,20 @@ class _Courier:
         self._session = session
         self._sequences.clear()
 
-    def send(self, letter: _Letter) -> NotSent | None:
+    def send(self, queued: _QueuedMessage) -> NotSent | None:
         """None if it was sent; else the word is CANCELLED."""
-        session, message = self._session, letter.message
-        if not letter.is_wanted():
+        session, message = self._session, queued.message
+        if not queued.is_wanted():
             return NotSent("cancelled")
-        if session is not letter.session or session.ended.is_set():
-            letter.cancel()
+        if session is not queued.session or session.ended.is_set():
+            queued.cancel()
             return NotSent("gone")
         if time.monotonic_ns() > message.deadline_ns:
-            letter.cancel()
+            queued.cancel()
             return NotSent("late")
         number = session.channel.send(message)
         if number is None:
-            letter.cancel()
+            queued.cancel()
             return NotSent("full")
         self._sequences[number] = message.sequence
         return None
@@ -275,7 +275,7 @@ class _Courier:
             return
         try:
             for number, reply in session.channel.receive():
-                self._say(self._sequences.pop(number, 0), reply)
+                self._put_answer(self._sequences.pop(number, 0), reply)
         except Exception as error:  # nothing that this channel says can be understood
-            self._say(0, NotSent("failed", error))
+            self._put_answer(0, NotSent("failed", error))
             self.adopt(None)

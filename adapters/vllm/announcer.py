@@ -5,7 +5,7 @@ vLLM, which publishes it behind the events of the same step's own. Nobody waits 
 at its next step.
 
 On this stream no block is told twice, across daemons and sessions: after a new beginning only what changed meanwhile is
-told. Blocks of a daemon that has not answered for GONE_SECONDS are withdrawn. vLLM's AllBlocksCleared, of its own blocks,
+told. Blocks of a daemon that has not answered for WITHDRAW_SECONDS are withdrawn. vLLM's AllBlocksCleared, of its own blocks,
 makes consumers forget ours too: all is told anew then. We never send one.
 
 Owns: what was asked, what has come and was not yet handed over. Refuses to know: how vLLM publishes.
@@ -21,14 +21,14 @@ from typing import Any
 
 import msgspec
 from kvserver.adapters.common.link import Session
+from kvserver.adapters.vllm.announced import AnnouncedBlocks
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, hash_form
-from kvserver.adapters.vllm.held import Held
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvserver.protocol import HashForm, KVBlocks, KVEventsTaken, KVGroup, Reply, TakeKVEvents
 
-GONE_SECONDS = 5.0
+WITHDRAW_SECONDS = 5.0
 MOST_BLOCKS = 512  # handed over in one step, or one run of blocks more: 0.6 ms
 _PAUSE_SECONDS = 0.05  # between two questions, unless there is more
 _REFUSED_SECONDS = 0.5
@@ -56,7 +56,7 @@ class Announcer:
         self._counters = counters
         self._publishes = publishes
         self._form = hash_form()
-        self._held: dict[tuple[str, int, int], Held] = {}  # by medium, group and length of hashes
+        self._announced: dict[tuple[str, int, int], AnnouncedBlocks] = {}  # by medium, group and length of hashes
         self._clears = 0  # of the pool, as of the last step
         self._follow = 0
         self._cursor = 0
@@ -64,27 +64,27 @@ class Announcer:
         self._asked_at = 0.0
         self._ask_after = 0.0
         self._failing_since: float | None = None  # questions are not sent, answered or taken
-        self._gone = False  # nobody has the blocks
+        self._daemon_lost = False  # nobody has the blocks
         self._pending: deque[KVBlocks] = deque()
         self._whole = False  # what was not told in this follow is gone
 
     # ---- the daemon ---------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin_session(self) -> None:
         """All will be told anew."""
         self._follow = self._cursor = 0
         self._number = None
         self._pending.clear()
         self._whole = False
-        for held in self._held.values():
-            held.begin()
+        for announced in self._announced.values():
+            announced.begin_resync()
 
-    def ask(self, session: Session | None) -> None:
+    def request_events(self, session: Session | None) -> None:
         """If it is time. Ends a scheduler pass."""
         if not self._publishes:
             return
         now = time.monotonic()
-        if self._number is not None and now - self._asked_at > GONE_SECONDS:
+        if self._number is not None and now - self._asked_at > WITHDRAW_SECONDS:
             self._failed(now, since=self._asked_at)
         if self._number is None and now >= self._ask_after and not self._pending:
             self._send(session, now)
@@ -103,11 +103,11 @@ class Announcer:
         """A question, `since` when."""
         if self._failing_since is None:
             self._failing_since = since
-        if now - self._failing_since > GONE_SECONDS:
-            self._gone = True
-            self.begin()
+        if now - self._failing_since > WITHDRAW_SECONDS:
+            self._daemon_lost = True
+            self.begin_session()
 
-    def heard(self, number: int, reply: Reply) -> None:
+    def receive_reply(self, number: int, reply: Reply) -> None:
         """To whatever was sent."""
         if number != self._number:
             return
@@ -118,38 +118,38 @@ class Announcer:
             self._ask_after = now + _REFUSED_SECONDS
             return
         if reply.follow != self._follow:
-            self.begin()
+            self.begin_session()
         self._follow, self._cursor = reply.follow, reply.cursor
         self._pending.extend(reply.events)
         self._whole = self._whole or reply.whole
         self._failing_since = None
-        self._gone = False
+        self._daemon_lost = False
         self._ask_after = now if reply.more else now + _PAUSE_SECONDS
 
     # ---- vLLM ---------------------------------------------------------------------------------
 
-    def take(self) -> list[BlockStored | BlockRemoved]:
+    def drain_events(self) -> list[BlockStored | BlockRemoved]:
         """What vLLM is to publish now. Ends a step."""
         if self._clears != self._pool.clears:
             self._clears = self._pool.clears
-            self._held.clear()
-            self.begin()
+            self._announced.clear()
+            self.begin_session()
         events: list[BlockStored | BlockRemoved] = []
         left = MOST_BLOCKS
         while self._pending and left > 0:
             blocks = self._pending.popleft()
             left -= len(blocks.hashes) // blocks.hash_bytes
             events.extend(self._events_of(blocks))
-        if self._whole or self._gone:
+        if self._whole or self._daemon_lost:
             events.extend(self._withdrawn(left))  # which leaves none for it while something is pending
         return events
 
     def _events_of(self, blocks: KVBlocks) -> Iterator[BlockStored | BlockRemoved]:
         place = (blocks.medium, blocks.group, blocks.hash_bytes)
-        if place not in self._held:
-            self._held[place] = Held(blocks.hash_bytes)
-        held = self._held[place]
-        news = held.stored(blocks.hashes) if blocks.stored else held.removed(blocks.hashes)
+        if place not in self._announced:
+            self._announced[place] = AnnouncedBlocks(blocks.hash_bytes)
+        announced = self._announced[place]
+        news = announced.stored(blocks.hashes) if blocks.stored else announced.removed(blocks.hashes)
         for first, last in runs(news):
             self._counters["announced_blocks" if blocks.stored else "withdrawn_blocks"] += last - first
             if blocks.stored:
@@ -160,9 +160,9 @@ class Announcer:
 
     def _withdrawn(self, most: int) -> Iterator[BlockRemoved]:
         """What was announced once and is not held any more."""
-        for place, held in self._held.items():
-            if most > 0 and (hashes := held.forget(most)):
-                gone = len(hashes) // held.hash_bytes
+        for place, announced in self._announced.items():
+            if most > 0 and (hashes := announced.pop_unconfirmed(most)):
+                gone = len(hashes) // announced.hash_bytes
                 self._counters["withdrawn_blocks"] += gone
                 most -= gone
                 yield self._removed(hashes, *place)

@@ -43,7 +43,7 @@ _RELEASED = RECORD_RELEASED << RECORD_OPERATION_SHIFT
 _EVICTED = RECORD_EVICTED << RECORD_OPERATION_SHIFT
 _CLEARED = RECORD_CLEARED << RECORD_OPERATION_SHIFT
 _PRESENT = RECORD_PRESENT << RECORD_OPERATION_SHIFT
-_HELD = RECORD_OWNED << RECORD_OPERATION_SHIFT
+_OWNED = RECORD_OWNED << RECORD_OPERATION_SHIFT
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ class PoolHook:
     def has_records(self) -> bool:
         return bool(self._records)
 
-    def take(self) -> Records:
+    def drain_records(self) -> Records:
         """What happened since the last time. REQUIRES: not `lost`."""
         taken = Records(self._records.tobytes(), self._marks.tobytes())
         self._drop()
         return taken
 
-    def take_full(self) -> list[Records]:
+    def drain_full_state(self) -> list[Records]:
         """What makes the pool's present state out of nothing, MAX_RECORDS at most in each.
 
         The first ones may be what happened since the pool was new. Else: for each block that holds something
@@ -157,7 +157,7 @@ class PoolHook:
         """
         self.lost = False
         if self._whole:
-            return [self.take()]
+            return [self.drain_records()]
         self._drop()
         state, mark = self._state(), MARK.pack(0, self._clock())
         parts = range(0, max(len(state), 1), MAX_RECORDS)
@@ -170,7 +170,7 @@ class PoolHook:
             owners = block.ref_cnt - self._pins[number] if self._pins else block.ref_cnt
             if number != NULL_BLOCK and (owners > 0 or _holds_content(block)):
                 found.append(_PRESENT | number)
-                found.extend([_HELD | number] * owners)
+                found.extend([_OWNED | number] * owners)
         return found
 
     def _mark(self, now: int) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from kvserver.adapters.common.condition import SCHEDULER, STARTING, Condition
+from kvserver.adapters.common.cache_status import SCHEDULER, STARTING, CacheStatus
 from kvserver.adapters.common.exporter import CannotShare, MakeExporter
 from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, Link, Registration
 from kvserver.adapters.common.memory import SharedCaches, share
 from kvserver.adapters.common.planes import UnsupportedLayout
-from kvserver.adapters.common.send_queue import DirectOutbox, OrderedOutbox, Outbox
+from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, block_dimensions, check_invariance
 from kvserver.adapters.vllm.description import Engine
 from kvserver.adapters.vllm.identity import Identity, config_identity, served_name, with_weights
@@ -27,7 +27,7 @@ from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
-from kvserver.adapters.vllm.stats import HOST, KVServerStats, Teller
+from kvserver.adapters.vllm.stats import HOST, KVServerStats, StatsReporter
 from kvserver.adapters.vllm.support import (
     TransferResults,
     hash_block_tokens,
@@ -109,13 +109,13 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._group_bytes = [0]
         rank = f"rank {vllm_config.parallel_config.rank}"
-        self._teller = Teller(SCHEDULER if role == KVConnectorRole.SCHEDULER else rank)
+        self._stats_reporter = StatsReporter(SCHEDULER if role == KVConnectorRole.SCHEDULER else rank)
         self._stepped = False
         self._registered = False
         self._has_computed = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches
         self._refusal: str | None = "the connector could not be set up"
-        self._off: Condition | None = Condition("setup_failed", "see the engine's log")  # why there is no link
+        self._off: CacheStatus | None = CacheStatus("setup_failed", "see the engine's log")  # why there is no link
         self._set_up(role)
 
     def _fault(self, where: str, error: Exception) -> None:
@@ -136,7 +136,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if hasattr(config, "kv_load_failure_policy"):
                 config.kv_load_failure_policy = self._settings.load_failure_policy
         if role == KVConnectorRole.WORKER:
-            self.worker = self._make_worker(None, DirectOutbox())
+            self.worker = self._make_worker(None, DirectSendQueue())
         if self._refusal is not None:
             self._runs_without("unsupported", self._refusal)
         elif role == KVConnectorRole.WORKER:
@@ -146,7 +146,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._off = None
 
     def _runs_without(self, reason: str, why: str) -> None:
-        self._off = Condition(reason, why)
+        self._off = CacheStatus(reason, why)
         log.warning("kvserver: this engine runs without cache: %s", why)
 
     def _make_scheduler(self) -> SchedulerHalf:
@@ -174,15 +174,15 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             weights_are_transferred=getattr(self._config, "weight_transfer_config", None) is not None,
         )
 
-    def _make_worker(self, link: Link | None, outbox: Outbox, stores: bool = True) -> WorkerHalf:
+    def _make_worker(self, link: Link | None, send_queue: SendQueue, stores: bool = True) -> WorkerHalf:
         return WorkerHalf(
             self._settings,
             link,
-            outbox,
+            send_queue,
             fails_requests=TransferResults is not None,
             stores=stores,
             group_bytes=self._group_bytes,
-            tells_contents=self._config.parallel_config.rank == 0,
+            sends_contents=self._config.parallel_config.rank == 0,
             fault=self._fault,
         )
 
@@ -199,20 +199,20 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._refusal is not None:
             return
-        self._off = Condition("setup_failed", "the KV cache could not be registered, see the engine's log")
+        self._off = CacheStatus("setup_failed", "the KV cache could not be registered, see the engine's log")
         self._kv_caches = kv_caches
         link = self._make_link()
         if link is None:
             return
         stores = self._config.parallel_config.rank == 0 or not replicated(self._config, self._caches_config)
-        self.worker = self._make_worker(link, self.make_outbox(), stores)
+        self.worker = self._make_worker(link, self.make_send_queue(), stores)
         self._registered = True
         self._off = None
         link.start(self._settings.connect_timeout_ms / 1000)
 
-    def make_outbox(self) -> Outbox:
+    def make_send_queue(self) -> SendQueue:
         """Messages wait for the engine's work where that goes on after the engine's thread has queued it."""
-        return OrderedOutbox(lambda: torch.cuda.Event(blocking=True)) if self._on_gpu else DirectOutbox()
+        return OrderedSendQueue(lambda: torch.cuda.Event(blocking=True)) if self._on_gpu else DirectSendQueue()
 
     @property
     def _on_gpu(self) -> bool:
@@ -317,7 +317,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @fenced()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self.worker is not None and isinstance(kv_connector_metadata, StepPlan):
-            self.worker.settle(kv_connector_metadata)
+            self.worker.end_overwritten_stores(kv_connector_metadata)
 
     @fenced()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -381,11 +381,11 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @fenced()
     def get_kv_connector_stats(self) -> KVServerStats | None:
         half = self.worker or self.scheduler
-        stats = (self.worker.stats.take() if self.worker is not None else None) or KVServerStats()
+        stats = (self.worker.stats.drain() if self.worker is not None else None) or KVServerStats()
         quarantined = self.scheduler.quarantined_blocks if self.scheduler is not None else 0
-        condition = self._off or (half.condition if half is not None else STARTING)
-        self._teller.tell(stats, half.counters if half is not None else {}, self.errors, condition, quarantined)
-        return stats.take()
+        status = self._off or (half.cache_status if half is not None else STARTING)
+        self._stats_reporter.report(stats, half.counters if half is not None else {}, self.errors, status, quarantined)
+        return stats.drain()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVServerStats:
@@ -480,7 +480,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.scheduler.step_ended()
         except Exception as error:
             self._fault("the end of a step", error)
-        return self.scheduler.take_events()
+        return self.scheduler.drain_events()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         """Workers send none; vLLM's own raises for pipeline parallel."""

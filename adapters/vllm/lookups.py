@@ -69,9 +69,9 @@ class Lookups:
         counters: Counter[str],
         *,
         new_session: Callable[[], None],
-        heard: Callable[[int, Reply], None],
+        on_reply: Callable[[int, Reply], None],
     ) -> None:
-        """`new_session`: no answer to anything asked before will come. `heard`: to whichever message, by its number."""
+        """`new_session`: no answer to anything asked before will come. `on_reply`: to whichever message, by its number."""
         self._settings = settings
         self._link = link
         self._instance_id = instance_id
@@ -79,12 +79,12 @@ class Lookups:
         self._chunks = chunks
         self._counters = counters
         self._new_session = new_session
-        self._heard = heard
+        self._on_reply = on_reply
         self._session: Session | None = None
         self._in_flight: dict[int, Question] = {}
         self._waiting: dict[int, Question] = {}  # for room, by id()
         self._full = False  # there was none; an answer may have made some
-        self._heard_at = 0.0
+        self._replied_at = 0.0
         self._poll_left = settings.lookup_poll_ms / 1000
 
     def next_pass(self) -> None:
@@ -187,10 +187,10 @@ class Lookups:
         self._counters["lookup_timeouts"] += 1
         now = time.monotonic()
         # One whose turn did not come says nothing of a daemon that answers the others.
-        silent = question.lookup is not None or now - self._heard_at > self._settings.lookup_timeout_ms / 1000
+        silent = question.lookup is not None or now - self._replied_at > self._settings.lookup_timeout_ms / 1000
         if silent and self._link.session is self._session and not self._link.breaker.open:
             self._link.breaker.timed_out()
-        self.forget(question)
+        self.drop_question(question)
         self._answer(question, 0)
         question.timed_out = True
 
@@ -212,7 +212,7 @@ class Lookups:
             return
         for number, reply in self._session.channel.receive():
             self._link.breaker.answered()
-            self._heard_at = time.monotonic()
+            self._replied_at = time.monotonic()
             self._full = False
             question = self._in_flight.pop(number, None)
             if question is not None:
@@ -221,7 +221,7 @@ class Lookups:
                 self._counters["lookup_hits"] += question.hit_chunks != 0
             if isinstance(reply, Error):
                 self._note_refusal(reply)
-            self._heard(number, reply)
+            self._on_reply(number, reply)
 
     def _note_refusal(self, error: Error) -> None:
         self._counters[f"refused_{error.code}"] += 1
@@ -230,7 +230,7 @@ class Lookups:
         if error.code in _RENEW:
             self._link.refresh()
 
-    def forget(self, question: Question) -> None:
+    def drop_question(self, question: Question) -> None:
         self._waiting.pop(id(question), None)
         if question.lookup is not None:
             self._in_flight.pop(question.lookup, None)

@@ -20,7 +20,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
     # Stores whose blocks are about to be overwritten: they must end before the forward.
-    settle_stores: list[int] = field(default_factory=list)
+    overwritten_stores: list[int] = field(default_factory=list)
     # Loads whose request is gone.
     abort_loads: list[int] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step

@@ -1,7 +1,7 @@
 """vLLM's own Prometheus: `vllm:kvserver_*`, in its front end, with its labels.
 
-Owns: the metrics, and what the gauges of an engine's condition say. Refuses to know: how an engine is asked (`watch`), what
-follows from what was heard (`condition`), how figures add up (`stats`).
+Owns: the metrics, and what the gauges of an engine's status say. Refuses to know: how an engine is asked (`watch`), what
+follows from what was heard (`cache_status`), how figures add up (`stats`).
 
 Not seen: the daemon of an idle engine on another machine. What it told last with a step stands.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
-from kvserver.adapters.common.condition import Condition, EngineCondition, known
+from kvserver.adapters.common.cache_status import CacheStatus, EngineCacheStatus, known
 from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import read_settings
 from kvserver.adapters.vllm.stats import COUNTERS, FAULTS, HALVES, QUARANTINED, REFUSED, TIMES
@@ -66,8 +66,8 @@ class Board:
         """`local`: all engines are on this machine."""
         self._lock = threading.Lock()  # the front end's thread tells, the watch's too
         self._labels = per_engine
-        self._conditions = {index: EngineCondition(known_here=local) for index in per_engine}
-        self._shown: dict[int, tuple[Condition, bool]] = {}
+        self._statuses = {index: EngineCacheStatus(known_here=local) for index in per_engine}
+        self._shown: dict[int, tuple[CacheStatus, bool]] = {}
         self._details: dict[int, set[str]] = {index: set() for index in per_engine}
         text = "1 while the engine's cache is on: kvserver answers, and all ranks are registered with it."
         made = gauge(_PREFIX + "connected", text, list(labelnames), multiprocess_mode="livemin")
@@ -81,38 +81,38 @@ class Board:
         for index in per_engine:
             self._show(index)
 
-    def told(self, index: int, halves: Mapping[str, Sequence[str]]) -> None:
+    def engine_reported(self, index: int, halves: Mapping[str, Sequence[str]]) -> None:
         """By the engine, with a step."""
         with self._lock:
-            conditions = {name: Condition(*half) for name, half in halves.items()}
-            self._conditions[index].told(conditions, time.monotonic())
+            statuses = {name: CacheStatus(*half) for name, half in halves.items()}
+            self._statuses[index].report_halves(statuses, time.monotonic())
             self._show(index)
 
-    def answered(self, index: int, answer: Condition | None, began: float) -> None:
+    def daemon_answered(self, index: int, answer: CacheStatus | None, began: float) -> None:
         """By the daemon."""
         with self._lock:
-            self._conditions[index].asked(answer, began)
+            self._statuses[index].report_answer(answer, began)
             self._show(index)
 
     def _show(self, index: int) -> None:
-        condition, breaker = self._conditions[index].verdict(), self._conditions[index].breaker_open
-        before, self._shown[index] = self._shown.get(index), (condition, breaker)
+        status, breaker = self._statuses[index].verdict(), self._statuses[index].breaker_open
+        before, self._shown[index] = self._shown.get(index), (status, breaker)
         if before == self._shown[index]:
             return
-        self._connected[index].set(int(condition.connected))
+        self._connected[index].set(int(status.connected))
         self._breaker[index].set(int(breaker))
-        if before is not None and before[0] != condition and not before[0].connected:
+        if before is not None and before[0] != status and not before[0].connected:
             self._series(index, before[0]).set(0)
-        if not condition.connected:
-            self._series(index, condition).set(1)
+        if not status.connected:
+            self._series(index, status).set(1)
 
-    def _series(self, index: int, condition: Condition) -> Any:
+    def _series(self, index: int, status: CacheStatus) -> Any:
         """Few: texts have numbers in them, and none is ever forgotten."""
-        detail, kept = " ".join(condition.detail.split())[:_DETAIL_CHARS], self._details[index]
+        detail, kept = " ".join(status.detail.split())[:_DETAIL_CHARS], self._details[index]
         if detail not in kept and len(kept) >= _MOST_DETAILS:
             detail = ""
         kept.add(detail)
-        return self._why.labels(*self._labels[index], known(condition.reason), detail)
+        return self._why.labels(*self._labels[index], known(status.reason), detail)
 
 
 class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -165,26 +165,26 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         if extra is None or self._board is None:
             return
         engines = {index: (instance_id(config, index), incarnation(config)) for index in per_engine}
-        watch = Watch(read_settings(extra).endpoint, engines, self._board.answered)
+        watch = Watch(read_settings(extra).endpoint, engines, self._board.daemon_answered)
         weakref.finalize(self, watch.stop.set)
         watch.start()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         try:
-            for name, figure in transfer_stats_data.items():
+            for name, value in transfer_stats_data.items():
                 if name in self._counters:
-                    self._counters[name][engine_idx].inc(figure)
+                    self._counters[name][engine_idx].inc(value)
                 elif name in self._times:
-                    for seconds in figure:
+                    for seconds in value:
                         self._times[name][engine_idx].observe(seconds)
                 elif name in self._by_label:
                     series = self._by_label[name][engine_idx]
-                    for label, count in figure.items():
+                    for label, count in value.items():
                         series[label if label in series else _OTHER].inc(count)
                 elif name == QUARANTINED:
-                    self._quarantined[engine_idx].set(figure)
+                    self._quarantined[engine_idx].set(value)
                 elif name == HALVES and self._board is not None:
-                    self._board.told(engine_idx, figure)
+                    self._board.engine_reported(engine_idx, value)
         except Exception:
             self._incomplete()
 

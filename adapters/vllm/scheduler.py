@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 
-from kvserver.adapters.common.condition import Condition
+from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.vllm.announcer import Announcer
@@ -27,7 +27,7 @@ from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, Engine, Introduc
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
 from kvserver.adapters.vllm.lookups import Lookups, Question
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
-from kvserver.adapters.vllm.reports import Reports
+from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.speed import PrefillSpeed
@@ -122,7 +122,7 @@ class SchedulerHalf:
         self._pending = PendingStores(world_size, settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
         self._pool = PoolHook(self._allocated)
         self._quarantine = Quarantine(self._pool)
-        self._reports = Reports(instance_id, incarnation, model_name, self._pool, self.counters, unsent=link.refresh)
+        self._notices = Notices(instance_id, incarnation, model_name, self._pool, self.counters, unsent=link.refresh)
         self._speed = PrefillSpeed()
         self._sources = Sources()
         self._engine = engine
@@ -148,7 +148,7 @@ class SchedulerHalf:
             self._chunks,
             self.counters,
             new_session=self._begin_session,
-            heard=self._heard,
+            on_reply=self._on_reply,
         )
 
     # ---- lookup -------------------------------------------------------------------------------
@@ -257,9 +257,9 @@ class SchedulerHalf:
             if may_store and not state.lost:
                 self._guarded("stores of a request", self._plan_store, state, computed, output)
         if session is not None:
-            self._guarded("reports of blocks", self._reports.send_blocks, session)
+            self._guarded("reports of blocks", self._notices.send_blocks, session)
             self._guarded("introduction", self._introduction.send, session)
-        self._guarded("question for events", self._announcer.ask, session)
+        self._guarded("question for events", self._announcer.request_events, session)
         self._guarded("prefill speed", self._speed.planned, prompt_tokens)
 
     def step_ended(self) -> None:
@@ -267,9 +267,9 @@ class SchedulerHalf:
         self._pending.step_ended()
         self._speed.ended()
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
+    def drain_events(self) -> Iterable[KVCacheEvent]:
         """What vLLM is to publish of the daemon's tiers, behind the step's own events."""
-        return self._announcer.take()
+        return self._announcer.drain_events()
 
     def take_plan(self, idle: bool) -> StepPlan:
         """The plan, whole or as far as it got: a load in it must reach the worker, which alone can end it."""
@@ -348,7 +348,7 @@ class SchedulerHalf:
     def _add_store(self, state: RequestState, first: int, last: int, block_ids: list[int]) -> None:
         store_id = next(self._ids)
         keys = self._chunks.keys(state.request, first, last)
-        contents = self._contents.of(state.request, first, last) if self._tells_contents else None
+        contents = self._contents.of(state.request, first, last) if self._sends_contents else None
         store = StoreSpec(
             store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids, contents
         )
@@ -358,7 +358,7 @@ class SchedulerHalf:
         self.counters["stores"] += 1
 
     @property
-    def _tells_contents(self) -> bool:
+    def _sends_contents(self) -> bool:
         session = self._lookups.usable()
         if session is None or session.hello.protocol_version < KV_EVENTS_SINCE:
             return False
@@ -366,15 +366,15 @@ class SchedulerHalf:
 
     def _allocated(self, block_id: int) -> None:
         """Pool hook: the block will be overwritten, so whatever store still reads it must end first."""
-        self._plan.settle_stores.extend(self._pending.overwrite(block_id))
+        self._plan.overwritten_stores.extend(self._pending.overwrite(block_id))
 
     @property
     def connected(self) -> bool:
         return self._link.usable() is not None
 
     @property
-    def condition(self) -> Condition:
-        return self._link.condition if self._serves else Condition("fault", "see the engine's log")
+    def cache_status(self) -> CacheStatus:
+        return self._link.cache_status if self._serves else CacheStatus("fault", "see the engine's log")
 
     @property
     def quarantined_blocks(self) -> int:
@@ -382,8 +382,8 @@ class SchedulerHalf:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether an idle engine should step on: a store's end is awaited, or the last releases are untold."""
-        return self._pending.awaited or (self.connected and self._reports.untold)
+        """Whether an idle engine should step on: a store's end is awaited, or records wait to be sent."""
+        return self._pending.awaited or (self.connected and self._notices.has_unsent_records)
 
     # ---- what workers say ---------------------------------------------------------------------
 
@@ -426,11 +426,11 @@ class SchedulerHalf:
             self._plan.abort_loads.append(state.load.load_id)  # a no-op unless it still runs
         prompt = self._sources.ended(request)
         if state is not None:
-            self._lookups.forget(state)
+            self._lookups.drop_question(state)
         session = self._lookups.usable()
         if session is not None:
             why = "computes_all" if _computes_all(request) else state.not_loaded if state is not None else ""
-            self._reports.end_request(session, request.request_id, self._speed.tokens_per_second, prompt, why)
+            self._notices.end_request(session, request.request_id, self._speed.tokens_per_second, prompt, why)
 
     def reset_cache(self) -> bool:
         """vLLM's word that the weights may have changed. It resets its own blocks first, if it can."""
@@ -474,7 +474,7 @@ class SchedulerHalf:
         for state in self._requests.values():
             if state.load is not None:
                 self._plan.abort_loads.append(state.load.load_id)
-            self._lookups.forget(state)
+            self._lookups.drop_question(state)
             state.variant = self._variants.of(state.request) or state.variant  # if None it is no longer current
             state.hit_chunks = None
             state.stored_chunks = 0
@@ -498,15 +498,15 @@ class SchedulerHalf:
             state.lookup = None
             state.hit_chunks = None
             state.stored_chunks = 0
-        self._reports.begin()
+        self._notices.begin_session()
         self._introduction.again()
-        self._guarded("beginning of events", self._announcer.begin)
+        self._guarded("beginning of events", self._announcer.begin_session)
 
-    def _heard(self, number: int, reply: Reply) -> None:
+    def _on_reply(self, number: int, reply: Reply) -> None:
         if isinstance(reply, Error):
-            self._reports.refused(number, reply)
+            self._notices.refused(number, reply)
             self._introduction.refused(number, reply)
-        self._guarded("events", self._announcer.heard, number, reply)
+        self._guarded("events", self._announcer.receive_reply, number, reply)
 
     def _is_current(self, state: RequestState) -> bool:
         """Whether what the request computes with is still what its variant names: a LoRA's files may be replaced."""

@@ -26,7 +26,7 @@ from kvserver.protocol.client import Client, RequestFailed
 
 log = logging.getLogger("vllm.kvserver")
 
-_LOADS_SINCE = 3  # the protocol version
+_ENGINE_STATS_SINCE = 3  # the protocol version
 _HELLO_SECONDS = 2.0
 _LONGEST_REST = 8  # intervals, for an engine that the daemon does not know
 
@@ -35,7 +35,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
     """Of one engine: vLLM makes one for each data-parallel rank, in each of its front ends."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.load: EngineLoad | None = None  # None: nothing is told
+        self.stats: EngineLoad | None = None  # None: nothing is told
         try:
             self._set_up(vllm_config, engine_index)
         except Exception:
@@ -49,7 +49,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
         if not settings.load_interval_ms:
             return
         interval = settings.load_interval_ms / 1000
-        self.load = EngineLoad(
+        self.stats = EngineLoad(
             instance_id=instance_id(config, engine_index),
             incarnation=incarnation(config),
             model_name=served_name(config.model_config),
@@ -58,22 +58,22 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
             waiting=0,
             front_end=max(0, getattr(config.parallel_config, "_api_process_rank", 0)),
         )
-        teller = Teller(settings.endpoint, self.load, interval)
-        self._end = weakref.finalize(self, teller.stop.set)
-        teller.thread.start()
+        sender = EngineStatsSender(settings.endpoint, self.stats, interval)
+        self._end = weakref.finalize(self, sender.stop.set)
+        sender.thread.start()
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **_: Any
     ) -> None:
-        if self.load is None:
+        if self.stats is None:
             return
         try:
             if scheduler_stats is not None:
-                take_scheduler(self.load, scheduler_stats)
+                add_scheduler_stats(self.stats, scheduler_stats)
             if iteration_stats is not None:
-                take_iteration(self.load, iteration_stats)
+                add_iteration_stats(self.stats, iteration_stats)
         except Exception:
-            self.load = None
+            self.stats = None
             self._end()
             log.exception("kvserver: the load of this engine is not told any more")
 
@@ -81,35 +81,35 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
         return
 
 
-def take_scheduler(load: EngineLoad, stats: Any) -> None:
-    load.deferred = getattr(stats, "num_skipped_waiting_reqs", 0)
-    load.running = stats.num_running_reqs
-    load.waiting = stats.num_waiting_reqs + load.deferred
-    load.kv_cache_usage = min(max(stats.kv_cache_usage, 0.0), 1.0)
-    load.as_of_ns = time.monotonic_ns()
-    load.prefix_queries += stats.prefix_cache_stats.queries
-    load.prefix_hits += stats.prefix_cache_stats.hits
+def add_scheduler_stats(total: EngineLoad, stats: Any) -> None:
+    total.deferred = getattr(stats, "num_skipped_waiting_reqs", 0)
+    total.running = stats.num_running_reqs
+    total.waiting = stats.num_waiting_reqs + total.deferred
+    total.kv_cache_usage = min(max(stats.kv_cache_usage, 0.0), 1.0)
+    total.as_of_ns = time.monotonic_ns()
+    total.prefix_queries += stats.prefix_cache_stats.queries
+    total.prefix_hits += stats.prefix_cache_stats.hits
     external = stats.connector_prefix_cache_stats
     if external is not None:
-        load.external_queries += external.queries
-        load.external_hits += external.hits
+        total.external_queries += external.queries
+        total.external_hits += external.hits
 
 
-def take_iteration(load: EngineLoad, stats: Any) -> None:
-    load.preemptions += stats.num_preempted_reqs
-    load.prompt_tokens += stats.num_prompt_tokens
-    load.generation_tokens += stats.num_generation_tokens
-    load.finished_requests += len(stats.finished_requests)
+def add_iteration_stats(total: EngineLoad, stats: Any) -> None:
+    total.preemptions += stats.num_preempted_reqs
+    total.prompt_tokens += stats.num_prompt_tokens
+    total.generation_tokens += stats.num_generation_tokens
+    total.finished_requests += len(stats.finished_requests)
 
 
-class Teller:
+class EngineStatsSender:
     """The thread that sends `load` as it is, once in each interval; it ends when `stop` is set."""
 
-    def __init__(self, endpoint: str, load: EngineLoad, interval: float) -> None:
+    def __init__(self, endpoint: str, stats: EngineLoad, interval: float) -> None:
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._run, name="kvserver-load", daemon=True)
         self._endpoint = endpoint
-        self._load = load
+        self._stats = stats
         self._interval = interval
         self._understood = False  # by the daemon that was there last
 
@@ -117,25 +117,25 @@ class Teller:
         try:
             with Client(self._endpoint, _HELLO_SECONDS) as client:
                 while not self.stop.is_set():
-                    self.stop.wait(self._tell(client))
+                    self.stop.wait(self._send(client))
         except Exception:
             log.exception("kvserver: the load of this engine is not told any more")
 
-    def _tell(self, client: Client) -> float:
+    def _send(self, client: Client) -> float:
         """Send once; the pause until the next time: longer and longer while the daemon refuses it."""
         refused = any(isinstance(reply, Error) for _, reply in client.channel.receive())
         if refused:  # it does not know the engine yet, or never will; or it is another daemon
             self._understood = False
-        rest = min(self._load.interval_seconds * 2, self._interval * _LONGEST_REST) if refused else self._interval
-        self._load.interval_seconds = min(rest, 86400.0)
+        rest = min(self._stats.interval_seconds * 2, self._interval * _LONGEST_REST) if refused else self._interval
+        self._stats.interval_seconds = min(rest, 86400.0)
         if self._understood or self._greet(client):
-            client.channel.send(self._load)
-        return self._load.interval_seconds
+            client.channel.send(self._stats)
+        return self._stats.interval_seconds
 
     def _greet(self, client: Client) -> bool:
         """Whether a daemon is there that takes loads."""
         try:
-            self._understood = client.hello("load").protocol_version >= _LOADS_SINCE
+            self._understood = client.hello("load").protocol_version >= _ENGINE_STATS_SINCE
         except (RequestFailed, TimeoutError):
             self._understood = False
         return self._understood

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from kvserver.adapters.common.condition import Condition
+from kvserver.adapters.common.cache_status import CacheStatus
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
@@ -39,7 +39,7 @@ TIMES = {
     "load_seconds": "Duration of each load of one rank, as the rank sees it.",
     "store_seconds": "Duration of each store of one rank, as the rank sees it.",
 }
-_TOLD_AGAIN_SECONDS = 1.0  # a half's condition, however long it lasts: each time to one of the front ends
+_REPEAT_SECONDS = 1.0  # a half's status, however long it lasts: each time to one of the front ends
 # Counters of the halves, and what they are told as.
 _NAMES = {
     **{
@@ -68,7 +68,7 @@ class KVServerStats(KVConnectorStats):  # type: ignore[misc]
         self.data.setdefault(f"{name}_seconds", []).append(seconds)
         self.add(f"{name}_bytes", copied)
 
-    def take(self) -> KVServerStats | None:
+    def drain(self) -> KVServerStats | None:
         """What there was since the last time; None if nothing."""
         if self.is_empty():
             return None
@@ -97,7 +97,7 @@ class KVServerStats(KVConnectorStats):  # type: ignore[misc]
         """For a line of vLLM's log: sums, and of copies their number."""
         figures: dict[str, int | float] = {}
         if HALVES in self.data:
-            figures["connected"] = int(all(Condition(*half).connected for half in self.data[HALVES].values()))
+            figures["connected"] = int(all(CacheStatus(*half).connected for half in self.data[HALVES].values()))
         for name in (*COUNTERS, QUARANTINED, REFUSED, FAULTS, *TIMES):
             if name in TIMES and name in self.data:
                 figures[name.replace("_seconds", "s")] = len(self.data[name])
@@ -111,23 +111,23 @@ class KVServerStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
 
-class Teller:
+class StatsReporter:
     """What one half has told so far."""
 
     def __init__(self, half: str) -> None:
         self._half = half
         self._counted: dict[str, int] = {}
         self._faults: dict[str, int] = {}
-        self._condition: Condition | None = None
+        self._status: CacheStatus | None = None
         self._again_at = 0.0
         self._quarantined = 0
 
-    def tell(
+    def report(
         self,
         stats: KVServerStats,
         counters: Mapping[str, int],
         errors: Mapping[str, int],
-        condition: Condition,
+        status: CacheStatus,
         quarantined: int,
     ) -> None:
         """Add to `stats` what is new: by how much counts have grown, and how the half is. `errors`: by "place: kind"."""
@@ -141,9 +141,9 @@ class Teller:
         if quarantined != self._quarantined:
             self._quarantined = stats.data[QUARANTINED] = quarantined
         now = time.monotonic()
-        if condition != self._condition or now >= self._again_at:
-            self._condition, self._again_at = condition, now + _TOLD_AGAIN_SECONDS
-            stats.data[HALVES] = {self._half: list(condition)}
+        if status != self._status or now >= self._again_at:
+            self._status, self._again_at = status, now + _REPEAT_SECONDS
+            stats.data[HALVES] = {self._half: list(status)}
 
 
 def _grown(counters: Mapping[str, int], before: dict[str, int]) -> dict[str, int]:

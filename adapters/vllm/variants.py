@@ -40,7 +40,7 @@ class Variants:
 
     def __init__(
         self,
-        life: str,
+        incarnation: str,
         configured_version: Callable[[], str],
         private: str = "",
         *,
@@ -50,7 +50,7 @@ class Variants:
         self.private = private
         self._counters = counters if counters is not None else Counter()
         self._trusts_uuids = trusts_uuids
-        self._life = life
+        self._incarnation = incarnation
         self._configured_version = configured_version
         self._version_seen = configured_version()
         self._version = "" if private else self._version_seen
@@ -74,12 +74,12 @@ class Variants:
         REQUIRES: the engine core was built.
         """
         if not self._chain:
-            self._chain = chain_start(self._life)
+            self._chain = chain_start(self._incarnation)
         parts = [f"chain={self._chain}"]
         if self._version:
             parts.append(f"weights={self._version}")
         elif self.private:
-            parts.append(f"epoch={self._life}/{self._epoch}")
+            parts.append(f"epoch={self._incarnation}/{self._epoch}")
         return _digest(" ".join(parts))
 
     def of(self, request: Any) -> str | None:
@@ -96,7 +96,7 @@ class Variants:
 
     def _own(self, epoch: str) -> str:
         """Of that epoch what only this life of the engine knows."""
-        return _digest(f"{epoch} {self._life}")
+        return _digest(f"{epoch} {self._incarnation}")
 
     def _lora(self, lora: Any) -> _Lora | None:
         """None if its files are not those of its first request."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvserver.adapters.common.condition import Condition, from_standing
+from kvserver.adapters.common.cache_status import CacheStatus, from_hello
 from kvserver.adapters.common.link import absence, failure
 
 from kvserver.protocol.client import Client
@@ -22,7 +22,7 @@ _INTERVAL_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 
 # (engine index, what the daemon says: None if it answers and does not tell, when it was asked)
-Answered = Callable[[int, Condition | None, float], None]
+Answered = Callable[[int, CacheStatus | None, float], None]
 
 
 def instance_id(config: Any, engine_index: int) -> str:
@@ -77,7 +77,7 @@ class Watch:
                 for index, names in self._engines.items():
                     began = time.monotonic()
                     reply = self._client.hello("watch", *names)
-                    self._answered(index, from_standing(reply.standing, reply.standing_text), began)
+                    self._answered(index, from_hello(reply.standing, reply.standing_text), began)
                 return
         except Exception as error:
             why = failure(self._endpoint, error)

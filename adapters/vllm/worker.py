@@ -4,7 +4,7 @@ Owns: the copies in flight of one rank. Refuses to know: requests' tokens and th
 Runs on the engine's worker thread. Its only waits: `settle_ms` per step for stores whose blocks are
 about to be overwritten, one millisecond in a step that computes nothing, and detach().
 
-A message may stay in the outbox until the engine's own work on its blocks is done: it is PENDING until then.
+A message may stay in the send queue until the engine's own work on its blocks is done: it is PENDING until then.
 
 Who may still write after a wait ended (DESIGN's rule 1):
 - store: the server only reads; what it read it does not publish after our CANCELLED, nor after the deadline.
@@ -27,10 +27,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvserver.adapters.common.condition import Condition
+from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.link import Link, Session
-from kvserver.adapters.common.send_queue import Message, NotSent, Outbox
+from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.settings import AdapterSettings
@@ -56,12 +56,12 @@ class WorkerHalf:
         self,
         settings: AdapterSettings,
         link: Link | None,
-        outbox: Outbox,
+        send_queue: SendQueue,
         *,
         fails_requests: bool,
         stores: bool = True,
         group_bytes: Sequence[int] = (0,),
-        tells_contents: bool = True,
+        sends_contents: bool = True,
         fault: Callable[[str, Exception], None],
     ) -> None:
         """`link` is None when this worker runs without cache; it still answers for every load it is given.
@@ -69,7 +69,7 @@ class WorkerHalf:
         `fails_requests`: vLLM takes a failed load as the whole request's, frees its blocks and begins anew, rather
         than computing the failed blocks in place. Only that is right where a window's null blocks lie before them,
         and only then can blocks be kept out of use.
-        `stores` is False for a rank whose KV is what rank 0 stores; `tells_contents` for all but rank 0.
+        `stores` is False for a rank whose KV is what rank 0 stores; `sends_contents` for all but rank 0.
         `group_bytes`: what a block of each KV cache group takes, to count what was copied.
         `fault` takes note of an exception of ours: (where, which).
         """
@@ -79,10 +79,10 @@ class WorkerHalf:
         self._settings = settings
         self._link = link
         self._leaving: list[Link] = []  # after detach(), until the server let go
-        self._outbox = outbox
+        self._send_queue = send_queue
         self._fails_requests = fails_requests
         self._stores_own = stores
-        self._tells_contents = tells_contents
+        self._sends_contents = sends_contents
         self._fault = fault
         self._session: Session | None = None
         self._free_words: list[int] = []
@@ -97,9 +97,9 @@ class WorkerHalf:
 
     # ---- before the forward -------------------------------------------------------------------
 
-    def settle(self, plan: StepPlan) -> None:
+    def end_overwritten_stores(self, plan: StepPlan) -> None:
         """End the stores whose blocks this step overwrites: wait a little, then cancel."""
-        waiting = [self._stores[i] for i in plan.settle_stores if i in self._stores]
+        waiting = [self._stores[i] for i in plan.overwritten_stores if i in self._stores]
         try:
             self._wait_for(waiting)
         finally:
@@ -113,7 +113,7 @@ class WorkerHalf:
             return
         deadline = time.monotonic() + (self._settings.settle_ms / 1000 if self._usable() is not None else 0)
         while any(copy.open for copy in stores) and (left := deadline - time.monotonic()) > 0:
-            self._outbox.wait(left)
+            self._send_queue.wait(left)
             self._receive()
 
     # ---- copies begin -------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class WorkerHalf:
         session.words.arm(copy.word, copy.sequence)
         posted = False
         try:
-            posted = self._outbox.post(self._message(copy))
+            posted = self._send_queue.post(self._message(copy))
         except Exception as error:
             self._fault(_beginning(spec), error)
             posted = not copy.move(State.PENDING, State.CANCELLED)  # it left all the same, and runs
@@ -193,7 +193,7 @@ class WorkerHalf:
         if isinstance(spec, LoadSpec):  # the daemon explains requests by their loads
             return Retrieve(**fields, skip_blocks=spec.skip_blocks, request_id=spec.request_id)
         named = spec.request_id if copy.session.hello.traces else ""
-        return Store(**fields, request_id=named, contents=spec.contents if self._tells_contents else None)
+        return Store(**fields, request_id=named, contents=spec.contents if self._sends_contents else None)
 
     # ---- copies end ---------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class WorkerHalf:
             if over:
                 del self._stores[store_id]
                 self._report.ended_stores.append(store_id)
-                self._end(copy)
+                self._free_word(copy)
                 self.stats.add("store_failures")
         for copy in list(self._loads.values()):
             try:
@@ -227,7 +227,7 @@ class WorkerHalf:
         if self._session is None or self._link is None or self._link.breaker.open:
             time.sleep(_IDLE_WAIT_SECONDS)  # only deadlines are left to wait for
         elif any(copy.open for copy in self._copies()):
-            self._outbox.wait(_IDLE_WAIT_SECONDS)
+            self._send_queue.wait(_IDLE_WAIT_SECONDS)
             self._receive()
 
     def _copies(self) -> list[Copy]:
@@ -274,7 +274,7 @@ class WorkerHalf:
             self.stats.ended("load", now - copy.began, self._bytes_of(spec.block_ids))
         else:
             self._load_failed(spec, quarantine=False)
-        self._end(copy)
+        self._free_word(copy)
 
     def _give_up(self, copy: Copy, now: float) -> None:
         """Fail the request of a load whose cancel was not acknowledged in time, where its blocks can be kept out of use."""
@@ -300,12 +300,12 @@ class WorkerHalf:
         if copy.timed_out or self._link is None:
             return
         copy.timed_out = True
-        if self._outbox.holds(copy.sequence):
+        if self._send_queue.is_queued(copy.sequence):
             return  # the daemon was not even asked
         self.counters["timeouts"] += 1
         self._link.breaker.timed_out()
 
-    def _end(self, copy: Copy) -> None:
+    def _free_word(self, copy: Copy) -> None:
         if copy.session is self._session:
             self._free_words.append(copy.word)
 
@@ -313,7 +313,7 @@ class WorkerHalf:
         """Take every answer. A store's answer is its end: only then are its chunks to be found."""
         if self._session is None or self._link is None:
             return
-        for sequence, answer in self._outbox.receive():
+        for sequence, answer in self._send_queue.receive():
             with self._guarded("an answer"):
                 self._answered(self._by_sequence.pop(sequence, None), answer)
 
@@ -321,7 +321,7 @@ class WorkerHalf:
         if copy is not None and isinstance(copy.spec, StoreSpec):
             if self._stores.pop(copy.spec.store_id, None) is not None:
                 self._report.ended_stores.append(copy.spec.store_id)
-                self._end(copy)
+                self._free_word(copy)
                 self._store_answered(copy, answer)
         elif copy is not None and isinstance(answer, Error):
             # Refused before the server knew the word: it is ours to end.
@@ -380,8 +380,8 @@ class WorkerHalf:
         return report
 
     @property
-    def condition(self) -> Condition:
-        return self._link.condition if self._link is not None else Condition("asleep", "the KV cache was given up")
+    def cache_status(self) -> CacheStatus:
+        return self._link.cache_status if self._link is not None else CacheStatus("asleep", "the KV cache was given up")
 
     # ---- the memory comes and goes ------------------------------------------------------------
 
@@ -418,7 +418,7 @@ class WorkerHalf:
         try:
             self.detach(_SHUT_SECONDS)
         finally:
-            self._outbox.close()
+            self._send_queue.close()
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class WorkerHalf:
         return self._link.usable()
 
     def _adopt(self, session: Session | None) -> None:
-        self._outbox.adopt(session)
+        self._send_queue.adopt(session)
         self._session = session
         self._by_sequence.clear()
         self._free_words = list(range(WORDS)) if session is not None else []

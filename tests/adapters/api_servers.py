@@ -11,7 +11,7 @@ import tempfile
 
 with tempfile.TemporaryDirectory() as folder:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
-    from kvserver.adapters.common.condition import CONNECTED
+    from kvserver.adapters.common.cache_status import CONNECTED
     from kvserver.adapters.vllm.prom import Board
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
@@ -21,8 +21,8 @@ with tempfile.TemporaryDirectory() as folder:
         if child == 0:
             board = Board(Gauge, ["model_name", "engine"], {0: ["m", "0"]}, local=True)
             if server == "first":
-                board.told(0, {"scheduler": ["unsupported", "so it is"]})
-            board.answered(0, CONNECTED, began=1e18)
+                board.engine_reported(0, {"scheduler": ["unsupported", "so it is"]})
+            board.daemon_answered(0, CONNECTED, began=1e18)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     registry = CollectorRegistry()

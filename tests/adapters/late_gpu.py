@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvserver.adapters.common.send_queue import DirectOutbox, OrderedOutbox, Outbox
+from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
 from kvserver.adapters.vllm import KVServerConnector
 
 _MOST_QUEUED = 40  # an engine does not run ahead without end
@@ -46,8 +46,8 @@ class LateGpu:
         self._changed = threading.Condition()
 
         class Connector(KVServerConnector):
-            def make_outbox(connector) -> Outbox:
-                return OrderedOutbox(lambda: LateEvent(self)) if ordered else DirectOutbox()
+            def make_send_queue(connector) -> SendQueue:
+                return OrderedSendQueue(lambda: LateEvent(self)) if ordered else DirectSendQueue()
 
         self.connector = Connector
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -174,4 +174,4 @@ class Churn:
         return replay.agrees_with(self.pool, [block for pin in self.pins for block in pin])
 
     def drain_records(self) -> Records:
-        return self.hook.take()
+        return self.hook.drain_records()

@@ -18,7 +18,7 @@ import pytest
 import zmq
 from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm import announcer as module
-from kvserver.adapters.vllm.announcer import GONE_SECONDS, MOST_BLOCKS, Announcer
+from kvserver.adapters.vllm.announcer import MOST_BLOCKS, WITHDRAW_SECONDS, Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -115,18 +115,18 @@ class Stage:
         self.hang_up()
         self.session = Session(HelloReply(version, "0", "boot", 64, "", ""), Channel(self._endpoint))
         assert self.session.channel.wait_writable(5)
-        self.announcer.begin()
+        self.announcer.begin_session()
 
     def hang_up(self) -> None:
         if self.session is not None:
             self.session.channel.close()
             self.session = None
-            self.announcer.begin()
+            self.announcer.begin_session()
 
     def end_pass(self, seconds: float = 1.0) -> bool:
         """Whether it asked the peer. Time passes before."""
         self.clock.now += seconds
-        self.announcer.ask(self.session)
+        self.announcer.request_events(self.session)
         if not self._router.poll(20 if self.session is not None else 0):
             return False
         identity, number, raw = self._router.recv_multipart()
@@ -142,7 +142,7 @@ class Stage:
         assert self.session is not None
         assert self.session.channel.wait(5)
         for number, got in self.session.channel.receive():
-            self.announcer.heard(number, got)
+            self.announcer.receive_reply(number, got)
 
     def deliver(self, *events: KVBlocks, follow: int = 7, whole: bool = False, more: bool = False) -> None:
         """One question and its answer, with these events."""
@@ -152,7 +152,7 @@ class Stage:
 
     def step(self) -> list[Any]:
         """What one step hands to vLLM."""
-        events = self.announcer.take()
+        events = self.announcer.drain_events()
         self.consumer.read(events)
         return events
 
@@ -231,7 +231,7 @@ def test_fields_that_this_vllm_does_not_have_are_left_out(stage, monkeypatch):
     monkeypatch.setattr(module, "BlockStored", Older)
     monkeypatch.setitem(module._FIELDS, Older, set(Older.__struct_fields__))
     stage.deliver(chunk(5))
-    (event,) = stage.announcer.take()
+    (event,) = stage.announcer.drain_events()
     assert event == Older([block_hash(5, i) for i in range(3)], block_hash(5, -1), list(range(5, 17)), 4, None, "CPU")
 
 
@@ -333,7 +333,7 @@ def test_media_and_groups_are_distinguished(stage):
 
 def test_an_answer_of_an_earlier_session_is_ignored(stage):
     assert stage.end_pass()
-    stage.announcer.begin()
+    stage.announcer.begin_session()
     stage.answer(KVEventsTaken(follow=7, cursor=1, events=[chunk(1)], whole=False))
     assert stage.step() == []
     stage.deliver(chunk(1), follow=8)
@@ -394,7 +394,7 @@ def test_without_a_daemon_for_some_seconds_its_blocks_are_withdrawn(stage, how):
     stage.deliver(chunk(1), chunk(2), whole=True)
     stage.step()
     lose(stage, how)
-    stage.clock.now += GONE_SECONDS - 2
+    stage.clock.now += WITHDRAW_SECONDS - 2
     give_up(stage, how)
     assert stage.step() == [], "it may be back soon"
     stage.clock.now += 1
@@ -408,7 +408,7 @@ def test_blocks_of_a_daemon_that_is_back_are_announced_again(stage, how):
     stage.deliver(chunk(1), chunk(2), whole=True)
     stage.step()
     lose(stage, how)
-    stage.clock.now += GONE_SECONDS
+    stage.clock.now += WITHDRAW_SECONDS
     give_up(stage, how)
     stage.step()
     assert stage.consumer.has() == set()
@@ -446,7 +446,7 @@ def test_withdrawing_is_bounded_in_each_step_and_ends_when_the_daemon_is_back(st
         pass
     stage.hang_up()
     stage.end_pass()
-    stage.end_pass(GONE_SECONDS + 1)
+    stage.end_pass(WITHDRAW_SECONDS + 1)
     (event,) = stage.step()
     assert len(event.block_hashes) == MOST_BLOCKS
     stage.connect()

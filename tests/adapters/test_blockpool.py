@@ -176,7 +176,7 @@ def test_a_pin_is_no_access_and_no_owner():
     churn.hook.pin([1, 2, 3])
     churn.end(blocks)
     assert words(churn.drain_records().records) == ["released 3", "released 2", "released 1"]
-    (state,) = churn.hook.take_full()
+    (state,) = churn.hook.drain_full_state()
     assert words(state.records) == ["present 1", "present 2"], "3 has no content, and 1 and 2 no owner"
     churn.hook.unpin([1, 2, 3])
     assert not churn.drain_records().records
@@ -188,7 +188,7 @@ def test_a_full_state_names_every_owner():
     churn.begin(1, 3, cached=2)
     churn.end(churn.begin(2, 2, cached=1))
     churn.drain_records()
-    (state,) = churn.hook.take_full()
+    (state,) = churn.hook.drain_full_state()
     assert words(state.records) == [
         *["present 1", "owned 1", "owned 1", "present 2", "owned 2", "owned 2", "present 3", "owned 3", "present 4"]
     ]
@@ -197,7 +197,7 @@ def test_a_full_state_names_every_owner():
 
 
 def test_a_full_state_of_a_pool_never_used_is_empty():
-    (state,) = Churn(0).hook.take_full()
+    (state,) = Churn(0).hook.drain_full_state()
     assert state.records == b""
 
 
@@ -208,10 +208,10 @@ def test_the_first_full_state_is_the_pools_whole_history():
     churn.end(churn.begin(1, 2))
     clock.now += 10 * MARK_NS
     churn.begin(2, 1)
-    (state,) = churn.hook.take_full()
+    (state,) = churn.hook.drain_full_state()
     assert words(state.records) == ["allocated 1", "allocated 2", "released 2", "released 1", "allocated 3"]
     assert len(state.marks) == 2 * 16
-    (again,) = churn.hook.take_full()
+    (again,) = churn.hook.drain_full_state()
     assert words(again.records) == ["present 1", "present 2", "present 3", "owned 3"]
 
 
@@ -219,7 +219,7 @@ def test_a_full_state_drops_the_records_not_yet_drained():
     churn = Churn(0)
     churn.drain_records()
     churn.begin(1, 1)
-    churn.hook.take_full()
+    churn.hook.drain_full_state()
     assert not churn.drain_records().records
 
 
@@ -229,7 +229,7 @@ def test_a_hook_in_a_pool_at_work_begins_with_its_state():
     moved = type(churn.hook)(lambda block: None)
     moved.install(churn.pool)
     churn.begin(2, 1)
-    (state,) = moved.take_full()
+    (state,) = moved.drain_full_state()
     assert words(state.records) == ["present 1", "owned 1", "present 2", "owned 2", "present 3", "owned 3"]
 
 
@@ -241,7 +241,7 @@ def test_records_that_are_not_drained_are_bounded():
         churn.pool.free_blocks(blocks)
     assert churn.hook.lost
     churn.pool.touch(blocks[:1])
-    (state,) = churn.hook.take_full()
+    (state,) = churn.hook.drain_full_state()
     assert not churn.hook.lost
     replay = Replay().apply(state.records)
     assert churn.agrees(replay)
@@ -252,7 +252,7 @@ def test_a_large_full_state_comes_in_parts():
     churn = Churn(0, blocks=MAX_RECORDS)
     churn.pool.get_new_blocks(MAX_RECORDS - 1)
     churn.drain_records()
-    parts = churn.hook.take_full()
+    parts = churn.hook.drain_full_state()
     assert [len(part.records) for part in parts] == [4 * MAX_RECORDS, 4 * (MAX_RECORDS - 2)]
     replay = Replay()
     for part in parts:
@@ -273,7 +273,7 @@ def test_records_from_the_start_give_the_pools_own_state_and_so_does_a_full_stat
         assert len(list(timed(taken.records, taken.marks))) == len(taken.records) // 4
         assert churn.agrees(replay.apply(taken.records))
         if step % 49 == 0:
-            (state,) = churn.hook.take_full()
+            (state,) = churn.hook.drain_full_state()
             full = Replay().apply(state.records)
             assert churn.agrees(full)
             assert full.owners == +replay.owners

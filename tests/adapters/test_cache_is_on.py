@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from front_end import FrontEnd, exposition, watches
 from kvserver.adapters.common import host_memory
-from kvserver.adapters.common.condition import REASONS
+from kvserver.adapters.common.cache_status import REASONS
 from kvserver.adapters.vllm.prom import PLACES
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from modelless import Engine, prompt

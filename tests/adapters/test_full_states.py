@@ -11,7 +11,7 @@ import pytest
 import zmq
 from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm.blockpool import MAX_RECORDS
-from kvserver.adapters.vllm.reports import Reports
+from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.sources import Prompt
 from replay import Churn, Replay
 from support.daemon import wait_until
@@ -32,7 +32,7 @@ class Talk:
 
     def __init__(self, folder: Path, churn: Churn, listens: bool = True, version: int = PROTOCOL_VERSION) -> None:
         self.counters: Counter[str] = Counter()
-        self.reports = Reports("i", "n", "m", churn.hook, self.counters)
+        self.notices = Notices("i", "n", "m", churn.hook, self.counters)
         self.numbers: list[int] = []  # of the messages
         self.messages: list[ReportBlockAllocations] = []
         self._endpoint = f"ipc://{folder}/ear"
@@ -49,7 +49,7 @@ class Talk:
 
     def end_pass(self) -> None:
         """And wait until what was sent has been received."""
-        self.reports.send_blocks(self.session)
+        self.notices.send_blocks(self.session)
         while len(self.messages) < self.counters["notices"]:
             assert self._router.poll(5000)
             _, number, raw = self._router.recv_multipart()
@@ -62,7 +62,7 @@ class Talk:
         assert len(self.messages) == count
 
     def refuse(self, number: int) -> None:
-        self.reports.refused(number, Error(code=ErrorCode.REPORT_GAP.value, message="of the test"))
+        self.notices.refused(number, Error(code=ErrorCode.REPORT_GAP.value, message="of the test"))
 
     def close(self) -> None:
         self.session.channel.close()
@@ -133,7 +133,7 @@ def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(mak
     churn.begin(1, 1)
     talk.end_pass()
     deaf = make_talk(Churn(1), listens=False).session
-    talk.reports.end_request(deaf, "r", 0.0, Prompt())
+    talk.notices.end_request(deaf, "r", 0.0, Prompt())
     talk.wait_received(2)
     assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (2, True)]
 
@@ -179,7 +179,7 @@ def test_each_session_begins_with_a_full_state(make_talk):
     for family in range(3):
         churn.begin(family, 2)
         talk.end_pass()
-    talk.reports.begin()
+    talk.notices.begin_session()
     talk.wait_received(4)
     assert [report.payload.full for report in talk.messages] == [True, False, False, True]
     assert [report.sequence for report in talk.messages] == [0, 1, 2, 3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.common.send_queue import DirectOutbox
+from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.vllm.metadata import StepPlan
 from kvserver.adapters.vllm.settings import AdapterSettings
@@ -17,7 +17,7 @@ def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests):
     worker = WorkerHalf(
         AdapterSettings(),
         None,
-        DirectOutbox(),
+        DirectSendQueue(),
         fails_requests=fails_requests,
         fault=lambda *fault: faults.append(fault),
     )

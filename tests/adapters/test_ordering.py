@@ -133,7 +133,7 @@ def test_a_store_whose_blocks_are_reused_is_never_sent(make_daemon, make_engine,
     (first,) = engine.stores
     other = engine.add("other", prompt(2, 4 * CHUNK + 50), count=3)
     engine.run(until=lambda: other.finish_reason is not None)
-    assert any(plan.settle_stores for plan in engine.plans)
+    assert any(plan.overwritten_stores for plan in engine.plans)
     assert counted(engine, "stores_cancelled_for_reuse") == 1
     gpu.release()
     engine.run()
@@ -149,7 +149,7 @@ def test_a_step_waits_for_a_store_whose_work_is_done_in_time(make_daemon, make_e
     engine = make_engine(daemon, gpu=gpu, num_blocks=23, extra={"kvserver.settle_ms": 10_000})
     begin_store(engine)
     other = engine.add("other", prompt(2, 4 * CHUNK + 50), count=3)
-    engine.before_step = lambda plan: gpu.release() if plan.settle_stores else None
+    engine.before_step = lambda plan: gpu.release() if plan.overwritten_stores else None
     engine.run()
     assert other.right
     assert counted(engine, "stores_cancelled_for_reuse") == 0
@@ -266,7 +266,7 @@ def test_an_event_that_never_fires_does_not_hold_up_the_end_of_the_process(tmp_p
 import threading
 from kvserver._native import WordPage
 from kvserver.adapters.common.link import Session
-from kvserver.adapters.common.send_queue import OrderedOutbox
+from kvserver.adapters.common.send_queue import OrderedSendQueue
 from kvserver.client import Channel
 from kvserver.protocol import HelloReply, Store
 
@@ -280,11 +280,11 @@ class Event:
 hello = HelloReply(protocol_version=1, server_version="", boot_id="", chunk_tokens=1, fd_path="", token="")
 session = Session(hello, Channel("ipc://{tmp_path}/nobody"), words=WordPage(4))
 session.words.arm(0, 1)
-outbox = OrderedOutbox(Event)
-outbox.adopt(session)
-outbox.post(Store(boot_id="", registration=1, chunk_blocks=1, keys=b"", block_ids=b"", word=0, sequence=1, deadline_ns=0))
+send_queue = OrderedSendQueue(Event)
+send_queue.adopt(session)
+send_queue.post(Store(boot_id="", registration=1, chunk_blocks=1, keys=b"", block_ids=b"", word=0, sequence=1, deadline_ns=0))
 entered.wait()
-outbox.close()
+send_queue.close()
 print("closed")
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)

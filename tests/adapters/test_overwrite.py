@@ -37,7 +37,7 @@ def test_a_store_is_cancelled_before_its_blocks_are_overwritten(make_daemon, mak
     daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=23, extra={"kvserver.settle_ms": 1})
     overwrite(engine)
-    assert any(plan.settle_stores for plan in engine.plans)
+    assert any(plan.overwritten_stores for plan in engine.plans)
     assert engine.worker.worker.counters["stores_cancelled_for_reuse"] > 0
     assert make_engine(daemon).generate("warm", FIRST).external == 0
     assert make_engine(daemon).generate("warm", OTHER).external > 0
@@ -47,14 +47,14 @@ def test_a_store_that_ends_in_time_is_kept(make_daemon, make_engine, asynchronou
     daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=23, extra={"kvserver.settle_ms": 10_000})
     overwrite(engine)
-    assert any(plan.settle_stores for plan in engine.plans)
+    assert any(plan.overwritten_stores for plan in engine.plans)
     assert engine.worker.worker.counters["stores_cancelled_for_reuse"] == 0
     assert make_engine(daemon).generate("warm", FIRST).external == 4 * CHUNK - 1
 
 
 def test_without_the_wait_for_stores_this_test_would_see_mixed_bytes(make_daemon, make_engine, monkeypatch):
     """The control: what the two tests above would see of an adapter that forgets the hazard."""
-    monkeypatch.setattr(WorkerHalf, "settle", lambda self, plan: None)
+    monkeypatch.setattr(WorkerHalf, "end_overwritten_stores", lambda self, plan: None)
     daemon = make_daemon(copy_delay_us=SLOW)
     overwrite(make_engine(daemon, num_blocks=23))
     with pytest.raises(AssertionError, match="attends to foreign KV"):
@@ -105,7 +105,7 @@ def test_a_hung_daemon_adds_little_to_each_worker_step_and_nothing_wrong_to_l1(m
 
         monkeypatch.setattr(WorkerHalf, name, call)
 
-    for name in ("settle", "start_loads", "start_stores", "poll"):
+    for name in ("end_overwritten_stores", "start_loads", "start_stores", "poll"):
         timed(name)
     daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, num_blocks=23)
@@ -119,7 +119,7 @@ def test_a_hung_daemon_adds_little_to_each_worker_step_and_nothing_wrong_to_l1(m
     engine.run(until=lambda: other.finish_reason is not None)
     assert first.right
     assert other.right
-    assert any(plan.settle_stores for plan in engine.plans)
+    assert any(plan.overwritten_stores for plan in engine.plans)
     assert len(spent) >= 40
     print(
         f"worker steps with a hung daemon: longest {max(spent) * 1000:.1f} ms, median {sorted(spent)[len(spent) // 2] * 1000:.2f} ms"

@@ -206,7 +206,7 @@ def assert_inert(halves) -> None:
     assert scheduler.request_finished(request, [1, 2]) == (False, None)
     assert not scheduler.has_pending_push_work()
     assert scheduler.reset_cache() is not False
-    assert list(scheduler.take_events()) == []
+    assert list(scheduler.drain_events()) == []
     scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
 
     worker.register_kv_caches({"layers.0": torch.zeros(100, 2, BLOCK, 2)})
@@ -236,7 +236,7 @@ FAULTS = [
     (SchedulerHalf, "plan_step"),
     (SchedulerHalf, "worker_report"),
     (SchedulerHalf, "request_finished"),
-    (WorkerHalf, "settle"),
+    (WorkerHalf, "end_overwritten_stores"),
     (WorkerHalf, "start_loads"),
     (WorkerHalf, "start_stores"),
     (WorkerHalf, "poll"),
@@ -292,9 +292,11 @@ def test_a_fault_before_a_load_begins_fails_that_load_and_no_other(make_daemon, 
     assert engine.worker.worker.counters["failed_loads"] == 1
 
 
-@pytest.mark.parametrize("method", ["new_request", "matched_tokens", "plan_step", "start_stores", "settle"])
+@pytest.mark.parametrize(
+    "method", ["new_request", "matched_tokens", "plan_step", "start_stores", "end_overwritten_stores"]
+)
 def test_a_fault_that_stays_is_logged_once_and_the_engine_serves(make_daemon, make_engine, monkeypatch, caplog, method):
-    half = WorkerHalf if method in ("start_stores", "settle") else SchedulerHalf
+    half = WorkerHalf if method in ("start_stores", "end_overwritten_stores") else SchedulerHalf
 
     def faulty(self, *args, **kwargs):
         raise ZeroDivisionError("a fault of ours")

@@ -118,7 +118,7 @@ def test_it_does_nothing_where_it_has_nothing_to_report(model_folder, make_logge
     logger = KVServerStatLogger(config, 0)
     logger.record(SchedulerStats(), iteration())
     logger.log_engine_initialized()
-    assert logger.load is None
+    assert logger.stats is None
     assert not tellers()
 
 

@@ -10,7 +10,7 @@ import time
 
 from kvserver.adapters.common.exporter import Exported
 from kvserver.adapters.common.host_memory import HostMemory
-from kvserver.adapters.common.send_queue import OrderedOutbox, Outbox
+from kvserver.adapters.common.send_queue import OrderedSendQueue, SendQueue
 from kvserver.adapters.vllm import KVServerConnector
 
 from kvserver.protocol import CudaVmmFd
@@ -40,5 +40,5 @@ class LateEvent:
 class SimulatedGpuConnector(KVServerConnector):
     make_exporter = GpuMemory
 
-    def make_outbox(self) -> Outbox:
-        return OrderedOutbox(LateEvent)
+    def make_send_queue(self) -> SendQueue:
+        return OrderedSendQueue(LateEvent)

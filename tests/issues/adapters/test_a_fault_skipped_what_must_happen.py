@@ -1,4 +1,4 @@
-"""An exception inside `settle` skipped the cancels: the forward overwrote blocks that a running store read, and the
+"""An exception inside `end_overwritten_stores` skipped the cancels: the forward overwrote blocks that a running store read, and the
 mixed chunk was published. Here each fenced method meets a fault in its first steps; what must happen still does.
 """
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 from kvserver.adapters.common.copies import Copy
-from kvserver.adapters.common.send_queue import DirectOutbox
+from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.hazards import PendingStores
 from kvserver.adapters.vllm.lookups import Lookups
@@ -30,7 +30,7 @@ def faulty(*args, **kwargs):
     raise ZeroDivisionError("a fault of ours")
 
 
-@pytest.mark.parametrize("place", [(DirectOutbox, "wait"), (DirectOutbox, "receive"), (WorkerHalf, "_usable")])
+@pytest.mark.parametrize("place", [(DirectSendQueue, "wait"), (DirectSendQueue, "receive"), (WorkerHalf, "_usable")])
 def test_a_fault_while_a_step_waits_for_stores_does_not_skip_the_cancels(make_daemon, make_engine, monkeypatch, place):
     daemon = make_daemon(copy_delay_us=SLOW)
     engine = make_engine(daemon, num_blocks=23, may_fail=True)
@@ -38,12 +38,12 @@ def test_a_fault_while_a_step_waits_for_stores_does_not_skip_the_cancels(make_da
     engine.run(until=lambda: first.finish_reason is not None)
     owner, name = place
     real = getattr(owner, name)
-    engine.before_step = lambda plan: monkeypatch.setattr(owner, name, faulty if plan.settle_stores else real)
+    engine.before_step = lambda plan: monkeypatch.setattr(owner, name, faulty if plan.overwritten_stores else real)
     engine.after_step = lambda plan: monkeypatch.setattr(owner, name, real)
     other = engine.add("other", OTHER, count=3)
     engine.run()
     assert other.right
-    assert any(plan.settle_stores for plan in engine.plans), "the pool was too large for this test"
+    assert any(plan.overwritten_stores for plan in engine.plans), "the pool was too large for this test"
     assert engine.errors(), "the fault was not met"
     assert make_engine(daemon).generate("warm", FIRST).external == 0
 
@@ -96,7 +96,7 @@ def test_a_link_that_fails_while_receiving_leaves_no_load_without_end(make_daemo
     daemon = make_daemon()
     make_engine(daemon).generate("cold", FIRST)
     engine = make_engine(daemon, may_fail=True, extra={"kvserver.store_timeout_ms": 300})
-    engine.before_step = lambda plan: monkeypatch.setattr(DirectOutbox, "receive", faulty) if plan.loads else None
+    engine.before_step = lambda plan: monkeypatch.setattr(DirectSendQueue, "receive", faulty) if plan.loads else None
     assert engine.generate("warm", FIRST).external == len(FIRST) - 1
     assert engine.received == ["warm"]
 
@@ -141,7 +141,7 @@ def test_a_load_whose_request_ended_is_aborted_whatever_else_fails(make_daemon, 
     engine = make_engine(daemon, may_fail=True)
     engine.add("warm", FIRST)
     engine.run(until=lambda: bool(engine.loads))
-    monkeypatch.setattr(Lookups, "forget", faulty)
+    monkeypatch.setattr(Lookups, "drop_question", faulty)
     engine.abort("warm")
     engine.run()
     assert [plan.abort_loads for plan in engine.plans if plan.abort_loads] == [[engine.loads[0].load_id]]
@@ -162,7 +162,7 @@ def test_a_reset_that_failed_leaves_nothing_of_former_weights_to_be_found(make_d
     engine = make_engine(daemon, may_fail=True)
     engine.generate("old", FIRST)
     waiting = engine.add("waits", OTHER, count=1)
-    monkeypatch.setattr(Lookups, "forget", faulty)
+    monkeypatch.setattr(Lookups, "drop_question", faulty)
     assert engine.connector.reset_cache() is False
     monkeypatch.undo()
     engine.run(until=lambda: waiting.finish_reason is not None)

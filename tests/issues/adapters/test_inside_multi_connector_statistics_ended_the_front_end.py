@@ -143,5 +143,5 @@ def test_the_engine_stats_are_sent_from_inside_multi_connector():
         model_config=SimpleNamespace(served_model_name="m", model="m"),
     )
     logger = KVServerStatLogger(config)
-    assert logger.load is not None
-    assert logger.load.instance_id == transfer.engine_id
+    assert logger.stats is not None
+    assert logger.stats.instance_id == transfer.engine_id

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.description import Introduction
-from kvserver.adapters.vllm.reports import Reports
+from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from modelless import Engine, prompt
 from support.daemon import wait_until
@@ -62,7 +62,7 @@ def test_one_requests_fault_is_its_own(make_daemon, make_tap, make_engine):
 
 @pytest.mark.parametrize(
     ("part", "method"),
-    [(Reports, "send_blocks"), (Introduction, "send"), (Announcer, "ask"), (PrefillSpeed, "planned")],
+    [(Notices, "send_blocks"), (Introduction, "send"), (Announcer, "request_events"), (PrefillSpeed, "planned")],
 )
 def test_each_part_of_a_pass_is_done_whatever_another_raises(
     make_daemon, make_tap, make_engine, monkeypatch, part, method
@@ -76,7 +76,7 @@ def test_each_part_of_a_pass_is_done_whatever_another_raises(
         patch.setattr(part, method, fault)
         engine.generate("good", GOOD)
     wait_until(lambda: [end.request_id for end in tap.of(EndRequest)] == ["good"])
-    assert bool(tap.of(ReportBlockAllocations)) == (part is not Reports)
+    assert bool(tap.of(ReportBlockAllocations)) == (part is not Notices)
     assert bool(tap.of(DescribeScheduler)) == (part is not Introduction)
     assert len(engine.errors()) == 1
     assert make_engine(tap.endpoint).generate("again", GOOD).external == 3 * CHUNK

@@ -35,7 +35,7 @@ def test_reuse_ends_a_store_once_and_the_engine_comes_to_rest(make_daemon, make_
         answer = engine.add(f"r{i}", prompt(i, CHUNK + 8), count=1)
         engine.run(until=lambda answer=answer: answer.finish_reason is not None)
         assert answer.right
-    ended = [store_id for plan in engine.plans for store_id in plan.settle_stores]
+    ended = [store_id for plan in engine.plans for store_id in plan.overwritten_stores]
     assert len(ended) > 500, "blocks were not reused"
     assert len(ended) == len(set(ended)), "a store that was ended before its blocks were overwritten is over"
     engine.run(seconds=5)

@@ -24,7 +24,7 @@ _LOST = {ErrorCode.REPORT_GAP.value, ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode
 _REST = 50  # times what a full state took: a daemon that always wants another costs 2% of the engine's thread
 
 
-class Reports:
+class Notices:
     """begin() for each session, before its first notice."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Reports:
         self._full_number = 0  # the last full state's: what was refused before it no longer matters
         self._full_after = 0.0
 
-    def begin(self) -> None:
+    def begin_session(self) -> None:
         self._full_due = True
         self._full_number = 0
         self._full_after = 0.0
@@ -80,7 +80,7 @@ class Reports:
         self._send(session, end)
 
     @property
-    def untold(self) -> bool:
+    def has_unsent_records(self) -> bool:
         """Whether the next pass would send records; no if it owes a full state, which has its own time."""
         return self._pool.has_records and not (self._full_due or self._pool.lost)
 
@@ -89,7 +89,7 @@ class Reports:
         if session.hello.protocol_version < _FULL_STATES_SINCE:
             self._send_old(session)
         elif not (self._full_due or self._pool.lost):
-            if (taken := self._pool.take()).records:
+            if (taken := self._pool.drain_records()).records:
                 self._send_records(session, taken, full=False)
         elif (began := time.monotonic()) >= self._full_after:
             self._send_full(session)
@@ -97,7 +97,7 @@ class Reports:
             self._full_after = now + _REST * (now - began)
 
     def _send_full(self, session: Session) -> None:
-        first, *others = self._pool.take_full()
+        first, *others = self._pool.drain_full_state()
         self._full_due = False
         self._counters["full_states"] += 1
         self._full_number = self._send_records(session, first, full=True) or 0
@@ -111,7 +111,7 @@ class Reports:
     def _send_old(self, session: Session) -> None:
         """Version 1 counts records, whatever was before them."""
         self._pool.lost = False
-        if records := self._pool.take().records:
+        if records := self._pool.drain_records().records:
             report = ReportBlockAllocations(
                 **self._sender, sequence=self._sequence, records=records, time_ns=time.monotonic_ns()
             )

@@ -35,7 +35,7 @@ _LASTING = ("setup_failed", "unsupported", "cannot_share", "fault")  # only the 
 _ABSENT = ("unknown_instance", "not_ready")
 
 
-class Condition(NamedTuple):
+class CacheStatus(NamedTuple):
     """Of one half of an engine, or of a whole one."""
 
     reason: str  # "connected", or of REASONS
@@ -46,8 +46,8 @@ class Condition(NamedTuple):
         return self.reason == CONNECTED_REASON
 
 
-CONNECTED = Condition(CONNECTED_REASON)
-STARTING = Condition("starting", "no attempt has ended yet")
+CONNECTED = CacheStatus(CONNECTED_REASON)
+STARTING = CacheStatus("starting", "no attempt has ended yet")
 
 
 def refused(code: str) -> str:
@@ -61,17 +61,17 @@ def known(reason: str) -> str:
     return reason if is_known or reason == CONNECTED_REASON else "other"
 
 
-def from_standing(standing: str, text: str) -> Condition | None:
+def from_hello(state: str, text: str) -> CacheStatus | None:
     """What the daemon's Hello says of an engine; None if it says nothing, as older ones."""
-    if not standing:
+    if not state:
         return None
-    if standing == REGISTERED:
+    if state == REGISTERED:
         return CONNECTED
-    return Condition("not_registered" if standing in _ABSENT else refused(standing), text)
+    return CacheStatus("not_registered" if state in _ABSENT else refused(state), text)
 
 
 @dataclass
-class EngineCondition:
+class EngineCacheStatus:
     """What is known of one engine, from both sides.
 
     Its halves tell with the steps it makes, so an idle one tells nothing. Its daemon is asked all the time, but by the front
@@ -79,16 +79,16 @@ class EngineCondition:
     """
 
     known_here: bool = True  # whether the daemon that is asked is the engine's own, as far as one can see
-    halves: dict[str, Condition] = field(default_factory=dict)
-    _told_at: float = 0.0
+    halves: dict[str, CacheStatus] = field(default_factory=dict)
+    _halves_reported_at: float = 0.0
     _asked_at: float = -1.0
-    _answer: Condition | None = None  # of the daemon
+    _answer: CacheStatus | None = None  # of the daemon
 
-    def told(self, halves: Mapping[str, Condition], now: float) -> None:
+    def report_halves(self, halves: Mapping[str, CacheStatus], now: float) -> None:
         self.halves.update(halves)
-        self._told_at = now
+        self._halves_reported_at = now
 
-    def asked(self, answer: Condition | None, began: float) -> None:
+    def report_answer(self, answer: CacheStatus | None, began: float) -> None:
         """`began`: when the question was put. None: the daemon answers and does not tell, as older ones."""
         self._answer = answer
         self._asked_at = began
@@ -96,14 +96,14 @@ class EngineCondition:
 
     @property
     def _answer_is_newer(self) -> bool:
-        return self._asked_at > self._told_at
+        return self._asked_at > self._halves_reported_at
 
     @property
     def breaker_open(self) -> bool:
         closed = self._answer is not None and self._answer.connected and self._answer_is_newer
         return not closed and any(half.reason == "breaker_open" for half in self.halves.values())
 
-    def verdict(self) -> Condition:
+    def verdict(self) -> CacheStatus:
         """One refused worker means no cache, so the first half that has none speaks for all."""
         bad = {name: half for name, half in self.halves.items() if not half.connected}
         for name, half in bad.items():
@@ -122,11 +122,11 @@ class EngineCondition:
             return self._by_halves({n: half for n, half in bad.items() if half.reason == "breaker_open"})
         return answer
 
-    def _by_halves(self, bad: Mapping[str, Condition]) -> Condition:
+    def _by_halves(self, bad: Mapping[str, CacheStatus]) -> CacheStatus:
         for name, half in bad.items():
             return _of(name, half)
         return CONNECTED if self.halves else STARTING
 
 
-def _of(name: str, half: Condition) -> Condition:
-    return Condition(half.reason, f"{name}: {half.detail}")
+def _of(name: str, half: CacheStatus) -> CacheStatus:
+    return CacheStatus(half.reason, f"{name}: {half.detail}")

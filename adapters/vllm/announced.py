@@ -15,27 +15,27 @@ from kvserver._native import HashCounts
 _SLICE_BYTES = 32  # a hash as HashCounts.slice() has it
 
 
-class Held:
+class AnnouncedBlocks:
     """Of one medium and KV cache group; all hashes have `hash_bytes`."""
 
     def __init__(self, hash_bytes: int) -> None:
         self.hash_bytes = hash_bytes
-        self._told = _no_hashes()  # since begin()
+        self._announced = _no_hashes()  # since begin()
         self._before: list[HashCounts] = []  # told earlier, and not since; no hash is in two of them all
         self._cursor = 0  # in the first of these
 
     def __len__(self) -> int:
-        return len(self._told) + sum(map(len, self._before))
+        return len(self._announced) + sum(map(len, self._before))
 
-    def begin(self) -> None:
+    def begin_resync(self) -> None:
         """All is told anew from here on."""
-        if len(self._told):
-            self._before.append(self._told)
-            self._told = _no_hashes()
+        if len(self._announced):
+            self._before.append(self._announced)
+            self._announced = _no_hashes()
 
     def stored(self, hashes: bytes) -> bytes:
         """One byte for each: 1 if it is news."""
-        news = self._told.add(hashes, self.hash_bytes)
+        news = self._announced.add(hashes, self.hash_bytes)
         for before in self._before:
             known = before.contains(hashes, self.hash_bytes)
             before.remove(hashes, self.hash_bytes)
@@ -44,9 +44,9 @@ class Held:
 
     def removed(self, hashes: bytes) -> bytes:
         """One byte for each: 1 if it is news."""
-        return self._told.remove(hashes, self.hash_bytes)
+        return self._announced.remove(hashes, self.hash_bytes)
 
-    def forget(self, most: int) -> bytes:
+    def pop_unconfirmed(self, most: int) -> bytes:
         """Up to `most` of those that were not told since begin(); they are held no more."""
         while self._before:
             first = self._before[0]
