@@ -1,4 +1,4 @@
-"""The messages and the words that engines and the server share: errors, planes, fields, and the client."""
+"""What engines and the server share: messages, fields, planes, errors, measurements and the default endpoint."""
 
 from kvserver.protocol.endpoint import default_endpoint, stranger_at
 from kvserver.protocol.errors import CONNECTION_REFUSED, ConfigError, ErrorCode, KVServerError

@@ -1,8 +1,8 @@
-"""The other end of the wire: what adapters, the command line and tests speak to the server with.
+"""The client side of the protocol, for adapters, the command line and tests.
 
-`Channel` never waits (for an engine's threads); `Client` waits up to a deadline (for everybody else);
+`Channel` never waits (for threads of an engine); `Client` waits up to a deadline (for all others);
 `Attachment` is the `.fd` connection. Owns: client sockets and request numbers. Refuses to know: vLLM,
-and the server's insides. Needs msgspec and pyzmq only.
+and the server's internals. Needs msgspec and pyzmq only.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class RequestFailed(Exception):
 class Channel:
     """A DEALER socket whose every call returns at once. One thread uses it.
 
-    A context of its own, no linger and IMMEDIATE: nothing queues for a server that is not there, and
-    nothing of it holds up the end of the process. One that is dropped without close() is closed when it is
-    collected, the socket first: a context waits for its sockets, for ever.
+    The channel has its own context, no linger and IMMEDIATE: no message queues for an absent server, and the channel
+    never delays the end of the process. A channel that is dropped without close() is closed when it is collected,
+    the socket first: a context waits for its open sockets without end.
     """
 
     def __init__(self, endpoint: str, high_water_mark: int = 256) -> None:
@@ -74,7 +74,7 @@ class Channel:
         self._closed.atexit = False
 
     def send(self, request: Request) -> int | None:
-        """The request's number, or None: no server, or its queue is full. Nothing was sent then."""
+        """The request's number; None if nothing was sent, because no server is connected or the queue is full."""
         number = next(self._numbers)
         try:
             self._socket.send_multipart([number.to_bytes(8, "little"), encode(request)], zmq.NOBLOCK)
@@ -83,7 +83,7 @@ class Channel:
         return number
 
     def receive(self) -> Iterator[tuple[int, Reply]]:
-        """Every reply that has come, as (number, reply)."""
+        """The replies that have arrived, each as (number, reply)."""
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -93,18 +93,18 @@ class Channel:
                 yield int.from_bytes(frames[0], "little"), decode_reply(frames[1])
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a reply to come, at most so long."""
+        """Wait at most `seconds` for a reply. True if one has arrived."""
         return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLIN))
 
     def wait_or(self, wake: int) -> None:
-        """Wait for a reply to come, or until the descriptor `wake` is readable."""
+        """Wait until a reply has arrived or the descriptor `wake` is readable."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
         poller.poll()
 
     def wait_writable(self, seconds: float) -> bool:
-        """Wait for a connection to be there, at most so long."""
+        """Wait at most `seconds` for a connection to the server. True if there is one."""
         return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLOUT))
 
     def close(self) -> None:
@@ -117,8 +117,9 @@ def _close(dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -
 
 
 def has_listener(endpoint: str) -> bool:
-    """Whether a process has the endpoint's socket, if only a hung one: a dead one's file remains, and refuses. True of
-    endpoints that are no Unix socket, where a second's connection attempt would not tell.
+    """Whether a process, even a hung one, listens at the endpoint. A dead process's socket file refuses connections.
+
+    True of endpoints that are no Unix socket, where a connection attempt of one second would prove nothing.
     """
     if not endpoint.startswith("ipc://"):
         return True
@@ -158,8 +159,9 @@ class Client:
         raise TimeoutError(f"kvserver at {self.endpoint} did not answer {type(request).__name__} in time")
 
     def hello(self, name: str = "client", instance_id: str = "", incarnation: str = "") -> HelloReply:
-        """The reply says which protocol was agreed on: ours, or the newest before it that the server speaks. With an
-        engine's names also the engine's standing.
+        """Agree on a protocol version: ours, or the newest older one that the server speaks.
+
+        If `instance_id` and `incarnation` name an engine, the reply also states whether the engine is registered.
         """
         version = PROTOCOL_VERSION
         while True:
@@ -182,16 +184,17 @@ class Client:
 
 
 class Attachment:
-    """A worker's `.fd` connection: hands over descriptors, then tells when the server has gone.
+    """A worker's `.fd` connection: it hands over descriptors, and its end shows that the server ended or died.
 
-    It is this process's alone: one that is forked without exec closes its copy, which would hide our death from the server.
+    Only this process keeps the connection. A process that is forked without exec closes its copy, which would hide the
+    death of this process from the server.
     """
 
     def __init__(self, fd_path: str, token: str, fds: list[int], timeout: float = 5.0) -> None:
-        """OSError or TimeoutError if there is no server; RequestFailed if it refuses."""
-        self.detached = False  # the server has said that it is done with the worker's memory
+        """OSError or TimeoutError if no server answers; RequestFailed if the server refuses."""
+        self.detached = False  # the server sent Detached: it no longer uses the worker's memory
         self._announces_detached = False
-        self._server: int | None = None  # a pidfd, where its process can be seen
+        self._server: int | None = None  # a pidfd of the server, if its process is visible
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._socket.settimeout(timeout)
@@ -217,7 +220,7 @@ class Attachment:
         return self._socket.fileno()
 
     def alive(self) -> bool:
-        """False once the server has ended this connection or dies. Never waits."""
+        """False after the server ended this connection or died. Never waits."""
         try:
             raw = self._socket.recv(4096)
         except BlockingIOError:
@@ -225,17 +228,17 @@ class Attachment:
         except OSError:
             return False
         if raw:
-            with contextlib.suppress(msgspec.MsgspecError):  # a later server's word, which we do not know
+            with contextlib.suppress(msgspec.MsgspecError):  # a message of a later server, unknown to this version
                 self.detached |= isinstance(decode_attach_reply(raw), Detached)
         return bool(raw) and not self.detached
 
     def wait_for_death(self) -> None:
-        """Returns when the server that has ended this connection can write no more: at once if it said so, else when its
-        process is dead. However long that takes: until then it may. Where the process cannot be seen, at once.
+        """Wait until the server, which ended this connection, can no longer write to the worker's memory.
+
+        Returns at once if the server sent Detached or its process is not visible; else waits, without limit, for the
+        process to die. A server that never sends Detached no longer writes when it ends the connection.
         """
-        if (
-            self._server is None or self.detached or not self._announces_detached
-        ):  # a server of before ends it in no other way
+        if self._server is None or self.detached or not self._announces_detached:
             return
         poller = select.poll()
         poller.register(self._server, select.POLLIN)
@@ -249,12 +252,12 @@ class Attachment:
 
 
 def _open_peer(connection: socket.socket) -> int | None:
-    """A descriptor that is readable once the process that listens there is dead. None where it cannot be seen."""
+    """A descriptor that becomes readable when the listening process is dead; None if the process is not visible."""
     size = struct.calcsize("3i")
     pid, _uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     try:
         return os.pidfd_open(pid)
-    except OSError:  # pid 0: it is of another pid namespace
+    except OSError:  # pid 0: the process is in another pid namespace
         return None
 
 

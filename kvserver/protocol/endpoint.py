@@ -1,4 +1,4 @@
-"""Where an unconfigured daemon and its clients meet, and whether that place is this user's own."""
+"""The default endpoint of a daemon and its clients, and the check that it belongs to this user."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ def default_endpoint() -> str:
 
 
 def stranger_at(endpoint: str) -> str:
-    """Why the default endpoint is not ours to use, "" if it is, or of any other: in /tmp anybody may have made its folder. A daemon
-    that this one takes for its own is handed the engines' memory, and what it answers is computed with."""
+    """Why the default endpoint may belong to another user; "" if it is safe, and for all other endpoints.
+
+    Any user may have made the endpoint's folder in /tmp. A foreign daemon there would get the engines' memory, and
+    engines would compute with the KV that it returns.
+    """
     if endpoint != default_endpoint():
         return ""
     folder = Path(endpoint.removeprefix("ipc://")).parent
@@ -27,5 +30,5 @@ def stranger_at(endpoint: str) -> str:
     if found.st_uid not in (os.getuid(), 0):
         return f"{folder} belongs to user {found.st_uid}; remove it, or name another endpoint"
     if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH:
-        return f"{folder} may be written by everybody; chmod 700 it, or name another endpoint"
+        return f"{folder} may be written by all users; chmod 700 it, or name another endpoint"
     return ""

@@ -1,4 +1,4 @@
-"""What messages are made of: the bases of their structs, and fields with their bounds.
+"""The parts of messages: base structs and field types with bounds.
 
 Owns: the two forms of a message and the bounds. Refuses to know: any message.
 """

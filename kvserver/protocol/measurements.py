@@ -1,4 +1,4 @@
-"""What measurements are made of: histograms, their buckets, and bounds on the label values that peers choose.
+"""The parts of measurements: histograms, their buckets, and bounds on label values that peers choose.
 
 Refuses to know: metric families (`families`).
 """
@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-# How long KV stays somewhere: the buckets of vLLM's own KV cache residency histograms.
+# Times that KV stays in one place: the buckets of vLLM's own KV cache residency histograms.
 RESIDENCY_SECONDS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
     1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0,
@@ -21,28 +21,28 @@ WAIT_SECONDS = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
 )  # fmt: skip
 
-DEPARTED_SECONDS = 300.0  # the series of an instance that is gone are shown for so long, and go on if it comes back
+DEPARTED_SECONDS = 300.0  # the series of a disconnected instance stay for so long, and continue if it reconnects
 
-MOST_DEPARTED = 64  # instances at a time that are gone and still shown; of more the newest
-MOST_MODELS = 256  # that have series of their own for what outlives instances
+MOST_DEPARTED = 64  # disconnected instances whose series stay; of more, the newest
+MOST_MODELS = 256  # models with series of their own, for measurements that outlive instances
 OTHER = "(other)"
 
 
 def bounded(value: str, known: Collection[str], most: int = MOST_MODELS) -> str:
-    """A label's value that a peer chose: itself if it is known or there is room for one more, else OTHER."""
+    """The label for `value`, which a peer chose: itself if it is known or fewer than `most` are known, else OTHER."""
     return value if value in known or len(known) < most else OTHER
 
 
 @dataclass(slots=True)
 class Buckets:
-    """One histogram's figures. `counts[i]` is in (bounds[i-1], bounds[i]], the last one beyond every bound."""
+    """The counts of one histogram: `counts[i]` for (bounds[i-1], bounds[i]], the last one beyond all bounds."""
 
     counts: list[int]
     sum: float
 
 
 class Histogram:
-    """Counts as they come. One thread observes; `snapshot()` is a copy."""
+    """Counts of observed values. One thread observes; `snapshot()` returns a copy."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -54,7 +54,7 @@ class Histogram:
         self._sum += value
 
     def add_counts(self, other: Histogram) -> None:
-        """Add its counts. REQUIRES: the same bounds."""
+        """Add the counts of `other`. REQUIRES: the same bounds."""
         self._counts = [mine + its for mine, its in zip(self._counts, other._counts, strict=True)]
         self._sum += other._sum
 
@@ -62,7 +62,7 @@ class Histogram:
         return Buckets(list(self._counts), self._sum)
 
     def status(self) -> dict[str, Any]:
-        """The same for `/status`; buckets() reads it."""
+        """The snapshot for `/status`; buckets() reads it."""
         return {"counts": list(self._counts), "sum": self._sum}
 
 

@@ -2,17 +2,16 @@
 
 Frames: `[8-byte request id][msgpack]` over ZMQ DEALER/ROUTER. Every message is a tagged struct (tag
 field `type`, the class name). A request gets exactly one reply, its own or `Error`; a notice
-(`Notice` lists them) is answered only on error. Beside the endpoint, on the
-Unix socket `HelloReply.fd_path`, `Attach` hands over file descriptors; that connection is the
-worker's lifeline.
+(`Notice` lists them) is answered only on error. On the Unix socket `HelloReply.fd_path`, beside
+the endpoint, `Attach` hands over file descriptors; that connection is the worker's lifeline.
 
-Two forms: Lookup, Store and Retrieve, of which a long prompt takes dozens, are msgpack arrays,
+Two forms: Lookup, Store and Retrieve, of which a long prompt needs dozens, are msgpack arrays,
 `[type, field, ...]` in the order of the struct; every other message is a map by field names. Errors name
-fields in both.
+fields in both forms.
 
-How a version may change without becoming another: a map gains fields with defaults anywhere, an array at
-its end only; whoever does not know a field ignores it, and one that is missing has its default. An array's
-fields never move, leave or change their meaning: that is a new PROTOCOL_VERSION.
+Changes without a new PROTOCOL_VERSION: a map may gain fields with defaults anywhere, an array at its end
+only. A decoder ignores fields that it does not know, and a missing field has its default. To move, remove or
+redefine a field of an array needs a new PROTOCOL_VERSION.
 
 Owns: the structs, the version and the decoders. Refuses to know: what any message means to the cache.
 
@@ -52,10 +51,11 @@ from kvserver.protocol.planes import Plane
 from kvserver.protocol.routing import ChunkContents, DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 
 PROTOCOL_VERSION = 4
-# 3 registers a ModelIdentity instead of counted fields; 2 has nothing of kv_messages; in 1 ReportBlockAllocations has records and time_ns and no payload. All else is alike.
+# Version 3 registers a ModelIdentity instead of counted fields. Version 2 has no messages of routing.py. In version 1
+# ReportBlockAllocations has `records` and `time_ns` and no `payload`. All else is the same.
 OLDEST_PROTOCOL_VERSION = 1
 REGISTERED = "registered"  # HelloReply.standing: all ranks have registered and agree
-MAX_REPORTED_BLOCKS = 1 << 16  # in one message, however few bytes name them
+MAX_REPORTED_BLOCKS = 1 << 16  # in one message, also if a few bytes name more
 REQUEST_ID_BYTES = 8
 
 GpuUuid = Annotated[str, Meta(pattern="^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
@@ -66,14 +66,14 @@ GpuHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
 class SharedFd(Message):
-    """Memory behind the `index`-th descriptor that came with Attach."""
+    """Memory behind the `index`-th descriptor of Attach."""
 
     index: Small
     size_bytes: Size
 
 
 class CudaIpc(Message):
-    """`size_bytes` from `offset` on of an allocation of GPU `device`, by its base's cudaIpcMemHandle."""
+    """`size_bytes` at `offset` of an allocation of GPU `device`, by the cudaIpcMemHandle of the allocation's base."""
 
     device: GpuUuid
     handle: GpuHandle
@@ -82,7 +82,7 @@ class CudaIpc(Message):
 
 
 class CudaVmmFd(Message):
-    """Likewise of a cuMemCreate allocation that the `index`-th descriptor of Attach stands for."""
+    """`size_bytes` at `offset` of a cuMemCreate allocation of GPU `device`, by the `index`-th descriptor of Attach."""
 
     device: GpuUuid
     index: Small
@@ -91,7 +91,7 @@ class CudaVmmFd(Message):
 
 
 class CudaVmmFabric(Message):
-    """Likewise by its fabric handle. An older engine may send it; it is refused."""
+    """Memory by a fabric handle. An older engine may send it; the server refuses it."""
 
     device: GpuUuid
     handle: GpuHandle
@@ -103,31 +103,31 @@ Memory: TypeAlias = SharedFd | CudaIpc | CudaVmmFd | CudaVmmFabric
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True):
-    """A field of the engine's configuration, or a fact like one, that must agree before KV may be shared."""
+    """A field of the engine's configuration, or another fact, that must agree before KV may be shared."""
 
     name: Name
     digest: Label
-    value: Label = ""  # for people, of fields that are neither a place nor a secret
+    value: Label = ""  # for people; empty for fields that contain a place or a secret
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Until protocol 3: everything beside geometry that must agree before KV may be shared. Opaque text to the server."""
+    """Protocols 1 to 3: facts beside geometry that must agree before KV may be shared. Opaque to the server."""
 
     model: Text  # resolved commit, or a fingerprint of the local files
     overrides: Text = ""  # hf_overrides, rope
     dtype: Label
     kv_dtype: Label
     quantization: Text = ""
-    parallel: Label  # TP/PP sizes and what they imply for ranks
+    parallel: Label  # TP/PP sizes and the layout of ranks
     hash_algorithm: Label
-    private: Label = ""  # non-empty: shared with nobody who does not name the same text
+    private: Label = ""  # non-empty: KV is shared only with engines that send the same text
 
 
 # ---- requests ---------------------------------------------------------------------------------
 
 
 class Hello(Message):
-    """`instance_id` and `incarnation`: of an engine, where its standing is wanted."""
+    """`instance_id` and `incarnation` name an engine, if the client wants HelloReply.standing."""
 
     protocol_version: int
     client: Label = ""
@@ -137,7 +137,7 @@ class Hello(Message):
 
 class RegisterWorker(Message):
     instance_id: Name
-    incarnation: Name  # one life of the instance; the same in all its processes
+    incarnation: Name  # the same in all processes of the instance, new at each start of the engine
     model_name: Name
     rank: Small
     world_size: Annotated[int, Meta(gt=0, le=4096)]
@@ -148,12 +148,12 @@ class RegisterWorker(Message):
     num_blocks: Positive
     block_tokens: Positive
     chunk_blocks: Positive  # blocks per chunk, from HelloReply.chunk_tokens
-    identity: ModelIdentity | None = None  # until protocol 3
+    identity: ModelIdentity | None = None  # protocols 1 to 3
     layout: Text = ""  # how this rank's blocks are arranged: layers, shapes, strides, attention backends
     replicated: bool = False  # all ranks hold the same bytes (MLA): rank 0 stores them, any rank loads them
-    counted: Annotated[tuple[Counted, ...], Meta(max_length=4096)] = ()  # what must agree beside geometry
+    counted: Annotated[tuple[Counted, ...], Meta(max_length=4096)] = ()  # the facts that must agree beside geometry
     private: Text = ""  # why KV is shared with no other incarnation; "" if it is
-    has_computed: bool = False  # this incarnation ran a step before: its blocks may have content
+    has_computed: bool = False  # this incarnation has run a step: its blocks may have content
 
 
 class UnregisterWorker(Message):
@@ -162,26 +162,26 @@ class UnregisterWorker(Message):
 
 
 class Lookup(ArrayMessage):
-    """How many of these chunks, from the first on, are READY; takes a lease on them for the request."""
+    """Request the number of leading READY chunks, and a lease on them for the request."""
 
     instance_id: Name
     incarnation: Name
     request_id: Name
     chunk_blocks: Positive
     keys: Keys
-    variant: Label = ""  # what may differ within one registration: start of the hash chain, weights epoch, LoRA
-    tokens: Unsigned = 0  # of the whole prompt, also those beyond the last full chunk; 0: not told
+    variant: Label = ""  # may differ within one registration: start of the hash chain, weights epoch, LoRA
+    tokens: Unsigned = 0  # of the whole prompt, also beyond the last full chunk; 0: not stated
     traceparent: Label = ""  # W3C trace context of the request, if the engine was sent one
 
 
-class _Copy(ArrayMessage):  # complete: a later field goes to the end of Store and of Retrieve
+class _Copy(ArrayMessage):  # closed: a new field goes to the end of Store and of Retrieve
     boot_id: Label
     registration: Unsigned
     chunk_blocks: Positive
     keys: Keys
     block_ids: bytes
     word: Small  # index of the state word
-    sequence: Unsigned  # what the word was armed with
+    sequence: Unsigned  # the number that the word was armed with
     deadline_ns: Unsigned
     variant: Label = ""
 
@@ -189,23 +189,23 @@ class _Copy(ArrayMessage):  # complete: a later field goes to the end of Store a
 class Store(_Copy):
     """Copy whole chunks from L0 to L1: chunk_blocks positions for each key."""
 
-    request_id: Label = ""  # only where HelloReply.traces
-    contents: ChunkContents | None = None  # only where HelloReply.kv_events, and from one rank
+    request_id: Label = ""  # only if HelloReply.traces
+    contents: ChunkContents | None = None  # only if HelloReply.kv_events, and from one rank
 
 
 class Retrieve(_Copy):
     """Copy chunks from L1 to L0.
 
-    `block_ids` leaves out the first `skip_blocks` positions of the first chunk, and may leave out the last
-    ones of the last. Where there are several groups, id 0 leaves one group of a position alone, but not all.
+    `block_ids` omits the first `skip_blocks` positions of the first chunk, and may omit the last positions of the
+    last chunk. With several groups, id 0 excludes one group of a position from the copy, but not all groups.
     """
 
     skip_blocks: Small = 0
-    request_id: Label = ""  # older engines: only where HelloReply.traces
+    request_id: Label = ""  # older engines: only if HelloReply.traces
 
 
 class Clear(Message):
-    """Forget everything, or what one instance can see."""
+    """Remove all chunks from L1, or the chunks that one instance can see."""
 
     instance_id: Label = ""
 
@@ -218,11 +218,11 @@ class Status(Message):
 
 
 class ExactRecords(Message):
-    """What one block pool did: u32 little-endian `operation << 29 | block_id` (RECORD_*), in order.
+    """The operations of one block pool: u32 little-endian `operation << 29 | block_id` (RECORD_*), in order.
 
-    `marks` says when: 16 bytes each, u64 little-endian (number of the first record meant, monotonic ns), ascending
-    from record 0; each is the time of all records up to the next mark. With `full` the server forgets what it knew
-    of the pool before it reads the records, which begin with the pool's whole state.
+    `marks` has their times: 16 bytes each, u64 little-endian (number of a record, monotonic ns), ascending from
+    record 0. A mark's time is the time of its record and of all records up to the next mark. With `full` the server
+    first forgets the pool's state; the records then begin with the pool's whole state.
     """
 
     records: bytes
@@ -234,16 +234,16 @@ class ExactRecords(Message):
 class Owned(msgspec.Struct, tag_field="type", tag="held", array_like=True):
     """A request owns these blocks: table positions [first_index, ...) of one KV cache group.
 
-    `contents` names what is in the full ones, 8 bytes each from the first on; fewer than blocks where the last ones
-    are partial. Engines without hashes leave it empty and give the u32 `tokens` of the positions instead.
-    Where nothing is said of the content of a block that the request owns already, nothing about it has changed.
+    `contents` names the content of the full blocks, 8 bytes each from the first on; partial blocks at the end have
+    none. Engines without hashes leave it empty and send the u32 `tokens` of the positions instead. A record without
+    the content of a block that the request owns already leaves that content unchanged.
     """
 
     request_id: Name
     group: Small
     first_index: Small
     block_ids: bytes  # as pack_blocks() makes them
-    blocks: Small  # how many those are
+    blocks: Small  # number of block_ids
     contents: bytes = b""
     tokens: bytes = b""
 
@@ -257,7 +257,7 @@ class Released(msgspec.Struct, tag_field="type", tag="released", array_like=True
 
 
 class ReportedBlocks(Message):
-    """For engines whose pool cannot be watched: who holds which block with which content."""
+    """For engines whose pool cannot be watched: which request owns which block with which content."""
 
     time_ns: Unsigned
     block_tokens: Positive
@@ -266,18 +266,18 @@ class ReportedBlocks(Message):
 
 
 class ReportBlockAllocations(Message):
-    """What the engine's blocks did, exact or reported; an instance never mixes the two.
+    """Operations of the engine's blocks, exact or reported; an instance never mixes the two.
 
-    REPORT_GAP answers it where the server lost track (a gap in `sequence`, an overflow of its own): the engine
+    The server answers REPORT_GAP if it lost records (a gap in `sequence`, an overflow of its own queue): the engine
     should send its full state next.
     """
 
     instance_id: Name
     incarnation: Name
     model_name: Name
-    sequence: Unsigned  # counts this and EndRequest, from 0, without gaps
+    sequence: Unsigned  # counts these messages and EndRequests, from 0, without gaps
     payload: ExactRecords | ReportedBlocks | None = None
-    records: bytes = b""  # version 1: ExactRecords of pool 0, all at time_ns
+    records: bytes = b""  # protocol 1: ExactRecords of pool 0, all at time_ns
     time_ns: Unsigned = 0
 
 
@@ -287,14 +287,14 @@ class EndRequest(Message):
     model_name: Name
     sequence: Unsigned
     request_id: Name
-    prefill_tokens_per_second: Ratio = 0.0  # the engine's present speed, if it knows
-    prompt_tokens: Tokens = 0  # 0: not known, or the request ended before its prompt was whole
-    local_tokens: Tokens = 0  # of them: the engine's own prefix cache had when it placed the request
-    loaded_tokens: Tokens = 0  # of them: copied from this server; what is left of them the engine computed
-    loads: Small = 0  # that ended, however many ranks took part; those after a preemption too
-    failed_loads: Small = 0  # of them: failed on at least one rank
-    # Why nothing was loaded of what a lookup found, if the engine knows: lookup_timeout, computes_all, whole_prompts_only or
-    # weights_changed; "" else.
+    prefill_tokens_per_second: Ratio = 0.0  # the engine's present speed; 0: not known
+    prompt_tokens: Tokens = 0  # 0: not known, or the request ended before its prompt was computed
+    local_tokens: Tokens = 0  # prompt tokens found in the engine's own prefix cache when the request was scheduled
+    loaded_tokens: Tokens = 0  # prompt tokens copied from this server; the engine computed the rest
+    loads: Small = 0  # ended loads, counted once for all ranks; includes loads after a preemption
+    failed_loads: Small = 0  # ended loads that failed on at least one rank
+    # Why the engine loaded nothing although a lookup found chunks: lookup_timeout, computes_all, whole_prompts_only,
+    # weights_changed; "" if something was loaded or the reason is not known.
     not_loaded: Label = ""
 
 
@@ -312,11 +312,11 @@ class HelloReply(Message):
     chunk_tokens: int
     fd_path: str
     token: str
-    traces: bool = False  # whether requests should be named in Store; in Retrieve they always are
-    kv_events: bool = False  # whether a Store should say what is in its chunks
-    lease_seconds: float = 0.0  # how long a lookup protects what it found; 0: not told
-    standing: str = ""  # of the engine that Hello named: REGISTERED, or the error code that says why not; "": not told
-    standing_text: str = ""  # the same for people
+    traces: bool = False  # whether a Store should carry its request_id; a Retrieve always does
+    kv_events: bool = False  # whether a Store should carry the contents of its chunks
+    lease_seconds: float = 0.0  # how long a lookup protects the chunks that it found; 0: not stated
+    standing: str = ""  # state of the engine that Hello named: REGISTERED, or an error code; "": not stated
+    standing_text: str = ""  # the same state for people
 
 
 class Registered(Message):
@@ -333,9 +333,9 @@ class LookupReply(Message):
 
 
 class Stored(Message):
-    """`stored` chunks are READY for this rank; `skipped` were there or on their way; `starved` found no room.
+    """`stored` chunks were copied; `skipped` chunks were resident or being stored; `starved` chunks found no space.
 
-    Of replicated ranks all but rank 0 have everything skipped: what they hold is rank 0's to store.
+    If ranks are replicated, all chunks of ranks other than 0 are skipped: rank 0 stores the same bytes.
     """
 
     stored: int
@@ -369,24 +369,24 @@ class Attach(Message):
 
 class Attached(Message):
     attachment: int
-    says_detached: bool = False  # whether Detached comes before the end of the connection, unless the server dies
+    says_detached: bool = False  # whether the server sends Detached before it ends the connection, unless it dies
 
 
 class Detached(Message):
-    """The server's last: it neither reads nor writes the worker's memory any more, and ends the connection."""
+    """The server's last message: it no longer reads or writes the worker's memory, and ends the connection."""
 
 
 # ---- block-pool records -----------------------------------------------------------------------
 
 RECORD_OPERATION_SHIFT = 29
-MARK = struct.Struct("<QQ")  # of ExactRecords.marks: number of the first record meant, monotonic ns
-RECORD_ALLOCATED = 0  # given out: one owner; whatever it held before has ended
-RECORD_ACCESSED = 1  # one owner more, of what it holds
-RECORD_RELEASED = 2  # one owner less
-RECORD_EVICTED = 3  # what it holds can no longer be found
-RECORD_CLEARED = 4  # no block holds anything any more; the block id means nothing
-RECORD_PRESENT = 5  # full state: it holds something, since nobody knows when
-RECORD_OWNED = 6  # full state: and has one owner more
+MARK = struct.Struct("<QQ")  # one of ExactRecords.marks: number of its first record, monotonic ns
+RECORD_ALLOCATED = 0  # the block is allocated to one owner; its previous content has ended
+RECORD_ACCESSED = 1  # the block has one owner more; its content stays
+RECORD_RELEASED = 2  # the block has one owner less
+RECORD_EVICTED = 3  # the block's content left the engine's prefix cache
+RECORD_CLEARED = 4  # the content of all blocks left the prefix cache; the block id has no meaning
+RECORD_PRESENT = 5  # full state: the block has content of unknown age
+RECORD_OWNED = 6  # full state: the block has one owner more
 
 _ArrayRequest: TypeAlias = Lookup | Store | Retrieve
 _MapRequest: TypeAlias = (
@@ -435,14 +435,14 @@ def encode(message: Message | ArrayMessage) -> bytes:
 
 
 def decode_request(raw: bytes) -> Request:
-    """KVServerError(BAD_MESSAGE) says which field of which type is wrong."""
+    """KVServerError(BAD_MESSAGE) names the wrong field."""
     if raw[:1] in _ARRAY_BYTES:
         return _decode(_array_decoder, raw, f"{_A_REQUEST} that is an array ({_ARRAY_NAMES})", _name_fields)
     return _decode(_map_decoder, raw, f"{_A_REQUEST} that is a map")
 
 
 def payload_of(report: ReportBlockAllocations) -> Payload:
-    """Also of version 1, which has only records of one moment."""
+    """The payload of a report of any version. Protocol 1 has only records of one time."""
     if report.payload is not None:
         return report.payload
     return ExactRecords(records=report.records, marks=MARK.pack(0, report.time_ns))
@@ -471,7 +471,7 @@ def _decode(
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         text = explain(str(error), raw)
-        if len(text) > 400:  # it may quote the message, and a peer's megabytes must not come back as a reply
+        if len(text) > 400:  # it may quote the message, and a reply must not repeat a peer's megabytes
             text = f"{text[:200]} [...] {text[-100:]}"
         raise KVServerError(ErrorCode.BAD_MESSAGE, f"not {what}: {text}") from None
 
@@ -480,7 +480,7 @@ def _decode(
 
 
 class _Tag(msgspec.Struct, array_like=True):
-    """The first item of any array: the rest is passed over without being made."""
+    """The first item of any array; the decoder skips the rest."""
 
     type: str
 
@@ -492,7 +492,7 @@ _ARRAY_BYTES = {bytes([first]) for first in (*range(0x90, 0xA0), 0xDC, 0xDD)}  #
 
 
 def _name_fields(text: str, raw: bytes) -> str:
-    """The decoder's complaint, with names for positions: `$[4]` of a Store is `$.keys`."""
+    """The decoder's error text with field names for positions: `$[4]` of a Store is `$.keys`."""
     try:
         names = _ARRAY_FIELDS.get(_tag_decoder.decode(raw).type, ("type",))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

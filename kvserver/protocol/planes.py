@@ -1,4 +1,4 @@
-"""How a KV cache lies in memory, as numbers: planes, and the block ids that name pieces of them.
+"""The layout of a KV cache in memory, as numbers: planes, and the block ids that name pieces of them.
 
 Owns: `Plane` and the checks of block ids. Refuses to know: layers, heads, dtypes, tensors.
 """
@@ -23,7 +23,7 @@ _Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 class Plane(msgspec.Struct, frozen=True):
     """Block `id` is the `run_bytes` bytes at `offset + id * stride_bytes` of memory number `memory`.
 
-    `group` is the KV cache group whose blocks these are: a position has one block of each group.
+    `group` is the KV cache group of these blocks. A position has one block of each group.
     """
 
     memory: Annotated[int, Meta(ge=0, le=4095)]
@@ -34,12 +34,12 @@ class Plane(msgspec.Struct, frozen=True):
 
 
 def block_bytes(planes: list[Plane]) -> int:
-    """Bytes of one block over all planes: what it takes in a slot."""
+    """Bytes of one block over all planes: its size in a slot."""
     return sum(plane.run_bytes for plane in planes)
 
 
 def group_count(planes: list[Plane]) -> int:
-    """How many groups these planes are of. KVServerError(BAD_PLANES) if one of 0 to the highest has no plane."""
+    """The number of groups. KVServerError(BAD_PLANES) if a group between 0 and the highest has no plane."""
     present = {plane.group for plane in planes}
     count = max(present) + 1
     if len(present) < count:
@@ -53,8 +53,8 @@ def group_count(planes: list[Plane]) -> int:
 def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int, null_may_repeat: bool = False) -> array[int]:
     """Block ids from little-endian u32, unpacked from their wire form.
 
-    KVServerError(BAD_BLOCKS) unless there are `least` to `most` ids, all below `num_blocks`, none twice; but
-    perhaps 0, the null block.
+    KVServerError(BAD_BLOCKS) unless there are `least` to `most` ids, all below `num_blocks` and all different. With
+    `null_may_repeat`, id 0, the null block, may occur several times.
     """
     if len(raw) % 4 or not 4 * least <= len(raw) <= 4 * most:
         expected = f"{most}" if least == most else f"{least} to {most}"

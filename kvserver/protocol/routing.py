@@ -1,9 +1,9 @@
-"""What engines and the server tell each other for routers: what chunks hold, which tier holds it, how busy an engine is.
+"""The messages for routers: contents of chunks, tiers of blocks, and engine stats. Since protocol 3.
 
-Part of `protocol`, since version 3. Owns: the structs. Refuses to know: what becomes of them.
+Owns: the structs. Refuses to know: their use.
 
-Hashes here are the engine's own hashes of blocks, whole, in bytes; whether they go out so or as the unsigned integer
-of their last 8 bytes is the engine's `hash_form`.
+Hashes here are the engine's own block hashes, whole, in bytes. The engine's `hash_form` states whether KV events carry
+these bytes or the unsigned integer of their last 8 bytes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 FrontEnd: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
 HashForm: TypeAlias = Literal["", "bytes", "int"]  # "": the engine publishes no KV events
 
-MOST_EXTRA_KEY_BYTES = 1024  # of a ChunkContents, for each block
+MOST_EXTRA_KEY_BYTES = 1024  # for each block of a ChunkContents
 
 
 class ChunkContents(msgspec.Struct, array_like=True, frozen=True):
-    """What is in the chunks of a Store, which follow each other in one prompt, each with the last one's end as its start.
+    """The contents of a Store's chunks, which are consecutive chunks of one prompt.
 
-    A chunk's key is the hash of its last block, filled up with zeros.
+    A chunk's key is the hash of its last block, padded with zeros.
     """
 
     hash_bytes: HashBytes
-    hashes: bytes  # of all blocks in order: chunk_blocks for each chunk
-    tokens: bytes  # u32 little-endian: block_tokens for each block
+    hashes: bytes  # of all blocks in order: chunk_blocks hashes for each chunk
+    tokens: bytes  # u32 little-endian: block_tokens token ids for each block
     parent: Hash = b""  # hash of the block before the first; empty at the start of a prompt
     lora_name: Label = ""
     extra_keys: bytes = b""  # msgpack: a list with an array or nil for each block; empty if all are nil
@@ -47,27 +47,29 @@ class KVGroup(msgspec.Struct, array_like=True, frozen=True):
 
 
 class DescribeScheduler(Message):
-    """Notice: what the scheduler half knows of its engine. At the start of a session, and when it changed."""
+    """Notice: facts that the scheduler half knows of its engine. Sent at the start of a session and after changes."""
 
     instance_id: Name
     incarnation: Name
     model_name: Name
-    variant: Label  # of requests without a LoRA; with one it begins so too
+    variant: Label  # of requests without a LoRA; the variant with a LoRA begins with it
     hash_form: HashForm = ""
     hash_algorithm: Label = ""
-    hash_start: Hash = b""  # what the chain of hashes begins with
+    hash_start: Hash = b""  # the value that the chain of hashes begins with
     hash_block_tokens: Positive = 1
     groups: Annotated[tuple[KVGroup, ...], Meta(max_length=64)] = ()
-    events_endpoint: Text = ""  # where the engine publishes its own KV events, and its topic
+    events_endpoint: Text = ""  # where the engine publishes its own KV events
     events_replay_endpoint: Text = ""
     events_topic: Label = ""
-    private: Label = ""  # why it shares KV with itself only, as far as the scheduler half knows; empty: it does not
+    private: Label = (
+        ""  # why the engine shares KV with no other, if the scheduler half knows a reason; empty: it knows none
+    )
 
 
 class TakeKVEvents(Message):
-    """What became of the blocks in L1 and L2 that this instance can read, to be published by itself.
+    """Request the KV events of the blocks in L1 and L2 that this instance can read; the instance publishes them itself.
 
-    The first one says `follow` 0. Events are handed over again until the next request's `cursor` has passed them.
+    The first request has `follow` 0. The server repeats events until the `cursor` of a request is beyond them.
     """
 
     instance_id: Name
@@ -77,7 +79,7 @@ class TakeKVEvents(Message):
 
 
 class KVBlocks(msgspec.Struct, array_like=True, frozen=True):
-    """Consecutive blocks that are held since now, or no longer. Of those that went only the hashes are told."""
+    """Consecutive blocks that were stored or removed. For removed blocks only the hashes are set."""
 
     stored: bool
     medium: Label  # CPU, STORAGE
@@ -92,39 +94,41 @@ class KVBlocks(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KVEventsTaken(Message):
-    """`follow` is another than was asked for where the server begins anew, with all that is held now.
+    """If `follow` differs from the request's, the server starts again with all blocks that are stored now.
 
-    `whole`: all that was held at that beginning has been told; whatever was told in an earlier follow and not again is gone.
+    `whole`: all blocks that were stored at that start have been sent. Blocks of an earlier `follow` that were not sent
+    again are removed.
     """
 
     follow: int
     cursor: int  # after these events
     events: list[KVBlocks]
     whole: bool
-    more: bool = False  # ask again at once
+    more: bool = False  # further events are ready: send the next request at once
 
 
 class EngineLoad(Message):
-    """Notice: how busy an engine is. Totals count from the engine's start.
+    """Notice: the stats of an engine. Totals count from the engine's start.
 
-    Of an engine with several front ends each one tells: totals in parts, the rest as the scheduler said it to this one.
+    Each front end of an engine sends its own notice: totals are this front end's part, the other fields are the
+    scheduler's values as this front end last received them.
     """
 
     instance_id: Name
     incarnation: Name
     model_name: Name
-    interval_seconds: Interval  # until the next one
+    interval_seconds: Interval  # until the next notice
     running: Unsigned
     waiting: Unsigned
-    deferred: Unsigned = 0  # of those waiting, by what is no lack of room
+    deferred: Unsigned = 0  # waiting requests that wait for another reason than lack of space
     kv_cache_usage: Share = 0.0
     preemptions: Unsigned = 0
     prompt_tokens: Unsigned = 0
     generation_tokens: Unsigned = 0
     prefix_queries: Unsigned = 0  # tokens looked up in the engine's own prefix cache
     prefix_hits: Unsigned = 0
-    external_queries: Unsigned = 0  # tokens asked of the connector
+    external_queries: Unsigned = 0  # tokens looked up by the connector
     external_hits: Unsigned = 0
     finished_requests: Unsigned = 0
     front_end: FrontEnd = 0
-    as_of_ns: Unsigned = 0  # CLOCK_MONOTONIC when the scheduler said so
+    as_of_ns: Unsigned = 0  # CLOCK_MONOTONIC of the scheduler's values

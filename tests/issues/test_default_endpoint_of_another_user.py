@@ -43,7 +43,7 @@ def test_a_folder_that_another_user_made_is_refused(make_daemon: Callable[..., D
 
 def test_a_folder_that_everybody_may_write_to_is_refused(make_daemon: Callable[..., Daemon], folder: Path) -> None:
     folder.chmod(0o777)
-    assert "may be written by everybody" in refusal(make_daemon)
+    assert "may be written by all users" in refusal(make_daemon)
 
 
 def test_our_own_is_taken_and_what_the_operator_names_is_theirs_to_know(folder: Path, tmp_path: Path) -> None:
