@@ -266,9 +266,9 @@ def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:
     handlers = server.handlers
     deadline = time.monotonic() + deadline_seconds
     for worker in list(handlers.instances.by_registration.values()):
-        handlers.workers.close(worker, Disconnect.STOPPED)
+        handlers.workers.close_worker(worker, Disconnect.STOPPED)
     while (handlers.tickets.open_tickets or handlers.transfers.waiting) and time.monotonic() < deadline:
-        handlers.settle()
+        handlers.complete_tickets()
         handlers.step()
         time.sleep(0.001)
     if handlers.tickets.open_tickets:

@@ -189,7 +189,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "an id finds also the requests whose id only begins so",
-        EXPLAIN, "Explain.find", "(found or begun)", "[*found, *begun]", EXPLAIN_TESTS,
+        EXPLAIN, "Explain.find_requests", "(found or begun)", "[*found, *begun]", EXPLAIN_TESTS,
     ),
     Mutant(
         "requests are remembered beyond their bytes",
@@ -386,7 +386,7 @@ SERVER = (
     ),
     Mutant(
         "a copy that is late as it comes is begun",
-        TRANSFERS, "Transfers.begin", "if request.deadline_ns <= self._clock() * 1e9:", "if False:",
+        TRANSFERS, "Transfers.begin_copy", "if request.deadline_ns <= self._clock() * 1e9:", "if False:",
         ("daemon/test_bad_input.py::test_nothing_is_evicted_for_a_store_whose_deadline_has_passed",),
     ),
     Mutant(
@@ -396,7 +396,7 @@ SERVER = (
     ),
     Mutant(
         "a state word outside its page is written to",
-        TRANSFERS, "Transfers.begin", "if request.word >= worker.spec.words:", "if False:",
+        TRANSFERS, "Transfers.begin_copy", "if request.word >= worker.spec.words:", "if False:",
         ("daemon/test_bad_input.py::test_a_state_word_outside_its_page_is_refused",),
     ),
     Mutant(
@@ -436,13 +436,13 @@ SERVER = (
     ),
     Mutant(
         "memory is unmapped under a store that waits",
-        WORKERS, "Workers.unmap_if_settled", "and not worker.waiting ", "",
+        WORKERS, "Workers.unmap_if_idle", "and not worker.waiting ", "",
         ("issues/test_turns_grew_with_the_cache.py::test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing",),
     ),
     # ---- lifelines ----------------------------------------------------------------------------
     Mutant(
         "there is no limit of connections",
-        LIFELINE, "Lifelines.accept", "len(self._attachments) >= MAX_CONNECTIONS or ", "",
+        LIFELINE, "Lifelines.accept", "len(self._lifelines) >= MAX_CONNECTIONS or ", "",
         ("issues/test_nobody_tested_who_connects.py::test_one_connection_too_many_is_hung_up_on_and_the_others_live",),
     ),
     Mutant(
@@ -452,12 +452,12 @@ SERVER = (
     ),
     Mutant(
         "a silent connection keeps its place",
-        LIFELINE, "Lifelines.close_silent", "now > attachment.deadline", "False",
+        LIFELINE, "Lifelines.close_silent", "now > lifeline.deadline", "False",
         ("issues/test_silent_connection_kept_its_place.py",),
     ),
     Mutant(
         "a worker that registered in time is hung up on",
-        LIFELINE, "Lifelines.close_silent", "attachment.registration is None and ", "",
+        LIFELINE, "Lifelines.close_silent", "lifeline.registration is None and ", "",
         ("issues/test_silent_connection_kept_its_place.py",),
     ),
     Mutant(
@@ -472,7 +472,7 @@ SERVER = (
     ),
     Mutant(
         "an attachment serves many registrations",
-        LIFELINE, "Lifelines.find", " or attachment.registration is not None", "",
+        LIFELINE, "Lifelines.unused", " or lifeline.registration is not None", "",
         ("daemon/test_bad_input.py::test_an_attachment_serves_one_registration",),
     ),
     Mutant(
@@ -496,7 +496,7 @@ SERVER = (
     ),
     Mutant(
         "the server ends a connection without a word",
-        LIFELINE, "Lifelines.detach", "self._send(attachment, encode(Detached()))", "pass", (DYING,),
+        LIFELINE, "Lifelines.detach", "self._send(lifeline, encode(Detached()))", "pass", (DYING,),
     ),
     Mutant(
         "the end of a connection is the end of the process",
@@ -525,12 +525,12 @@ SERVER = (
     ),
     Mutant(
         "a worker whose memory was taken away stays",
-        HANDLERS, "Handlers._ended", "self.workers.close(worker, Disconnect.DIED)", "pass",
+        HANDLERS, "Handlers._complete", "self.workers.close_worker(worker, Disconnect.DIED)", "pass",
         ("daemon/test_failures.py::test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing",),
     ),
     Mutant(
         "the ticket of an ended copy keeps the memory mapped",
-        HANDLERS, "Handlers._ended", "worker.tickets.discard(completion.number)", "pass",
+        HANDLERS, "Handlers._complete", "worker.tickets.discard(completion.number)", "pass",
         ("daemon/test_failures.py::test_unregister_with_copies_in_flight_is_answered_when_the_memory_is_unmapped",),
     ),
     # ---- who is connected ---------------------------------------------------------------------
@@ -541,7 +541,7 @@ SERVER = (
     ),
     Mutant(
         "an instance serves on when one of its ranks is gone",
-        INSTANCES, "Instances.remove", "        instance.refresh_namespace()\n", "",
+        INSTANCES, "Instances.remove_worker", "        instance.refresh_namespace()\n", "",
         ("daemon/test_round_trip.py::test_a_rank_may_come_back_after_its_connection_ended",),
     ),
     Mutant(
@@ -556,19 +556,19 @@ SERVER = (
     ),
     Mutant(
         "totals forget the instances that are gone",
-        INSTANCES, "Instances._forget", "self._gone.add(self.departed.pop(name).counts)", "self.departed.pop(name)", ("unit/server/test_departed.py",),
+        INSTANCES, "Instances._forget", "self._forgotten.add(self.departed.pop(name).counts)", "self.departed.pop(name)", ("unit/server/test_departed.py",),
     ),
     Mutant(
         "memory is unmapped while copies run",
-        WORKERS, "Workers.unmap_if_settled", "not worker.tickets and ", "", ("daemon/test_failures.py",),
+        WORKERS, "Workers.unmap_if_idle", "not worker.tickets and ", "", ("daemon/test_failures.py",),
     ),
     Mutant(
         "the copies of a worker that is gone go on",
-        WORKERS, "Workers.close", "self._tickets.cancel_copy(number)", "pass", ("daemon/test_failures.py",),
+        WORKERS, "Workers.close_worker", "self._tickets.cancel_copy(number)", "pass", ("daemon/test_failures.py",),
     ),
     Mutant(
         "the leases of an engine that is gone stay",
-        WORKERS, "Workers.close", "self._cache.end_leases_of(ended.instance_id)", "pass", ("daemon/test_failures.py",),
+        WORKERS, "Workers.close_worker", "self._cache.end_leases_of(ended.instance_id)", "pass", ("daemon/test_failures.py",),
     ),
 )  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""How busy an engine is, as its front ends tell it.
+"""Engine stats: how busy an engine is, as its front ends report.
 
-Owns: what each front end told last, and what follows of it: the engine's load, its rates, by how much its totals grew.
-Refuses to know: instances, clocks, and who asks.
+Owns: the last report of each front end, and what follows from it: the engine's stats, its rates, how much its totals
+grew. Refuses to know: instances, clocks.
 
-An engine with several front ends (vLLM's API servers) has its totals in parts, one in each; what the scheduler says goes
-to one of them at a time, so the newest counts.
+An engine with several front ends (vLLM's API servers) has its totals in parts, one in each. Its scheduler reports to one
+front end at a time, so the newest report has the scheduler's stats.
 """
 
 from __future__ import annotations
@@ -31,49 +31,54 @@ _STALE_INTERVALS = 3
 
 
 @dataclass(slots=True)
-class _Told:
-    """What one front end told last."""
+class _FrontEnd:
+    """The last report of one front end."""
 
-    load: EngineLoad
+    report: EngineLoad
     at: float
     rates: dict[str, float]
 
 
-class Loads:
-    """Of one instance; of several lives of its engine the last one's."""
+class EngineStats:
+    """Of one instance; of its engine's incarnations only the last one counts."""
 
     def __init__(self) -> None:
-        self._told: dict[int, _Told] = {}  # by front end
+        self._front_ends: dict[int, _FrontEnd] = {}
 
-    def take(self, load: EngineLoad, now: float) -> dict[str, int]:
-        """By how much the totals grew. Those of a new life, and those that fell, began anew."""
-        self._told = {n: told for n, told in self._told.items() if told.load.incarnation == load.incarnation}
-        before = self._told.get(load.front_end)
-        growth = {name: getattr(load, name) for name in TOTALS}
+    def add_report(self, report: EngineLoad, now: float) -> dict[str, int]:
+        """How much the totals grew. A total of a new incarnation counts from 0, and so does one that fell."""
+        self._front_ends = self._of_incarnation(report.incarnation)
+        before = self._front_ends.get(report.front_end)
+        growth = {name: getattr(report, name) for name in TOTALS}
         rates = dict.fromkeys(_RATES, 0.0)
         if before is not None:
             for name in TOTALS:
-                if (was := getattr(before.load, name)) <= growth[name]:
+                if (was := getattr(before.report, name)) <= growth[name]:
                     growth[name] -= was
             if now > before.at:
                 rates = {name: growth[name] / (now - before.at) for name in _RATES}
-        self._told[load.front_end] = _Told(load, now, rates)
+        self._front_ends[report.front_end] = _FrontEnd(report, now, rates)
         return growth
 
     def status(self, incarnation: str, now: float) -> dict[str, Any] | None:
-        """None if this life told nothing. Figures of a stale one are the last that were told."""
-        every = [told for told in self._told.values() if told.load.incarnation == incarnation]
-        if not every:
+        """None if this incarnation has not reported. `stale` stats are those of the last reports."""
+        front_ends = self._of_incarnation(incarnation).values()
+        if not front_ends:
             return None
-        newest = max(every, key=lambda told: told.load.as_of_ns).load
-        last = max(every, key=lambda told: told.at)
+        newest = max(front_ends, key=lambda front_end: front_end.report.as_of_ns).report
+        last = max(front_ends, key=lambda front_end: front_end.at)
         age = now - last.at
-        figures = msgspec.structs.asdict(newest)
+        stats = msgspec.structs.asdict(newest)
         return {
-            **{name: figures[name] for name in ("running", "waiting", "deferred", "kv_cache_usage")},
-            **{name: sum(getattr(told.load, name) for told in every) for name in TOTALS},
-            **{f"{name}_per_second": round(sum(told.rates[name] for told in every), 3) for name in _RATES},
-            "interval_seconds": last.load.interval_seconds,
+            **{name: stats[name] for name in ("running", "waiting", "deferred", "kv_cache_usage")},
+            **{name: sum(getattr(front_end.report, name) for front_end in front_ends) for name in TOTALS},
+            **{f"{n}_per_second": round(sum(front_end.rates[n] for front_end in front_ends), 3) for n in _RATES},
+            "interval_seconds": last.report.interval_seconds,
             "age_seconds": round(age, 3),
-            "stale": age > _STALE_INTERVALS * last.load.interval_seconds,
+            "stale": age > _STALE_INTERVALS * last.report.interval_seconds,
+        }
+
+    def _of_incarnation(self, incarnation: str) -> dict[int, _FrontEnd]:
+        return {
+            n: front_end for n, front_end in self._front_ends.items() if front_end.report.incarnation == incarnation
         }

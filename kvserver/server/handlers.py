@@ -46,10 +46,10 @@ from kvserver.protocol import (
 from kvserver.server.instances import Disconnect, Instance, Instances
 from kvserver.server.lifeline import Lifelines
 from kvserver.server.observability import Observability
-from kvserver.server.reports import Reports
+from kvserver.server.reports import EngineReports
 from kvserver.server.resync import Resync
 from kvserver.server.status import (
-    books_status,
+    accounting_status,
     connects_status,
     departed_status,
     instance_status,
@@ -100,17 +100,19 @@ class Handlers:
         self.transfers = Transfers(cache, self.tickets, self.instances, clock, self.bus)
         self.workers = Workers(settings, cache, self.tickets, self.instances, lifelines, clock, self.bus)
         self.resync = Resync(cache.index, self.bus, clock)
-        self.reports = Reports(cache, self.instances, clock, self.bus, observability.l0.is_unsure)
+        self.reports = EngineReports(
+            cache, self.instances, clock, self.bus, observability.block_lifecycle.is_out_of_sync
+        )
         self._placement = placement  # of L1, to be shown
         self._token = token
         self._clock = clock
-        self._told_loss = ""
-        self._put_off = False  # the last step() left something to do
+        self._logged_loss = ""
+        self._work_left = False  # the last step() left something to do
 
     # ---- requests -----------------------------------------------------------------------------
 
     def handle(self, request: Request, respond: Respond) -> None:
-        """Answer now, or later from `settle()`; notices only on error. KVServerError is the caller's to send.
+        """Answer now, or later from `complete_tickets()`; notices only on error. KVServerError is the caller's to send.
 
         All but Status, which the server answers: it knows more.
         """
@@ -119,15 +121,15 @@ class Handlers:
                 respond(self._lookup(request))
             case Store() | Retrieve():
                 self._check_boot(request.boot_id)
-                self.transfers.begin(request, respond)
+                self.transfers.begin_copy(request, respond)
             case ReportBlockAllocations():
-                self.reports.blocks(request)
+                self.reports.add_block_report(request)
             case EndRequest():
-                self.reports.request_ended(request)
+                self.reports.end_request(request)
             case DescribeScheduler():
-                self.reports.scheduler(request)
+                self.reports.describe_scheduler(request)
             case EngineLoad():
-                self.reports.load(request)
+                self.reports.add_engine_stats(request)
             case TakeKVEvents():
                 respond(self._take_kv_events(request))
             case Heartbeat():
@@ -149,7 +151,7 @@ class Handlers:
                 f"the client speaks protocol {request.protocol_version}, server {__version__} speaks "
                 f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
             )
-        standing, text = self.workers.standing(request.instance_id, request.incarnation)
+        standing, text = self.workers.registration_state(request.instance_id, request.incarnation)
         return HelloReply(
             protocol_version=request.protocol_version,
             server_version=__version__,
@@ -241,22 +243,22 @@ class Handlers:
 
     # ---- completions --------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def complete_tickets(self) -> None:
         """Act on every ticket that has ended. Never raises: each ticket ends, whatever one of them does."""
-        self._tell_loss()
+        self._log_loss()
         for ticket, completion in self.tickets.drain_completions():
             try:
-                self._ended(ticket, completion)
+                self._complete(ticket, completion)
             except Exception:
                 log.exception("while ending %s", type(ticket).__name__)
 
-    def _tell_loss(self) -> None:
+    def _log_loss(self) -> None:
         lost = self.devices.lost
-        if lost and lost != self._told_loss:
+        if lost and lost != self._logged_loss:
             log.critical("the device is lost: %s; no lookup hits from now on, restart this daemon", lost)
-        self._told_loss = lost
+        self._logged_loss = lost
 
-    def _ended(self, ticket: Ticket, completion: Completion) -> None:
+    def _complete(self, ticket: Ticket, completion: Completion) -> None:
         if isinstance(ticket, UnmapTicket):
             self.workers.unmapped(ticket, completion)
             return
@@ -271,8 +273,8 @@ class Handlers:
                 self.transfers.load_ended(ticket, completion)
         if completion.outcome == Outcome.MEMORY_LOST:
             log.warning("worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what)
-            self.workers.close(worker, Disconnect.DIED)
-        self.workers.unmap_if_settled(worker)
+            self.workers.close_worker(worker, Disconnect.DIED)
+        self.workers.unmap_if_idle(worker)
 
     # ---- time ---------------------------------------------------------------------------------
 
@@ -287,16 +289,16 @@ class Handlers:
         """At the end of each turn: a slice of what was put off. True while there is more to do at once."""
         more = self.cache.step() | self.resync.step()
         for worker in self.transfers.step():
-            self.workers.unmap_if_settled(worker)
-        self._put_off = more or self.transfers.waiting > 0
-        return self._put_off
+            self.workers.unmap_if_idle(worker)
+        self._work_left = more or self.transfers.waiting > 0
+        return self._work_left
 
     def audit_if_idle(self) -> bool:
         """Assert the books when nothing is in flight and L1 is small enough to count; True if they were.
 
         REQUIRES: step() came after all else.
         """
-        if self._put_off or self.tickets.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
+        if self._work_left or self.tickets.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
             return False
         self.cache.audit()
         assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
@@ -321,13 +323,15 @@ class Handlers:
             "totals": totals_status(self.instances),
             "events": self.bus.status(),
             **self.observability.status(),
-            "books": books_status(self.cache, self.tickets, self.workers, len(self.lifelines)),
+            "books": accounting_status(self.cache, self.tickets, self.workers, len(self.lifelines)),
         }
 
     def instances_status(self) -> list[dict[str, Any]]:
         now = self._clock()
         return [
-            instance_status(instance, self.devices, self.observability.l0.status(instance.instance_id), now)
+            instance_status(
+                instance, self.devices, self.observability.block_lifecycle.status(instance.instance_id), now
+            )
             for instance in self.instances.by_id.values()
         ]
 

@@ -26,8 +26,8 @@ from kvserver.protocol import (
     block_bytes,
     group_count,
 )
-from kvserver.server.engine_stats import Loads
-from kvserver.server.lifeline import Attachment
+from kvserver.server.engine_stats import EngineStats
+from kvserver.server.lifeline import Lifeline
 from kvserver.telemetry import Benefit, LoadWaits
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
@@ -81,14 +81,14 @@ class Worker:
         self,
         registration: int,
         spec: RegisterWorker,
-        attachment: Attachment,
+        lifeline: Lifeline,
         device: Device,
         memory: list[Mapping],
         words: WordMapping,
     ) -> None:
         self.registration = registration
         self.spec = spec
-        self.attachment = attachment
+        self.lifeline = lifeline
         self.device = device  # copies for it
         self.memory = memory
         self.words = words
@@ -119,22 +119,22 @@ class Instance:
     counts: Counts = field(default_factory=Counts)
     next_sequence: int | None = None  # of ReportBlockAllocations and EndRequest
     report_gap: bool = True  # the full state has not come yet, or not since some were lost
-    ask_after: float = 0.0  # no full state is asked for before that
+    demand_after: float = 0.0  # no full state is asked for before that
     l0_source: str = "none"  # or exact, or reported: how it tells what its blocks do
     prefill_speed: float = 0.0  # tokens a second, as the engine told it last
     description: DescribeScheduler | None = None
-    loads: Loads = field(default_factory=Loads)
+    engine_stats: EngineStats = field(default_factory=EngineStats)
     died: bool = False  # one of its workers did
     load_waits: LoadWaits = field(default_factory=LoadWaits)
     _variants: dict[str, bytes] = field(default_factory=dict)
-    _told: tuple[DescribeScheduler, bytes] | None = None
+    _published: tuple[DescribeScheduler, bytes] | None = None
 
     def described(self, now_ns: int) -> InstanceDescribed | None:
         """What watchers should hear of it: None if nothing is known, or it is what they heard."""
         reach = self.namespace_of(self.description.variant) if self.description is not None else None
-        if self.description is None or reach is None or self._told == (self.description, reach):
+        if self.description is None or reach is None or self._published == (self.description, reach):
             return None
-        self._told = (self.description, reach)
+        self._published = (self.description, reach)
         spec = self.any_worker().spec
         return InstanceDescribed(now_ns, self.description, reach, spec.chunk_blocks, spec.block_tokens)
 
@@ -187,8 +187,8 @@ class Departed:
     instance_id: str
     model_name: str
     counts: Counts
-    loads: Loads
-    gone_at: float
+    engine_stats: EngineStats
+    departed_at: float
 
 
 class Instances:
@@ -200,10 +200,10 @@ class Instances:
         self.departed: dict[tuple[str, str], Departed] = {}  # by id and model, the oldest first
         self.connected = 0  # that registered a first worker
         self.disconnected: Counter[Disconnect] = Counter()
-        self._gone = Counts()  # sums over those before them
+        self._forgotten = Counts()  # sums over those before them
         self._next = 0
 
-    def check(self, spec: RegisterWorker) -> None:
+    def check_registration(self, spec: RegisterWorker) -> None:
         """KVServerError if this worker may not stand: id or rank taken, or ranks that disagree."""
         if spec.rank >= spec.world_size:
             raise KVServerError(ErrorCode.UNKNOWN_RANK, f"rank {spec.rank} of a world of {spec.world_size}")
@@ -218,10 +218,10 @@ class Instances:
             )
         check_agreement(instance.any_worker().spec, spec)
 
-    def add(
+    def add_worker(
         self,
         spec: RegisterWorker,
-        attachment: Attachment,
+        lifeline: Lifeline,
         device: Device,
         memory: list[Mapping],
         words: WordMapping,
@@ -232,17 +232,19 @@ class Instances:
             instance = Instance(spec.instance_id, spec.incarnation, spec.model_name, spec.world_size)
             before = self.departed.pop((spec.instance_id, spec.model_name), None)
             if before is not None:
-                instance.counts, instance.loads = before.counts, before.loads
+                instance.counts, instance.engine_stats = before.counts, before.engine_stats
             self.by_id[spec.instance_id] = instance
             self.connected += 1
         self._next += 1
-        worker = Worker(self._next, spec, attachment, device, memory, words)
+        worker = Worker(self._next, spec, lifeline, device, memory, words)
         instance.workers[spec.rank] = worker
         self.by_registration[self._next] = worker
-        attachment.registration = self._next
+        lifeline.registration = self._next
         return worker
 
-    def remove(self, worker: Worker, now: float, reason: Disconnect = Disconnect.UNREGISTERED) -> Instance | None:
+    def remove_worker(
+        self, worker: Worker, now: float, reason: Disconnect = Disconnect.UNREGISTERED
+    ) -> Instance | None:
         """Take the worker out; returns its instance if that ended with it."""
         del self.by_registration[worker.registration]
         instance = self.by_id[worker.spec.instance_id]
@@ -254,18 +256,18 @@ class Instances:
         self.disconnected[Disconnect.DIED if instance.died else reason] += 1
         del self.by_id[instance.instance_id]
         name = (instance.instance_id, instance.model_name)
-        self.departed[name] = Departed(*name, instance.counts, instance.loads, now)
+        self.departed[name] = Departed(*name, instance.counts, instance.engine_stats, now)
         if len(self.departed) > MOST_DEPARTED:
             self._forget(next(iter(self.departed)))
         return instance
 
     def forget_departed(self, now: float) -> None:
         for name, departed in list(self.departed.items()):
-            if now - departed.gone_at > DEPARTED_SECONDS:
+            if now - departed.departed_at > DEPARTED_SECONDS:
                 self._forget(name)
 
     def _forget(self, name: tuple[str, str]) -> None:
-        self._gone.add(self.departed.pop(name).counts)
+        self._forgotten.add(self.departed.pop(name).counts)
 
     def counts_of(self, spec: RegisterWorker) -> Counts:
         """Of the worker's instance, also when that is gone."""
@@ -273,7 +275,7 @@ class Instances:
         if instance is not None:
             return instance.counts
         departed = self.departed.get((spec.instance_id, spec.model_name))
-        return departed.counts if departed is not None else self._gone
+        return departed.counts if departed is not None else self._forgotten
 
     def instance(self, instance_id: str, incarnation: str) -> Instance:
         """KVServerError(UNKNOWN_INSTANCE or DUPLICATE_INSTANCE) says why not."""
@@ -283,7 +285,7 @@ class Instances:
         self._check_incarnation(instance, incarnation)
         return instance
 
-    def of(self, worker: Worker) -> Instance:
+    def instance_of(self, worker: Worker) -> Instance:
         return self.by_id[worker.spec.instance_id]
 
     def worker(self, registration: int) -> Worker:
@@ -296,7 +298,7 @@ class Instances:
 
     def totals(self) -> Counts:
         sums = Counts()
-        sums.add(self._gone)
+        sums.add(self._forgotten)
         for instance in self.by_id.values():
             sums.add(instance.counts)
         for departed in self.departed.values():

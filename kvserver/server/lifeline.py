@@ -43,7 +43,7 @@ _MAX_ATTACH_BYTES = 4096
 
 
 @dataclass(slots=True)
-class Attachment:
+class Lifeline:
     """One connection. `fds` are open until claimed; `registration` is set once a worker stands on it."""
 
     number: int
@@ -82,8 +82,8 @@ class Lifelines:
     def __init__(self, path: str, token: str) -> None:
         self.path = path
         self._token = token
-        self._attachments: dict[int, Attachment] = {}
-        self._by_fd: dict[int, Attachment] = {}
+        self._lifelines: dict[int, Lifeline] = {}
+        self._by_fd: dict[int, Lifeline] = {}
         self._next = 0
         self.refused: Counter[str] = (
             Counter()
@@ -106,7 +106,7 @@ class Lifelines:
         return list(self._by_fd)
 
     def __len__(self) -> int:
-        return len(self._attachments)
+        return len(self._lifelines)
 
     def accept(self) -> int | None:
         """Take one new connection; returns its descriptor to poll."""
@@ -122,18 +122,18 @@ class Lifelines:
         connection.setblocking(False)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _gid = struct.unpack("3i", credentials)
-        if len(self._attachments) >= MAX_CONNECTIONS or uid not in (os.getuid(), 0):
+        if len(self._lifelines) >= MAX_CONNECTIONS or uid not in (os.getuid(), 0):
             log.warning("refused a connection of uid %d, pid %d on %s", uid, pid, self.path)
             self.refused[CONNECTION_REFUSED] += 1
             connection.close()
             return None
         self._next += 1
         deadline = time.monotonic() + SILENT_SECONDS
-        attachment = Attachment(self._next, connection, pid, uid, [], deadline, _open_process(pid))
-        self._attachments[self._next] = attachment
-        self._by_fd[connection.fileno()] = attachment
-        if attachment.process is not None:
-            self._by_fd[attachment.process] = attachment
+        lifeline = Lifeline(self._next, connection, pid, uid, [], deadline, _open_process(pid))
+        self._lifelines[self._next] = lifeline
+        self._by_fd[connection.fileno()] = lifeline
+        if lifeline.process is not None:
+            self._by_fd[lifeline.process] = lifeline
         return connection.fileno()
 
     def _refuse_with_spare(self) -> None:
@@ -143,33 +143,33 @@ class Lifelines:
             self._listener.accept()[0].close()
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
-    def read(self, fd: int) -> Attachment | None:
-        """Handle input on a connection, or its process's end. Returns the attachment if it has ended, after closing it."""
-        attachment = self._by_fd[fd]
-        if fd == attachment.process:
+    def read(self, fd: int) -> Lifeline | None:
+        """Handle input on a connection, or its process's end. Returns the lifeline if it has ended, after closing it."""
+        lifeline = self._by_fd[fd]
+        if fd == lifeline.process:
             if not _is_dead(fd):  # the number was another descriptor's when it was polled
                 return None
-            self.close(attachment)
-            return attachment
+            self.close(lifeline)
+            return lifeline
         try:
-            raw, fds, flags, _ = socket.recv_fds(attachment.connection, _MAX_ATTACH_BYTES, MAX_FDS)
+            raw, fds, flags, _ = socket.recv_fds(lifeline.connection, _MAX_ATTACH_BYTES, MAX_FDS)
         except BlockingIOError:
             return None
         except OSError:
             raw, fds, flags = b"", [], 0
-        if raw and not attachment.attached:
-            attachment.fds = list(fds)
-            if self._attach(attachment, raw, flags):
+        if raw and not lifeline.attached:
+            lifeline.fds = list(fds)
+            if self._attach(lifeline, raw, flags):
                 return None
         else:
             for extra in fds:
                 os.close(extra)
             if raw:  # nothing more is expected: ignored, since a close would tell the worker that copies have ended
                 return None
-        self.close(attachment)
-        return attachment
+        self.close(lifeline)
+        return lifeline
 
-    def _attach(self, attachment: Attachment, raw: bytes, flags: int) -> bool:
+    def _attach(self, lifeline: Lifeline, raw: bytes, flags: int) -> bool:
         try:
             if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
                 raise KVServerError(ErrorCode.TOO_LARGE, f"Attach takes at most {MAX_FDS} descriptors")
@@ -177,61 +177,59 @@ class Lifelines:
                 raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; say Hello again")
         except KVServerError as error:
             self.refused[error.code.value] += 1
-            self._send(attachment, encode(Error(code=error.code.value, message=error.message)))
+            self._send(lifeline, encode(Error(code=error.code.value, message=error.message)))
             return False
-        attachment.attached = True
-        return self._send(attachment, encode(Attached(attachment=attachment.number, says_detached=True)))
+        lifeline.attached = True
+        return self._send(lifeline, encode(Attached(lifeline=lifeline.number, says_detached=True)))
 
     @staticmethod
-    def _send(attachment: Attachment, raw: bytes) -> bool:
+    def _send(lifeline: Lifeline, raw: bytes) -> bool:
         try:
-            attachment.connection.send(raw)
+            lifeline.connection.send(raw)
         except OSError as error:
-            log.debug("attachment %d: cannot answer: %s", attachment.number, error)
+            log.debug("attachment %d: cannot answer: %s", lifeline.number, error)
             return False
         return True
 
-    def find(self, number: int) -> Attachment:
+    def unused(self, number: int) -> Lifeline:
         """KVServerError(UNKNOWN_ATTACHMENT) unless it is attached, alive and not yet claimed."""
-        attachment = self._attachments.get(number)
-        if attachment is None or not attachment.attached or attachment.registration is not None:
+        lifeline = self._lifelines.get(number)
+        if lifeline is None or not lifeline.attached or lifeline.registration is not None:
             raise KVServerError(
-                ErrorCode.UNKNOWN_ATTACHMENT, f"attachment {number} is unknown, gone or used; Attach again"
+                ErrorCode.UNKNOWN_ATTACHMENT, f"attachment {number} is unknown, ended or used; Attach again"
             )
-        return attachment
+        return lifeline
 
-    def detach(self, attachment: Attachment) -> None:
+    def detach(self, lifeline: Lifeline) -> None:
         """Say that nothing of the worker is mapped any more, then close. REQUIRES: so it is. Idempotent."""
-        if attachment.number in self._attachments:
-            self._send(attachment, encode(Detached()))
-            self.close(attachment)
+        if lifeline.number in self._lifelines:
+            self._send(lifeline, encode(Detached()))
+            self.close(lifeline)
 
     def close_silent(self) -> None:
         """Close the connections that have no worker at their deadline: there are no copies that the end of one could tell of."""
         now = time.monotonic()
-        for attachment in list(self._attachments.values()):
-            if attachment.registration is None and now > attachment.deadline:
-                log.info(
-                    "connection of pid %d ended: it registered no worker in %.0f s", attachment.pid, SILENT_SECONDS
-                )
-                self.close(attachment)
+        for lifeline in list(self._lifelines.values()):
+            if lifeline.registration is None and now > lifeline.deadline:
+                log.info("connection of pid %d ended: it registered no worker in %.0f s", lifeline.pid, SILENT_SECONDS)
+                self.close(lifeline)
 
-    def close(self, attachment: Attachment) -> None:
+    def close(self, lifeline: Lifeline) -> None:
         """Close the connection and whatever descriptors nobody claimed. Idempotent."""
-        if self._attachments.pop(attachment.number, None) is None:
+        if self._lifelines.pop(lifeline.number, None) is None:
             return
-        del self._by_fd[attachment.connection.fileno()]
-        attachment.connection.close()
-        if attachment.process is not None:
-            del self._by_fd[attachment.process]
-            os.close(attachment.process)
-        for fd in attachment.claim():
+        del self._by_fd[lifeline.connection.fileno()]
+        lifeline.connection.close()
+        if lifeline.process is not None:
+            del self._by_fd[lifeline.process]
+            os.close(lifeline.process)
+        for fd in lifeline.claim():
             os.close(fd)
 
     def shut(self) -> None:
         """REQUIRES: nothing is mapped."""
-        for attachment in list(self._attachments.values()):
-            self.detach(attachment)
+        for lifeline in list(self._lifelines.values()):
+            self.detach(lifeline)
         self._listener.close()
         os.close(self._spare)
         with contextlib.suppress(FileNotFoundError):

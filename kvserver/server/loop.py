@@ -166,7 +166,7 @@ class Server:
             ready = dict(poller.poll(0 if more else _IDLE_POLL_MS))
             turn_began = time.monotonic()
             # Completions first: a lookup that follows a store's end must find its chunks.
-            self.handlers.settle()
+            self.handlers.complete_tickets()
             if self._stops_when_lost and self.lost_device:
                 self._stopping = True
             more = self._serve_requests()
@@ -247,7 +247,7 @@ class Server:
             return  # closed earlier in this turn
         ended = self.handlers.lifelines.read(fd)
         if ended is not None:
-            self.handlers.workers.attachment_ended(ended)
+            self.handlers.workers.lifeline_ended(ended)
 
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -25,7 +25,7 @@ from kvserver.kv_events import (
     publisher_families,
 )
 from kvserver.routing import KVIndex, make_index
-from kvserver.telemetry import L0, L1, Explain, Family, Kind, all_families
+from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, Kind, all_families
 
 if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
@@ -46,8 +46,8 @@ class Observability:
     def __init__(self, settings: Settings, boot_id: str) -> None:
         """ConfigError if what the settings ask for cannot be had."""
         self._settings = settings
-        self.l0 = L0(settings.metrics_sample_rate)
-        self.l1 = L1(settings.metrics_sample_rate)
+        self.block_lifecycle = BlockLifecycle(settings.metrics_sample_rate)
+        self.chunk_lifecycle = ChunkLifecycle(settings.metrics_sample_rate)
         self.explain = Explain()
         self.traces: Traces | None = None
         self._sender: OtlpMetrics | None = None
@@ -65,13 +65,15 @@ class Observability:
         boot_micros = time.time_ns() // 1000
         self.observers = Observers(ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot), OWN_OBSERVERS)
         # Each event reaches `explain` before the traces, whose spans show what it knows.
-        subscribers: list[Subscriber] = [self.l0, self.l1, self.hub, self.explain]
+        subscribers: list[Subscriber] = [self.block_lifecycle, self.chunk_lifecycle, self.hub, self.explain]
         self.bus = Bus([*subscribers, self.traces] if self.traces is not None else subscribers)
 
     def families(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
         """All of the daemon's; from any thread."""
         more = [
-            family for each in (self.l0, self.l1, self.hub, self.observers, self.index) for family in each.families()
+            family
+            for each in (self.block_lifecycle, self.chunk_lifecycle, self.hub, self.observers, self.index)
+            for family in each.families()
         ]
         published = publisher_families(self.publisher.status() if self.publisher is not None else None)
         return all_families(status, rpc, [*more, *published, *self._otlp_families()])

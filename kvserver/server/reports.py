@@ -28,30 +28,30 @@ from kvserver.protocol import (
 from kvserver.server.instances import Instance, Instances
 from kvserver.telemetry import MOST
 
-_ASK_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time
+_DEMAND_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time
 _CONTENT_BYTES = 8
 _TOKEN_BYTES = 4
 _LEAST_SPEED = 0.001  # tokens a second; one beyond these is none: seconds made of it would be infinite
 _MOST_SPEED = 1e12
 
 
-class Reports:
+class EngineReports:
     def __init__(
         self,
         cache: Cache,
         instances: Instances,
         clock: Callable[[], float],
         bus: Bus,
-        unsure: Callable[[str], bool],
+        is_out_of_sync: Callable[[str], bool],
     ) -> None:
         """`unsure`: whether what came so far of an instance no longer adds up."""
         self._cache = cache
         self._instances = instances
         self._clock = clock
         self._bus = bus
-        self._unsure = unsure
+        self._is_out_of_sync = is_out_of_sync
 
-    def blocks(self, request: ReportBlockAllocations) -> None:
+    def add_block_report(self, request: ReportBlockAllocations) -> None:
         instance = self._reporter(request)
         payload = payload_of(request)
         source = "exact" if isinstance(payload, ExactRecords) else "reported"
@@ -70,14 +70,14 @@ class Reports:
         now = self._clock()
         if payload.full:
             instance.report_gap = False
-            instance.ask_after = now + _ASK_SECONDS
+            instance.demand_after = now + _DEMAND_SECONDS
         elif request.payload is None:
             pass  # version 1 has no full state to send
-        elif (instance.report_gap or self._unsure(instance.instance_id)) and now >= instance.ask_after:
-            instance.ask_after = now + _ASK_SECONDS
+        elif (instance.report_gap or self._is_out_of_sync(instance.instance_id)) and now >= instance.demand_after:
+            instance.demand_after = now + _DEMAND_SECONDS
             raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")
 
-    def request_ended(self, request: EndRequest) -> None:
+    def end_request(self, request: EndRequest) -> None:
         instance = self._reporter(request)
         instance.counts.ended_requests += 1
         if _LEAST_SPEED <= request.prefill_tokens_per_second <= _MOST_SPEED:
@@ -95,7 +95,7 @@ class Reports:
         )  # fmt: skip
         self._count_sequence(instance, request.sequence)
 
-    def scheduler(self, request: DescribeScheduler) -> None:
+    def describe_scheduler(self, request: DescribeScheduler) -> None:
         instance = self._reporter(request)
         if instance.namespace is None:
             raise KVServerError(
@@ -106,9 +106,9 @@ class Reports:
         if (event := instance.described(self._now_ns())) is not None:
             self._bus.publish(event)
 
-    def load(self, request: EngineLoad) -> None:
+    def add_engine_stats(self, request: EngineLoad) -> None:
         instance = self._reporter(request)
-        for name, grown in instance.loads.take(request, self._clock()).items():
+        for name, grown in instance.engine_stats.add_report(request, self._clock()).items():
             total = f"engine_{name}"
             setattr(instance.counts, total, min(getattr(instance.counts, total) + grown, MOST))
 
@@ -127,7 +127,7 @@ class Reports:
         if instance.next_sequence is not None and sequence != instance.next_sequence:
             instance.counts.sequence_gaps += 1
             instance.report_gap = True
-            instance.ask_after = 0.0
+            instance.demand_after = 0.0
         instance.next_sequence = sequence + 1
 
     def _now_ns(self) -> int:
@@ -157,13 +157,13 @@ def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int]
         if blocks and max(blocks) >= num_blocks:
             raise ValueError(f"block id {max(blocks)} of an engine with {num_blocks} blocks")
         if isinstance(record, Owned):
-            _check_held(record, payload.block_tokens)
+            _check_owned(record, payload.block_tokens)
             size += len(record.contents) + len(record.tokens)
         size += len(record.block_ids)
     return records, size
 
 
-def _check_held(record: Owned, block_tokens: int) -> None:
+def _check_owned(record: Owned, block_tokens: int) -> None:
     most = record.blocks * _CONTENT_BYTES
     if len(record.contents) % _CONTENT_BYTES or len(record.contents) > most:
         raise ValueError(

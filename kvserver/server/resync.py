@@ -35,15 +35,15 @@ class Resync:
         if self._slices is None:
             self._bus.lost_chunks = False
             self._slices = self._walk()
-            return self._tell(ResyncPart.BEGIN)
+            return self._publish(ResyncPart.BEGIN)
         found = next(self._slices, None)
         if found is None:
             self._slices = None
-            self._tell(ResyncPart.END)
+            self._publish(ResyncPart.END)
             return False
-        return self._tell(ResyncPart.SLICE, *found)
+        return self._publish(ResyncPart.SLICE, *found)
 
-    def _tell(self, part: ResyncPart, namespace: bytes = b"", keys: bytes = b"") -> bool:
+    def _publish(self, part: ResyncPart, namespace: bytes = b"", keys: bytes = b"") -> bool:
         return self._bus.publish(L1Resynced(int(self._clock() * 1e9), part, namespace, keys), len(keys))
 
     def _walk(self) -> Iterator[tuple[bytes, bytes]]:

@@ -54,7 +54,7 @@ def totals_status(instances: Instances) -> dict[str, Any]:
     }
 
 
-def books_status(cache: Cache, tickets: Tickets[Ticket], workers: Workers, attachments: int) -> dict[str, Any]:
+def accounting_status(cache: Cache, tickets: Tickets[Ticket], workers: Workers, attachments: int) -> dict[str, Any]:
     """What must balance: with nothing in flight and nobody connected all but the pages are 0."""
     return {
         "tickets": tickets.open_tickets,
@@ -95,7 +95,7 @@ def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], no
                 "planes": len(worker.spec.planes),
                 "block_bytes": worker.slot_bytes // worker.spec.chunk_blocks,
                 "num_blocks": worker.spec.num_blocks,
-                "pid": worker.attachment.pid,
+                "pid": worker.lifeline.pid,
                 "tickets": len(worker.tickets),
                 "last_seen_seconds": round(now - worker.last_seen, 3),
             }
@@ -105,7 +105,7 @@ def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], no
         "block_tokens": spec.block_tokens,
         "chunk_tokens": spec.block_tokens * spec.chunk_blocks,
         "requests": counts_status(counts),
-        "load": instance.loads.status(instance.incarnation, now),
+        "load": instance.engine_stats.status(instance.incarnation, now),
     }
 
 
@@ -114,7 +114,7 @@ def departed_status(departed: Departed, now: float) -> dict[str, Any]:
     return {
         "instance_id": departed.instance_id,
         "model_name": departed.model_name,
-        "gone_seconds": round(now - departed.gone_at, 3),
+        "gone_seconds": round(now - departed.departed_at, 3),
         "requests": counts_status(departed.counts),
     }
 

@@ -144,7 +144,7 @@ class Transfers:
                 self._check_waiting(store)
                 self._cache.extend_plan(store.plan, self._steps)
                 self._steps = store.plan.steps
-                self._tell_evictions(store.plan)
+                self._publish_evictions(store.plan)
                 if not store.plan.complete:
                     break
                 self._planned(store)
@@ -157,7 +157,7 @@ class Transfers:
         self._steps = STEPS_PER_TURN  # in the next turn
         return closing
 
-    def begin(self, request: Store | Retrieve, respond: Respond) -> None:
+    def begin_copy(self, request: Store | Retrieve, respond: Respond) -> None:
         """Queue the copy, or raise KVServerError after failing its state word. REQUIRES: the boot id was checked."""
         worker = self._instances.worker(request.registration)
         if request.word >= worker.spec.words:
@@ -165,7 +165,7 @@ class Transfers:
                 ErrorCode.BAD_MESSAGE, f"state word {request.word} of a page of {worker.spec.words} words"
             )
         worker.last_seen = self._clock()
-        instance = self._instances.of(worker)
+        instance = self._instances.instance_of(worker)
         try:
             check_chunk(request.chunk_blocks, worker.spec)
             if request.deadline_ns <= self._clock() * 1e9:
@@ -218,7 +218,7 @@ class Transfers:
                 namespace, slots, worker.slot, request.keys, worker.slot_bytes, steps, instance.model_name
             )
             self._steps = plan.steps if steps else self._steps
-            self._tell_evictions(plan)
+            self._publish_evictions(plan)
         else:  # another rank stores what all of them hold
             plan = StorePlan(worker.slot, skipped=chunk_count(request.keys))
         store = _Waiting(request, respond, worker, namespace, blocks, plan, self._now_ns())
@@ -234,7 +234,7 @@ class Transfers:
         counts = self._instances.counts_of(worker.spec)
         counts.starved_chunks += plan.no_space
         counts.avoided_chunks += plan.skipped if worker.stores else 0
-        self._tell_contents(request, store.namespace, worker)
+        self._publish_contents(request, store.namespace, worker)
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
             store.respond(Stored(stored=0, skipped=plan.skipped, starved=plan.no_space))
@@ -261,7 +261,7 @@ class Transfers:
 
     def _waiting_failed(self, store: _Waiting, error: Exception) -> None:
         if not store.plan.complete:
-            self._tell_evictions(store.plan)
+            self._publish_evictions(store.plan)
             self._cache.finish_store(store.plan, copied=False)
         self._refused(store.request, store.worker, error)
         if not isinstance(error, KVServerError):
@@ -340,7 +340,7 @@ class Transfers:
             completion = replace(completion, outcome=Outcome.LATE, what="its deadline had passed when it was whole")
         copied = completion.done and not ticket.worker.closing
         self._cache.finish_store(ticket.plan, copied)
-        self._tell_end(ticket, completion, Direction.STORE)
+        self._publish_end(ticket, completion, Direction.STORE)
         if ready := ticket.plan.ready:
             spec = ticket.worker.spec
             keys = b"".join([chunk.key for chunk in ready])
@@ -363,7 +363,7 @@ class Transfers:
 
     def load_ended(self, ticket: LoadTicket, completion: Completion) -> None:
         self._cache.finish_load(ticket.chunks, completion.done)
-        self._tell_end(ticket, completion, Direction.LOAD)
+        self._publish_end(ticket, completion, Direction.LOAD)
         counts = self._instances.counts_of(ticket.worker.spec)
         tokens = ticket.tokens if completion.done else 0
         self._count_wait(ticket.worker, ticket.request_id, ticket.arrived_ns, tokens)
@@ -403,7 +403,7 @@ class Transfers:
         if whole is not None:
             instance.counts.benefit.load_ended(*whole, instance.prefill_speed)
 
-    def _tell_evictions(self, plan: StorePlan) -> None:
+    def _publish_evictions(self, plan: StorePlan) -> None:
         """Those since the last time: before anybody else can store the same chunks anew."""
         gone: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for namespace, key in plan.evicted:
@@ -412,7 +412,7 @@ class Transfers:
         for namespace, keys in gone.items():
             self._bus.publish(ChunksEvicted(self._now_ns(), namespace, b"".join(keys)), len(keys) * KEY_BYTES)
 
-    def _tell_contents(self, request: Store, namespace: bytes, worker: Worker) -> None:
+    def _publish_contents(self, request: Store, namespace: bytes, worker: Worker) -> None:
         contents, spec = request.contents, worker.spec
         if contents is not None:
             size = len(contents.hashes) + len(contents.tokens) + len(contents.extra_keys)
@@ -421,7 +421,7 @@ class Transfers:
                 size,
             )
 
-    def _tell_end(self, ticket: StoreTicket | LoadTicket, completion: Completion, direction: Direction) -> None:
+    def _publish_end(self, ticket: StoreTicket | LoadTicket, completion: Completion, direction: Direction) -> None:
         spec = ticket.worker.spec
         self._bus.publish(
             CopyEnded(

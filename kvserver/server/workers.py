@@ -38,7 +38,7 @@ from kvserver.protocol import (
     group_count,
 )
 from kvserver.server.instances import Disconnect, Instances, Worker
-from kvserver.server.lifeline import Attachment, Lifelines
+from kvserver.server.lifeline import Lifeline, Lifelines
 from kvserver.server.transfers import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)
@@ -73,25 +73,25 @@ class Workers:
 
     def register(self, request: RegisterWorker, respond: Respond) -> None:
         """Begin to map the worker's memory; the reply comes when that is done. KVServerError if it may not stand."""
-        attachment = self._lifelines.find(request.attachment)
+        lifeline = self._lifelines.unused(request.attachment)
         try:
-            self._instances.check(request)
-            self._check_geometry(request, len(attachment.fds))
+            self._instances.check_registration(request)
+            self._check_geometry(request, len(lifeline.fds))
             device = self._devices.device_for(request.memory)
         except KVServerError as error:
             self._refused(request, error)
             raise
-        fds = attachment.claim()
+        fds = lifeline.claim()
         memory = [self._devices.make_mapping(device, m, fds) for m in request.memory]
-        came = request.instance_id not in self._instances.by_id
-        worker = self._instances.add(request, attachment, device, memory, WordMapping(fds[-1], request.words * 8))
+        is_first = request.instance_id not in self._instances.by_id
+        worker = self._instances.add_worker(request, lifeline, device, memory, WordMapping(fds[-1], request.words * 8))
         worker.last_seen = self._clock()
-        self._tell_arrival(request, device, came)
+        self._publish_registration(request, device, is_first)
         self._devices.add_worker(device)
         self.mappings += len(worker.mappings)
         worker.tickets.add(self._tickets.queue_map(device, MapTicket(worker, respond), worker.mappings))
 
-    def _tell_arrival(self, spec: RegisterWorker, device: Device, first: bool) -> None:
+    def _publish_registration(self, spec: RegisterWorker, device: Device, first: bool) -> None:
         now_ns = int(self._clock() * 1e9)
         if first:
             self._bus.publish(
@@ -118,7 +118,7 @@ class Workers:
         if len(self._refusals) > _MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 
-    def standing(self, instance_id: str, incarnation: str) -> tuple[str, str]:
+    def registration_state(self, instance_id: str, incarnation: str) -> tuple[str, str]:
         """(REGISTERED, or the error code why an engine has no cache; the same for people). Empty if none is named."""
         if not instance_id:
             return "", ""
@@ -184,10 +184,10 @@ class Workers:
         except KVServerError as error:
             self._refused(worker.spec, error)
             ticket.respond(Error(code=error.code.value, message=error.message))
-            self.close(worker, Disconnect.REFUSED)
+            self.close_worker(worker, Disconnect.REFUSED)
             return
         self._devices.mark_found(worker.device)
-        instance = self._instances.of(worker)
+        instance = self._instances.instance_of(worker)
         instance.refresh_namespace()
         if instance.namespace is not None:
             self._refusals.pop((instance.instance_id, instance.incarnation), None)
@@ -210,16 +210,16 @@ class Workers:
     def unregister(self, request: UnregisterWorker, respond: Respond) -> None:
         worker = self._instances.worker(request.registration)
         self._waiting[worker.registration] = respond
-        self.close(worker, Disconnect.UNREGISTERED)
+        self.close_worker(worker, Disconnect.UNREGISTERED)
 
-    def close(self, worker: Worker, reason: Disconnect) -> None:
+    def close_worker(self, worker: Worker, reason: Disconnect) -> None:
         """End a worker: no new requests, its copies end at their next block, then its memory is unmapped."""
         if worker.closing:
             return
         worker.closing = True
         spec, now_ns = worker.spec, int(self._clock() * 1e9)
         died = reason is Disconnect.DIED
-        ended = self._instances.remove(worker, self._clock(), reason)
+        ended = self._instances.remove_worker(worker, self._clock(), reason)
         self._bus.publish(WorkerDisconnected(now_ns, spec.instance_id, spec.model_name, spec.rank, died))
         if ended is not None:
             self._cache.end_leases_of(ended.instance_id)
@@ -229,16 +229,16 @@ class Workers:
             log.info("instance %s is gone", ended.instance_id)
         for number in worker.tickets:
             self._tickets.cancel_copy(number)
-        self.unmap_if_settled(worker)
+        self.unmap_if_idle(worker)
 
-    def attachment_ended(self, attachment: Attachment) -> None:
+    def lifeline_ended(self, lifeline: Lifeline) -> None:
         """The peer at the other end is dead, or hung up."""
-        worker = self._instances.by_registration.get(attachment.registration or 0)
+        worker = self._instances.by_registration.get(lifeline.registration or 0)
         if worker is not None:
             log.info("worker %s/%d: connection ended", worker.spec.instance_id, worker.spec.rank)
-            self.close(worker, Disconnect.DIED)
+            self.close_worker(worker, Disconnect.DIED)
 
-    def unmap_if_settled(self, worker: Worker) -> None:
+    def unmap_if_idle(self, worker: Worker) -> None:
         if worker.closing and not worker.tickets and not worker.waiting and not worker.unmapping:
             worker.unmapping = True
             worker.table = None
@@ -253,7 +253,7 @@ class Workers:
             )  # fmt: skip
         self.mappings -= len(worker.mappings)
         self._devices.remove_worker(worker.device)
-        self._lifelines.detach(worker.attachment)
+        self._lifelines.detach(worker.lifeline)
         respond = self._waiting.pop(worker.registration, None)
         if respond is not None:
             respond(Unregistered())

@@ -5,8 +5,8 @@ which load the Prometheus client.
 """
 
 from kvserver.telemetry.benefit import MOST, Benefit, LoadWaits
-from kvserver.telemetry.block_lifecycle import L0
-from kvserver.telemetry.chunk_lifecycle import L1
+from kvserver.telemetry.block_lifecycle import BlockLifecycle
+from kvserver.telemetry.chunk_lifecycle import ChunkLifecycle
 from kvserver.telemetry.explain import Explain
 from kvserver.telemetry.explain_facts import Facts
 from kvserver.telemetry.explain_text import advice, verdict
@@ -15,12 +15,12 @@ from kvserver.telemetry.metrics import all_families
 from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc
 
 __all__ = [
-    "L0",
-    "L1",
     "LOOP",
     "MOST",
     "UNREADABLE",
     "Benefit",
+    "BlockLifecycle",
+    "ChunkLifecycle",
     "Explain",
     "Facts",
     "Family",

@@ -30,85 +30,86 @@ from kvserver.protocol import (
     ReportedBlocks,
 )
 from kvserver.telemetry.families import Family, Kind
-from kvserver.telemetry.request_blocks import Holdings
+from kvserver.telemetry.request_blocks import RequestBlocks
 
 MAX_POOLS = 64  # of one instance
 LABELS = ("instance_id", "model_name")
 
 
-class Figures(NamedTuple):
+class BlockMetrics(NamedTuple):
     """Of one instance and model, of one moment but for what the event thread does between two fields."""
 
-    lives: LifetimeSnapshot
+    lifetimes: LifetimeSnapshot
     report_gaps: int
     records: int
-    unsure: bool
+    out_of_sync: bool
 
     @property
     def tracked_blocks(self) -> int:
-        return self.lives.active_blocks + self.lives.released_blocks
+        return self.lifetimes.active_blocks + self.lifetimes.released_blocks
 
 
 # Where a figure is found in Figures, and what it tells; its metric is named by the last part.
 _COUNTERS = {
-    "lives.allocations": "L0 blocks that the engine allocated.",
-    "lives.reuses": "Accesses of L0 blocks that no request owned: hits in the engine's prefix cache.",
-    "lives.shared_accesses": "Accesses of L0 blocks that another request owned.",
-    "lives.evictions": "Lifetimes of L0 blocks that ended by eviction of cached content.",
-    "lives.recycled": "Lifetimes of L0 blocks that were never cached and ended when the block was allocated again.",
-    "lives.cleared": "Lifetimes of L0 blocks that ended when the engine cleared its prefix cache.",
-    "lives.lost": "Lifetimes of L0 blocks whose end was not reported: a gap in the reports, or the engine restarted or died.",
+    "lifetimes.allocations": "L0 blocks that the engine allocated.",
+    "lifetimes.reuses": "Accesses of L0 blocks that no request owned: hits in the engine's prefix cache.",
+    "lifetimes.shared_accesses": "Accesses of L0 blocks that another request owned.",
+    "lifetimes.evictions": "Lifetimes of L0 blocks that ended by eviction of cached content.",
+    "lifetimes.recycled": "Lifetimes of L0 blocks that were never cached and ended when the block was allocated again.",
+    "lifetimes.cleared": "Lifetimes of L0 blocks that ended when the engine cleared its prefix cache.",
+    "lifetimes.lost": "Lifetimes of L0 blocks whose end was not reported: a gap in the reports, or the engine restarted or died.",
     "report_gaps": "Gaps in the sequence of the engine's reports about L0 blocks.",
     "records": "Records about L0 blocks that the daemon received from the engine.",
 }
 _GAUGES = {
-    "lives.active_blocks": "L0 blocks that requests own.",
-    "lives.released_blocks": "L0 blocks that no request owns and whose content the engine can still use.",
+    "lifetimes.active_blocks": "L0 blocks that requests own.",
+    "lifetimes.released_blocks": "L0 blocks that no request owns and whose content the engine can still use.",
     "tracked_blocks": "L0 blocks that requests own or whose content the engine can still use.",
-    "unsure": "1 while the L0 gauges of an engine are too low: reports were lost and its full state has not arrived.",
+    "out_of_sync": "1 while the L0 gauges of an engine are too low: reports were lost and its full state has not arrived.",
 }
 _HISTOGRAMS = {
-    "lives.lifetime": "Time from the allocation of an L0 block to the eviction or recycling of its content.",
-    "lives.idle_before_evict": "Time from the last release of an L0 block to the end of its content; 0 if a request still owned it.",
-    "lives.since_last_access": "Time from the last access or the allocation of an L0 block to the end of its content.",
-    "lives.reuse_gap": "Time between two accesses of an L0 block, the first counted from its allocation.",
+    "lifetimes.lifetime": "Time from the allocation of an L0 block to the eviction or recycling of its content.",
+    "lifetimes.idle_before_evict": "Time from the last release of an L0 block to the end of its content; 0 if a request still owned it.",
+    "lifetimes.since_last_access": "Time from the last access or the allocation of an L0 block to the end of its content.",
+    "lifetimes.reuse_gap": "Time between two accesses of an L0 block, the first counted from its allocation.",
 }
 _PLAIN = [(Kind.COUNTER, *row) for row in _COUNTERS.items()] + [(Kind.GAUGE, *row) for row in _GAUGES.items()]
 
 
 def _name(path: str) -> str:
-    return path.rpartition(".")[2]
+    """The public name, in `/status` and in metrics."""
+    return "unsure" if path == "out_of_sync" else path.rpartition(".")[2]
 
 
 class _Instance:
     """One instance and model, through all its incarnations. Written by the event thread only."""
 
     def __init__(self) -> None:
-        self.figures = LifetimeMetrics(list(RESIDENCY_SECONDS))
+        self.metrics = LifetimeMetrics(list(RESIDENCY_SECONDS))
         self.incarnation = ""
         self.num_blocks = 0
-        self.gone_ns: int | None = None
+        self.ended_ns: int | None = None
         self.source = ""  # "exact" or "reported", once it has reported
         self.refused = 0  # reports of the other source
         self.report_gaps = 0
         self.records = 0
-        self.unsure: frozenset[int] = frozenset()  # pools whose full state is missing
+        self.out_of_sync: frozenset[int] = frozenset()  # pools whose full state is missing
         self.next_sequence: int | None = None
         self.pools: dict[int, BlockLifetimes] = {}
-        self.holdings: Holdings | None = None  # of the one pool of a reported source
+        self.request_blocks: RequestBlocks | None = None  # of the one pool of a reported source
 
-    def read(self) -> Figures:
-        return Figures(self.figures.read(), self.report_gaps, self.records, bool(self.unsure))
+    def read(self) -> BlockMetrics:
+        return BlockMetrics(self.metrics.read(), self.report_gaps, self.records, bool(self.out_of_sync))
 
     def end_all(self) -> None:
-        for lives in self.pools.values():
-            lives.end_all()
-        if self.holdings is not None:
-            self.holdings.clear()
+        for lifetimes in self.pools.values():
+            lifetimes.end_all()
+        if self.request_blocks is not None:
+            self.request_blocks.clear()
 
     def lose_track(self) -> None:
         self.end_all()
-        self.unsure = frozenset(self.pools or {0})
+        self.out_of_sync = frozenset(self.pools or {0})
 
     def follow(self, sequence: int) -> None:
         """REQUIRES: called for every report and every request's end, before it is applied."""
@@ -121,13 +122,13 @@ class _Instance:
         """Its process is gone, or another: all lives are lost."""
         self.end_all()
         self.pools.clear()
-        self.holdings = None
+        self.request_blocks = None
         self.next_sequence = None
-        self.unsure = frozenset()
+        self.out_of_sync = frozenset()
         self.source = ""
 
 
-class L0:
+class BlockLifecycle:
     """handle() and close() are the event thread's; all else may be called from any thread.
 
     `clock` is CLOCK_MONOTONIC nanoseconds. Every pool draws the key of its sampling from `seed`.
@@ -156,17 +157,17 @@ class L0:
             case RequestEnded():
                 instance = self._reporter(event)
                 instance.follow(event.sequence)
-                if instance.holdings is not None:
-                    instance.holdings.end(event.request_id, event.time_ns)
+                if instance.request_blocks is not None:
+                    instance.request_blocks.end(event.request_id, event.time_ns)
             case InstanceRegistered():
-                self._came(event)
+                self._registered(event)
             case InstanceDisconnected():
-                self._gone(event)
+                self._disconnected(event)
 
     def close(self) -> None:
         """Nothing to do: what is known can be read as before."""
 
-    def _came(self, event: InstanceRegistered) -> None:
+    def _registered(self, event: InstanceRegistered) -> None:
         self._expire()
         key = (event.instance_id, event.model_name)
         with self._lock:
@@ -179,12 +180,12 @@ class L0:
         if before is not None and before is not instance:  # it is another model now
             self._end(before)
         instance.forget_pools()
-        instance.gone_ns = None
+        instance.ended_ns = None
         instance.incarnation, instance.num_blocks = event.incarnation, event.num_blocks
         if again or event.has_computed:
             instance.lose_track()
 
-    def _gone(self, event: InstanceDisconnected) -> None:
+    def _disconnected(self, event: InstanceDisconnected) -> None:
         instance = self._present.get(event.instance_id)
         if instance is not None and instance.incarnation == event.incarnation:
             with self._lock:
@@ -193,11 +194,11 @@ class L0:
 
     def _end(self, instance: _Instance) -> None:
         instance.forget_pools()
-        instance.gone_ns = self._clock()
+        instance.ended_ns = self._clock()
 
     def _reporter(self, event: BlockReport | RequestEnded) -> _Instance:
         instance = self._instances.get((event.instance_id, event.model_name))
-        if instance is None or instance.gone_ns is not None:
+        if instance is None or instance.ended_ns is not None:
             raise LookupError(f"instance {event.instance_id!r} of model {event.model_name!r} is not there")
         return instance
 
@@ -217,36 +218,36 @@ class L0:
 
     def _apply(self, instance: _Instance, payload: Payload) -> None:
         pool = payload.pool if isinstance(payload, ExactRecords) else 0
-        lives = instance.pools[pool] if pool in instance.pools else self._new_pool(instance, pool)
+        lifetimes = instance.pools[pool] if pool in instance.pools else self._new_pool(instance, pool)
         if isinstance(payload, ReportedBlocks):
             instance.records += sum(record.blocks for record in payload.records)
-            if instance.holdings is None:
-                instance.holdings = Holdings(lives)
+            if instance.request_blocks is None:
+                instance.request_blocks = RequestBlocks(lifetimes)
             if payload.full:
-                instance.holdings.clear()
-            instance.holdings.apply(payload)
+                instance.request_blocks.clear()
+            instance.request_blocks.apply(payload)
         else:
             instance.records += len(payload.records) // 4
             if payload.full:
-                lives.end_all()
-            lives.apply(payload.records, payload.marks)
+                lifetimes.end_all()
+            lifetimes.apply(payload.records, payload.marks)
         if payload.full:
-            instance.unsure -= {pool}
+            instance.out_of_sync -= {pool}
 
     def _new_pool(self, instance: _Instance, pool: int) -> BlockLifetimes:
         if len(instance.pools) >= MAX_POOLS:
             raise ValueError(f"more than {MAX_POOLS} block pools")
         seed = self._seeds.getrandbits(64)
-        lives = BlockLifetimes(instance.figures, instance.num_blocks, self._sample_rate, seed)
-        instance.pools[pool] = lives
-        return lives
+        lifetimes = BlockLifetimes(instance.metrics, instance.num_blocks, self._sample_rate, seed)
+        instance.pools[pool] = lifetimes
+        return lifetimes
 
     # ---- from any thread ----------------------------------------------------------------------
 
-    def is_unsure(self, instance_id: str) -> bool:
+    def is_out_of_sync(self, instance_id: str) -> bool:
         """Whether the full state of a pool is wanted from it."""
         instance = self._present.get(instance_id)
-        return instance is not None and bool(instance.unsure)
+        return instance is not None and bool(instance.out_of_sync)
 
     def status(self, instance_id: str) -> dict[str, Any]:
         """What `/status` shows of an instance; nothing if it is not there."""
@@ -284,8 +285,8 @@ class L0:
         """Figures of instances that are gone for long, or before MOST_DEPARTED others."""
         until = self._clock() - int(DEPARTED_SECONDS * 1e9)
         with self._lock:
-            gone = [(of.gone_ns, key) for key, of in self._instances.items() if of.gone_ns is not None]
-            gone.sort(reverse=True)
-            for number, (gone_ns, key) in enumerate(gone):
-                if gone_ns <= until or number >= MOST_DEPARTED:
+            ended = [(of.ended_ns, key) for key, of in self._instances.items() if of.ended_ns is not None]
+            ended.sort(reverse=True)
+            for number, (ended_ns, key) in enumerate(ended):
+                if ended_ns <= until or number >= MOST_DEPARTED:
                     del self._instances[key]

@@ -44,13 +44,13 @@ Name = tuple[str, str]  # instance id, model name
 
 
 @dataclass(slots=True)
-class _Life:
+class _Lifetime:
     owner: Name
     ready_ns: int
     used_ns: int
 
 
-class L1:
+class ChunkLifecycle:
     """A subscriber of the bus."""
 
     name = "l1"
@@ -60,15 +60,15 @@ class L1:
         self._clock = clock
         self._below = int(sample_rate * 2**64)  # a life whose hash is below is sampled
         self._secret = secrets.token_bytes(16)
-        self._lives: dict[bytes, dict[bytes, _Life]] = {}  # by namespace and key
+        self._lifetimes: dict[bytes, dict[bytes, _Lifetime]] = {}  # by namespace and key
         self._instances: dict[Name, int] = {}  # when it went; 0: it is there
         self._ownerless: set[str] = set()  # models of figures that are no instance's any more
-        self._figures: dict[str, dict[Name, Histogram]] = {name: {} for name in _HISTOGRAMS}
+        self._histograms: dict[str, dict[Name, Histogram]] = {name: {} for name in _HISTOGRAMS}
         self._lock = threading.Lock()  # of the figures
 
     @property
     def tracked(self) -> int:
-        return sum(map(len, self._lives.values()))
+        return sum(map(len, self._lifetimes.values()))
 
     def handle(self, event: Event) -> None:
         match event:
@@ -79,14 +79,14 @@ class L1:
             case ChunksEvicted():
                 self._evicted(event)
             case L1Cleared():
-                for namespace in [n for n in self._lives if n.startswith(event.namespace)]:
-                    del self._lives[namespace]
+                for namespace in [n for n in self._lifetimes if n.startswith(event.namespace)]:
+                    del self._lifetimes[namespace]
             case InstanceRegistered() | InstanceDisconnected():
-                gone_ns = event.time_ns if isinstance(event, InstanceDisconnected) else 0
+                ended_ns = event.time_ns if isinstance(event, InstanceDisconnected) else 0
                 with self._lock:
-                    self._instances[event.instance_id, event.model_name] = gone_ns
-                    if gone_ns:
-                        self._forget_instances(gone_ns)
+                    self._instances[event.instance_id, event.model_name] = ended_ns
+                    if ended_ns:
+                        self._forget_instances(ended_ns)
             case _:
                 return
 
@@ -100,69 +100,71 @@ class L1:
                     text,
                     Kind.HISTOGRAM,
                     ("instance_id", "model_name"),
-                    [(owner, histogram.snapshot()) for owner, histogram in self._figures[name].items()],
+                    [(owner, histogram.snapshot()) for owner, histogram in self._histograms[name].items()],
                     L1_SECONDS,
                 )
                 for name, text in _HISTOGRAMS.items()
             ]
 
     def close(self) -> None:
-        self._lives.clear()
+        self._lifetimes.clear()
 
     # ---- inside -------------------------------------------------------------------------------
 
     def _stored(self, event: ChunksStored) -> None:
-        lives = self._lives.setdefault(event.namespace, {})
+        lifetimes = self._lifetimes.setdefault(event.namespace, {})
         for (key,) in split_keys(event.keys):
             if self._sampled(event.namespace, key, event.time_ns):
-                lives[key] = _Life((event.instance_id, event.model_name), event.time_ns, event.time_ns)
+                lifetimes[key] = _Lifetime((event.instance_id, event.model_name), event.time_ns, event.time_ns)
             else:
-                lives.pop(key, None)  # a former life whose end was not told
-        if not lives:
-            del self._lives[event.namespace]
+                lifetimes.pop(key, None)  # a former life whose end was not told
+        if not lifetimes:
+            del self._lifetimes[event.namespace]
 
     def _sampled(self, namespace: bytes, key: bytes, time_ns: int) -> bool:
         text = namespace + key + time_ns.to_bytes(8, "little")
         return int.from_bytes(blake2b(text, key=self._secret, digest_size=8).digest(), "little") < self._below
 
     def _loaded(self, event: ChunksLoaded) -> None:
-        lives = self._lives.get(event.namespace)
-        if not lives:
+        lifetimes = self._lifetimes.get(event.namespace)
+        if not lifetimes:
             return
-        found = [life for (key,) in split_keys(event.keys) if (life := lives.get(key)) is not None]
+        found = [lifetime for (key,) in split_keys(event.keys) if (lifetime := lifetimes.get(key)) is not None]
         with self._lock:
-            for life in found:
+            for lifetime in found:
                 user = (event.instance_id, event.model_name)
-                self._observe("kvserver_l1_chunk_reuse_gap_seconds", user, event.time_ns - life.used_ns)
-                self._observe("kvserver_l1_hit_age_seconds", user, event.time_ns - life.ready_ns)
-                life.used_ns = event.time_ns
+                self._observe("kvserver_l1_chunk_reuse_gap_seconds", user, event.time_ns - lifetime.used_ns)
+                self._observe("kvserver_l1_hit_age_seconds", user, event.time_ns - lifetime.ready_ns)
+                lifetime.used_ns = event.time_ns
 
     def _evicted(self, event: ChunksEvicted) -> None:
-        lives = self._lives.get(event.namespace)
-        if not lives:
+        lifetimes = self._lifetimes.get(event.namespace)
+        if not lifetimes:
             return
-        ended = [life for (key,) in split_keys(event.keys) if (life := lives.pop(key, None)) is not None]
-        if not lives:
-            del self._lives[event.namespace]
+        ended = [lifetime for (key,) in split_keys(event.keys) if (lifetime := lifetimes.pop(key, None)) is not None]
+        if not lifetimes:
+            del self._lifetimes[event.namespace]
         with self._lock:
-            for life in ended:
-                self._observe("kvserver_l1_chunk_residency_seconds", life.owner, event.time_ns - life.ready_ns)
-                self._observe("kvserver_l1_chunk_idle_before_evict_seconds", life.owner, event.time_ns - life.used_ns)
+            for lifetime in ended:
+                self._observe("kvserver_l1_chunk_residency_seconds", lifetime.owner, event.time_ns - lifetime.ready_ns)
+                self._observe(
+                    "kvserver_l1_chunk_idle_before_evict_seconds", lifetime.owner, event.time_ns - lifetime.used_ns
+                )
 
     def _observe(self, name: str, owner: Name, nanos: int) -> None:
         if owner not in self._instances:
             model_name = bounded(owner[1], self._ownerless)
             self._ownerless.add(model_name)
             owner = ("", model_name)
-        histogram = self._figures[name].get(owner)
+        histogram = self._histograms[name].get(owner)
         if histogram is None:
-            histogram = self._figures[name][owner] = Histogram(L1_SECONDS)
+            histogram = self._histograms[name][owner] = Histogram(L1_SECONDS)
         histogram.observe(nanos * 1e-9)
 
     def _forget_instances(self, now_ns: int) -> None:
-        gone = sorted(((gone_ns, owner) for owner, gone_ns in self._instances.items() if gone_ns), reverse=True)
-        for number, (gone_ns, owner) in enumerate(gone):
-            if now_ns - gone_ns > DEPARTED_SECONDS * 1e9 or number >= MOST_DEPARTED:
+        ended = sorted(((ended_ns, owner) for owner, ended_ns in self._instances.items() if ended_ns), reverse=True)
+        for number, (ended_ns, owner) in enumerate(ended):
+            if now_ns - ended_ns > DEPARTED_SECONDS * 1e9 or number >= MOST_DEPARTED:
                 del self._instances[owner]
-                for histograms in self._figures.values():
+                for histograms in self._histograms.values():
                     histograms.pop(owner, None)

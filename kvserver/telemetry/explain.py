@@ -75,7 +75,7 @@ class Explain:
 
     # ---- from any thread ----------------------------------------------------------------------
 
-    def find(self, client_id: str, most: int) -> list[Facts]:
+    def find_requests(self, client_id: str, most: int) -> list[Facts]:
         """The requests that a client knows by this id, or by the beginning of one, newest first."""
         found: list[Request] = []
         begun: list[Request] = []
@@ -176,7 +176,7 @@ class Explain:
                     self._differences.formed(event)
             case InstanceDisconnected():
                 with self._lock:
-                    self._gone(event)
+                    self._instance_disconnected(event)
             case _:
                 return
 
@@ -225,16 +225,16 @@ class Explain:
         while self._evicted_bytes > MOST_EVICTED_BYTES:
             self._evicted_bytes -= _EVICTED_BYTES + len(self._evicted.popleft().keys)
 
-    def _gone(self, event: InstanceDisconnected) -> None:
+    def _instance_disconnected(self, event: InstanceDisconnected) -> None:
         self._chunk_tokens.pop(event.instance_id, None)
         for request in self._ring:
             if request.instance_id == event.instance_id and request.ended is None:
-                request.gone = request.gone or ("died" if event.died else "left")
+                request.departure = request.departure or ("died" if event.died else "left")
 
     def _open(self, event: LookupEnded | RequestEnded) -> Request | None:
         """The request, if it has not ended: an id that comes again afterwards is another request's."""
         request = self._newest.get((event.instance_id, event.request_id))
-        return request if request is not None and request.ended is None and not request.gone else None
+        return request if request is not None and request.ended is None and not request.departure else None
 
     def _remember(self, event: LookupEnded | RequestEnded, began_ns: int) -> Request:
         request = Request(event.instance_id, event.model_name, event.request_id, began_ns)

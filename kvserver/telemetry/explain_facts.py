@@ -135,7 +135,7 @@ class Request:
     loads: dict[int, RankLoad] = field(default_factory=dict)  # by rank
     unlisted_loads: int = 0  # of ranks beyond MOST_RANKS
     ended: RequestEnded | None = None
-    gone: str = ""  # how its instance went while it ran: "died" or "left"
+    departure: str = ""  # how its instance went while it ran: "died" or "left"
     chunk_tokens: int = 0
 
     @property
@@ -152,17 +152,17 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        told = self.ended.prompt_tokens if self.ended is not None else 0
-        if told or self.lookup is None:
-            return told
+        reported = self.ended.prompt_tokens if self.ended is not None else 0
+        if reported or self.lookup is None:
+            return reported
         return self.lookup.prompt_tokens or self.lookup.chunks * self.lookup.chunk_tokens
 
     @property
     def failure(self) -> str:
         """The code of a failed load; "" if none failed."""
         codes = (load.outcome for load in tuple(self.loads.values()) if load.outcome not in ("running", _DONE))
-        told = self.ended is not None and self.ended.failed_loads > 0
-        return next(codes, "failed" if told else "")
+        reported = self.ended is not None and self.ended.failed_loads > 0
+        return next(codes, "failed" if reported else "")
 
     def missed_tokens(self) -> dict[str, int]:
         lookup = self.lookup
@@ -206,7 +206,7 @@ class Request:
         if self.failure:
             return "load_failed"
         if self.ended is None:
-            return f"instance_{self.gone}" if self.gone else "running"
+            return f"instance_{self.departure}" if self.departure else "running"
         if self.lookup is None:
             return "no_lookup"
         usable, l0 = min(tokens["found"], tokens["prompt"] - 1), tokens["l0"]

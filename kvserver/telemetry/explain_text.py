@@ -56,12 +56,12 @@ def verdict(facts: Facts) -> str:
     """One sentence."""
     tokens = facts["tokens"]
     if tokens["computed"] is not None:
-        said = f"{tokens['computed']:,} of {tokens['prompt']:,} prompt tokens were computed"
+        share = f"{tokens['computed']:,} of {tokens['prompt']:,} prompt tokens were computed"
     elif facts["waits"]["lookups"]:
-        said = f"{tokens['found']:,} of {tokens['prompt']:,} prompt tokens were found in L1"
+        share = f"{tokens['found']:,} of {tokens['prompt']:,} prompt tokens were found in L1"
     else:
-        said = "nothing is known of its tokens"
-    return f"{said}: {_why(facts)}"
+        share = "nothing is known of its tokens"
+    return f"{share}: {_why(facts)}"
 
 
 def _why(facts: Facts) -> str:

@@ -19,7 +19,7 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Family:
-    """`name` without `_total`. A point is (label values, figure); there may be none."""
+    """`name` without `_total`. A point is (label values, value); there may be none."""
 
     name: str
     help: str
@@ -28,7 +28,7 @@ class Family:
     points: list[tuple[tuple[str, ...], float | Buckets]] = field(default_factory=list)
     bounds: tuple[float, ...] = ()  # of a histogram's buckets, ascending
 
-    def add(self, figure: float | Buckets, *labels: str) -> Family:
+    def add(self, value: float | Buckets, *labels: str) -> Family:
         assert len(labels) == len(self.labels), f"{self.name} has labels {self.labels}"
-        self.points.append((labels, figure))
+        self.points.append((labels, value))
         return self

@@ -35,6 +35,6 @@ def all_families(
         known = found.setdefault(family.name, family)
         if known is not family:
             assert (known.kind, known.labels, known.bounds) == (family.kind, family.labels, family.bounds), family.name
-            told = {labels for labels, _ in known.points}
-            known.points += [point for point in family.points if point[0] not in told]
+            known_labels = {labels for labels, _ in known.points}
+            known.points += [point for point in family.points if point[0] not in known_labels]
     return list(found.values())

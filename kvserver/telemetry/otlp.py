@@ -54,7 +54,7 @@ _UNITS = {"seconds": "s", "bytes": "By"}  # by the last word of a name
 # ---- what becomes of it -----------------------------------------------------------------------
 
 
-class _Said(logging.Handler):
+class _ExporterLog(logging.Handler):
     """The exporters' log lines, kept per thread: all they tell about a failure, and too many of them to be shown."""
 
     def __init__(self) -> None:
@@ -67,21 +67,21 @@ class _Said(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._of_thread.text = record.getMessage()
 
-    def take(self) -> str:
+    def drain_text(self) -> str:
         """What this thread has heard last, once."""
         text: str = getattr(self._of_thread, "text", "")
         self._of_thread.text = ""
         return text
 
 
-_said = _Said()
+_exporter_log = _ExporterLog()
 
 # One export at a time, and what it made is looked through when it is over: errors hold the whole message in reference
 # cycles, and the loop, which looks for garbage every second, does so only among what is younger than that.
 _sending = threading.Lock()
 
 
-class Link:
+class Delivery:
     """What became of what was sent. An outage is logged once, and its end. Written by one thread."""
 
     def __init__(self, what: str) -> None:
@@ -93,7 +93,7 @@ class Link:
 
     def attempt(self, send: Callable[[], bool], count: int = 1) -> bool:
         """Whether `send` did it. Whatever it raises is a failure."""
-        _said.take()
+        _exporter_log.drain_text()
         with _sending:
             try:
                 ok, error = send(), ""
@@ -104,7 +104,7 @@ class Link:
             self.sent += count
         else:
             self.failed += count
-            self.last_error = (_said.take() or error or self.last_error)[:500]
+            self.last_error = (_exporter_log.drain_text() or error or self.last_error)[:500]
         if not ok and not self._down:
             log.warning("%s do not arrive (told once, until they do again): %s", self._what, self.last_error)
         elif ok and self._down:
@@ -149,12 +149,12 @@ def span_exporter(endpoint: OtlpEndpoint) -> SpanExporter:
 class CountedSpans(SpanExporter):
     """Another exporter, and what became of its spans."""
 
-    def __init__(self, exporter: SpanExporter, link: Link) -> None:
+    def __init__(self, exporter: SpanExporter, delivery: Delivery) -> None:
         self._exporter = exporter
-        self._link = link
+        self._delivery = delivery
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        done = self._link.attempt(lambda: self._exporter.export(spans) is SpanExportResult.SUCCESS, len(spans))
+        done = self._delivery.attempt(lambda: self._exporter.export(spans) is SpanExportResult.SUCCESS, len(spans))
         return SpanExportResult.SUCCESS if done else SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
@@ -181,7 +181,7 @@ class OtlpMetrics:
         self._read = read
         self._interval = interval_seconds
         self._starts = _Starts(time.time_ns())
-        self._link = Link("metrics over OTLP")
+        self._delivery = Delivery("metrics over OTLP")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
 
@@ -196,13 +196,13 @@ class OtlpMetrics:
         self._exporter.shutdown(timeout_millis=100)
 
     def status(self) -> dict[str, Any]:
-        return {"endpoint": self._endpoint.base, **self._link.status()}
+        return {"endpoint": self._endpoint.base, **self._delivery.status()}
 
     def _run(self) -> None:
-        self._link.attempt(self._send)
+        self._delivery.attempt(self._send)
         while not self._stop.wait(self._interval):
-            self._link.attempt(self._send)
-        self._link.attempt(self._send)
+            self._delivery.attempt(self._send)
+        self._delivery.attempt(self._send)
 
     def _send(self) -> bool:
         now_ns = time.time_ns()  # before it is read: what is counted meanwhile is not from before a series' start
@@ -228,11 +228,11 @@ class _Starts:
         """These are sent now."""
         seen = {}
         for family in families:
-            for labels, figure in family.points:
-                value = sum(figure.counts) if isinstance(figure, Buckets) else figure
+            for labels, value in family.points:
+                number = sum(value.counts) if isinstance(value, Buckets) else value
                 start_ns, before = self._series.get((family.name, labels), (self._last_ns, 0.0))
-                fell = value < before and family.kind is not Kind.GAUGE
-                seen[family.name, labels] = (self._last_ns if fell else start_ns, value)
+                fell = number < before and family.kind is not Kind.GAUGE
+                seen[family.name, labels] = (self._last_ns if fell else start_ns, number)
         self._last_ns, self._series = now_ns, seen
 
     def of(self, name: str, labels: tuple[str, ...]) -> int:
@@ -249,17 +249,17 @@ def metrics_data(families: Sequence[Family], sender: Resource, starts: _Starts, 
 
 def _metric(family: Family, starts: _Starts, now_ns: int) -> Metric:
     points = [
-        (dict(zip(family.labels, labels, strict=True)), starts.of(family.name, labels), figure)
-        for labels, figure in family.points
+        (dict(zip(family.labels, labels, strict=True)), starts.of(family.name, labels), value)
+        for labels, value in family.points
     ]
     if family.kind is Kind.HISTOGRAM:
-        lives = [_histogram(labels, cast(Buckets, f), family.bounds, began, now_ns) for labels, began, f in points]
-        data: Histogram | Gauge | Sum = Histogram(lives, AggregationTemporality.CUMULATIVE)
+        histograms = [_histogram(labels, cast(Buckets, f), family.bounds, began, now_ns) for labels, began, f in points]
+        data: Histogram | Gauge | Sum = Histogram(histograms, AggregationTemporality.CUMULATIVE)
     else:
         numbers = [
-            NumberDataPoint(labels, began, now_ns, figure)
-            for labels, began, figure in points
-            if not isinstance(figure, Buckets) and math.isfinite(figure)
+            NumberDataPoint(labels, began, now_ns, value)
+            for labels, began, value in points
+            if not isinstance(value, Buckets) and math.isfinite(value)
         ]
         counts = family.kind is Kind.COUNTER
         data = Sum(numbers, AggregationTemporality.CUMULATIVE, is_monotonic=True) if counts else Gauge(numbers)

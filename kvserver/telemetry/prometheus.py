@@ -29,21 +29,21 @@ def _metric(family: Family) -> Metric:
     match family.kind:
         case Kind.COUNTER:
             counter = CounterMetricFamily(family.name, family.help, labels=family.labels)
-            for labels, figure in family.points:
-                counter.add_metric(labels, cast(float, figure))
+            for labels, value in family.points:
+                counter.add_metric(labels, cast(float, value))
             return counter
         case Kind.GAUGE:
             gauge = GaugeMetricFamily(family.name, family.help, labels=family.labels)
-            for labels, figure in family.points:
-                gauge.add_metric(labels, cast(float, figure))
+            for labels, value in family.points:
+                gauge.add_metric(labels, cast(float, value))
             return gauge
         case Kind.HISTOGRAM:
             histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
             bounds = [*map(repr, family.bounds), "+Inf"]
-            for labels, figure in family.points:
-                assert isinstance(figure, Buckets)
-                below = list(zip(bounds, accumulate(figure.counts), strict=True))
-                histogram.add_metric(labels, below, figure.sum)
+            for labels, value in family.points:
+                assert isinstance(value, Buckets)
+                below = list(zip(bounds, accumulate(value.counts), strict=True))
+                histogram.add_metric(labels, below, value.sum)
             return histogram
 
 

@@ -22,7 +22,7 @@ MAX_REQUESTS = 1 << 16  # that have not ended, of one instance
 
 
 @dataclass(slots=True)
-class _Chain:
+class _ContentChain:
     """Content ids of positions [first, ...) of one request and group."""
 
     first: int = 0
@@ -52,14 +52,14 @@ def _digest(data: bytes) -> bytes:
 @dataclass(slots=True)
 class _Request:
     number: int
-    chains: dict[int, _Chain] = field(default_factory=dict)  # by group
+    chains: dict[int, _ContentChain] = field(default_factory=dict)  # by group
 
 
-class Holdings:
+class RequestBlocks:
     """Applies what requests hold to the lives of one pool."""
 
-    def __init__(self, lives: BlockLifetimes) -> None:
-        self._lives = lives
+    def __init__(self, lifetimes: BlockLifetimes) -> None:
+        self._lifetimes = lifetimes
         self._requests: dict[str, _Request] = {}
         self._numbered = 0
 
@@ -77,20 +77,22 @@ class Holdings:
                 continue
             request = self._request(record.request_id)
             contents = self._contents(request, record, payload.block_tokens)
-            self._lives.own_blocks(request.number, record.group, blocks, contents, payload.time_ns, not payload.full)
+            self._lifetimes.own_blocks(
+                request.number, record.group, blocks, contents, payload.time_ns, not payload.full
+            )
 
     def end(self, request_id: str, time_ns: int) -> None:
         if (request := self._requests.pop(request_id, None)) is not None:
-            self._lives.end_request(request.number, time_ns)
+            self._lifetimes.end_request(request.number, time_ns)
 
     def clear(self) -> None:
         """Nobody holds anything."""
         self._requests.clear()
-        self._lives.end_all()
+        self._lifetimes.end_all()
 
     def _release(self, record: Released, blocks: bytes, time_ns: int) -> None:
         if (request := self._requests.get(record.request_id)) is not None:
-            self._lives.release_blocks(request.number, blocks, time_ns)
+            self._lifetimes.release_blocks(request.number, blocks, time_ns)
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
@@ -102,10 +104,10 @@ class Holdings:
         return request
 
     @staticmethod
-    def _contents(request: _Request, held: Owned, block_tokens: int) -> bytes:
-        if held.contents or not held.tokens:
-            return held.contents
-        if len(held.tokens) > held.blocks * block_tokens * TOKEN_BYTES:
-            raise ValueError(f"{len(held.tokens)} bytes of tokens in {held.blocks} blocks of {block_tokens} tokens")
-        chain = request.chains.setdefault(held.group, _Chain(held.first_index))
-        return chain.extend(held.first_index, held.tokens, block_tokens)
+    def _contents(request: _Request, record: Owned, block_tokens: int) -> bytes:
+        if record.contents or not record.tokens:
+            return record.contents
+        if len(record.tokens) > record.blocks * block_tokens * TOKEN_BYTES:
+            raise ValueError(f"{len(record.tokens)} bytes of tokens in {record.blocks} blocks of {block_tokens} tokens")
+        chain = request.chains.setdefault(record.group, _ContentChain(record.first_index))
+        return chain.extend(record.first_index, record.tokens, block_tokens)

@@ -27,7 +27,7 @@ from opentelemetry.util.types import Attributes
 
 from kvserver import __version__
 from kvserver.events import CopyEnded, CopyRefused, Event, InstanceDisconnected, LookupEnded, RequestEnded
-from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Link
+from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Delivery
 
 MOST_REQUESTS = 4096  # remembered, traced ones only; beyond them the oldest is forgotten
 
@@ -57,12 +57,12 @@ class Traces:
         self.forgotten = 0  # requests that did not end while they were remembered: their own span is not sent
         self._spans = 0  # ended; those not sent, failed or waiting were too many for the processor
         self._most = most_requests
-        self._link = Link("traces over OTLP")
+        self._delivery = Delivery("traces over OTLP")
         self._requests: OrderedDict[tuple[str, str], _Request] = OrderedDict()  # by instance id and request id
         self._context = TraceContextTextMapPropagator()
         sampler = ParentBased(TraceIdRatioBased(sample_rate))
         self._provider = TracerProvider(sampler, sender, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(CountedSpans(exporter, self._link)))
+        self._provider.add_span_processor(BatchSpanProcessor(CountedSpans(exporter, self._delivery)))
         self._tracer = self._provider.get_tracer("kvserver", __version__)
 
     def handle(self, event: Event) -> None:
@@ -98,7 +98,7 @@ class Traces:
             "requests": len(self._requests),
             "forgotten": self.forgotten,
             "spans": self._spans,
-            **self._link.status(),
+            **self._delivery.status(),
         }
 
     # ---- inside -------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Traces:
         request = self._requests.get((event.instance_id, event.request_id))
         if request is None:
             return
-        figures: dict[str, str | int] = {
+        attributes: dict[str, str | int] = {
             "rank": event.rank,
             "chunks": event.chunks,
             "bytes": event.bytes,
@@ -148,7 +148,7 @@ class Traces:
             "outcome": event.outcome,
         }
         failure = "" if event.outcome == "done" else event.outcome
-        whole = self._child(request, event.direction, event.began_ns, event.time_ns, figures, failure)
+        whole = self._child(request, event.direction, event.began_ns, event.time_ns, attributes, failure)
         if event.device_ns and not failure:  # when the device was at it, as far as its end is the end
             copied_ns = max(event.began_ns, event.time_ns - event.device_ns)
             self._child(request, "copy", copied_ns, event.time_ns, {"bytes": event.bytes}, parent=whole)
@@ -159,13 +159,13 @@ class Traces:
         name: str,
         began_ns: int,
         ended_ns: int,
-        figures: Mapping[str, str | int],
+        attributes: Mapping[str, str | int],
         failure: str = "",
         parent: Span | None = None,
     ) -> Span:
         """Of the request, or of another child of it."""
         context = set_span_in_context(parent or request.span)
-        span = self._tracer.start_span(name, context, attributes=figures, start_time=began_ns + request.wall_ns)
+        span = self._tracer.start_span(name, context, attributes=attributes, start_time=began_ns + request.wall_ns)
         if failure:
             span.set_status(Status(StatusCode.ERROR, failure))
         span.end(ended_ns + request.wall_ns)

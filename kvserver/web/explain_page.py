@@ -42,7 +42,7 @@ def answer(explain: Explain, query: str) -> tuple[int, str]:
     if client_id is None:
         found = explain.worst(minutes * 60, most, given.get("instance_id", ""))
     else:
-        found = explain.find(client_id, most)
+        found = explain.find_requests(client_id, most)
         if not found:
             return 404, _error("unknown_request", _unknown(client_id, remembered))
     order = _BY_TOKENS if client_id is None else _BY_ID

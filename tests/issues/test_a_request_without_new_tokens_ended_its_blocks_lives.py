@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 from support.block_lifetimes import Engine, hold, release
 
-from kvserver.telemetry import L0
+from kvserver.telemetry import BlockLifecycle
 
 TOKENS = range(8)  # two blocks
 
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(L0(1.0))
+    return Engine(BlockLifecycle(1.0))
 
 
 def test_full_blocks_live_on_where_nothing_new_is_said_of_them(engine: Engine) -> None:

@@ -353,7 +353,7 @@ class World:
             ended = self.lifelines.read(fd)
             assert ended is not None
             registration = ended.registration
-            self.handlers.workers.attachment_ended(ended)
+            self.handlers.workers.lifeline_ended(ended)
             for rank in self.ranks():
                 if registration is not None and rank.registration == registration and rank.state == "open":
                     self.closed(rank)
@@ -598,7 +598,7 @@ class World:
 
     def settle(self) -> None:
         self.device.drained = []
-        self.handlers.settle()
+        self.handlers.complete_tickets()
         self.handlers.transfers.step()
         self.faults[:] = [fault for fault in self.faults if "the device is lost" not in fault]
         for ticket, outcome in self.device.drained:

@@ -25,7 +25,7 @@ from kvserver.protocol import (
     Released,
     ReportedBlocks,
 )
-from kvserver.telemetry import L0
+from kvserver.telemetry import BlockLifecycle
 
 SECOND = 1_000_000_000
 HISTOGRAMS = ("lifetime", "idle_before_evict", "since_last_access", "reuse_gap")
@@ -98,7 +98,7 @@ class Engine:
 
     def __init__(
         self,
-        l0: L0,
+        l0: BlockLifecycle,
         instance_id: str = "engine",
         model_name: str = "model",
         incarnation: str = "first",

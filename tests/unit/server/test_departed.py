@@ -25,11 +25,11 @@ def arrive(instances: Instances, instance_id: str, model_name: str = "m") -> Any
         block_tokens=16, chunk_blocks=4, counted=identity(),
     )  # fmt: skip
     nothing: Any = Nothing()
-    return instances.add(spec, nothing, nothing, [], nothing)
+    return instances.add_worker(spec, nothing, nothing, [], nothing)
 
 
 def serve(instances: Instances, worker: Any, lookups: int) -> None:
-    counts = instances.of(worker).counts
+    counts = instances.instance_of(worker).counts
     counts.lookups += lookups
     counts.missed_tokens[MissReason.EVICTED] += 10 * lookups
 
@@ -38,7 +38,7 @@ def test_a_disconnected_instance_is_shown_for_five_minutes() -> None:
     instances = Instances()
     worker = arrive(instances, "a")
     serve(instances, worker, 3)
-    instances.remove(worker, now=100.0)
+    instances.remove_worker(worker, now=100.0)
     instances.forget_departed(100.0 + DEPARTED_SECONDS)
     (departed,) = instances.departed.values()
     assert (departed.instance_id, departed.model_name, departed.counts.lookups) == ("a", "m", 3)
@@ -52,10 +52,10 @@ def test_one_that_comes_back_goes_on_and_is_counted_once() -> None:
     instances = Instances()
     worker = arrive(instances, "a")
     serve(instances, worker, 3)
-    instances.remove(worker, now=100.0)
+    instances.remove_worker(worker, now=100.0)
     again = arrive(instances, "a")
     serve(instances, again, 1)
-    assert instances.of(again).counts.lookups == 4
+    assert instances.instance_of(again).counts.lookups == 4
     assert not instances.departed
     assert instances.totals().lookups == 4
 
@@ -64,9 +64,9 @@ def test_another_model_under_the_same_id_begins_anew() -> None:
     instances = Instances()
     worker = arrive(instances, "a")
     serve(instances, worker, 3)
-    instances.remove(worker, now=100.0)
+    instances.remove_worker(worker, now=100.0)
     other = arrive(instances, "a", "another model")
-    assert instances.of(other).counts.lookups == 0
+    assert instances.instance_of(other).counts.lookups == 0
     assert set(instances.departed) == {("a", "m")}
     assert instances.totals().lookups == 3
 
@@ -74,7 +74,7 @@ def test_another_model_under_the_same_id_begins_anew() -> None:
 def test_what_ends_after_its_instance_is_counted_with_it() -> None:
     instances = Instances()
     worker = arrive(instances, "a")
-    instances.remove(worker, now=100.0)
+    instances.remove_worker(worker, now=100.0)
     instances.counts_of(worker.spec).failed_loads += 1
     instances.forget_departed(1e9)
     instances.counts_of(worker.spec).failed_loads += 1
@@ -86,7 +86,7 @@ def test_of_very_many_disconnected_instances_the_newest_are_shown_and_none_is_lo
     for number in range(3 * MOST_DEPARTED):
         worker = arrive(instances, f"hostile {number}", model_name=f"model {number}")
         serve(instances, worker, 1)
-        instances.remove(worker, now=100.0)
+        instances.remove_worker(worker, now=100.0)
     assert len(instances.departed) == MOST_DEPARTED
     assert (f"hostile {3 * MOST_DEPARTED - 1}", f"model {3 * MOST_DEPARTED - 1}") in instances.departed
     assert instances.totals().lookups == 3 * MOST_DEPARTED

@@ -48,7 +48,7 @@ class Engine:
         self.explain.handle(RequestEnded(self.now, engine, "m", 0, request, **tokens))
 
     def of(self, request: str = "r") -> Facts:
-        (found,) = self.explain.find(request, 10)
+        (found,) = self.explain.find_requests(request, 10)
         return found
 
 
@@ -90,7 +90,7 @@ def test_long_ids_and_many_ranks_count_and_the_oldest_are_forgotten() -> None:
     status = engine.explain.status()
     assert status["bytes"] <= MOST_BYTES
     assert 100 < status["requests"] < 1000
-    assert engine.explain.find("00000", 10) == []
+    assert engine.explain.find_requests("00000", 10) == []
     assert engine.of("01499")["unlisted_loads"] == 0
 
 
@@ -138,10 +138,10 @@ def test_requests_of_two_engines_with_one_id_are_apart() -> None:
     engine.lookup(engine="a")
     engine.lookup(engine="b", chunks=2)
     engine.end(engine="a", prompt_tokens=9)
-    outcomes = {facts["instance_id"]: facts["outcome"] for facts in engine.explain.find("r", 10)}
+    outcomes = {facts["instance_id"]: facts["outcome"] for facts in engine.explain.find_requests("r", 10)}
     assert outcomes == {"a": "miss", "b": "running"}
     engine.explain.handle(InstanceDisconnected(engine.now, "b", "m", "i", died=True))
-    outcomes = {facts["instance_id"]: facts["outcome"] for facts in engine.explain.find("r", 10)}
+    outcomes = {facts["instance_id"]: facts["outcome"] for facts in engine.explain.find_requests("r", 10)}
     assert outcomes == {"a": "miss", "b": "instance_died"}
 
 

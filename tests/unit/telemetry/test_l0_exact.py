@@ -20,12 +20,12 @@ from support.block_lifetimes import (
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics, check_records
 from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, RECORD_OWNED, RESIDENCY_SECONDS
-from kvserver.telemetry import L0
+from kvserver.telemetry import BlockLifecycle
 
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(L0(1.0))
+    return Engine(BlockLifecycle(1.0))
 
 
 def test_an_allocated_block_is_active(engine: Engine) -> None:

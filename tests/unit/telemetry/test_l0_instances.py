@@ -25,7 +25,7 @@ from support.block_lifetimes import (
 
 from kvserver.events import BlockReport, Bus, InstanceDisconnected, InstanceRegistered
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, ExactRecords
-from kvserver.telemetry import L0, Kind
+from kvserver.telemetry import BlockLifecycle, Kind
 from kvserver.telemetry.block_lifecycle import MAX_POOLS
 
 
@@ -46,18 +46,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def l0(clock: Clock) -> L0:
-    return L0(1.0, clock=clock)
+def l0(clock: Clock) -> BlockLifecycle:
+    return BlockLifecycle(1.0, clock=clock)
 
 
-def names(l0: L0) -> set[tuple[str, ...]]:
+def names(l0: BlockLifecycle) -> set[tuple[str, ...]]:
     return {labels for family in l0.families() for labels, _ in family.points}
 
 
 # ---- apart from each other ------------------------------------------------------------------------
 
 
-def test_equal_block_ids_of_two_instances_are_two_blocks(l0: L0) -> None:
+def test_equal_block_ids_of_two_instances_are_two_blocks(l0: BlockLifecycle) -> None:
     a, b = Engine(l0, "a"), Engine(l0, "b")
     a.did((1, allocated(5)))
     b.did((2, allocated(5)), (3, released(5)))
@@ -68,7 +68,7 @@ def test_equal_block_ids_of_two_instances_are_two_blocks(l0: L0) -> None:
     assert b.seconds("reuse_gap") == (0, 0)
 
 
-def test_equal_request_ids_of_two_instances_are_two_requests(l0: L0) -> None:
+def test_equal_request_ids_of_two_instances_are_two_requests(l0: BlockLifecycle) -> None:
     a, b = Engine(l0, "a"), Engine(l0, "b")
     a.holds(1, hold("request", [5], [50]))
     b.holds(1, hold("request", [5], [50]))
@@ -77,7 +77,7 @@ def test_equal_request_ids_of_two_instances_are_two_requests(l0: L0) -> None:
     assert b.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_one_model_after_another_under_an_id_has_metrics_of_its_own(l0: L0) -> None:
+def test_one_model_after_another_under_an_id_has_metrics_of_its_own(l0: BlockLifecycle) -> None:
     first = Engine(l0, "a", "small")
     first.did((1, allocated(5)))
     second = Engine(l0, "a", "large", incarnation="second")
@@ -86,7 +86,7 @@ def test_one_model_after_another_under_an_id_has_metrics_of_its_own(l0: L0) -> N
     assert second.counts() == {"allocations": 2, "active_blocks": 2, "tracked_blocks": 2}
 
 
-def test_equal_block_ids_of_two_pools_are_two_blocks_of_one_sum(l0: L0) -> None:
+def test_equal_block_ids_of_two_pools_are_two_blocks_of_one_sum(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.did((2, allocated(5)), pool=1)
@@ -95,14 +95,14 @@ def test_equal_block_ids_of_two_pools_are_two_blocks_of_one_sum(l0: L0) -> None:
     assert engine.seconds("lifetime") == (1, 2)
 
 
-def test_a_full_state_of_one_pool_leaves_another_as_it_was(l0: L0) -> None:
+def test_a_full_state_of_one_pool_leaves_another_as_it_was(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.did((2, present(6)), pool=1, full=True)
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "released_blocks": 1, "tracked_blocks": 2}
 
 
-def test_a_clear_is_of_one_pool_and_instance(l0: L0) -> None:
+def test_a_clear_is_of_one_pool_and_instance(l0: BlockLifecycle) -> None:
     a, b = Engine(l0, "a"), Engine(l0, "b")
     a.did((1, allocated(5)))
     a.did((1, allocated(5) + released(5)), pool=1)
@@ -112,7 +112,7 @@ def test_a_clear_is_of_one_pool_and_instance(l0: L0) -> None:
     assert b.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_pools_are_bounded(l0: L0) -> None:
+def test_pools_are_bounded(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     for pool in range(MAX_POOLS):
         engine.did((1, allocated(5)), pool=pool)
@@ -123,17 +123,17 @@ def test_pools_are_bounded(l0: L0) -> None:
 # ---- gaps -----------------------------------------------------------------------------------------
 
 
-def test_the_first_report_may_have_any_number(l0: L0) -> None:
+def test_the_first_report_may_have_any_number(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.sequence = 57
     engine.did((1, allocated(5)))
     assert engine.metric("report_gaps") == 0
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
     engine.did((2, released(5)))
     assert engine.metric("report_gaps") == 0
 
 
-def test_a_missing_report_ends_all_lifetimes_as_lost(l0: L0) -> None:
+def test_a_missing_report_ends_all_lifetimes_as_lost(l0: BlockLifecycle) -> None:
     engine, other = Engine(l0), Engine(l0, "other")
     engine.did((1, allocated(5, 6)))
     other.did((1, allocated(5)))
@@ -143,10 +143,10 @@ def test_a_missing_report_ends_all_lifetimes_as_lost(l0: L0) -> None:
     assert engine.metric("report_gaps") == 1
     assert all(engine.seconds(name) == (0, 0) for name in HISTOGRAMS)
     assert other.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
-    assert (l0.is_unsure("engine"), l0.is_unsure("other")) == (True, False)
+    assert (l0.is_out_of_sync("engine"), l0.is_out_of_sync("other")) == (True, False)
 
 
-def test_a_report_that_comes_again_is_a_gap(l0: L0) -> None:
+def test_a_report_that_comes_again_is_a_gap(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.sequence -= 1
@@ -154,42 +154,42 @@ def test_a_report_that_comes_again_is_a_gap(l0: L0) -> None:
     assert engine.metric("report_gaps") == 1
 
 
-def test_an_instance_is_out_of_sync_until_its_full_state_arrives(l0: L0) -> None:
+def test_an_instance_is_out_of_sync_until_its_full_state_arrives(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.sequence += 3
     engine.did((2, released(5)))
     engine.did((3, accessed(5)))
-    assert l0.is_unsure("engine")
+    assert l0.is_out_of_sync("engine")
     assert engine.metric("unsure") == 1
     engine.did((4, present(5) + owned(5)), full=True)
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
     assert engine.metric("unsure") == 0
     assert engine.counts() == {"allocations": 1, "lost": 1, "active_blocks": 1, "tracked_blocks": 1}
     assert engine.metric("report_gaps") == 1, "once"
 
 
-def test_a_full_state_that_comes_after_a_gap_is_enough(l0: L0) -> None:
+def test_a_full_state_that_comes_after_a_gap_is_enough(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.sequence += 1
     engine.did((4, present(5) + owned(5)), full=True)
     assert engine.metric("report_gaps") == 1
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
 
 
-def test_every_pool_must_be_reported_after_a_gap(l0: L0) -> None:
+def test_every_pool_must_be_reported_after_a_gap(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.did((1, allocated(5)), pool=1)
     engine.sequence += 1
     engine.did((2, present(5)), full=True)
-    assert l0.is_unsure("engine")
+    assert l0.is_out_of_sync("engine")
     engine.did((2, present(5)), full=True, pool=1)
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
 
 
-def test_a_lifetime_that_began_after_the_gap_is_observed(l0: L0) -> None:
+def test_a_lifetime_that_began_after_the_gap_is_observed(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.sequence += 1
@@ -197,7 +197,7 @@ def test_a_lifetime_that_began_after_the_gap_is_observed(l0: L0) -> None:
     assert engine.seconds("lifetime") == (1, 3)
 
 
-def test_ends_of_requests_are_counted_in_the_sequence_of_an_exact_engine(l0: L0) -> None:
+def test_ends_of_requests_are_counted_in_the_sequence_of_an_exact_engine(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.ended(2, "a")
@@ -206,10 +206,10 @@ def test_ends_of_requests_are_counted_in_the_sequence_of_an_exact_engine(l0: L0)
     engine.sequence += 1
     engine.ended(4, "b")
     assert engine.metric("report_gaps") == 1
-    assert l0.is_unsure("engine")
+    assert l0.is_out_of_sync("engine")
 
 
-def test_a_gap_makes_no_request_an_owner(l0: L0) -> None:
+def test_a_gap_makes_no_request_an_owner(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.holds(1, hold("a", [5], [50]))
     engine.sequence += 1
@@ -219,17 +219,17 @@ def test_a_gap_makes_no_request_an_owner(l0: L0) -> None:
 
 
 def test_what_the_bus_dropped_is_a_gap() -> None:
-    l0 = L0(1.0)
+    l0 = BlockLifecycle(1.0)
     bus = Bus([l0], limit=3)
     assert bus.publish(InstanceRegistered(1, "engine", "model", "first", 64, 4))
     taken = [bus.publish(BlockReport(1, "engine", "model", n, exact((1, allocated(1 + n))))) for n in range(4)]
     assert taken == [True, True, False, False]
     bus.start()
     assert bus.flush()
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
     assert bus.publish(BlockReport(1, "engine", "model", 4, exact((2, allocated(5)))))
     bus.close()
-    assert l0.is_unsure("engine")
+    assert l0.is_out_of_sync("engine")
     assert l0.status("engine")["report_gaps"] == 1
     assert l0.status("engine")["lost"] == 2
     assert bus.errors["l0"] == 0
@@ -239,17 +239,17 @@ def test_what_the_bus_dropped_is_a_gap() -> None:
 
 
 @pytest.mark.parametrize("died", [True, False], ids=["died", "ended orderly"])
-def test_an_instance_that_disconnects_loses_its_lifetimes(l0: L0, died: bool) -> None:
+def test_an_instance_that_disconnects_loses_its_lifetimes(l0: BlockLifecycle, died: bool) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5, 6)), (2, released(5)))
     engine.disconnect(died)
     assert engine.counts() == {"allocations": 2, "lost": 2}
     assert engine.seconds("lifetime") == (0, 0)
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
     assert l0.status("engine") == {}
 
 
-def test_metrics_stay_for_a_while_and_then_vanish(l0: L0, clock: Clock) -> None:
+def test_metrics_stay_for_a_while_and_then_vanish(l0: BlockLifecycle, clock: Clock) -> None:
     engine, other = Engine(l0), Engine(l0, "other")
     engine.did((1, allocated(5)))
     engine.disconnect()
@@ -259,7 +259,7 @@ def test_metrics_stay_for_a_while_and_then_vanish(l0: L0, clock: Clock) -> None:
     assert names(l0) == {other.names}
 
 
-def test_an_instance_that_comes_back_in_time_goes_on_counting(l0: L0, clock: Clock) -> None:
+def test_an_instance_that_comes_back_in_time_goes_on_counting(l0: BlockLifecycle, clock: Clock) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)), (2, evicted(5)))
     engine.disconnect()
@@ -271,7 +271,7 @@ def test_an_instance_that_comes_back_in_time_goes_on_counting(l0: L0, clock: Clo
     assert engine.seconds("lifetime") == (2, 2)
 
 
-def test_an_instance_that_comes_back_late_begins_anew(l0: L0, clock: Clock) -> None:
+def test_an_instance_that_comes_back_late_begins_anew(l0: BlockLifecycle, clock: Clock) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.disconnect()
@@ -279,32 +279,34 @@ def test_an_instance_that_comes_back_late_begins_anew(l0: L0, clock: Clock) -> N
     engine.restart()
     engine.did((400, allocated(5)))
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
 
 
 @pytest.mark.parametrize("has_computed", [False, True], ids=["new pool", "used pool"])
-def test_a_restarted_engine_is_out_of_sync_if_it_has_computed_and_has_no_gap(l0: L0, has_computed: bool) -> None:
+def test_a_restarted_engine_is_out_of_sync_if_it_has_computed_and_has_no_gap(
+    l0: BlockLifecycle, has_computed: bool
+) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.did((1, allocated(6)))
     engine.restart(has_computed)  # its end was never reported
     assert engine.counts() == {"allocations": 2, "lost": 2}
-    assert l0.is_unsure("engine") == has_computed
+    assert l0.is_out_of_sync("engine") == has_computed
     engine.did((2, []), full=True)
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
     assert engine.metric("report_gaps") == 0
 
 
-def test_an_incarnation_that_disconnected_and_returned_is_out_of_sync(l0: L0) -> None:
+def test_an_incarnation_that_disconnected_and_returned_is_out_of_sync(l0: BlockLifecycle) -> None:
     """Its connection ended, or its memory was away for a while: its pool is the old one."""
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.disconnect()
     engine.connect()
-    assert l0.is_unsure("engine")
+    assert l0.is_out_of_sync("engine")
 
 
-def test_a_restarted_engine_may_have_other_blocks(l0: L0) -> None:
+def test_a_restarted_engine_may_have_other_blocks(l0: BlockLifecycle) -> None:
     engine = Engine(l0, num_blocks=8)
     engine.did((1, allocated(7)))
     engine.num_blocks = 100
@@ -313,7 +315,7 @@ def test_a_restarted_engine_may_have_other_blocks(l0: L0) -> None:
     assert engine.counts()["active_blocks"] == 1
 
 
-def test_a_restarted_engine_may_report_otherwise(l0: L0) -> None:
+def test_a_restarted_engine_may_report_otherwise(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(7)))
     engine.restart()
@@ -322,15 +324,15 @@ def test_a_restarted_engine_may_report_otherwise(l0: L0) -> None:
     assert l0.status("engine")["source"] == "reported"
 
 
-def test_an_incarnation_that_registers_again_keeps_its_lifetimes(l0: L0) -> None:
+def test_an_incarnation_that_registers_again_keeps_its_lifetimes(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.connect()
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
 
 
-def test_the_end_of_a_former_incarnation_changes_nothing_of_the_present_one(l0: L0) -> None:
+def test_the_end_of_a_former_incarnation_changes_nothing_of_the_present_one(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.restart()
     engine.did((2, allocated(5)), full=True)
@@ -339,7 +341,7 @@ def test_the_end_of_a_former_incarnation_changes_nothing_of_the_present_one(l0: 
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_the_end_of_an_unknown_instance_is_nothing(l0: L0) -> None:
+def test_the_end_of_an_unknown_instance_is_nothing(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.disconnect()
     engine.disconnect()
@@ -351,7 +353,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_nothing_is_left_of_instances_that_died(l0: L0, clock: Clock) -> None:
+def test_nothing_is_left_of_instances_that_died(l0: BlockLifecycle, clock: Clock) -> None:
     blocks = 20_000  # about 1 MB for each instance, and more for request blocks
     everything = allocated(*range(1, blocks))
     before = 0
@@ -370,7 +372,7 @@ def test_nothing_is_left_of_instances_that_died(l0: L0, clock: Clock) -> None:
 # ---- what must not happen -------------------------------------------------------------------------
 
 
-def test_exact_and_reported_are_never_mixed(l0: L0) -> None:
+def test_exact_and_reported_are_never_mixed(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.holds(2, hold("a", [6], [60]))
@@ -381,15 +383,15 @@ def test_exact_and_reported_are_never_mixed(l0: L0) -> None:
     assert l0.status("engine")["source"] == "exact"
 
 
-def test_wrong_records_bring_the_instance_out_of_sync(l0: L0) -> None:
+def test_wrong_records_bring_the_instance_out_of_sync(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     with pytest.raises(ValueError, match="block 64 is not below 64"):
         engine.did((2, evicted(5) + allocated(64)))
     assert engine.counts() == {"allocations": 1, "lost": 1}
-    assert l0.is_unsure("engine")
+    assert l0.is_out_of_sync("engine")
     engine.did((3, present(5)), full=True)
-    assert not l0.is_unsure("engine")
+    assert not l0.is_out_of_sync("engine")
 
 
 @pytest.mark.parametrize(
@@ -398,7 +400,7 @@ def test_wrong_records_bring_the_instance_out_of_sync(l0: L0) -> None:
     ids=["wrong records", "an unknown instance"],
 )
 def test_wrong_reports_of_one_instance_cost_no_other_its_metrics(sender: str, payload: ExactRecords) -> None:
-    l0 = L0(1.0)
+    l0 = BlockLifecycle(1.0)
     bus = Bus([l0])
     bus.start()
     for id in ("a", "b"):
@@ -409,13 +411,13 @@ def test_wrong_reports_of_one_instance_cost_no_other_its_metrics(sender: str, pa
     bus.close()
     assert bus.errors["l0"] == 1
     assert l0.status("b")["released_blocks"] == 1
-    assert not l0.is_unsure("b")
+    assert not l0.is_out_of_sync("b")
 
 
 # ---- what is read ---------------------------------------------------------------------------------
 
 
-def test_every_family_is_there_before_the_first_report(l0: L0) -> None:
+def test_every_family_is_there_before_the_first_report(l0: BlockLifecycle) -> None:
     families = {family.name: family for family in l0.families()}
     assert set(families) == {
         *(f"kvserver_l0_{name}" for name in (*COUNTERS, *GAUGES, "report_gaps", "records", "unsure")),
@@ -431,12 +433,12 @@ def test_every_family_is_there_before_the_first_report(l0: L0) -> None:
         assert family.help.endswith(".")
 
 
-def test_a_registered_instance_has_all_its_points(l0: L0) -> None:
+def test_a_registered_instance_has_all_its_points(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     assert all([labels for labels, _ in family.points] == [engine.names] for family in l0.families())
 
 
-def test_events_are_counted_in_both_forms(l0: L0) -> None:
+def test_events_are_counted_in_both_forms(l0: BlockLifecycle) -> None:
     a, b = Engine(l0, "a"), Engine(l0, "b")
     a.did((1, allocated(1, 2) + released(1)))
     a.did((1, []), full=True)
@@ -445,7 +447,7 @@ def test_events_are_counted_in_both_forms(l0: L0) -> None:
     assert (a.metric("records"), b.metric("records")) == (3, 3)
 
 
-def test_status_shows_how_an_instance_reports_and_its_counts(l0: L0) -> None:
+def test_status_shows_how_an_instance_reports_and_its_counts(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     assert l0.status("engine")["source"] == ""
     engine.did((1, allocated(5, 6)), (2, released(5)))
@@ -468,10 +470,10 @@ def test_status_shows_how_an_instance_reports_and_its_counts(l0: L0) -> None:
         "tracked_blocks": 2,
     }
     assert l0.status("absent") == {}
-    assert not l0.is_unsure("absent")
+    assert not l0.is_out_of_sync("absent")
 
 
-def test_closing_changes_no_metric(l0: L0) -> None:
+def test_closing_changes_no_metric(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     l0.close()
@@ -479,7 +481,7 @@ def test_closing_changes_no_metric(l0: L0) -> None:
 
 
 def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
-    l0 = L0(1.0)
+    l0 = BlockLifecycle(1.0)
     engine = Engine(l0, num_blocks=2000)
     everything = range(1, 2000)
     batch = exact((1, allocated(*everything)), (2, released(*everything)), (3, evicted(*everything)))
@@ -492,7 +494,7 @@ def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
             if found["allocations"] != found["evictions"] or found["tracked_blocks"]:
                 wrong.append(found)
             l0.families()
-            l0.is_unsure("engine")
+            l0.is_out_of_sync("engine")
             reads += 1
 
     readers = [threading.Thread(target=read) for _ in range(2)]
@@ -507,7 +509,7 @@ def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
     assert engine.metric("allocations") == engine.sequence * len(everything)
 
 
-def test_any_number_of_instances_has_series_within_bounds(l0: L0, clock: Clock) -> None:
+def test_any_number_of_instances_has_series_within_bounds(l0: BlockLifecycle, clock: Clock) -> None:
     l0.handle(InstanceRegistered(clock.ns, "stays", "m", "x", 8, 16))
     for number in range(3 * MOST_DEPARTED):
         clock.advance(0.001)

@@ -13,7 +13,7 @@ from support.block_lifetimes_model import Model
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics
 from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, Buckets, ExactRecords
-from kvserver.telemetry import L0
+from kvserver.telemetry import BlockLifecycle
 
 BLOCKS, POOLS, STEPS = 24, 2, 400
 OPERATIONS = ("allocated", "accessed", "released", "evicted", "cleared", "present", "owned")
@@ -22,7 +22,7 @@ OPERATIONS = ("allocated", "accessed", "released", "evicted", "cleared", "presen
 class Pair:
     """A real instance and its model, to which the same happens."""
 
-    def __init__(self, l0: L0, rng: random.Random, name: str) -> None:
+    def __init__(self, l0: BlockLifecycle, rng: random.Random, name: str) -> None:
         self.engine, self.model, self.rng = Engine(l0, name, num_blocks=BLOCKS), Model(), rng
         self.now = SECOND
         self.gaps = 0
@@ -71,7 +71,7 @@ class Pair:
     def check(self) -> None:
         assert self.engine.counts() == self.model.metrics()
         assert self.engine.metric("report_gaps") == self.gaps
-        assert self.engine.l0.is_unsure(self.engine.names[0]) == bool(self.out_of_sync)
+        assert self.engine.l0.is_out_of_sync(self.engine.names[0]) == bool(self.out_of_sync)
 
     def check_histograms(self) -> None:
         for name in HISTOGRAMS:
@@ -141,7 +141,7 @@ class ReportedPair(Pair):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_all_counts_of_random_engines_are_those_of_a_slow_model(seed: int) -> None:
-    l0, rng = L0(1.0, seed), random.Random(seed)
+    l0, rng = BlockLifecycle(1.0, seed), random.Random(seed)
     pairs = [kind(l0, rng, f"{kind.__name__}{n}") for n in range(2) for kind in (ExactPair, ReportedPair)]
     for _ in range(STEPS * len(pairs)):
         pair = rng.choice(pairs)

@@ -7,13 +7,13 @@ from support.block_lifetimes import HISTOGRAMS, Engine, hold, release
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics, pack_blocks
 from kvserver.protocol import Owned, Released
-from kvserver.telemetry import L0
+from kvserver.telemetry import BlockLifecycle
 from kvserver.telemetry.request_blocks import MAX_REQUESTS
 
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(L0(1.0))
+    return Engine(BlockLifecycle(1.0))
 
 
 def test_a_block_seen_first_is_allocated(engine: Engine) -> None:
@@ -257,7 +257,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("record", "why"), WRONG.values(), ids=WRONG)
 def test_a_wrong_record_brings_the_instance_out_of_sync_and_harms_no_other(record: Owned | Released, why: str) -> None:
-    l0 = L0(1.0)
+    l0 = BlockLifecycle(1.0)
     engine, other = Engine(l0), Engine(l0, "other")
     for each in (engine, other):
         each.holds(1, hold("a", [1], [10]))

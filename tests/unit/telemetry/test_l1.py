@@ -17,7 +17,7 @@ from kvserver.events import (
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, Buckets
 from kvserver.protocol.measurements import MOST_MODELS
 from kvserver.protocol.measurements import OTHER as OTHERS
-from kvserver.telemetry import L1
+from kvserver.telemetry import ChunkLifecycle
 from kvserver.telemetry.chunk_lifecycle import L1_SECONDS
 
 SECOND = 1_000_000_000
@@ -41,7 +41,7 @@ class World:
 
     def __init__(self, rate: float = 1.0) -> None:
         self.now = 1000.0
-        self.tracker = L1(rate, clock=lambda: self.ns)
+        self.tracker = ChunkLifecycle(rate, clock=lambda: self.ns)
         self.registered("i")
 
     @property
@@ -76,7 +76,7 @@ class World:
 
 
 def test_families_exist_before_anything_happened() -> None:
-    families = L1(1.0).families()
+    families = ChunkLifecycle(1.0).families()
     assert [family.name for family in families] == [RESIDENCY, IDLE, GAP, AGE]
     assert all(family.bounds == L1_SECONDS and not family.points for family in families)
 
