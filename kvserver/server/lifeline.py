@@ -180,7 +180,7 @@ class Lifelines:
             self._send(lifeline, encode(Error(code=error.code.value, message=error.message)))
             return False
         lifeline.attached = True
-        return self._send(lifeline, encode(Attached(lifeline=lifeline.number, says_detached=True)))
+        return self._send(lifeline, encode(Attached(attachment=lifeline.number, says_detached=True)))
 
     @staticmethod
     def _send(lifeline: Lifeline, raw: bytes) -> bool:
