@@ -1,7 +1,7 @@
-"""What engines publish themselves: for each that asks, what became of the blocks that it can read.
+"""Feeds KV events to engines that publish them: to each engine the blocks that it can read.
 
-Owns: how far each engine has been told. Refuses to know: sockets, and how engines put it (their adapters). It observes
-in its observer's thread, a worker prepares what comes next, and `take_kv_events()`, in the loop's, hands out what is prepared.
+Owns: how far each engine has received events. Refuses to know: sockets, and the form in which engines publish. `observe()`
+runs in the observer's thread; a worker prepares replies; `take_kv_events()` runs in the loop and returns prepared replies.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
 log = logging.getLogger(__name__)
 
 MOST_EVENTS = 64  # in one reply
-MOST_BYTES = 64 << 10  # in one reply, about
-MOST_QUEUED = 1 << 16  # chunks that came or went; who falls further behind begins anew
-_REPLIES_AHEAD = 8  # that are prepared
-_PART = 64  # chunks prepared at a time, between which others may run
+MOST_BYTES = 64 << 10  # in one reply, approximately
+MOST_QUEUED = 1 << 16  # stored or removed chunks; an engine that falls further behind restarts from a snapshot
+_REPLIES_AHEAD = 8  # prepared replies
+_PART = 64  # chunks prepared at a time; other threads may run in between
 _TOKEN_BYTES = 4
 
-_Change: TypeAlias = tuple[bool, Tier, KVChunk]  # whether it came
+_Change: TypeAlias = tuple[bool, Tier, KVChunk]  # True: stored; False: removed
 
 
 def make_feed(context: ObserverContext) -> Feed:
@@ -58,15 +58,15 @@ class Feed:
     def __init__(self, context: ObserverContext, most_queued: int = MOST_QUEUED) -> None:
         self._snapshot = context.snapshot
         self._most_queued = most_queued
-        self._follows = context.boot_micros  # so that none of another boot's is taken for one of this
-        self._lock = threading.Lock()  # of all below; held for moments only
+        self._follows = context.boot_micros  # numbers differ from those of every earlier boot
+        self._lock = threading.Lock()  # of all below
         self._readers: dict[str, _Reader] = {}
-        self._cursors: dict[str, _FeedCursor] = {}  # of those readers that have asked
+        self._cursors: dict[str, _FeedCursor] = {}  # of the readers that requested events
         self._beginnings = 0
         self._worker = ThreadPoolExecutor(1, "kv events: feed")  # its thread begins with the first cursor
 
     def take_kv_events(self, request: TakeKVEvents) -> KVEventsTaken:
-        """Never waits: whatever is not at hand yet comes with a later reply."""
+        """Never waits: events that are not prepared yet come with a later reply."""
         nothing = KVEventsTaken(follow=request.follow, cursor=request.cursor, events=[], whole=False)
         if not self._lock.acquire(blocking=False):
             return nothing
@@ -139,7 +139,7 @@ class Feed:
             self._worker.submit(self._prepare, cursor)
 
     def _prepare(self, cursor: _FeedCursor) -> None:
-        """In the worker's thread: until enough is prepared, or there is nothing to prepare."""
+        """In the worker's thread: prepare until enough is prepared or nothing is left."""
         try:
             if not cursor.started:
                 number, chunks = self._snapshot(cursor.reader.namespace_prefix)
@@ -153,32 +153,32 @@ class Feed:
                 blocks = cursor.blocks_of(part)
                 with self._lock:
                     cursor.ready += blocks
-                time.sleep(0)  # whoever waits for the interpreter goes first
+                time.sleep(0)  # lets other threads run
         except Exception:
-            log.exception("the feed of %s begins anew", cursor.number)
+            log.exception("KV feed %s failed; it restarts from a snapshot", cursor.number)
             with self._lock:
                 cursor.drop()
 
 
 class _FeedCursor:
-    """One engine's way through a snapshot and what came after it. REQUIRES: the feed's lock, but for blocks_of()."""
+    """One engine's position in a snapshot and the events after it. REQUIRES: the feed's lock, except for blocks_of()."""
 
     def __init__(self, number: int, reader: _Reader) -> None:
         self.number = number
         self.reader = reader
-        self.dropped = False  # it fell too far behind, or nobody asks for it any more
+        self.dropped = False  # its engine must restart from a snapshot
         self.started = False
-        self._snapshot_at = 0  # the number of the last event that the snapshot has in it
+        self._snapshot_at = 0  # the number of the last event in the snapshot
         self.whole = False
-        self.at_work = False  # the worker has it, or will
-        self.queued = 0  # chunks in the events
-        self.ready: deque[KVBlocks | None] = deque()  # None: the end of what was held at the beginning
+        self.at_work = False  # the worker runs it or will run it
+        self.queued = 0  # chunks in `_events`
+        self.ready: deque[KVBlocks | None] = deque()  # None: the end of the snapshot
         self._events: deque[KVStored | KVRemoved] = deque()
-        self._changes: Iterator[_Change] = iter(())  # of the snapshot, later of one event
+        self._changes: Iterator[_Change] = iter(())  # of the snapshot, then of one event
         self._past_snapshot = False
-        self._ledgers = {tier: Ledger() for tier in Tier}  # the worker's
+        self._ledgers = {tier: Ledger() for tier in Tier}  # used by the worker only
         self._start = self._end = 0  # cursors before and after the last reply
-        self._last_reply: list[KVBlocks] = []  # in the last reply
+        self._last_reply: list[KVBlocks] = []
 
     @property
     def unbalanced(self) -> int:
@@ -191,7 +191,7 @@ class _FeedCursor:
         return unfinished and not (enough or self.at_work or self.dropped)
 
     def start(self, number: int, chunks: list[KVChunk]) -> None:
-        """`chunks` are what is held after the event of that number, of which the observer may not have heard yet."""
+        """`chunks`: the READY chunks after event `number`, which observe() may not have received yet."""
         self.started = True
         self._snapshot_at = number
         self._changes = ((True, Tier.L1, chunk) for chunk in chunks)
@@ -207,13 +207,13 @@ class _FeedCursor:
             self.drop()
 
     def drop(self) -> None:
-        """Keep nothing: whoever asks again begins anew."""
+        """Forget everything: the engine's next request restarts from a snapshot."""
         self.dropped, self.queued = True, 0
         self._events.clear()
         self.ready.clear()
 
     def next_part(self) -> list[_Change] | None:
-        """What to prepare next. None: enough for now."""
+        """The changes to prepare next. None: enough is prepared."""
         while not self.dropped and len(self.ready) < _REPLIES_AHEAD * MOST_EVENTS:
             if part := list(islice(self._changes, _PART)):
                 return part
@@ -241,13 +241,13 @@ class _FeedCursor:
         return found
 
     def matches(self, request: TakeKVEvents) -> bool:
-        """Whether what the engine has is what it was told. One that has nothing may begin with the first reply."""
+        """True if the engine is where this cursor is. An engine without any events may start with the first reply."""
         if request.follow != self.number:
             return self._start == 0
         return request.cursor in (self._start, self._end)
 
     def advance(self, request: TakeKVEvents) -> None:
-        """To the next reply, but if the last one was dropped. REQUIRES: matches(request)."""
+        """To the next reply, unless the last one was lost on its way. REQUIRES: matches(request)."""
         if (request.cursor if request.follow == self.number else 0) == self._end:
             self._start = self._end
             self._last_reply = self._pop()

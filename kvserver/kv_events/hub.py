@@ -1,11 +1,12 @@
-"""Who holds what: the loop's events become the typed ones that observers are told.
+"""Makes KV events from the loop's events, and knows the contents of every READY chunk.
 
-Owns: every READY chunk and what is in it, the number of each typed event, the memory that descriptions take. Refuses to
-know: who is told (`observers`), and what is made of it. A subscriber of the bus: it runs in the bus's thread;
-`snapshot()`, `status()` and `families()` may be called from any.
+Owns: the READY chunks with their descriptions, the numbers of KV events, the memory of descriptions. Refuses to know:
+the observers, and what they do. A subscriber of the bus: it runs in the bus's thread; `snapshot()`, `status()` and
+`families()` may be called from any thread.
 
-Each READY chunk is told once, and once that it went. Where the loop's events were dropped it recounts (`recount`): from
-BEGIN on all that is held counts as stale, whatever is named again does not, and what is stale at END went unseen.
+Each READY chunk is published once as stored and once as removed. After dropped events of the loop the hub resyncs: at
+BEGIN all READY chunks become stale, a SLICE makes the chunks that it names READY again, and at END the chunks that are
+still stale are removed.
 """
 
 from __future__ import annotations
@@ -53,25 +54,27 @@ _Table: TypeAlias = dict[bytes, dict[bytes, KVChunk]]  # by namespace and key
 class Unannounced(enum.Enum):
     """Why a chunk that became READY has no description."""
 
-    UNDESCRIBED = "undescribed"  # nobody said what is in it
+    UNDESCRIBED = "undescribed"  # no engine described it
     MEMORY = "memory"
-    MISMATCHED = "mismatched"  # what was said cannot be in it
+    MISMATCHED = "mismatched"  # the description does not fit the chunk
 
 
 class Hub:
     name = "kv_events"
 
     def __init__(self, memory_bytes: int, hand_over: Callable[[KVEvent], None]) -> None:
-        """`hand_over` is called in the order of the events' numbers, and must not wait. `memory_bytes`: for descriptions."""
+        """`hand_over` is called in the order of the events' numbers, and must not wait. `memory_bytes`: most for descriptions."""
         self._hand_over = hand_over
         self._limit = memory_bytes
-        self._lock = threading.Lock()  # of all below; what is told is told under it
+        self._lock = threading.Lock()  # of all below; `hand_over` is called under it
         self._number = 0
         self._ready: _Table = {}
-        self._stale: _Table = {}  # held, too; empty but for a recount
+        self._stale: _Table = {}  # READY too; empty except during a resync
         self._expected: OrderedDict[_Name, Description] = OrderedDict()  # of chunks that are not READY yet
         self._expected_bytes = 0
-        self._refused: OrderedDict[_Name, Unannounced] = OrderedDict()  # such chunks, whose description is not kept
+        self._refused: OrderedDict[_Name, Unannounced] = (
+            OrderedDict()
+        )  # why the description of such a chunk is not kept
         self._bytes = 0  # of all descriptions
         self._described = 0
         self._chunks = 0
@@ -118,7 +121,7 @@ class Hub:
     # ---- from any thread ----------------------------------------------------------------------
 
     def snapshot(self, prefix: bytes) -> tuple[int, list[KVChunk]]:
-        """All that L1 holds in the namespaces whose id begins with `prefix`, and the number of the last event told."""
+        """All that L1 holds in the namespaces whose id begins with `prefix`, and the number of the last event."""
         found: list[KVChunk] = []
         with self._lock:
             for table in (self._ready, self._stale):
@@ -129,7 +132,7 @@ class Hub:
             return self._number, found
 
     def status(self) -> dict[str, Any]:
-        """Without the lock, as families(): the loop asks, and must not wait for a snapshot."""
+        """Read without the lock, as families(): the loop calls this and must not wait for a snapshot."""
         return {
             "events": self._number,
             "chunks": self._chunks,
@@ -162,23 +165,23 @@ class Hub:
         state = Family("kvserver_kv_events_state_bytes", "Memory that the descriptions of chunks use.", Kind.GAUGE)
         return [published, missing, described.add(self._described), state.add(self._bytes)]
 
-    # ---- coming -------------------------------------------------------------------------------
+    # ---- stored -------------------------------------------------------------------------------
 
     def _store(self, time_ns: int, namespace: bytes, keys: bytes, instance_id: str) -> None:
         for part in _parts(keys):
             with self._lock:
                 ready = self._ready.setdefault(namespace, {})
                 stale = self._stale.get(namespace, {})
-                came = []
+                stored = []
                 for key in part:
-                    if key in ready:  # a recount named it before, or that it went was dropped: it is told once
+                    if key in ready:  # named by a resync before, or its removal was dropped: publish it once
                         continue
                     if (chunk := stale.pop(key, None)) is None:
                         chunk = self._new_chunk(namespace, key)
-                        came.append(chunk)
+                        stored.append(chunk)
                     ready[key] = chunk
-                if came:
-                    self._publish(KVStored, time_ns, Tier.L1, namespace, tuple(came), instance_id)
+                if stored:
+                    self._publish(KVStored, time_ns, Tier.L1, namespace, tuple(stored), instance_id)
 
     def _new_chunk(self, namespace: bytes, key: bytes) -> KVChunk:
         self._chunks += 1
@@ -191,40 +194,40 @@ class Hub:
             self._described += 1
         return KVChunk(key, description)
 
-    # ---- going --------------------------------------------------------------------------------
+    # ---- removed --------------------------------------------------------------------------------
 
     def _evict(self, event: ChunksEvicted) -> None:
         for part in _parts(event.keys):
             with self._lock:
-                gone: list[KVChunk] = []
+                removed: list[KVChunk] = []
                 for table in (self._ready, self._stale):
                     chunks = table.get(event.namespace)
                     if chunks is not None:
-                        gone += [chunk for key in part if (chunk := chunks.pop(key, None)) is not None]
+                        removed += [chunk for key in part if (chunk := chunks.pop(key, None)) is not None]
                         if not chunks:
                             del table[event.namespace]
-                self._publish_removed(event.time_ns, event.namespace, gone)
+                self._publish_removed(event.time_ns, event.namespace, removed)
 
     def _drop(self, time_ns: int, table: _Table, base: bytes) -> None:
-        """All in the table's namespaces that begin with `base` went."""
+        """Remove all chunks in the table's namespaces whose id begins with `base`."""
         for namespace in [namespace for namespace in table if namespace.startswith(base)]:
             chunks = table[namespace]
             while chunks:
                 with self._lock:
-                    gone = [chunks.popitem()[1] for _ in range(min(len(chunks), MOST_CHUNKS))]
-                    self._publish_removed(time_ns, namespace, gone)
+                    removed = [chunks.popitem()[1] for _ in range(min(len(chunks), MOST_CHUNKS))]
+                    self._publish_removed(time_ns, namespace, removed)
             with self._lock:
                 del table[namespace]
 
-    def _publish_removed(self, time_ns: int, namespace: bytes, gone: Sequence[KVChunk]) -> None:
-        if not gone:
+    def _publish_removed(self, time_ns: int, namespace: bytes, removed: Sequence[KVChunk]) -> None:
+        if not removed:
             return
-        self._chunks -= len(gone)
-        for chunk in gone:
+        self._chunks -= len(removed)
+        for chunk in removed:
             if chunk.description is not None:
                 self._described -= 1
                 self._bytes -= chunk.description.size
-        self._publish(KVRemoved, time_ns, Tier.L1, namespace, tuple(gone))
+        self._publish(KVRemoved, time_ns, Tier.L1, namespace, tuple(removed))
 
     def _resync(self, event: L1Resynced) -> None:
         match event.part:
@@ -239,13 +242,13 @@ class Hub:
                 self._drop(event.time_ns, self._stale, b"")
                 self._resyncs += 1
 
-    # ---- what is in them ----------------------------------------------------------------------
+    # ---- descriptions ----------------------------------------------------------------------
 
     def _describe(self, event: ChunksDescribed) -> None:
         pairs = list(zip((key for part in _parts(event.keys) for key in part), describe(event), strict=True))
         for at in range(0, len(pairs), MOST_CHUNKS):
             with self._lock:
-                late: list[tuple[KVChunk, KVChunk]] = []  # READY for some time, as it was and as it is
+                late: list[tuple[KVChunk, KVChunk]] = []  # already READY: without and with its description
                 for key, description in pairs[at : at + MOST_CHUNKS]:
                     chunks = self._table_with(event.namespace, key)
                     if chunks is None:
@@ -270,7 +273,7 @@ class Hub:
         return self._bytes + description.size <= self._limit
 
     def _expect(self, name: _Name, description: Description | None) -> None:
-        """Keep it until the chunk is READY. The oldest of those that never are make room."""
+        """Keep the description until the chunk is READY. The oldest such descriptions are dropped when there are too many."""
         if name in self._expected:
             return
         if description is None or not self._has_room(description):
@@ -291,7 +294,7 @@ class Hub:
         if len(self._refused) > _MOST_EXPECTED:
             self._refused.popitem(last=False)
 
-    # ---- telling ------------------------------------------------------------------------------
+    # ---- publishing ------------------------------------------------------------------------------
 
     def _publish(self, kind: Callable[..., KVEvent], time_ns: int, *fields: Any) -> None:
         """REQUIRES: the lock is held."""
@@ -302,6 +305,6 @@ class Hub:
 
 
 def _parts(keys: bytes) -> list[list[bytes]]:
-    """The keys, as many together as one event may name."""
+    """The keys in lists of at most MOST_CHUNKS, the limit of one event."""
     found = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
     return [found[at : at + MOST_CHUNKS] for at in range(0, len(found), MOST_CHUNKS)]

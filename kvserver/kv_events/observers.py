@@ -1,7 +1,7 @@
-"""The observers of KV events: who they are, and a thread for each.
+"""Runs the observers of KV events, each in its own thread.
 
-Owns: their making, their queues, and the cutting off of those that raise, stall or do not keep up. Refuses to know: what
-they make of events. An observer's methods are called in its thread only, so that none can hold up the daemon.
+Owns: making the observers, their queues, and cutting off an observer that raises, stalls or does not keep up. Refuses to
+know: what observers do with events. An observer's methods are called in its thread only, so none can delay the daemon.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvserver.telemetry import Family, Kind
 
 log = logging.getLogger(__name__)
 
-QUEUE_COST = 1 << 16  # outstanding events of one observer; descriptions count once more per _COST_BYTES
-STALL_SECONDS = 5.0  # of one call
+QUEUE_COST = 1 << 16  # queued events of one observer; descriptions cost one more per _COST_BYTES
+STALL_SECONDS = 5.0  # most for one call
 _COST_BYTES = 4096
-_NAP_SECONDS = 0.01  # events gather, so that whoever tells them rarely pays for waking the thread
+_NAP_SECONDS = 0.01  # lets events gather, so that hand_over() rarely has to wake the thread
 _STATUS_SECONDS = 1.0
-_MOST_A_LOOK = 1.0  # seconds that one look at a busy observer adds: a daemon that was stopped blames nobody
-_CLOSE_SECONDS = 2.0  # for what is queued; as long again for close()
+_MOST_A_LOOK = 1.0  # seconds that one look may count as busy: a daemon that was stopped cuts off no observer
+_CLOSE_SECONDS = 2.0  # to handle queued events; the same again for close()
 
 
 class Observers:
@@ -48,11 +48,11 @@ class Observers:
         limit: int = QUEUE_COST,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
-        """`own` are the daemon's, by name. ConfigError if the settings ask for what cannot be had."""
+        """`own`: the daemon's observers by name. ConfigError if the settings name an observer that is not installed."""
         self._bounds = limit, stall_seconds
         self._runners: list[_Runner] = []
-        self._failed: dict[str, str] = {}  # why there is none of that name
-        self.foreign = False  # there are others than the daemon's own
+        self._failed: dict[str, str] = {}  # why an observer could not be made, by name
+        self.foreign = False  # True if any observer is not the daemon's own
         try:
             for name, make in own.items():
                 self._add(name, make(context))
@@ -62,7 +62,7 @@ class Observers:
             raise
 
     def hand_over(self, event: KVEvent) -> None:
-        """Queue it for each of them. Never waits."""
+        """Queue the event for every observer. Never waits."""
         size = 0
         if isinstance(event, KVStored | KVRemoved):
             size = sum(chunk.description.size for chunk in event.chunks if chunk.description is not None)
@@ -73,7 +73,7 @@ class Observers:
         return next((runner.observer for runner in self._runners if runner.name == name), None)
 
     def cut_off_reason(self, name: str) -> str:
-        """Why that one is told no more; "" if it is."""
+        """Why the observer receives no more events; "" if it receives them."""
         return next((runner.reason for runner in self._runners if runner.name == name), "")
 
     def status(self) -> list[dict[str, Any]]:
@@ -98,13 +98,13 @@ class Observers:
             runner.start()
 
     def close(self) -> None:
-        """Hand over what is queued, then close them: a few seconds at most, however they behave."""
+        """Let observers handle their queued events, then close them. Takes a few seconds at most, however they behave."""
         for runner in self._runners:
             runner.finish()
         deadline = time.monotonic() + _CLOSE_SECONDS
         late = [runner for runner in self._runners if not runner.join(deadline)]
         for runner in late:
-            runner.cut_off(f"it had not handled all within {_CLOSE_SECONDS:g} s at the daemon's end")
+            runner.cut_off(f"it had not handled all events within {_CLOSE_SECONDS:g} s at the daemon's end")
         for runner in late:
             runner.join(deadline + _CLOSE_SECONDS)
 
@@ -132,7 +132,7 @@ class Observers:
             try:
                 self._add(name, found[name].load()(context))
             except Exception as error:
-                log.exception("the observer %s cannot be made; it is left out", name)
+                log.exception("the observer %s could not be made and is left out", name)
                 self._failed[name] = f"{type(error).__name__}: {error}"[:500]
         self.foreign = len(self._runners) > own
 
@@ -146,20 +146,20 @@ class _Runner:
         self.reason = ""  # why it was cut off
         self._limit = limit
         self._stall_seconds = stall_seconds
-        self._lock = threading.Lock()  # of the queue, and of what is known of the call that goes on
+        self._lock = threading.Lock()  # of the queue, and of the record of the running call
         self._filled = threading.Event()
         self._queue: deque[tuple[KVEvent, int]] = deque()
         self._depth = 0
         self._finishing = False
         self._handled = 0
-        self._shown: dict[str, Any] = {}  # what it said of itself last
+        self._shown: dict[str, Any] = {}  # its last status()
         self._shown_at = 0.0
         self._calls = 0
         self._busy = False
-        self._looked_at = (0, 0.0, 0.0)  # call, when, for how long it had been going on
+        self._looked_at = (0, 0.0, 0.0)  # call, time of the look, seconds that the call had run
         self._thread = threading.Thread(target=self._run, name=f"kv events: {name}", daemon=True)
 
-    # ---- any thread's -------------------------------------------------------------------------
+    # ---- from any thread -------------------------------------------------------------------------
 
     def offer(self, event: KVEvent, cost: int) -> None:
         self._look()
@@ -198,20 +198,20 @@ class _Runner:
         self._thread.start()
 
     def finish(self) -> None:
-        """It ends when all was handled, and is closed then."""
+        """End the thread after the queued events, and close the observer."""
         self._finishing = True
         self._filled.set()
         if self._thread.ident is None:
             self._close()
 
     def join(self, deadline: float) -> bool:
-        """Whether it has ended by then."""
+        """True if the thread ended before `deadline`."""
         if self._thread.ident is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def _look(self) -> None:
-        """Cut it off if one call takes too long."""
+        """Cut the observer off if one call takes too long."""
         with self._lock:
             call, now = self._calls if self._busy else 0, time.monotonic()
             before, when, busy = self._looked_at
@@ -220,7 +220,7 @@ class _Runner:
         if busy > self._stall_seconds:
             self.cut_off(f"it stalled: one call took more than {self._stall_seconds:g} s")
 
-    # ---- its thread's -------------------------------------------------------------------------
+    # ---- in its thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._finishing or self._queue:
@@ -251,7 +251,7 @@ class _Runner:
             function(*args)
         except BaseException as error:
             self.cut_off(f"it raised {type(error).__name__}: {error}"[:500])
-            log.debug("the observer %s", self.name, exc_info=True)
+            log.debug("error of the observer %s", self.name, exc_info=True)
         self._busy = False
 
     def _show(self) -> None:
@@ -264,4 +264,4 @@ class _Runner:
             try:
                 close()
             except BaseException:
-                log.exception("the observer %s, while it was closed", self.name)
+                log.exception("closing the observer %s failed", self.name)

@@ -1,9 +1,9 @@
 """The observer that publishes KV events over ZMQ, as vLLM's ZmqEventPublisher does.
 
-`observe` only counts and encodes, under a lock; a thread of its own closes batches, sends them and answers replays.
+`observe` only counts and encodes, under a lock. The publisher's thread closes batches, sends them and answers replays.
 
-Owns: the streams, what they have in common, the thread. Refuses to know: how a stream's batches come about, how sockets
-are spoken to.
+Owns: the streams, the state that streams share, the thread. Refuses to know: how a stream makes batches (`stream`), and
+ZMQ sockets (`stream_sockets`).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from kvserver.telemetry import Family, Kind
 log = logging.getLogger(__name__)
 
 MOST_STREAMS = 64
-_SLICE = 64  # batches of one stream that are sent before others have their turn
+_SLICE = 64  # batches of one stream that are sent in one turn
 _LEAST_BUFFER = 1 << 20
 _IDLE_SECONDS = 1.0
 _BEAT_SECONDS = 1.0
-_LAST_SECONDS = 2.0  # for the thread to send what is left
+_LAST_SECONDS = 2.0  # for the thread to send the last batches
 _LAST_LINGER_MS = 500
 
 
 def make_publisher(context: ObserverContext) -> ZmqPublisher | None:
-    """None without --kv-events-endpoint: then there is no sequence either that a snapshot could name."""
+    """None without --kv-events-endpoint: a snapshot then has no sequence to name."""
     return ZmqPublisher(context) if context.settings.kv_events_endpoint else None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the audience of a topic knows after batch `sequence`; later batches will tell of `pending` chunks, too."""
+    """What a topic announces after batch `sequence`. Later batches announce `pending` more chunks."""
 
     model_name: str
     hash_form: Form
@@ -59,7 +59,7 @@ class Snapshot:
 
 
 class NotOneTopic(LookupError):
-    """What was asked for names none, or several. `known` says what there is."""
+    """The request matches no topic, or several. `known`: the streams and topics."""
 
     def __init__(self, several: bool, known: list[dict[str, Any]]) -> None:
         super().__init__(several)
@@ -77,22 +77,22 @@ class ZmqPublisher:
             max(_LEAST_BUFFER, parse_size(settings.kv_events_buffer)),
             context.boot_micros,
         )
-        self._lock = threading.Lock()  # over what follows, and all streams
+        self._lock = threading.Lock()  # of all below, and of all streams
         self._resident = ResidentChunks()
         self._streams: dict[tuple[str, str], Stream] = {}
         self._instances: dict[str, tuple[str, str]] = {}
         self._refused_streams = 0
         self._closing = False
-        self._sleeps = False  # the thread waits longer than a batch may
+        self._sleeps = False  # the thread waits, maybe longer than BATCH_SECONDS: wake it
         self._failure = ""
-        self._sockets: dict[tuple[str, str], StreamSockets] = {}  # written by the thread
+        self._sockets: dict[tuple[str, str], StreamSockets] = {}  # changed by the thread only
         self._next_beat = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         _warn_of_readers(settings)
         self._thread = threading.Thread(target=self._run, name="kv-events-zmq", daemon=True)
         self._thread.start()
 
-    # ---- from the hub's thread -------------------------------------------------------------------
+    # ---- from the observer's thread -------------------------------------------------------------------
 
     def observe(self, event: KVEvent) -> None:
         if self._failure:
@@ -141,7 +141,7 @@ class ZmqPublisher:
     # ---- for pages -------------------------------------------------------------------------------
 
     def snapshot(self, model_name: str = "", form: str = "", topic: str = "") -> Snapshot:
-        """What is left out need not be told where there is one only. NotOneTopic unless they name one."""
+        """Empty parameters match everything. NotOneTopic unless exactly one topic matches."""
         with self._lock:
             views = [
                 (stream, view)
@@ -215,7 +215,7 @@ class ZmqPublisher:
                     os.eventfd_read(self._wake)
             self._publish_last()
         except Exception as error:
-            log.exception("KV events are published no more")
+            log.exception("the publisher of KV events failed and stops")
             self._failure = f"the publishing thread failed: {error!r}"
         finally:
             with self._lock:
@@ -223,14 +223,14 @@ class ZmqPublisher:
                 os.close(self._wake)
             for sockets in self._sockets.values():
                 sockets.close(_LAST_LINGER_MS)
-            context.term()  # waits as long as they linger
+            context.term()  # waits for the sockets to linger
 
     def _turn(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> float | None:
-        """Seconds to wait before the next one, at most; None ends the thread."""
+        """Serve every stream once. Returns the most seconds until the next turn; None ends the thread."""
         with self._lock:
             if self._closing:
                 return None
-            self._sleeps = True  # what comes from now on wakes it
+            self._sleeps = True  # events from now on wake it
             streams = dict(self._streams)
         waits = [_IDLE_SECONDS]
         for name, stream in streams.items():
@@ -244,7 +244,7 @@ class ZmqPublisher:
         return min(waits)
 
     def _serve(self, stream: Stream, sockets: StreamSockets) -> float:
-        """One turn of one stream; seconds until its next one."""
+        """One turn of one stream. Returns the seconds until its next turn."""
         sockets.receive_requests()
         with self._lock:
             wait = self._advance(stream, sockets)
@@ -257,7 +257,7 @@ class ZmqPublisher:
         return wait if len(fresh) < _SLICE else 0.0
 
     def _advance(self, stream: Stream, sockets: StreamSockets) -> float:
-        """Close what is due, and tell of chunks that wait for it. Seconds until there is more to do."""
+        """Close a due batch and announce waiting chunks. Returns the seconds until there is more to do."""
         stream.work()
         beat = sockets.wants_beat and time.monotonic() >= self._next_beat
         if stream.due_seconds == 0.0 or beat:
@@ -268,7 +268,7 @@ class ZmqPublisher:
         return 0.0 if stream.pending else _IDLE_SECONDS if due is None else due
 
     def _publish_last(self) -> None:
-        """The tiers end with the daemon."""
+        """Publish that all blocks are removed: the tiers end with the daemon."""
         with self._lock:
             for name, stream in self._streams.items():
                 stream.end()
@@ -277,7 +277,7 @@ class ZmqPublisher:
 
 
 def publisher_families(status: dict[str, Any] | None) -> list[Family]:
-    """Of a publisher's status(); None where nothing is published."""
+    """The families of a publisher's status(); None if nothing is published."""
     labels = ("model_name", "hash_form")
     batches = Family(
         "kvserver_kv_events_batches", "Batches of KV events that the ZMQ publisher sent.", Kind.COUNTER, labels
@@ -328,4 +328,4 @@ def _warn_of_readers(settings: Settings) -> None:
         parsed = parse_events_endpoint(url)
         host = parsed[0].removeprefix("tcp://") if parsed is not None and url.startswith("tcp://") else "localhost"
         if host not in ("localhost", "[::1]") and not host.startswith("127."):
-            log.warning("KV events carry token ids, and whoever reaches %s can read them", url)
+            log.warning("KV events carry token ids, and every client that can connect to %s can read them", url)

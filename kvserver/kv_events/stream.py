@@ -1,11 +1,12 @@
-"""One stream of KV events: those of one model and one form of hashes, numbered and kept for a while.
+"""One stream of KV events: the numbered batches of one model and one form of hashes, kept for replays.
 
-A batch is closed by its size, by time or by a snapshot. Its number is the one before plus 1; the first one is the wall
-clock's microseconds at the daemon's start, holds AllBlocksCleared alone and is kept for ever: to whoever knew an earlier
-daemon the numbers show a gap, and a replay begins with it.
+A batch is closed by its size, by time or by a snapshot. Each number is the one before plus 1. The first number is the wall
+clock's microseconds at the daemon's start. The first batch contains AllBlocksCleared alone and is kept for ever: a
+subscriber that knew an earlier daemon sees a gap in the numbers, and its replay begins with that batch.
 
-A topic's audience is a `View`. With one topic it hears of every prefix that an instance of the stream has had; with a
-topic for each instance, of that one's present prefix. In a batch every topic has a message, if only an empty one.
+A `View` is what one topic announces. A topic for all instances covers every namespace prefix that an instance of the
+stream has had; a topic for one instance covers the present prefix of that instance. A batch has a message for every
+topic, even an empty one.
 
 Owns: views, numbers, the buffer. Refuses to know: sockets, threads. REQUIRES: one lock around all calls.
 """
@@ -27,10 +28,10 @@ from kvserver.kv_events.wire import Form, Writer, batch
 from kvserver.protocol import KVGroup
 
 BATCH_SECONDS = 0.01
-MOST_EVENTS, MOST_HASHES, MOST_BYTES = 64, 1024, 256 << 10  # of a batch; one event may lie above
+MOST_EVENTS, MOST_HASHES, MOST_BYTES = 64, 1024, 256 << 10  # of a batch; one event may exceed them
 MOST_BATCHES = 10_000
-_MESSAGE_BYTES = 250  # of memory, beside the payload
-_SLICE = 256  # chunks
+_MESSAGE_BYTES = 250  # memory of one message beside its payload
+_SLICE = 256  # chunks announced in one turn
 _RANK = re.compile(r"_dp(\d+)$")  # of vLLM's engine ids, with data parallelism
 
 
@@ -60,7 +61,7 @@ def fill(template: str, **values: str) -> str:
 class View:
     """What was published to one topic.
 
-    `waiting` and `leaving`: chunks of a prefix that was joined or left, not yet published. Of a chunk
+    `waiting` and `leaving`: chunks of a namespace prefix that was joined or left, not yet published. Of a chunk
     that is removed while it waits nothing is published.
     """
 
@@ -105,13 +106,13 @@ class Stream:
         self.model_name, self.form = model_name, form
         self.per_instance = "{instance}" in options.topic
         self.groups: tuple[KVGroup, ...] = ()
-        self.views: dict[str, View] = {}  # by instance_id, or "" if there is one for all
+        self.views: dict[str, View] = {}  # by instance_id; the only one has ""
         self.buffer: deque[Batch] = deque()
         self.buffered_bytes = 0
         self.first_sequence = self.next_sequence = options.boot_micros
         self._options = options
         self._writer = Writer(form, options.arrays)
-        self._readers: dict[str, bytes] = {}  # their reaches
+        self._readers: dict[str, bytes] = {}  # namespace prefixes by instance_id
         self._opened = time.time()
         self._due = 0.0  # monotonic; 0: no batch is open
         self._open_events = self._open_hashes = self._open_bytes = 0
@@ -122,7 +123,7 @@ class Stream:
         self, instance_id: str, prefix: bytes, groups: tuple[KVGroup, ...], resident: ResidentChunks
     ) -> None:
         if not self.announced_blocks:
-            self.groups = groups  # else Removed must say what Stored said
+            self.groups = groups  # not while blocks are announced: BlockRemoved must name the groups of BlockStored
         self._readers[instance_id] = prefix
         view = self._view(instance_id if self.per_instance else "")
         if self.per_instance:
@@ -159,7 +160,7 @@ class Stream:
         return self.views[name]
 
     def _forget_prefixes(self, resident: ResidentChunks) -> None:
-        """Those that hold nothing, and that nobody can fill any more."""
+        """Forget namespace prefixes that have no chunks and no reader."""
         present = set(self._readers.values())
         for view in self.views.values():
             view.prefixes = {prefix for prefix in view.prefixes if prefix in present or prefix in resident}
@@ -190,7 +191,7 @@ class Stream:
         return sum(len(view.waiting) + len(view.leaving) for view in self.views.values())
 
     def work(self) -> None:
-        """Tell of some of the chunks that wait for it."""
+        """Announce some of the waiting chunks."""
         for view in self.views.values():
             if view.leaving:
                 for tier in Tier:
@@ -206,7 +207,7 @@ class Stream:
             self._add(view, self._writer.stored(chunk, run, tier, self.groups), run[1] - run[0])
 
     def _announce_removed(self, view: View, tier: Tier, chunks: Iterable[Description]) -> None:
-        removed: dict[int, bytearray] = {}  # by the length of a hash
+        removed: dict[int, bytearray] = {}  # by bytes of a hash
         for chunk in chunks:
             hashes, width = removed.setdefault(chunk.hash_bytes, bytearray()), chunk.hash_bytes
             for first, last in view.ledgers[tier].removed(chunk):
@@ -230,11 +231,11 @@ class Stream:
 
     @property
     def due_seconds(self) -> float | None:
-        """Until the open batch is to be closed; None if none is open."""
+        """Seconds until the open batch must be closed; None if none is open."""
         return max(0.0, self._due - time.monotonic()) if self._due else None
 
     def close_batch(self, even_empty: bool = False) -> None:
-        """It can be had from `after` now."""
+        """Number the open batch and keep it for `after`."""
         if not (self._due or even_empty) or not self.views:
             return
         now = time.time()
@@ -254,18 +255,18 @@ class Stream:
 
     @property
     def pinned(self) -> Batch:
-        """The first one, for the topics that there are now."""
+        """The first batch, with the present topics."""
         return Batch(self.first_sequence, tuple((view.topic, view.first) for view in self.views.values()))
 
     def after(self, sequence: int, most: int) -> list[Batch]:
-        """Up to `most` of those that are kept, from the first beyond `sequence` on; before all others the pinned one."""
+        """Up to `most` kept batches after `sequence`. The pinned batch alone if `sequence` is before it and others were dropped."""
         oldest = self.next_sequence - len(self.buffer)
         if sequence < self.first_sequence < oldest and self.views:
             return [self.pinned]
         start = max(0, sequence + 1 - oldest)
         return [self.buffer[at] for at in range(start, min(start + most, len(self.buffer)))]
 
-    # ---- figures --------------------------------------------------------------------------------
+    # ---- measurements --------------------------------------------------------------------------------
 
     @property
     def topics(self) -> list[bytes]:
@@ -273,7 +274,7 @@ class Stream:
 
     @property
     def announced_blocks(self) -> int:
-        """Of all views."""
+        """Announced blocks of all views."""
         return sum(view.announced_blocks for view in self.views.values())
 
     @property
@@ -282,5 +283,5 @@ class Stream:
 
     @property
     def state_bytes(self) -> int:
-        """Of the counts of blocks."""
+        """Memory of the ledgers."""
         return sum(ledger.memory_bytes for view in self.views.values() for ledger in view.ledgers.values())

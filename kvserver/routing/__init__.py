@@ -1,4 +1,4 @@
-"""What a router asks: which engine finds how much of a prompt, in its own memory, in L1 and in L2."""
+"""For routers: how much of a prompt each engine finds in its own memory, in L1 and in L2."""
 
 from kvserver.routing.match import MOST_BODY_BYTES, MatchPages
 from kvserver.routing.prefix_index import KnownEngine, KVIndex, Match, make_index

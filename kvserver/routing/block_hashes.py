@@ -1,12 +1,12 @@
-"""From token ids to the hashes that vLLM gives blocks: each covers the one before, the block's tokens and extra keys.
+"""Computes vLLM's block hashes from token ids: each covers the hash before, the block's tokens and its extra keys.
 
     hash = SHA-256(dumps((hash before, (token, ...), extra keys or None)))
 
 with pickle's protocol 5 ("sha256") or canonical CBOR ("sha256_cbor"). Only these two: xxhash starts from a secret. The
-server does not import pickle, which may run what it reads: the bytes of this one shape are written here. It costs
-8 to 15 us for 16 tokens (bench/match.py); other threads get a turn every 32 blocks.
+server does not import pickle, which may run code from its input: only this one shape is encoded here. A block of 16
+tokens costs 8 to 15 us (bench/match.py); other threads get a turn every 32 blocks.
 
-Owns: these bytes and the chain. Refuses to know: engines, and what the hashes are for.
+Owns: the encodings and the chain. Refuses to know: engines, and the use of the hashes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ExtraKeys: TypeAlias = tuple[tuple[str, ...], ...]  # ("lora", name, path), ("ca
 Dumps: TypeAlias = Callable[[bytes, Sequence[int], ExtraKeys], bytes]
 
 _BLOCKS_BETWEEN_TURNS = 32
-_CODES = 16384  # tokens whose bytes are remembered, by each encoding
+_CODES = 16384  # encoded tokens that each encoding caches
 
 
 def hash_blocks(
     algorithm: str, start: bytes, block_tokens: int, tokens: Sequence[int], lora: tuple[str, str] | None, salt: str
 ) -> Iterator[bytes]:
-    """The hash of each whole block of a prompt. `start`: what the chain begins with; `lora`: name and path.
+    """The hash of each whole block of a prompt. `start`: the hash before the first block; `lora`: name and path.
 
-    As vLLM 0.32 does it; older ones hash LoRAs and salts in other shapes. ValueError of an algorithm not in DUMPS.
+    As vLLM 0.32 does; earlier versions hash LoRAs and salts in other shapes. ValueError if `algorithm` is not in DUMPS.
     REQUIRES: tokens from 0 on; texts shorter than 64 KiB.
     """
     if algorithm not in DUMPS:
@@ -56,7 +56,7 @@ _FRAME_BYTES = 64 << 10
 
 
 def pickled(parent: bytes, tokens: Sequence[int], extra: ExtraKeys) -> bytes:
-    """pickle.dumps((parent, tuple(tokens), extra or None), protocol=5), where no object is met twice."""
+    """pickle.dumps((parent, tuple(tokens), extra or None), protocol=5), if no object occurs twice."""
     parts = [b"C" + len(parent).to_bytes(1, "little") + parent + _MEMOIZE]
     parts += _tuple_parts([_pickled_int(token) for token in tokens], len(tokens))
     if extra:
@@ -70,7 +70,7 @@ def pickled(parent: bytes, tokens: Sequence[int], extra: ExtraKeys) -> bytes:
 
 
 def _tuple_parts(items: list[bytes], count: int) -> list[bytes]:
-    """A tuple of so many objects, whose parts are `items`. A part is what pickle writes without looking at its frame."""
+    """A tuple of `count` objects, whose parts are `items`. Pickle ends a frame only between parts."""
     if count == 0:
         return [b")"]
     if count in _TUPLES:
@@ -79,7 +79,7 @@ def _tuple_parts(items: list[bytes], count: int) -> list[bytes]:
 
 
 def _frames(parts: list[bytes]) -> list[bytes]:
-    """Before each part, a frame that has become long enough ends."""
+    """The parts in frames. A frame that is long enough ends before the next part."""
     whole = b"".join(parts)
     if len(whole) < _FRAME_BYTES:
         return [whole]

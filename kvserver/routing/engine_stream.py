@@ -1,11 +1,11 @@
-"""The KV events of one engine, in order: what it holds in its own memory, and whether that is all.
+"""Applies the KV events of one engine in order: which blocks are in its own memory, and whether all are known.
 
-Owns: the sequence, what was lost. Refuses to know: sockets, and where the blocks are kept.
+Owns: the sequence, and lost batches. Refuses to know: sockets, and where the blocks are kept.
 
-Batches are numbered from 0. One that is missing may be had again; if it cannot, all that is known is dropped, since
-what the missing one removed would be found for ever. A number that was there before, at a later time, is another
-engine's at the same address. An engine whose requests ask for `kv_cache_report_mode` "full" tells of blocks again that
-it holds already; those are found until it clears its cache.
+Batches are numbered from 0. A missing batch may be replayed. If it cannot, all known blocks are dropped, since blocks that
+the missing batch removed would be found for ever. A number seen before, with a later time, is of another engine at the
+same address. An engine whose requests set `kv_cache_report_mode` to "full" announces resident blocks again; those are
+found until the engine clears its cache.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from kvserver.routing.engine_wire import Batch, Change, decode
 
-FOLLOWING = ("waiting", "complete", "incomplete")  # states of a stream that is read
+FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that is being read
 
 
 class Blocks(Protocol):
-    """Where they are kept; 8 bytes each."""
+    """Where blocks are kept, with 8 bytes of each hash."""
 
     def add(self, hashes: bytes) -> None: ...
 
@@ -43,15 +43,15 @@ class EngineStream:
 
     @property
     def next(self) -> int:
-        """The number of the batch that comes next."""
+        """The number of the next batch."""
         return 0 if self._last is None else self._last + 1
 
     def apply_batch(self, number: int, payload: bytes, final: bool) -> bool:
-        """Apply a batch. False, unless `final`: those before it are missing; ask for them, then hand it over again."""
+        """False, unless `final`: batches before it are missing; request a replay, then call again with `final`."""
         batch = decode(payload, self._group)
         if number < self.next:
             if batch is None or batch.time <= self._last_time:
-                return True  # a replay told it before
+                return True  # a replay brought it before
             self._restarts += 1
             self._last, self._incomplete_since = None, None
             self._blocks.clear()

@@ -1,6 +1,6 @@
-"""One engine's KV events over its sockets: the subscription, and replays of what was missed.
+"""Reads one engine's KV events from its sockets: the subscription, and replays of missed batches.
 
-Owns: the sockets, what is read in one turn, when a replay is asked for and given up. Refuses to know: the events
+Owns: the sockets, how much is read in one turn, when a replay is requested and given up. Refuses to know: the events
 (`engine_wire`), their order (`engine_stream`), other engines.
 """
 
@@ -19,10 +19,10 @@ from kvserver.protocol import DescribeScheduler
 from kvserver.routing.engine_stream import EngineStream
 
 _MESSAGES_PER_TURN = 32
-_MOST_BYTES = 16 << 20  # of a message; vLLM's are some 8 bytes a token of one step
+_MOST_BYTES = 16 << 20  # of a message; vLLM's have about 8 bytes for each token of a step
 _QUEUED_MESSAGES = 256
-_REPLAYED_MESSAGES = 20_000  # vLLM keeps 10,000 and drops those for which there is no room
-_REPLAY_SECONDS = 2.0  # without a word
+_REPLAYED_MESSAGES = 20_000  # vLLM keeps 10,000 and drops those that do not fit into the queue
+_REPLAY_SECONDS = 2.0  # without a message; then the replay ends
 _REPLAY_EVERY_SECONDS = 1.0
 _NUMBER_BYTES = 8
 _REPLAY_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -30,7 +30,7 @@ Socket = zmq.Socket[bytes]
 
 
 def unreadable(endpoint: str) -> str:
-    """Why an engine's endpoint is not connected to; "" if it is. The daemon connects to nothing beyond this machine."""
+    """Why the daemon does not connect to this endpoint; "" if it does. It connects to endpoints on this machine only."""
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname or "", parts.port
@@ -45,7 +45,7 @@ def unreadable(endpoint: str) -> str:
 
 
 class EngineBlocks:
-    """What an engine holds, in the index. Without a free owner nothing is kept."""
+    """An engine's blocks in the index. Keeps nothing if the index has no free owner."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -70,7 +70,7 @@ class EngineBlocks:
 
 
 class EngineSubscription:
-    """All of it runs in one thread, but for status(), which reads only."""
+    """REQUIRES: one thread calls everything except status(), which only reads."""
 
     def __init__(self, context: zmq.Context[Socket], index: PrefixIndex, scheduler: DescribeScheduler) -> None:
         self.scheduler = scheduler
@@ -84,9 +84,9 @@ class EngineSubscription:
         self._replay_endpoint = scheduler.events_replay_endpoint
         if unreadable(self._replay_endpoint):
             self._replay_endpoint = ""
-        self._waiting_batch: tuple[int, bytes] | None = None  # waits for what is missing before it
+        self._waiting_batch: tuple[int, bytes] | None = None  # received; batches before it are missing
         self._replay: Socket | None = None
-        self._replay_ends = 0.0  # unless more comes
+        self._replay_ends = 0.0  # unless another message arrives
         self._replay_after = 0.0
         self._events = self._socket(zmq.SUB, _QUEUED_MESSAGES)
         self._events.setsockopt(zmq.SUBSCRIBE, self._topic)
@@ -103,13 +103,13 @@ class EngineSubscription:
         return socket
 
     def connect(self) -> None:
-        """ZMQError of an endpoint that is none."""
+        """ZMQError if an endpoint is invalid."""
         self._events.connect(self.scheduler.events_endpoint)
         if self._replay_endpoint:
-            self._ask()
+            self._request_replay()
 
     def waits_for(self, now: float) -> tuple[Socket | None, float]:
-        """What to poll, and until when at most."""
+        """The socket to poll, and until when at most."""
         if self._replay is not None:
             return self._replay, self._replay_ends
         if self._waiting_batch is not None:
@@ -117,12 +117,12 @@ class EngineSubscription:
         return self._events, now + 1.0
 
     def turn(self, now: float) -> bool:
-        """Take what came, up to a bound; True if there may be more."""
+        """Read up to _MESSAGES_PER_TURN messages. True if there may be more."""
         if self._replay is not None:
             return self._read_replay(self._replay, now)
         if self._waiting_batch is not None:
             if now >= self._replay_after:
-                self._ask()
+                self._request_replay()
             return False
         for _ in range(_MESSAGES_PER_TURN):
             frames = _received(self._events)
@@ -137,8 +137,8 @@ class EngineSubscription:
                     return True
         return True
 
-    def _ask(self) -> None:
-        """For all batches from the next one on. With a socket of its own, so that nothing late is taken for its answer."""
+    def _request_replay(self) -> None:
+        """Request all batches from the next one on. A new socket for each replay: it cannot receive an earlier one's messages."""
         now = time.monotonic()
         self._replay = self._socket(zmq.DEALER, _REPLAYED_MESSAGES)
         self._replay.connect(self._replay_endpoint)
@@ -154,7 +154,7 @@ class EngineSubscription:
                     self._end_replay(replay)
                 return False
             self._replay_ends = now + _REPLAY_SECONDS
-            if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:  # older ones send no topic
+            if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:  # older engines send no topic
                 self._stream.count_malformed()
             elif frames[-2] == _REPLAY_END:
                 self._end_replay(replay)

@@ -1,9 +1,9 @@
-"""vLLM's KV events of GPU memory, read: maps, as since 0.26, and arrays, as before.
+"""Decodes vLLM's KV events of GPU memory: maps since 0.26, arrays before.
 
-Owns: which fields count. Refuses to know: sequences, sockets, what is made of it.
+Owns: which events and fields are read. Refuses to know: sequences, sockets, and what is done with the blocks.
 
-Only blocks in GPU memory count (`medium` GPU or none), and those of one KV cache group, since all groups name a block
-by the same hash. Fields that nobody here needs are skipped unread, token ids before all.
+Only blocks in GPU memory are read (`medium` GPU or none), and only those of one KV cache group: all groups name a block
+by the same hash. Unused fields, token ids above all, are skipped undecoded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Change(enum.Enum):
 @dataclass
 class Batch:
     time: float  # wall clock of the engine
-    changes: list[tuple[Change, bytes]] = field(default_factory=list)  # with 8 bytes for each block
-    malformed: int = 0  # events that could not be read
+    changes: list[tuple[Change, bytes]] = field(default_factory=list)  # hashes, 8 bytes for each block
+    malformed: int = 0  # events that could not be decoded
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):
@@ -83,7 +83,7 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def decode(payload: bytes, group: int) -> Batch | None:
-    """What a batch says of the blocks of one group; None if it is none."""
+    """The changes of one group's blocks; None if `payload` is not a batch."""
     try:
         raw = _batches.decode(payload)
     except _UNREADABLE:
@@ -110,7 +110,7 @@ def _changes(raw: Raw, group: int) -> list[tuple[Change, bytes]]:
 
 
 def _last_bytes(hashes: list[bytes | int]) -> bytes:
-    """8 of each: all that the form with integers tells."""
+    """The last 8 bytes of each hash: integers have no more."""
     raw = b"".join([h[-8:] if isinstance(h, bytes) else (h & _LAST_8).to_bytes(8, "big") for h in hashes])
     if len(raw) != 8 * len(hashes):
         raise ValueError("a hash of fewer than 8 bytes")

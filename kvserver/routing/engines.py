@@ -1,9 +1,9 @@
 """Reads the KV events that engines publish themselves: one thread, a subscription for each engine.
 
-Owns: who is followed, whose turn it is. Refuses to know: how one engine is read (`engine_subscription`).
+Owns: the subscriptions and their turns. Refuses to know: how one engine is read (`engine_subscription`).
 
-An engine is heard at most so much in one turn, and a replay that brings nothing for a while is over, so one that floods
-or hangs costs the others nothing. What is not read in time ZMQ drops at the engine, and is asked for again.
+A turn reads a bounded number of messages, and a replay without messages ends after a while, so an engine that floods or
+hangs does not delay the others. Messages that are not read in time are dropped by ZMQ at the engine, and replayed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EngineEvents:
         self._thread: threading.Thread | None = None
 
     def follow(self, scheduler: DescribeScheduler) -> None:
-        """From now on as it says here. Nothing is connected to that has no endpoint, or one elsewhere."""
+        """Subscribe with this description, in place of an earlier one. Never connects to an endpoint on another machine."""
         self._refused.pop(scheduler.instance_id, None)
         if not scheduler.events_endpoint:
             self.forget(scheduler.instance_id)
@@ -55,12 +55,12 @@ class EngineEvents:
             self._order(instance_id, None)
 
     def index_owner(self, instance_id: str) -> int:
-        """Of the index; -1 where nothing is known."""
+        """The owner of the engine's blocks in the index; -1 if it has none."""
         subscription = self._subscriptions.get(instance_id)
         return subscription.blocks.owner if subscription is not None else -1
 
     def status(self, instance_id: str) -> dict[str, Any] | None:
-        """None of an engine that tells nothing."""
+        """None if the engine publishes no KV events."""
         if reason := self._refused.get(instance_id):
             return {"state": "refused", "reason": reason}
         subscription = self._subscriptions.get(instance_id)
@@ -82,7 +82,7 @@ class EngineEvents:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake already
+        with contextlib.suppress(BlockingIOError):  # the thread is awake already
             os.write(self._write_wake, b"\1")
 
     # ---- the thread ---------------------------------------------------------------------------
@@ -116,10 +116,10 @@ class EngineEvents:
     def _fail(self, subscription: EngineSubscription, error: Exception) -> None:
         subscription.failure = f"{type(error).__name__}: {error}"
         subscription.close()
-        log.exception("the KV events of %s are read no more", subscription.scheduler.instance_id)
+        log.exception("stopped reading the KV events of %s", subscription.scheduler.instance_id)
 
     def _obey(self, context: zmq.Context[Socket]) -> bool:
-        """Do what was ordered; False at the end."""
+        """Carry out the queued orders. False: end the thread."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read_wake, 4096)
         while not self._orders.empty():
@@ -143,7 +143,12 @@ class EngineEvents:
             subscription.connect()
         except zmq.ZMQError as error:
             subscription.close()
-            log.warning("the KV events of %s at %s: %s", scheduler.instance_id, scheduler.events_endpoint, error)
+            log.warning(
+                "cannot subscribe to the KV events of %s at %s: %s",
+                scheduler.instance_id,
+                scheduler.events_endpoint,
+                error,
+            )
             self._refused[scheduler.instance_id] = str(error)
         else:
             self._subscriptions[scheduler.instance_id] = subscription

@@ -5,15 +5,15 @@
 
 as JSON or, with `Content-Type: application/msgpack`, msgpack; the answer has the same form. Hashes are hexadecimal text
 in JSON, bytes in msgpack, or the unsigned integers that engines publish; in msgpack also all end to end as one `bytes`
-with `hash_bytes` for each. Tokens are hashed as the engines do it, as far as they told how.
+with `hash_bytes` for each. Tokens are hashed as the engines hash them, if the engines describe how.
 
     {"instances": [{"instance_id", "model_name", "blocks", "l0", "l1", "l2", "best", "block_tokens", "chunk_tokens", "load"}],
      "skipped": [{"instance_id", "reason"}]}
 
-in blocks: those asked about, the leading ones that each tier has, and that all of them have together. Errors are
-{"error": code, "message": text}.
+in blocks: `blocks` of the prompt, the leading blocks that each tier has, and `best`, those that all tiers have together.
+Errors are {"error": code, "message": text}.
 
-Owns: both forms and their limits. Refuses to know: sockets, the loop; stats are as old as ENGINE_STATS_SECONDS.
+Owns: both forms and their limits. Refuses to know: sockets, the loop. Engine stats are up to ENGINE_STATS_SECONDS old.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_BODY_BYTES = 4 << 20
 ENGINE_STATS_SECONDS = 0.5
 JSON, MSGPACK = "application/json", "application/msgpack"
 _MOST_IDS = 1024
-_HASHING_AT_ONCE = 2  # requests; the rest wait, so that the loop gets its turn
+_HASHING_AT_ONCE = 2  # requests that hash tokens; others wait, so that the loop gets the interpreter
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Status: TypeAlias = dict[str, Any]
@@ -73,7 +73,7 @@ _json, _msgpack = msgspec.json.Decoder(_JsonQuery), msgspec.msgpack.Decoder(_Msg
 
 
 class RecentEngineStats:
-    """The engines' stats of a moment ago. Nobody waits for the loop here."""
+    """The latest engine stats. Never waits for the loop."""
 
     def __init__(self, ask: Callable[[], Future[list[Status]]], every_seconds: float = ENGINE_STATS_SECONDS) -> None:
         self._ask = ask
@@ -84,7 +84,7 @@ class RecentEngineStats:
         self._last: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """By instance id."""
+        """Engine stats by instance id."""
         with self._lock:
             if self._asked is not None and self._asked.done():
                 if not self._asked.cancelled() and self._asked.exception() is None:
@@ -96,10 +96,10 @@ class RecentEngineStats:
 
 
 class MatchPages:
-    """What is asked may come from any thread."""
+    """Any thread may call."""
 
     def __init__(self, index: KVIndex, ask: Callable[[], Future[list[Status]]]) -> None:
-        """`ask`: for `/status`'s instances, in the loop."""
+        """`ask` requests the instances of `/status` from the loop."""
         self._index = index
         self._engine_stats = RecentEngineStats(ask)
         self._hashing = threading.BoundedSemaphore(_HASHING_AT_ONCE)
@@ -195,20 +195,20 @@ def unhashable(engine: KnownEngine) -> str:
     """Why tokens cannot be hashed for this engine; "" if they can."""
     scheduler = engine.scheduler
     if scheduler.hash_algorithm not in DUMPS:
-        return f"{engine.instance_id} hashes blocks by {scheduler.hash_algorithm or 'what it did not tell'}; send block_hashes"
+        return f"{engine.instance_id} hashes blocks by {scheduler.hash_algorithm or 'an unknown algorithm'}; send block_hashes"
     if not scheduler.hash_start or engine.block_tokens % scheduler.hash_block_tokens:
-        return f"{engine.instance_id} did not tell how its chain of hashes begins; send block_hashes"
+        return f"{engine.instance_id} did not describe how its chain of hashes begins; send block_hashes"
     return ""
 
 
 def _chain(engine: KnownEngine) -> tuple[Any, ...]:
-    """Engines that agree on it give the same blocks the same hashes."""
+    """Engines with equal values give equal blocks equal hashes."""
     scheduler = engine.scheduler
     return scheduler.hash_algorithm, scheduler.hash_start, scheduler.hash_block_tokens, engine.block_tokens
 
 
 def _hashes(engine: KnownEngine, query: _Query, tokens: list[int]) -> bytes:
-    """Of the engine's blocks; each is the last of the finer ones that the engine hashes."""
+    """The hashes of the engine's blocks. Each is the last hash among the smaller blocks that the engine hashes."""
     scheduler = engine.scheduler
     lora = (query.lora_name, query.lora_path) if query.lora_name else None
     whole = tokens[: len(tokens) // engine.block_tokens * engine.block_tokens]
@@ -227,7 +227,7 @@ def _decoded(body: bytes, form: str) -> _JsonQuery | _MsgpackQuery:
 
 
 def _joined(query: _JsonQuery | _MsgpackQuery) -> tuple[bytes | memoryview, int]:
-    """(hashes end to end, bytes of each): as they came, or the last 8 of each."""
+    """(hashes end to end, bytes of each): as received, or the last 8 bytes of each."""
     hashes = query.block_hashes
     if isinstance(hashes, memoryview):
         if len(hashes) % query.hash_bytes:

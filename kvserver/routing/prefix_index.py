@@ -1,9 +1,10 @@
-"""What each engine finds of a prompt, in its own memory, in L1 and in L2: an observer of KV events.
+"""Finds how much of a prompt each engine has in its own memory, in L1 and in L2: an observer of KV events.
 
-Owns: which owner of the index is which tier of what. Refuses to know: hashes from tokens, HTTP.
+Owns: which owner in the index is which tier of which namespace prefix. Refuses to know: hashes from tokens, HTTP.
 
-L1 and L2 are kept by namespace_prefix: all engines with the same namespace_prefix find the same there. Chunks stay known while nobody can
-read them, for the next engine that can. Only their keys are needed, so those that nobody described count too.
+L1 and L2 are kept by namespace prefix: all engines with the same prefix find the same chunks there. Chunks that no engine
+can read now stay known for the next engine that can. Only the keys of chunks are needed, so chunks without a description
+count too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NONE = (-1, -1)
 
 @dataclass(frozen=True)
 class KnownEngine:
-    """An engine that can be asked about."""
+    """An engine that described itself."""
 
     scheduler: DescribeScheduler
     namespace_prefix: bytes
@@ -69,10 +70,10 @@ class KVIndex:
         self._follow_engines = follow_engines
         self._lock = threading.Lock()  # of the two below
         self._known: dict[str, KnownEngine] = {}
-        self._owners: dict[bytes, tuple[int, int]] = {}  # by namespace_prefix: those of L1 and L2; -1: none
+        self._owners: dict[bytes, tuple[int, int]] = {}  # owners of L1 and L2 by namespace prefix; -1: none
         self._dropped_prefixes = 0
 
-    # ---- what it is told ----------------------------------------------------------------------
+    # ---- KV events ----------------------------------------------------------------------
 
     def observe(self, event: KVEvent) -> None:
         match event:
@@ -109,7 +110,7 @@ class KVIndex:
             self._forget_if_empty(engine.namespace_prefix)
 
     def _owner(self, namespace_prefix: bytes, tier: Tier) -> int:
-        """For what a namespace_prefix has in a tier; -1 if none can be had."""
+        """The owner of a namespace prefix in a tier, opened if needed; -1 if the index has no free owner."""
         owner = self._owners.get(namespace_prefix, _NONE)[_at(tier)]
         if owner >= 0:
             return owner
@@ -123,7 +124,7 @@ class KVIndex:
         return owner
 
     def _drop_unread(self) -> bool:
-        """Make room by what no engine can read now; False if engines read all."""
+        """Drop a namespace prefix that no engine can read now. False if there is none."""
         read = {engine.namespace_prefix for engine in self._known.values()}
         unread = next((namespace_prefix for namespace_prefix in self._owners if namespace_prefix not in read), None)
         if unread is None:
@@ -133,7 +134,7 @@ class KVIndex:
         return True
 
     def _forget_if_empty(self, namespace_prefix: bytes) -> None:
-        """Nothing is kept of a namespace_prefix without chunks and engines."""
+        """Forget a namespace prefix without chunks and engines."""
         read = any(engine.namespace_prefix == namespace_prefix for engine in self._known.values())
         if not read and not any(self._size_of(owner) for owner in self._owners.get(namespace_prefix, _NONE)):
             self._close(namespace_prefix)
@@ -145,10 +146,10 @@ class KVIndex:
             if owner >= 0:
                 self._index.remove_owner(owner)
 
-    # ---- what it tells ------------------------------------------------------------------------
+    # ---- queries ------------------------------------------------------------------------
 
     def known_engines(self, model_name: str = "", instance_ids: Collection[str] = ()) -> list[KnownEngine]:
-        """All engines, or those of the model, or those named."""
+        """All engines, restricted to the model and to the instances if given."""
         with self._lock:
             engines = list(self._known.values())
         return [
@@ -159,7 +160,7 @@ class KVIndex:
         ]
 
     def match(self, engines: Sequence[KnownEngine], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
-        """Of a prompt whose blocks have these hashes, end to end. ValueError unless they are whole, 8 to 32 bytes each."""
+        """The match of each engine, for block hashes end to end. ValueError unless they are whole, 8 to 32 bytes each."""
         found = self._index.match(hashes, hash_bytes, [self._tiers(engine) for engine in engines])
         return [Match._make(blocks) for blocks in found]
 
@@ -169,7 +170,7 @@ class KVIndex:
         return self._engines.index_owner(engine.instance_id), l1, l2, engine.chunk_blocks
 
     def instance(self, instance_id: str) -> dict[str, Any] | None:
-        """What `GET /instances` says of its cache; None of one that did not describe itself."""
+        """The cache of an engine for `GET /instances`; None if the engine did not describe itself."""
         with self._lock:
             engine = self._known.get(instance_id)
         if engine is None:
@@ -188,7 +189,7 @@ class KVIndex:
     def _size_of(self, owner: int) -> int:
         try:
             return self._index.owned_blocks(owner) if owner >= 0 else 0
-        except ValueError:  # it was closed meanwhile
+        except ValueError:  # closed meanwhile
             return 0
 
     def status(self) -> dict[str, Any]:
@@ -219,7 +220,7 @@ class KVIndex:
         ]
 
     def _of_engines(self) -> list[Family]:
-        """Of those that publish KV events themselves."""
+        """The families of engines that publish KV events themselves."""
         labels = ("instance_id", "model_name")
         following = Family(
             "kvserver_engine_events_following",
@@ -250,7 +251,7 @@ def _at(tier: Tier) -> int:
 
 
 def _ends(chunks: Sequence[KVChunk]) -> bytes:
-    """The last bytes of the chunks' hashes, which their keys are, filled up with zeros: a hash has 32 bytes or 16."""
+    """The last _KNOWN_BYTES of each chunk's hash. A key is a hash of 16 or 32 bytes, padded with zeros."""
     return b"".join([_end(chunk) for chunk in chunks])
 
 

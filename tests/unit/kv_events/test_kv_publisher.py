@@ -457,7 +457,7 @@ def test_a_network_address_is_warned_of(publish: Callable[..., Published], caplo
     assert not caplog.records
     publish(kv_events_endpoint="tcp://*:0")
     assert [record.message for record in caplog.records] == [
-        "KV events carry token ids, and whoever reaches tcp://*:0 can read them"
+        "KV events carry token ids, and every client that can connect to tcp://*:0 can read them"
     ]
 
 
