@@ -1,7 +1,7 @@
-"""What `kvserver doctor` looks at on a machine, one small function per check.
+"""The checks of `kvserver doctor` on a machine, one small function per check.
 
-Owns: what is wrong with memory, limits and devices, and the command or flag that mends it. Refuses to
-know: how findings are shown. A check takes a `Machine`, changes nothing and returns a `Finding`.
+Owns: problems of memory, limits and the environment, and the command or flag that fixes each. Refuses to know: how
+findings are shown. A check takes a `Machine`, changes nothing and returns a `Finding`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvserver.config import (
 from kvserver.protocol import ConfigError
 
 _DESCRIPTORS_PER_WORKER = 256
-_DEFAULT_KV_BYTES = 4 * GiB  # what is taken for the KV cache of an engine whose size is unknown
+_DEFAULT_KV_BYTES = 4 * GiB  # assumed size of an engine's KV cache if it is unknown
 
 
 class Level(str, enum.Enum):
     OK = "ok"
-    WARNING = "warning"  # it works, less well or for fewer engines
+    WARNING = "warning"  # works, but less well or for fewer engines
     PROBLEM = "problem"  # the daemon would not start, or an engine would run without cache
 
 
@@ -48,12 +48,12 @@ class Finding:
 
 @dataclass
 class Machine:
-    """All that checks look at. Tests give fake folders and values."""
+    """Everything that checks read. Tests give fake folders and values."""
 
     settings: Settings
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    python: str = ""  # the interpreter of vLLM's environment; "" if nobody named one
+    python: str = ""  # the interpreter of vLLM's environment; "" if not given
     uid: int = field(default_factory=os.getuid)
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     access: Callable[[Path, int], bool] = os.access
@@ -95,7 +95,7 @@ def size(count: float) -> str:
 
 
 def shared_memory(machine: Machine) -> Finding:
-    """An engine on CPU puts its KV cache there; one that is too small kills whoever writes past its end."""
+    """An engine on CPU puts its KV cache into /dev/shm. A write past its end kills the writing process."""
     path = machine.root / "dev/shm"
     try:
         room = machine.statvfs(path)
@@ -139,7 +139,7 @@ def l1_memory(machine: Machine) -> Finding:
 
 def locked_memory(machine: Machine) -> Finding:
     """CUDA's manual names no limit of cudaHostRegister, and os_lock_user_pages() of NVIDIA's open kernel modules
-    asks for none; NCCL's manual still has containers raise it."""
+    checks none; NCCL's manual still advises to raise it in containers."""
     soft, _ = machine.rlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("unlimited")
@@ -149,11 +149,11 @@ def locked_memory(machine: Machine) -> Finding:
     try:
         wanted, _ = choose_l1(machine.settings, machine.root)
     except ConfigError:
-        return ok(f"{text}; L1 itself cannot be had")
+        return ok(f"{text}; L1 itself cannot be allocated")
     if wanted <= soft:
         return ok(f"{text}, L1 is {size(wanted)}")
     return ok(
-        f"{text}, L1 is {size(wanted)}: NVIDIA's driver is not known to ask for this limit; if the log says that L1 could not "
+        f"{text}, L1 is {size(wanted)}: NVIDIA's driver is not known to check this limit; if the log reports that L1 could not "
         "be pinned, raise it first: ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1"
     )
 
@@ -169,9 +169,9 @@ def huge_pages(machine: Machine) -> Finding:
         f"for shared memory, {tmpfs[1] if tmpfs else 'never'} on /dev/shm; explicit ones: {explicit[1] if explicit else 0}"
     )
     if machine.settings.l1_huge_pages in (*HUGE_PAGE_BYTES, "off"):
-        return ok(f"{text}; L1 does as --l1-huge-pages {machine.settings.l1_huge_pages} says")
+        return ok(f"{text}; L1 follows --l1-huge-pages {machine.settings.l1_huge_pages}")
     if chosen["enabled"] in ("", "never"):
-        return warning(f"{text}; L1 lies in small pages", f"echo madvise | sudo tee /{folder}enabled")
+        return warning(f"{text}; L1 uses small pages", f"echo madvise | sudo tee /{folder}enabled")
     return ok(text)
 
 
@@ -184,7 +184,7 @@ def numa(machine: Machine) -> Finding:
     if allowed and allowed[1].isdecimal():
         return ok(f"{len(nodes)} memory nodes, this process is bound to node {allowed[1]}")
     where = ", ".join(str(node) for node in interleaved_nodes(machine.root))
-    lies = {"auto": f"L1 is interleaved over {where}", "off": "the kernel chooses where L1 lies"}
+    lies = {"auto": f"L1 is interleaved over {where}", "off": "the kernel chooses the nodes of L1"}
     text = f"{len(nodes)} memory nodes, {lies.get(setting, f'L1 stays on node {setting[5:]}')}"
     if setting.startswith("bind:"):
         return ok(text)
@@ -195,7 +195,7 @@ def numa(machine: Machine) -> Finding:
 
 
 def _bracketed(text: str) -> str:
-    """Of "always [madvise] never"."""
+    """The bracketed word in "always [madvise] never"."""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else ""
 
@@ -218,19 +218,19 @@ def open_files(machine: Machine) -> Finding:
 
 
 def container(machine: Machine) -> Finding:
-    """Hints only: nothing here is wrong by itself."""
+    """Hints only: no container is a problem by itself."""
     kinds = {".dockerenv": "docker", "run/.containerenv": "podman", "var/run/secrets/kubernetes.io": "Kubernetes"}
     kind = next((name for path, name in kinds.items() if (machine.root / path).exists()), "")
     if not kind:
-        return ok("not in a container, as far as one can see")
+        return ok("not in a known kind of container")
     return ok(
         f"in a container ({kind}): engines of other containers need the folder of --endpoint as a shared volume and the "
-        "same user id, those on CPU each its own room in /dev/shm"
+        "same user id, and engines on CPU need space of their own in /dev/shm"
     )
 
 
 def environment(machine: Machine) -> Finding:
-    """A misspelt variable is ignored by the daemon, as every program's foreign variables are."""
+    """The daemon ignores misspelt variables, as it ignores those of other programs."""
     known = {variable(name) for name in field_types()}
     for name in sorted(set(machine.environ) - known):
         near = difflib.get_close_matches(name, known, 1, 0.85) if name.startswith("KVSERVER_") else []
@@ -240,11 +240,11 @@ def environment(machine: Machine) -> Finding:
     return ok(f"set by {', '.join(used)}" if used else "no KVSERVER_* variables")
 
 
-# ---- what more than one check asks --------------------------------------------------------------
+# ---- shared by checks --------------------------------------------------------------
 
 
 def driver_version(machine: Machine) -> str:
-    """As people name it; "" if there is no GPU driver."""
+    """The driver's name with its version; "" if there is no GPU driver."""
     version = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", machine.read("proc/driver/nvidia/version"))
     if version:
         return f"NVIDIA driver {version[1]}"
@@ -252,5 +252,5 @@ def driver_version(machine: Machine) -> str:
 
 
 def uses_gpus(machine: Machine) -> bool:
-    """Whether engines on GPUs may register."""
+    """True if engines on GPUs can register."""
     return machine.settings.gpus != "none" and bool(driver_version(machine))

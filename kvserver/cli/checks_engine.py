@@ -1,7 +1,7 @@
-"""What `kvserver doctor --engine URL` reads in a vLLM engine's own metrics: whether its cache is on, and why not.
+"""`kvserver doctor --engine URL`: reads a vLLM engine's own metrics, which report whether its cache is on, and why not.
 
-Owns: the question, and what helps for each reason. Refuses to know: the machine and the daemon (`checks` and its kin). The engine
-may be anywhere, and anything may answer there: every answer is a finding.
+Owns: reading the metrics, and the fix for each reason. Refuses to know: the machine and the daemon (`checks` and its kin). The
+URL may be on any machine and of any server: every answer becomes a finding.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _TRANSFER = (
     '--kv-transfer-config \'{"kv_connector":"KVServerConnector","kv_connector_module_path":"kvserver.adapters.vllm",'
     '"kv_role":"kv_both"}\''
 )
-# By what vllm:kvserver_without_cache_info says; adapters/README.md has the same table.
+# The fix by the reason in vllm:kvserver_without_cache_info; adapters/README.md has the same table.
 HELP = {
-    "starting": "wait a few seconds and ask again",
+    "starting": "wait a few seconds and run this again",
     "no_daemon": "kvserver serve, with the endpoint that the engine has; containers must share its folder",
     "no_answer": "kvserver status; then restart the daemon, the engine finds the new one by itself",
     "breaker_open": "kvserver status; then restart the daemon, the engine finds the new one by itself",
     "foreign_daemon": "remove that folder, or give daemon and engine an endpoint (--endpoint, kvserver.endpoint)",
-    "not_registered": "wake the engine if it sleeps; else its log says why a rank does not register",
-    "unsupported": "change the setting that it names, or run this engine without the connector",
-    "cannot_share": "change the setting that it names: --shm-size of the container, or how GPU memory is allocated",
-    "setup_failed": "the engine's log says which key of kv_connector_extra_config, or what failed",
-    "fault": "the engine's log has the fault: report it, and restart the engine",
+    "not_registered": "wake the engine if it sleeps; else its log states why a rank does not register",
+    "unsupported": "change the setting named in the reason, or run this engine without the connector",
+    "cannot_share": "change the setting named in the reason: --shm-size of the container, or how GPU memory is allocated",
+    "setup_failed": "see the engine's log: it names the wrong key of kv_connector_extra_config, or the failure",
+    "fault": "report the fault in the engine's log, and restart the engine",
     "asleep": "wake the engine",
-    "other": "the engine's log",
+    "other": "see the engine's log",
     "refused_version_mismatch": "install one version of kvserver for daemon and engine",
     "refused_duplicate_instance": "give each engine its own engine_id in --kv-transfer-config",
     "refused_ranks_disagree": "start all ranks of the engine alike; its log and the daemon's name the field",
@@ -48,23 +48,23 @@ HELP = {
     "refused_bad_memory": "containers of engine and daemon need the same --ipc and --pid; the daemon's log has more",
     "refused_device_lost": "restart the daemon: its GPU is lost",
 }
-_REFUSED = "the daemon's log and the engine's say what was refused"
+_REFUSED = "see the daemon's log and the engine's: they name what was refused"
 
 
 @dataclass
 class Engine:
-    """What its metrics say: of this engine label."""
+    """The metrics with one value of the label `engine`."""
 
     connected: float | None = None
     reasons: list[tuple[str, str]] = field(default_factory=list)  # (reason, detail)
-    values: dict[str, float] = field(default_factory=dict)  # by name without prefix; labels are summed up
+    values: dict[str, float] = field(default_factory=dict)  # by name without prefix, summed over labels
 
     def value(self, name: str) -> float:
         return self.values.get(name, 0.0)
 
 
 def examine(url: str) -> Iterator[tuple[str, Finding]]:
-    """What is to be said of the engines there; a server has several with data parallelism."""
+    """The findings of the engines at `url`; a server with data parallelism has several engines."""
     try:
         where = address(url)
         text = fetch(where)
@@ -75,7 +75,7 @@ def examine(url: str) -> Iterator[tuple[str, Finding]]:
         return
     try:
         engines, is_vllm = read(text)
-    except Exception as error:  # whatever the parser makes of what is no metrics
+    except Exception as error:  # the parser raises anything for what is not metrics
         yield "engine", problem(f"{where} has no metrics: {error}", "give the address of vLLM's API server")
         return
     if not any(engine.connected is not None for engine in engines.values()):
@@ -89,26 +89,26 @@ def examine(url: str) -> Iterator[tuple[str, Finding]]:
 def _without_gauge(where: str, has_connector: bool, is_vllm: bool) -> Finding:
     if has_connector:
         return problem(
-            f"{where} has metrics of an older connector, which do not say whether the cache is on",
+            f"{where} has metrics of an older connector, which do not report whether the cache is on",
             "install this version of kvserver in vLLM's environment",
         )
     if is_vllm:
         return problem(
-            f"{where} is vLLM without kvserver's metrics: the connector is not configured, or far too old", _TRANSFER
+            f"{where} is vLLM without kvserver's metrics: the connector is not configured, or is too old", _TRANSFER
         )
     return problem(
         f"{where} has no metrics of vLLM", "give the address of vLLM's API server, started without --disable-log-stats"
     )
 
 
-# ---- asking -------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def address(url: str) -> str:
-    """Of the metrics. ValueError if it cannot be one."""
+    """The address of the metrics. ValueError if `url` is not an HTTP address."""
     parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("no http:// address")
+        raise ValueError("not an http:// address")
     path = parts.path.rstrip("/")
     if not path.endswith("/metrics"):
         path = path.removesuffix("/v1") + "/metrics"
@@ -116,7 +116,7 @@ def address(url: str) -> str:
 
 
 def fetch(url: str) -> str:
-    """The page, with a deadline for all of it and a largest size. OSError or ValueError says why not."""
+    """The page, with a deadline for all of it and a largest size. OSError or ValueError if it cannot be read."""
     answers: queue.Queue[str | Exception] = queue.Queue()
 
     def ask() -> None:
@@ -130,10 +130,10 @@ def fetch(url: str) -> str:
     try:
         answer = answers.get(timeout=_SECONDS)
     except queue.Empty:
-        raise OSError(f"no whole answer in {_SECONDS:.0f} s") from None
+        raise OSError(f"no complete answer within {_SECONDS:.0f} s") from None
     if isinstance(answer, (OSError, ValueError)):
         raise answer
-    if isinstance(answer, Exception):  # http.client's, of what is no HTTP
+    if isinstance(answer, Exception):  # of http.client, for what is not HTTP
         raise OSError(f"{type(answer).__name__}: {answer}")
     return answer
 
@@ -148,7 +148,7 @@ def _get(url: str) -> str:
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """vLLM sends from /metrics to /metrics/; nobody sends elsewhere."""
+    """vLLM redirects /metrics to /metrics/; no engine redirects to another host."""
 
     def redirect_request(
         self, request: urllib.request.Request, answer: Any, code: int, message: str, headers: Any, url: str
@@ -184,37 +184,40 @@ def read(text: str) -> tuple[dict[str, Engine], bool]:
 
 def judge(engine: Engine) -> Iterator[Finding]:
     if engine.connected != 1:
-        reason, detail = engine.reasons[0] if engine.reasons else ("other", "no reason is told")
+        reason, detail = engine.reasons[0] if engine.reasons else ("other", "no reason is reported")
         help_ = HELP.get(reason) or (_REFUSED if reason.startswith("refused_") else HELP["other"])
         yield problem(f"the cache is off ({reason}): {detail or 'see its log'}", help_)
     else:
         yield _used(engine)
     if faults := engine.value("faults_total"):
         yield warning(
-            f"{faults:.0f} faults of the connector were kept from the engine", "its log has each kind once: report it"
+            f"{faults:.0f} faults of the connector were kept from the engine",
+            "report it: the engine's log has each kind once",
         )
     if blocks := engine.value("quarantined_blocks"):
         yield warning(
-            f"{blocks:.0f} blocks are out of use, a load may still write into them",
+            f"{blocks:.0f} blocks are out of use: a load may still write into them",
             "kvserver status: the daemon hangs, or its copies are slow",
         )
 
 
 def _used(engine: Engine) -> Finding:
-    """Of one whose cache is on: whether it finds anything."""
+    """The finding of an engine whose cache is on: whether lookups find anything."""
     lookups, hits = engine.value("lookups_total"), engine.value("lookup_hits_total")
     loads, failed = engine.value("load_seconds_count"), engine.value("load_failures_total")
-    figures = f"the cache is on: {lookups:.0f} lookups, {hits:.0f} with a hit, {loads:.0f} loads, {failed:.0f} failed"
+    numbers = f"the cache is on: {lookups:.0f} lookups, {hits:.0f} with a hit, {loads:.0f} loads, {failed:.0f} failed"
     if failed > max(loads, 1):
-        return warning(f"{figures}: most loads fail", "kvserver.load_timeout_ms; the engine's log and the daemon's")
+        return warning(
+            f"{numbers}: most loads fail", "raise kvserver.load_timeout_ms; see the engine's log and the daemon's"
+        )
     if hits or lookups < _MANY_LOOKUPS:
-        return ok(figures)
+        return ok(numbers)
     if not engine.value("store_bytes_total"):
         return warning(
-            f"{figures}; nothing was stored either: prompts are shorter than a chunk",
+            f"{numbers}; nothing was stored either: prompts are shorter than a chunk",
             "kvserver serve --chunk-tokens 64, if prompts are that short",
         )
     return warning(
-        f"{figures}; it stores, and never finds: no prompt began as an earlier one, or L1 is too small, or engines do not share",
+        f"{numbers}; it stores but finds nothing: no prompt began like an earlier one, L1 is too small, or engines do not share",
         "kvserver status shows `private`, evictions and why lookups miss; before vLLM 0.29 set one PYTHONHASHSEED everywhere",
     )

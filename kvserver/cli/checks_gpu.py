@@ -1,7 +1,7 @@
-"""What `kvserver doctor` looks at where engines keep their KV cache on GPUs, one small function per check.
+"""The checks of `kvserver doctor` for engines that keep their KV cache on GPUs, one small function per check.
 
-Owns: whether driver, build, devices, namespaces and GPU memory are as CUDA and the daemon need them. Refuses to
-know: how findings are shown, the rest of the machine (`checks`). It makes no CUDA context.
+Owns: what CUDA and the daemon need of driver, build, devices, namespaces and GPU memory. Refuses to know: how findings
+are shown, the rest of the machine (`checks`). It makes no CUDA context.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from kvserver.cli.checks import Finding, Machine, driver_version, ok, problem, size, uses_gpus, warning
 from kvserver.config import GiB, MiB, gpu_node, parse_gpus
 
-OLDEST_DRIVER = 580  # that CUDA 13 runs with, by its release notes
-# An estimate. Reports say 200 to 700 MiB by GPU and driver (pytorch issues 28113 and 107667); ours has one kernel.
+OLDEST_DRIVER = 580  # the oldest for CUDA 13, by CUDA's release notes
+# An estimate: 200 to 700 MiB were reported, by GPU and driver (pytorch issues 28113 and 107667); the daemon has one kernel.
 _CONTEXT_BYTES = GiB // 2
-_STAGING_BYTES = 64 * MiB  # where the native module does not say
+_STAGING_BYTES = 64 * MiB  # if the native module does not state it
 _VLLM_SHARE = 0.92  # the default of --gpu-memory-utilization in vLLM 0.32; 0.9 before
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO and its neighbours in linux/proc_ns.h
 _INITIAL_USER_NAMESPACE = "user:[4026531837]"
@@ -28,7 +28,7 @@ class GpuFiles:
     """One GPU as the driver shows it under /proc."""
 
     model: str
-    uuid: str  # question marks until somebody used the GPU
+    uuid: str  # question marks until the GPU was first used
     bus: str
     minor: str
 
@@ -37,7 +37,7 @@ class GpuFiles:
 
 
 def driver(machine: Machine) -> Finding:
-    """The driver and whether this build can use it."""
+    """The driver, and whether this build can use it."""
     version, gpus = driver_version(machine), machine.settings.gpus
     if not version:
         if parse_gpus(gpus):
@@ -86,12 +86,12 @@ def devices(machine: Machine) -> Finding:
 
 
 def gpu_memory(machine: Machine) -> Finding:
-    """What the daemon takes of each GPU beside engines, which are told a share of all memory and not of what is free."""
+    """The daemon's memory on each GPU. Engines are configured with a share of the GPU's whole memory, not of its free memory."""
     if not uses_gpus(machine):
         return ok("none is used")
     needed = _CONTEXT_BYTES + int(getattr(_native(machine), "GPU_STAGING_BYTES", _STAGING_BYTES))
     text = (
-        f"the daemon takes about {size(needed)} of each GPU in use, {size(_CONTEXT_BYTES)} of them for its CUDA context "
+        f"the daemon uses about {size(needed)} of each GPU in use, {size(_CONTEXT_BYTES)} of them for its CUDA context "
         "by estimate"
     )
     if not (totals := _memory_bytes(machine)):
@@ -116,12 +116,12 @@ def namespaces(machine: Machine) -> Finding:
         return ok("not known")
     text = "the machine's pid namespace" if pids == _INITIAL_PID_NAMESPACE else "a pid namespace of its own"
     if users not in ("", _INITIAL_USER_NAMESPACE):
-        text += "; a user namespace of its own: engines in another one are other users, whom the daemon refuses"
+        text += "; a user namespace of its own: engines in another one are other users, and the daemon refuses them"
     if pids == _INITIAL_PID_NAMESPACE or not uses_gpus(machine):
-        return ok(f"{text}; engines on CPU need not share it, and nobody needs a common ipc namespace")
+        return ok(f"{text}; engines on CPU need not share it, and no engine needs a common ipc namespace")
     first = " and the daemon is pid 1 of it" if "kvserver" in machine.read("proc/1/cmdline") else ""
     return warning(
-        f"{text}{first}: CUDA IPC between containers is not certain then, it fails with error 201 where an engine's worker "
+        f"{text}{first}: CUDA IPC between containers may fail: error 201 if an engine's worker "
         "has the same pid as the daemon, such as 1",
         "one pid namespace for both: docker --pid=host or --pid=container:NAME; compose: pid: service:NAME; Kubernetes: "
         "shareProcessNamespace in one pod, or hostPID",
@@ -155,7 +155,7 @@ def _node(machine: Machine, gpu: GpuFiles) -> str:
 
 
 def _native(machine: Machine) -> Any:
-    """The native module; None if it does not load, which is another check's finding."""
+    """The native module; None if it does not load, which another check reports."""
     try:
         return machine.load("kvserver._native")
     except Exception:
@@ -167,7 +167,7 @@ def _built_with_cuda(machine: Machine) -> bool:
 
 
 def _memory_bytes(machine: Machine) -> list[int]:
-    """Of the GPUs that CUDA shows; none if it does not say."""
+    """Memory of each GPU that CUDA shows; [] if that is unknown."""
     try:
         return [memory_bytes for _uuid, _name, _pci, memory_bytes in _native(machine).cuda_gpus()]
     except Exception:

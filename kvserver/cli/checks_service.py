@@ -1,7 +1,7 @@
-"""What `kvserver doctor` asks the installation, the daemon and vLLM, one small function per check.
+"""The checks of `kvserver doctor` on the installation, the daemon and vLLM, one small function per check.
 
-Owns: whether they are there, answer and fit each other. Refuses to know: the machine (`checks`). It must
-work where the rest does not, so nothing else of the daemon is imported, and vLLM only in a process of its own.
+Owns: whether they exist, answer and fit each other. Refuses to know: the machine (`checks`). It must work if the rest
+does not, so it imports nothing else of the daemon, and imports vLLM only in a separate process.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def endpoint_folder(machine: Machine) -> Finding:
         return problem(f"{folder} is no folder", "kvserver serve --endpoint ipc:///a/folder/of/yours/kv.sock")
     if found.st_uid not in (machine.uid, 0):
         return problem(
-            f"{folder} belongs to user {found.st_uid}, who could answer in the daemon's place",
+            f"{folder} belongs to user {found.st_uid}, which could answer in place of the daemon",
             f"sudo chown {machine.uid} {quoted}, or give --endpoint",
         )
     if found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
-        return problem(f"{folder} may be written by everybody", f"chmod 700 {quoted}")
+        return problem(f"{folder} is writable for every user", f"chmod 700 {quoted}")
     if not os.access(folder, os.W_OK | os.X_OK):
         return problem(f"{folder} is not writable", f"sudo chown {machine.uid} {quoted}, or give --endpoint")
     return ok(f"{folder} is yours")
@@ -92,7 +92,7 @@ def daemon(machine: Machine) -> Finding:
         if url.startswith("ipc://") and has_listener(url):
             return problem(f"the daemon at {url} does not answer", "kvserver status; then restart it")
         return warning(f"none at {url}, only a dead daemon's socket", _serve_command(machine))
-    except Exception as error:  # ZMQ's, of an address that cannot be
+    except Exception as error:  # ZMQ's, for an invalid address
         return problem(f"{url}: {error}", "give --endpoint ipc:///path or tcp://127.0.0.1:port")
     text = f"kvserver {hello.server_version} answers at {url}, protocol {hello.protocol_version}"
     if hello.server_version != __version__:
@@ -127,14 +127,14 @@ def http_port(machine: Machine) -> Finding:
         if error.errno == errno.EADDRINUSE:
             if running := _who_serves(host, port, token):
                 return ok(f"{host}:{port} is served by a running kvserver{running}")
-            return problem(f"{host}:{port} is taken by another program", "--http-port 0 takes a free one")
+            return problem(f"{host}:{port} is in use by another program", "--http-port 0 uses a free port")
         flags = "--http-port 8080" if error.errno == errno.EACCES else "--http-host 127.0.0.1"
         return problem(f"{host}:{port}: {error.strerror or error}", f"kvserver serve {flags}")
     return ok(f"{host}:{port} is free")
 
 
 def _who_serves(host: str, port: int, token: str) -> str:
-    """ ", boot ID" of a kvserver, or why it does not say it; "" if it is another program, or none answers."""
+    """ ", boot ID" of a kvserver, or why it is unknown; "" for another program, or without an answer."""
     where = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
     try:
         request = urllib.request.Request(f"http://{where}:{port}/status", headers=bearer(token))
@@ -150,7 +150,7 @@ def _who_serves(host: str, port: int, token: str) -> str:
 
 # ---- vLLM ---------------------------------------------------------------------------------------
 
-# Runs in vLLM's environment; prints one line of JSON last. Imports of engines print what they like.
+# Runs in vLLM's environment. The last line is JSON; imports of engines may print lines before.
 _PROBE = """
 import json
 found = {}
@@ -205,7 +205,7 @@ def vllm(machine: Machine) -> Finding:
 
 
 def _probe(python: str) -> dict[str, Any]:
-    """In the root folder, where no sources of ours can be taken for what is installed."""
+    """Runs in the root folder, so that no sources in the present folder are imported for an installed package."""
     ended = subprocess.run(
         [python, "-c", _PROBE], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=True, cwd="/"
     )

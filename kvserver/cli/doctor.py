@@ -1,6 +1,6 @@
-"""`kvserver doctor`: run every check, show one line each, exit 1 if there is a problem.
+"""`kvserver doctor`: runs every check, shows one line each, exits with 1 if there is a problem.
 
-Owns: the order, the output and the exit code. Refuses to know: what is checked (`checks` and its kin).
+Owns: the order, the output and the exit code. Refuses to know: the checks themselves (`checks` and its kin).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHECKS: dict[str, Check] = {
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Lines are printed as they come: the last checks take seconds."""
+    """Prints each line at once: the last checks need seconds."""
     found: list[tuple[str, Finding]] = []
     for name, finding in findings(arguments):
         found.append((name, finding))
@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
-    """Of the engines that are named; or the settings first, then every check with them, or with the defaults if they cannot be."""
+    """The findings of the given engines; else of the settings, then of every check, with the defaults if the settings are invalid."""
     if arguments.engine:
         for url in arguments.engine:
             yield from checks_engine.examine(url)
@@ -63,7 +63,7 @@ def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
         given = read_configuration(vars(arguments))
     except ConfigError as error:
         given = read_configuration({}, {})
-        yield "settings", problem(str(error), "change that value; the checks below take the defaults")
+        yield "settings", problem(str(error), "change that value; the checks below use the defaults")
     else:
         yield "settings", ok(", ".join(f"{flag(k)} from {v}" for k, v in given.sources.items()) or "all default")
     yield from examine(Machine(given.settings, python=arguments.python))
@@ -73,7 +73,7 @@ def examine(machine: Machine, table: Mapping[str, Check] = CHECKS) -> Iterator[t
     for name, check in table.items():
         try:
             yield name, check(machine)
-        except Exception as error:  # an odd machine must not hide what the other checks find
+        except Exception as error:  # an unusual machine must not hide the findings of other checks
             yield (
                 name,
                 warning(f"could not be checked: {type(error).__name__}: {error}", f"kvserver {__version__}: report it"),

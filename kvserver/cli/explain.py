@@ -1,6 +1,6 @@
-"""`kvserver explain [ID]`: why a request, or the worst ones of the last minutes, computed what it did.
+"""`kvserver explain [ID]`: why a request, or the worst requests of the last minutes, computed prompt tokens.
 
-Owns: the text for people. Refuses to know: the server; it sees what HTTP shows.
+Owns: the text for people. Refuses to know: the server; it reads only the HTTP page.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "request_id",
         nargs="?",
         metavar="ID",
-        help="the id in the engine's answer, the X-Request-Id of the request, or the beginning of one; without it: the worst",
+        help="the id in the engine's answer, the X-Request-Id of the request, or the beginning of one; without ID: the worst requests",
     )
-    parser.add_argument("--minutes", type=int, help="how far to look back for the worst (5)")
-    parser.add_argument("--instance-id", help="the worst of one engine only")
-    parser.add_argument("--limit", type=int, help="at most so many requests (1 of an id's several, 3 of the worst)")
-    parser.add_argument("--json", action="store_true", help="what GET /explain answers")
+    parser.add_argument("--minutes", type=int, help="minutes to search back for the worst requests (5)")
+    parser.add_argument("--instance-id", help="the worst requests of one engine only")
+    parser.add_argument("--limit", type=int, help="most requests to show (1 with ID, 3 without)")
+    parser.add_argument("--json", action="store_true", help="print the answer of GET /explain")
     http_client.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 if no daemon answers, or knows no such request."""
+    """0, or 1 if no daemon answers or the request is not remembered."""
     by_id = arguments.request_id is not None
     query = {
         "request_id": arguments.request_id,
@@ -88,8 +88,8 @@ def _outcome(request: dict[str, Any]) -> str:
 
 def _tokens(tokens: dict[str, Any]) -> str:
     tiers = ", ".join(
-        f"{tokens[key]:,} {said}"
-        for key, said in (
+        f"{tokens[key]:,} {where}"
+        for key, where in (
             ("l0", "in the engine (l0)"),
             ("l1", "loaded from L1"),
             ("l2", "loaded from L2"),
@@ -125,24 +125,24 @@ def _differs(differs: dict[str, Any] | None) -> str:
 def _waits(waits: dict[str, Any]) -> str:
     if not waits["lookups"]:
         return ""
-    said = [f"{waits['lookups']} lookups" if waits["lookups"] > 1 else "one lookup"]
+    parts = [f"{waits['lookups']} lookups" if waits["lookups"] > 1 else "one lookup"]
     if waits["first_lookup_to_load_seconds"] is not None:
-        said.append(f"{_ms(waits['first_lookup_to_load_seconds'])} from the first one to the load")
+        parts.append(f"{_ms(waits['first_lookup_to_load_seconds'])} from the first one to the load")
     if waits["load_seconds"] is not None:
-        said.append(
+        parts.append(
             f"load {_ms(waits['load_seconds'])} (queue {_ms(waits['load_queue_seconds'])}, copy {_ms(waits['load_copy_seconds'])})"
         )
-    return ", ".join(said)
+    return ", ".join(parts)
 
 
 def _loads(request: dict[str, Any]) -> str:
-    said = [
+    parts = [
         f"rank {load['rank']}: {load['bytes']:,} bytes in {_ms(load['seconds'])}, {load['outcome']}"
         for load in request["loads"]
     ]
     if request["unlisted_loads"]:
-        said.append(f"{request['unlisted_loads']} loads of further ranks")
-    return "; ".join(said)
+        parts.append(f"{request['unlisted_loads']} loads of further ranks")
+    return "; ".join(parts)
 
 
 def _ms(seconds: float) -> str:

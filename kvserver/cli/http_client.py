@@ -1,6 +1,6 @@
-"""How a command asks the daemon's pages: the flags that say where they are, and the answer or what went wrong.
+"""Reads the daemon's pages for a command: the flags for their address, the request, the answer or the error.
 
-Owns: the request, its token, and the words for what failed. Refuses to know: any page.
+Owns: the request, its token, and the error texts. Refuses to know: any page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ANSWER_SECONDS = 5
 
 
 class NoAnswer(Exception):
-    """The line to print; `exit_code` says whose fault it is, as `kvserver` does."""
+    """The line to print. `exit_code`: 1 if the daemon failed, 2 if the arguments are wrong."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(f"kvserver: {message}")
@@ -32,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--http-token-file",
         default=os.environ.get("KVSERVER_HTTP_TOKEN_FILE", ""),
         metavar="FILE",
-        help="the daemon's, if it has one (or KVSERVER_HTTP_TOKEN_FILE)",
+        help="the token file of the daemon, if it has one (or KVSERVER_HTTP_TOKEN_FILE)",
     )
 
 
 def request_of(arguments: argparse.Namespace, path: str) -> urllib.request.Request:
-    """NoAnswer if there is no token in the file."""
+    """NoAnswer if the token file cannot be read."""
     try:
         headers = bearer(read_token(arguments.http_token_file))
     except ValueError as error:
@@ -46,7 +46,7 @@ def request_of(arguments: argparse.Namespace, path: str) -> urllib.request.Reque
 
 
 def get(request: urllib.request.Request) -> dict[str, Any]:
-    """The JSON of a page. NoAnswer says why not."""
+    """The JSON of a page. NoAnswer if there is none."""
     url = request.full_url
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
@@ -60,7 +60,7 @@ def get(request: urllib.request.Request) -> dict[str, Any]:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """What the daemon said with an error; of others, what HTTP says."""
+    """The message in the daemon's answer; without one, the reason of HTTP."""
     try:
         return str(json.loads(error.read(4096))["message"])
     except (OSError, ValueError, KeyError, TypeError):

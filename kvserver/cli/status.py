@@ -1,6 +1,6 @@
-"""`kvserver status`: the daemon's `/status` as a table for people, once or again and again.
+"""`kvserver status`: the daemon's `/status` as a table for people, once or repeatedly.
 
-Owns: the table and the watch. Refuses to know: the server; it sees what HTTP shows.
+Owns: the table and the watch. Refuses to know: the server; it reads only the HTTP page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the whole of /status")
+    parser.add_argument("--json", action="store_true", help="print all of /status")
     http_client.add_arguments(parser)
     parser.add_argument(
         "--watch",
@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         const=2.0,
         metavar="SECONDS",
-        help="again and again (every 2 s) until Ctrl-C: in place on a terminal, else one after the other",
+        help="repeat every SECONDS (2) until Ctrl-C: in place on a terminal, else one table after the other",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 if no daemon answers. A watch goes on through a daemon's restart; Ctrl-C ends it with 0."""
+    """0, or 1 if no daemon answers. A watch continues through a daemon's restart; Ctrl-C ends it with 0."""
     try:
         request = http_client.request_of(arguments, "/status")
     except http_client.NoAnswer as error:
@@ -76,7 +76,7 @@ def _look(request: urllib.request.Request, as_json: bool, indent: int | None = 2
 
 
 def table(status: dict[str, Any]) -> str:
-    """One look: is it well, how full is L1, who uses it and does it help."""
+    """The state of the daemon, the use of L1, the instances and their benefit."""
     l1, totals = status["l1"], status["totals"]
     lines = [
         f"kvserver {status['version']}  {'ready' if status['ready'] else 'NOT READY'}  "
@@ -90,11 +90,13 @@ def table(status: dict[str, Any]) -> str:
     lines += [_gpu(gpu, l1) for gpu in status["gpus"]]
     if "stale_seconds" in status:
         lines.append(
-            f"STALE  the event loop has not answered for {status['stale_seconds']:.1f} s; this is the last it said"
+            f"STALE  the event loop has not answered for {status['stale_seconds']:.1f} s; this is its last status"
         )
     if unbalanced := status["books"]["unbalanced"]:
-        books = ", ".join(f"{name} {count}" for name, count in status["books"].items() if name != "unbalanced")
-        lines.append(f"BOOKS  did not balance in {unbalanced} audits, please report it with the log: {books}")
+        counts = ", ".join(f"{name} {count}" for name, count in status["books"].items() if name != "unbalanced")
+        lines.append(
+            f"AUDIT  the accounting did not balance in {unbalanced} audits, please report it with the log: {counts}"
+        )
     lines.append("")
     if status["instances"]:
         sources = _sources(totals["prompt_tokens"])
@@ -119,7 +121,7 @@ def table(status: dict[str, Any]) -> str:
 
 
 def _gpu(gpu: dict[str, Any], l1: dict[str, Any]) -> str:
-    """Whose memory is mapped, which way it is copied, and whether L1 is pinned for it."""
+    """Mapped memory, bytes by way of copying, and the pinned share of L1."""
     if gpu["lost"]:
         return f"GPU    {gpu['device']} is LOST: {gpu['lost']}"
     ways = [
@@ -131,30 +133,30 @@ def _gpu(gpu: dict[str, Any], l1: dict[str, Any]) -> str:
 
 
 def _sources(tokens: dict[str, int]) -> list[str]:
-    """L2 only where something came from there."""
+    """The sources of prompt tokens; L2 only if it supplied any."""
     return [source for source in _NAMES if source != "l2" or tokens["l2"]]
 
 
 def _prompts(tokens: dict[str, int]) -> str:
-    """Where the prompts' tokens came from: what the engines had themselves is no merit of the daemon's."""
+    """The sources of prompt tokens. Tokens from L0 are no benefit of the daemon: the engines had them."""
     total = sum(tokens.values())
     shares = ", ".join(f"{rate(tokens[source], total)} {_NAMES[source]}" for source in _sources(tokens))
     return f"prompts {total} tokens: {shares}" if total else "prompts none reported yet"
 
 
 def _row(instance: dict[str, Any], sources: Sequence[str]) -> tuple[str, ...]:
-    """Shares of the prompt tokens; of an instance whose ranks do not agree nothing is shared."""
+    """A row with shares of prompt tokens. WAITING: not all ranks are registered and agree, so the instance has no cache."""
     counts, workers, load = instance["requests"], instance["workers"], instance["load"]
     total = sum(counts["prompt_tokens"].values())
-    told = load is not None and not load["stale"]
+    reported = load is not None and not load["stale"]
     seen = max((worker["last_seen_seconds"] for worker in workers), default=0.0)
     ranks = f"{len(workers)}/{instance['world_size']}"
     return (
         instance["instance_id"],
         instance["model_name"],
         ranks if instance["namespace"] else f"{ranks} WAITING",
-        str(load["running"]) if told else "-",
-        str(load["waiting"]) if told else "-",
+        str(load["running"]) if reported else "-",
+        str(load["waiting"]) if reported else "-",
         str(total),
         *(rate(counts["prompt_tokens"][source], total) for source in sources),
         size(counts["stored_bytes"]),

@@ -1,11 +1,11 @@
-"""Who may ask the status pages for what.
+"""Decides which requests to the status pages are answered.
 
-Two kinds of strangers are refused. A *web page* in the browser of somebody on this machine reaches a loopback address as any
-program does: what gives it away is the Origin of its requests, and the Host when its own name was made to mean this address
-(DNS rebinding). *Anybody on the network* reaches an address off loopback: there a token is needed for all but the pages of
-probes and scrapers, whoever asks; where an address of the peer comes from is not known behind proxies and port forwarding.
+Two kinds of clients are refused. A *web page* in a browser on this machine can send requests to a loopback address as any
+program can. Its requests carry its Origin, or its own name as Host if that name was made to resolve to this address (DNS
+rebinding). *Clients on the network* can connect to an address off loopback: there every client needs a token for all
+pages but those of probes and scrapers. The peer's address decides nothing: proxies and port forwarding hide it.
 
-Owns: that decision. Refuses to know: sockets, pages. A value and no state: any thread may ask.
+Owns: that decision. Refuses to know: sockets, pages. Immutable: any thread may call.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import re
 from dataclasses import dataclass
 from email.message import Message
 
-OPEN_PAGES = frozenset({"/metrics", "/livez", "/readyz"})  # to everybody: they name models, never tokens of prompts
+OPEN_PAGES = frozenset(
+    {"/metrics", "/livez", "/readyz"}
+)  # to every client: these pages name models, never tokens of prompts
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Becomes the answer, with this HTTP code; `reason` is also the label it is counted under."""
+    """Becomes the answer, with this HTTP code; `reason` is also its label in the metric."""
 
     code: int
     reason: str
@@ -30,15 +32,15 @@ class Refusal:
 
 class Access:
     def __init__(self, listens_on: str, host_name: str = "", token: str = "") -> None:
-        """`listens_on`: the address that was bound. `host_name`: what --http-host says. Without a token none is asked for, and
-        off loopback nobody gets in."""
+        """`listens_on`: the bound address. `host_name`: the value of --http-host. `token`: "" requires no token; off loopback
+        only OPEN_PAGES are answered then."""
         self._loopback = ipaddress.ip_address(listens_on).is_loopback
         self._host_name = host_name.lower()
         self._token = token.encode()
 
     @property
     def shut(self) -> bool:
-        """Whether nobody gets more than OPEN_PAGES."""
+        """True if no client gets more than OPEN_PAGES."""
         return not self._loopback and not self._token
 
     def refusal(self, method: str, path: str, headers: Message) -> Refusal | None:
@@ -57,14 +59,14 @@ class Access:
             return Refusal(
                 403,
                 "token_required",
-                "off loopback only /metrics, /livez and /readyz are for everybody; start the daemon with --http-token-file FILE and "
+                "off loopback only /metrics, /livez and /readyz need no token; start the daemon with --http-token-file FILE and "
                 "send the token in that file as Authorization: Bearer",
             )
-        if hosts and not self._is_ours(host):  # programs may leave it out in HTTP/1.0, browsers never do
+        if hosts and not self._is_ours(host):  # programs may omit it in HTTP/1.0, browsers never do
             return Refusal(
                 403,
                 "foreign_host",
-                f"Host {host[:100]!r} is none of this daemon's; ask by an address, localhost or the name given as --http-host",
+                f"Host {host[:100]!r} does not name this daemon; use an address, localhost or the name given as --http-host",
             )
         return None
 
@@ -78,7 +80,7 @@ class Access:
         return Refusal(401, "bad_token", "that is not the token of the daemon's --http-token-file")
 
     def _is_ours(self, host: str) -> bool:
-        """An address cannot be made to mean another machine, so any is fine: those of port forwarding are not ours to know."""
+        """True for any address: it cannot be rebound, and the addresses of port forwarding are unknown here."""
         name = _name(host)
         if name == "localhost" or name.endswith(".localhost") or (name and name == self._host_name):
             return True
@@ -90,13 +92,13 @@ class Access:
 
 
 def _name(host: str) -> str:
-    """Of "name", "name:port" and "[address]:port"; "" if it is none of these."""
+    """The name in "name", "name:port" or "[address]:port"; "" if `host` is none of these."""
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/\s@]+))(?::\d*)?", host)
     return (match[1] or match[2]).lower().rstrip(".") if match else ""
 
 
 def _foreign_origin(method: str, host: str, headers: Message) -> str:
-    """Why the request is another site's; "" if it is not. Only browsers send these headers, and no page can leave them out."""
+    """Why the request comes from another site; "" if it does not. Browsers always send these headers, other programs never."""
     for origin in headers.get_all("Origin", []):
         scheme, _, rest = origin.strip().partition("://")
         if scheme.lower() not in ("http", "https") or rest.lower() != host.lower():

@@ -1,11 +1,11 @@
-"""The listening socket of the status pages: how many connections there may be, and how long each may take.
+"""The listening socket of the status pages: bounds the number of connections, and the time that each may use.
 
-Every connection has a thread, and there are MOST_CONNECTIONS, whoever connects. When there is no room, the one that has waited
-longest for its client (to send the rest of a request, or the next one) is ended. When all are busy with answers, SPARE more are
-for probes and scrapers. Whatever is waited for has a deadline for all of it, not for each byte: nobody who sends or reads a
-byte now and then keeps a thread.
+Every connection has a thread, and there are at most MOST_CONNECTIONS. A new connection beyond that ends the one that has
+waited longest for its client (to send the rest of a request, or the next request). If all are busy with answers, SPARE more
+connections serve probes and scrapers. A deadline covers a whole request or answer, not each byte: a client that sends or
+reads a byte now and then does not keep its thread.
 
-Owns: the sockets, their threads and deadlines, the counts of what was refused. Refuses to know: HTTP beyond a 503.
+Owns: the sockets, their threads and deadlines, the counts of refusals. Refuses to know: HTTP beyond a 503.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MOST_CONNECTIONS = 64
 SPARE = 4
 REQUEST_SECONDS = 8.0  # to send a request, head and body
 ANSWER_SECONDS = 15.0  # to make an answer and to read it
-IDLE_SECONDS = 75.0  # until the next request: longer than the usual pause between two scrapes
-_LOOK_SECONDS = 0.25  # between two looks at the deadlines
-_ROOM_SECONDS = 0.25  # for a thread to end whose connection was
-_BACKLOG = 512  # connections that the kernel keeps until we come to them
+IDLE_SECONDS = 75.0  # until the next request: longer than the usual scrape interval
+_LOOK_SECONDS = 0.25  # between two checks of the deadlines
+_ROOM_SECONDS = 0.25  # for the thread of an ended connection to end
+_BACKLOG = 512  # connections that the kernel queues
 
 
 class Phase(Enum):
-    SENDING = "slow"  # the values: what a missed deadline is counted as
+    SENDING = "slow"  # the values: the reason that a missed deadline is counted under
     ANSWERING = "unread"
     IDLE = ""
 
@@ -52,11 +52,11 @@ class Visit:
     deadline: float
     spare: bool
     phase: Phase = Phase.SENDING
-    ended: bool = False  # shut by us: its thread is about to end
+    ended: bool = False  # shut down by the daemon: its thread is about to end
 
 
 class Connections(ThreadingHTTPServer):
-    """REQUIRES: a handler tells its Visit's phases by enter()."""
+    """REQUIRES: a handler reports its Visit's phases with enter()."""
 
     daemon_threads = True
     request_queue_size = _BACKLOG
@@ -74,20 +74,22 @@ class Connections(ThreadingHTTPServer):
             return self._visits[connection]
 
     def enter(self, visit: Visit, phase: Phase, seconds: float) -> bool:
-        """Its deadline is `seconds` from now. False if it was ended: what was asked must not be done any more."""
+        """Start a phase with a deadline in `seconds`. False if the connection was ended: the request must not be carried out."""
         with self._changed:
             visit.phase, visit.since = phase, time.monotonic()
             visit.deadline = visit.since + seconds
             return not visit.ended
 
     def refused(self, reason: str) -> None:
-        """Count one."""
+        """Count a refusal, and log the first of its reason as a warning."""
         with self._changed:
             self._refused[reason] += 1
             first = self._refused[reason] == 1
-        log.log(logging.WARNING if first else logging.DEBUG, "refused on the status pages: %s", reason)
+        log.log(
+            logging.WARNING if first else logging.DEBUG, "status pages: a request or connection was refused: %s", reason
+        )
 
-    # ---- what is known of them ------------------------------------------------------------------
+    # ---- measurements ------------------------------------------------------------------
 
     def connections_status(self) -> dict[str, Any]:
         with self._changed:
@@ -114,7 +116,7 @@ class Connections(ThreadingHTTPServer):
             return super().get_request()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                time.sleep(_LOOK_SECONDS)  # the connection stays in the queue, which would wake us without end
+                time.sleep(_LOOK_SECONDS)  # the connection stays in the queue, and would wake this thread again at once
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -133,7 +135,7 @@ class Connections(ThreadingHTTPServer):
             taken = len(self._visits)
             if taken >= MOST_CONNECTIONS + SPARE:
                 return False
-            # Counted from here, not from the thread's start: it is what bounds the threads.
+            # Counted from here, not from the thread's start: the count bounds the threads.
             self._visits[connection] = Visit(connection, now, now + REQUEST_SECONDS, taken >= MOST_CONNECTIONS)
             return True
 
@@ -142,7 +144,7 @@ class Connections(ThreadingHTTPServer):
         return min(waiting, key=lambda visit: visit.since, default=None)
 
     def _turn_away(self, connection: socket.socket) -> None:
-        body = json.dumps({"error": "busy", "message": "all connections are in use; come again"}).encode()
+        body = json.dumps({"error": "busy", "message": "all connections are in use; retry later"}).encode()
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
@@ -162,7 +164,7 @@ class Connections(ThreadingHTTPServer):
                     self._end(visit, visit.phase.value)
 
     def _end(self, visit: Visit, reason: str) -> None:
-        """Its thread, wherever it reads or writes, is told that the peer has gone. REQUIRES: the lock."""
+        """Its thread sees a closed connection wherever it reads or writes. REQUIRES: the lock."""
         visit.ended = True
         if reason:
             self.refused(reason)
@@ -172,7 +174,7 @@ class Connections(ThreadingHTTPServer):
     # ---- at the end of each ---------------------------------------------------------------------
 
     def shutdown_request(self, request: Any) -> None:
-        """By its thread, or the one that accepts if there came to be none."""
+        """Called by the connection's thread, or by the accepting thread if the connection has none."""
         super().shutdown_request(request)
         with self._changed:
             if self._visits.pop(request, None) is not None:

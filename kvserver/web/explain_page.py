@@ -1,6 +1,6 @@
-"""`GET /explain`: why one request, or the worst of the last minutes, computed what it did.
+"""`GET /explain`: why a request, or the worst requests of the last minutes, computed prompt tokens.
 
-    GET /explain?request_id=cmpl-...        what the client knows: its X-Request-Id, the id in the answer, or its beginning
+    GET /explain?request_id=cmpl-...        the X-Request-Id, the id in the answer, or the beginning of one
     GET /explain?minutes=5&limit=10&instance_id=...
 
     {"order": "...", "requests": [{"verdict", "advice", ... and explain_facts.Facts}], "remembered": {...}}
@@ -56,7 +56,7 @@ def _shown(facts: Facts) -> dict[str, Any]:
 def _unknown(client_id: str, remembered: dict[str, Any]) -> str:
     return (
         f"no request {client_id!r} is remembered; {remembered['requests']:,} are, of at most {remembered['most_requests']:,}, the "
-        f"oldest from {remembered['oldest_seconds']:.0f} s ago. Requests of engines that are not registered here are in no list"
+        f"oldest from {remembered['oldest_seconds']:.0f} s ago. Requests of engines that are not registered with this daemon are never remembered"
     )
 
 

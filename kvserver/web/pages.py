@@ -1,10 +1,11 @@
-"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, `/kv/snapshot`, `/explain`, and what is
-sent to the daemon: `POST /cache/clear`, `POST /kv/match`.
+"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, `/kv/snapshot`, `/explain`, and the
+commands `POST /cache/clear`, `POST /kv/match`.
 
-A request is read as a whole before it is answered: its head is judged by `http_access`, then its body is read.
+A request is read as a whole before it is answered: first its head, which `access` decides on, then its body.
 
-Owns: the pages. Refuses to know: anything but snapshots, who may ask (`http_access`), threads (`http_connections`). It asks the
-loop for a snapshot and waits a bounded time; when the loop does not answer it serves the last one and says so, and `/readyz` fails.
+Owns: the pages. Refuses to know: anything but snapshots, the rules of access (`access`), threads (`connections`). A page waits
+a bounded time for a snapshot from the loop. If the loop does not answer, the page shows the last snapshot with its age
+(`stale_seconds`), and `/readyz` fails.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECON
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOP_DEADLINE_SECONDS = 1.0  # how long a page waits for the loop
-STUCK_SECONDS = 5.0  # a loop that did not turn for so long is not ready
+LOOP_DEADLINE_SECONDS = 1.0  # most that a page waits for the loop
+STUCK_SECONDS = 5.0  # a loop without a turn for this long is not ready
 _MOST_HEAD_BYTES = 64 << 10  # the request line and all headers
 
 
@@ -52,8 +53,8 @@ class StatusPages(Connections):
         cut_off_reason: Callable[[str], str] = lambda observer: "",
         token: str = "",
     ) -> None:
-        """`settings` is what `/config` shows. Without an index, or where no KV events are published, those pages say so, as they
-        do where the observer behind them was cut off. `token`: what clients must show."""
+        """`settings`: shown by `/config`. `match` and `make_kv_snapshot` are None if the daemon keeps no index or publishes no
+        KV events. `cut_off_reason` of an observer: why its pages cannot answer, or "". `token`: clients must send it."""
         super().__init__(address, _Handler)
         self.access = Access(str(self.server_address[0]), address[0], token)
         self.kvserver = server
@@ -76,7 +77,7 @@ class StatusPages(Connections):
         self.server_close()
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(status, rpc counters), fresh if the loop answers in time. TimeoutError if it never did."""
+        """(status, rpc counters), fresh if the loop answers in time, else the last ones. TimeoutError if there are none."""
         server = self.kvserver
         try:
             status, rpc = self.ask(lambda: (server.snapshot(), server.rpc.snapshot()))
@@ -94,13 +95,13 @@ class StatusPages(Connections):
         return self.families_of(*self.snapshot())
 
     def families_of(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
-        """All of the daemon's; from any thread."""
+        """All families of the daemon; from any thread."""
         match = self.match.families() if self.match else []
         watched = self.kvserver.handlers.observability.families(status, rpc)
         return [*watched, *self.connections_families(), *match, *process_families()]
 
     def ask(self, function: Callable[[], T]) -> T:
-        """Run `function` in the loop. TimeoutError if that did not begin in time; it will not then."""
+        """Run `function` in the loop. TimeoutError if it did not start in time; then it never runs."""
         future = self.kvserver.call(function)
         try:
             return future.result(LOOP_DEADLINE_SECONDS)
@@ -110,11 +111,11 @@ class StatusPages(Connections):
             return future.result()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Of one page: mostly a client that went away."""
-        log.debug("http %s", client_address, exc_info=True)
+        """An error of one page: mostly a client that disconnected."""
+        log.debug("http: error for %s", client_address, exc_info=True)
 
     def not_ready(self) -> str | None:
-        """Why this daemon should get no traffic, or None."""
+        """Why this daemon should receive no traffic, or None."""
         stuck = self.kvserver.seconds_since_turn
         if stuck > STUCK_SECONDS:
             return f"the event loop has not turned for {stuck:.1f} s"
@@ -122,8 +123,8 @@ class StatusPages(Connections):
 
 
 class _HeadReader(io.BufferedReader):
-    """Whole lines, of `left` bytes together. To the standard library the end of the input is the end of the headers, and it would
-    have a request carried out whose client was cut off in the middle."""
+    """Reads whole lines, at most `left` bytes together. The standard library takes the end of the input for the end of the
+    headers, and would carry out a request that was cut off in the middle."""
 
     left = 0
 
@@ -145,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     rbufsize = 0  # _HeadReader is the buffer
     timeout = IDLE_SECONDS + 1  # of one read or write; the deadlines of Connections are shorter
-    wbufsize = -1  # head and body leave together: apart, the second waits for the peer's delayed acknowledgement
+    wbufsize = -1  # head and body are sent together: a separate body would wait for the peer's delayed acknowledgement
 
     # ---- reading a request ------------------------------------------------------------------------
 
@@ -156,8 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._body = b""
 
     def handle_one_request(self) -> None:
-        """Answer one, if one comes."""
-        self.close_connection = True  # until a request says otherwise
+        """Answer one request, if one arrives."""
+        self.close_connection = True  # until a request keeps it open
         self._body = b""
         if not self._reader.peek(1):
             return
@@ -165,14 +166,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._reader.left = _MOST_HEAD_BYTES
         try:
             super().handle_one_request()
-        except http.client.LineTooLong:  # of the first line; parse_request answers that of others
+        except http.client.LineTooLong:  # of the first line; parse_request handles the headers
             self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
             self.send_error(431)
         if not self.server.enter(self._visit, Phase.IDLE, IDLE_SECONDS):
             self.close_connection = True
 
     def parse_request(self) -> bool:
-        """The head, whether it may be answered, and the body. False if there is nothing more to do."""
+        """Read the head, decide on it, read the body. False if the request is answered already."""
         if not super().parse_request():
             return False
         if self._visit.spare:
@@ -181,21 +182,21 @@ class _Handler(BaseHTTPRequestHandler):
         if refusal is None:
             return self.server.enter(self._visit, Phase.ANSWERING, ANSWER_SECONDS)
         self.server.refused(refusal.reason)
-        self.close_connection = True  # what else it sends is not read
+        self.close_connection = True  # the rest of its input is not read
         body = json.dumps({"error": refusal.reason, "message": refusal.message}) + "\n"
         self._send(refusal.code, body, "application/json")
         return False
 
     def handle_expect_100(self) -> bool:
-        return True  # said by _read_body, if the body is wanted
+        return True  # sent by _read_body if the body is read
 
     def _refusal(self) -> Refusal | None:
         if self._visit.spare and self._page_name not in OPEN_PAGES:
-            return Refusal(503, "busy", "all connections are in use; come again")
+            return Refusal(503, "busy", "all connections are in use; retry later")
         return self.server.access.refusal(self.command, self._page_name, self.headers)
 
     def _read_body(self) -> Refusal | None:
-        """Only one page takes a body; others leave it unread and end the connection."""
+        """Only /kv/match reads a body; other pages leave it unread and end the connection."""
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers or len(lengths) > 1:
             return Refusal(
@@ -274,7 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _kv_snapshot(self) -> None:
         if reason := self.server.cut_off_reason("zmq"):
-            self._send(503, f"KV events are published no more: {reason}\n")
+            self._send(503, f"KV events are not published any more: {reason}\n")
         elif self.server.enter(self._visit, Phase.ANSWERING, snapshot_page.MOST_SECONDS):
             snapshot_page.answer(self, self.server.make_kv_snapshot)
 

@@ -1,10 +1,10 @@
-"""`GET /kv/snapshot?model=...&form=...&topic=...`: the blocks that L1 and L2 hold, and the batch after which they do.
+"""`GET /kv/snapshot?model=...&form=...&topic=...`: the blocks in L1 and L2 after a batch of the stream.
 
-`model`, `form` (bytes or int) and `topic` may be left out where there is only one. `Accept: application/msgpack` gives
-msgpack instead of JSON lines, `Accept-Encoding: gzip` compresses it. 404 and 400 name the streams that there are; 503
-says to come again: few are made at once. The body is described in `kv_events.snapshot`.
+`model`, `form` (bytes or int) and `topic` may be omitted if there is only one. `Accept: application/msgpack` gives
+msgpack instead of JSON lines, `Accept-Encoding: gzip` compresses the body. 404 and 400 list the streams; 503 means that
+too many snapshots are in progress: retry later. `kv_events.snapshot` describes the body.
 
-Owns: the headers and the framing. Refuses to know: what is in the body.
+Owns: the headers and the framing. Refuses to know: the contents of the body.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MEDIA: dict[str, Encoding] = {"application/x-ndjson": "json", "application/msgp
 
 
 def answer(handler: BaseHTTPRequestHandler, make: MakeSnapshot | None) -> None:
-    """`make` is None where no KV events are published."""
+    """`make` is None if no KV events are published."""
     asked = parse_qs(urlsplit(handler.path).query)
     if make is None:
-        return _refuse(handler, HTTPStatus.NOT_FOUND, {"error": "no KV events are published: --kv-events-endpoint"})
+        return _refuse(handler, HTTPStatus.NOT_FOUND, {"error": "no KV events are published: set --kv-events-endpoint"})
     if unknown := sorted(set(asked) - set(_NAMES)):
         return _refuse(handler, HTTPStatus.BAD_REQUEST, {"error": f"unknown {unknown}; there are {list(_NAMES)}"})
     media = "application/msgpack" if "msgpack" in handler.headers.get("Accept", "") else "application/x-ndjson"
@@ -60,8 +60,8 @@ def _refuse(handler: BaseHTTPRequestHandler, code: HTTPStatus, what: dict[str, A
 
 
 def _stream(handler: BaseHTTPRequestHandler, parts: Iterable[bytes], media: str, gzip: bool) -> None:
-    chunked = handler.request_version != "HTTP/1.0"  # which ends a body by closing the connection
-    handler.close_connection = True  # also where the body is cut off
+    chunked = handler.request_version != "HTTP/1.0"  # HTTP/1.0 ends a body by closing the connection
+    handler.close_connection = True  # also if the body is cut off
     handler.send_response(HTTPStatus.OK)
     handler.send_header("Content-Type", media)
     if gzip:

@@ -161,8 +161,10 @@ def status_with(**changes):
 
 
 def test_books_are_shown_only_when_they_do_not_balance():
-    assert "BOOKS" not in cli_status.table(status_with())
-    assert "BOOKS  did not balance in 2 audits" in cli_status.table(status_with(books={"unbalanced": 2, "tickets": 3}))
+    assert "AUDIT" not in cli_status.table(status_with())
+    assert "AUDIT  the accounting did not balance in 2 audits" in cli_status.table(
+        status_with(books={"unbalanced": 2, "tickets": 3})
+    )
 
 
 def test_l2_is_shown_where_something_came_from_there():

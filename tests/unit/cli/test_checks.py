@@ -104,11 +104,15 @@ def test_a_low_limit_of_locked_memory_is_reported_beside_a_gpu_and_blamed_for_no
     is_ok(limited(8 * MiB), "at most 8 MiB", "only pinning for GPUs")
     write(tmp_path, "dev/nvidiactl", "")
     is_ok(
-        limited(8 * MiB), "8 MiB may be locked, L1 is 1.0 GiB", "not known to ask", "ulimit -l unlimited", "memlock=-1"
+        limited(8 * MiB),
+        "8 MiB may be locked, L1 is 1.0 GiB",
+        "not known to check",
+        "ulimit -l unlimited",
+        "memlock=-1",
     )
     is_ok(limited(8 * MiB, pin="off"), "only pinning for GPUs")
     is_ok(limited(8 * MiB, gpus="none"), "only pinning for GPUs")
-    is_ok(limited(8 * MiB, l1_size="100GiB"), "L1 itself cannot be had")
+    is_ok(limited(8 * MiB, l1_size="100GiB"), "L1 itself cannot be allocated")
     assert "ulimit" not in limited(GiB).text
     assert limited(resource.RLIM_INFINITY).text == "unlimited"
 
@@ -157,7 +161,7 @@ def test_the_limit_of_open_files_is_reported_in_workers(tmp_path: Path, hard: in
 
 
 def test_a_container_gets_hints_and_no_blame(tmp_path: Path) -> None:
-    is_ok(checks.container(machine(tmp_path)), "not in a container")
+    is_ok(checks.container(machine(tmp_path)), "not in a known kind of container")
     write(tmp_path, "run/.containerenv", "")
     is_ok(checks.container(machine(tmp_path)), "podman", "shared volume", "same user id")
 
@@ -193,7 +197,7 @@ def test_the_folder_of_the_endpoint_must_be_ours(tmp_path: Path) -> None:
     if os.getuid() == 0:
         os.chown(folder, 0, -1)
     folder.chmod(0o777)
-    is_problem(checks_service.endpoint_folder(machine(tmp_path)), "written by everybody", f"chmod 700 {folder}")
+    is_problem(checks_service.endpoint_folder(machine(tmp_path)), "is writable for every user", f"chmod 700 {folder}")
 
 
 def test_an_endpoint_that_is_too_long_or_no_folder_is_a_problem(tmp_path: Path) -> None:
@@ -224,7 +228,7 @@ def test_a_port_that_another_program_has_is_a_problem(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         other.settimeout(0)
         found = checks_service.http_port(machine(tmp_path, settings={"http_port": port}))
-        is_problem(found, f"127.0.0.1:{port} is taken", "--http-port 0")
+        is_problem(found, f"127.0.0.1:{port} is in use", "--http-port 0")
     is_ok(checks_service.http_port(machine(tmp_path, settings={"http_port": port})), "is free")
     is_ok(checks_service.http_port(machine(tmp_path, settings={"http_port": 0})), "any free one")
 

@@ -114,7 +114,7 @@ def test_each_engine_of_a_server_is_reported(serve: Callable[[Page], str]) -> No
     ("values", "words"),
     [
         ({"lookups_total": 100}, "nothing was stored either"),
-        ({"lookups_total": 100, "store_bytes_total": 1e9}, "it stores, and never finds"),
+        ({"lookups_total": 100, "store_bytes_total": 1e9}, "it stores but finds nothing"),
         (
             {"lookups_total": 100, "lookup_hits_total": 50, "load_seconds_count": 2, "load_failures_total": 48},
             "most loads",
@@ -185,7 +185,7 @@ def test_a_server_that_takes_its_time_or_never_ends_is_a_finding(
             handler.wfile.write(b"a")
 
     monkeypatch.setattr(checks_engine, "_SECONDS", 0.5)
-    assert "no whole answer" in only(serve(slow))[1]
+    assert "no complete answer" in only(serve(slow))[1]
     ended.set()
     monkeypatch.setattr(checks_engine, "_SECONDS", 10.0)
     monkeypatch.setattr(checks_engine, "_MOST_BYTES", 1 << 20)

@@ -161,7 +161,7 @@ def test_a_request_for_an_unknown_stream_receives_the_known_ones(pages: StatusPa
     assert get(pages, "?modell=model")[0].status == 400
     pages.make_kv_snapshot = None
     response, body = get(pages)
-    assert (response.status, json.loads(body)["error"]) == (404, "no KV events are published: --kv-events-endpoint")
+    assert (response.status, json.loads(body)["error"]) == (404, "no KV events are published: set --kv-events-endpoint")
 
 
 def test_four_are_made_at_once_and_a_fifth_is_to_come_again(pages: StatusPages, published: Published) -> None:
