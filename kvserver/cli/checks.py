@@ -240,7 +240,7 @@ def environment(machine: Machine) -> Finding:
     return ok(f"set by {', '.join(used)}" if used else "no KVSERVER_* variables")
 
 
-# ---- shared by checks --------------------------------------------------------------
+# ---- shared by checks ---------------------------------------------------------------------------
 
 
 def driver_version(machine: Machine) -> str:

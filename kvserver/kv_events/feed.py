@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MOST_EVENTS = 64  # in one reply
 MOST_BYTES = 64 << 10  # in one reply, approximately
 MOST_QUEUED = 1 << 16  # stored or removed chunks; an engine that falls further behind restarts from a snapshot
-_REPLIES_AHEAD = 8  # prepared replies
+_REPLIES_AHEAD = 8  # replies to prepare in advance
 _PART = 64  # chunks prepared at a time; other threads may run in between
 _TOKEN_BYTES = 4
 
@@ -59,11 +59,11 @@ class Feed:
         self._snapshot = context.snapshot
         self._most_queued = most_queued
         self._follows = context.boot_micros  # numbers differ from those of every earlier boot
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # of all below; held only briefly, since the loop must not wait
         self._readers: dict[str, _Reader] = {}
         self._cursors: dict[str, _FeedCursor] = {}  # of the readers that requested events
         self._beginnings = 0
-        self._worker = ThreadPoolExecutor(1, "kv events: feed")  # its thread begins with the first cursor
+        self._worker = ThreadPoolExecutor(1, "kv events: feed")  # its thread begins with the first request
 
     def take_kv_events(self, request: TakeKVEvents) -> KVEventsTaken:
         """Never waits: events that are not prepared yet come with a later reply."""

@@ -72,9 +72,7 @@ class Hub:
         self._stale: _Table = {}  # READY too; empty except during a resync
         self._expected: OrderedDict[_Name, Description] = OrderedDict()  # of chunks that are not READY yet
         self._expected_bytes = 0
-        self._refused: OrderedDict[_Name, Unannounced] = (
-            OrderedDict()
-        )  # why the description of such a chunk is not kept
+        self._refused: OrderedDict[_Name, Unannounced] = OrderedDict()  # why such a description is not kept
         self._bytes = 0  # of all descriptions
         self._described = 0
         self._chunks = 0
@@ -242,7 +240,7 @@ class Hub:
                 self._drop(event.time_ns, self._stale, b"")
                 self._resyncs += 1
 
-    # ---- descriptions ----------------------------------------------------------------------
+    # ---- descriptions -------------------------------------------------------------------------
 
     def _describe(self, event: ChunksDescribed) -> None:
         pairs = list(zip((key for part in _parts(event.keys) for key in part), describe(event), strict=True))
@@ -294,7 +292,7 @@ class Hub:
         if len(self._refused) > _MOST_EXPECTED:
             self._refused.popitem(last=False)
 
-    # ---- publishing ------------------------------------------------------------------------------
+    # ---- publishing ---------------------------------------------------------------------------
 
     def _publish(self, kind: Callable[..., KVEvent], time_ns: int, *fields: Any) -> None:
         """REQUIRES: the lock is held."""

@@ -159,7 +159,7 @@ class _Runner:
         self._looked_at = (0, 0.0, 0.0)  # call, time of the look, seconds that the call had run
         self._thread = threading.Thread(target=self._run, name=f"kv events: {name}", daemon=True)
 
-    # ---- from any thread -------------------------------------------------------------------------
+    # ---- from any thread ------------------------------------------------------------------------
 
     def offer(self, event: KVEvent, cost: int) -> None:
         self._look()

@@ -92,7 +92,7 @@ class ZmqPublisher:
         self._thread = threading.Thread(target=self._run, name="kv-events-zmq", daemon=True)
         self._thread.start()
 
-    # ---- from the observer's thread -------------------------------------------------------------------
+    # ---- from the observer's thread -------------------------------------------------------------
 
     def observe(self, event: KVEvent) -> None:
         if self._failure:

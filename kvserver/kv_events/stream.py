@@ -266,7 +266,7 @@ class Stream:
         start = max(0, sequence + 1 - oldest)
         return [self.buffer[at] for at in range(start, min(start + most, len(self.buffer)))]
 
-    # ---- measurements --------------------------------------------------------------------------------
+    # ---- measurements ---------------------------------------------------------------------------
 
     @property
     def topics(self) -> list[bytes]:

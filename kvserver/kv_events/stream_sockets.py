@@ -153,9 +153,9 @@ class StreamSockets:
         """Send the first batch to the newest subscriber alone. XPUB chooses receivers at the first frame: all, if it has left.
 
         XPUB reports a subscriber that has left, so if there is nothing to read after the first frame, the subscriber was
-        there. Otherwise all subscribers may receive this message. They must not forget their blocks, so its second half is
-        then an empty batch. An empty batch to all (the beat) follows soon: it shows the new subscriber a gap, on every
-        topic that it subscribed to.
+        there. Otherwise all subscribers may receive this message, and must not forget the blocks announced since: its
+        payload is then an empty batch. An empty batch to all (the beat) follows soon: it shows the new subscriber a gap,
+        on every topic that it subscribed to.
         """
         messages = [message for message in pinned.messages if message[0].startswith(prefix)]
         progressed = self.published > pinned.sequence

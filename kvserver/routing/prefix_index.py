@@ -146,7 +146,7 @@ class KVIndex:
             if owner >= 0:
                 self._index.remove_owner(owner)
 
-    # ---- queries ------------------------------------------------------------------------
+    # ---- queries ------------------------------------------------------------------------------
 
     def known_engines(self, model_name: str = "", instance_ids: Collection[str] = ()) -> list[KnownEngine]:
         """All engines, restricted to the model and to the instances if given."""

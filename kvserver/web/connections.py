@@ -89,7 +89,7 @@ class Connections(ThreadingHTTPServer):
             logging.WARNING if first else logging.DEBUG, "status pages: a request or connection was refused: %s", reason
         )
 
-    # ---- measurements ------------------------------------------------------------------
+    # ---- measurements ---------------------------------------------------------------------------
 
     def connections_status(self) -> dict[str, Any]:
         with self._changed:
