@@ -265,7 +265,7 @@ class TestEviction:
         store(cache, "b", rank=0, world=2)
         assert plan(cache, "b", rank=0, world=2).skipped == 1
         store(cache, "c", namespace=OTHER)
-        assert which(cache, "a") == "a", "the whole chunk went although an incomplete one was there"
+        assert which(cache, "a") == "a", "a whole chunk was evicted although an incomplete one was there"
 
     def test_leased_and_pinned_chunks_are_never_evicted(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
@@ -305,7 +305,7 @@ class TestEviction:
         starving = plan(cache, "a", rank=1, world=2, pages=2)
         assert starving.no_space == 1
         cache.audit()
-        store(cache, "b", rank=0, world=2, pages=2)  # and it may go afterwards
+        store(cache, "b", rank=0, world=2, pages=2)  # chunk a may be evicted afterwards
         assert cache.evicted_chunks == 1
         cache.audit()
 

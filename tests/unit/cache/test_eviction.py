@@ -53,7 +53,7 @@ def test_a_use_moves_a_chunk_to_the_end_of_the_queue(policy: EvictionPolicy) -> 
     shelf = Shelf(policy)
     first, second, third = shelf.chunks(3)
     policy.track([first])
-    policy.track([first])  # the youngest already
+    policy.track([first])  # the first is the youngest already
     assert shelf.order() == [second, third, first]
 
 

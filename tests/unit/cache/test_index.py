@@ -15,7 +15,7 @@ ONE, TWO = b"1" * 32, b"2" * 32
 def test_a_namespace_is_kept_only_while_it_holds_chunks() -> None:
     index = Index()
     namespace = index.find_or_make_namespace(ONE, 1)
-    assert index.find_namespace(ONE) is None, "looking for room must not leave a name behind"
+    assert index.find_namespace(ONE) is None, "a search must not leave a namespace behind"
     chunk = index.add_chunk(namespace, b"a")
     assert index.find_namespace(ONE) is namespace
     index.detach_chunk(chunk)

@@ -230,7 +230,7 @@ def test_free_pages_are_one_extent_again_once_pinning_has_passed_them() -> None:
     slots = [pool.allocate_pages(10) or b"" for _ in range(10)]
     pool.mark_pinned(35)
     for slot in slots:
-        pool.free_pages(slot)  # one reaches across
+        pool.free_pages(slot)  # one slot spans both parts
     for pages in (36, 36, 99, 100):
         pool.mark_pinned(pages)
     assert pool.pinned_pages == pool.pages

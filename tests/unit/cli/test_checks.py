@@ -91,7 +91,9 @@ def test_the_limit_of_a_cgroup_of_the_first_version_counts_too(tmp_path: Path) -
     write(tmp_path, "sys/fs/cgroup/memory/memory.usage_in_bytes", str(GiB))
     found = checks.l1_memory(machine(tmp_path, settings={"l1_size": "3GiB"}))
     is_problem(found, f"only {3 * GiB} are left by memory.limit_in_bytes of the cgroup", "sys/fs/cgroup/memory")
-    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712")  # which is none
+    write(
+        tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712"
+    )  # the kernel's way to write "no limit"
     is_ok(checks.l1_memory(machine(tmp_path, settings={"l1_size": "3GiB"})), "MemAvailable")
 
 
@@ -191,7 +193,7 @@ def test_the_folder_of_the_endpoint_must_be_ours(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     is_ok(checks_service.endpoint_folder(machine(tmp_path)), "is yours")
     if os.getuid() == 0:
-        os.chown(folder, 4711, -1)  # of root it would be taken
+        os.chown(folder, 4711, -1)  # the check accepts a folder of root
     found = checks_service.endpoint_folder(machine(tmp_path, uid=4712))
     is_problem(found, f"belongs to user {folder.stat().st_uid}", "chown 4712")
     if os.getuid() == 0:

@@ -148,7 +148,7 @@ def test_chunks_without_a_description_are_not_reported(world: World) -> None:
     engine = Follower(world.feed.take_kv_events)
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes[2:])
-    world.store(one)  # and of one that is described late, all is
+    world.store(one)  # the first chunk is described now
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes)
 

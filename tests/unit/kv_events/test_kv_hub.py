@@ -135,7 +135,7 @@ def test_a_chunk_that_is_described_late_is_removed_and_stored_again(world: Witne
     assert stored.instance_id == "other"
     assert all(chunk.description is not None for chunk in world.witness.resident.values())
     world.described(one)
-    assert len(world.witness.events) == 3, "it is known already"
+    assert len(world.witness.events) == 3, "the description is known already"
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_random_events_agree_with_a_plain_set(seed: int) -> None:
                 base = generator.choice((b"", HERE, namespace))
                 world.hub.handle(L1Cleared(1, base, 0))
                 model = {name for name in model if not name[0].startswith(base)}
-            case 10 if generator.random() < 0.2:  # some were dropped; it begins, perhaps once more
+            case 10 if generator.random() < 0.2:  # events were dropped; a resync begins, perhaps once more
                 model = {name for name in model if generator.random() < 0.8} | {(THERE, chosen.keys[0])}
                 world.resynced(ResyncPart.BEGIN)
                 resyncing, agrees = sorted(model), False

@@ -179,7 +179,7 @@ def test_a_replay_of_everything_begins_with_the_first_batch(published: Published
     replayed = subscriber.replay(0)
     batches = [
         (number, types(payload)) for _, number, payload in replayed if types(payload)
-    ]  # not what shows newcomers a gap
+    ]  # without the empty batches, which show newcomers a gap
     assert batches == [(published.boot_micros, ["AllBlocksCleared"]), (last, ["BlockStored"])]
     assert [payload for _, _, payload in subscriber.replay(last + 1) if types(payload)] == []
     assert subscriber.replay(1 << 63) == []
@@ -402,7 +402,7 @@ def test_an_address_in_use_is_reported_and_the_snapshot_goes_on(publish: Callabl
         )
         assert state.startswith(f"cannot bind tcp://127.0.0.1:{port}: Address already in use")
         assert len(published.publisher.snapshot().chunks) == 1
-    subscriber = published.subscriber()  # it tries again
+    subscriber = published.subscriber()  # the publisher tries to bind again
     assert [number for _, number, payload in subscriber.replay(0) if types(payload)] == [
         published.boot_micros,
         published.boot_micros + 1,

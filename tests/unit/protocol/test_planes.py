@@ -53,7 +53,7 @@ def test_an_id_named_twice_is_named_in_the_error() -> None:
 
 
 def test_finding_the_repeated_id_of_very_many_does_not_take_long() -> None:
-    count = 1 << 17  # a search per id would take minutes, and the loop would stand still
+    count = 1 << 17  # a search per id would take minutes, and the loop would stop meanwhile
     ids = array("I", range(count))
     random.Random(1).shuffle(ids)
     ids[-1] = ids[-2]

@@ -104,7 +104,7 @@ def test_chunks_of_a_lora_are_found_by_engines_of_its_weights(index):
     index.observe(stored(chunk(prompt, 0), namespace=PREFIXES[0] + LORA))
     index.observe(stored(chunk(prompt, 0), namespace=PREFIXES[0] + LORA[::-1]))
     index.observe(removed(chunk(prompt, 0), namespace=PREFIXES[0] + LORA))
-    assert match(index, prompt).l1 == 4, "it is there in another namespace"
+    assert match(index, prompt).l1 == 4, "the chunk is also in another namespace"
 
 
 def test_chunks_stored_before_an_engine_connected_are_found(index):
@@ -143,7 +143,7 @@ def test_namespace_prefixes_without_readers_make_room_for_those_with_readers(ind
     index.observe(stored(chunk(prompt, 0)))
     assert match(index, prompt).l1 == 4
     assert index.status()["dropped_reaches"] == 1
-    index.observe(removed(chunk(prompt, 0), namespace=bytes(64)))  # of the one that was dropped
+    index.observe(removed(chunk(prompt, 0), namespace=bytes(64)))  # of the dropped namespace prefix
     assert match(index, prompt).l1 == 4
 
 

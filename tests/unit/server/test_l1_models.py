@@ -90,7 +90,7 @@ def test_a_chunk_that_was_never_loaded_counts_when_it_is_evicted(cache: Cache) -
     store(cache, "a", A, old)
     assert never_loaded(cache) == {"a": 6, "b": 10}
     store(cache, "b", B, new)
-    assert never_loaded(cache) == {"a": 16, "b": 10}, "what was loaded in an earlier residence is not any more"
+    assert never_loaded(cache) == {"a": 16, "b": 10}, "a load of an earlier residence does not count"
 
 
 def test_what_was_never_whole_or_is_cleared_was_not_stored_for_nothing(cache: Cache) -> None:

@@ -74,7 +74,7 @@ def test_net_seconds_are_split_by_their_sign(
 def test_a_copy_is_queued_for_as_long_as_it_is_not_copied() -> None:
     benefit = Benefit()
     benefit.copied("load", 2.0, 0.5)
-    benefit.copied("store", 0.1, 0.2)  # two threads measured it
+    benefit.copied("store", 0.1, 0.2)  # two threads measured the whole and the copy
     status = benefit.status()
     assert (status["load_duration"]["queue"]["sum"], status["load_duration"]["copy"]["sum"]) == (1.5, 0.5)
     assert (status["store_duration"]["queue"]["sum"], status["store_duration"]["copy"]["sum"]) == (0.0, 0.2)

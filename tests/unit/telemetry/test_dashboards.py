@@ -21,7 +21,7 @@ from kvserver.protocol import ErrorCode
 DEPLOY = Path(__file__).parents[3] / "deploy"
 RULES = sorted(DEPLOY.glob("prometheus/*.yaml"))
 SERIES = {series: family for family in documented().values() for series in family.series}
-FROM_PROMETHEUS = {"job", "instance"}  # labels that it adds
+FROM_PROMETHEUS = {"job", "instance"}  # labels that Prometheus adds
 # Series that are not the daemon's, with labels that Prometheus does not add.
 FOREIGN = {"up": set[str](), **engine_series()}
 _NAME = re.compile(rf"(?<![\w:$])((?:\w+:)?kvserver_[\w:]*|process_\w+|{'|'.join(FOREIGN)})(?![\w:(])")
@@ -85,7 +85,7 @@ def labels_of(name: str) -> set[str] | None:
 @pytest.mark.parametrize(("where", "query"), QUERIES, ids=[where for where, _ in QUERIES])
 def test_a_query_names_only_what_is_exported_or_recorded(where: str, query: str) -> None:
     names = names_in(query)
-    assert names, "a query of nothing"
+    assert names, "the query names no series"
     assert names - SERIES.keys() - RECORDED - FOREIGN.keys() == set()
 
 

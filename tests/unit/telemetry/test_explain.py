@@ -77,7 +77,7 @@ def test_a_hundred_thousand_requests_use_no_more_memory_than_the_stated_bound() 
     status = engine.explain.status()
     assert status["requests"] == status["most_requests"] == 8192
     assert status["bytes"] <= MOST_BYTES
-    assert used <= status["bytes"], "each request is counted with at least what it takes"
+    assert used <= status["bytes"], "the counted bytes cover the used bytes"
 
 
 def test_long_ids_and_many_ranks_count_and_the_oldest_are_forgotten() -> None:

@@ -52,7 +52,7 @@ class Pair:
             self.report(full=chance > 0.97)
 
     def lose_report(self) -> None:
-        self.engine.ended(0, "absent")  # else it may have sent nothing yet
+        self.engine.ended(0, "absent")  # the first message of the engine, if there was none yet
         self.engine.sequence += self.rng.randrange(1, 4)
         self.engine.ended(0, "absent")
         self.gaps += 1

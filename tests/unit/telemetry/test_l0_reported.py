@@ -65,7 +65,7 @@ def test_a_reuse_makes_the_release_before_it_forgotten(engine: Engine) -> None:
     engine.ended(2, "a")
     engine.holds(4, hold("b", [5], [50]))
     engine.holds(9, hold("c", [5], [51]))
-    assert engine.seconds("idle_before_evict") == (1, 0), "b had not ended"
+    assert engine.seconds("idle_before_evict") == (1, 0), "request b had not ended"
 
 
 def test_other_content_in_a_released_block_is_an_eviction_and_a_fresh_start(engine: Engine) -> None:
@@ -229,7 +229,7 @@ def test_positions_that_were_left_out_are_named_by_where_they_begin(engine: Engi
     assert engine.metric("reuses") == 1, "the same tokens at the same position"
     engine.ended(4, "b")
     engine.holds(5, hold("c", [7], tokens=TOKENS[8:], first=3))
-    assert engine.metric("evictions") == 1, "at another"
+    assert engine.metric("evictions") == 1, "the same tokens at another position"
 
 
 def test_each_group_has_a_chain_of_its_own(engine: Engine) -> None:
