@@ -1,4 +1,4 @@
-"""Settings, where their values come from, and what follows of them for memory and logs."""
+"""Settings, the sources of their values, and the choices that follow: L1's size and placement, and logs."""
 
 from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory
 from kvserver.config.http_token import bearer, read_token

@@ -1,6 +1,6 @@
-"""How much memory this process may still take, by the machine and by its cgroups.
+"""The memory that this process may still use, by the limits of the machine and of its cgroups.
 
-Owns: the size of L1 in ordinary memory, and how many huge pages are free. Refuses to know: what it is for.
+Owns: the size of L1 in ordinary memory, and the number of free huge pages. Refuses to know: the use of the memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvserver.protocol import ConfigError
 
 HUGE_PAGE_BYTES = {"2MiB": 2 * MiB, "1GiB": GiB}
 _CGROUP_NAMES = {2 * MiB: "2MB", GiB: "1GB"}
-_RESERVE_BYTES = 256 * MiB  # left to the rest of the machine by "auto" and by the check
+_RESERVE_BYTES = 256 * MiB  # left free for the rest of the machine
 
 
 def available_memory(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that this process may still use, and what sets that bound (the cgroup or the machine)."""
+    """Bytes that this process may still use, and the name of the limit (of a cgroup or of the machine)."""
     meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     bound, source = int(meminfo["MemAvailable"].split()[0]) * 1024, "MemAvailable of the machine"
     for left, limit in _cgroup_room(root, "memory", "memory"):
@@ -27,7 +27,7 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def free_huge_bytes(page_bytes: int, root: Path = Path("/"), node: int | None = None) -> int:
-    """What this process may still take in explicit huge pages of one size, on one node if given."""
+    """Bytes that this process may still use in explicit huge pages of one size, on one node if given."""
     counts = []
     for name in ("free_hugepages", "resv_hugepages"):
         try:
@@ -42,13 +42,13 @@ def free_huge_bytes(page_bytes: int, root: Path = Path("/"), node: int | None = 
 
 
 def huge_page_folder(page_bytes: int, root: Path = Path("/"), node: int | None = None) -> Path:
-    """Where the kernel counts explicit huge pages of one size."""
+    """The kernel's folder with the counts of explicit huge pages of one size."""
     base = "sys/kernel/mm" if node is None else f"sys/devices/system/node/node{node}"
     return root / base / "hugepages" / f"hugepages-{page_bytes // KiB}kB"
 
 
 def _cgroup_room(root: Path, controller: str, prefix: str) -> Iterator[tuple[int, str]]:
-    """What each limit of this process's cgroups leaves, of either version, and the limit's name."""
+    """For each limit of this process's cgroups of either version: the bytes left, and the limit's name."""
     for folder, (limit, usage) in _cgroup_folders(root, controller):
         try:
             left = int((folder / f"{prefix}.{limit}").read_text()) - int((folder / f"{prefix}.{usage}").read_text())
@@ -58,8 +58,8 @@ def _cgroup_room(root: Path, controller: str, prefix: str) -> Iterator[tuple[int
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, str]]]:
-    """This process's cgroup folders of either version and those above them, with the files of limit and use."""
-    versions = {  # controllers, as /proc/self/cgroup has them: where the folders lie; files of limit and use
+    """This process's cgroup folders of either version and their parents, with the names of limit and usage files."""
+    versions = {  # controllers in /proc/self/cgroup: folder below sys/fs/cgroup; limit and usage files
         "": ("", ("max", "current")),
         controller: (controller, ("limit_in_bytes", "usage_in_bytes")),
     }
@@ -79,7 +79,7 @@ def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, 
 
 
 def choose_l1_bytes(setting: str, root: Path = Path("/")) -> int:
-    """Bytes of L1. ConfigError with the numbers if they cannot be had."""
+    """Bytes of L1. ConfigError with the numbers if so much memory is not free."""
     free, source = available_memory(root)
     wanted = max(64 * MiB, free // 4) if setting == "auto" else parse_size(setting)
     if wanted > free - _RESERVE_BYTES:

@@ -1,6 +1,6 @@
-"""The token that clients of the status pages show, in a file of its own.
+"""The token that clients of the status pages send, read from a file.
 
-Owns: what may be in the file and who may read it. Refuses to know: who checks a token, who shows it.
+Owns: the form of the token and the permissions of the file. Refuses to know: the check of a request's token.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import stat
 
 LEAST_CHARACTERS = 16
 _MOST_BYTES = 4096
-_NOT_FOR = stat.S_IRWXO | stat.S_IWGRP  # a group may read: so Kubernetes hands secrets to users other than root
+_NOT_FOR = stat.S_IRWXO | stat.S_IWGRP  # the group may read: Kubernetes hands secrets to users other than root this way
 
 
 def read_token(path: str) -> str:
-    """What is in the file, without white space around it; "" of "". ValueError says what is wrong with it, never what it holds."""
+    """The token in the file, without surrounding white space; "" for an empty path.
+
+    ValueError with the reason if the file has no valid token; the text never contains the file's content.
+    """
     if not path:
         return ""
     try:
@@ -33,8 +36,8 @@ def read_token(path: str) -> str:
 
 
 def _read(path: str) -> bytes:
-    """ValueError if it is no file, or not for its owner alone."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not keep us
+    """The file's bytes. ValueError if it is no regular file, or if other users may read or write it."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not block
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -49,5 +52,5 @@ def _read(path: str) -> bytes:
 
 
 def bearer(token: str) -> dict[str, str]:
-    """The header that shows it; none of ""."""
+    """The HTTP header with the token; no header for ""."""
     return {"Authorization": f"Bearer {token}"} if token else {}

@@ -1,7 +1,7 @@
-"""How log lines look: one line of text, or of JSON, on stderr.
+"""The form of log lines: one line of text, or of JSON, on stderr.
 
-Owns: their form, and that whatever this process has to say there comes in it. Refuses to know: what is logged. The
-rule for who logs: a change of state is one line at info; what a single request does is debug.
+Owns: the form, also of warnings and uncaught exceptions. Refuses to know: what is logged.
+Rule of levels: a change of state is one line at info; the steps of a single request are debug.
 """
 
 from __future__ import annotations

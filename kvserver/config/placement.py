@@ -1,10 +1,10 @@
-"""Where L1 lies: how large it is, in which pages and on which memory nodes.
+"""The placement of L1: its size, its pages and its memory nodes.
 
-Owns: the choice, from the settings and what the machine has, and which node a GPU is next to. Refuses to know: how memory is mapped
-(`csrc/copy/host_pool.cpp`), how much ordinary memory is free (`capacity`).
+Owns: the choice, from the settings and the machine, and the memory node next to a GPU. Refuses to know: how memory
+is mapped (`csrc/copy/host_pool.cpp`), how much ordinary memory is free (`capacity`).
 
-Explicit huge pages are reserved by the operator and taken when L1 is mapped, never when it is touched: a page
-that is missing then would be a SIGBUS in the middle of a copy.
+The operator reserves explicit huge pages, and L1 allocates them when it is mapped, never when it is touched: a page
+missing at that time would be a SIGBUS in the middle of a copy.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from kvserver.protocol import ConfigError
 
 @dataclass(frozen=True)
 class Placement:
-    """Pages and nodes of L1."""
+    """The pages and memory nodes of L1."""
 
-    huge_page_bytes: int = 0  # of explicit ones; 0: none
-    transparent: bool = True  # if there are no explicit ones, ask the kernel for transparent ones
-    nodes: tuple[int, ...] = ()  # to interleave over, or the one to stay on; (): as the process's own policy says
-    bound: bool = False
+    huge_page_bytes: int = 0  # size of explicit huge pages; 0: none
+    transparent: bool = True  # without explicit huge pages: advise the kernel to use transparent ones
+    nodes: tuple[int, ...] = ()  # to interleave over, or the one to bind to; (): the process's own policy decides
+    bound: bool = False  # L1 stays on the one node
 
     @property
     def pages(self) -> str:
-        """As `--l1-huge-pages` names them."""
+        """The kind of pages, as a value of `--l1-huge-pages`."""
         names = {size: name for name, size in HUGE_PAGE_BYTES.items()}
         return names.get(self.huge_page_bytes, "transparent" if self.transparent else "off")
 
 
 def choose_l1(settings: Settings, root: Path = Path("/"), own_policy: bool = False) -> tuple[int, Placement]:
-    """Bytes of L1 and where they lie. ConfigError says what cannot be had and how to get it.
+    """Bytes of L1 and their placement. ConfigError states what is missing and how to provide it.
 
-    own_policy: this process was started with a memory policy (numactl), which "auto" leaves alone.
+    own_policy: this process was started with a memory policy (numactl), which "auto" does not change.
     """
     nodes, bound = _choose_nodes(settings.l1_numa, root, own_policy)
     node = nodes[0] if bound else None
@@ -47,7 +47,7 @@ def choose_l1(settings: Settings, root: Path = Path("/"), own_policy: bool = Fal
     explicit = settings.l1_huge_pages == "auto"
     if explicit and settings.l1_size != "auto":
         wanted = parse_size(settings.l1_size)
-        if page_bytes := _fitting_page(wanted, node, root):  # then ordinary memory need not be free
+        if page_bytes := _fitting_page(wanted, node, root):  # then L1 needs no ordinary memory
             return wanted, Placement(page_bytes, False, nodes, bound)
     size = choose_l1_bytes(settings.l1_size, root)
     if node is not None:
@@ -60,7 +60,7 @@ def choose_l1(settings: Settings, root: Path = Path("/"), own_policy: bool = Fal
 
 
 def _fitting_page(size: int, node: int | None, root: Path) -> int:
-    """The explicit huge page that "auto" takes; 0 if there are too few. Large ones only if none is wasted."""
+    """Bytes of the explicit huge pages that "auto" chooses; 0 if too few are free. 1 GiB only if `size` fills them."""
     for page_bytes in (GiB, 2 * MiB):
         whole = size % page_bytes == 0 or page_bytes < GiB
         if whole and _pages(size, page_bytes) * page_bytes <= free_huge_bytes(page_bytes, root, node):
@@ -69,7 +69,7 @@ def _fitting_page(size: int, node: int | None, root: Path) -> int:
 
 
 def _explicit_bytes(settings: Settings, page_bytes: int, node: int | None, root: Path) -> int:
-    """Of an L1 in explicit huge pages: "auto" is all that are free."""
+    """Bytes of an L1 in explicit huge pages; "auto" uses all free ones."""
     free = free_huge_bytes(page_bytes, root, node)
     size = free if settings.l1_size == "auto" else parse_size(settings.l1_size)
     needed, had = _pages(max(size, 1), page_bytes), free // page_bytes
@@ -93,7 +93,7 @@ def _pages(size: int, page_bytes: int) -> int:
 
 
 def memory_nodes(root: Path = Path("/")) -> list[int]:
-    """Nodes whose memory this process may use."""
+    """The nodes whose memory this process may use."""
     base = root / "sys/devices/system/node"
     nodes = {int(path.name[4:]) for path in base.glob("node[0-9]*")}
     status = re.search(r"Mems_allowed_list:\s*(\S+)", _text(root / "proc/self/status"))
@@ -102,16 +102,16 @@ def memory_nodes(root: Path = Path("/")) -> list[int]:
 
 
 def interleaved_nodes(root: Path = Path("/")) -> list[int]:
-    """Those of them that "auto" uses. Memory without processors is a GPU's, or far and slow."""
+    """The memory nodes that "auto" uses: nodes with processors. Other nodes are a GPU's memory, or slow."""
     nodes = memory_nodes(root)
     near = _numbers(_text(root / "sys/devices/system/node/has_cpu"))
     return [node for node in nodes if not near or node in near]
 
 
 def gpu_node(pci: str, root: Path = Path("/")) -> int | None:
-    """The memory node next to a GPU at `pci`, as 0000:1A:00.0; None if the machine does not say."""
+    """The memory node next to a GPU at `pci`, as 0000:1A:00.0; None if the kernel does not state it."""
     text = _text(root / f"sys/bus/pci/devices/{pci.lower()}/numa_node").strip()
-    return int(text) if text.isdecimal() else None  # -1: it has none
+    return int(text) if text.isdecimal() else None  # -1: no node is next to it
 
 
 def node_cpus(node: int, root: Path = Path("/")) -> set[int]:
@@ -120,7 +120,7 @@ def node_cpus(node: int, root: Path = Path("/")) -> set[int]:
 
 
 def gpu_cpus(uuid: str, root: Path = Path("/")) -> set[int]:
-    """The processors next to a GPU; none if the machine does not say."""
+    """The processors next to a GPU; empty if the kernel does not state its node."""
     for path in (root / "proc/driver/nvidia/gpus").glob("*/information"):
         if re.search(rf"GPU UUID:\s*{re.escape(uuid)}\s", _text(path) + "\n"):
             node = gpu_node(path.parent.name, root)
@@ -139,7 +139,7 @@ def _choose_nodes(setting: str, root: Path, own_policy: bool) -> tuple[tuple[int
 
 
 def _check_node(settings: Settings, node: int, size: int, root: Path) -> None:
-    """A node that is full would get the process killed, not its L1 refused."""
+    """ConfigError if L1 does not fit on the node: the kernel would kill the process later, not refuse L1 now."""
     text = _text(root / f"sys/devices/system/node/node{node}/meminfo")
     kinds = dict(re.findall(r"Node \d+ (\S+):\s+(\d+) kB", text))
     if not kinds:
@@ -153,7 +153,7 @@ def _check_node(settings: Settings, node: int, size: int, root: Path) -> None:
 
 
 def _numbers(text: str) -> set[int]:
-    """Of "0-1,3"."""
+    """The numbers in a list such as "0-1,3"."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 

@@ -1,7 +1,7 @@
-"""The settings, each declared once: type, bound, default and consequence; and what the values of some of them mean.
+"""The settings, each declared once: type, bound, default and consequence; and the parsers of their values.
 
-Owns: `Settings`, from which flags, `/config` and the tables of the documentation are made. Refuses to know: where values
-come from (`config`), what the settings do.
+Owns: `Settings`, from which flags, `/config` and the tables of the documentation are made. Refuses to know: the sources
+of values (`sources`), the effect of settings.
 """
 
 from __future__ import annotations
@@ -21,180 +21,216 @@ _UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1 << 40, "kb
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How one daemon runs. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
+    """The settings of one daemon. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
 
     endpoint: Annotated[
         str,
         Meta(
-            description="ZMQ endpoint of the engines, ipc:///path or tcp:// on a loopback address. Without one it is "
+            description="ZMQ endpoint for engines, ipc:///path or tcp:// on a loopback address. The default is "
             "kvserver/kvserver.sock under $XDG_RUNTIME_DIR, or under a folder in /tmp named by the user's id."
         ),
     ] = ""
     http_host: Annotated[
         str,
         Meta(
-            description="Address of the status pages and metrics. At one that is no loopback address only /metrics, /livez and /readyz "
-            "answer without --http-token-file."
+            description="Address of the status pages and metrics. On an address that is not loopback only /metrics, "
+            "/livez and /readyz answer without --http-token-file."
         ),
     ] = "127.0.0.1"
-    http_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the same; 0 takes any free one.")] = 8080
+    http_port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port of the status pages and metrics; 0 chooses any free port.")
+    ] = 8080
     http_token_file: Annotated[
         str,
         Meta(
-            description="File with a token of 16 characters or more, read at the start, that others may not read (chmod 600). All pages "
-            "but /metrics, /livez and /readyz then need it as Authorization: Bearer, on loopback addresses too, which every user of "
-            "the machine reaches."
+            description="File with a token of 16 characters or more, read at the start; other users must not be "
+            "able to read it (chmod 600). All pages but /metrics, /livez and /readyz then require the token as "
+            "Authorization: Bearer, also on loopback addresses, to which every user of the machine can connect."
         ),
     ] = ""
     l1_size: Annotated[
         str,
-        Meta(description='CPU memory for KV, as "20GiB" or "auto" (a quarter of what is free). Refused if not free.'),
+        Meta(
+            description='CPU memory for KV (L1), as "20GiB" or "auto" (a quarter of the free memory). The daemon '
+            "refuses to start if so much is not free."
+        ),
     ] = "auto"
     l1_huge_pages: Annotated[
         Literal["auto", "transparent", "2MiB", "1GiB", "off"],
         Meta(
-            description="Pages of L1. auto takes explicit huge pages if the operator reserved enough, else transparent ones; a "
-            "size takes explicit ones or refuses to start (then --l1-size auto is all that are free); off takes small ones."
+            description="Pages of L1. auto uses explicit huge pages if the operator reserved enough, else "
+            "transparent ones. A size uses explicit huge pages of that size or refuses to start (--l1-size auto "
+            "then uses all free ones). off uses small pages."
         ),
     ] = "auto"
     l1_numa: Annotated[
         str,
         Meta(
             pattern=r"^(auto|off|bind:\d{1,4})$",
-            description="Memory nodes of L1. auto interleaves over all nodes with processors, unless the daemon was started "
-            "under a memory policy (numactl); bind:N stays on node N, for engines that run there; off leaves it to the kernel.",
+            description="Memory nodes of L1. auto interleaves over all nodes with processors, unless the daemon was "
+            "started under a memory policy (numactl). bind:N keeps L1 on node N, for engines that run there. off "
+            "leaves the choice to the kernel.",
         ),
     ] = "auto"
     gpus: Annotated[
         str,
         Meta(
-            description="GPUs whose memory engines may register. auto: all that the driver shows, each with a CUDA context (about "
-            '0.5 GiB of its memory) from its first engine on; UUIDs, as `nvidia-smi -L` shows them, "GPU-...,GPU-...": only those, '
-            "ready and L1 pinned at the start; none: CPU memory only."
+            description="GPUs whose memory engines may register. auto: all GPUs that the driver shows, each with a "
+            "CUDA context (about 0.5 GiB of GPU memory) from its first engine on. UUIDs, as `nvidia-smi -L` shows "
+            'them, "GPU-...,GPU-...": only these GPUs, and the daemon starts their contexts and the pinning of L1 '
+            "at its start. none: CPU memory only."
         ),
     ] = "auto"
     pin: Annotated[
         Literal["auto", "off"],
         Meta(
-            description="Pinning of L1 for GPUs. auto pins it in the background as soon as a GPU is in use: it cannot be swapped "
-            "then; off never does, and copies to and from GPUs are slower."
+            description="Pinning of L1 for GPUs. auto pins L1 in the background from the first use of a GPU; pinned "
+            "memory cannot be swapped. off never pins L1, and copies to and from GPUs are slower."
         ),
     ] = "auto"
     chunk_tokens: Annotated[
-        int, Meta(ge=1, le=65536, description="Tokens per chunk: smaller finds shorter prefixes, larger is cheaper.")
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="Tokens per chunk. Smaller chunks find shorter prefixes; larger chunks cost less.",
+        ),
     ] = 256
     eviction_policy: Annotated[
-        Literal["lru"], Meta(description="Who leaves L1 first: lru is the least recently used.")
+        Literal["lru"], Meta(description="Which chunk is evicted from L1 first. lru: the least recently used one.")
     ] = "lru"
     lease_seconds: Annotated[
-        float, Meta(gt=0, description="How long a lookup protects its chunks when its request never ends.")
+        float,
+        Meta(
+            gt=0,
+            description="How long a lookup protects the chunks that it found from eviction, if its request never ends.",
+        ),
     ] = 60.0
-    copy_threads: Annotated[int, Meta(ge=1, le=256, description="Native threads that copy blocks.")] = 2
+    copy_threads: Annotated[
+        int, Meta(ge=1, le=256, description="Native threads that copy blocks between L1 and CPU memory of engines.")
+    ] = 2
     max_message_bytes: Annotated[
         int,
         Meta(
-            ge=4096, le=GiB, description="Larger messages get an error; sixteen times larger ones end the connection."
+            ge=4096,
+            le=GiB,
+            description="Largest message. A larger one gets an error; one sixteen times larger ends the connection.",
         ),
     ] = 4 * MiB
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line.")] = (
-        "info"
-    )
-    log_format: Annotated[Literal["text", "json"], Meta(description="One line of text or of JSON per event.")] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Level of the least severe log lines that are written."),
+    ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Form of log lines: text or JSON, one line each.")
+    ] = "text"
     metrics_sample_rate: Annotated[
         float,
         Meta(
             gt=0,
             le=1,
-            description="Share of the lives of blocks and chunks whose times are in the histograms. Counters and gauges are exact "
-            "at any rate; 1 remembers every life, which takes memory and time.",
+            description="Share of block and chunk lifetimes that the histograms record. Counters and gauges are "
+            "exact at any rate; 1 records every lifetime, which costs memory and time.",
         ),
     ] = 0.01
     otlp_endpoint: Annotated[
         str,
         Meta(
-            description="OpenTelemetry collector that metrics and traces are sent to: http(s)://host:port for OTLP over HTTP (to "
-            "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS. Headers come from "
-            "OTEL_EXPORTER_OTLP_HEADERS. Without one nothing is sent; with one the daemon takes some 12 MB more (gRPC: 25) and "
-            "starts a quarter of a second later."
+            description="OpenTelemetry collector for metrics and traces: http(s)://host:port for OTLP over HTTP (to "
+            "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS. Headers are read from "
+            "OTEL_EXPORTER_OTLP_HEADERS. Without a collector the daemon sends nothing; with one it uses about 12 MB "
+            "more (gRPC: 25 MB) and starts 0.25 s later."
         ),
     ] = ""
     otlp_interval_seconds: Annotated[
-        float, Meta(ge=0.1, le=3600, description="Pause between two sendings of the metrics.")
+        float, Meta(ge=0.1, le=3600, description="Seconds between two exports of metrics over OTLP.")
     ] = 15.0
     trace_sample_rate: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="Share of requests that are traced, of those whose engine was sent no trace context: where there is one, "
-            "it decides.",
+            description="Share of requests without a trace context that are traced. For a request with a trace "
+            "context, the context decides.",
         ),
     ] = 0.01
     kv_events: Annotated[
         Literal["auto", "on"],
         Meta(
-            description="Whether engines are asked to say with each store what is in its blocks (hashes and token ids: 6 to 8 bytes a "
-            "token). auto: if the KV events are published, written or observed here. on: also where only engines publish them, each "
-            "with its own --kv-events-config."
+            description="Whether engines send the contents of blocks (hashes and token ids: 6 to 8 bytes a token) "
+            "with each store. auto: if this daemon publishes, writes or observes KV events. on: also if only "
+            "engines publish them, each with its own --kv-events-config."
         ),
     ] = "auto"
     kv_events_endpoint: Annotated[
         str,
         Meta(
-            description="Address where the KV events of L1 and L2 are published (ZMQ PUB, as vLLM's): tcp://host:port or ipc:///path. "
-            "Each further stream (model and form of hashes) gets a port two higher, or a path with -1, -2 ...; {model} and {form} in a "
-            "path give it its own. Events carry token ids: whoever can connect can read prompts. Without one nothing is published."
+            description="Address where the daemon publishes KV events of L1 and L2 (ZMQ PUB, as vLLM's): "
+            "tcp://host:port or ipc:///path. Each further stream (model and form of hashes) gets a port two higher, "
+            "or a path with -1, -2 ...; {model} and {form} in a path give each stream its own path. Events carry "
+            "token ids: every subscriber can read prompts. Without an address nothing is published."
         ),
     ] = ""
     kv_events_replay_endpoint: Annotated[
-        str, Meta(description="Address where subscribers ask for batches that they missed (ZMQ ROUTER); likewise.")
+        str,
+        Meta(
+            description="Address where subscribers request KV-event batches that they missed (ZMQ ROUTER), in the "
+            "form of --kv-events-endpoint."
+        ),
     ] = ""
     kv_events_topic: Annotated[
         str,
         Meta(
             max_length=256,
-            description="Topic of the events; {model} and {form} stand for the stream's. With {instance}, as in llm-d's "
-            "kv@{instance}@{model}, each attached instance has a topic of its own, with what it can read.",
+            description="Topic of KV events; {model} and {form} are replaced with the stream's. With {instance}, as "
+            "in llm-d's kv@{instance}@{model}, each attached instance has its own topic, with the chunks that it "
+            "can read.",
         ),
     ] = "kv-events"
     kv_events_format: Annotated[
         Literal["map", "array"],
-        Meta(description="Events as maps, as vLLM since 0.26, or as arrays for older consumers."),
+        Meta(description="Form of published KV events: maps, as vLLM since 0.26, or arrays for older consumers."),
     ] = "map"
     kv_events_buffer: Annotated[
-        str, Meta(description="Memory of each stream for batches that may be asked for again; at most 10,000 are kept.")
+        str,
+        Meta(
+            description="Memory of each KV-event stream for batches that subscribers may request again; at most "
+            "10,000 batches are kept."
+        ),
     ] = "64MiB"
     kv_events_memory: Annotated[
         str,
         Meta(
-            description="Memory for what is in chunks that are announced: about 6 bytes a token. Chunks beyond it are counted and not "
-            "announced."
+            description="Memory for the contents of chunks that KV events announce: about 6 bytes a token. Chunks "
+            "beyond this limit are counted and not announced."
         ),
     ] = "256MiB"
     kv_events_file: Annotated[
-        str, Meta(description="File that KV events are appended to, one JSON object a line, for people and tests.")
+        str,
+        Meta(description="File to which the daemon appends KV events, one JSON object a line, for people and tests."),
     ] = ""
     kv_event_observers: Annotated[
         str,
         Meta(
-            description="Installed observers of KV events (entry points kvserver.kv_event_observers) to load: all, none or names joined "
-            "by commas. What kvserver brings itself has its own settings and stays."
+            description="Installed observers of KV events (entry points kvserver.kv_event_observers) to load: all, "
+            "none or names joined by commas. kvserver's own publisher, file and index have their own settings."
         ),
     ] = "all"
     engine_kv_events: Annotated[
         Literal["auto", "off"],
         Meta(
-            description="auto reads what engines hold in their own memory from their KV events, where vLLM's --kv-events-config "
-            "publishes them on a loopback address or as ipc."
+            description="auto reads the KV events of engines whose --kv-events-config (vLLM) publishes them on a "
+            "loopback address or as ipc: they show the blocks in the engines' own memory. off does not."
         ),
     ] = "auto"
     kv_index_size: Annotated[
-        str, Meta(description="Memory for the index behind POST /kv/match; blocks beyond it are counted and not found.")
+        str,
+        Meta(description="Memory for the index of POST /kv/match; blocks beyond this limit are counted and not found."),
     ] = "256MiB"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "20GiB", "512 MiB", "1gb" or "4096". ValueError says what is accepted."""
+    """Bytes of "20GiB", "512 MiB", "1gb" or "4096". ValueError states the accepted forms."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is no size; write for example 20GiB, 512MiB or a number of bytes")
@@ -202,7 +238,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
-    """The UUIDs in `gpus`, none of "auto" and "none". ValueError says what is accepted."""
+    """The UUIDs in `gpus`; none for "auto" and "none". ValueError states the accepted forms."""
     if text in ("auto", "none"):
         return ()
     found = [part.strip() for part in text.split(",")]
@@ -212,20 +248,20 @@ def parse_gpus(text: str) -> tuple[str, ...]:
                 f"{uuid!r} is no UUID of a GPU; write auto, none or what `nvidia-smi -L` shows, joined by commas"
             )
         if found.count(uuid) > 1:
-            raise ValueError(f"{uuid} stands there twice")
+            raise ValueError(f"{uuid} is listed twice")
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class OtlpEndpoint:
-    """A collector. `base` is a URL without a slash at its end, or for gRPC host:port."""
+    """A collector. `base` is a URL without a trailing slash, or host:port for gRPC."""
 
     grpc: bool
     base: str
 
 
 def parse_otlp_endpoint(text: str) -> OtlpEndpoint | None:
-    """None of "". ValueError says what is accepted."""
+    """The endpoint; None for "". ValueError states the accepted forms."""
     if not text:
         return None
     parts = urlsplit(text)
@@ -238,7 +274,7 @@ def parse_otlp_endpoint(text: str) -> OtlpEndpoint | None:
 
 
 def parse_events_endpoint(text: str) -> tuple[str, int] | None:
-    """(address without port, port) of tcp, (address, 0) of ipc, None of "". ValueError says what is accepted."""
+    """(address without port, port) for tcp, (address, 0) for ipc, None for "". ValueError states the accepted forms."""
     if not text:
         return None
     if match := re.fullmatch(r"(tcp://(?:\*|\[[0-9a-fA-F:.]+\]|[\w.-]+)):(\d{1,5})", text):
@@ -252,7 +288,7 @@ def parse_events_endpoint(text: str) -> tuple[str, int] | None:
 
 
 def check_placeholders(text: str, *known: str) -> None:
-    """ValueError if it has others in braces."""
+    """ValueError if `text` has a placeholder in braces that is not `known`."""
     for name in re.findall(r"\{([^{}]*)\}", text):
         if name not in known:
             raise ValueError(f"there is no {{{name}}}; there are {', '.join('{' + name + '}' for name in known)}")

@@ -1,7 +1,7 @@
-"""Where the settings come from: defaults, a TOML file, `KVSERVER_*` and the command line; later ones win.
+"""The sources of settings: defaults, a TOML file, `KVSERVER_*` and the command line; later ones win.
 
-Owns: reading and checking them, where each value came from, and what is shown of them. Refuses to know: what the
-settings are.
+Owns: reading and checking values, the source of each value, and the tables of settings. Refuses to know: what single
+settings mean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ else:
 
 @dataclass(frozen=True)
 class Source:
-    """Where one value came from: `kind` is default, file, environment or flag; `name` its key there."""
+    """The source of one value: `kind` is default, file, environment or flag; `name` is the key there."""
 
     kind: str
     name: str = ""
@@ -52,10 +52,10 @@ DEFAULT = Source("default")
 
 @dataclass(frozen=True)
 class Configuration:
-    """The settings of one daemon and where each value came from."""
+    """The settings of one daemon and the source of each value."""
 
     settings: Settings
-    sources: dict[str, Source]  # of those that are not defaults
+    sources: dict[str, Source]  # of the values that are not defaults
 
     def table(self) -> dict[str, dict[str, Any]]:
         """Every setting by name, as `/config` shows it."""
@@ -104,7 +104,7 @@ def descriptions(of: type[msgspec.Struct] = Settings) -> dict[str, str]:
 
 
 def choices(of: type[msgspec.Struct] = Settings) -> dict[str, tuple[Any, ...]]:
-    """The accepted values of the settings that take one of a few, by field name."""
+    """The accepted values of settings with a fixed list of values, by field name."""
     return {name: get_args(hint) for name, hint in get_type_hints(of).items() if get_origin(hint) is Literal}
 
 
@@ -168,7 +168,7 @@ def _check_l1_size(text: str) -> None:
         raise ValueError(f"L1 needs at least {MIN_L1_BYTES // KiB}KiB")
 
 
-_CHECKS: dict[str, Callable[[str], object]] = {  # what a type cannot say
+_CHECKS: dict[str, Callable[[str], object]] = {  # checks that a type cannot express
     "kv_events_buffer": parse_size,
     "kv_events_endpoint": parse_events_endpoint,
     "kv_events_replay_endpoint": parse_events_endpoint,
@@ -193,7 +193,7 @@ def _read_toml(path: str, types: dict[str, type]) -> dict[str, Any]:
 
 
 def _field_and_reason(message: str) -> tuple[str, str]:
-    """Of a msgspec.ValidationError: "Expected `int` - at `$.http_port`"."""
+    """Field and reason of a msgspec.ValidationError: "Expected `int` - at `$.http_port`"."""
     match = re.search(r" - at `\$\.(\w+)", message)
     return (match[1], message[: match.start()]) if match else ("", message)
 

@@ -1,9 +1,9 @@
-"""What copies for which worker: the CPU's threads, and a device for each GPU whose memory engines hand over.
+"""The devices that copy for workers: the CPU's threads, and one device for each GPU whose memory engines register.
 
-Owns: the devices, when a GPU's is made, and the pinning of L1 for GPUs. Refuses to know: workers, tickets, and
-how bytes move (`csrc/copy/core.h`, `csrc/gpu/gpu_device.h`).
+Owns: the devices, the time when a GPU's device is made, and the pinning of L1 for GPUs. Refuses to know: workers,
+tickets, and how bytes move (`csrc/copy/core.h`, `csrc/gpu/gpu_device.h`).
 
-No call waits for CUDA: a device's own threads look for its GPU and make the context when they first need it.
+No call waits for CUDA: a device's own threads find its GPU and make the context at the first use.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from kvserver.protocol import ConfigError, CudaIpc, CudaVmmFabric, CudaVmmFd, Er
 
 log = logging.getLogger(__name__)
 
-MakeCpu = Callable[[HostRegion, int, int], Device]  # L1, bytes of a page, threads
-OpenGpu = Callable[[str], Gpu]  # by UUID; RuntimeError with the reason if that fails
-_READY_SECONDS = 60.0  # for the contexts of GPUs that the settings name
+MakeCpu = Callable[[HostRegion, int, int], Device]  # (L1, bytes of a page, threads)
+OpenGpu = Callable[[str], Gpu]  # (UUID); RuntimeError with the reason if that fails
+_READY_SECONDS = 60.0  # limit for the contexts of GPUs that the settings name
 _TOUCHING_THREADS = 4
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """How the daemon makes its devices. The defaults are the machine's own; tests give simulated ones."""
+    """The functions that make devices. The defaults use the machine's hardware; tests pass simulated devices."""
 
     make_cpu: MakeCpu = CpuDevice
     open_gpu: OpenGpu = cuda_gpu
-    gpu_way: Way | None = None  # None: each GPU chooses for each copy
+    gpu_way: Way | None = None  # None: each GPU chooses a way for each copy
 
 
 THIS_MACHINE = Hardware()
@@ -58,12 +58,12 @@ THIS_MACHINE = Hardware()
 
 @dataclass(frozen=True)
 class GpuRules:
-    """Which GPUs engines may use, and how to open one."""
+    """Which GPUs engines may use, and the function that opens one."""
 
     open: OpenGpu
-    gpus: str = "auto"  # as the setting
+    gpus: str = "auto"  # value of the setting
     pin: bool = True
-    way: Way | None = None  # None: the device chooses
+    way: Way | None = None  # None: each GPU chooses a way for each copy
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -71,15 +71,15 @@ class GpuRules:
 
 
 class Devices:
-    """REQUIRES: one thread uses it. `rules` is None where there is memory of the CPU only."""
+    """The devices of the CPU and of GPUs. REQUIRES: one thread uses it. `rules` is None if only CPU memory is served."""
 
     def __init__(
         self, cpu: Device, region: HostRegion | None = None, page_bytes: int = 0, rules: GpuRules | None = None
     ) -> None:
         self.cpu = cpu
         self.gpus: dict[str, GpuDevice] = {}
-        self._found: set[str] = set()  # those of them that are there
-        self._workers: Counter[str] = Counter()  # of each, whose memory is or was to be mapped
+        self._found: set[str] = set()  # UUIDs of GPUs that this machine has shown to have
+        self._workers: Counter[str] = Counter()  # by device, the workers whose memory is mapped or being mapped
         self._region = region
         self._page_bytes = page_bytes
         self._rules = rules
@@ -92,7 +92,7 @@ class Devices:
 
     @property
     def lost(self) -> str:
-        """Why one of them can copy no more; empty while all can."""
+        """Why a device can no longer copy; empty while all devices can."""
         return next((device.lost for device in self.all if device.lost), "")
 
     @property
@@ -100,10 +100,10 @@ class Devices:
         """Whether L1 is pinned, or is being pinned."""
         return self._pinner is not None
 
-    # ---- what a worker brings -------------------------------------------------------------------
+    # ---- a worker's memory ----------------------------------------------------------------------
 
     def device_for(self, memory: Sequence[Memory]) -> Device:
-        """The device for a worker with such memory. KVServerError(BAD_MEMORY) if there can be none."""
+        """The device that copies to and from this memory. KVServerError(BAD_MEMORY) if no device can."""
         if any(isinstance(piece, CudaVmmFabric) for piece in memory):
             raise KVServerError(
                 ErrorCode.BAD_MEMORY,
@@ -118,7 +118,7 @@ class Devices:
 
     @staticmethod
     def make_mapping(device: Device, memory: Memory, fds: Sequence[int]) -> Mapping:
-        """What maps it, not mapped yet. It takes over the descriptor. REQUIRES: `device` serves it."""
+        """A mapping of `memory`, not mapped yet; it owns its descriptor. REQUIRES: device_for() returned `device`."""
         if isinstance(memory, SharedFd):
             return FileMapping(fds[memory.index], memory.size_bytes)
         assert isinstance(device, GpuDevice)
@@ -150,7 +150,10 @@ class Devices:
     # ---- time -----------------------------------------------------------------------------------
 
     def make_ready(self) -> None:
-        """Make the GPUs that the settings name, and their contexts. Waits, so before the loop. ConfigError says why not."""
+        """Make the devices and contexts of the GPUs that the settings name. Waits: call it before the loop starts.
+
+        ConfigError with the reason if a GPU cannot be used.
+        """
         for uuid in self._rules.named if self._rules else ():
             try:
                 device = self._gpu(uuid)
@@ -168,18 +171,18 @@ class Devices:
             self.mark_found(device)
 
     def add_worker(self, device: Device) -> None:
-        """One more worker is served by it."""
+        """Count one more worker of the device."""
         self._workers[self.name(device)] += 1
 
     def remove_worker(self, device: Device) -> None:
-        """One of these is gone, its memory unmapped. A GPU that was never found is not kept for nobody."""
+        """Count one worker less; its memory is unmapped. A GPU that was never found is dropped with its last worker."""
         name = self.name(device)
         self._workers[name] -= 1
         if not self._workers[name] and device is not self.cpu and name not in self._found:
             del self.gpus[name]
 
     def mark_found(self, device: Device) -> None:
-        """The device has mapped something, so its GPU is there: L1 is pinned for it, and so for all others."""
+        """The device has mapped memory, so its GPU exists. The first such GPU starts the pinning of L1 for all."""
         if not isinstance(device, GpuDevice):
             return
         self._found.add(device.gpu.uuid)
@@ -189,7 +192,7 @@ class Devices:
             self._pinner = Pinner(self._region, device.gpu, _TOUCHING_THREADS, cpus)
 
     def update_pinned_pages(self, pool: PagePool) -> None:
-        """Let the pool know what has been pinned since."""
+        """Mark the pages of `pool` that have been pinned since the last call, and log the end of pinning."""
         if self._region is None or self._pinner is None:
             return
         pinned = min(self._region.pinned_bytes // pool.page_bytes, pool.pages)
@@ -199,7 +202,7 @@ class Devices:
             self._pinning_logged = True
             if error := self._pinner.error:
                 log.warning(
-                    "L1 is pinned up to %d of %d bytes only, copies with the rest are slower: %s; the limit of locked "
+                    "L1 is pinned up to %d of %d bytes only, GPU copies of the rest are slower: %s; the limit of locked "
                     "memory is %s (ulimit -l; docker: --ulimit memlock=-1, systemd: LimitMEMLOCK=infinity)",
                     self._region.pinned_bytes, self._region.size, error, _memlock(),
                 )  # fmt: skip

@@ -1,10 +1,9 @@
-"""Tickets: copies in flight, and how their end comes back to the loop.
+"""Tickets: the copies in flight, and their completions.
 
-Owns: ticket numbers and the table of open tickets. Refuses to know: what a ticket's end means; the
-handlers decide that. The bytes are moved by native devices (`csrc/copy/core.h` is their contract), never under
-the GIL.
+Owns: ticket numbers and the table of open tickets. Refuses to know: what follows from a completion; the handlers
+decide that. Native devices move the bytes (`csrc/copy/core.h` is their contract), never under the GIL.
 
-A ticket ends exactly once, by a completion drained in the loop thread.
+A ticket ends exactly once, by a completion that the loop's thread drains.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How a ticket ended: bytes moved, nanoseconds from its first byte, and why if it failed."""
+    """The end of a ticket: outcome, bytes moved, nanoseconds since its first byte, and the reason of a failure."""
 
     number: int
     outcome: Outcome
@@ -59,7 +58,7 @@ T = TypeVar("T")
 
 
 class Tickets(Generic[T]):
-    """Open tickets of all devices. `T` is what the caller wants back when a ticket ends."""
+    """The open tickets of all devices. `T` is the caller's value for a ticket, returned with its completion."""
 
     def __init__(self, devices: Devices) -> None:
         self.devices = devices
@@ -95,7 +94,7 @@ class Tickets(Generic[T]):
         return number
 
     def cancel_copy(self, number: int) -> None:
-        """End it at its next block; its completion still comes."""
+        """End the copy at its next block; its completion still follows."""
         device, _ = self._open[number]
         device.cancel(number)
 
@@ -112,5 +111,5 @@ class Tickets(Generic[T]):
 
 
 def l1_region(size: int, placement: Placement) -> HostRegion:
-    """L1 memory. RuntimeError if it cannot be had; that the nodes are not heeded is no error: see `numa_error`."""
+    """L1's memory. RuntimeError if the kernel refuses it. Memory on other nodes is no error: see `numa_error`."""
     return HostRegion(size, placement.huge_page_bytes, placement.transparent, list(placement.nodes), placement.bound)

@@ -1,1 +1,1 @@
-"""Storage behind L1. There is none yet."""
+"""L2, the storage behind L1. No tier exists yet."""

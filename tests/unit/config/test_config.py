@@ -232,7 +232,7 @@ def test_gpus_are_named_by_their_uuids(text: str, uuids: tuple[str, ...]) -> Non
     ("text", "words"),
     [
         ("0,1", "'0' is no UUID of a GPU; write auto, none or what `nvidia-smi -L` shows"),
-        (f"{GPU},{GPU}", f"{GPU} stands there twice"),
+        (f"{GPU},{GPU}", f"{GPU} is listed twice"),
     ],
 )
 def test_the_error_for_a_bad_gpu_states_what_names_one(text: str, words: str) -> None:
