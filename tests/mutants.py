@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/mutants.py [--list] [--check] [--core | --adapters] [--trust] [--only WORD …]
 
-An anchor is a symbol and a text that must be in it exactly once: `--check`, which CI runs, tells which no longer fit.
+An anchor is a symbol and a text that must be in it exactly once: `--check`, which CI runs, lists those that no longer fit.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 STORES_AND_LOADS = (
     # ---- what each model has ------------------------------------------------------------------
     Mutant(
-        "a slot that was given back after a failed copy still counts for its model",
+        "a slot that was freed after a failed copy still counts for its model",
         CACHE, "Cache.finish_store", "chunk.namespace.model.pages -= plan.pages", "pass", L1_MODELS_TESTS,
     ),
     Mutant(
@@ -68,7 +68,7 @@ STORES_AND_LOADS = (
         INDEX, "Index.detach_namespace", "namespace.model.chunks -= len(namespace.chunks)", "pass", L1_MODELS_TESTS,
     ),
     Mutant(
-        "a chunk that was never whole counts as one that nobody loaded",
+        "a chunk that was never whole counts as one that was never loaded",
         CACHE, "Cache._evict_chunk", "chunk.ready and not chunk.loaded", "not chunk.loaded", L1_MODELS_TESTS,
     ),
     # ---- what the cache brought ---------------------------------------------------------------
@@ -157,7 +157,7 @@ STORES_AND_LOADS = (
         CACHE, "Cache._allocate_slot", "if done := self._free_one_chunk():", "if done := 0:", CACHE_TESTS,
     ),
     Mutant(
-        "an eviction is told nobody",
+        "an eviction is not published",
         CACHE, "Cache._evict_chunk", "plan.evicted.append((chunk.namespace.id, chunk.key))", "pass",
         (
             "daemon/test_kv_stream.py"
@@ -169,7 +169,7 @@ STORES_AND_LOADS = (
         CACHE, "Cache.finish_store", "*reversed(plan.prefix)", "*plan.prefix", CACHE_TESTS,
     ),
     Mutant(
-        "a store is starved while leases of an engine that is gone could end",
+        "a store has no space while leases of a disconnected engine could end",
         CACHE, "Cache._allocate_slot", "elif done := self._end_one_lease():", "elif done := 0:",
         ("issues/test_turns_grew_with_the_cache.py::test_a_store_waits_for_the_leases_of_a_disconnected_engine",),
     ),
@@ -179,10 +179,10 @@ STORES_AND_LOADS = (
         ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     Mutant(
-        "leases of an engine that is gone never end",
+        "leases of a disconnected engine never end",
         CACHE, "Cache.end_leases_of", "self._ownerless.append(leases)", "pass", CACHE_TESTS,
     ),
-    # ---- what is said of a request ------------------------------------------------------------
+    # ---- what is reported of a request ------------------------------------------------------------
     Mutant(
         "the end of an earlier request with the same id is the end of this one",
         EXPLAIN, "Explain._open", "request.ended is None and ", "", EXPLAIN_TESTS,
@@ -355,7 +355,7 @@ SERVER = (
         "counts.stored_chunks += len(ticket.plan.prefix)", ("daemon/test_counted_once.py",),
     ),
     Mutant(
-        "what a worker stored that is gone is published",
+        "what a disconnected worker stored is published",
         TRANSFERS, "Transfers.store_ended", "completion.done and not ticket.worker.closing", "completion.done",
         ("model/test_random_walk.py",),
     ),
@@ -430,7 +430,7 @@ SERVER = (
         ("daemon/test_copies_not_taken.py",),
     ),
     Mutant(
-        "a store that waits goes on for a worker that is gone",
+        "a store that waits goes on for a disconnected worker",
         TRANSFERS, "Transfers._check_waiting", "if store.worker.closing:", "if False:",
         ("issues/test_turns_grew_with_the_cache.py::test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing",),
     ),
@@ -443,12 +443,12 @@ SERVER = (
     Mutant(
         "there is no limit of connections",
         LIFELINE, "Lifelines.accept", "len(self._lifelines) >= MAX_CONNECTIONS or ", "",
-        ("issues/test_nobody_tested_who_connects.py::test_one_connection_too_many_is_hung_up_on_and_the_others_live",),
+        ("issues/test_no_test_covered_who_connects.py::test_one_connection_too_many_is_hung_up_on_and_the_others_live",),
     ),
     Mutant(
         "any user may connect",
         LIFELINE, "Lifelines.accept", " or uid not in (os.getuid(), 0)", "",
-        ("issues/test_nobody_tested_who_connects.py::test_another_user_who_reaches_the_fd_socket_is_hung_up_on_even_with_the_token",),
+        ("issues/test_no_test_covered_who_connects.py::test_another_user_who_reaches_the_fd_socket_is_hung_up_on_even_with_the_token",),
     ),
     Mutant(
         "a silent connection keeps its place",
@@ -476,7 +476,7 @@ SERVER = (
         ("daemon/test_bad_input.py::test_an_attachment_serves_one_registration",),
     ),
     Mutant(
-        "descriptors that nobody claimed stay open",
+        "descriptors that no worker claimed stay open",
         LIFELINE, "Lifelines.close", "os.close(fd)", "pass",
         ("daemon/test_bad_input.py::test_descriptors_that_nobody_registers_are_closed_with_their_connection",),
     ),
@@ -488,7 +488,7 @@ SERVER = (
     Mutant(
         "a process that left a child is not seen to be dead",
         LIFELINE, "_open_process", "return os.pidfd_open(pid)", "return None",
-        (f"{FORKED}::test_the_daemon_notices_the_death_while_the_child_lives",),
+        (f"{FORKED}::test_the_daemon_notices_the_death_while_the_child_runs",),
     ),
     Mutant(
         "a forked child keeps the lifeline",
@@ -514,12 +514,12 @@ SERVER = (
         "if False:", ("daemon/test_bad_input.py::test_a_version_mismatch_names_both_versions",),
     ),
     Mutant(
-        "a hit is told although the device is lost",
+        "a hit is reported although the device is lost",
         HANDLERS, "Handlers._lookup", "if namespace is not None and not self.devices.lost:", "if namespace is not None:",
         ("daemon/test_device_loss.py",),
     ),
     Mutant(
-        "an instance that is gone is never forgotten",
+        "a disconnected instance is never forgotten",
         HANDLERS, "Handlers.tick", "self.instances.forget_departed(self._clock())", "pass",
         ("model/test_departures.py",),
     ),
@@ -540,7 +540,7 @@ SERVER = (
         ("daemon/test_bad_input.py::test_another_incarnation_of_an_instance_is_refused",),
     ),
     Mutant(
-        "an instance serves on when one of its ranks is gone",
+        "an instance serves on when one of its ranks disconnected",
         INSTANCES, "Instances.remove_worker", "        instance.refresh_namespace()\n", "",
         ("daemon/test_round_trip.py::test_a_rank_may_come_back_after_its_connection_ended",),
     ),
@@ -555,7 +555,7 @@ SERVER = (
         ("daemon/test_round_trip.py::test_a_rank_that_comes_back_otherwise_takes_the_variants_along",),
     ),
     Mutant(
-        "totals forget the instances that are gone",
+        "totals forget the disconnected instances",
         INSTANCES, "Instances._forget", "self._forgotten.add(self.departed.pop(name).counts)", "self.departed.pop(name)", ("unit/server/test_departed.py",),
     ),
     Mutant(
@@ -563,11 +563,11 @@ SERVER = (
         WORKERS, "Workers.unmap_if_idle", "not worker.tickets and ", "", ("daemon/test_failures.py",),
     ),
     Mutant(
-        "the copies of a worker that is gone go on",
+        "the copies of a disconnected worker go on",
         WORKERS, "Workers.close_worker", "self._tickets.cancel_copy(number)", "pass", ("daemon/test_failures.py",),
     ),
     Mutant(
-        "the leases of an engine that is gone stay",
+        "the leases of a disconnected engine stay",
         WORKERS, "Workers.close_worker", "self._cache.end_leases_of(ended.instance_id)", "pass", ("daemon/test_failures.py",),
     ),
 )  # fmt: skip
@@ -614,7 +614,7 @@ WORKER_HALF = (
         ("adapters/test_overwrite.py::test_a_store_that_ends_in_time_is_kept",),
     ),
     Mutant(
-        "a load goes on when its request is gone",
+        "a load goes on when its request has ended",
         WORKER, "WorkerHalf.start_loads", "aborted.cancel()", "pass",
         ("adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",),
     ),
@@ -649,7 +649,7 @@ WORKER_HALF = (
         ("adapters/test_failures.py::test_a_load_that_is_refused_is_over_at_once",),
     ),
     Mutant(
-        "a finished load is told twice",
+        "a finished load is reported twice",
         WORKER, "WorkerHalf.take_finished", "self._finished, self._failed = set(), set()", "pass",
         ("adapters/test_hazards.py",),
     ),
@@ -704,7 +704,7 @@ WORKER_HALF = (
         ("adapters/test_ends_of_copies.py::test_quarantine_ends_with_the_last_ranks_word",),
     ),
     Mutant(
-        "quarantined blocks are given out",
+        "quarantined blocks are allocated",
         HAZARDS, "Quarantine.add", "self._pool.pin(block_ids)", "pass",
         ("adapters/test_failures.py::test_stopped_during_a_load",),
     ),
@@ -735,7 +735,7 @@ WORKER_HALF = (
         ("issues/adapters/test_a_very_long_prompt_was_always_a_miss.py",),
     ),
     Mutant(
-        "a store has ended when the first rank says so",
+        "a store has ended when the first rank reports it",
         HAZARDS, "PendingStores.ended", "if store.ranks_left == 0:", "if True:", (WITHOUT_END,),
     ),
     Mutant(
@@ -796,7 +796,7 @@ SCHEDULER_HALF = (
         ("adapters/test_resets.py",),
     ),
     Mutant(
-        "nobody looks whether a new block is still read",
+        "a new block is not checked for a load that still reads it",
         SCHEDULER, "SchedulerHalf._allocated", "self._plan.overwritten_stores.extend(self._pending.overwrite(block_id))",
         "self._pending.overwrite(block_id)",
         ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
@@ -915,17 +915,17 @@ SCHEDULER_HALF = (
         ("adapters/test_chunk_contents.py::test_a_chunks_key_is_its_last_blocks_hash",),
     ),
     Mutant(
-        "pins of quarantined blocks are told as owners",
+        "pins of quarantined blocks are reported as owners",
         BLOCKPOOL, "PoolHook._state", "block.ref_cnt - self._pins[number] if self._pins else block.ref_cnt",
         "block.ref_cnt", ("adapters/test_blockpool.py",),
     ),
     Mutant(
-        "an allocation is not told",
+        "an allocation is not reported",
         BLOCKPOOL, "PoolHook.on_block_allocated", "self._append(_ALLOCATED | block.block_id)", "pass",
         ("adapters/test_blockpool.py",),
     ),
     Mutant(
-        "a notice that could not be sent asks for no full state",
+        "a notice that could not be sent requests no full state",
         NOTICES, "Notices._send", "            self._full_due = True\n", "            pass\n",
         ("adapters/test_full_states.py",),
     ),
@@ -993,12 +993,12 @@ SCHEDULER_HALF = (
     ),
     # ---- whether the cache is on --------------------------------------------------------------
     Mutant(
-        "an engine that is never asked anything never says why it has no cache",
+        "an engine that is never asked anything never states why it has no cache",
         CONNECTOR, "KVServerConnector.has_pending_push_work", "not self._stepped or ", "",
         ("adapters/test_cache_is_on.py::test_an_engine_without_any_request_reports_that_it_has_its_cache",),
     ),
     Mutant(
-        "what an idle engine said last hides that its daemon is gone",
+        "what an idle engine reported last hides that its daemon has ended",
         CACHE_STATUS, "EngineCacheStatus.verdict", "and not self.known_here:", "and True:",
         ("adapters/test_cache_is_on.py::test_the_daemon_of_an_idle_engine_goes_and_comes_back",),
     ),

@@ -1,4 +1,4 @@
-"""The table of deliberate faults fits the code as it is; whether tests notice them is `mutants.py`'s to say."""
+"""The table of deliberate faults fits the code as it is; whether tests notice them is `mutants.py`'s to find."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_text_counts_in_its_symbol_only(problem):
 
 
 @pytest.mark.parametrize(
-    ("symbol", "old", "new", "said"),
+    ("symbol", "old", "new", "expected"),
     [
         ("Cache.find", "return Cache()", "pass", "0 times"),
         ("Cache.find", "return", "pass", "2 times"),
@@ -49,11 +49,11 @@ def test_the_text_counts_in_its_symbol_only(problem):
         ("Cache.find", "if key:", "if if:", "invalid syntax"),
     ],
 )
-def test_an_anchor_that_does_not_fit_is_named(problem, symbol, old, new, said):
+def test_an_anchor_that_does_not_fit_is_named(problem, symbol, old, new, expected):
     found = problem(symbol, old, new)
     assert found is not None
     assert found.startswith("a name: ")
-    assert said in found
+    assert expected in found
 
 
 @pytest.mark.parametrize("test", ["unit/test_nothing.py", "unit/cache/test_cache.py::test_nothing"])

@@ -1,4 +1,4 @@
-"""A child that an engine's process forks without exec inherits the worker's lifeline, whose end then never came when the engine
+"""A child that an engine's process forks without exec inherits the worker's lifeline, whose end then never arrived when the engine
 died: its memory stayed mapped, its id was refused to the next incarnation. The child closes its copy, and the daemon watches the process.
 """
 
@@ -59,13 +59,13 @@ def sockets(pid: int) -> set[str]:
     return found
 
 
-def test_the_daemon_notices_the_death_while_the_child_lives(engine):
+def test_the_daemon_notices_the_death_while_the_child_runs(engine):
     daemon, process, child, _ = engine
     assert [i["instance_id"] for i in daemon.status()["instances"]] == ["engine"]
     process.kill()
     process.wait()
-    wait_until(lambda: not daemon.status()["instances"], 2, "the engine is gone")
-    os.kill(child, 0)  # it lives
+    wait_until(lambda: not daemon.status()["instances"], 2, "the engine has ended")
+    os.kill(child, 0)  # it runs
     daemon.wait_for_clean_accounting()
 
 

@@ -17,7 +17,7 @@ from support.worker import Geometry
 from kvserver._native import Direction, Outcome, State, Way
 from kvserver.protocol import Plane
 
-REASON = "the driver said something odd"
+REASON = "the driver reported something odd"
 KiB = 1 << 10
 JOB = Job(range(1, 9), range(32), 4, 1)  # eight blocks of sixteen planes: four batches
 
@@ -98,7 +98,7 @@ def test_copies_that_may_still_move_stay_open_however_long_and_others_end(gpu: F
     assert machine.l0.words.state(0) == State.FAILED
 
 
-def test_copies_of_which_the_gpu_does_not_say_whether_they_move_stay_open(gpu: FakeGpu) -> None:
+def test_copies_of_which_the_gpu_does_not_report_whether_they_move_stay_open(gpu: FakeGpu) -> None:
     machine = Machine(gpu, Direction.LOAD, Way.DMA)
     gpu.fail_next("finish", "not even that")
     machine.give_up()

@@ -21,7 +21,7 @@ def make_cache(pages: int = ROOM) -> Cache:
 
 
 def store(cache: Cache, keys: list[bytes], rank: int = 0, ranks: int = 1, steps: int = 1 << 30) -> tuple[int, int, int]:
-    """(filled, skipped, starved)"""
+    """`(filled, skipped, starved)`"""
     plan = cache.plan_store(NS, ranks, rank, b"".join(keys), PAGE, steps)
     while not plan.complete:
         cache.extend_plan(plan, steps)

@@ -1,5 +1,5 @@
-"""An engine that reported a prefill speed near 0 made the saved seconds infinite, in `/status` no JSON and for the life of its series;
-an infinite speed was shown as it came. Such speeds are none.
+"""An engine that reported a prefill speed near 0 made the saved seconds infinite, in `/status` no JSON and as long as its series lasted;
+an infinite speed was shown as reported. Such speeds are none.
 """
 
 from __future__ import annotations

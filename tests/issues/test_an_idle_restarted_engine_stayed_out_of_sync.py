@@ -1,6 +1,6 @@
 """The gauges of a restarted engine were marked as too low until its next scheduler pass, though its new block pool is empty.
 
-An engine that computed before it registered is the other case: what its pool holds only a full state says.
+An engine that computed before it registered is the other case: only a full state reports what its pool holds.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def first(make_daemon, make_worker):
     return daemon, worker
 
 
-def gone(daemon: Daemon, worker: Worker) -> None:
+def disconnect(daemon: Daemon, worker: Worker) -> None:
     worker.hang_up()
     wait_until(lambda: daemon.status()["instances"] == [])
 
 
 def test_a_restarted_engine_without_work_is_in_sync(first, make_worker):
     daemon, former = first
-    gone(daemon, former)
+    disconnect(daemon, former)
     worker = make_worker(daemon, instance_id=former.instance_id)
     wait_until(lambda: daemon.status()["instances"][0]["l0"].get("lost") == 2)
     assert daemon.status()["instances"][0]["l0"]["active_blocks"] == 0
@@ -61,7 +61,7 @@ def test_a_restarted_engine_without_work_is_in_sync(first, make_worker):
 
 def test_an_engine_that_registers_again_is_out_of_sync_until_its_full_state_has_come(first):
     daemon, worker = first
-    gone(daemon, worker)
+    disconnect(daemon, worker)
     worker.connect()
     wait_until(lambda: out_of_sync(daemon, worker) == 1)
     report(worker, 1, 1)

@@ -1,4 +1,4 @@
-"""In /tmp anybody could make the folder of a user's default endpoint first, and answer engines in the daemon's place."""
+"""In /tmp any user could make the folder of a user's default endpoint first, and answer engines in the daemon's place."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_folder_that_another_user_made_is_refused(make_daemon: Callable[..., D
     assert f"{folder} belongs to user 65534" in refusal(make_daemon), "a link may be turned later"
 
 
-def test_a_folder_that_everybody_may_write_to_is_refused(make_daemon: Callable[..., Daemon], folder: Path) -> None:
+def test_a_folder_that_every_user_may_write_to_is_refused(make_daemon: Callable[..., Daemon], folder: Path) -> None:
     folder.chmod(0o777)
     assert "may be written by all users" in refusal(make_daemon)
 

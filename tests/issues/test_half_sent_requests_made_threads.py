@@ -94,7 +94,7 @@ def test_a_request_that_is_dripped_is_given_up_after_a_time_for_all_of_it(daemon
             time.sleep(0.2)
             return not is_open(slow)
 
-        wait_until(dripped, 20, "the connection ended although something came all the time")
+        wait_until(dripped, 20, "the connection ended although bytes arrived all the time")
         assert time.monotonic() - began > 4, "a slow network is no attack"
     assert refused(daemon, "slow") == before + 1
 
@@ -124,7 +124,7 @@ def test_a_connection_without_a_request_for_long_is_the_first_to_go_and_requests
         assert threads(daemon) < MOST_THREADS
 
 
-def test_an_answer_that_nobody_reads_is_given_up(daemon: Daemon) -> None:
+def test_an_answer_that_is_never_read_is_given_up(daemon: Daemon) -> None:
     """Its thread would wait for room in the socket."""
     many = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
     with contextlib.ExitStack() as at_end:
@@ -158,7 +158,7 @@ def test_when_every_thread_answers_a_probe_still_gets_through(monkeypatch: pytes
         assert (code, json.loads(body)["error"]) == (503, "busy")
         for _ in range(3):
             assert fetch(f"{url}/livez") == (200, "alive\n")
-        assert pages.connections_status()["refused"] == {"busy": 1}, "nobody who is being answered is thrown out"
+        assert pages.connections_status()["refused"] == {"busy": 1}, "no client that is being answered is thrown out"
 
 
 def test_a_head_without_end_is_refused(daemon: Daemon) -> None:

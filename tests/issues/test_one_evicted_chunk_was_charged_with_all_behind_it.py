@@ -23,7 +23,7 @@ def store(cache: Cache, keys: list[bytes], namespace: bytes = NS, copied: bool =
 
 
 def evicted(cache: Cache, keys: list[bytes]) -> None:
-    """They were stored, and others had to go for nobody but them."""
+    """They were stored, and others had to be evicted for them alone."""
     store(cache, keys)
     store(cache, make_keys(cache.pool.pages), b"x" * 32)
     assert cache.index.find_namespace(NS) is None
@@ -71,15 +71,17 @@ def test_what_is_behind_a_chunk_that_no_l1_could_have_had_counts_with_it(cache: 
     assert reasons(cache, keys) == {MissReason.NEVER_STORED: 6}
 
 
-@pytest.mark.parametrize("gone", [0, 1, 127, 5000, 16384])
-def test_of_very_many_chunks_the_shares_are_right_and_none_is_lost(gone: int) -> None:
+@pytest.mark.parametrize("removed", [0, 1, 127, 5000, 16384])
+def test_of_very_many_chunks_the_shares_are_right_and_none_is_lost(removed: int) -> None:
     cache = Cache(PagePool(16384 * PAGE, PAGE), POLICIES["lru"]())
     keys = make_keys(16384, "many")
-    if gone:
-        evicted(cache, keys[:gone])
+    if removed:
+        evicted(cache, keys[:removed])
     found = reasons(cache, keys)
     assert sum(found.values()) == 16384
-    assert abs(found.get(MissReason.EVICTED, 0) - gone) <= 128, "more than the distance between two that are looked at"
+    assert abs(found.get(MissReason.EVICTED, 0) - removed) <= 128, (
+        "more than the distance between two that are looked at"
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 100_000, 300_000])

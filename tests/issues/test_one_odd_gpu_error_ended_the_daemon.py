@@ -1,4 +1,4 @@
-"""A list said which errors of CUDA leave a GPU usable, and every other one ended the daemon: so a GPU that an engine had to itself
+"""A list named the errors of CUDA that leave a GPU usable, and every other one ended the daemon: so a GPU that an engine had to itself
 made it restart for ever, and engines on other GPUs lost their cache with it.
 """
 

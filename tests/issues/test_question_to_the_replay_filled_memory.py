@@ -38,7 +38,7 @@ def ask_hugely(endpoint: str, socket_type: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["replay", "subscription"])
-def test_a_huge_question_takes_no_memory_and_others_are_answered(
+def test_a_huge_question_uses_no_memory_and_others_are_answered(
     make_daemon: Callable[..., Daemon],
     make_worker: Callable[..., Worker],
     tmp_path_factory: pytest.TempPathFactory,

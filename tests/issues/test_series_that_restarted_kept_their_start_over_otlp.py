@@ -1,4 +1,4 @@
-"""Over OTLP every series began with the daemon, also those that had ended and begun anew with an instance that came back: a collector
+"""Over OTLP every series began with the daemon, also those that had ended and begun anew with an instance that returned: a collector
 takes a sum that falls under an unchanged start for a fault."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_a_series_that_goes_on_keeps_its_start() -> None:
         assert not restarted(first, then, "h")
 
 
-def test_a_series_that_ended_and_came_back_has_another_start() -> None:
+def test_a_series_that_ended_and_returned_has_another_start() -> None:
     with sending() as sent:
         first = sent.round(a=5, b=5, h=Buckets([1, 0], 0.5))
         sent.round(b=5)

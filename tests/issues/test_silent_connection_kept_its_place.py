@@ -1,4 +1,4 @@
-"""A connection to the `.fd` socket that said nothing, or brought memory that nobody registered, was kept for as long as it liked:
+"""A connection to the `.fd` socket that sent nothing, or brought memory that it never registered, was kept for as long as it liked:
 1,024 of them shut out every worker, and each holds up to 251 descriptors."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A web page in the browser of somebody on the machine could clear the cache, and by DNS rebinding read prompts: every Origin
+"""A web page in the browser of a user of the machine could clear the cache, and by DNS rebinding read prompts: every Origin
 and Host was answered."""
 
 from __future__ import annotations

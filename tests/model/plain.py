@@ -63,21 +63,21 @@ class Plain:
             self.end_lease(owner)
 
     def drop_evicted(self, present: Callable[[Name], Chunk | None]) -> int:
-        """Forget what the server evicted; AssertionError if it was held. Returns how many."""
-        gone = [name for name, entry in self.entries.items() if present(name) is not entry.chunk]
-        for name in gone:
+        """Forget what the server evicted; AssertionError if a lease or a copy kept it. Returns how many."""
+        evicted = [name for name, entry in self.entries.items() if present(name) is not entry.chunk]
+        for name in evicted:
             entry = self.entries.pop(name)
             assert entry.evictable, (
                 f"evicted under {entry.leases} leases, {entry.readers} loads, {entry.filling} stores"
             )
-        return len(gone)
+        return len(evicted)
 
     def clear(self, base: bytes | None) -> int:
         """All, or what one registration can see under any variant; None of it if `base` is b""."""
-        gone = [name for name in self.entries if base is None or (base and name[0].startswith(base))]
-        for name in gone:
+        evicted = [name for name in self.entries if base is None or (base and name[0].startswith(base))]
+        for name in evicted:
             del self.entries[name]
-        return len(gone)
+        return len(evicted)
 
     def store_ended(self, name: Name, entry: Entry, rank: int, content: list[bytes] | None) -> None:
         """`content` is None if the copy does not count."""

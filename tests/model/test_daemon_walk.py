@@ -30,14 +30,14 @@ class Engine:
     def __init__(self, endpoint: str, name: str, world: int, model: str, gpu: str) -> None:
         self.name, self.world, self.model, self.gpu = name, world, model, gpu
         self.endpoint = endpoint
-        self.life = 0
+        self.incarnations = 0
         self.workers: list[Worker] = []
         self.reports = 0
         self.start()
 
     def start(self) -> None:
-        """A new life; the daemon may still be busy with the end of the last one."""
-        self.life += 1
+        """A new incarnation; the daemon may still be busy with the end of the last one."""
+        self.incarnations += 1
         self.reports = 0
         self.workers = [wait_until(lambda rank=rank: self._connect(rank), what=self.name) for rank in range(self.world)]
 
@@ -46,7 +46,7 @@ class Engine:
             return Worker(
                 self.endpoint,
                 instance_id=self.name,
-                incarnation=f"life-{self.life}",
+                incarnation=f"incarnation-{self.incarnations}",
                 rank=rank,
                 world_size=self.world,
                 identity=identity(model=self.model),
@@ -64,7 +64,7 @@ class Engine:
 
 
 class Walk:
-    """What was stored whole, by (model, key, rank): usually one content, more only where replies cannot tell."""
+    """What was stored whole, by (model, key, rank): usually one content, more only where replies leave it open."""
 
     def __init__(self, daemon: Daemon, seed: int, gpus: Sequence[str]) -> None:
         """`gpus`: where each of the engines runs; "" is the CPU."""
@@ -167,7 +167,7 @@ class Walk:
                 for content in self.whole[engine.model, key, rank]
                 if all(not mine or mine == theirs for mine, theirs in zip(got, content, strict=True))
             ]
-            assert fits, f"seed {self.seed}: a load brought bytes that nobody stored whole under this key"
+            assert fits, f"seed {self.seed}: a load brought bytes that were never stored whole under this key"
         now = worker.memory.image()
         for block, content in zip(blocks, loaded, strict=True):
             assert worker.memory.read(block) == content

@@ -1,4 +1,4 @@
-"""What the server's clock ends: the counters of an instance that has been gone for long."""
+"""What the server's clock ends: the counters of an instance that disconnected long ago."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvserver.protocol import DEPARTED_SECONDS
 from .world import World
 
 
-def test_an_instance_that_is_gone_is_shown_for_five_minutes_of_the_servers_clock(tmp_path: Path) -> None:
+def test_a_disconnected_instance_is_shown_for_five_minutes_of_the_servers_clock(tmp_path: Path) -> None:
     world = World(tmp_path, seed=1, pages=60, trouble=0.0)
     engine = world.engines[0]
     world.connect(engine.ranks[0])
     while engine.ranks[0].state != "open":
         world.device.step()
-        world.settle()
+        world.complete_copies()
     world.lookup(engine, "r", engine.model.keys(0), "")
     world.hang_up(engine.ranks[0])
     world.watch_lifelines()

@@ -22,7 +22,7 @@ STEPS = 12_000
 
 
 class Walk:
-    """One seeded walk: each step does one thing that somebody may do at any time."""
+    """One seeded walk: each step does one thing that a peer may do at any time."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -36,7 +36,7 @@ class Walk:
             self.cancel: 7,
             self.look_at_words: 24,
             self.step: 50,
-            world.settle: 24,
+            world.complete_copies: 24,
             self.free_garbage: 3,
             world.watch_lifelines: 8,
             self.connect: 8,
@@ -186,10 +186,10 @@ def test_a_store_that_is_cancelled_and_overwritten_while_it_runs_is_never_found(
     world = World(tmp_path, seed=1, pages=60, trouble=0.0)
     engine = world.engines[0]
     world.connect(engine.ranks[0])
-    world.settle()
+    world.complete_copies()
     while engine.ranks[0].state != "open":
         world.device.step()
-        world.settle()
+        world.complete_copies()
     keys = engine.model.keys(0)[:3]
     world.store(engine.ranks[0], keys, "")
     (operation,) = engine.ranks[0].operations

@@ -1,7 +1,7 @@
 """An engine that is killed in the middle of a store. Usage: python -m model.victim ENDPOINT ID SEED FIRST COUNT GPU
 
 It fills its memory from the seed, begins to store chunks FIRST to FIRST + COUNT of the chain of that
-seed, says "copying" and waits for its end. Its parent can work out every byte that it stored.
+seed, prints "copying" and waits for its end. Its parent can work out every byte that it stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The native fake device, and a note of what the server asked of it for whom."""
+"""The native fake device, and a note of each copy that the server requested."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Operation(Call):
 
 
 class Rank:
-    """One worker process, alive while it has a connection. `state` is where it stands with the server."""
+    """One worker process, alive while it has a connection. `state` is what it is to the server."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.engine = engine
@@ -174,11 +174,11 @@ class Rank:
             if operation.direction == Direction.LOAD and not operation.released:
                 for block in operation.blocks:
                     put(self.engine.model.geometry, expected, block, self.side.memory.read(block))
-        assert actual == [bytes(image) for image in expected], "a block that nobody gave away was written"
+        assert actual == [bytes(image) for image in expected], "a block that no copy may write was written"
 
 
 class Engine:
-    """One instance: lives while one of its ranks does."""
+    """One instance: alive while one of its ranks is."""
 
     def __init__(self, instance_id: str, model: Model) -> None:
         self.instance_id = instance_id
@@ -218,7 +218,7 @@ class Engine:
 
 
 class _Faults(logging.Handler):
-    """The server lives on after a fault of its own; here it is a failure."""
+    """The server runs on after a fault of its own; here it is a failure."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -298,7 +298,7 @@ class World:
     def ranks(self) -> Iterable[Rank]:
         return (rank for engine in self.engines for rank in engine.ranks)
 
-    # ---- workers come and go ------------------------------------------------------------------
+    # ---- workers connect and disconnect---------------------------------------------------------
 
     def connect(self, dead: Rank) -> None:
         """A fresh process registers in the place of a dead one."""
@@ -318,7 +318,7 @@ class World:
         assert isinstance(attached, Attached)
         rank.connection = connection
         call = Call()
-        taken = engine.known and (self.standing(engine) != engine.incarnation or dead.state != "gone")
+        taken = engine.known and (self.registered_incarnation(engine) != engine.incarnation or dead.state != "gone")
         if not taken:
             self.device.expect(rank.side)
         self.ask(engine.registration(rank, attached.attachment), call)
@@ -332,7 +332,7 @@ class World:
         self.calls.append(call)
         self.pending.append((rank, call))
 
-    def standing(self, engine: Engine) -> str:
+    def registered_incarnation(self, engine: Engine) -> str:
         return self.handlers.instances.by_id[engine.instance_id].incarnation
 
     def hang_up(self, rank: Rank) -> None:
@@ -402,14 +402,14 @@ class World:
         request = Lookup(
             engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant
         )
-        if not engine.known or self.standing(engine) != engine.incarnation:
+        if not engine.known or self.registered_incarnation(engine) != engine.incarnation:
             reply = self.answer(request)
             assert isinstance(reply, Error)
             return 0
         reply = self.answer(request)
         assert isinstance(reply, LookupReply), reply
         if not engine.ready or self.device.lost:
-            assert reply.hit_chunks == 0, "a hit that nobody could load"
+            assert reply.hit_chunks == 0, "a hit that no rank could load"
             return 0
         space = engine.namespace(variant)
         found = self.plain.hits((space, key) for key in keys)
@@ -422,7 +422,7 @@ class World:
         call = Call()
         sequence = next(engine.reports)
         self.ask(EndRequest(engine.instance_id, engine.incarnation, engine.model.name, sequence, request_id), call)
-        if engine.known and self.standing(engine) == engine.incarnation:
+        if engine.known and self.registered_incarnation(engine) == engine.incarnation:
             assert call.reply is None, "a notice was answered"
             self.plain.end_lease((engine.instance_id, request_id))
         else:
@@ -570,7 +570,7 @@ class World:
             self.release(operation)  # and the blocks are overwritten while the copy perhaps still reads them
 
     def release(self, operation: Operation) -> None:
-        """The blocks are the engine's again: whoever reads or writes them now does wrong."""
+        """The blocks are the engine's again: a copy that reads or writes them now is wrong."""
         rank = operation.rank
         if operation.released:
             return
@@ -590,13 +590,13 @@ class World:
         for operation in list(rank.operations):
             over = operation.state in (State.DONE, State.FAILED, State.CANCELLED)
             if not over and operation.error is not None and operation.ticket is None:
-                over = operation.move(State.PENDING, State.CANCELLED)  # refused before its word could be told
+                over = operation.move(State.PENDING, State.CANCELLED)  # refused before its word could be set
             if over:
                 self.release(operation)
 
     # ---- the server's own time ----------------------------------------------------------------
 
-    def settle(self) -> None:
+    def complete_copies(self) -> None:
         self.device.drained = []
         self.handlers.complete_tickets()
         self.handlers.transfers.step()
@@ -665,7 +665,7 @@ class World:
             self.counts["halves"] += 1
 
     def lose_device(self) -> None:
-        """What is in flight fails; what comes after it, too, until somebody replaces the device."""
+        """What is in flight fails; what comes after it, too, until the device is replaced."""
         self.device.lose("it fell off the bus")
         assert not self.device.open
         self.counts["losses"] += 1
@@ -685,12 +685,12 @@ class World:
                 rank.check_memory()
 
     def come_to_rest(self) -> None:
-        """Let everything in flight end, then count the books and compare all that can be seen."""
+        """Let everything in flight end, then audit the accounting and compare all that can be seen."""
         moving = True
         while moving:
             while self.device.open:
                 self.device.step()
-            self.settle()
+            self.complete_copies()
             for rank in self.ranks():
                 if rank.connection is not None:
                     self.look_at_words(rank)
@@ -708,7 +708,7 @@ class World:
         assert not self.operations
         assert not self.pending
         assert all(rank.state == "open" or rank.connection is None for rank in self.ranks()), (
-            "a closed worker was not told"
+            "a closed worker was not notified"
         )
         self.check_contents()
         self.bury()
@@ -734,7 +734,7 @@ class World:
                 assert raw[: len(whole)] == whole, "L1 holds other bytes than were stored"
 
     def end(self) -> None:
-        """Everybody goes; nothing may be left."""
+        """Every worker disconnects; nothing may be left."""
         for rank in self.ranks():
             if rank.connection is not None:
                 self.hang_up(rank)

@@ -1,4 +1,4 @@
-"""A report that names a request's blocks and nothing of their content, as of a running request without new tokens, ended the lives of
+"""A report that names a request's blocks and nothing of their content, as of a running request without new tokens, ended the lifetimes of
 its full blocks as evictions."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def engine() -> Engine:
     return Engine(BlockLifecycle(1.0))
 
 
-def test_full_blocks_live_on_where_nothing_new_is_said_of_them(engine: Engine) -> None:
+def test_full_blocks_stay_where_nothing_new_is_reported_of_them(engine: Engine) -> None:
     engine.holds(1, hold("a", [5, 6], [50, 60]))
     engine.holds(2, hold("a", [5, 6]))
     assert engine.counts() == {"allocations": 2, "active_blocks": 2, "tracked_blocks": 2}
@@ -34,20 +34,20 @@ def test_so_do_those_of_an_engine_that_sends_tokens(engine: Engine) -> None:
     assert engine.metric("shared_accesses") == 3
 
 
-def test_a_block_shared_by_two_lives_on_for_both(engine: Engine) -> None:
+def test_a_block_shared_by_two_stays_for_both(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]), hold("b", [5], [50]))
     engine.holds(2, hold("b", [5]), hold("a", [5]))
     assert engine.counts() == {"allocations": 1, "shared_accesses": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_what_the_request_let_go_before_is_another_life(engine: Engine) -> None:
+def test_what_the_request_let_go_before_is_another_lifetime(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]))
     engine.holds(2, release("a", [5]))
     engine.holds(3, hold("a", [5]))
     assert engine.counts() == {"allocations": 2, "evictions": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_new_content_in_a_block_that_was_not_let_go_is_another_life(engine: Engine) -> None:
+def test_new_content_in_a_block_that_was_not_let_go_is_another_lifetime(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]))
     engine.holds(2, hold("a", [5], [51]))
     assert engine.metric("evictions") == 1

@@ -1,4 +1,4 @@
-"""On an address that is not loopback, which containers need for scraping, everybody who reached the port could clear the cache
+"""On an address that is not loopback, which containers need for scraping, every peer that reached the port could clear the cache
 and read the tokens of prompts."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_off_loopback_only_probes_and_scrapers_are_answered_even_from_the_machin
     assert "only /metrics, /livez and /readyz answer" in network_daemon.log
 
 
-def test_the_command_line_says_why_it_is_shown_nothing(network_daemon: Daemon) -> None:
+def test_the_command_line_states_why_it_is_shown_nothing(network_daemon: Daemon) -> None:
     shown = run("status", "--http-port", str(network_daemon.http_port))
     assert shown.returncode == 1
     assert "answers 403: " in shown.stderr
@@ -118,7 +118,7 @@ def test_with_a_token_file_the_token_is_needed_and_enough(
             code, body = ask(daemon, path, method, Authorization=shown)
             assert (code, json.loads(body)["error"]) == (401, "bad_token"), shown
             assert TOKEN not in body
-    for name in ("kvserver:8080", "cache.example"):  # a token says more than a name
+    for name in ("kvserver:8080", "cache.example"):  # a token proves more than a name
         assert ask(daemon, "/status", Host=name, Authorization=f"bearer  {TOKEN}")[0] == 200
     assert ask(daemon, "/cache/clear", "POST", Authorization=f"Bearer {TOKEN}")[0] == 200
     found = ask(
@@ -142,7 +142,7 @@ def test_a_page_of_another_origin_is_refused_with_a_token_too(
     assert (code, json.loads(body)["error"]) == (403, "foreign_origin")
 
 
-def test_the_token_is_told_to_nobody(make_daemon: Callable[..., Daemon], token_file: Path) -> None:
+def test_the_token_is_shown_nowhere(make_daemon: Callable[..., Daemon], token_file: Path) -> None:
     daemon = make_daemon(http_host="0.0.0.0", http_token_file=token_file, log_level="debug")
     assert ask(daemon, "/status")[0] == 401
     code, shown = ask(daemon, "/config", Authorization=f"Bearer {TOKEN}")

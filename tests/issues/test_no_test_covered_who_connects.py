@@ -1,4 +1,4 @@
-"""Nobody tested who may connect to the sockets beside the endpoint, nor how many: a daemon without either check passed every test."""
+"""No test covered who may connect to the sockets beside the endpoint, nor how many: a daemon without either check passed every test."""
 
 from __future__ import annotations
 
@@ -87,14 +87,16 @@ def test_another_user_cannot_reach_the_sockets(make_daemon: Callable[..., Daemon
 def test_another_user_who_reaches_the_fd_socket_is_hung_up_on_even_with_the_token(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
-    """Where the operator made the socket writable for all: whose process it is says the kernel."""
+    """Where the operator made the socket writable for all: the kernel reports whose process it is."""
     daemon = make_daemon()
     worker = make_worker(daemon)
     daemon.folder.chmod(0o755)
     daemon.sockets[1].chmod(0o666)
     raw = encode(Attach(token=worker.hello.token))
     found = as_another_user(daemon.sockets[1], raw)
-    assert found in ("got", f"errno {errno.EPIPE}", f"errno {errno.ECONNRESET}"), found  # nothing, whoever is first
+    assert found in ("got", f"errno {errno.EPIPE}", f"errno {errno.ECONNRESET}"), (
+        found
+    )  # nothing, whichever end is first
     wait_until(lambda: f"refused a connection of uid {OTHER_UID}" in daemon.log)
     assert daemon.accounting()["attachments"] == 1, "the worker's own"
     answer = bytes.fromhex(as_another_user(daemon.sockets[1], raw, uid=0).removeprefix("got "))
