@@ -28,10 +28,10 @@ class Outcome(enum.Enum):
     DEVICE_LOST = 5
 
 def pack_blocks(ids: bytes) -> bytes:
-    """Little-endian u32 ids as they travel: `csrc/tables/block_runs.h` is the manual."""
+    """The wire form of little-endian u32 ids; `csrc/tables/block_runs.h` is the manual."""
 
 def unpack_blocks(packed: bytes, most: int) -> bytes:
-    """The reverse, for at most so many ids; ValueError says what is wrong with it."""
+    """The u32 ids of a wire form with at most `most` ids; ValueError states what is wrong."""
 
 class Mapping:
     @property
@@ -153,7 +153,7 @@ def dma_pieces(
     blocks_per_slot: int,
     skip: int = 0,
 ) -> list[tuple[int, int, int, int, int, int]]:
-    """(to, from, bytes of a row, rows, to's pitch, from's pitch) of each, for a copy of one batch."""
+    """The DMA copies of one batch, each (to, from, bytes of a row, rows, pitch of to, pitch of from)."""
 
 class GpuMapping(Mapping):
     @staticmethod
@@ -188,10 +188,10 @@ class Pinner:
     @property
     def seconds(self) -> float: ...
 
-# ---- lives of L0 blocks: csrc/tables/block_lifetimes.h ---------------------------------------------------
+# ---- lifetimes of L0 blocks: csrc/tables/block_lifetimes.h ---------------------------------------------------
 
 def check_records(records: bytes, marks: bytes, num_blocks: int) -> None:
-    """ValueError says what is wrong with them, and where."""
+    """ValueError states which record or mark is wrong, and why."""
 
 class LifetimeHistogram:
     @property
@@ -247,36 +247,36 @@ class BlockLifetimes:
     def end_all(self) -> None: ...
 
 class HashCounts:
-    """How often each block hash is held; `csrc/tables/hash_counts.h` is the manual."""
+    """The number of copies of each block hash; `csrc/tables/hash_counts.h` is the manual."""
 
     def __init__(self, seed: int) -> None: ...
     def add(self, hashes: bytes, hash_bytes: int) -> bytes:
-        """One byte for each hash: 1 if it is held since now. Other threads run while the table grows: none may use it."""
+        """One byte for each hash: 1 if this is its first copy. While the table grows the GIL is free: no thread may use it."""
     def remove(self, hashes: bytes, hash_bytes: int) -> bytes:
-        """One byte for each hash: 1 if it is no longer held since now, 2 if it was not held before."""
+        """One byte for each hash: 1 if this removed its last copy, 2 if it had no copy."""
     def contains(self, hashes: bytes, hash_bytes: int) -> bytes: ...
     def slice(self, cursor: int, most: int) -> tuple[bytes, int]:
-        """Up to `most` of those held, 32 bytes each, and the cursor for the next; it begins at 0."""
+        """Up to `most` of the hashes, 32 bytes each, and the cursor of the next slice; the first cursor is 0."""
     def __len__(self) -> int: ...
     @property
     def memory_bytes(self) -> int: ...
 
 class PrefixIndex:
-    """Who holds which blocks; `csrc/tables/prefix_index.h` is the manual. Any thread may use it."""
+    """The owners of each block; `csrc/tables/prefix_index.h` is the manual. Any thread may use it."""
 
     def __init__(self, seed: int, most_bytes: int) -> None: ...
     def add_owner(self) -> int:
-        """A new owner, of nothing; -1 if there are 64."""
+        """A new owner without blocks; -1 if there are 64 owners."""
     def clear_owner(self, owner: int) -> None: ...
     def remove_owner(self, owner: int) -> None: ...
     def add_blocks(self, owner: int, hashes: bytes, hash_bytes: int) -> int:
-        """How many were refused for want of memory."""
+        """The number of blocks refused for lack of memory."""
     def remove_blocks(self, owner: int, hashes: bytes, hash_bytes: int) -> int:
-        """How many it did not hold."""
+        """The number of blocks that `owner` did not have."""
     def match(
         self, hashes: bytes | memoryview, hash_bytes: int, readers: list[tuple[int, int, int, int]]
     ) -> list[tuple[int, int, int, int]]:
-        """For each reader (owners of L0, L1 and L2, or -1, and blocks of a chunk): leading blocks of each tier, and best."""
+        """For each reader (owners of L0, L1 and L2, or -1, and blocks of a chunk): leading blocks of each tier, the best."""
     def owned_blocks(self, owner: int) -> int: ...
     def __len__(self) -> int: ...
     @property
