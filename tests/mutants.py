@@ -161,7 +161,7 @@ STORES_AND_LOADS = (
         CACHE, "Cache._evict_chunk", "plan.evicted.append((chunk.namespace.id, chunk.key))", "pass",
         (
             "daemon/test_kv_stream.py"
-            "::test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_a_snapshot",
+            "::test_a_subscriber_receives_stores_evictions_and_clears_and_a_late_one_reads_a_snapshot",
         ),
     ),
     Mutant(
@@ -392,7 +392,7 @@ SERVER = (
     Mutant(
         "the word of a refused copy stays PENDING",
         TRANSFERS, "Transfers._refused", "worker.words.fail_word(request.word, request.sequence)", "pass",
-        ("daemon/test_bad_input.py::test_the_word_of_a_refused_copy_says_failed_before_its_reply",),
+        ("daemon/test_bad_input.py::test_the_word_of_a_refused_copy_reads_failed_before_its_reply",),
     ),
     Mutant(
         "a state word outside its page is written to",
@@ -478,7 +478,7 @@ SERVER = (
     Mutant(
         "descriptors that no worker claimed stay open",
         LIFELINE, "Lifelines.close", "os.close(fd)", "pass",
-        ("daemon/test_bad_input.py::test_descriptors_that_nobody_registers_are_closed_with_their_connection",),
+        ("daemon/test_bad_input.py::test_descriptors_that_are_never_registered_are_closed_with_their_connection",),
     ),
     Mutant(
         "descriptors that come after Attach stay open",
@@ -506,7 +506,7 @@ SERVER = (
     Mutant(
         "a copy meant for the last daemon is taken",
         HANDLERS, "Handlers._check_boot", "if boot_id != self.boot_id:", "if False:",
-        ("daemon/test_bad_input.py::test_messages_for_another_boot_are_told_to_register_again",),
+        ("daemon/test_bad_input.py::test_the_reply_to_messages_for_another_boot_demands_a_new_registration",),
     ),
     Mutant(
         "every version is spoken",

@@ -81,7 +81,7 @@ def assert_error(error: Error, code: str, *words: str) -> None:
     ],
     ids=lambda value: f"{len(value)}-frames" if isinstance(value, list) else "",
 )
-def test_a_message_of_wrong_frames_is_told_what_frames_are_expected(peer, frames, words):
+def test_the_reply_to_wrong_frames_states_what_frames_are_expected(peer, frames, words):
     assert_error(peer.error(*frames), "bad_frames", words, "8-byte request id", "msgpack message")
 
 
@@ -139,11 +139,11 @@ LOOKUP = Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=4
         (wire_form(LOOKUP, chunk_blocks=2**63), ["<= 2147483648", "$.chunk_blocks"]),
     ],
 )
-def test_an_unreadable_message_is_told_which_field_is_wrong(peer, content, words):
+def test_the_reply_to_an_unreadable_message_names_the_wrong_field(peer, content, words):
     assert_error(peer.error_of(content), "bad_message", *words)
 
 
-def test_a_message_over_the_limit_is_told_both_numbers(daemon, peer):
+def test_the_reply_to_a_message_over_the_limit_states_both_numbers(daemon, peer):
     size = 4 * 2**20 + 1
     assert_error(peer.error(REQUEST_ID, bytes(size)), "too_large", f"{size} bytes", f"limit is {4 * 2**20}", "split")
 
@@ -213,7 +213,7 @@ def test_unknown_registrations_are_named(worker):
         assert_error(worker.error_of(message), "stale_registration", "4711", "no longer")
 
 
-def test_messages_for_another_boot_are_told_to_register_again(worker):
+def test_the_reply_to_messages_for_another_boot_demands_a_new_registration(worker):
     keys, blocks = make_keys(1), worker.blocks_for(1)
     for message in (
         worker.store_message(keys, blocks, boot_id="before"),
@@ -313,7 +313,7 @@ def test_keys_of_another_chunk_size_are_refused(worker):
         assert_error(worker.error_of(message), "bad_keys", "per 5 blocks", "registered 4")
 
 
-def test_a_load_of_chunks_that_are_not_there_says_how_many(worker):
+def test_a_load_of_chunks_that_are_not_there_reports_how_many(worker):
     keys = make_keys(3)
     worker.store(keys[1:], worker.blocks_for(2))
     error = worker.error_of(worker.load_message(keys, worker.blocks_for(3)))
@@ -357,7 +357,7 @@ def test_nothing_is_evicted_for_a_store_whose_deadline_has_passed(make_daemon, m
     assert daemon.status()["l1"] == full
 
 
-def test_the_word_of_a_refused_copy_says_failed_before_its_reply(worker):
+def test_the_word_of_a_refused_copy_reads_failed_before_its_reply(worker):
     keys = make_keys(1)
     for message in (
         *copies(worker, keys, [1, 2, 3, 999]),
@@ -373,7 +373,7 @@ def test_the_word_of_a_refused_copy_says_failed_before_its_reply(worker):
 # ---- registrations ----------------------------------------------------------------------------
 
 
-def test_registrations_that_do_not_fit_their_memory_are_told_the_numbers(daemon, make_worker):
+def test_the_reply_to_registrations_that_do_not_fit_their_memory_states_the_numbers(daemon, make_worker):
     worker = make_worker(daemon, geometry=awkward(num_blocks=12), connect_now=False)
     plane = Plane(0, 0, 192, 192)
     size = worker.geometry.sizes[0]
@@ -425,7 +425,7 @@ def test_registrations_that_do_not_fit_their_memory_are_told_the_numbers(daemon,
     ],
     ids=lambda value: next(iter(value)),
 )
-def test_a_registration_with_a_bad_field_is_told_which(daemon, peer, make_worker, changes, words):
+def test_the_reply_to_a_registration_with_a_bad_field_names_it(daemon, peer, make_worker, changes, words):
     worker = make_worker(daemon, connect_now=False)
     worker.attach()
     content = {"type": "RegisterWorker", **msgspec.to_builtins(worker.registration()), **changes}
@@ -534,7 +534,7 @@ def test_too_many_descriptors_are_refused_and_closed(daemon, hello):
     assert daemon.open_memfds() == before
 
 
-def test_descriptors_that_nobody_registers_are_closed_with_their_connection(daemon, hello):
+def test_descriptors_that_are_never_registered_are_closed_with_their_connection(daemon, hello):
     fd = os.memfd_create("test-unclaimed")
     attachment = Attachment(hello.fd_path, hello.token, [fd] * 200)
     os.close(fd)
@@ -663,7 +663,7 @@ def test_gaps_in_the_sequence_of_notices_are_counted(daemon, worker):
     assert requests_of(daemon, worker)["sequence_gaps"] == 3
 
 
-def test_bad_records_are_told_what_is_expected(worker):
+def test_the_reply_to_bad_records_states_what_is_expected(worker):
     error = worker.error_of(report(worker, 0, b"12345"))
     assert_error(error, "bad_records", "5 bytes", "4 bytes")
     error = worker.error_of(report(worker, 0, ids([7 << 29])))

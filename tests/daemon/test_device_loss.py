@@ -67,7 +67,7 @@ def machine() -> Iterator[Machine]:
             machine.thread.join()
 
 
-def test_readiness_fails_with_the_reason_and_the_daemon_lives_on(machine: Machine) -> None:
+def test_readiness_fails_with_the_reason_and_the_daemon_runs_on(machine: Machine) -> None:
     assert machine.get("/readyz") == (200, "ready\n")
     machine.device.lose(REASON)
     assert machine.get("/readyz") == (503, f"the device is lost: {REASON}\n")
@@ -132,7 +132,7 @@ def test_engines_can_leave_but_not_come(machine: Machine) -> None:
     wait_until(lambda: machine.status["books"]["mappings"] == machine.status["books"]["attachments"] == 0)
 
 
-def test_a_device_that_came_back_serves_what_was_stored_before(machine: Machine) -> None:
+def test_a_device_that_returned_serves_what_was_stored_before(machine: Machine) -> None:
     with Worker(machine.endpoint) as worker:
         keys, source, target = make_keys(1), worker.blocks_for(1), worker.blocks_for(1, first=20)
         content = worker.memory.blocks(source)

@@ -139,7 +139,7 @@ def test_only_blocks_of_the_gpu_and_of_the_main_group_count(index, engine):
     assert leading(index) == 2
 
 
-def test_fields_that_nobody_knows_yet_are_skipped(index, engine):
+def test_fields_that_are_not_known_yet_are_skipped(index, engine):
     index.observe(came(engine))
     engine.wait_for_subscriber()
     engine.publish(
@@ -149,7 +149,7 @@ def test_fields_that_nobody_knows_yet_are_skipped(index, engine):
     assert status(index)["malformed"] == 0
 
 
-def test_what_was_published_before_is_asked_for(index, engine):
+def test_what_was_published_before_is_requested(index, engine):
     engine.publish(stored(BLOCKS[:3]))
     engine.publish(stored(BLOCKS[3:6]))
     index.observe(came(engine))
@@ -229,7 +229,7 @@ def test_an_engine_that_hangs_in_a_replay_is_read_on_after_a_while(index, folder
     other.close()
 
 
-def test_an_engine_that_floods_keeps_nobody_from_being_heard(index, folder, engine):
+def test_an_engine_that_floods_keeps_no_other_from_being_read(index, folder, engine):
     (folder / "2").mkdir()
     flooding, stop = EnginePublisher(folder / "2"), threading.Event()
 
@@ -301,7 +301,7 @@ def test_the_next_incarnation_is_asked_anew(index, engine):
     wait_for(index, 3)
 
 
-def test_an_endpoint_elsewhere_is_refused_and_said(index, engine):
+def test_an_endpoint_elsewhere_is_refused_and_reported(index, engine):
     index.observe(came(engine, events_endpoint="tcp://192.0.2.1:5557"))
     assert status(index)["state"] == "refused"
     assert "192.0.2.1" in status(index)["reason"]
@@ -320,7 +320,7 @@ def test_an_engine_that_publishes_nothing_has_no_series_and_one_that_left_none_m
 
 
 @pytest.mark.parametrize("field", ["events_endpoint", "events_replay_endpoint"])
-def test_an_address_that_is_none_is_refused_and_leaves_no_holder(index, engine, field):
+def test_an_address_that_is_none_is_refused_and_uses_no_place(index, engine, field):
     for _ in range(70):  # more than there are holders
         index.observe(came(engine, incarnation="other", **{field: "ipc:///" + "long" * 100}))
         wait_until(lambda: status(index).get("state") == "refused")

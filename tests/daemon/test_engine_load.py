@@ -134,7 +134,7 @@ def test_counters_go_on_when_the_engine_restarts_under_its_id(make_daemon, make_
     assert series(daemon, second)["kvserver_engine_prompt_tokens_total"] == 107
 
 
-def test_counters_count_once_what_an_engine_tells_again_when_it_comes_back(make_daemon, make_worker):
+def test_counters_count_once_what_an_engine_reports_again_when_it_returns(make_daemon, make_worker):
     daemon = make_daemon()
     first = make_worker(daemon)
     first.send(load_of(first, prompt_tokens=100))
@@ -162,13 +162,13 @@ def test_counters_count_once_what_an_engine_tells_again_when_it_comes_back(make_
     ],
     ids=str,
 )
-def test_figures_that_cannot_be_are_refused(make_worker, module_daemon, changes):
+def test_stats_that_cannot_be_are_refused(make_worker, module_daemon, changes):
     worker = make_worker(module_daemon)
     with RawPeer(module_daemon.endpoint) as raw:
         assert raw.error_of(wire_form(load_of(worker), **changes)).code == "bad_message"
 
 
-def test_the_largest_figures_break_no_page(make_daemon, make_worker):
+def test_the_largest_numbers_break_no_page(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)
     totals = ("preemptions", "prompt_tokens", "generation_tokens", "external_hits", "finished_requests")
@@ -189,7 +189,7 @@ def test_the_largest_figures_break_no_page(make_daemon, make_worker):
         ({"model_name": "another"}, "unknown_instance"),
     ],
 )
-def test_a_load_of_an_engine_that_is_not_registered_is_refused(make_worker, module_daemon, changes, code):
+def test_stats_of_an_engine_that_is_not_registered_are_refused(make_worker, module_daemon, changes, code):
     worker = make_worker(module_daemon)
     assert worker.error_of(load_of(worker, **changes)).code == code
     assert module_daemon.status()["instances"][0]["load"] is None

@@ -82,7 +82,7 @@ def test_all_that_was_found_and_loaded_is_a_hit(make_daemon: MakeDaemon, make_wo
     assert worker.registered.namespace.startswith(found["namespace"])
 
 
-def test_an_evicted_chunk_says_when_and_what_would_have_kept_it(
+def test_an_evicted_chunk_is_explained_by_when_and_what_would_have_kept_it(
     make_daemon: MakeDaemon, make_worker: MakeWorker
 ) -> None:
     daemon = make_daemon(l1_size="1MiB")
@@ -167,9 +167,7 @@ def test_a_variant_that_differs_is_named(
     assert [f["name"] for f in found["differs"]["fields"]] == [field]
 
 
-def test_the_namespace_of_an_engine_that_is_gone_is_remembered(
-    make_daemon: MakeDaemon, make_worker: MakeWorker
-) -> None:
+def test_the_namespace_of_a_disconnected_engine_is_remembered(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
     daemon = make_daemon()
     first = make_worker(daemon)
     keys = stored(first, 1)
@@ -179,7 +177,9 @@ def test_the_namespace_of_an_engine_that_is_gone_is_remembered(
     assert [f["name"] for f in explained(daemon, "r")["differs"]["fields"]] == ["kv_dtype"]
 
 
-def test_an_instance_whose_ranks_are_not_all_there_says_so(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+def test_an_instance_whose_ranks_are_not_all_there_is_explained_by_it(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon, world_size=2, instance_id="half")
     assert worker.lookup(make_keys(2), "r") == 0
@@ -257,7 +257,7 @@ def test_a_load_that_was_late_is_a_failed_load_of_that_rank(make_daemon: MakeDae
     assert "on rank 1 (late)" in found["verdict"]
 
 
-def test_what_was_found_and_not_loaded_is_said(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+def test_what_was_found_and_not_loaded_is_explained(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon)
     keys = stored(worker, 2)
@@ -363,7 +363,9 @@ def test_without_an_id_the_worst_come_first(make_daemon: MakeDaemon, make_worker
     assert page(daemon, instance_id="two")[1]["requests"] == []
 
 
-def test_an_unknown_id_says_how_far_back_the_daemon_remembers(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+def test_the_reply_to_an_unknown_id_states_how_far_back_the_daemon_remembers(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon)
     worker.lookup(make_keys(1), "known")
@@ -430,7 +432,7 @@ def test_the_command_begins_with_the_verdict_and_ends_with_what_to_do(
     assert as_json["requests"][0]["request_id"] == "cmpl-x-0-01234567"
 
 
-def test_the_command_says_what_is_wrong_in_one_line(make_daemon: MakeDaemon) -> None:
+def test_the_command_states_what_is_wrong_in_one_line(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon()
     empty = run(daemon)
     assert (empty.returncode, empty.stdout) == (0, "no request of that time is remembered\n")

@@ -115,7 +115,7 @@ def test_a_worker_that_leaves_while_its_memory_is_mapped_leaves_nothing(slow, ma
     assert slow.open_memfds() == 0
 
 
-def test_workers_that_come_and_go_do_not_stop_the_daemon(slow, gpu):
+def test_workers_that_connect_and_disconnect_do_not_stop_the_daemon(slow, gpu):
     """Native threads once waited for the GIL with the queue locked: a few dozen workers were enough."""
     for _ in range(150):
         with Worker(slow.endpoint, gpu=gpu) as worker:
@@ -408,7 +408,7 @@ def test_a_killed_daemon_ends_the_lifeline_and_writes_no_more(make_daemon, make_
 # ---- peers that hang --------------------------------------------------------------------------
 
 
-def test_a_client_that_never_reads_its_replies_stops_nobody_else(make_daemon, make_worker):
+def test_a_client_that_never_reads_its_replies_stops_no_other(make_daemon, make_worker):
     daemon = make_daemon(l1_size="1MiB")
     worker = make_worker(daemon)
     worker.round_trip()  # a GPU's staging memory is the host's here
@@ -424,7 +424,7 @@ def test_a_client_that_never_reads_its_replies_stops_nobody_else(make_daemon, ma
     worker.round_trip()
 
 
-def test_a_peer_that_is_gone_before_its_reply_hurts_nobody(make_daemon, make_worker):
+def test_a_peer_that_disconnects_before_its_reply_hurts_no_other(make_daemon, make_worker):
     daemon = make_daemon(copy_delay_us=5_000)
     gone = make_worker(daemon)
     gone.begin_store(make_keys(1), gone.blocks_for(1))

@@ -291,7 +291,7 @@ def test_a_running_store_that_is_cancelled_reads_on_for_some_batches_and_is_neve
     slow.wait_for_accounting(tickets=0, pins=0, used_pages=0)
 
 
-def test_a_running_load_that_is_cancelled_writes_on_for_some_batches_until_it_says_cancelled(
+def test_a_running_load_that_is_cancelled_writes_on_for_some_batches_until_it_reads_cancelled(
     slow: Daemon, large: Worker
 ) -> None:
     keys = make_keys(4)
@@ -310,7 +310,7 @@ def test_a_running_load_that_is_cancelled_writes_on_for_some_batches_until_it_sa
     assert large.lookup(keys) == 4
 
 
-def test_a_running_load_whose_deadline_passes_goes_on_until_its_word_says_done(slow: Daemon, large: Worker) -> None:
+def test_a_running_load_whose_deadline_passes_goes_on_until_its_word_reads_done(slow: Daemon, large: Worker) -> None:
     keys = make_keys(4)
     content = large.memory.blocks(large.blocks_for(4))
     large.store(keys, large.blocks_for(4))
@@ -457,7 +457,7 @@ WIDE = Geometry(
 
 
 @pytest.mark.parametrize(("geometry", "way"), [(awkward(), "staged_bytes"), (WIDE, "dma_bytes")], ids=["short", "wide"])
-def test_status_tells_which_way_the_bytes_went(
+def test_status_shows_which_way_the_bytes_went(
     make_daemon: MakeDaemon, make_worker: MakeWorker, geometry: Geometry, way: str
 ) -> None:
     """Loads of short runs are staged; runs of 64 KiB, and all stores, go by DMA."""

@@ -127,7 +127,7 @@ def assert_lost(reply: Reply) -> None:
     assert REASON in reply.message
 
 
-def test_a_gpu_that_dies_while_nobody_calls_ends_all_that_is_open(machine: Machine) -> None:
+def test_a_gpu_that_dies_between_calls_ends_all_that_is_open(machine: Machine) -> None:
     under_way = Open(machine)
     machine.gpu.die(REASON)
     under_way.check_all_ended()
@@ -260,7 +260,7 @@ def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
     worker.round_trip()
 
 
-def test_copies_that_hang_in_a_lost_gpu_stay_open_until_the_daemon_is_gone(
+def test_copies_that_hang_in_a_lost_gpu_stay_open_until_the_daemon_has_ended(
     mortal: Daemon, tmp_path: Path, make_worker: Callable[..., Worker]
 ) -> None:
     """They may still be written; engines see the end of the process."""

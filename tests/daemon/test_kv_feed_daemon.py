@@ -45,7 +45,7 @@ def kv_events(daemon: Daemon) -> dict:
     return daemon.status()["kv_events"]
 
 
-def test_an_engine_is_told_what_another_stored_and_what_was_evicted_and_cleared(make_daemon, make_worker):
+def test_an_engine_receives_what_another_stored_and_what_was_evicted_and_cleared(make_daemon, make_worker):
     daemon = make_daemon(l1_size="1MiB")
     storing, reading = make_worker(daemon), make_worker(daemon)
     first = prompt(0, 4)
@@ -76,7 +76,7 @@ def found(worker: Worker, key: bytes) -> bool:
     return hits == 1
 
 
-def test_several_engines_of_one_namespace_are_each_told_all(make_daemon, make_worker):
+def test_several_engines_of_one_namespace_each_receive_all(make_daemon, make_worker):
     daemon = make_daemon()
     workers = [make_worker(daemon) for _ in range(3)]
     followers = [follow(worker) for worker in workers]
@@ -122,7 +122,7 @@ def test_what_is_stored_without_contents_or_with_wrong_ones_is_counted(make_daem
     wait_for(follower, right.hashes + silent.hashes)
 
 
-def test_an_engine_that_was_not_described_is_told_so(daemon, worker):
+def test_the_reply_to_an_engine_that_was_not_described_states_so(daemon, worker):
     ask = TakeKVEvents(instance_id=worker.instance_id, incarnation=worker.incarnation)
     error = worker.error_of(ask)
     assert error.code == "not_ready"
@@ -151,7 +151,7 @@ def test_after_a_restart_an_engine_begins_anew(make_daemon, make_worker):
 # ---- observers --------------------------------------------------------------------------------
 
 
-def test_installed_observers_are_told_and_one_that_raises_is_reported(make_daemon, make_worker, tmp_path):
+def test_installed_observers_receive_events_and_one_that_raises_is_reported(make_daemon, make_worker, tmp_path):
     install(tmp_path, "keeps", "raises", "breaks")
     kept = tmp_path / "kept"
     daemon = make_daemon(env={"PYTHONPATH": str(tmp_path), "KEEPS_FILE": str(kept)})
@@ -171,12 +171,12 @@ def test_installed_observers_are_told_and_one_that_raises_is_reported(make_daemo
     assert daemon.terminate() == 0
 
 
-def test_without_observers_engines_need_not_say_what_is_in_chunks(make_daemon, make_worker):
+def test_without_observers_engines_need_not_describe_what_is_in_chunks(make_daemon, make_worker):
     assert not make_worker(make_daemon()).hello.kv_events
     assert make_worker(make_daemon(kv_events="on")).hello.kv_events
 
 
-def test_the_file_of_lines_tells_a_daemons_life(make_daemon, make_worker, tmp_path):
+def test_the_file_of_lines_has_all_that_a_daemon_did(make_daemon, make_worker, tmp_path):
     path = tmp_path / "events"
     daemon = make_daemon(kv_events_file=path)
     worker = make_worker(daemon)
@@ -199,7 +199,7 @@ def test_the_file_of_lines_tells_a_daemons_life(make_daemon, make_worker, tmp_pa
         (["--kv-events-file", "/nowhere/events"], "--kv-events-file /nowhere/events: "),
     ],
 )
-def test_a_daemon_that_is_asked_for_what_cannot_be_had_does_not_start(tmp_path, words, reason):
+def test_a_daemon_whose_settings_cannot_be_met_does_not_start(tmp_path, words, reason):
     ended = subprocess.run(
         [KVSERVER, "serve", "--endpoint", f"ipc://{tmp_path}/kv.sock", "--l1-size", "1MiB", "--http-port", "0", *words],
         capture_output=True,
@@ -212,7 +212,7 @@ def test_a_daemon_that_is_asked_for_what_cannot_be_had_does_not_start(tmp_path, 
     assert ended.stderr.count("\n") == 1
 
 
-def test_the_servers_loop_recounts_when_its_bus_had_to_drop_chunks():
+def test_the_servers_loop_resyncs_when_its_bus_had_to_drop_chunks():
     region = HostRegion(L1_BYTES)
     with running_server(Devices(CpuDevice(region, PAGE_BYTES, 2))) as pages:
         handlers = pages.kvserver.handlers

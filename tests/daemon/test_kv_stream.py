@@ -84,7 +84,7 @@ def follow(subscriber: Subscriber, expected: set[bytes]) -> None:
     subscriber.follow(lambda: names(subscriber.blocks.resident) == expected)
 
 
-def test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_a_snapshot(
+def test_a_subscriber_receives_stores_evictions_and_clears_and_a_late_one_reads_a_snapshot(
     daemon, audience, make_worker
 ):
     worker, first = make_worker(daemon), audience()
@@ -107,7 +107,7 @@ def test_a_subscriber_hears_of_stores_evictions_and_clears_and_a_late_one_takes_
     assert first.missed == 0
 
 
-def test_a_daemon_that_ends_says_that_all_is_gone(daemon, audience, make_worker):
+def test_a_daemon_that_ends_publishes_that_all_is_cleared(daemon, audience, make_worker):
     worker, subscriber = make_worker(daemon), audience()
     worker.send(worker.description(hash_form="bytes"))
     store(worker, prompt(5))
@@ -117,7 +117,7 @@ def test_a_daemon_that_ends_says_that_all_is_gone(daemon, audience, make_worker)
     assert [event["type"] for event in events_of(subscriber.received[-1][2])] == ["AllBlocksCleared"]
 
 
-def test_chunks_of_engines_that_say_nothing_are_counted_and_not_announced(daemon, audience, make_worker):
+def test_chunks_of_engines_that_describe_nothing_are_counted_and_not_announced(daemon, audience, make_worker):
     worker, subscriber = make_worker(daemon), audience()
     worker.send(worker.description(hash_form="bytes"))
     dumb, told = prompt(1), prompt(2)

@@ -34,7 +34,7 @@ def test_l1_may_stay_on_one_node(make_daemon: Make) -> None:
     assert daemon.status()["l1"]["numa_nodes"] == ([] if told else [node])
 
 
-def test_huge_pages_that_cannot_be_had_are_told_with_the_command(make_daemon: Make) -> None:
+def test_huge_pages_that_cannot_be_had_are_reported_with_the_command(make_daemon: Make) -> None:
     size = free_huge_bytes(HUGE) + HUGE
     daemon = make_daemon(start=False, l1_huge_pages="2MiB", l1_size=size)
     ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)

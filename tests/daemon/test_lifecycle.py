@@ -89,7 +89,7 @@ def lives(make_daemon):
 # ---- L0 ---------------------------------------------------------------------------------------
 
 
-def test_a_life_of_a_block_is_told_with_its_times(lives, make_worker):
+def test_a_block_lifetime_is_reported_with_its_times(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
     engine.report(full=True)
@@ -121,7 +121,7 @@ def test_a_block_id_beyond_the_engines_blocks_is_refused(lives, make_worker):
     wait_until(lambda: figures(lives, worker).get("kvserver_l0_allocations_total") == 1)
 
 
-def test_a_gap_ends_lives_as_lost_and_asks_for_the_full_state(lives, make_worker):
+def test_a_gap_ends_lifetimes_as_lost_and_requests_the_full_state(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
     engine.report(allocated(1), allocated(2), full=True)
@@ -227,7 +227,7 @@ def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_reque
     assert found["kvserver_l0_block_lifetime_seconds_sum"] == pytest.approx(7)
 
 
-def test_a_cleared_engine_ends_its_lives_without_evictions(lives, make_worker):
+def test_a_cleared_engine_ends_its_lifetimes_without_evictions(lives, make_worker):
     worker = make_worker(lives)
     engine = Engine(worker)
     engine.report(allocated(1), released(1), cleared(), full=True)
@@ -244,7 +244,7 @@ def missed(daemon, worker: Worker) -> dict[str, int]:
     return {reason: tokens for reason, tokens in found["requests"]["missed_tokens"].items() if tokens}
 
 
-def test_missed_tokens_are_told_by_what_became_of_the_first_missing_chunk(make_daemon, make_worker):
+def test_missed_tokens_are_counted_by_what_became_of_the_first_missing_chunk(make_daemon, make_worker):
     daemon = make_daemon(l1_size="1MiB")
     worker, stranger = make_worker(daemon), make_worker(daemon)
     tokens = worker.chunk_blocks * 16
@@ -260,7 +260,7 @@ def test_missed_tokens_are_told_by_what_became_of_the_first_missing_chunk(make_d
     assert missed(daemon, stranger) == {}
 
 
-def test_what_was_evicted_since_is_told_as_evicted(make_daemon, make_worker):
+def test_what_was_evicted_since_counts_as_evicted(make_daemon, make_worker):
     daemon = make_daemon(l1_size="1MiB", metrics_sample_rate=1.0)
     worker = make_worker(daemon)
     old = make_keys(1, "old")
@@ -280,7 +280,7 @@ def test_what_was_evicted_since_is_told_as_evicted(make_daemon, make_worker):
     assert {f'kvserver_lookup_missed_tokens_total{{reason="{reason.value}"}}' for reason in MissReason} <= found.keys()
 
 
-def test_a_chunk_on_its_way_is_told_as_filling_and_half_an_instance_as_unavailable(make_daemon, make_worker):
+def test_a_chunk_on_its_way_counts_as_filling_and_half_an_instance_as_unavailable(make_daemon, make_worker):
     daemon = make_daemon(copy_delay_us=100_000)
     worker = make_worker(daemon)
     keys = make_keys(1)
@@ -315,7 +315,7 @@ def test_a_load_saves_tokens_and_seconds_by_the_engines_speed(make_daemon, make_
     assert found["kvserver_l1_stored_chunks_total"] == 3
 
 
-def test_the_counters_of_an_engine_that_is_gone_are_still_told_and_go_on_when_it_returns(make_daemon, make_worker):
+def test_the_counters_of_a_disconnected_engine_are_still_shown_and_go_on_when_it_returns(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon, instance_id="comes-back")
     worker.round_trip()
@@ -335,7 +335,7 @@ def test_the_counters_of_an_engine_that_is_gone_are_still_told_and_go_on_when_it
 # ---- the bus ----------------------------------------------------------------------------------
 
 
-def test_status_tells_of_the_bus(make_daemon, make_worker):
+def test_status_shows_the_bus(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)
     worker.round_trip()

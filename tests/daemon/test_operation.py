@@ -48,7 +48,7 @@ def refused(daemon: Daemon) -> str:
 # ---- start and stop ---------------------------------------------------------------------------
 
 
-def test_the_ready_line_says_where_and_how_large(make_daemon):
+def test_the_ready_line_states_where_and_how_large(make_daemon):
     daemon = make_daemon(l1_size="16MiB")
     words = [f"kvserver {__version__} ready", daemon.endpoint, "http://127.0.0.1:", "16777216 bytes", "64 tokens"]
     assert all(word in daemon.ready_line for word in words), daemon.ready_line
@@ -380,7 +380,7 @@ def test_http_garbage_does_not_hurt(daemon, worker):
 # ---- the command line -------------------------------------------------------------------------
 
 
-def test_the_status_command_tells_one_look_what_the_cache_does(daemon, worker):
+def test_the_status_command_shows_at_one_look_what_the_cache_does(daemon, worker):
     worker.round_trip()
     shown = run("status", "--http-port", str(daemon.http_port))
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -394,7 +394,7 @@ def test_the_status_command_prints_json(daemon):
     assert json.loads(shown.stdout).keys() >= STATUS_KEYS
 
 
-def test_the_status_command_without_a_daemon_says_so(make_daemon):
+def test_the_status_command_without_a_daemon_states_so(make_daemon):
     daemon = make_daemon()
     daemon.kill()
     shown = run("status", "--http-port", str(daemon.http_port))
@@ -416,7 +416,7 @@ def test_log_lines_can_be_json(make_daemon, make_worker):
 # ---- the loop itself ----------------------------------------------------------------------------
 
 
-def test_a_daemon_that_was_idle_has_audited_its_books_and_serves_on(make_daemon, make_worker):
+def test_a_daemon_that_was_idle_has_audited_its_accounting_and_serves_on(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)
     worker.round_trip()

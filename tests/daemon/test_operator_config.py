@@ -88,7 +88,7 @@ def test_an_endpoint_in_a_folder_of_others_is_refused_with_its_flag(short_folder
     assert (ended.returncode, "--endpoint 'ipc://" in ended.stderr) == (2, True)
 
 
-def test_a_machine_that_gives_no_memory_is_told_with_the_flags_to_lower(short_folder):
+def test_a_machine_without_enough_memory_is_reported_with_the_flags_to_lower(short_folder):
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 

@@ -40,7 +40,7 @@ def test_a_running_daemon_is_found_with_its_version_and_protocol(make_daemon):
     assert found["endpoint"]["level"] == found["native module"]["level"] == "ok"
 
 
-def test_a_daemon_that_was_killed_or_hangs_is_told(make_daemon):
+def test_a_daemon_that_was_killed_or_hangs_is_reported(make_daemon):
     daemon = make_daemon()
     daemon.freeze()
     code, found = rows(*flags(daemon))
@@ -67,7 +67,7 @@ def test_the_exit_code_is_one_only_if_there_is_a_problem(make_daemon):
     assert "--http-port 0" in ill.stdout
 
 
-def test_every_line_has_its_level_and_what_is_not_ok_says_what_mends_it(make_daemon):
+def test_every_line_has_its_level_and_what_is_not_ok_states_what_fixes_it(make_daemon):
     daemon = make_daemon()
     shown = doctor(*flags(daemon)).stdout.splitlines()[:-1]
     assert len(shown) == 18
@@ -84,14 +84,14 @@ def test_a_setting_that_cannot_be_is_one_problem_among_the_others():
     assert len(found) == 18
 
 
-def test_settings_say_where_they_came_from():
+def test_settings_state_where_they_came_from():
     _, found = rows("--http-port", "0", env={"KVSERVER_COPY_THREADS": "3"})
     assert found["settings"]["text"] == (
         "--copy-threads from environment KVSERVER_COPY_THREADS, --http-port from flag --http-port"
     )
 
 
-def test_an_environment_without_vllm_is_told():
+def test_an_environment_without_vllm_is_reported():
     code, found = rows("--python", sys.executable)
     assert (code, found["vLLM"]["level"]) == (1, "problem")
     assert "no vLLM" in found["vLLM"]["text"]

@@ -78,7 +78,7 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
     assert rows[workers[1].instance_id][5:9] == ["0", "-", "-", "-"]  # no prompt was reported, which is no share of 0%
 
 
-def test_a_daemon_without_engines_says_so(make_daemon):
+def test_a_daemon_without_engines_states_so(make_daemon):
     assert lines_of_table(make_daemon())[-1] == "no engine is connected"
 
 
@@ -160,7 +160,7 @@ def status_with(**changes):
     } | changes  # fmt: skip
 
 
-def test_books_are_shown_only_when_they_do_not_balance():
+def test_the_accounting_is_shown_only_when_it_does_not_balance():
     assert "AUDIT" not in cli_status.table(status_with())
     assert "AUDIT  the accounting did not balance in 2 audits" in cli_status.table(
         status_with(books={"unbalanced": 2, "tickets": 3})
@@ -173,7 +173,7 @@ def test_l2_is_shown_where_something_came_from_there():
     assert "prompts 8 tokens: 12.5% L0, 12.5% L1, 25.0% L2, 50.0% computed" in shown
 
 
-def test_a_status_that_is_old_says_so():
+def test_a_status_that_is_old_states_so():
     shown = cli_status.table(status_with(ready=False, stale_seconds=7.25))
     assert "NOT READY" in shown
     assert "STALE  the event loop has not answered for 7.2 s" in shown
@@ -185,7 +185,7 @@ def test_numbers_are_shown_as_people_read_them():
     assert [cli_status.duration(s) for s in (5.2, 65, 3700)] == ["5 s", "1 min 5 s", "1 h 1 min"]
 
 
-def test_a_gpu_has_a_line_that_tells_which_way_its_bytes_went():
+def test_a_gpu_has_a_line_that_states_which_way_its_bytes_went():
     lane = {"dma_bytes": 2048, "staged_bytes": 0}
     gpu = {"device": "GPU-0", "lost": "", "mapped_bytes": 1 << 20, "store": lane, "load": {**lane, "staged_bytes": 3}}
     lost = {**gpu, "device": "GPU-1", "lost": "Xid 79"}

@@ -37,7 +37,7 @@ def stop(daemon: Daemon) -> None:
 # ---- a collector that is there ----------------------------------------------------------------
 
 
-def test_every_family_with_a_figure_arrives_with_its_type(make_daemon, make_worker):
+def test_every_family_with_a_value_arrives_with_its_type(make_daemon, make_worker):
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
         wait_until(collector.latest, what="the first metrics, before anybody connects")
@@ -162,7 +162,7 @@ def test_metrics_arrive_over_grpc(make_daemon, make_worker):
         assert daemon.log.count("OTLP") == 0, "nothing to complain of"
 
 
-def test_status_tells_what_was_sent(make_daemon):
+def test_status_shows_what_was_sent(make_daemon):
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
         wait_until(lambda: daemon.status()["otlp"]["sent"] > 1)
@@ -193,7 +193,7 @@ def test_a_collector_that_is_down_costs_a_counted_failure(make_daemon, make_work
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_a_collector_that_hangs_holds_up_nobody(make_daemon, make_worker, scheme):
+def test_a_collector_that_hangs_holds_up_no_engine(make_daemon, make_worker, scheme):
     with that_hangs() as address:
         daemon = make_daemon(otlp_endpoint=f"{scheme}://{address}", **OFTEN)
         worker = make_worker(daemon)
@@ -207,7 +207,7 @@ def test_a_collector_that_hangs_holds_up_nobody(make_daemon, make_worker, scheme
         stop(daemon)
 
 
-def test_an_outage_is_told_once_and_its_end_once(make_daemon):
+def test_an_outage_is_logged_once_and_its_end_once(make_daemon):
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
         wait_until(collector.latest)

@@ -73,7 +73,7 @@ def test_all_ranks_load_one_chunk_at_the_same_time(make_daemon, make_ranks):
     assert all(rank.memory.blocks(target) == content for rank in ranks)
 
 
-def test_until_every_rank_stands_nothing_is_stored(daemon, make_worker, make_ranks):
+def test_until_every_rank_is_registered_nothing_is_stored(daemon, make_worker, make_ranks):
     alone = make_worker(daemon, instance_id="alone", incarnation="a", world_size=2, replicated=True)
     with pytest.raises(RequestFailed, match="1 of 2 ranks"):
         alone.store(make_keys(1), alone.blocks_for(1))

@@ -227,7 +227,7 @@ def test_a_chunk_of_two_ranks_is_found_only_when_both_have_stored_it(daemon, mak
     assert (zero.memory.blocks(target), one.memory.blocks(target)) == expected
 
 
-def test_ranks_that_disagree_are_told_which_field(daemon, make_worker):
+def test_the_reply_to_ranks_that_disagree_names_the_field(daemon, make_worker):
     same = {"instance_id": "disagree", "incarnation": "a", "world_size": 2}
     zero = make_worker(daemon, rank=0, **same)
     one = make_worker(daemon, rank=1, connect_now=False, **same)
@@ -308,7 +308,7 @@ def test_clear_of_an_instance_leaves_other_models_alone(daemon, make_worker):
     assert two.lookup(keys) == 3
 
 
-def test_clear_over_http_says_how_many_chunks_it_forgot(daemon, worker):
+def test_clear_over_http_reports_how_many_chunks_it_forgot(daemon, worker):
     keys = make_keys(3)
     worker.store(keys, worker.blocks_for(3))
     assert daemon.http("/cache/clear", "POST") == (200, '{"chunks": 3}')
@@ -374,7 +374,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_start(small):
     assert small.lookup(keys) == 10
 
 
-def test_chunks_with_a_lease_stay_and_a_store_without_room_reports_starved(small):
+def test_chunks_with_a_lease_stay_and_a_store_without_room_reports_no_space(small):
     keys = make_keys(16)
     small.store(keys, small.blocks_for(16))
     assert small.lookup(keys[:12], request_id="holder") == 12

@@ -23,13 +23,13 @@ def names(worker, **changes):
         lambda of: EngineLoad(**of, interval_seconds=1, running=0, waiting=0),
     ],
 )
-def test_nobody_speaks_for_an_instance_that_is_not_there_or_is_another(daemon, worker, kind):
+def test_no_peer_speaks_for_an_instance_that_is_not_there_or_is_another(daemon, worker, kind):
     assert worker.error_of(kind(names(worker, instance_id="nobody"))).code == "unknown_instance"
     assert worker.error_of(kind(names(worker, incarnation="another life"))).code == "duplicate_instance"
     assert worker.error_of(kind(names(worker, model_name="another/model"))).code == "unknown_instance"
 
 
-def test_a_scheduler_whose_ranks_do_not_all_stand_describes_itself_later(daemon, make_worker):
+def test_a_scheduler_whose_ranks_are_not_all_registered_describes_itself_later(daemon, make_worker):
     half = make_worker(daemon, world_size=2)
     assert half.error_of(DescribeScheduler(**names(half), variant="v")).code == "not_ready"
 

@@ -28,7 +28,7 @@ def refused(worker: Worker, **changes: object) -> str:
     raise AssertionError("it was registered")
 
 
-def test_until_all_ranks_are_there_it_is_said_how_many_are(
+def test_until_all_ranks_are_there_the_reply_states_how_many_are(
     make_daemon: Callable[..., Daemon], make_worker: Make
 ) -> None:
     daemon = make_daemon()
@@ -48,7 +48,7 @@ def test_until_all_ranks_are_there_it_is_said_how_many_are(
     assert standing(daemon, "e", "2")[0] == "duplicate_instance"
 
 
-def test_a_refusal_is_told_until_the_engine_is_registered(
+def test_a_refusal_is_reported_until_the_engine_is_registered(
     make_daemon: Callable[..., Daemon], make_worker: Make
 ) -> None:
     daemon = make_daemon()

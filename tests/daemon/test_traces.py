@@ -131,7 +131,7 @@ def test_a_daemon_traces_a_request_from_lookup_to_end(make_daemon, make_worker):
         assert daemon.terminate() == 0
 
 
-def test_the_span_of_a_request_says_what_was_missing_and_which_fields_differ(make_daemon, make_worker):
+def test_the_span_of_a_request_states_what_was_missing_and_which_fields_differ(make_daemon, make_worker):
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url, trace_sample_rate=1, env=AT_ONCE)
         keys = make_keys(2)
@@ -157,7 +157,7 @@ def test_the_span_of_a_request_says_what_was_missing_and_which_fields_differ(mak
         assert spans["load"].status.message == "not_found"
 
 
-def test_a_daemon_without_a_collector_asks_for_no_names(make_daemon, make_worker):
+def test_a_daemon_without_a_collector_requests_no_names(make_daemon, make_worker):
     daemon = make_daemon(trace_sample_rate=1)
     assert not make_worker(daemon).hello.traces
     for name in ("otlp_sent", "otlp_failed"):
