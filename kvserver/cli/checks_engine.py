@@ -63,7 +63,7 @@ class Engine:
         return self.values.get(name, 0.0)
 
 
-def examine(url: str) -> Iterator[tuple[str, Finding]]:
+def engine_findings(url: str) -> Iterator[tuple[str, Finding]]:
     """The findings of the engines at `url`; a server with data parallelism has several engines."""
     try:
         where = address(url)
@@ -82,7 +82,7 @@ def examine(url: str) -> Iterator[tuple[str, Finding]]:
         yield "engine", _without_gauge(where, bool(engines), is_vllm)
         return
     for name, engine in sorted(engines.items()):
-        for finding in judge(engine):
+        for finding in findings_of(engine):
             yield f"engine {name}", finding
 
 
@@ -182,7 +182,7 @@ def read(text: str) -> tuple[dict[str, Engine], bool]:
 # ---- judging ------------------------------------------------------------------------------------
 
 
-def judge(engine: Engine) -> Iterator[Finding]:
+def findings_of(engine: Engine) -> Iterator[Finding]:
     if engine.connected != 1:
         reason, detail = engine.reasons[0] if engine.reasons else ("other", "no reason is reported")
         help_ = HELP.get(reason) or (_REFUSED if reason.startswith("refused_") else HELP["other"])

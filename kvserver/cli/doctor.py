@@ -57,7 +57,7 @@ def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     """The findings of the given engines; else of the settings, then of every check, with the defaults if the settings are invalid."""
     if arguments.engine:
         for url in arguments.engine:
-            yield from checks_engine.examine(url)
+            yield from checks_engine.engine_findings(url)
         return
     try:
         given = read_configuration(vars(arguments))
@@ -66,10 +66,10 @@ def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
         yield "settings", problem(str(error), "change that value; the checks below use the defaults")
     else:
         yield "settings", ok(", ".join(f"{flag(k)} from {v}" for k, v in given.sources.items()) or "all default")
-    yield from examine(Machine(given.settings, python=arguments.python))
+    yield from run_checks(Machine(given.settings, python=arguments.python))
 
 
-def examine(machine: Machine, table: Mapping[str, Check] = CHECKS) -> Iterator[tuple[str, Finding]]:
+def run_checks(machine: Machine, table: Mapping[str, Check] = CHECKS) -> Iterator[tuple[str, Finding]]:
     for name, check in table.items():
         try:
             yield name, check(machine)

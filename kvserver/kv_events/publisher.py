@@ -248,7 +248,7 @@ class ZmqPublisher:
         sockets.receive_requests()
         with self._lock:
             wait = self._advance(stream, sockets)
-            fresh = stream.after(sockets.published, _SLICE)
+            fresh = stream.batches_after(sockets.published, _SLICE)
             replays, pinned = sockets.next_batches(), stream.pinned
         sockets.publish(fresh)
         sockets.receive_subscriptions(pinned)
@@ -258,7 +258,7 @@ class ZmqPublisher:
 
     def _advance(self, stream: Stream, sockets: StreamSockets) -> float:
         """Close a due batch and announce waiting chunks. Returns the seconds until there is more to do."""
-        stream.work()
+        stream.announce_waiting()
         beat = sockets.wants_beat and time.monotonic() >= self._next_beat
         if stream.due_seconds == 0.0 or beat:
             stream.close_batch(even_empty=beat)
@@ -271,9 +271,9 @@ class ZmqPublisher:
         """Publish that all blocks are removed: the tiers end with the daemon."""
         with self._lock:
             for name, stream in self._streams.items():
-                stream.end()
+                stream.announce_end()
                 if sockets := self._sockets.get(name):
-                    sockets.publish(stream.after(sockets.published, len(stream.buffer)))
+                    sockets.publish(stream.batches_after(sockets.published, len(stream.buffer)))
 
 
 def publisher_families(status: dict[str, Any] | None) -> list[Family]:

@@ -61,7 +61,7 @@ def fill(template: str, **values: str) -> str:
 class View:
     """What was published to one topic.
 
-    `waiting` and `leaving`: chunks of a namespace prefix that was joined or left, not yet published. Of a chunk
+    `waiting` and `leaving`: chunks of a namespace prefix that was added or removed, not yet published. Of a chunk
     that is removed while it waits nothing is published.
     """
 
@@ -75,12 +75,12 @@ class View:
         self.leaving: list[tuple[Tier, Description]] = []
         self.events: list[bytes] = []  # of the open batch
 
-    def join(self, prefix: bytes, resident: ResidentChunks) -> None:
+    def add_prefix(self, prefix: bytes, resident: ResidentChunks) -> None:
         if prefix not in self.prefixes:
             self.prefixes.add(prefix)
             self.waiting.update(resident.within(prefix))
 
-    def leave(self, prefix: bytes, resident: ResidentChunks) -> None:
+    def remove_prefix(self, prefix: bytes, resident: ResidentChunks) -> None:
         self.prefixes.remove(prefix)
         for name, chunk in resident.within(prefix):
             if self.waiting.pop(name, None) is None:
@@ -128,8 +128,8 @@ class Stream:
         view = self._view(instance_id if self.per_instance else "")
         if self.per_instance:
             for other in view.prefixes - {prefix}:
-                view.leave(other, resident)
-        view.join(prefix, resident)
+                view.remove_prefix(other, resident)
+        view.add_prefix(prefix, resident)
         self._forget_prefixes(resident)
 
     def reader_disconnected(self, instance_id: str, resident: ResidentChunks) -> None:
@@ -141,7 +141,7 @@ class Stream:
             del self.views[instance_id]
         self._forget_prefixes(resident)
 
-    def end(self) -> None:
+    def announce_end(self) -> None:
         """Publish that all blocks are removed."""
         for view in self.views.values():
             self._add(view, [self._writer.cleared], 0)
@@ -190,7 +190,7 @@ class Stream:
         """Chunks that wait to be published."""
         return sum(len(view.waiting) + len(view.leaving) for view in self.views.values())
 
-    def work(self) -> None:
+    def announce_waiting(self) -> None:
         """Announce some of the waiting chunks."""
         for view in self.views.values():
             if view.leaving:
@@ -235,7 +235,7 @@ class Stream:
         return max(0.0, self._due - time.monotonic()) if self._due else None
 
     def close_batch(self, even_empty: bool = False) -> None:
-        """Number the open batch and keep it for `after`."""
+        """Number the open batch and keep it for `batches_after`."""
         if not (self._due or even_empty) or not self.views:
             return
         now = time.time()
@@ -258,7 +258,7 @@ class Stream:
         """The first batch, with the present topics."""
         return Batch(self.first_sequence, tuple((view.topic, view.first) for view in self.views.values()))
 
-    def after(self, sequence: int, most: int) -> list[Batch]:
+    def batches_after(self, sequence: int, most: int) -> list[Batch]:
         """Up to `most` kept batches after `sequence`. The pinned batch alone if `sequence` is before it and others were dropped."""
         oldest = self.next_sequence - len(self.buffer)
         if sequence < self.first_sequence < oldest and self.views:

@@ -199,7 +199,7 @@ class StreamSockets:
     def next_batches(self) -> list[tuple[_Replay, list[Batch]]]:
         """The next batches of each replay; an empty list ends the replay. REQUIRES: the stream's lock."""
         return [
-            (replay, self._stream.after(replay.sequence, _SLICE))
+            (replay, self._stream.batches_after(replay.sequence, _SLICE))
             for replay in self._replays.values()
             if not replay.queue
         ]

@@ -116,7 +116,7 @@ class EngineSubscription:
             return None, self._replay_after
         return self._events, now + 1.0
 
-    def turn(self, now: float) -> bool:
+    def read_turn(self, now: float) -> bool:
         """Read up to _MESSAGES_PER_TURN messages. True if there may be more."""
         if self._replay is not None:
             return self._read_replay(self._replay, now)

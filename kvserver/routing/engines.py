@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineEvents:
-    """REQUIRES: follow(), forget() and close() come from one thread; the rest may be called from any."""
+    """REQUIRES: follow_engine(), forget_engine() and close() come from one thread; the rest may be called from any."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -38,18 +38,18 @@ class EngineEvents:
             os.set_blocking(end, False)
         self._thread: threading.Thread | None = None
 
-    def follow(self, scheduler: DescribeScheduler) -> None:
+    def follow_engine(self, scheduler: DescribeScheduler) -> None:
         """Subscribe with this description, in place of an earlier one. Never connects to an endpoint on another machine."""
         self._refused.pop(scheduler.instance_id, None)
         if not scheduler.events_endpoint:
-            self.forget(scheduler.instance_id)
+            self.forget_engine(scheduler.instance_id)
         elif reason := unreadable(scheduler.events_endpoint):
-            self.forget(scheduler.instance_id)
+            self.forget_engine(scheduler.instance_id)
             self._refused[scheduler.instance_id] = reason
         else:
             self._order(scheduler.instance_id, scheduler)
 
-    def forget(self, instance_id: str) -> None:
+    def forget_engine(self, instance_id: str) -> None:
         self._refused.pop(instance_id, None)
         if self._thread is not None:
             self._order(instance_id, None)
@@ -108,7 +108,7 @@ class EngineEvents:
 
     def _turn(self, subscription: EngineSubscription, now: float) -> bool:
         try:
-            return subscription.turn(now)
+            return subscription.read_turn(now)
         except Exception as error:
             self._fail(subscription, error)
             return False

@@ -100,12 +100,12 @@ class KVIndex:
         if before is not None:
             self._forget_if_empty(before.namespace_prefix)
         if self._follow_engines:
-            self._engines.follow(event.scheduler)
+            self._engines.follow_engine(event.scheduler)
 
     def _reader_disconnected(self, instance_id: str) -> None:
         with self._lock:
             engine = self._known.pop(instance_id, None)
-        self._engines.forget(instance_id)
+        self._engines.forget_engine(instance_id)
         if engine is not None:
             self._forget_if_empty(engine.namespace_prefix)
 

@@ -77,7 +77,7 @@ def metrics(engine: str = "0", reason: str = "", detail: str = "", **values: flo
 
 
 def findings(url: str) -> list[tuple[str, Level, str, str]]:
-    return [(name, f.level, f.text, f.fix) for name, f in checks_engine.examine(url)]
+    return [(name, f.level, f.text, f.fix) for name, f in checks_engine.engine_findings(url)]
 
 
 def only(url: str) -> tuple[Level, str, str]:
