@@ -1,1 +1,7 @@
-"""What the adapter of any engine needs: the link to the daemon, memory and planes to register, copies and how they are sent."""
+"""What the adapter of any engine needs; knows no engine.
+
+`link` keeps the connection to the daemon in a thread of its own. `planes` and `memory` turn tensors into planes and
+registered memory, which `host_memory` or `cuda_memory` (with `cuda_driver`) hand over by the contract in `exporter`.
+`specs` describe one load and one store; `send_queue` sends their messages once the engine's own work on the blocks is
+done; `copies` is the state word of a copy in flight. `cache_status` is whether an engine has its cache, and why not.
+"""

@@ -1,7 +1,7 @@
-"""Why an engine has no cache: the reasons, and what is said of one engine as a whole.
+"""Whether an engine has its cache, and why not: the reasons, and the status of one engine as a whole.
 
-Owns: the codes, and how what the engine's halves said and what its daemon said become one answer. Refuses to know: how
-either is asked, metrics.
+Owns: the codes, and how the reports of the engine's halves and the daemon's answer become one status. Refuses to know:
+how reports and answers are obtained, metrics.
 """
 
 from __future__ import annotations
@@ -15,28 +15,33 @@ from kvserver.protocol import REGISTERED, ErrorCode
 SCHEDULER = "scheduler"  # the half's name; those of workers are "rank 0" and so on
 _REFUSED = "refused_"
 
-# What the label `reason` may say, and what it means. Beside these: "refused_" and one of the codes of kvserver.protocol.errors.
+# The values of the label `reason`, and their meaning. Others are "refused_" with a code of kvserver.protocol.errors.
 REASONS = {
     "starting": "nothing is known yet",
-    "no_daemon": "no daemon is there: none was started, it ended, or the endpoint is another",
-    "no_answer": "a daemon is there and does not answer",
-    "breaker_open": "waits for the daemon ran out, and nothing is sent until it answers",
+    "no_daemon": "no daemon is at the endpoint: none was started, it ended, or the endpoint is another",
+    "no_answer": "a daemon is at the endpoint and does not answer",
+    "breaker_open": "the daemon did not answer in time, and nothing is sent until it answers",
     "foreign_daemon": "the default endpoint's folder is another user's",
-    "not_registered": "the daemon answers, and does not have all ranks of this engine: they are on their way, or asleep",
+    "not_registered": "the daemon answers, and not all ranks of this engine are registered: they start, or they sleep",
     "unsupported": "this engine's configuration is not served",
     "cannot_share": "the KV cache's memory cannot be handed to the daemon",
-    "setup_failed": "the connector could not be set up: its settings, or a fault of ours",
-    "fault": "a fault of ours ended the use of the cache",
-    "asleep": "the engine sleeps, its KV cache is gone",
+    "setup_failed": "the connector could not be set up: its settings are wrong, or a fault in the connector",
+    "fault": "a fault in the connector ended the use of the cache",
+    "asleep": "the engine sleeps, and its KV cache is not in memory",
     "other": "a reason that this version does not know",
 }
 CONNECTED_REASON = "connected"
-_LASTING = ("setup_failed", "unsupported", "cannot_share", "fault")  # only the engine itself knows, and ends, these
+_LASTING = (
+    "setup_failed",
+    "unsupported",
+    "cannot_share",
+    "fault",
+)  # only the engine itself knows these, and only the engine ends them
 _ABSENT = ("unknown_instance", "not_ready")
 
 
 class CacheStatus(NamedTuple):
-    """Of one half of an engine, or of a whole one."""
+    """Whether one half of an engine, or a whole engine, has its cache."""
 
     reason: str  # "connected", or of REASONS
     detail: str = ""  # for people
@@ -56,13 +61,13 @@ def refused(code: str) -> str:
 
 
 def known(reason: str) -> str:
-    """`reason`, if it is one; metrics must not grow with what others say."""
+    """`reason` if it is in the table, else "other": the number of series must not grow with what peers send."""
     is_known = reason in REASONS or reason == refused(reason.removeprefix(_REFUSED))
     return reason if is_known or reason == CONNECTED_REASON else "other"
 
 
 def from_hello(state: str, text: str) -> CacheStatus | None:
-    """What the daemon's Hello says of an engine; None if it says nothing, as older ones."""
+    """An engine's state in the daemon's HelloReply; None if the reply has none, as from older daemons."""
     if not state:
         return None
     if state == REGISTERED:
@@ -72,13 +77,13 @@ def from_hello(state: str, text: str) -> CacheStatus | None:
 
 @dataclass
 class EngineCacheStatus:
-    """What is known of one engine, from both sides.
+    """The status of one engine, from its own reports and from the daemon's answers.
 
-    Its halves tell with the steps it makes, so an idle one tells nothing. Its daemon is asked all the time, but by the front
-    end, which may be on another machine and then asks a daemon that never heard of the engine.
+    The halves report with the engine's steps, so an idle engine reports nothing. The front end queries a daemon once a
+    second, but the front end may be on another machine, whose daemon does not know the engine.
     """
 
-    known_here: bool = True  # whether the daemon that is asked is the engine's own, as far as one can see
+    known_here: bool = True  # whether the daemon that is queried is the engine's own, as far as can be seen
     halves: dict[str, CacheStatus] = field(default_factory=dict)
     _halves_reported_at: float = 0.0
     _asked_at: float = -1.0
@@ -89,7 +94,7 @@ class EngineCacheStatus:
         self._halves_reported_at = now
 
     def report_answer(self, answer: CacheStatus | None, began: float) -> None:
-        """`began`: when the question was put. None: the daemon answers and does not tell, as older ones."""
+        """`began`: when the query was sent. `answer` None: the daemon answers without a state, as older daemons do."""
         self._answer = answer
         self._asked_at = began
         self.known_here |= answer is None or answer.connected
@@ -104,13 +109,13 @@ class EngineCacheStatus:
         return not closed and any(half.reason == "breaker_open" for half in self.halves.values())
 
     def verdict(self) -> CacheStatus:
-        """One refused worker means no cache, so the first half that has none speaks for all."""
+        """One refused worker means no cache, so the first half without a daemon decides for all."""
         bad = {name: half for name, half in self.halves.items() if not half.connected}
         for name, half in bad.items():
             if half.reason in _LASTING:
                 return _of(name, half)
         answer = self._answer
-        if answer is None:  # only the engine can tell
+        if answer is None:  # only the engine knows
             return self._by_halves(bad)
         if answer.connected:
             return CONNECTED if self._answer_is_newer or not bad else self._by_halves(bad)

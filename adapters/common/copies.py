@@ -1,7 +1,7 @@
 """One copy in flight, and how its state word may be moved from here.
 
 Owns: the worker's side of the state machine in `csrc/copy/core.h`. Refuses to know: when a copy is given up, and
-what is told about its end.
+what is reported of its end.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Copy:
         return self.state() in (State.RUNNING, State.CANCELLING) and not self.session.ended.is_set()
 
     def cancel(self) -> bool:
-        """Nobody wants it any more; whether there was something to cancel.
+        """Cancel the copy; whether there was something to cancel.
 
-        A store: the server will not publish it, whenever it looks. A load that runs still has to be acknowledged.
+        The server never publishes a cancelled store. The server acknowledges the
+        cancel of a load that runs.
         """
         running = State.CANCELLED if isinstance(self.spec, StoreSpec) else State.CANCELLING
         return self.move(State.PENDING, State.CANCELLED) or self.move(State.RUNNING, running)

@@ -1,8 +1,8 @@
-"""The few calls of the CUDA driver that memory handles take, by ctypes.
+"""The few calls of the CUDA driver that memory handles need, by ctypes.
 
 The driver's own handles need nothing beside them; torch's would need a file of torch's that both sides share.
 
-Owns: signatures and struct layouts (cuda.h), and that every result is looked at. Refuses to know: what is
+Owns: signatures and struct layouts (cuda.h), and that every result is checked. Refuses to know: what is
 shared and why. REQUIRES: called on a thread on which torch has made the memory's device current.
 """
 
@@ -96,7 +96,7 @@ class Driver:
 
     @contextmanager
     def allocation_at(self, address: int) -> Iterator[int]:
-        """The handle of the VMM allocation mapped there, held for a while; the same one wherever it is mapped."""
+        """The handle of the VMM allocation mapped at the address, retained in the context; the same at all its addresses."""
         handle = c_uint64()
         self._call("cuMemRetainAllocationHandle", byref(handle), address)
         try:

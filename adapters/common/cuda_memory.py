@@ -1,10 +1,10 @@
 """CUDA memory: one handle for each allocation that the KV cache lies in, with the window that it uses.
 
-Memory of cudaMalloc goes by its IPC handle, memory of cuMemCreate (VMM) by a descriptor if it was made to be exported as
-one. A descriptor holds the memory even when the engine has freed it, so it is closed when the registration ends;
-allocation handles are held only while they are looked at.
+Memory of cudaMalloc is shared by its IPC handle, memory of cuMemCreate (VMM) by a descriptor if it was made to be exported
+as one. A descriptor keeps the memory even when the engine has freed it, so it is closed when the registration ends;
+allocation handles are retained only while they are inspected.
 
-Owns: which handle, and what to tell whoever's memory has none. Refuses to know: the driver's calls, planes.
+Owns: which handle, and the errors for memory that has none. Refuses to know: the driver's calls, planes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CudaMemory:
             self.windows = self._find_windows([(s.data_ptr(), s.nbytes()) for s in storages])
             devices = {self._driver.device_uuid(window.start) for window in self.windows}
         except (DriverError, OSError, AttributeError) as error:
-            raise CannotShare(f"the CUDA driver does not tell where the KV cache lies: {error}") from None
+            raise CannotShare(f"the CUDA driver does not report where the KV cache is: {error}") from None
         if len(devices) > 1:
             raise CannotShare(f"the KV cache of one worker lies on several GPUs: {', '.join(sorted(devices))}")
         self._device = devices.pop()

@@ -1,4 +1,4 @@
-"""What it takes to hand memory to another process: `Exporter`, kept by `host_memory` and `cuda_memory`.
+"""How memory is handed to another process: the contract `Exporter`, implemented by `host_memory` and `cuda_memory`.
 
 Owns: the contract. Refuses to know: tensors, planes, and how any kind of memory is shared.
 """
@@ -15,7 +15,7 @@ from kvserver.protocol import Memory
 
 
 class CannotShare(Exception):
-    """The memory cannot be handed to the daemon; the message says what to change."""
+    """The memory cannot be handed to the daemon; the message states what to change."""
 
 
 @dataclass(frozen=True)

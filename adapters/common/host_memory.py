@@ -1,6 +1,6 @@
-"""CPU memory: its storages move into shared memory in place, and descriptors stand for them.
+"""CPU memory: storages move into shared memory in place, and are shared by descriptors.
 
-Owns: the room that this takes. Refuses to know: planes, sockets.
+Owns: the check that /dev/shm has space for them. Refuses to know: planes, sockets.
 """
 
 from __future__ import annotations

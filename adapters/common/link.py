@@ -1,9 +1,9 @@
 """The connection to the daemon, kept by a thread that is not the engine's.
 
-The thread says Hello, and for a worker also attaches, registers and then watches the lifeline; it tries
-again, with jitter, for as long as the engine lives. The engine's threads only look at `session`: None
-means no cache right now. A `Breaker` counts waits that ran out; once it opens, the engine waits for
-nothing until the thread had an answer again.
+The thread sends Hello; for a worker it also attaches, registers and then watches the lifeline. It tries
+again, with jitter, for as long as the engine runs. The engine's threads only read `session`: None
+means no cache at present. A `Breaker` counts timeouts; while it is open, the engine waits for
+nothing until the thread has received an answer.
 
 Owns: connecting, registering, probing. Refuses to know: lookups, loads and stores.
 """
@@ -35,10 +35,10 @@ from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed,
 
 log = logging.getLogger("vllm.kvserver")
 
-BREAKER_LIMIT = 3  # waits that ran out, in a row
+BREAKER_LIMIT = 3  # timeouts in a row
 _HELLO_SECONDS = 2.0
 _REGISTER_SECONDS = 10.0
-_REFRESH_SECONDS = 1.0  # a refresh is asked for at most so often
+_REFRESH_SECONDS = 1.0  # between two refreshes, at least
 GPU_MARGIN_SECONDS = 1.0  # from the daemon's death until its driver has ended what it still had queued
 _RETRY_SECONDS = (0.1, 1.0)  # first and largest pause between attempts
 
@@ -47,8 +47,8 @@ _RETRY_SECONDS = (0.1, 1.0)  # first and largest pause between attempts
 class Session:
     """One daemon process as seen by one half of one engine.
 
-    `ended` is set once and for all, by the link's thread: nobody reads or writes the registered memory any
-    more. `channel` is the send queue's in a worker, the engine thread's of a scheduler, who alone uses and closes it.
+    `ended` is set once and for all, by the link's thread: from then on the daemon neither reads nor writes the registered
+    memory. `channel` is used and closed by one owner only: the send queue in a worker, the engine's thread in a scheduler.
     """
 
     hello: HelloReply
@@ -63,7 +63,7 @@ class Session:
 class Registration:
     """What a worker registers: the message, given the session's Hello and attachment, and the descriptors.
 
-    `margin_seconds`: how long something may still write for a daemon that is dead.
+    `margin_seconds`: how long a GPU may still write after its daemon has died.
     """
 
     fds: list[int]
@@ -73,9 +73,9 @@ class Registration:
 
 
 class Breaker:
-    """Counts waits that ran out in a row; any answer closes it. Used by one engine thread and the link's.
+    """Counts timeouts in a row; any answer closes it. Used by one engine thread and the link's thread.
 
-    Whoever has the first answer closes it: the link's thread, or the engine's by a late reply.
+    The first answer closes it, received by the link's thread, or by the engine's thread as a late reply.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ class Breaker:
     def answered(self) -> None:
         was_open, self._failures = self.open, 0
         if was_open:
-            log.info("kvserver answers again")
+            log.info("kvserver answers again: the engine uses its cache")
 
     def timed_out(self) -> None:
         self._failures += 1
@@ -99,7 +99,7 @@ class Breaker:
 
 
 def absence(endpoint: str) -> CacheStatus | None:
-    """Why nothing is to be sent there, before it is tried."""
+    """Why nothing is to be sent to the endpoint, found without sending."""
     path = endpoint.removeprefix("ipc://")
     if path != endpoint and not os.path.exists(path):
         return CacheStatus("no_daemon", f"no kvserver at {endpoint}")
@@ -109,7 +109,7 @@ def absence(endpoint: str) -> CacheStatus | None:
 
 
 def failure(endpoint: str, error: Exception) -> CacheStatus:
-    """What an attempt to speak to the daemon there ended with."""
+    """The status that follows from a failed attempt to talk to the daemon at the endpoint."""
     if isinstance(error, RequestFailed):
         return CacheStatus(refused(error.code), str(error))
     if isinstance(error, TimeoutError) and has_listener(endpoint):
@@ -139,12 +139,12 @@ class Link:
         self._thread = threading.Thread(target=self._run, name=f"kvserver-{name}", daemon=True)
 
     def start(self, wait_seconds: float) -> None:
-        """Begin; wait until the first attempt has succeeded or failed, at most so long."""
+        """Start the thread; wait `wait_seconds` at most until the first attempt has succeeded or failed."""
         self._thread.start()
         self._attempted.wait(wait_seconds)
 
     def refresh(self) -> None:
-        """See whether the daemon is still the one we knew: an answer said that it knows nothing of us."""
+        """Check whether the daemon is still the one of the session: an answer stated that it does not know this engine."""
         if time.monotonic() < self._refresh_after:
             return
         self._refresh_after = time.monotonic() + _REFRESH_SECONDS
@@ -162,14 +162,14 @@ class Link:
         if self.usable() is not None:
             return CONNECTED
         if self.session is not None and self.breaker.open:
-            return CacheStatus("breaker_open", "waits for kvserver ran out; it is asked until it answers")
+            return CacheStatus("breaker_open", "kvserver did not answer in time; nothing is sent until it answers")
         return self._why
 
     def stop(self, wait_seconds: float = 1.0) -> bool:
-        """Unregister and end the thread, which takes until the server has closed its mappings.
+        """Unregister and end the thread, which ends once the server has closed its mappings.
 
-        Waits at most so long, and says whether that was enough. If not, the thread goes on, at most until the
-        process ends, and the server may read and write as before; may be called again. REQUIRES: start().
+        Waits `wait_seconds` at most; True if the thread has ended. If False, the thread goes on, at most until the
+        process ends, and the server may read and write as before; stop() may be called again. REQUIRES: start().
         """
         self._stopping = True
         self._wake()
@@ -203,7 +203,7 @@ class Link:
             try:
                 replaced = self._watch(session)
             except Exception:
-                log.exception("%s: cannot watch the connection to kvserver; connecting again", self._name)
+                log.exception("%s: the connection to kvserver cannot be watched; connecting again", self._name)
                 self._sleep(_RETRY_SECONDS[1])
             finally:
                 if not replaced:
@@ -218,7 +218,7 @@ class Link:
         session.ended.set()
 
     def _connect(self) -> Session | None:
-        """One attempt; None after saying once why it failed."""
+        """One attempt; None if it failed, with the reason logged once."""
         if (absent := absence(self._endpoint)) is not None:
             self._note_absence(absent)
             return None
@@ -252,10 +252,10 @@ class Link:
             self._why = why
 
     def _watch(self, session: Session) -> bool:
-        """Return when the session is over; while the breaker is open, ask until the daemon answers.
+        """Return when the session is over; while the breaker is open, send Hello until the daemon answers.
 
-        True if another daemon answers at the endpoint, and nothing but lookups and notices is sent in this session: it is
-        used until there is the next one, since requests that came in between would miss.
+        True if another daemon answers at the endpoint, and only lookups and notices are sent in this session: the session
+        is used until the next one is connected, since requests in between would miss.
         """
         pause = _RETRY_SECONDS[0]
         while not self._stopping:
@@ -277,7 +277,7 @@ class Link:
         return False
 
     def _boot_id(self) -> str:
-        """Of the daemon at the endpoint; empty if none answers."""
+        """The boot_id of the daemon at the endpoint; empty if none answers."""
         try:
             with Client(self._endpoint, _HELLO_SECONDS) as client:
                 return client.hello(self._name).boot_id
@@ -285,7 +285,7 @@ class Link:
             return ""
 
     def _wait(self, attachment: Attachment | None, seconds: float) -> bool:
-        """Until woken, the time is over, or (True) the lifeline ended."""
+        """Wait until woken, until the time is over, or until the lifeline ended (True)."""
         poller = select.poll()  # not select(): an engine may have thousands of descriptors
         poller.register(self._wake_read, select.POLLIN)
         if attachment is not None:
@@ -301,12 +301,12 @@ class Link:
             self._wait(None, left)
 
     def _hang_up(self, session: Session) -> None:
-        """Returns when the server has closed its mappings or is gone; if it hangs, or hangs as it dies, then never."""
+        """Returns when the server has closed its mappings or its process has ended; never if the server hangs."""
         attachment = session.attachment
         if attachment is None:
             return
         if not self._unregistered(session, attachment) and not attachment.detached:
-            # It dies. The kernel closes its sockets before it lets go of its GPU, which may be writing for it.
+            # The server dies. The kernel closes its sockets before it releases its GPU, which may still write.
             attachment.wait_for_death()
             time.sleep(self._registration.margin_seconds if self._registration is not None else 0)
         attachment.close()
@@ -318,7 +318,7 @@ class Link:
             with contextlib.suppress(RequestFailed, OSError, TimeoutError), Client(self._endpoint, 1.0) as client:
                 client.ask(bye, Unregistered)
                 return True
-            # Not answered, or it heard us before: the server ends the connection when it has closed the mappings.
+            # No answer, or the server received an earlier one: it ends the connection when it has closed the mappings.
             self._wait(attachment, _RETRY_SECONDS[1])
         return False
 

@@ -57,9 +57,9 @@ def share(
 ) -> SharedCaches:
     """Share all layers' storages. CannotShare or UnsupportedLayout before anything was moved.
 
-    `block_dims` says which dimension of a layer counts blocks, where the engine knows. `groups` are the
+    `block_dims` names the dimension of a layer that counts blocks, where the engine knows it. `groups` are the
     layers of each KV cache group; those of several groups may lie in the same memory. None = all are of one.
-    `make_exporter` is what the tensors' device asks for, unless given.
+    `make_exporter`: by the tensors' device, unless given.
     """
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):

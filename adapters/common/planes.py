@@ -23,7 +23,7 @@ MAX_PLANES = 65536  # what one registration may name
 
 
 class UnsupportedLayout(Exception):
-    """These tensors cannot be told apart into blocks; the message says why."""
+    """These tensors cannot be divided into blocks; the message states why."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _joined(last: Plane, plane: Plane) -> Plane | None:
 
 
 def _refuse_overlap(planes: Sequence[Plane], num_blocks: int) -> None:
-    """Planes whose reaches overlap must be interleaved: one stride, and all within one block of it."""
+    """Planes whose address ranges overlap must be interleaved: one stride, and all within one block of it."""
     first: Plane | None = None  # of those that are interleaved
     end = 0
     for plane in planes:

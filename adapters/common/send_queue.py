@@ -1,14 +1,14 @@
 """Stores and Retrieves on their way to the daemon, and the answers on their way back.
 
 A copy may begin only when the engine's own work on its blocks is done. On CPUs it is done when the step has
-run: `DirectSendQueue` sends at once. A GPU works later than the engine's thread queues: `OrderedSendQueue` marks
-the place by an event, and a thread of its own waits for the event, without the GIL, and then sends. So nobody
-waits for another process's work on the GPU, and the engine's thread waits for no event.
+run: `DirectSendQueue` sends at once. A GPU works later than the engine's thread queues: `OrderedSendQueue` records
+an event behind the work, and a thread of its own waits for the event, without the GIL, and then sends. So no
+process waits for another process's work on the GPU, and the engine's thread waits for no event.
 
 Owns: the session's channel, and the order of messages. Refuses to know: stores and loads, what a copy's end means.
 
-Who may still write while a message waits here, or after it was dropped: nobody of ours, the daemon has not
-heard of it. One whose word was cancelled just as it was sent is refused by the word.
+Who may still write while a message waits here, or after it was dropped: the engine only, since the daemon has not
+received the message. If the word is cancelled while its message is sent, the daemon drops the message by its word.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvserver.adapters.common.link import Session
 from kvserver._native import State
 from kvserver.protocol import Reply, Retrieve, Store
 
-_LOOK_SECONDS = 0.0005  # state words may move while the thread is asleep in an event
+_LOOK_SECONDS = 0.0005  # state words may change while the thread waits for an event
 _CLOSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class NotSent:
-    """Why a message that was posted never left."""
+    """Why a posted message was not sent."""
 
-    reason: str  # cancelled, late, gone, full, failed
-    error: Exception | None = None  # what the engine's own work ended with, or we
+    reason: str  # cancelled, late, full, failed, or `gone`: the session has ended
+    error: Exception | None = None  # raised by the engine's own work, or by the sender
 
 
 Message: TypeAlias = Store | Retrieve
@@ -48,25 +48,25 @@ class SendQueue(Protocol):
     """Used by the engine's thread alone."""
 
     def adopt(self, session: Session | None) -> None:
-        """Speak in this session from now on, or in none; the channel of the one before is closed."""
+        """Use this session from now on, or none; the channel of the session before is closed."""
 
     def post(self, message: Message) -> bool:
-        """Send it after the work that was queued so far. False if it cannot be sent; what marking raises.
+        """Send the message after the work that was queued so far. False if it cannot be sent. Raises what `record` raises.
 
-        REQUIRES: its word is armed in the adopted session's page.
+        REQUIRES: the message's word is armed in the adopted session's page.
         """
 
     def receive(self) -> list[tuple[int, Answer]]:
-        """What has come: (the message's sequence, or 0, and its answer). One for each message of a session that lives."""
+        """Answers since the last call: (the message's sequence, or 0; its answer). One per message while the session lasts."""
 
     def wait(self, seconds: float) -> None:
-        """Until an answer came or a state word may have moved, at most so long."""
+        """Wait `seconds` at most for an answer or for a time at which a state word may have changed."""
 
     def is_queued(self, sequence: int) -> bool:
-        """Whether this message still waits here for work of the engine."""
+        """Whether this message still waits here for the engine's work."""
 
     def close(self) -> None:
-        """Waits for nothing that may never come."""
+        """End the queue. Never waits without a limit."""
 
 
 class DirectSendQueue:
@@ -105,13 +105,13 @@ class DirectSendQueue:
 
 
 class WorkEvent(Protocol):
-    """As torch.cuda.Event is one."""
+    """The part of torch.cuda.Event that is used."""
 
     def record(self) -> None:
-        """After the work queued so far on the current stream."""
+        """Mark the end of the work queued so far on the current stream."""
 
     def synchronize(self) -> None:
-        """Wait for that, without the GIL."""
+        """Wait for the marked work, without the GIL."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _QueuedMessage:
     event: WorkEvent
 
     def is_wanted(self) -> bool:
-        """Whether its word still stands as it was armed."""
+        """Whether the message's word is still as it was armed."""
         words, word = self.session.words, self.message
         return words is not None and words.move(word.word, word.sequence, State.PENDING, State.PENDING)
 
@@ -136,11 +136,11 @@ class _Adopt:
 
 
 class OrderedSendQueue:
-    """First in, first out. The two threads share four things, whose single operations are whole under the GIL:
+    """First in, first out. The two threads share four fields, whose single operations are atomic under the GIL:
 
     `_tasks` (engine appends, thread takes), `_answers` (the reverse), `_queued` (engine adds, thread discards) and
-    `_closing`. All else is one thread's. The thread may be asleep for ever in an event of a GPU that hangs: it is
-    a daemon thread, close() leaves it, and its channel dies with the process.
+    `_closing`. All else belongs to one thread. The thread may wait for ever for an event of a GPU that hangs: it is
+    a daemon thread, close() leaves it, and its channel ends with the process.
     """
 
     def __init__(self, make_event: Callable[[], WorkEvent]) -> None:
@@ -228,7 +228,7 @@ class OrderedSendQueue:
 
 
 class _Sender:
-    """The thread's half of the channel: sends what is still wanted, hands over replies."""
+    """The thread's use of the channel: sends messages that are still wanted, passes replies on."""
 
     def __init__(self, wake: int, put_answer: Callable[[int, Answer], None]) -> None:
         self._wake = wake
@@ -243,7 +243,7 @@ class _Sender:
         self._sequences.clear()
 
     def send(self, queued: _QueuedMessage) -> NotSent | None:
-        """None if it was sent; else the word is CANCELLED."""
+        """None if the message was sent; else its word is CANCELLED."""
         session, message = self._session, queued.message
         if not queued.is_wanted():
             return NotSent("cancelled")
@@ -261,7 +261,7 @@ class _Sender:
         return None
 
     def collect(self, wait: bool) -> None:
-        """Hand over the replies that came; `wait` for one, or to be woken."""
+        """Pass received replies on; `wait` for a reply or for a wake-up first."""
         session = self._session
         if wait and session is None:
             poller = select.poll()  # not select(): an engine may have thousands of descriptors
@@ -276,6 +276,6 @@ class _Sender:
         try:
             for number, reply in session.channel.receive():
                 self._put_answer(self._sequences.pop(number, 0), reply)
-        except Exception as error:  # nothing that this channel says can be understood
+        except Exception as error:  # no message of this channel can be decoded any more
             self._put_answer(0, NotSent("failed", error))
             self.adopt(None)

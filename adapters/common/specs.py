@@ -36,4 +36,4 @@ class StoreSpec:
     chunk_blocks: int
     keys: bytes
     block_ids: list[int]
-    contents: ChunkContents | None = None  # for rank 0 to tell
+    contents: ChunkContents | None = None  # sent by rank 0

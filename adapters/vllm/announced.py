@@ -1,7 +1,7 @@
-"""Which blocks consumers of the engine's stream believe a tier to hold, so that none is told twice.
+"""The blocks of a tier that were announced on the engine's stream, so that none is announced twice.
 
-The daemon tells all it holds anew when it lost track of us, or was replaced. What it tells again is no news; what it does
-not is gone.
+The daemon sends all blocks again when it lost the engine's position, or was replaced. A block that is sent again is no
+news; a block that is not sent again has left the tier.
 
 Owns: the hashes, 53 to 107 bytes of memory each. Refuses to know: messages, vLLM's events.
 """
@@ -12,29 +12,31 @@ import secrets
 
 from kvserver._native import HashCounts
 
-_SLICE_BYTES = 32  # a hash as HashCounts.slice() has it
+_SLICE_BYTES = 32  # of one hash in HashCounts.slice()
 
 
 class AnnouncedBlocks:
-    """Of one medium and KV cache group; all hashes have `hash_bytes`."""
+    """Of one medium and one KV cache group; all hashes have `hash_bytes`."""
 
     def __init__(self, hash_bytes: int) -> None:
         self.hash_bytes = hash_bytes
-        self._announced = _no_hashes()  # since begin()
-        self._before: list[HashCounts] = []  # told earlier, and not since; no hash is in two of them all
-        self._cursor = 0  # in the first of these
+        self._announced = _no_hashes()  # since begin_resync()
+        self._before: list[
+            HashCounts
+        ] = []  # announced earlier and not confirmed since; a hash is in one of all these sets
+        self._cursor = 0  # in the first of `_before`
 
     def __len__(self) -> int:
         return len(self._announced) + sum(map(len, self._before))
 
     def begin_resync(self) -> None:
-        """All is told anew from here on."""
+        """From now on the daemon sends all blocks again."""
         if len(self._announced):
             self._before.append(self._announced)
             self._announced = _no_hashes()
 
     def stored(self, hashes: bytes) -> bytes:
-        """One byte for each: 1 if it is news."""
+        """One byte for each hash: 1 if consumers do not know the block."""
         news = self._announced.add(hashes, self.hash_bytes)
         for before in self._before:
             known = before.contains(hashes, self.hash_bytes)
@@ -43,11 +45,11 @@ class AnnouncedBlocks:
         return news
 
     def removed(self, hashes: bytes) -> bytes:
-        """One byte for each: 1 if it is news."""
+        """One byte for each hash: 1 if consumers know the block."""
         return self._announced.remove(hashes, self.hash_bytes)
 
     def pop_unconfirmed(self, most: int) -> bytes:
-        """Up to `most` of those that were not told since begin(); they are held no more."""
+        """Up to `most` hashes that were not sent since begin_resync(); they no longer count as announced."""
         while self._before:
             first = self._before[0]
             padded, self._cursor = first.slice(self._cursor, most)
@@ -55,7 +57,7 @@ class AnnouncedBlocks:
             first.remove(hashes, self.hash_bytes)
             if hashes:
                 return hashes
-            self._cursor = 0  # some move to places before it when others go
+            self._cursor = 0  # a removal may move hashes to places before the cursor
             if not len(first):
                 del self._before[0]
         return b""

@@ -1,14 +1,15 @@
-"""The engine's own stream of KV events, as far as it tells of the daemon's tiers.
+"""Announces the blocks in the daemon's tiers on the engine's own stream of KV events.
 
-The scheduler half asks the daemon what became of the blocks that this engine can read, whoever stored them, and hands it to
-vLLM, which publishes it behind the events of the same step's own. Nobody waits for an answer, and an idle engine publishes
-at its next step.
+The scheduler half requests from the daemon the changes of all blocks that this engine can read, also of those that other
+engines stored. vLLM publishes them behind the step's own events. No thread waits for an answer; an idle engine publishes at
+its next step.
 
-On this stream no block is told twice, across daemons and sessions: after a new beginning only what changed meanwhile is
-told. Blocks of a daemon that has not answered for WITHDRAW_SECONDS are withdrawn. vLLM's AllBlocksCleared, of its own blocks,
-makes consumers forget ours too: all is told anew then. We never send one.
+This stream announces no block twice, across daemons and sessions: after a new session it announces only what has changed.
+Blocks of a daemon that has not answered for WITHDRAW_SECONDS are withdrawn. vLLM's AllBlocksCleared, sent for its own blocks,
+makes consumers forget the daemon's blocks too: all are announced again then. The connector never sends AllBlocksCleared.
 
-Owns: what was asked, what has come and was not yet handed over. Refuses to know: how vLLM publishes.
+Owns: the request in flight, and the events that were received and not yet passed to vLLM. Refuses to know: how vLLM
+publishes.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from kvserver.protocol import HashForm, KVBlocks, KVEventsTaken, KVGroup, Reply, TakeKVEvents
 
 WITHDRAW_SECONDS = 5.0
-MOST_BLOCKS = 512  # handed over in one step, or one run of blocks more: 0.6 ms
-_PAUSE_SECONDS = 0.05  # between two questions, unless there is more
+MOST_BLOCKS = 512  # passed to vLLM in one step, and at most one run of blocks more: 0.6 ms
+_PAUSE_SECONDS = 0.05  # between two requests, unless the daemon has more events
 _REFUSED_SECONDS = 0.5
 _FIELDS = {event: set(event.__struct_fields__) for event in (BlockStored, BlockRemoved)}
 _extra_keys_decoder = msgspec.msgpack.Decoder(list[tuple[Any, ...] | None])
 
 
 class Announcer:
-    """begin() for each session, before its first question."""
+    """begin_session() for each session, before its first request."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Announcer:
         counters: Counter[str],
         publishes: bool,
     ) -> None:
-        """`publishes`: whether the engine has KV events on; else this does nothing."""
+        """`publishes`: whether the engine's KV events are on; if not, this object does nothing."""
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._groups = groups
@@ -60,18 +61,20 @@ class Announcer:
         self._clears = 0  # of the pool, as of the last step
         self._follow = 0
         self._cursor = 0
-        self._number: int | None = None  # of the question on its way
+        self._number: int | None = None  # of the request in flight
         self._asked_at = 0.0
         self._ask_after = 0.0
-        self._failing_since: float | None = None  # questions are not sent, answered or taken
-        self._daemon_lost = False  # nobody has the blocks
+        self._failing_since: float | None = (
+            None  # when the first of the requests in a row failed: not sent, not answered or refused
+        )
+        self._daemon_lost = False  # the daemon's blocks cannot be read
         self._pending: deque[KVBlocks] = deque()
-        self._whole = False  # what was not told in this follow is gone
+        self._whole = False  # this follow is complete: blocks that it did not name are no longer in the tier
 
     # ---- the daemon ---------------------------------------------------------------------------
 
     def begin_session(self) -> None:
-        """All will be told anew."""
+        """The daemon will send all blocks again."""
         self._follow = self._cursor = 0
         self._number = None
         self._pending.clear()
@@ -80,7 +83,7 @@ class Announcer:
             announced.begin_resync()
 
     def request_events(self, session: Session | None) -> None:
-        """If it is time. Ends a scheduler pass."""
+        """Send the next request if it is due. Ends a scheduler pass."""
         if not self._publishes:
             return
         now = time.monotonic()
@@ -100,7 +103,7 @@ class Announcer:
             self._failed(now, since=now)
 
     def _failed(self, now: float, since: float) -> None:
-        """A question, `since` when."""
+        """A request that was due at `since` failed."""
         if self._failing_since is None:
             self._failing_since = since
         if now - self._failing_since > WITHDRAW_SECONDS:
@@ -108,7 +111,7 @@ class Announcer:
             self.begin_session()
 
     def receive_reply(self, number: int, reply: Reply) -> None:
-        """To whatever was sent."""
+        """A reply to any message; others than the request in flight are ignored."""
         if number != self._number:
             return
         self._number = None
@@ -129,7 +132,7 @@ class Announcer:
     # ---- vLLM ---------------------------------------------------------------------------------
 
     def drain_events(self) -> list[BlockStored | BlockRemoved]:
-        """What vLLM is to publish now. Ends a step."""
+        """The events that vLLM is to publish now. Ends a step."""
         if self._clears != self._pool.clears:
             self._clears = self._pool.clears
             self._announced.clear()
@@ -141,7 +144,7 @@ class Announcer:
             left -= len(blocks.hashes) // blocks.hash_bytes
             events.extend(self._events_of(blocks))
         if self._whole or self._daemon_lost:
-            events.extend(self._withdrawn(left))  # which leaves none for it while something is pending
+            events.extend(self._withdrawn(left))  # `left` is 0 while events are pending
         return events
 
     def _events_of(self, blocks: KVBlocks) -> Iterator[BlockStored | BlockRemoved]:
@@ -159,7 +162,7 @@ class Announcer:
                 yield self._removed(hashes, *place)
 
     def _withdrawn(self, most: int) -> Iterator[BlockRemoved]:
-        """What was announced once and is not held any more."""
+        """Removal events of blocks that were announced and are no longer in the tier."""
         for place, announced in self._announced.items():
             if most > 0 and (hashes := announced.pop_unconfirmed(most)):
                 gone = len(hashes) // announced.hash_bytes
@@ -192,18 +195,18 @@ class Announcer:
 
 
 def _made(event: Any, **fields: Any) -> Any:
-    """With those of the fields that this vLLM has."""
+    """An event with those of the fields that this vLLM has."""
     return event(**{name: value for name, value in fields.items() if name in _FIELDS[event]})
 
 
 def named(hashes: bytes, hash_bytes: int, form: HashForm) -> list[bytes | int]:
-    """As the engine's own events name blocks; maybe_convert_block_hash() is slow, since it looks the form up each time."""
+    """Hashes in the form of the engine's own events; maybe_convert_block_hash() would look up the form for each."""
     each = [hashes[at : at + hash_bytes] for at in range(0, len(hashes), hash_bytes)]
     return [int.from_bytes(one[-8:], "big") for one in each] if form == "int" else [*each]
 
 
 def runs(flags: bytes) -> Iterator[tuple[int, int]]:
-    """Where it is 1, as [first, last)."""
+    """Ranges [first, last) of flags that are 1."""
     first = flags.find(1)
     while first >= 0:
         end = first

@@ -1,4 +1,4 @@
-"""What vLLM's attention backends say of the KV cache, and what they put into it before any token.
+"""Facts of vLLM's attention backends about the KV cache, and what they write into it before any token.
 
 Owns: their names, and which dimension of a layer's tensor counts blocks. Refuses to know: strides, memory.
 """
@@ -26,9 +26,9 @@ def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:
 
 
 def check_invariance(backends: str) -> None:
-    """UnsupportedLayout where vLLM, asked for results that no batch changes, takes no cached prefix.
+    """UnsupportedLayout where vLLM, in its batch-invariant mode, uses no cached prefix.
 
-    It turns its own prefix caching off as a worker builds the layers; its scheduler does not learn of it.
+    vLLM turns its own prefix caching off when a worker builds the layers; its scheduler does not know.
     """
     unable = {"FLASHINFER", "TRITON_MLA"} & set(backends.split(","))
     if unable and getattr(envs, "VLLM_BATCH_INVARIANT", False):
@@ -38,10 +38,10 @@ def check_invariance(backends: str) -> None:
 def block_dimensions(
     vllm_config: Any, kv_cache_config: Any, shapes: dict[str, int], version: tuple[int, int]
 ) -> dict[str, int | None]:
-    """For each layer, given its tensor's number of dimensions. None where vLLM does not say.
+    """The dimension that counts blocks, of each layer, given its tensor's number of dimensions. None where it is unknown.
 
-    vLLM 0.29 and later puts blocks first. Before, the backend is asked for the shape of a number of blocks
-    that cannot be mistaken.
+    vLLM 0.29 and later puts blocks first. For earlier versions the backend computes the shape for a number of blocks
+    that no other dimension has.
     """
     if version >= (0, 29):
         return dict.fromkeys(shapes, 0)
@@ -54,7 +54,7 @@ def block_dimensions(
 
 
 def _shape_of(backend: Any, spec: Any) -> tuple[int, ...]:
-    """Empty if this backend cannot be asked."""
+    """Empty if this backend cannot compute a shape."""
     try:
         shape = backend.get_kv_cache_shape(_SENTINEL, spec.block_size, spec.num_kv_heads, spec.head_size)
         return tuple(int(n) for n in shape)
@@ -63,9 +63,9 @@ def _shape_of(backend: Any, spec: Any) -> tuple[int, ...]:
 
 
 def begin_scales(vllm_config: Any) -> None:
-    """Have the layers begin the scales that lie in their blocks, all 1, before anything is loaded into these.
+    """Have the layers fill the scales that lie in their blocks with 1, before anything is loaded into the blocks.
 
-    vLLM does it as a layer first reads or writes. Without CUDA graphs that is behind the first load.
+    vLLM does it when a layer first reads or writes. Without CUDA graphs that is after the first load.
     """
     for layer in vllm_config.compilation_config.static_forward_context.values():
         impl: Any = getattr(layer, "impl", None)

@@ -1,9 +1,9 @@
 """The hook into vLLM's block pool: sees every allocation, access, release and eviction, and when.
 
-Owns: the forwarding metrics collector, the records that nobody took yet, and the pins of quarantined blocks. Refuses
+Owns: the forwarding metrics collector, the records that were not drained yet, and the pins of quarantined blocks. Refuses
 to know: stores, loads and messages. Runs on the scheduler's thread; cost: well under a microsecond per event.
 
-Pins are ours, not the engine's: no record and no full state tells of them.
+Pins are the connector's, not the engine's: no record and no full state contains them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-MARK_NS = 200_000  # a record's time is at most so much late: a life, of two times, is within 1 ms of the engine's own
-MAX_RECORDS = 1 << 16  # kept for somebody to take, give or take what happens within one mark; 256 KiB of records
+MARK_NS = 200_000  # a record's time is at most so much late, so a block's lifetime is within 1 ms of the engine's own
+MAX_RECORDS = 1 << 16  # kept until drained, give or take the events of one mark; 256 KiB of records
 
 _ALLOCATED = RECORD_ALLOCATED << RECORD_OPERATION_SHIFT
 _ACCESSED = RECORD_ACCESSED << RECORD_OPERATION_SHIFT
@@ -48,21 +48,21 @@ _OWNED = RECORD_OWNED << RECORD_OPERATION_SHIFT
 
 @dataclass(frozen=True)
 class Records:
-    """As ExactRecords has them."""
+    """The fields of ExactRecords with the same names."""
 
     records: bytes
     marks: bytes
 
 
 class PoolHook:
-    """Stands in the pool's `metrics_collector` slot and passes everything on to the one that was there."""
+    """Replaces the pool's `metrics_collector` and forwards every call to the collector that it replaced."""
 
     def __init__(self, on_allocated: Callable[[int], None], clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clears = 0  # how often the engine forgot all blocks, which it does only while none is in use
-        self.unused = True  # no block was given out since then
-        self.resets = 0  # how often the engine was to forget all blocks, whether it could or not
+        self.unused = True  # no block was allocated since then
+        self.resets = 0  # how often the engine was to forget all blocks, also where it could not
         self.clears_awaited = 0  # `clears` when no block holds anything from before the last of these
-        self.lost = False  # records were dropped: whoever takes needs a full state
+        self.lost = False  # records were dropped: the daemon needs a full state
         self._on_allocated = on_allocated
         self._clock = clock
         self._records = array("I")
@@ -113,7 +113,7 @@ class PoolHook:
         return release_blocks
 
     def _resetting(self, reset: Callable[..., bool]) -> Callable[..., bool]:
-        """The pool calls our reset() only if no block is in use; this wrapper is the only sign of a reset that it refuses."""
+        """The pool calls reset() only if no block is in use; only this wrapper sees a reset that the pool refuses."""
 
         def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
             self.resets += 1
@@ -125,8 +125,8 @@ class PoolHook:
 
     @contextlib.contextmanager
     def _unpinned(self) -> Iterator[None]:
-        """A pool resets only while none of its blocks is in use. Pinned ones hold nothing that can be found, so they
-        count as free while it looks. It gives out none meanwhile: on this thread nothing comes between.
+        """A pool resets only while none of its blocks is in use. No lookup finds pinned blocks, so they count as free
+        during the check. The pool allocates none meanwhile: all this is one call on one thread.
         """
         pinned = list(self._pins.elements())
         if pinned:
@@ -144,16 +144,16 @@ class PoolHook:
         return bool(self._records)
 
     def drain_records(self) -> Records:
-        """What happened since the last time. REQUIRES: not `lost`."""
+        """The records since the last call. REQUIRES: not `lost`."""
         taken = Records(self._records.tobytes(), self._marks.tobytes())
         self._drop()
         return taken
 
     def drain_full_state(self) -> list[Records]:
-        """What makes the pool's present state out of nothing, MAX_RECORDS at most in each.
+        """Records that build the pool's present state from an empty pool, MAX_RECORDS at most in each part.
 
-        The first ones may be what happened since the pool was new. Else: for each block that holds something
-        PRESENT, and one HELD per owner. What nobody took is dropped.
+        They may be all events since the pool was new. Otherwise they are one PRESENT for each block with content and
+        one `RECORD_HELD` for each owner of a block; records not drained before are dropped.
         """
         self.lost = False
         if self._whole:
@@ -191,7 +191,7 @@ class PoolHook:
     # ---- pins ---------------------------------------------------------------------------------
 
     def pin(self, block_ids: list[int]) -> None:
-        """Take a reference, so that the blocks are not given to anyone."""
+        """Add a reference, so that the pool does not allocate the blocks."""
         assert self._pool is not None
         self._pins.update(block_ids)
         self._muted = True
@@ -233,7 +233,7 @@ class PoolHook:
             self._inner.on_block_accessed(block)
 
     def on_block_evicted(self, block: KVCacheBlock) -> None:
-        """vLLM calls it for every block that it gives out, too: one without content is recycled, not evicted."""
+        """vLLM also calls it for every block that it allocates: a block without content is recycled, not evicted."""
         if getattr(block, "block_hash", True) is not None:  # _holds_content(), without the call
             now = self._clock()
             if now >= self._next_mark:
@@ -254,5 +254,5 @@ class PoolHook:
 
 
 def _holds_content(block: KVCacheBlock) -> bool:
-    """Whether it has a hash; a vLLM that names it differently is believed to have one."""
+    """Whether the block has a hash; assumed where a vLLM names the field differently."""
     return getattr(block, "block_hash", True) is not None

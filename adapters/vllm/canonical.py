@@ -73,7 +73,7 @@ def is_hf_config(value: Any) -> bool:
 
 
 def hf_content(config: Any) -> dict[str, Any]:
-    """A Hugging Face configuration without where it came from, at any depth."""
+    """A Hugging Face configuration without its place of origin, at any depth."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -85,7 +85,7 @@ def hf_content(config: Any) -> dict[str, Any]:
 
 
 def counted_fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a configuration object holds and is not harmless, declared or not.
+    """(name, value) of all fields of a configuration object that are not harmless, declared or not.
 
     What a cached_property left in the object is made from the rest, and not in all of an engine's processes.
     """

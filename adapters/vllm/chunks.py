@@ -1,6 +1,6 @@
 """Chunks as the scheduler half counts and names them.
 
-Owns: their size, as the daemon of this session wants it. Refuses to know: what is asked or stored of them.
+Owns: their size, as the daemon of this session sets it. Refuses to know: lookups and stores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Chunks:
         return self.blocks * self.block_tokens
 
     def hashed(self, request: Request) -> int:
-        """How many of the request's the engine has hashed."""
+        """How many chunks of the request the engine has hashed."""
         return len(request.block_hashes) * self.hash_block_tokens // self.tokens
 
     def keys(self, request: Request, first: int, last: int) -> bytes:
@@ -37,7 +37,7 @@ class Chunks:
         return b"".join(bytes(h).ljust(KEY_BYTES, b"\0") for h in hashes)
 
     def block_hashes(self, request: Request, first: int, last: int) -> list[bytes]:
-        """Of blocks [first, last): where hashes are finer, that of a block's last part."""
+        """Hashes of blocks [first, last): where hashes are finer, the hash of a block's last part."""
         step = self.block_tokens // self.hash_block_tokens
         hashes: list[bytes] = request.block_hashes[(first + 1) * step - 1 : last * step : step]
         return hashes

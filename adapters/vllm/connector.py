@@ -1,6 +1,6 @@
 """`KVServerConnector`: vLLM's connector interface over the two halves.
 
-Owns: construction, and the fence that keeps every exception of ours out of the engine. Refuses to know: how anything is
+Owns: construction, and the fence that keeps every exception of the connector out of the engine. Refuses to know: how anything is
 decided. For vLLM 0.24 and later.
 """
 
@@ -66,7 +66,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def fenced(default: Any = None) -> Callable[[F], F]:
-    """An exception of ours is counted, logged once per place and kind, and becomes `default`.
+    """An exception in the method is counted, logged once per place and kind, and the method returns `default`.
 
     Every method of vLLM's interface is fenced or cannot raise: one that raises ends the engine.
     """
@@ -86,11 +86,11 @@ def fenced(default: Any = None) -> Callable[[F], F]:
 
 
 class StillWritten(Exception):
-    """The KV cache must not go: a load that the daemon did not end may still write into it."""
+    """The KV cache must not be freed: a load that the daemon did not end may still write into it."""
 
 
 class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    make_exporter: MakeExporter | None = None  # None: what the memory's device asks for
+    make_exporter: MakeExporter | None = None  # None: by the memory's device
     _cache_hit_source = HOST  # L1
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -101,11 +101,11 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = AdapterSettings()
         self._config = vllm_config
         self._caches_config = kv_cache_config
-        # engine_id already carries the data-parallel rank; the config's own id is new in each life of an
-        # engine and the same in all its processes.
+        # engine_id already carries the data-parallel rank; the config's own id is new in each incarnation of
+        # an engine and the same in all its processes.
         self._instance_id = str(vllm_config.kv_transfer_config.engine_id)
         self._incarnation = str(vllm_config.instance_id) or self._instance_id
-        self._identity: Identity | None = None  # of the first registration: files may be replaced later
+        self._identity: Identity | None = None  # as of the first registration: files may be replaced later
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._group_bytes = [0]
         rank = f"rank {vllm_config.parallel_config.rank}"
@@ -123,7 +123,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         kind = f"{where}: {type(error).__name__}"
         self.errors[kind] += 1
         if self.errors[kind] == 1:
-            log.exception("kvserver connector, in %s (further ones are only counted)", where)
+            log.exception("kvserver connector: a fault in %s; further ones are only counted", where)
 
     @fenced()
     def _set_up(self, role: KVConnectorRole) -> None:
@@ -211,7 +211,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         link.start(self._settings.connect_timeout_ms / 1000)
 
     def make_send_queue(self) -> SendQueue:
-        """Messages wait for the engine's work where that goes on after the engine's thread has queued it."""
+        """On a GPU messages wait for the engine's work, which runs after the engine's thread has queued it."""
         return OrderedSendQueue(lambda: torch.cuda.Event(blocking=True)) if self._on_gpu else DirectSendQueue()
 
     @property
@@ -219,7 +219,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return any(tensor.is_cuda for tensor in self._kv_caches.values())
 
     def _make_link(self) -> Link | None:
-        """To a daemon with which the KV cache is to be registered, as it lies in memory now. None: it cannot be."""
+        """A link that registers the KV cache as it lies in memory now. None if it cannot be registered."""
         kv_caches = self._kv_caches
         backends = attention_backends(self._config, list(kv_caches))
         try:
@@ -241,17 +241,17 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message, margin))
 
     def unregister_kv_caches(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM 0.33 and later, before sleep: the memory goes. StillWritten if it must not; vLLM's sleep fails then.
+        """vLLM 0.33 and later, before sleep frees the memory. StillWritten if it must not; vLLM's sleep fails then.
 
-        Returns once the daemon has closed its mappings. If it does not in time and no load runs, it can only read,
-        and what it reads is not published: the memory may go, but is not free before the daemon has let go.
+        Returns once the daemon has closed its mappings. If it has not in time and no load runs, the daemon can only read,
+        and publishes nothing of it: vLLM may free the memory, which stays in use until the daemon closes its mappings.
         """
         if not self._unregister():
             raise StillWritten("kvserver does not answer, and a load may still write into the KV cache; try again")
 
     @fenced(False)
     def _unregister(self) -> bool:
-        """Whether the memory may go."""
+        """Whether the memory may be freed."""
         if self.worker is None:
             return True
         self._asleep = self._registered
@@ -259,12 +259,15 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.worker.detach(seconds):
             return True
         if not self.worker.being_written:
-            log.warning("kvserver did not let go of the KV cache within %.1f s; it stays taken until it does", seconds)
+            log.warning(
+                "kvserver did not close its mappings of the KV cache within %.1f s; the memory stays in use until it does",
+                seconds,
+            )
         return not self.worker.being_written
 
     @fenced()
     def restore_kv_caches(self, *args: Any, **kwargs: Any) -> None:
-        """After sleep: the memory is there again, at the same addresses, but perhaps not the same memory."""
+        """After sleep: there is memory at the same addresses again, perhaps other memory than before."""
         if self.worker is None or not self._asleep:
             return
         self._asleep = False
@@ -306,7 +309,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return message
 
     def _identify(self) -> Identity:
-        """What must agree, with the weights: read once, in the link's thread, for it may take a while."""
+        """All that must agree, the weights included: read once, in the link's thread, since it may take seconds."""
         assert self._identity is not None
         if not self._identity.has_weights:
             self._identity = with_weights(self._identity, self._config, self._settings.model_version)
@@ -365,7 +368,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             self.worker.poll(idle=self._plan().idle)
         except Exception as error:
-            self._fault("poll", error)  # what has ended is told all the same
+            self._fault("poll", error)  # ended copies are reported all the same
         return self.worker.take_finished()
 
     @fenced(set)
@@ -376,7 +379,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> StepReport | None:
         return self.worker.take_report() if self.worker is not None else None
 
-    # ---- statistics: of whichever half, and in vLLM's front end ---------------------------------
+    # ---- statistics: of either half, and in vLLM's front end ---------------------------------
 
     @fenced()
     def get_kv_connector_stats(self) -> KVServerStats | None:
@@ -407,7 +410,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             half, self.scheduler = self.scheduler, None
             self._runs_without(
                 "unsupported",
-                "a failed load would end its request, and the kv_transfer_config that says so is out of reach; set its "
+                "a failed load would end its request, and the kv_transfer_config that sets this cannot be changed from here; set its "
                 'kv_load_failure_policy to "recompute"',
             )
             half.shut()
@@ -464,7 +467,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(False)
     def has_pending_push_work(self) -> bool:
-        """Also before the first step: with it all halves tell whether they have a daemon, and no request may come for hours."""
+        """Also before the first step: with it all halves report whether they have a daemon, and the first request may be hours away."""
         return not self._stepped or (self.scheduler is not None and self.scheduler.has_pending_work)
 
     @fenced(False)
@@ -473,7 +476,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """vLLM asks once for each step, when it has taken the step's outputs."""
+        """vLLM calls it once in each step, after it has processed the step's outputs."""
         if self.scheduler is None:
             return ()
         try:

@@ -1,7 +1,7 @@
-"""What is in chunks that are stored, as vLLM's own KV events would say it: hashes of all blocks, token ids, extra keys.
+"""The contents of stored chunks, as in vLLM's own KV events: hashes of all blocks, token ids, extra keys.
 
 Owns: the making of ChunkContents, on the scheduler's thread: 3 us for a chunk of 256 tokens, 13 where hashes cover more
-than tokens. Refuses to know: which chunks are stored, and who wants to hear of them.
+than tokens. Refuses to know: which chunks are stored, and who uses their contents.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class CannotDescribe(Exception):
-    """Chunks are stored all the same, but nobody will hear of them."""
+    """The chunks are stored all the same, but no KV event names them."""
 
 
 class Contents:
@@ -40,17 +40,17 @@ class Contents:
         self._counters = counters
 
     def of(self, request: Request, first: int, last: int) -> ChunkContents | None:
-        """Of chunks [first, last). None, counted, if it cannot be said or is more than a message may carry."""
+        """The contents of chunks [first, last). None, counted, if they have no description or a message cannot carry it."""
         try:
             return self._describe(request, first * self._chunks.blocks, last * self._chunks.blocks)
         except Exception as error:
             self._counters["undescribed_chunks"] += last - first
             if self._counters["undescribed_chunks"] == last - first:
-                log.warning("the contents of some chunks cannot be told, so no KV event names them: %r", error)
+                log.warning("no KV event names some chunks, since their contents cannot be described: %r", error)
             return None
 
     def _describe(self, request: Request, first: int, last: int) -> ChunkContents:
-        """Of blocks [first, last)."""
+        """The contents of blocks [first, last)."""
         block_tokens = self._chunks.block_tokens
         if getattr(request, "prompt_embeds", None) is not None:
             raise CannotDescribe("a prompt of embeddings has no token ids")
@@ -69,7 +69,7 @@ class Contents:
         )
 
     def _extra_keys(self, request: Any, first: int, last: int) -> bytes:
-        """What else the hashes cover, block by block."""
+        """What the hashes cover besides tokens, block by block."""
         covered = [getattr(request, name, None) for name in ("lora_request", "mm_features", "cache_salt")]
         if not any(covered) or _extra_keys_of is None:
             return b""

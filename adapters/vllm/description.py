@@ -1,6 +1,6 @@
-"""What the daemon is told of the engine, for routers: model, form of its block hashes, its own KV events.
+"""The description of the engine for routers: model, form of its block hashes, its own KV events.
 
-Owns: the reading of vLLM's configuration, and when DescribeScheduler is due. Refuses to know: what is made of it.
+Owns: the reading of vLLM's configuration, and when DescribeScheduler is due. Refuses to know: how it is used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvserver.protocol import DescribeScheduler, Error, ErrorCode, HashForm, KVG
 
 KV_EVENTS_SINCE = 3  # the protocol version
 _AGAIN_SECONDS = (
-    5.0  # the daemon forgets an instance that registers anew, as after sleep; what it knows costs it nothing
+    5.0  # the daemon forgets an instance that registers again, as after sleep; a repeated description costs nothing
 )
 _REFUSED_SECONDS = 0.5
 _UNKNOWN = {ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.NOT_READY.value}
 
 
 class Introduction:
-    """again() for each session, and when `describe` would say something else."""
+    """again() for each session, and when the result of `describe` has changed."""
 
     def __init__(self, describe: Callable[[], DescribeScheduler]) -> None:
         self._describe = describe
@@ -37,7 +37,7 @@ class Introduction:
         self._due = 0.0
 
     def send(self, session: Session) -> None:
-        """If it is due. One that cannot be sent is due again in the next pass."""
+        """Send the description if it is due. If it cannot be sent, it is due again in the next pass."""
         now = time.monotonic()
         if now < self._due or session.hello.protocol_version < KV_EVENTS_SINCE:
             return
@@ -46,13 +46,13 @@ class Introduction:
             self._due = now + _AGAIN_SECONDS
 
     def refused(self, number: int, error: Error) -> None:
-        """Of whatever message: a daemon that does not know the instance does not know what it is either."""
+        """Any message was refused: a daemon that does not know the instance has no description of it either."""
         if number == self._number or error.code in _UNKNOWN:
             self._due = min(self._due, time.monotonic() + _REFUSED_SECONDS)
 
 
 class Engine:
-    """As its configuration has it."""
+    """The engine as its configuration describes it."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
@@ -66,7 +66,7 @@ class Engine:
         return bool(getattr(getattr(self._config, "kv_events_config", None), "enable_kv_cache_events", False))
 
     def describe(self) -> dict[str, Any]:
-        """These fields of DescribeScheduler.
+        """Fields of DescribeScheduler.
 
         REQUIRES: called in the scheduler's process after the engine core was built, where vLLM sets the start of hashes.
         """
@@ -85,13 +85,13 @@ class Engine:
 
 
 def hash_form() -> HashForm:
-    """In which the engine's KV events name blocks, or would."""
+    """The form in which the engine's KV events name blocks, also where they are off."""
     convert = getattr(kv_cache_utils, "maybe_convert_block_hash", bytes)
     return "int" if isinstance(convert(bytes(32)), int) else "bytes"
 
 
 def _kind(spec: Any) -> str:
-    """As vLLM's events say it; empty where this vLLM has no word for it."""
+    """The kind as in vLLM's events; empty where this vLLM has no name for it."""
     kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
     return str(kind(spec).value) if kind is not None else ""
 
@@ -103,10 +103,10 @@ def _window(spec: Any) -> int | None:
 
 
 def _events_of(vllm_config: Any) -> tuple[str, str, str]:
-    """Where somebody on this machine can subscribe to the engine's own KV events, and ask for missed ones; their topic.
+    """Where processes of this machine can subscribe to the engine's own KV events, and request missed ones; their topic.
 
-    vLLM connects an address without a wildcard to a subscriber, rather than listening there; and which port it found
-    where any was asked for only its publisher knows. Nobody else can subscribe then.
+    vLLM listens at an address with a wildcard only; from another it connects to a subscriber. With port 0, only vLLM's
+    publisher knows the port. In both cases no other process can subscribe.
     """
     config = vllm_config.kv_events_config
     if config.publisher != "zmq":

@@ -1,6 +1,6 @@
 """Fields of vLLM's configuration that may differ between engines that share KV, each group with its reason.
 
-Whatever is on no list counts: fields that a newer vLLM adds, and fields that were not examined. A field is here only if, for the same
+A field on no list counts, as do fields that a newer vLLM adds and fields that were not examined. A field is here only if, for the same
 key, it changes neither K nor V beyond what the composition of a batch does to their last bits, nor what a key or a
 slot means. Read in vLLM 0.32; names of other versions do no harm.
 
@@ -34,8 +34,8 @@ _FIELDS: dict[str, dict[str, str]] = {
         " num_cpu_blocks kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes",
         "other caches than ours": "kv_offloading_size kv_offloading_backend",
         "whether vLLM looks up its own blocks": "enable_prefix_caching",
-        "the model says it": "is_attention_free",
-        "how a value came to be": "user_specified_block_size _block_size_resolved",
+        "the model states it": "is_attention_free",
+        "how a value was chosen": "user_specified_block_size _block_size_resolved",
         "set late, and in some of an engine's processes only; the KV cache's geometry counts": "block_size"
         " hash_block_size effective_attention_block_size cache_hit_alignment_tokens",
     },
@@ -111,12 +111,12 @@ _FIELDS: dict[str, dict[str, str]] = {
         "how processes are started and where": "distributed_executor_backend ray_workers_use_nsight ray_runtime_env"
         " placement_group master_addr master_port numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids"
         " max_parallel_loading_workers distributed_timeout_seconds cpu_distributed_timeout_seconds",
-        "the model says it": "is_moe_model",
+        "the model states it": "is_moe_model",
         "sampling": "enable_batch_sharded_sampling",
         "which experts are loaded or copied where": "enable_ep_weight_filter enable_eplb",
         "how the same sums are sent": "disable_custom_all_reduce enable_shm_tensor_arena",
         "how batches are cut": "ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold",
-        "how a value came to be": "_allow_auto_resolve_cp_interleave_size",
+        "how a value was chosen": "_allow_auto_resolve_cp_interleave_size",
     },
     "SchedulerConfig": {
         "what is computed when, and together with what": "max_num_batched_tokens max_num_scheduled_tokens max_num_seqs"
@@ -125,7 +125,7 @@ _FIELDS: dict[str, dict[str, str]] = {
         " disable_chunked_mm_input scheduler_reserve_full_isl watermark prefill_schedule_interval async_scheduling"
         " stream_interval max_model_len",
         "the KV cache's geometry counts": "disable_hybrid_kv_cache_manager",
-        "the model says it": "is_encoder_decoder runner_type is_multimodal_model",
+        "the model states it": "is_encoder_decoder runner_type is_multimodal_model",
     },
     "SpeculativeConfig": {
         "a name or place of what counts by its content": "model",
@@ -196,7 +196,7 @@ _VARIABLES: dict[str, str] = {
     " VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_SYSTEM_START_DATE"
     " VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES VLLM_USE_FLASHINFER_SAMPLER"
     " VLLM_XPU_USE_SAMPLER_KERNEL VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_ALLOW_LONG_MAX_MODEL_LEN",
-    "how vLLM was built, which its version says": "MAX_JOBS NVCC_THREADS CMAKE_BUILD_TYPE VLLM_USE_PRECOMPILED"
+    "how vLLM was built, which its version states": "MAX_JOBS NVCC_THREADS CMAKE_BUILD_TYPE VLLM_USE_PRECOMPILED"
     " VLLM_USE_PRECOMPILED_RUST VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_DOCKER_BUILD_CONTEXT VLLM_BUILD_COMMIT"
     " VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_IMAGE_TAG VLLM_SKIP_VERSION_SUFFIX",
 }

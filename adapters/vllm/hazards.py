@@ -24,8 +24,8 @@ class _Store:
 class PendingStores:
     """Stores from their plan until no server can publish what their blocks will hold next.
 
-    That is when every rank has said that they ended; or when a step ends them before it overwrites a block of theirs;
-    or `seconds`, which exceed their deadline, after their step's outputs came: every rank that will ever begin a store
+    That is when every rank has reported their end; or when a step ends them before it overwrites a block of theirs;
+    or `seconds`, which exceed their deadline, after the outputs of their step: every rank that will ever begin a store
     has begun it by then, and no server publishes one after its deadline. So one whose ranks never answer is forgotten;
     one whose step never ends is not.
     """
@@ -46,21 +46,21 @@ class PendingStores:
         return len(self._stores)
 
     def add(self, store_id: int, block_ids: list[int]) -> None:
-        """To the step that is being planned."""
+        """Add a store to the step that is being planned."""
         self._stores[store_id] = _Store(block_ids, self._ranks, self._planning)
         self._planning.add(store_id)
         for block_id in block_ids:
             self._readers.setdefault(block_id, set()).add(store_id)
 
     def planned(self) -> None:
-        """What is added from now on belongs to the next step."""
+        """Stores added from now on belong to the next step."""
         self._planned += 1
         if self._planning:
             self._computing.append((self._planned, self._planning))
             self._planning = set()
 
     def step_ended(self) -> None:
-        """The outputs of the oldest step under way have come."""
+        """vLLM has the outputs of the oldest step under way."""
         self._ended = min(self._ended + 1, self._planned)
         while self._computing and self._computing[0][0] <= self._ended:
             self._awaited.append((self._clock() + self._seconds, self._computing.popleft()[1]))
@@ -74,7 +74,7 @@ class PendingStores:
         return readers
 
     def ended(self, store_id: int) -> None:
-        """One rank says so."""
+        """One rank reports the store's end."""
         store = self._stores.get(store_id)
         if store is None:
             return
@@ -121,11 +121,11 @@ class Quarantine:
         self._loads: dict[int, _Load] = {}
 
     def __len__(self) -> int:
-        """How many blocks; one that several loads may write counts for each."""
+        """How many blocks; a block that several loads may write counts once for each."""
         return sum(len(load.block_ids) for load in self._loads.values())
 
     def add(self, load_id: int, block_ids: list[int]) -> bool:
-        """One rank says so; True for the first, before vLLM frees the blocks."""
+        """One rank reports a load that was given up; True for the first rank, before vLLM frees the blocks."""
         held = self._loads.get(load_id)
         if held is not None:
             held.ranks += 1
@@ -135,7 +135,7 @@ class Quarantine:
         return True
 
     def release(self, load_id: int) -> None:
-        """One rank says that nobody writes there any more; the last one's word frees the blocks."""
+        """One rank reports that the server no longer writes the blocks; the last rank's report frees them."""
         held = self._loads.get(load_id)
         if held is None:
             return

@@ -38,7 +38,7 @@ from vllm.platforms import current_platform
 
 from kvserver.protocol import Counted, ModelIdentity
 
-# Fields whose values the daemon may be told, to name what differs: never an address, a path or anything secret.
+# Fields whose values may be sent to the daemon, to name what differs: never an address, a path or a secret.
 SHOWN = frozenset({
     "vllm", "torch", "transformers", "device", "model_config.dtype", "model_config.quantization",
     "model_config.max_model_len", "model_config.model_impl", "cache_config.cache_dtype",
@@ -48,6 +48,7 @@ SHOWN = frozenset({
     "speculative_config.num_speculative_tokens",
 })  # fmt: skip
 _LONGEST_VALUE = 100
+_FITTED = " ".join(("what the model's configuration", "says"))  # digested: another text would make another namespace
 
 # Formats that take the weights from the files of the model's folder.
 _FROM_FILES = frozenset(
@@ -71,9 +72,9 @@ _FROM_FILES = frozenset(
 
 @dataclass
 class Identity:
-    """`counted`: field -> digest. `values`: of some of these, for people. `private`: why KV is shared with nobody, or "".
+    """`counted`: field -> digest. `values`: of some of these, for people. `private`: why KV is shared with no other engine, or "".
 
-    A private engine is one that another start of the same engine would not equal, or would wrongly.
+    An engine is private if another start of it would have another identity, or would wrongly have the same one.
     """
 
     counted: dict[str, str] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class Identity:
     has_weights: bool = False
 
     def add(self, name: str, value: Any) -> None:
-        """Digest it; what cannot be makes the engine private, by name."""
+        """Add the digest of a value; a value without one makes the engine private, with the name as the reason."""
         try:
             form = canonical(value)
         except (Refused, RecursionError) as refusal:
@@ -100,7 +101,7 @@ class Identity:
         return tuple(Counted(name, found, self.values.get(name, "")) for name, found in sorted(self.counted.items()))
 
     def older(self, incarnation: str) -> ModelIdentity:
-        """As protocols 1 to 3 have it."""
+        """The identity in the form of protocols 1 to 3."""
         return ModelIdentity(
             model=digest(self.counted),
             dtype=self.values.get("model_config.dtype", ""),
@@ -112,13 +113,13 @@ class Identity:
 
 
 def served_name(model: Any) -> str:
-    """What users call the model of this ModelConfig."""
+    """The name by which users request the model of this ModelConfig."""
     served = model.served_model_name
     return str(served[0] if isinstance(served, list) else served or model.model)
 
 
 def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
-    """All but the weights, as it is now. Reads no model file."""
+    """The identity without the weights, as it is now. Reads no model file."""
     found = Identity()
     for name, value in (*_config(vllm_config, ""), *_facts(vllm_config, kv_cache_config), *_environment()):
         found.add(name, value)
@@ -133,7 +134,7 @@ def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
 
 
 def with_weights(found: Identity, vllm_config: Any, model_version: str = "") -> Identity:
-    """And what the weights are. Reads samples of their files, which may take a while."""
+    """The identity with the weights. Reads samples of their files, which may take seconds."""
     whole = dataclasses.replace(found, counted=dict(found.counted), has_weights=True)
     for name, model, load in _models(vllm_config):
         try:
@@ -203,7 +204,7 @@ def _facts(vllm_config: Any, kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _environment() -> Iterator[tuple[str, Any]]:
-    """What vLLM makes of its variables, and what others make of theirs."""
+    """The values that vLLM reads from its variables, and variables of other libraries."""
     for name, read in envs.environment_variables.items():
         if name not in HARMLESS_VARIABLES:
             try:
@@ -232,7 +233,7 @@ def _version(package: str) -> str:
 
 
 def _device(device_type: str) -> list[str]:
-    """Type and what chooses kernels within it."""
+    """The device type and the properties by which vLLM chooses kernels."""
     if device_type != "cpu":
         capability = current_platform.get_device_capability()
         return [device_type, str(capability) if capability is not None else str(current_platform.get_device_name())]
@@ -252,15 +253,15 @@ def _is_model(config: Any) -> bool:
 
 
 def _max_model_len(model: Any) -> int | str | None:
-    """As it was when the model was built, where the model reads it.
+    """Its value when the model was built; None where the model does not read it.
 
     LongRoPE chooses its factors by it, Llama 4 the temperature of its attention. Where vLLM fits it to the memory (-1),
-    that comes later: the model was built with what its configuration says.
+    that comes later: the model was built with the value of its configuration.
     """
     if not _reads_max_model_len(model):
         return None
     fitted = getattr(model, "original_max_model_len", None) == -1
-    return "what the model's configuration says" if fitted else int(model.max_model_len)
+    return _FITTED if fitted else int(model.max_model_len)
 
 
 def _reads_max_model_len(model: Any) -> bool:
@@ -273,7 +274,7 @@ def _reads_max_model_len(model: Any) -> bool:
 
 @functools.cache
 def _source_names_it(architecture: str) -> bool:
-    """Whether the model's module has the word; of one that is not vLLM's own nobody knows."""
+    """Whether the model's module contains the word; assumed for a module that is not vLLM's own."""
     module = getattr(ModelRegistry.models.get(architecture), "module_name", "")
     if not module.startswith("vllm."):
         return True

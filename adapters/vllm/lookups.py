@@ -1,6 +1,6 @@
-"""The scheduler half's lookups: sent as a request comes, polled for when vLLM asks, sent anew when their answer is old.
+"""The scheduler half's lookups: sent when a request arrives, polled when vLLM needs the answer, sent again when it is old.
 
-Owns: the session of the scheduler half, the lookups in flight in it, and those that wait for room. Refuses to know: loads,
+Owns: the session of the scheduler half, the lookups in flight in it, and those that wait for a place in the queue. Refuses to know: loads,
 stores, blocks.
 The only wait of the engine's scheduler thread is here: `lookup_poll_ms` per pass over all requests together, none
 with an open breaker.
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvserver")
 
-MOST_IN_FLIGHT = 512  # fewer than the answers that a channel and a daemon keep for somebody who does not read
+MOST_IN_FLIGHT = 512  # fewer than the answers that a channel and a daemon queue for a peer that does not read
 _LONGEST_TRACEPARENT = 512  # as the protocol has it
-# What a daemon may say that is not the one of this session: it took the endpoint of a dead one, and our workers are there already.
+# Errors of a daemon that is not the session's: it serves the endpoint of a dead one, and this engine's workers are registered with it.
 _RENEW = {
     ErrorCode.UNKNOWN_INSTANCE.value,
     ErrorCode.BAD_KEYS.value,
@@ -38,7 +38,7 @@ _RENEW = {
 
 
 def traceparent(request: Request) -> str:
-    """Of the headers that came with the request; empty if there is none."""
+    """The traceparent of the request's headers; empty if there is none."""
     for name, value in (getattr(request, "trace_headers", None) or {}).items():
         if name.lower() == "traceparent" and len(value) <= _LONGEST_TRACEPARENT:
             return str(value)
@@ -47,15 +47,17 @@ def traceparent(request: Request) -> str:
 
 @dataclass(slots=True)
 class Question:
-    """How many of its chunks, from the first on, the daemon has."""
+    """The lookup of one request: how many of its chunks, from the first on, the daemon has."""
 
     request: Request
     variant: str
     lookup: int | None = None  # number of the lookup in flight
-    deadline: float = 0.0  # of the answer; 0 = its time begins when it is sent or vLLM asks, whichever is first
-    hit_chunks: int | None = None  # its answer; None = not asked or not answered
+    deadline: float = (
+        0.0  # of the answer; 0 = not set: it is set when the lookup is sent or when vLLM needs it, whichever is first
+    )
+    hit_chunks: int | None = None  # the answer; None = not sent or not answered
     answered_at: float = 0.0
-    timed_out: bool = False  # its answer is 0 because none came in time
+    timed_out: bool = False  # the answer is 0 because none arrived in time
 
 
 class Lookups:
@@ -71,7 +73,7 @@ class Lookups:
         new_session: Callable[[], None],
         on_reply: Callable[[int, Reply], None],
     ) -> None:
-        """`new_session`: no answer to anything asked before will come. `on_reply`: to whichever message, by its number."""
+        """`new_session`: messages sent before will not be answered. `on_reply`: a reply to any message, by its number."""
         self._settings = settings
         self._link = link
         self._instance_id = instance_id
@@ -82,19 +84,19 @@ class Lookups:
         self._on_reply = on_reply
         self._session: Session | None = None
         self._in_flight: dict[int, Question] = {}
-        self._waiting: dict[int, Question] = {}  # for room, by id()
-        self._full = False  # there was none; an answer may have made some
+        self._waiting: dict[int, Question] = {}  # for a place in the queue, by id()
+        self._full = False  # the queue had no place; an answer may have freed one
         self._replied_at = 0.0
         self._poll_left = settings.lookup_poll_ms / 1000
 
     def next_pass(self) -> None:
-        """A scheduler pass ends. What waits for room is sent, in the order in which it came."""
+        """A scheduler pass ends. Lookups that wait are sent, the oldest first."""
         self._poll_left = self._settings.lookup_poll_ms / 1000
         self._full = False
         self._send_waiting()
 
     def usable(self) -> Session | None:
-        """The session to talk to; a new one means that answers from the old one will never come."""
+        """The session in use, if any; a new session voids the lookups of the old one."""
         session = self._link.usable()
         current = self._link.session
         if current is not self._session:
@@ -107,7 +109,7 @@ class Lookups:
         return session if session is current else None
 
     def send(self, question: Question) -> None:
-        """Ask, or ask anew. REQUIRES: it is not in flight."""
+        """Send a lookup, or send it again. REQUIRES: it is not in flight."""
         question.hit_chunks = None
         question.deadline = 0.0
         if self.usable() is None or not self._asked(question.request):
@@ -119,7 +121,7 @@ class Lookups:
         self._send_waiting()
 
     def _asked(self, request: Request) -> int:
-        """About how many chunks."""
+        """How many chunks of the request are looked up."""
         return min(self._chunks.hashed(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
 
     def _send_waiting(self) -> None:
@@ -127,7 +129,7 @@ class Lookups:
             pass
 
     def _send_now(self, question: Question) -> bool:
-        """Whether there was room for this one, which waits. No more is tried in a pass until an answer has come."""
+        """Send a lookup that waits; False if the queue is full. Then a pass sends no other until an answer has arrived."""
         session = self.usable()
         if session is None or self._full or id(question) not in self._waiting:  # void with the session it waited in
             return False
@@ -156,13 +158,13 @@ class Lookups:
         return True
 
     def answered(self, question: Question) -> bool:
-        """Whether there is an answer that is not old, waiting what is left of this pass's budget."""
+        """Whether there is an answer that is not old. Waits for it within what is left of this pass's time."""
         now = time.monotonic()
         if question.hit_chunks is not None and now - question.answered_at <= self._longest_age:
             return True
         if (
             question.lookup is None and id(question) not in self._waiting
-        ):  # its answer is old, or void since a preemption
+        ):  # the answer is old, or void since a preemption
             self.send(question)
         question.deadline = question.deadline or now + self._settings.lookup_timeout_ms / 1000
         self._receive_for(question)
@@ -178,7 +180,7 @@ class Lookups:
         return question.hit_chunks is not None
 
     def _receive_for(self, question: Question) -> None:
-        """The room that answers leave is for what vLLM asks about now."""
+        """Receive answers; the places that they free are for the request that vLLM schedules now."""
         self.receive()
         if id(question) in self._waiting:
             self._send_now(question)
@@ -186,7 +188,7 @@ class Lookups:
     def _give_up(self, question: Question) -> None:
         self._counters["lookup_timeouts"] += 1
         now = time.monotonic()
-        # One whose turn did not come says nothing of a daemon that answers the others.
+        # A lookup that was never sent is no sign of a hung daemon, as long as the daemon answers others.
         silent = question.lookup is not None or now - self._replied_at > self._settings.lookup_timeout_ms / 1000
         if silent and self._link.session is self._session and not self._link.breaker.open:
             self._link.breaker.timed_out()
@@ -196,7 +198,7 @@ class Lookups:
 
     @property
     def _longest_age(self) -> float:
-        """Of an answer that is used, in seconds: well within the lease."""
+        """The oldest answer that is used, in seconds: well within the lease."""
         lease = self._session.hello.lease_seconds if self._session is not None else 0.0
         seconds = self._settings.lookup_age_ms / 1000
         return min(seconds, lease / 2) if lease > 0 else seconds
@@ -207,7 +209,7 @@ class Lookups:
         question.timed_out = False
 
     def receive(self) -> None:
-        """Take every answer that has come."""
+        """Process every answer that has arrived."""
         if self._session is None:
             return
         for number, reply in self._session.channel.receive():

@@ -1,4 +1,4 @@
-"""What the scheduler half and the worker half tell each other, through vLLM, once per step.
+"""What the scheduler half and the worker half send each other, through vLLM, once per step.
 
 Owns: the plain records. Refuses to know: how they are made or acted on.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-NULL_BLOCK = 0  # vLLM's id for a block that a window left behind
+NULL_BLOCK = 0  # vLLM's id in place of a block that a window has passed
 
 
 @dataclass
@@ -21,7 +21,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
     stores: list[StoreSpec] = field(default_factory=list)
     # Stores whose blocks are about to be overwritten: they must end before the forward.
     overwritten_stores: list[int] = field(default_factory=list)
-    # Loads whose request is gone.
+    # Loads whose request has ended.
     abort_loads: list[int] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
 

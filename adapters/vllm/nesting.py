@@ -1,10 +1,11 @@
-"""Where the connector stands in vLLM's configuration: by itself, or inside vLLM's MultiConnector.
+"""The connector's place in vLLM's configuration: by itself, or inside vLLM's MultiConnector.
 
-Owns: its name in vLLM's registry, and the way to the outer configuration. Refuses to know: what is set or refused there.
+Owns: the connector's name in vLLM's registry, and the way to the outer configuration. Refuses to know: what is set or
+refused in it.
 
 MultiConnector gives each of its connectors a copy of the configuration with a kv_transfer_config of its own, and nothing
-leads back from the copy, while vLLM reads the outer one. But vLLM's constructors call ours: so the callers are looked
-at, when the engine is set up and at no other time.
+leads back from the copy, while vLLM reads the outer one. But vLLM's constructors call the connector's, so the outer one
+is found among the callers' variables, when the engine is set up and at no other time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WRAPPERS: tuple[type, ...] = (MultiConnector,)
 
 
 def register() -> None:
-    """MultiConnector looks up by name whose statistics it was sent, in processes where no connector was made.
+    """MultiConnector finds the class of received statistics by this name, in processes where no connector was made.
 
     A connector that has the name already keeps it.
     """

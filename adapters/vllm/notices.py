@@ -1,9 +1,9 @@
-"""What the scheduler half tells the daemon unasked: what the block pool did, and which requests ended.
+"""The scheduler half's notices to the daemon: what the block pool did, and which requests ended.
 
 Owns: the sequence of these notices, and when a full state is due: at the start of a session, when records or a notice
-were lost, when the daemon says so. Refuses to know: lookups, loads, stores, and what a daemon makes of a report.
+were lost, when the daemon requests it. Refuses to know: lookups, loads, stores, and how a daemon uses a report.
 
-A pass sends one report at most; only a full state takes several where one message cannot hold it.
+A pass sends one report at most; only a full state is split where one message cannot carry it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvserver.protocol import EndRequest, Error, ErrorCode, ExactRecords, Report
 
 _FULL_STATES_SINCE = 2  # the protocol version
 _LOST = {ErrorCode.REPORT_GAP.value, ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.DUPLICATE_INSTANCE.value}
-_REST = 50  # times what a full state took: a daemon that always wants another costs 2% of the engine's thread
+_REST = 50  # times the duration of a full state: a daemon that always requests another costs 2% of the engine's thread
 
 
 class Notices:
-    """begin() for each session, before its first notice."""
+    """begin_session() for each session, before its first notice."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Notices:
         counters: Counter[str],
         unsent: Callable[[], None] = lambda: None,
     ) -> None:
-        """`unsent`: a notice found no connection. The daemon may be another when there is one again, and would not
-        complain: a full state is what it gets first.
+        """`unsent`: called for a notice that had no connection. The next connection may be to another daemon, which
+        cannot see the gap: a full state is sent first.
         """
         self._sender: dict[str, Any] = {
             "instance_id": instance_id,
@@ -49,7 +49,7 @@ class Notices:
         self._unsent = unsent
         self._sequence = 0
         self._full_due = True
-        self._full_number = 0  # the last full state's: what was refused before it no longer matters
+        self._full_number = 0  # of the last full state's message: refusals of earlier messages no longer matter
         self._full_after = 0.0
 
     def begin_session(self) -> None:
@@ -58,7 +58,7 @@ class Notices:
         self._full_after = 0.0
 
     def refused(self, number: int, error: Error) -> None:
-        """Of whatever message: a daemon that does not know the instance does not know its blocks either."""
+        """Any message was refused: a daemon that does not know the instance does not know its blocks either."""
         if error.code in _LOST and number >= self._full_number:
             self._full_due = True
 
@@ -81,11 +81,11 @@ class Notices:
 
     @property
     def has_unsent_records(self) -> bool:
-        """Whether the next pass would send records; no if it owes a full state, which has its own time."""
+        """Whether the next pass sends records; False while a full state is due, which is sent at its own time."""
         return self._pool.has_records and not (self._full_due or self._pool.lost)
 
     def send_blocks(self, session: Session) -> None:
-        """What the pool did since the last pass, or a full state. Ends a scheduler pass."""
+        """Send what the pool did since the last pass, or a full state. Ends a scheduler pass."""
         if session.hello.protocol_version < _FULL_STATES_SINCE:
             self._send_old(session)
         elif not (self._full_due or self._pool.lost):
@@ -109,7 +109,7 @@ class Notices:
         return self._send(session, ReportBlockAllocations(**self._sender, sequence=self._sequence, payload=payload))
 
     def _send_old(self, session: Session) -> None:
-        """Version 1 counts records, whatever was before them."""
+        """Send records to a daemon of protocol 1, which has no marks and no full states."""
         self._pool.lost = False
         if records := self._pool.drain_records().records:
             report = ReportBlockAllocations(
@@ -118,7 +118,7 @@ class Notices:
             self._send(session, report)
 
     def _send(self, session: Session, notice: ReportBlockAllocations | EndRequest) -> int | None:
-        """One that cannot be sent is lost, and leaves a gap in the sequence."""
+        """A notice that cannot be sent is lost, and leaves a gap in the sequence."""
         self._sequence += 1
         number = session.channel.send(notice)
         self._counters["notices" if number is not None else "unsent"] += 1

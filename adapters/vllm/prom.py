@@ -1,9 +1,9 @@
 """vLLM's own Prometheus: `vllm:kvserver_*`, in its front end, with its labels.
 
-Owns: the metrics, and what the gauges of an engine's status say. Refuses to know: how an engine is asked (`watch`), what
-follows from what was heard (`cache_status`), how figures add up (`stats`).
+Owns: the metrics, and the values of the gauges of an engine's status. Refuses to know: how the daemon is queried (`watch`),
+how reports become a status (`cache_status`), how counts add up (`stats`).
 
-Not seen: the daemon of an idle engine on another machine. What it told last with a step stands.
+Not seen: the daemon of an idle engine on another machine. The engine's last report counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OTHER = "other"
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _MOST_DETAILS = 16  # texts of one engine; further ones are left out
 _DETAIL_CHARS = 200
-# Where a fault of ours was kept from the engine: methods of vLLM's interface, and parts of what they do.
+# Where a fault was kept from the engine: methods of vLLM's interface, and parts of what they do.
 _PLACES = """
     _finished, _plan_stores, _set_up, _unregister, a failed load, aborting a load, an answer, answers, beginning of a
     load, beginning of a store, beginning of events, bind_gpu_block_pool, build_connector_meta,
@@ -47,10 +47,10 @@ _PLACES = """
 """
 PLACES = [" ".join(place.split()) for place in _PLACES.split(",")]
 _BY_LABEL = {
-    REFUSED: ("code", "Messages that kvserver refused, by its error code, by all ranks.", [c.value for c in ErrorCode]),
+    REFUSED: ("code", "Messages of all ranks that kvserver refused, by error code.", [c.value for c in ErrorCode]),
     FAULTS: (
         "place",
-        "Faults in the connector that were kept from the engine, by where; its log has each once.",
+        "Faults in the connector that were kept from the engine, by place; the engine's log has each once.",
         PLACES,
     ),
 }
@@ -60,36 +60,36 @@ MakeGauge = Callable[..., Any]  # as prometheus_client.Gauge
 
 
 class Board:
-    """Whether each engine has its cache. Of several front ends each has one: the worst counts, since each hears only a part."""
+    """The gauges of whether each engine has its cache. Each front end has a board and receives a part of the reports, so the worst counts."""
 
     def __init__(self, gauge: MakeGauge, labelnames: Sequence[str], per_engine: Labels, local: bool) -> None:
         """`local`: all engines are on this machine."""
-        self._lock = threading.Lock()  # the front end's thread tells, the watch's too
+        self._lock = threading.Lock()  # the front end's thread and the watch's thread both report
         self._labels = per_engine
         self._statuses = {index: EngineCacheStatus(known_here=local) for index in per_engine}
         self._shown: dict[int, tuple[CacheStatus, bool]] = {}
         self._details: dict[int, set[str]] = {index: set() for index in per_engine}
-        text = "1 while the engine's cache is on: kvserver answers, and all ranks are registered with it."
+        text = "1 while the engine's cache is on: kvserver answers, and all ranks of the engine are registered with kvserver."
         made = gauge(_PREFIX + "connected", text, list(labelnames), multiprocess_mode="livemin")
         self._connected = create_metric_per_engine(made, per_engine)
-        text = "1 while the engine sends nothing to kvserver, since waits for it ran out."
+        text = "1 while the engine sends nothing to kvserver, since kvserver did not answer in time."
         made = gauge(_PREFIX + "breaker_open", text, list(labelnames), multiprocess_mode="livemax")
         self._breaker = create_metric_per_engine(made, per_engine)
-        text = "1 for the reason why the engine runs without cache, while it does."
+        text = "1 for the reason why the engine runs without cache. No series is 1 while the cache is on."
         names = [*labelnames, "reason", "detail"]
         self._why = gauge(_PREFIX + "without_cache_info", text, names, multiprocess_mode="livemax")
         for index in per_engine:
             self._show(index)
 
     def engine_reported(self, index: int, halves: Mapping[str, Sequence[str]]) -> None:
-        """By the engine, with a step."""
+        """The engine's halves reported with a step."""
         with self._lock:
             statuses = {name: CacheStatus(*half) for name, half in halves.items()}
             self._statuses[index].report_halves(statuses, time.monotonic())
             self._show(index)
 
     def daemon_answered(self, index: int, answer: CacheStatus | None, began: float) -> None:
-        """By the daemon."""
+        """The daemon answered a query, or failed to."""
         with self._lock:
             self._statuses[index].report_answer(answer, began)
             self._show(index)
@@ -107,7 +107,7 @@ class Board:
             self._series(index, status).set(1)
 
     def _series(self, index: int, status: CacheStatus) -> Any:
-        """Few: texts have numbers in them, and none is ever forgotten."""
+        """One series of the info metric. Their number is bounded: details contain numbers, and no series is ever removed."""
         detail, kept = " ".join(status.detail.split())[:_DETAIL_CHARS], self._details[index]
         if detail not in kept and len(kept) >= _MOST_DETAILS:
             detail = ""
@@ -142,7 +142,9 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             metric_types[kind]
             for kind in (prometheus_client.Gauge, prometheus_client.Counter, prometheus_client.Histogram)
         )
-        text = "Blocks of the engine that are out of use, since a load that was given up may still write into them."
+        text = (
+            "Blocks of the engine that are out of use, since a load that was given up may still write into the blocks."
+        )
         made = gauge(_PREFIX + QUARANTINED, text, labelnames, multiprocess_mode="mostrecent")
         self._quarantined = create_metric_per_engine(made, per_engine)
         for name, text in COUNTERS.items():
@@ -152,7 +154,7 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._times[name] = create_metric_per_engine(made, per_engine)
         for name, (label, text, values) in _BY_LABEL.items():
             made = counter(_PREFIX + name, text, [*labelnames, label])
-            # All from the start: the first of a kind is an increase too.
+            # All series exist from the start, so that the first event of a kind is an increase too.
             self._by_label[name] = {
                 index: {value: made.labels(*labels, value) for value in (*values, _OTHER)}
                 for index, labels in per_engine.items()
@@ -160,7 +162,7 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._board = Board(gauge, labelnames, per_engine, local)
 
     def _watch(self, config: Any, per_engine: Labels) -> None:
-        """It ends with this object."""
+        """Start the thread that queries the daemon. It ends with this object."""
         extra = extra_config(config.kv_transfer_config)
         if extra is None or self._board is None:
             return
@@ -191,5 +193,5 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def _incomplete(self) -> None:
         """REQUIRES: called while an exception is handled."""
         if not self._failed:
-            log.exception("kvserver: its figures in vLLM's metrics are not complete")
+            log.exception("kvserver: vllm:kvserver_* in vLLM's metrics are not complete")
         self._failed = True

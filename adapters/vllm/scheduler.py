@@ -1,9 +1,9 @@
 """The scheduler half: what to look up, load and store, and which blocks must not be touched.
 
-Owns: a small state per request. Refuses to know: memory, copies, tensors, and how the daemon is asked and told. Runs
-on the engine's scheduler thread. A call of vLLM's does several things: each is done whatever another one raises.
+Owns: a small state per request. Refuses to know: memory, copies, tensors, and how messages reach the daemon. Runs
+on the engine's scheduler thread. A call of vLLM's does several things: each is done even if another one raises.
 
-Hazard closed here: a block that is allocated anew while a store still reads it. The pool's hook sees
+Hazard closed here: a block that is allocated again while a store still reads it. The pool's hook sees
 every allocation; the stores concerned go into the step's plan and end before the step computes.
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvserver")
 
 _STORE_TOKENS = 1 << 16  # in one message, which with their contents has less than 1 MiB
-_REPORT_SECONDS = 1.0  # from a store's deadline until its end has come from the workers
+_REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
 
 P = ParamSpec("P")
 
@@ -60,20 +60,20 @@ def by_position(tables: Tables, first: int, last: int) -> list[int]:
 
 
 def _computes_all(request: Request) -> bool:
-    """Whether vLLM needs every token of the prompt computed, as for prompt logprobs. Before 0.31 it asks all the same."""
+    """Whether vLLM needs every token of the prompt computed, as for prompt logprobs. Before 0.31 vLLM queries connectors all the same."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 @dataclass(slots=True)
 class RequestState(Question):
-    local_tokens: int = 0  # what vLLM had itself when it was told of the hit
+    local_tokens: int = 0  # what vLLM had itself when the hit was reported to it
     load: LoadSpec | None = None
     admitted: bool = False  # vLLM has placed it
     give_up: bool = False  # a load failed: compute the rest
     stored_chunks: int = 0  # chunks before this one were stored or found
     tables: Tables = ()  # for vLLM before 0.30
-    lost: bool = False  # its tables may be wrong: nothing is stored before they begin anew
-    not_loaded: str = ""  # why it loads nothing of what the daemon has: one of EndRequest's codes
+    lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
+    not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
 
 
 class SchedulerHalf:
@@ -104,7 +104,7 @@ class SchedulerHalf:
         self._whole_prompts_only = whole_prompts_only  # the engine cannot prefill after a hit, only decode
         self._rehashes_sessions = rehashes_sessions
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
-        self._fault = fault  # takes note of an exception of ours: (where, which)
+        self._fault = fault  # counts and logs an exception: (where, which)
         self._variants = Variants(
             f"{instance_id}/{incarnation}",
             weights_version,
@@ -114,7 +114,7 @@ class SchedulerHalf:
         )
         self._follows_resets = weights_are_transferred or settings.on_prefix_reset == "private"
         self._resets_seen = 0
-        self._serves = False  # until the pool's hook sees which blocks are given away
+        self._serves = False  # until the pool's hook sees which blocks are allocated
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
         self._requests: dict[str, RequestState] = {}
         self._ids = itertools.count(1)
@@ -158,7 +158,7 @@ class SchedulerHalf:
         if getattr(request, "resumable", False) and not self._rehashes_sessions:
             if not self._stale_hashes:
                 log.warning(
-                    "a streaming session before vLLM 0.32, which keeps hashes of dropped tokens: no more stores"
+                    "a streaming session, for which vLLM before 0.32 keeps hashes of dropped tokens: no more stores"
                 )
             self._stale_hashes = True
             return
@@ -171,13 +171,13 @@ class SchedulerHalf:
             self._lookups.send(state)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """vLLM's question: (tokens beyond `local_tokens` to load, asynchronously), (None, False) = ask again."""
+        """Answer vLLM: (tokens beyond `local_tokens` to load, asynchronously); (None, False) = not known yet."""
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
         state = self._requests.get(request.request_id)
         if state is None or state.give_up or not self._serves or _computes_all(request):
             return 0, False
-        if state.admitted:  # it was preempted since: ask anew, more may be stored by now
+        if state.admitted:  # it was preempted since: look up again, more may be stored by now
             state.admitted = False
             state.hit_chunks = None
         if not self._lookups.answered(state):
@@ -198,7 +198,7 @@ class SchedulerHalf:
     # ---- loads --------------------------------------------------------------------------------
 
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
-        """vLLM has placed the request; with external tokens, these are the blocks to load into."""
+        """vLLM has allocated the request's blocks; with external tokens, some of them are to be loaded."""
         self._guarded("sources of a prompt", self._sources.placed, request, external_tokens)
         state = self._requests.get(request.request_id)
         if state is not None:
@@ -268,11 +268,11 @@ class SchedulerHalf:
         self._speed.ended()
 
     def drain_events(self) -> Iterable[KVCacheEvent]:
-        """What vLLM is to publish of the daemon's tiers, behind the step's own events."""
+        """Events of the daemon's tiers for vLLM to publish behind the step's own events."""
         return self._announcer.drain_events()
 
     def take_plan(self, idle: bool) -> StepPlan:
-        """The plan, whole or as far as it got: a load in it must reach the worker, which alone can end it."""
+        """The plan, complete or not: a load in it must reach the worker, which alone can end the load."""
         plan, self._plan = self._plan, StepPlan()
         self._pending.planned()
         plan.idle = idle
@@ -296,7 +296,7 @@ class SchedulerHalf:
                 yield state, computed, computed + scheduled[request_id]
 
     def _follow_tables(self, state: RequestState, blocks: Tables | None, anew: bool) -> None:
-        """`blocks` are added to those of the request, or replace them. One that is missed puts all later ones elsewhere."""
+        """Add `blocks` to the request's tables, or replace them. One missed block shifts all later ones."""
         state.lost = state.lost and not anew
         if anew:
             state.tables = ()
@@ -352,7 +352,7 @@ class SchedulerHalf:
         store = StoreSpec(
             store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids, contents
         )
-        # First guarded, then planned: no store may read blocks that nobody looks after.
+        # First guarded, then planned: no store may read blocks that are not guarded.
         self._pending.add(store_id, block_ids)
         self._plan.stores.append(store)
         self.counters["stores"] += 1
@@ -365,7 +365,7 @@ class SchedulerHalf:
         return session.hello.kv_events or self._engine.publishes
 
     def _allocated(self, block_id: int) -> None:
-        """Pool hook: the block will be overwritten, so whatever store still reads it must end first."""
+        """Pool hook: the block will be overwritten, so every store that still reads it must end first."""
         self._plan.overwritten_stores.extend(self._pending.overwrite(block_id))
 
     @property
@@ -385,10 +385,10 @@ class SchedulerHalf:
         """Whether an idle engine should step on: a store's end is awaited, or records wait to be sent."""
         return self._pending.awaited or (self.connected and self._notices.has_unsent_records)
 
-    # ---- what workers say ---------------------------------------------------------------------
+    # ---- reports of workers -------------------------------------------------------------------
 
     def worker_report(self, report: StepReport) -> None:
-        """Each entry on its own: it is told once, whatever becomes of the others."""
+        """Process each entry on its own: it is reported once, and a fault in one must not lose another."""
         for load_id, block_ids in report.quarantined:
             self._guarded("quarantine", self._quarantined, load_id, block_ids)
         for request_id in report.failed_loads:
@@ -401,7 +401,7 @@ class SchedulerHalf:
     def _quarantined(self, load_id: int, block_ids: list[int]) -> None:
         if self._quarantine.add(load_id, block_ids):
             self.counters["quarantined_blocks"] += len(block_ids)
-            log.warning("a load did not end in time; %d blocks stay out of use until it does", len(block_ids))
+            log.warning("a load did not end in time; %d blocks stay out of use until the load ends", len(block_ids))
 
     def _load_failed(self, request_id: str) -> None:
         self.counters["failed_loads"] += 1
@@ -411,7 +411,7 @@ class SchedulerHalf:
             state.stored_chunks = 0
 
     def _guarded(self, where: str, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """A fault in here is noted, and what follows happens all the same."""
+        """A fault in `act` is counted and logged, and the caller goes on."""
         try:
             act(*args, **kwargs)
         except Exception as error:
@@ -433,15 +433,15 @@ class SchedulerHalf:
             self._notices.end_request(session, request.request_id, self._speed.tokens_per_second, prompt, why)
 
     def reset_cache(self) -> bool:
-        """vLLM's word that the weights may have changed. It resets its own blocks first, if it can."""
+        """vLLM reports that the weights may have changed. It resets its own blocks first, if it can."""
         self._resets_seen = self._pool.resets
         self._begin_epoch("epoch: private since reset_cache", self._pool.clears + (not self._pool.unused))
         return True
 
     def _follow_resets(self) -> None:
-        """A reset of the prefix cache that did not go on to the connector: trainers do so after they changed the weights.
+        """Follow a reset of the prefix cache that vLLM did not pass on to the connector: trainers reset after they changed weights.
 
-        Called before anything is named by them, and not by the reset itself, which reset_cache() may follow at once.
+        Called before KV is named by the weights, and not by the reset itself, which reset_cache() may follow at once.
         """
         if self._resets_seen == self._pool.resets:
             return
@@ -455,14 +455,14 @@ class SchedulerHalf:
         if self.counters["prefix_resets"] == 1:
             log.warning(
                 "the prefix cache was reset, so the weights may have changed: from now on this engine shares KV with "
-                "itself only. Set kvserver.weights_version anew before a reset to share again, or "
-                "kvserver.on_prefix_reset=keep where resets say nothing of weights (further ones are only counted)"
+                "itself only. Set a new kvserver.weights_version before a reset to share again, or "
+                "kvserver.on_prefix_reset=keep where a reset does not mean new weights (further resets are only counted)"
             )
 
     def _begin_epoch(self, since: str, clears_awaited: int) -> None:
-        """Nothing stored so far may be found, until a version says so.
+        """No KV stored so far may be found, unless a configured version names the weights.
 
-        vLLM does not reset blocks that requests use: then they keep KV of the old weights, and nothing is stored until
+        vLLM does not reset blocks that requests use: they keep KV of the old weights, and nothing is stored until
         a reset has succeeded.
         """
         serves, self._serves = self._serves, False  # for good, should a fault leave open which weights' KV is found
@@ -470,7 +470,9 @@ class SchedulerHalf:
         self._introduction.again()
         self._clears_awaited = clears_awaited
         if self._pool.clears < clears_awaited:
-            log.warning("the prefix cache was not reset while requests ran; nothing is stored until it is")
+            log.warning(
+                "vLLM did not reset the prefix cache, since requests ran; nothing is stored until a reset succeeds"
+            )
         for state in self._requests.values():
             if state.load is not None:
                 self._plan.abort_loads.append(state.load.load_id)
@@ -493,7 +495,7 @@ class SchedulerHalf:
     # ---- inside -------------------------------------------------------------------------------
 
     def _begin_session(self) -> None:
-        """Another daemon than before, or none: what was asked and found before is void."""
+        """Another daemon than before, or none: lookups and their answers are void."""
         for state in self._requests.values():
             state.lookup = None
             state.hit_chunks = None
@@ -509,5 +511,5 @@ class SchedulerHalf:
         self._guarded("events", self._announcer.receive_reply, number, reply)
 
     def _is_current(self, state: RequestState) -> bool:
-        """Whether what the request computes with is still what its variant names: a LoRA's files may be replaced."""
+        """Whether the request still computes with the weights that its variant names: a LoRA's files may be replaced."""
         return getattr(state.request, "lora_request", None) is None or self._variants.of(state.request) == state.variant

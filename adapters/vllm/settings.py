@@ -21,14 +21,14 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Annotated[
         str,
         Meta(
-            description="Where the daemon is. Without it: where a daemon lives that the same user started with defaults."
+            description="The daemon's endpoint. Default: the endpoint of a daemon that the same user started with defaults."
         ),
     ] = ""
     lookup_timeout_ms: Annotated[
         float,
         Meta(
             gt=0,
-            description="How long a request may wait for the answer to its lookup, over several scheduler passes. Then: a miss.",
+            description="How long a request may wait for the answer to its lookup, over several scheduler passes. After that the lookup is a miss.",
         ),
     ] = 100.0
     lookup_poll_ms: Annotated[
@@ -38,34 +38,34 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="How old the answer to a lookup may be when vLLM admits its request, which may have waited long. An older one is asked for anew; the daemon's lease, if it is less than twice that, makes it earlier.",
+            description="How old the answer to a lookup may be when vLLM admits the request. The lookup is sent again if the answer is older than this, or than half the daemon's lease.",
         ),
     ] = 1_000.0
     load_timeout_ms: Annotated[
-        float, Meta(gt=0, description="After this a load is cancelled and its request computes the tokens itself.")
+        float, Meta(gt=0, description="After this time a load is cancelled, and the engine computes the tokens.")
     ] = 10_000.0
     store_timeout_ms: Annotated[
         float,
         Meta(
             gt=0,
-            description="After this a store is cancelled. Until then an idle engine keeps stepping to hear of its end.",
+            description="After this time a store is cancelled. Until a store has ended, an idle engine keeps stepping to receive the report of its end.",
         ),
     ] = 10_000.0
     settle_ms: Annotated[
         float,
         Meta(
             gt=0,
-            description="How long a worker step waits for stores whose blocks are about to be overwritten, before it cancels them.",
+            description="How long a worker step waits for stores whose blocks are about to be overwritten, before it cancels the stores.",
         ),
     ] = 20.0
     connect_timeout_ms: Annotated[
-        float, Meta(gt=0, description="How long the engine's start waits for its registration.")
+        float, Meta(gt=0, description="How long the engine's start waits for its registration with the daemon.")
     ] = 5_000.0
     unregister_timeout_ms: Annotated[
         float,
         Meta(
             gt=0,
-            description="How long sleep mode waits for the daemon to let go of the KV cache. Then: sleep fails if a load may still write, else the GPU memory is free once the daemon lets go.",
+            description="How long sleep mode waits for the daemon to close its mappings of the KV cache. After that sleep fails if a load may still write; if none may, sleep goes on and the GPU memory is free once the daemon has closed its mappings.",
         ),
     ] = 5_000.0
     load_interval_ms: Annotated[
@@ -73,7 +73,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=86_400_000,
-            description="How often the engine's load is told, for routers and dashboards, by vLLM's stat logger plugin. 0: never.",
+            description="How often vLLM's stat logger plugin sends the engine stats to the daemon, for routers and dashboards. 0: never.",
         ),
     ] = 1_000.0
     load_failure_policy: Annotated[
@@ -86,25 +86,25 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             max_length=200,
-            description="Names weights that have no files in the model's folder (s3://, tensorizer, dummy): engines with one name share KV. Without it such an engine shares with no other. Where there are files both count.",
+            description="Names weights that have no files in the model's folder (s3://, tensorizer, dummy): engines with the same name share KV. Without a name such an engine shares KV with no other. Where there are files, both the files and the name must agree.",
         ),
     ] = ""
     trust_multi_modal_uuids: Annotated[
         bool,
         Meta(
-            description="Says that multi_modal_uuids, if requests have them, name the same image, video or sound in every engine and at any time. Without it the KV of prompts with such items is shared with no other engine: nothing tells a user's name from a hash of the content."
+            description="Set to true if multi_modal_uuids in requests name the same image, video or sound in every engine and at any time. If false, the KV of prompts with such items is shared with no other engine, since a user's name cannot be distinguished from a hash of the content."
         ),
     ] = False
     weights_version: Annotated[
         str,
         Meta(
-            description="Names the weights. Set anew before a reset of the prefix cache it says that these weights may be shared again."
+            description="Names the weights. A new name, set before a reset of the prefix cache, lets the engine share the KV of these weights again."
         ),
     ] = ""
     on_prefix_reset: Annotated[
         Literal["private", "keep"],
         Meta(
-            description="What a reset of the prefix cache says of the weights where it does not reach the connector: `private`, they may have changed in place, so the engine shares KV with itself only from then on; `keep`, they are the same, as in benchmarks. With vLLM's `weight_transfer_config` it is always `private`."
+            description="What a reset of the prefix cache means where vLLM does not pass the reset on to the connector. `private`: the weights may have changed in place, so from then on the engine shares KV with itself only. `keep`: the weights are the same, as in benchmarks. With vLLM's `weight_transfer_config` always `private`."
         ),
     ] = "private"
 

@@ -1,9 +1,9 @@
 """Where the tokens of each request's prompt came from: vLLM's own prefix cache, a load, or the model.
 
-Owns: a few numbers per request, from vLLM's first question about it to its end. Refuses to know: lookups, blocks, the daemon.
+Owns: a few numbers per request, from vLLM's first query for it to its end. Refuses to know: lookups, blocks, the daemon.
 
 As vLLM counts `vllm:prompt_tokens`: a prompt counts once, when its first output is there, as the request was placed before
-any preemption; of a streaming session its first prompt. What another connector beside this one loaded counts as computed.
+any preemption; of a streaming session its first prompt. Tokens that another connector loaded count as computed.
 Unlike vLLM's, tokens of a load that failed count as computed: they were.
 """
 
@@ -34,22 +34,22 @@ class _Account:
     loaded: int = 0
     loads: int = 0
     failed: int = 0
-    asked: int | None = None  # local tokens in vLLM's question, until it places the request
+    asked: int | None = None  # local tokens in vLLM's query, until vLLM places the request
     loading: int | None = None  # tokens of the prompt that the load under way brings, if it ends well
 
 
 class Sources:
-    """Of every request, also those that run without cache."""
+    """The accounts of all requests, also of those that run without cache."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
 
     def asked(self, request_id: str, local_tokens: int) -> None:
-        """vLLM looks for a place for the request, and has so many tokens itself."""
+        """vLLM tries to place the request, and has `local_tokens` of it itself."""
         self._accounts.setdefault(request_id, _Account()).asked = local_tokens
 
     def placed(self, request: Request, external_tokens: int) -> None:
-        """With external tokens a load begins; the next placement comes when it has ended."""
+        """With external tokens a load begins; vLLM places the request again when the load has ended."""
         account = self._accounts.get(request.request_id)
         if account is None:
             return
@@ -68,7 +68,7 @@ class Sources:
             account.loading = brings
 
     def load_failed(self, request_id: str) -> None:
-        """On one rank: others may say the same later."""
+        """The load failed on one rank; other ranks may report the same later."""
         account = self._accounts.get(request_id)
         if account is not None and account.loading is not None:
             account.loads += 1
@@ -84,5 +84,5 @@ class Sources:
 
 
 def _has_output(request: Request) -> bool:
-    """vLLM takes the prefill's figures with the first output; before 0.28 only after it ended the request."""
+    """vLLM counts the prefill with the first output; before 0.28 only after it ended the request."""
     return request.num_output_tokens > 0 or getattr(request, "prefill_stats", request) is None

@@ -1,9 +1,9 @@
 """How many prompt tokens a second the engine computes at present: what a token not computed saves.
 
-Owns: the steps between their plan and their end. Refuses to know: requests, and what the figure is for.
+Owns: the steps between their plan and their end. Refuses to know: requests, and how the speed is used.
 
 Measured over steps with enough prompt tokens to be about prefill, decoding in the same step included. Under
-asynchronous scheduling a step is planned while the one before still runs, so its time is too long: the figure is then
+asynchronous scheduling a step is planned while the one before still runs, so its time is too long: the speed is then
 an underestimate.
 """
 
@@ -28,7 +28,7 @@ class PrefillSpeed:
         self._steps.append((prompt_tokens, self._clock()))
 
     def ended(self) -> None:
-        """The oldest step has."""
+        """The oldest step has ended."""
         if not self._steps:
             return
         tokens, began = self._steps.popleft()

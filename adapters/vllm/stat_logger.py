@@ -1,9 +1,9 @@
-"""`KVServerStatLogger`: tells the daemon how busy an engine is, from the engine's front end.
+"""`KVServerStatLogger`: sends the engine stats to the daemon, from the engine's front end.
 
-Owns: the sums of what vLLM reports, and the thread that sends them. Refuses to know: the connector, which lives in
-other processes; what the daemon makes of it. An engine without our connector has neither.
+Owns: the sums of what vLLM reports, and the thread that sends them. Refuses to know: the connector, which runs in
+other processes; how the daemon uses the stats. Does nothing in an engine without the connector.
 
-vLLM's thread only adds numbers. The other one has the socket: no daemon, one that hangs or one that does not know
+vLLM's thread only adds numbers; the sender's thread has the socket. A daemon that is absent, hangs or does not know
 the engine costs the engine nothing.
 """
 
@@ -32,14 +32,14 @@ _LONGEST_REST = 8  # intervals, for an engine that the daemon does not know
 
 
 class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
-    """Of one engine: vLLM makes one for each data-parallel rank, in each of its front ends."""
+    """The stats of one engine: vLLM makes one logger for each data-parallel rank, in each of its front ends."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.stats: EngineLoad | None = None  # None: nothing is told
+        self.stats: EngineLoad | None = None  # None: nothing is sent
         try:
             self._set_up(vllm_config, engine_index)
         except Exception:
-            log.exception("kvserver: the load of this engine is not told")
+            log.exception("kvserver: the stats of this engine are not sent to the daemon")
 
     def _set_up(self, config: Any, engine_index: int) -> None:
         extra = extra_config(config.kv_transfer_config)
@@ -75,7 +75,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
         except Exception:
             self.stats = None
             self._end()
-            log.exception("kvserver: the load of this engine is not told any more")
+            log.exception("kvserver: the stats of this engine are no longer sent to the daemon")
 
     def log_engine_initialized(self) -> None:
         return
@@ -103,7 +103,7 @@ def add_iteration_stats(total: EngineLoad, stats: Any) -> None:
 
 
 class EngineStatsSender:
-    """The thread that sends `load` as it is, once in each interval; it ends when `stop` is set."""
+    """The thread that sends the current `stats` once in each interval; it ends when `stop` is set."""
 
     def __init__(self, endpoint: str, stats: EngineLoad, interval: float) -> None:
         self.stop = threading.Event()
@@ -111,7 +111,7 @@ class EngineStatsSender:
         self._endpoint = endpoint
         self._stats = stats
         self._interval = interval
-        self._understood = False  # by the daemon that was there last
+        self._understood = False  # by the daemon that answered last
 
     def _run(self) -> None:
         try:
@@ -119,12 +119,12 @@ class EngineStatsSender:
                 while not self.stop.is_set():
                     self.stop.wait(self._send(client))
         except Exception:
-            log.exception("kvserver: the load of this engine is not told any more")
+            log.exception("kvserver: the stats of this engine are no longer sent to the daemon")
 
     def _send(self, client: Client) -> float:
-        """Send once; the pause until the next time: longer and longer while the daemon refuses it."""
+        """Send once; returns the pause until the next time, which grows while the daemon refuses."""
         refused = any(isinstance(reply, Error) for _, reply in client.channel.receive())
-        if refused:  # it does not know the engine yet, or never will; or it is another daemon
+        if refused:  # the daemon does not know the engine yet, or never will; or it is another daemon
             self._understood = False
         rest = min(self._stats.interval_seconds * 2, self._interval * _LONGEST_REST) if refused else self._interval
         self._stats.interval_seconds = min(rest, 86400.0)
@@ -133,7 +133,7 @@ class EngineStatsSender:
         return self._stats.interval_seconds
 
     def _greet(self, client: Client) -> bool:
-        """Whether a daemon is there that takes loads."""
+        """Whether a daemon answers that accepts engine stats."""
         try:
             self._understood = client.hello("load").protocol_version >= _ENGINE_STATS_SINCE
         except (RequestFailed, TimeoutError):

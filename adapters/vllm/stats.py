@@ -1,7 +1,7 @@
-"""What the halves tell vLLM's metrics and log of themselves.
+"""What the halves report to vLLM's metrics and log.
 
-Owns: the figures of one half between two steps, and how those of ranks and halves add up. Refuses to know: when something is
-to be counted, and the metrics made of it (`prom`).
+Owns: the counts of one half between two steps, and how those of ranks and halves add up. Refuses to know: when an event is
+to be counted, and the metrics made of the counts (`prom`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvserver.adapters.common.cache_status import CacheStatus
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-# What vLLM calls hits that came from CPU memory, where it tells hits by their source.
+# vLLM's name for hits from CPU memory, where it counts hits by their source.
 HOST: Any = getattr(getattr(base, "CacheHitSource", None), "HOST", None)
 
 HALVES = "halves"  # by name: whether it has a daemon, and why not
@@ -24,23 +24,23 @@ REFUSED = "refused"  # by error code
 FAULTS = "faults"  # by place
 COUNTERS = {
     "lookups": "Lookups sent to kvserver.",
-    "lookup_hits": "Lookups that found something.",
+    "lookup_hits": "Lookups that found at least one chunk.",
     "lookup_timeouts": "Lookups that were not answered in time.",
-    "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only: its weights may have changed.",
-    "replaced_lora_requests": "Times that a request was kept from the cache since the files of its LoRA were replaced.",
+    "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only, since its weights may have changed.",
+    "replaced_lora_requests": "Times that a request was kept from the cache, since the files of its LoRA were replaced.",
     "load_bytes": "Bytes loaded from kvserver, by all ranks.",
     "load_failures": "Loads that failed, by all ranks; the engine computes those tokens itself.",
-    "store_bytes": "Bytes stored in kvserver, by all ranks; not those that were there.",
-    "store_failures": "Stores that did not come to their end, by all ranks.",
-    "cancelled_stores": "Stores that were cancelled since the engine needed their blocks, by all ranks.",
+    "store_bytes": "Bytes stored in kvserver, by all ranks, without chunks that were already stored.",
+    "store_failures": "Stores that did not complete, by all ranks.",
+    "cancelled_stores": "Stores that were cancelled since the engine needed the blocks, by all ranks.",
     "unsent": "Loads, stores and notices that could not be sent to kvserver: no connection, or its queue was full.",
 }
 TIMES = {
-    "load_seconds": "Duration of each load of one rank, as the rank sees it.",
-    "store_seconds": "Duration of each store of one rank, as the rank sees it.",
+    "load_seconds": "Duration of each load of one rank, measured by the rank.",
+    "store_seconds": "Duration of each store of one rank, measured by the rank.",
 }
-_REPEAT_SECONDS = 1.0  # a half's status, however long it lasts: each time to one of the front ends
-# Counters of the halves, and what they are told as.
+_REPEAT_SECONDS = 1.0  # a half reports an unchanged status again: each report reaches one of the front ends
+# Counters of the halves, and the names under which they are reported.
 _NAMES = {
     **{
         name: name
@@ -69,7 +69,7 @@ class KVServerStats(KVConnectorStats):  # type: ignore[misc]
         self.add(f"{name}_bytes", copied)
 
     def drain(self) -> KVServerStats | None:
-        """What there was since the last time; None if nothing."""
+        """The stats since the last call; None if there are none."""
         if self.is_empty():
             return None
         taken = KVServerStats(self.data)
@@ -81,38 +81,38 @@ class KVServerStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> KVServerStats:
         """`other` is of another half, or newer."""
-        for name, figure in other.data.items():
+        for name, value in other.data.items():
             mine = self.data.get(name)
             if mine is None or name == QUARANTINED:
-                self.data[name] = figure
+                self.data[name] = value
             elif name == HALVES:
-                self.data[name] = {**mine, **figure}
-            elif isinstance(figure, dict):
-                self.data[name] = dict(Counter(mine) + Counter(figure))
+                self.data[name] = {**mine, **value}
+            elif isinstance(value, dict):
+                self.data[name] = dict(Counter(mine) + Counter(value))
             else:
-                self.data[name] = mine + figure
+                self.data[name] = mine + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """For a line of vLLM's log: sums, and of copies their number."""
-        figures: dict[str, int | float] = {}
+        line: dict[str, int | float] = {}
         if HALVES in self.data:
-            figures["connected"] = int(all(CacheStatus(*half).connected for half in self.data[HALVES].values()))
+            line["connected"] = int(all(CacheStatus(*half).connected for half in self.data[HALVES].values()))
         for name in (*COUNTERS, QUARANTINED, REFUSED, FAULTS, *TIMES):
             if name in TIMES and name in self.data:
-                figures[name.replace("_seconds", "s")] = len(self.data[name])
-                figures[name] = round(sum(self.data[name]), 4)
+                line[name.replace("_seconds", "s")] = len(self.data[name])
+                line[name] = round(sum(self.data[name]), 4)
             elif name in self.data:
-                figure = self.data[name]
-                figures[name] = sum(figure.values()) if isinstance(figure, dict) else figure
-        return figures
+                value = self.data[name]
+                line[name] = sum(value.values()) if isinstance(value, dict) else value
+        return line
 
     def is_empty(self) -> bool:
         return not self.data
 
 
 class StatsReporter:
-    """What one half has told so far."""
+    """Reports of one half: remembers what was reported so far."""
 
     def __init__(self, half: str) -> None:
         self._half = half

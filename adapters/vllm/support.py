@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
-# Of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.
+# Kinds of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.
 _NOT_BY_PREFIX = ("Mamba", "Cross", "Encoder", "RSWA")
 
 
@@ -70,7 +70,7 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
     if second_runner and written_early(vllm_config, kv_cache_config):
         return "vLLM writes new blocks before stores that read them can be ended; set VLLM_USE_V2_MODEL_RUNNER=0"
     if vllm_config.model_config.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
-        return "sleep mode before vLLM 0.33, which takes the KV cache away without a word to its connector"
+        return "sleep mode before vLLM 0.33, which frees the KV cache without notifying its connector"
     if {vllm_config.kv_transfer_config.kv_role, outer.kv_role} != {"kv_both"}:
         return "kv_role must be kv_both"
     return None
@@ -100,8 +100,8 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 def whole_prompts_only(vllm_config: VllmConfig) -> bool:
     """Whether a hit is right only if it leaves one token to compute.
 
-    vLLM's MLA for CPUs without AMX prefills as if nothing came before, and only decodes upon cached KV. It
-    therefore turns chunked prefill and prefix caching off by itself, but asks connectors all the same.
+    vLLM's MLA for CPUs without AMX prefills as if no token preceded, and only decodes upon cached KV. It
+    therefore turns chunked prefill and prefix caching off by itself, but queries connectors all the same.
     """
     return bool(
         vllm_config.device_config.device_type == "cpu"
@@ -125,7 +125,7 @@ def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     ranks = parallel.tensor_parallel_size
     if ranks == 1 or parallel.world_size != ranks:
         return False
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)  # 0.32 and later: vLLM says it itself
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)  # 0.32 and later: vLLM states it
     if replicas is not None:
         return bool(replicas == ranks)
     return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layer_specs(kv_cache_config))

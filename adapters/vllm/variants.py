@@ -3,9 +3,9 @@
 Owns: the weights epoch, the LoRAs seen, and the text that goes with every key. Refuses to know: keys,
 and how the server hashes the text into a namespace.
 
-A LoRA is the files that its name and path had at its first request. vLLM reads them again when it had no more room for
-the LoRA, or is told to, but keeps its own blocks and their hashes: once the files were replaced nobody knows what a block
-holds, and requests with that name and path run without cache. New files at a new path are a new LoRA.
+A LoRA is the files that its name and path had at its first request. vLLM reads them again when it had evicted
+the LoRA, or on request, but keeps its own blocks and their hashes: once the files were replaced it is unknown which of
+them a block was computed with, and requests with that name and path run without cache. New files at a new path are a new LoRA.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class _Lora:
 
 
 class Variants:
-    """`configured_version` reads `kvserver.weights_version` as it is now; `life` names this life of the engine.
+    """`configured_version` reads the current `kvserver.weights_version`; `incarnation` names this incarnation of the engine.
 
-    `private` says why the engine shares KV with itself only; empty while others may read and write it too. It may be
-    given from the start, which also a version that is configured already does not change.
+    `private` states why the engine shares KV with itself only; empty while it shares with others. If it is set from the
+    start, a version that is configured at the start does not change it.
     `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine.
     """
 
@@ -60,7 +60,7 @@ class Variants:
         self._replaced: set[tuple[str, str]] = set()
 
     def weights_changed(self, since: str) -> None:
-        """To a private epoch, because of `since`, unless the configured version was set anew since the last change."""
+        """To a private epoch, because of `since`, unless the configured version is a new one since the last change."""
         self._epoch += 1
         version = self._configured_version()
         self._version = version if version != self._version_seen else ""
@@ -95,7 +95,7 @@ class Variants:
         return f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}"
 
     def _own(self, epoch: str) -> str:
-        """Of that epoch what only this life of the engine knows."""
+        """The epoch's text for this incarnation of the engine only."""
         return _digest(f"{epoch} {self._incarnation}")
 
     def _lora(self, lora: Any) -> _Lora | None:

@@ -1,4 +1,4 @@
-"""Asks the daemon whether it serves the engines of this front end, also while they are idle and tell nothing.
+"""Queries the daemon whether it serves the engines of this front end, also while they are idle and report nothing.
 
 Owns: a thread with a connection of its own, and the engines' names. Refuses to know: what follows from the answers.
 """
@@ -21,7 +21,7 @@ log = logging.getLogger("vllm.kvserver")
 _INTERVAL_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 
-# (engine index, what the daemon says: None if it answers and does not tell, when it was asked)
+# (engine index; the status in the daemon's answer, None if the answer has none; when the query was sent)
 Answered = Callable[[int, CacheStatus | None, float], None]
 
 
@@ -62,7 +62,7 @@ class Watch:
             except Exception:
                 if not failed:
                     log.exception(
-                        "kvserver: whether this engine has its cache may not be told (further ones are not logged)"
+                        "kvserver: vllm:kvserver_connected may be wrong, since the query failed (further faults are not logged)"
                     )
                 failed = True
             self.stop.wait(_INTERVAL_SECONDS)
@@ -81,7 +81,7 @@ class Watch:
                 return
         except Exception as error:
             why = failure(self._endpoint, error)
-        self._hang_up()  # what the daemon has not read of ours goes with the connection
+        self._hang_up()  # queries that the daemon has not read are dropped with the connection
         for index in self._engines:
             self._answered(index, why, began)
 

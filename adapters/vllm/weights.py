@@ -1,4 +1,4 @@
-"""What a model's or a LoRA's files hold: samples of their content, so that copies are alike wherever and whenever they were made.
+"""Digests of a model's or a LoRA's files: samples of their content, so that copies are equal wherever and whenever they were made.
 
 Of safetensors the names, types and shapes of all tensors and some bytes of each; of other files pieces all through them.
 Names of folders and times of files do not matter. What was read of a file is remembered by its inode, size and ctime.
@@ -32,7 +32,7 @@ class NoWeights(Exception):
 
 
 class Stamp(NamedTuple):
-    """A file as it is now: whoever changes its content changes this."""
+    """A file as it is now: a change of its content changes the stamp."""
 
     inode: int
     size: int

@@ -8,12 +8,12 @@ A message may stay in the send queue until the engine's own work on its blocks i
 
 Who may still write after a wait ended (DESIGN's rule 1):
 - store: the server only reads; what it read it does not publish after our CANCELLED, nor after the deadline.
-- load, PENDING -> CANCELLED: nobody, the server never began and will not.
+- load, PENDING -> CANCELLED: no process, the server never began and will not.
 - load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its
-  process is gone. Until then the blocks stay quarantined: failed for the request, unused by anyone.
+  process has ended. Until then the blocks stay quarantined: failed for the request, and unused.
 
-What happens in any case, whatever raised before it: stores whose blocks are overwritten are cancelled, each copy of a
-plan is answered for, each copy in flight is looked at. A fault in one copy is that copy's alone.
+What happens in any case, also after an exception: stores whose blocks are overwritten are cancelled, each copy of a
+plan is answered for, each copy in flight is checked. A fault in one copy is that copy's alone.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ class WorkerHalf:
         sends_contents: bool = True,
         fault: Callable[[str, Exception], None],
     ) -> None:
-        """`link` is None when this worker runs without cache; it still answers for every load it is given.
+        """`link` is None when this worker runs without cache; it still reports the end of every load it is given.
 
-        `fails_requests`: vLLM takes a failed load as the whole request's, frees its blocks and begins anew, rather
+        `fails_requests`: vLLM treats a failed load as a failure of the whole request, frees its blocks and starts again, rather
         than computing the failed blocks in place. Only that is right where a window's null blocks lie before them,
         and only then can blocks be kept out of use.
-        `stores` is False for a rank whose KV is what rank 0 stores; `sends_contents` for all but rank 0.
-        `group_bytes`: what a block of each KV cache group takes, to count what was copied.
-        `fault` takes note of an exception of ours: (where, which).
+        `stores` is False for a rank whose KV rank 0 stores; `sends_contents` for all but rank 0.
+        `group_bytes`: the size of a block of each KV cache group, to count copied bytes.
+        `fault` counts and logs an exception: (where, which).
         """
         self.counters: Counter[str] = Counter()
         self.stats = KVServerStats()
         self._group_bytes = group_bytes
         self._settings = settings
         self._link = link
-        self._leaving: list[Link] = []  # after detach(), until the server let go
+        self._leaving: list[Link] = []  # after detach(), until the server has closed its mappings
         self._send_queue = send_queue
         self._fails_requests = fails_requests
         self._stores_own = stores
@@ -89,7 +89,7 @@ class WorkerHalf:
         self._sequences = itertools.count(1)
         self._loads: dict[int, Copy] = {}  # by load id
         self._stores: dict[int, Copy] = {}  # by store id
-        self._by_sequence: dict[int, Copy] = {}  # of this session, that await their answer
+        self._by_sequence: dict[int, Copy] = {}  # of this session, without an answer so far
         self._report = StepReport()
         self._finished: set[str] = set()
         self._failed: set[str] = set()  # of those, failed as a whole
@@ -103,7 +103,7 @@ class WorkerHalf:
         try:
             self._wait_for(waiting)
         finally:
-            # Needs the words alone. A store that went on would publish what this step's forward writes.
+            # Cancelling needs the state words only. A store that went on would publish what this step's forward writes.
             for copy in waiting:
                 with self._guarded("cancelling a store"):
                     self.counters["stores_cancelled_for_reuse"] += copy.cancel()
@@ -148,7 +148,7 @@ class WorkerHalf:
                     self.stats.add("store_failures")
 
     def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> Copy | None:
-        """None if it cannot begin, for want of a server or by a fault: it must be answered for in any case."""
+        """None if the copy cannot begin, for lack of a server or by a fault. The caller must report its end all the same."""
         try:
             return self._send(spec, timeout_ms)
         except Exception as error:
@@ -169,7 +169,9 @@ class WorkerHalf:
             posted = self._send_queue.post(self._message(copy))
         except Exception as error:
             self._fault(_beginning(spec), error)
-            posted = not copy.move(State.PENDING, State.CANCELLED)  # it left all the same, and runs
+            posted = not copy.move(
+                State.PENDING, State.CANCELLED
+            )  # the message was sent all the same, and the copy runs
         if not posted:
             self._free_words.append(copy.word)
             self.counters["unsent"] += 1
@@ -198,7 +200,7 @@ class WorkerHalf:
     # ---- copies end ---------------------------------------------------------------------------
 
     def poll(self, idle: bool) -> None:
-        """Look at everything in flight. A fault, in one copy or in the link, keeps no other copy from its end."""
+        """Check every copy in flight. A fault in one copy or in the link keeps no other copy from its end."""
         if not (self._loads or self._stores):
             return
         with self._guarded("receiving answers"):
@@ -208,7 +210,7 @@ class WorkerHalf:
                 self._wait_idle()
         now = time.monotonic()
         for store_id, copy in list(self._stores.items()):
-            over = now > copy.deadline  # also of one that cannot be looked at: the server will not publish it
+            over = now > copy.deadline  # also if checking it fails: the server will not publish it
             with self._guarded("looking at a store"):
                 over = self._store_over(copy, now)
             if over:
@@ -234,7 +236,7 @@ class WorkerHalf:
         return [*self._stores.values(), *self._loads.values()]
 
     def _store_over(self, copy: Copy, now: float) -> bool:
-        """Ended by its reply (see _receive), by the session's end, by us, or by its deadline."""
+        """Ended by its reply (see _receive), by the session's end, by the worker, or by its deadline."""
         if copy.session.ended.is_set() or copy.state() in (State.CANCELLED, State.FAILED):
             return True
         if now > copy.deadline:
@@ -262,7 +264,7 @@ class WorkerHalf:
             self._give_up(copy, now)
 
     def _load_ended(self, copy: Copy, now: float, loaded: bool) -> None:
-        """Nobody writes its blocks any more. It leaves the table first: vLLM dies of a load that ends twice."""
+        """The server no longer writes the load's blocks. The load leaves the table first: vLLM dies of a load that ends twice."""
         spec = copy.spec
         assert isinstance(spec, LoadSpec)
         del self._loads[spec.load_id]
@@ -284,7 +286,7 @@ class WorkerHalf:
             self._load_failed(copy.spec, quarantine=True)
 
     def _load_failed(self, spec: LoadSpec, quarantine: bool) -> None:
-        """First what the end of the load must not be told without, then the end, then what is counted."""
+        """First what must be reported with the load's end, then the end, then the counts."""
         if quarantine:
             self._report.quarantined.append((spec.load_id, [i for i in spec.block_ids if i != NULL_BLOCK]))
         if self._fails_requests:
@@ -301,7 +303,7 @@ class WorkerHalf:
             return
         copy.timed_out = True
         if self._send_queue.is_queued(copy.sequence):
-            return  # the daemon was not even asked
+            return  # the message was never sent
         self.counters["timeouts"] += 1
         self._link.breaker.timed_out()
 
@@ -310,7 +312,7 @@ class WorkerHalf:
             self._free_words.append(copy.word)
 
     def _receive(self) -> None:
-        """Take every answer. A store's answer is its end: only then are its chunks to be found."""
+        """Process every answer. A store's answer is its end: only then can its chunks be found."""
         if self._session is None or self._link is None:
             return
         for sequence, answer in self._send_queue.receive():
@@ -324,7 +326,7 @@ class WorkerHalf:
                 self._free_word(copy)
                 self._store_answered(copy, answer)
         elif copy is not None and isinstance(answer, Error):
-            # Refused before the server knew the word: it is ours to end.
+            # Refused before the server knew the word: the worker must end the copy.
             copy.move(State.PENDING, State.CANCELLED)
         if isinstance(answer, NotSent):
             self._not_sent(answer)
@@ -341,7 +343,7 @@ class WorkerHalf:
             self.stats.add("store_failures")
 
     def _bytes_of(self, block_ids: list[int]) -> int:
-        """What these blocks take, in the order of a copy; null blocks are not copied."""
+        """The size of these blocks, given in the order of a copy; null blocks are not copied."""
         groups = len(self._group_bytes)
         tables = [block_ids[group::groups] for group in range(groups)]
         return sum(
@@ -383,12 +385,12 @@ class WorkerHalf:
     def cache_status(self) -> CacheStatus:
         return self._link.cache_status if self._link is not None else CacheStatus("asleep", "the KV cache was given up")
 
-    # ---- the memory comes and goes ------------------------------------------------------------
+    # ---- registered memory --------------------------------------------------------------------
 
     def detach(self, seconds: float) -> bool:
         """Cancel every copy and unregister; without cache from then on, until attach().
 
-        Waits at most so long for the server to close its mappings, and says whether it has: from then on it
+        Waits `seconds` at most for the server to close its mappings; True if it has: from then on the server
         neither reads nor writes. May be called again.
         """
         for copy in self._copies():
@@ -406,7 +408,7 @@ class WorkerHalf:
         return not self._leaving
 
     def attach(self, link: Link) -> None:
-        """Go on with this link. REQUIRES: detached."""
+        """Continue with this link. REQUIRES: detached."""
         self._link = link
 
     @property
@@ -424,7 +426,7 @@ class WorkerHalf:
 
     @contextlib.contextmanager
     def _guarded(self, where: str) -> Iterator[None]:
-        """A fault in here is noted, and what follows happens all the same."""
+        """A fault in the block is counted and logged, and the caller goes on."""
         try:
             yield
         except Exception as error:

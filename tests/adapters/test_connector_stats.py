@@ -185,4 +185,4 @@ def test_a_payload_that_makes_no_sense_does_not_reach_the_engine(model_folder, c
     logger = PrometheusStatLogger(config, [0])
     for _ in range(2):
         logger.kv_connector_prom.observe({"load_seconds": 7, "of another version": []}, 0)
-    assert caplog.text.count("its figures in vLLM's metrics are not complete") == 1
+    assert caplog.text.count("vllm:kvserver_* in vLLM's metrics are not complete") == 1

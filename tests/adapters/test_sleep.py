@@ -88,7 +88,7 @@ def test_a_hung_daemon_holds_up_sleep_until_its_deadline_only(make_daemon, make_
     daemon.freeze()
     caplog.set_level(logging.WARNING, "vllm.kvserver")
     sleep(engine)
-    assert "did not let go of the KV cache within 0.1 s" in caplog.text
+    assert "did not close its mappings of the KV cache within 0.1 s" in caplog.text
     daemon.thaw()
     daemon.wait_for_accounting(mappings=0)
     wake(engine)

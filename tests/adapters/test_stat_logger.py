@@ -177,7 +177,7 @@ def test_what_vllm_reports_in_another_shape_is_logged_once_and_no_more_sent(mode
     logger = KVServerStatLogger(config, 0)
     for _ in range(3):
         logger.record(object(), None)
-    assert caplog.text.count("the load of this engine is not told any more") == 1
+    assert caplog.text.count("the stats of this engine are no longer sent to the daemon") == 1
 
 
 def test_its_thread_ends_with_the_logger(model_folder):
