@@ -1,4 +1,4 @@
-// completion.cpp: state words, clocks and the mailbox that tells the loop a job ended.
+// completion.cpp: state words, clocks and the mailbox by which the loop learns that a job ended.
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>

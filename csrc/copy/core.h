@@ -1,7 +1,8 @@
 // core.h: the contract of kvserver's native part.
 //
 // What it is: the memory that KV blocks are copied between, the copy jobs, and how their end is
-// told. Nothing here knows tensors, layers, messages or namespaces: addresses and integers only.
+// reported. Nothing here knows tensors, layers, messages or namespaces: addresses and integers
+// only.
 //
 // Two kinds of memory:
 //   L0  an engine's KV cache, seen as planes. Block `id` of plane p is the `run` bytes at
@@ -12,7 +13,7 @@
 //
 // Who may write what: a store reads L0 and writes the pages of its slots; a load reads the pages
 // and writes L0. The caller (the server loop) keeps slots alive and unshared until the job's
-// Completion was drained; it keeps mappings alive likewise. A device never allocates L1.
+// Completion was drained; it keeps mappings alive as long. A device never allocates L1.
 //
 // Threads: every public function may be called from any thread. Jobs are run by a device's own
 // threads, which never touch Python.
@@ -61,9 +62,9 @@ bool move_word(Word& word, uint64_t sequence, State from, State to);
 // ---- memory ---------------------------------------------------------------------------------
 // Memory that another process owns, mapped here: into the host's address space or a GPU's. map()
 // and unmap() may be slow: they are run as jobs, by the device that copies to it.
-// enable_shared_from_this, here and in what else Python hands over: then a shared_ptr that comes
-// from Python does not hold the Python object, and a copier thread that drops the last one needs no
-// GIL.
+// enable_shared_from_this, here and in every class that Python passes to native code: a shared_ptr
+// that comes from Python then does not own the Python object, and a copying thread that drops the
+// last one needs no GIL.
 class Mapping : public std::enable_shared_from_this<Mapping> {
   public:
     explicit Mapping(uint64_t size) : size_(size) {}
@@ -72,12 +73,12 @@ class Mapping : public std::enable_shared_from_this<Mapping> {
     Mapping& operator=(const Mapping&) = delete;
 
     virtual void map() = 0;  // throws std::runtime_error with the reason
-    // Also gives back what it was made from; idempotent. Throws std::runtime_error if something
-    // stays mapped, which then does so for good.
+    // Also closes the descriptor or handle that it was made from; idempotent. Throws
+    // std::runtime_error if something stays mapped, which then does so for good.
     virtual void unmap() = 0;
-    virtual bool intact() const = 0;   // false once there is less than what was mapped
+    virtual bool intact() const = 0;   // false once the memory is smaller than what was mapped
     virtual bool on_host() const = 0;  // whether a host thread may touch data()
-    // What it is a window of, the same for all of that: no copy may span two. REQUIRES: mapped().
+    // The allocation that this mapping is a part of; no copy may span two. REQUIRES: mapped().
     virtual const void* allocation() const { return this; }
 
     std::byte* data() const { return data_; }
@@ -89,8 +90,8 @@ class Mapping : public std::enable_shared_from_this<Mapping> {
     std::byte* data_ = nullptr;
 };
 
-// A file descriptor, mapped shared. Its owner may truncate the file at any time, so every access
-// must be guarded.
+// A file descriptor, mapped shared. The owner of the file may truncate it at any time, so every
+// access must be guarded.
 class FileMapping : public Mapping {
   public:
     FileMapping(int fd, uint64_t size);  // takes over fd
@@ -109,13 +110,13 @@ class WordMapping final : public FileMapping {
   public:
     using FileMapping::FileMapping;
     void map() override;
-    Word* word(uint64_t index) const;  // null unless it is mapped and holds that word
+    Word* word(uint64_t index) const;  // null unless it is mapped and has that word
 };
 
 constexpr uint64_t kMaxGroups = 64;
 
 // The planes of one registration, bounds-checked against the mappings once, here.
-// Keeps its mappings alive; whoever unmaps one must have settled every job on the table first.
+// Keeps its mappings alive. REQUIRES of an unmap: every job on the table has ended.
 //
 // Planes belong to KV cache groups 0..groups()-1. Every group has a block of its own at each
 // position, and their planes may share memory. In a slot, a position's bytes are those of all
@@ -149,23 +150,23 @@ class PlaneTable : public std::enable_shared_from_this<PlaneTable> {
     std::vector<uint64_t> group_bytes_;
 };
 
-// Where L1 lies. Explicit huge pages are reserved when it is mapped, or mapping fails: one that is
-// missing at the first touch would be a SIGBUS. Nodes are a wish: numa_error() says why it failed.
+// Where L1 lies. Explicit huge pages are reserved when L1 is mapped, or mapping fails: one that is
+// missing at the first touch would be a SIGBUS. Nodes are a wish: numa_error() is why it failed.
 struct Placement {
     uint64_t huge_page_bytes = 0;  // of explicit ones; 0: none
     bool transparent = true;       // if there are none, advise transparent ones or against them
-    std::vector<unsigned> nodes;   // interleave over these, or stay on it; none: leave it alone
+    std::vector<unsigned> nodes;   // interleave over several, stay on a single one; none: no policy
     bool bound = false;
 };
 
-// A memory policy as the kernel reports it; mode is "unknown" where asking is forbidden.
+// A memory policy as the kernel reports it; mode is "unknown" where the query is forbidden.
 struct NumaPolicy {
     std::string mode;
     std::vector<unsigned> nodes;
 };
-NumaPolicy numa_policy_at(const void* address);  // of that memory; of this thread if null
+NumaPolicy numa_policy_at(const void* address);  // of that memory; of this thread for null
 
-// The L1 region: private memory, touched lazily. Lives as long as the process serves.
+// The L1 region: private memory, touched lazily. It exists as long as the process serves.
 class HostRegion : public std::enable_shared_from_this<HostRegion> {
   public:
     explicit HostRegion(uint64_t size, const Placement& placement = {});  // std::runtime_error
@@ -176,8 +177,8 @@ class HostRegion : public std::enable_shared_from_this<HostRegion> {
     uint64_t size() const { return size_; }
     const std::string& numa_error() const { return numa_error_; }
 
-    // From the start on, so many bytes are pinned for GPUs, in registrations of kPinBytes that no
-    // copy may span. Only a Pinner moves it.
+    // The first `pinned_bytes` bytes are pinned for GPUs, in registrations of kPinBytes; no copy
+    // may span two of them. Only a Pinner changes it.
     static constexpr uint64_t kPinBytes = 256ull << 20;
     std::atomic<uint64_t> pinned_bytes{0};
 
@@ -199,7 +200,7 @@ struct Completion {
     std::string what;  // why it failed; empty otherwise
 };
 
-// A mailbox with an eventfd that is readable while it holds something.
+// A mailbox with an eventfd that is readable while the mailbox is not empty.
 class CompletionQueue {
   public:
     CompletionQueue();
@@ -240,7 +241,7 @@ struct CopyJob {
     uint64_t deadline_nanos = 0;  // CLOCK_MONOTONIC; not started after it; 0 = none
 
     // Progress, written by the device only.
-    std::atomic<uint64_t> next{0};       // first position nobody took yet
+    std::atomic<uint64_t> next{0};       // first position that no thread has begun
     std::atomic<uint64_t> processed{0};  // positions copied or given up
     std::atomic<uint64_t> bytes{0};
     std::atomic<bool> stop{false};  // set by cancel() or by a failing thread
@@ -261,28 +262,28 @@ struct MapJob {
 // ---- devices --------------------------------------------------------------------------------
 // What moves the bytes. Each backend is one: the CPU's threads, a GPU's streams, a test's stand-in.
 //
-// Tickets. Every ticket that a submit_ function took ends exactly once, by one Completion, also
-//   after cancel() and after the device was lost. A submit_ function that throws took nothing and
-//   moved no word. Ends come in any order: a device may run, finish and report tickets in whatever
-//   order suits it, loads and stores never wait for each other, and nobody may rely on a ticket
-//   that was submitted earlier. Tickets that are open when a device is destroyed do not end; from
-//   then on it writes nothing.
+// Tickets. Every ticket that a submit_ function accepted ends exactly once, by one Completion, also
+//   after cancel() and after the device was lost. A submit_ function that throws accepted nothing
+//   and moved no word. Ends come in any order: a device may run, finish and report tickets in
+//   whatever order suits it, loads and stores never wait for each other, and no caller may rely on
+//   a ticket that was submitted earlier. Tickets that are open when a device is destroyed do not
+//   end; from then on it writes nothing.
 // Words. By begin_job() before the first byte and by end_job() after the last one, nowhere else.
 //   The Completion is pushed after the word was moved. A word in PENDING that cannot begin is
 //   FAILED.
-// Cancel. cancel(), or the worker by the word, asks. Until the ticket ends the device may go on
-//   reading (a store) or writing (a load) the blocks and pages it was given; it must look at least
+// Cancel. cancel(), or the worker by the word, requests it. Until the ticket ends the device may go
+//   on reading (a store) or writing (a load) the ticket's blocks and pages; it must look at least
 //   once a block, or as often as its hardware lets it, and end the ticket as kCancelled, unless the
 //   whole copy had counted by then. Once the ticket ended it touches neither. An unknown ticket is
 //   ignored: it has ended.
 // Failure. A ticket that ends as anything but kDone may have moved any part of its bytes:
-//   `bytes` says how many, what lies in its pages and (for a load) blocks is garbage.
-// Loss. When the hardware is gone for good, every open ticket ends as kDeviceLost, after the
-//   device made sure that nothing of it still moves; where it cannot, the ticket stays open until
-//   the process is gone. Later copies and maps end so at once. What is left to do for unmaps is
-//   done, and they end as kDone. lost() then says why.
+//   `bytes` is how many; its pages, and for a load its blocks, contain garbage.
+// Loss. When the hardware is lost for good, every open ticket ends as kDeviceLost, after the
+//   device made sure that none of its bytes still moves; where the device cannot, the ticket stays
+//   open until the process ends. Later copies and maps end as kDeviceLost at once. Unmaps are still
+//   carried out, and end as kDone. lost() is the reason from then on.
 // Time. No function waits for a copy, a map or the hardware: all return at once and may be called
-//   by the loop. Only the destructor waits, for what runs to reach its next block.
+//   by the loop. Only the destructor waits, until each running copy is at its next block.
 class Device {
   public:
     virtual ~Device() = default;
@@ -294,7 +295,7 @@ class Device {
     // Throws std::invalid_argument by check_job().
     virtual void submit_copy(std::shared_ptr<CopyJob> job) = 0;
     virtual void cancel(uint64_t ticket) = 0;
-    // A map that fails leaves nothing mapped. An unmap that fails is over as well: see Mapping.
+    // A map that fails leaves nothing mapped. An unmap that fails has ended as well: see Mapping.
     // REQUIRES of an unmap: no open copy uses the mappings.
     virtual void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) = 0;
     virtual void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) = 0;
@@ -321,10 +322,10 @@ Completion run_map_job(const MapJob& job);
 // End a map that was not run because the device is lost: its descriptors are closed.
 Completion refuse_map_job(const MapJob& job, std::string what);
 
-// Copying by this thread (host_copy.cpp). False if the engine's memory is gone.
+// Copying by this thread (host_copy.cpp). False if the engine's memory was truncated.
 // REQUIRES: install_sigbus_guard() was called, begin_job() let it begin.
 bool copy_block_guarded(const CopyJob& job, uint64_t index, const L1& l1);
-void finish_copies();  // before anyone is told that the copies of this thread happened
+void finish_copies();  // before the end of this thread's copies is reported
 void install_sigbus_guard();
 
 // The worker's side of the state words: a sealed memfd that is handed to the server.
@@ -346,7 +347,7 @@ class WordPage {
 
 // The CPU as a device: threads that copy. All of them help the job in front, loads before stores,
 // so one large job uses the whole machine and a small load never waits behind a large store for
-// more than a batch. Never lost.
+// more than a batch. A CPU is never lost.
 class CpuDevice final : public Device {
   public:
     // delay_micros: pause before each block. For tests, which act in the middle of a copy; the
@@ -380,7 +381,7 @@ class CpuDevice final : public Device {
     std::condition_variable wake_maps_;
     std::deque<std::shared_ptr<CopyJob>> loads_;
     std::deque<std::shared_ptr<CopyJob>> stores_;
-    std::vector<std::shared_ptr<CopyJob>> busy_;  // all blocks taken, not all settled
+    std::vector<std::shared_ptr<CopyJob>> busy_;  // all positions begun, not all processed
     std::deque<MapJob> maps_;
     bool stopping_ = false;
     std::vector<std::thread> threads_;

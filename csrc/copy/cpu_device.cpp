@@ -1,4 +1,4 @@
-// cpu_device.cpp: the CPU as a device: threads, and the queues they take jobs from.
+// cpu_device.cpp: the CPU as a device: threads, and the queues of their jobs.
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -18,7 +18,7 @@ constexpr uint64_t kBatchBytes = 1 << 20;
 CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
                      unsigned delay_micros)
     : l1_{std::move(region), page_bytes}, delay_micros_(delay_micros) {
-    if (threads == 0) throw std::invalid_argument("the copier needs at least one thread");
+    if (threads == 0) throw std::invalid_argument("a CPU device needs at least one thread");
     check_l1(l1_);
     install_sigbus_guard();
     for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run_copies(); });

@@ -57,7 +57,7 @@ constexpr int kSaveMask = 1;
 constexpr int kSaveMask = 0;
 #endif
 
-// Run f; false if the memory it touched is gone. f must hold nothing that needs a destructor.
+// Run f; false if the memory it touched was truncated. f must have nothing that needs a destructor.
 template <typename F>
 bool guarded(F&& f) {
     if (sigsetjmp(guard_return, kSaveMask) != 0) return false;

@@ -28,7 +28,7 @@ std::string place(void* address, uint64_t size, const Placement& placement) {
         mask[node / kWordBits] |= 1ul << node % kWordBits;
     }
     const int mode = placement.bound ? MPOL_BIND : MPOL_INTERLEAVE;
-    // The kernel takes one bit less than it is told.
+    // The kernel reads one bit less than the count it gets.
     if (syscall(SYS_mbind, address, size, mode, mask.data(), kMaxNodes + 1, 0) == 0) return "";
     return std::string("mbind: ") + strerror(errno);
 }

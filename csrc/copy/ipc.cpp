@@ -24,7 +24,7 @@ void FileMapping::map() {
         throw std::runtime_error(std::string("fstat of shared memory: ") + strerror(errno));
     if (size_ == 0 || static_cast<uint64_t>(info.st_size) < size_)
         throw std::runtime_error("shared memory holds " + std::to_string(info.st_size) +
-                                 " bytes, the registration says " + std::to_string(size_));
+                                 " bytes, the registration states " + std::to_string(size_));
     void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
     if (address == MAP_FAILED)
         throw std::runtime_error("mmap of " + std::to_string(size_) +

@@ -43,7 +43,7 @@ void check_ids(const CopyJob& job) {
                                         std::to_string(job.planes->num_blocks()));
 }
 
-// RUNNING or CANCELLING becomes what tells the worker that its blocks are its own again.
+// RUNNING or CANCELLING becomes the state by which the worker's blocks are its own again.
 // True if the worker had cancelled it.
 bool give_up_word(const CopyJob& job) {
     if (job.word == nullptr) return false;

@@ -10,7 +10,7 @@ namespace kvserver {
 // The longest distance between two rows of a pitched copy (cudaDevAttrMaxPitch of every GPU).
 constexpr uint64_t kMaxPitch = INT32_MAX;
 
-// Planes that differ in nothing but their place, which moves by equal steps: in L0, inside one
+// Planes that differ only in their place, by equal steps: in L0, inside one
 // allocation, by `pitch`, and in a slot by `slot_pitch`. Block `id` of all of them is one copy of
 // `count` rows. A plane without such neighbours is a series of one; a plane that begins where the
 // one before it ends, in L0 and in the slot, is part of its run.

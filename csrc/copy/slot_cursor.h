@@ -7,10 +7,10 @@
 
 namespace kvserver {
 
-// Walks a job's slots laid end to end. REQUIRES: check_job() passed; it may only go forward.
+// Walks a job's slots laid end to end. REQUIRES: check_job() passed; offsets only grow.
 class SlotCursor {
   public:
-    // Stands at the first byte of a position.
+    // At the first byte of a position.
     SlotCursor(const CopyJob& job, const L1& l1, uint64_t position) : job_(job), l1_(l1) {
         const auto ends = job.extent_ends.begin();
         extent_ = static_cast<size_t>(
@@ -24,7 +24,7 @@ class SlotCursor {
                position % job_.blocks_per_slot * job_.planes->block_bytes();
     }
 
-    // f(address in L1, bytes) for each stretch that holds some of these, in order.
+    // f(address in L1, bytes) for each stretch of L1 with some of these bytes, in order.
     template <typename F>
     void visit(uint64_t offset, uint64_t bytes, F f) {
         while (bytes > 0) {

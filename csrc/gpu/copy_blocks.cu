@@ -17,7 +17,7 @@ namespace {
 // ---- launch configuration -------------------------------------------------------------------
 constexpr uint32_t kWarp = 32;
 // Loads that a thread has in flight before it stores. At 2 KiB a warp, and the warps below, an SM
-// has 96 KiB in flight; an H200's 4.8 TB/s at ~1 us latency ask for ~36 KiB of each of 132 SMs.
+// has 96 KiB in flight; an H200's 4.8 TB/s at ~1 us latency need ~36 KiB of each of 132 SMs.
 constexpr uint32_t kInFlight = 4;
 constexpr uint64_t kPieceBytes = kInFlight * kWarp * sizeof(uint4);  // 2 KiB: one round of a warp
 constexpr uint32_t kThreads = 256;
@@ -49,7 +49,7 @@ __device__ void copy_vectors(std::byte* to, const std::byte* from, uint32_t byte
     const auto* source = reinterpret_cast<const Vector*>(from);
     auto* target = reinterpret_cast<Vector*>(to);
     const uint32_t vectors = bytes / sizeof(Vector);
-#pragma unroll 1  // more rounds at a time would take more registers
+#pragma unroll 1  // more rounds at a time would need more registers
     for (uint32_t first = lane; first < vectors; first += kInFlight * kWarp) {
         Vector loaded[kInFlight] = {};  // else it spills
         for (uint32_t i = 0; i < kInFlight; ++i) {

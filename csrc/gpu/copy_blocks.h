@@ -25,12 +25,12 @@ struct PackedBlocks {
 // planes -> packed, kLoad scatters packed -> planes. Every byte of the destination is written
 // exactly once. Returns the cudaError_t of the launch.
 // REQUIRES: the host checked it all: ids are < the plane's block count, no block is named twice by
-// a load, positions > 0, and positions * position_bytes is what one launch may take (bounded by the
+// a load, positions > 0, and positions * position_bytes is what one launch may move (bounded by the
 // caller; the kernels are short and as wide as the GPU, since other processes wait for them).
 int launch_copy_blocks(Direction direction, const PackedBlocks& blocks, CUstream_st* stream);
 
-// Bring the kernels onto the current GPU, which the first launch would do otherwise, and say as a
-// cudaError_t if this GPU cannot run them. Slow.
+// Load the kernels onto the current GPU, which the first launch would do otherwise. Returns a
+// cudaError_t: whether this GPU can run them. Slow.
 int load_copy_blocks();
 
 }  // namespace kvserver

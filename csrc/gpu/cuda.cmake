@@ -1,6 +1,6 @@
 # Sets KVSERVER_WITH_CUDA and, where that is true, makes the CUDA compiler and CUDA::cudart_static known.
 # Looked for: what CMAKE_CUDA_COMPILER or CUDACXX names, nvcc in PATH, nvcc under /usr/local/cuda*.
-# KVSERVER_CUDA=ON: an error if it cannot be used. AUTO: a line that says why it is left out.
+# KVSERVER_CUDA=ON: an error if it cannot be used. AUTO: a line with the reason why it is left out.
 include(CheckLanguage)
 
 set(KVSERVER_CUDA_LEAST 12.8)  # the first to compile for sm_100

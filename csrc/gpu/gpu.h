@@ -1,14 +1,13 @@
-// gpu.h: what the server asks of one GPU, and nothing else of any CUDA library.
+// gpu.h: the calls that the server makes on one GPU, and nothing else of any CUDA library.
 //
 // CudaGpu (gpu_cuda.cpp) implements it by the CUDA runtime and driver. Tests and machines without a
 // GPU have a simulated one, whose memory is the host's and whose streams are threads.
 //
 // Threads: every virtual function is called by native threads without the GIL, from several at
 // once; each calls enter() first. None is called by the server's loop.
-// Errors: every function that talks to the GPU throws GpuError, which fails what it was called for
-// and nothing else. After a sticky one, which fails all later calls, lost() says why, and nobody
-// makes a further call but finish(): a GPU that is given up may still move what its streams were
-// given.
+// Errors: every function that calls the driver throws GpuError, which fails the caller's job and no
+// other. After a sticky error, which fails all later calls, lost() is the reason, and finish() is
+// the only call still allowed: a lost GPU may still move what was queued on its streams.
 #pragma once
 
 #include <array>
@@ -33,17 +32,17 @@ struct GpuError : std::runtime_error {
     bool out_of_memory;  // of the GPU; worth a smaller try
 };
 
-// Of a copy between host and GPU memory: rows, equally spaced at either end.
+// One part of a copy between host and GPU memory: rows, equally spaced at either end.
 struct Piece {
     std::byte* to;
     const std::byte* from;
     uint64_t bytes;  // of a row
     uint64_t rows = 1;
-    uint64_t to_pitch = 0;  // from one row's first byte to the next one's; of more rows than one
+    uint64_t to_pitch = 0;  // from one row's first byte to the next one's; if rows > 1
     uint64_t from_pitch = 0;
 };
 
-// An engine's GPU memory, as it is handed over.
+// An engine's GPU memory, as the engine shares it.
 struct GpuHandle {
     enum class Kind : uint8_t { kIpc, kFd };
     Kind kind;
@@ -53,7 +52,7 @@ struct GpuHandle {
 
 struct GpuMemory {
     std::byte* data;
-    std::optional<uint64_t> size;  // as the driver says, not the peer; it may not know
+    std::optional<uint64_t> size;  // as the driver reports it, if it does; never as the peer does
 };
 
 struct GpuInfo {
@@ -74,32 +73,32 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     std::string lost() const;  // why no call can succeed any more; empty while it can
     bool is_lost() const { return is_lost_; }
 
-    // Make this thread work with this GPU; the first one makes the context, which takes its time.
+    // Make this thread work with this GPU; the first call makes the context, which is slow.
     virtual void enter() = 0;
 
-    virtual uint64_t free_bytes() = 0;                // GPU memory that nobody has
+    virtual uint64_t free_bytes() = 0;                // GPU memory that is not allocated
     virtual std::byte* allocate(uint64_t bytes) = 0;  // GPU memory
     virtual void free(std::byte* memory) = 0;
     virtual std::byte* allocate_pinned(uint64_t bytes) = 0;  // host memory
     virtual void free_pinned(std::byte* memory) = 0;
-    // Register host memory that is there; for all GPUs of this process.
+    // Register host memory that exists; for all GPUs of this process.
     virtual void pin(std::byte* memory, uint64_t bytes) = 0;
     virtual void unpin(std::byte* memory) = 0;
 
-    // Another process's memory, at least so many bytes of it. What was opened already is opened no
-    // second time. REQUIRES: one close() each, after the last copy was waited for.
+    // Map another process's memory, at least `bytes` of it. Memory that is open already is not
+    // mapped twice. REQUIRES: one close() each, after the last copy was waited for.
     virtual GpuMemory open(const GpuHandle& handle, uint64_t bytes) = 0;
     virtual void close(std::byte* data) = 0;
 
     virtual Stream make_stream() = 0;
     virtual void free_stream(Stream stream) = 0;
-    virtual Event make_event() = 0;  // its waiters sleep, it takes the time
+    virtual Event make_event() = 0;  // its waiters sleep; it records the time
     virtual void free_event(Event event) = 0;
     virtual void record(Event event, Stream stream) = 0;
-    virtual void wait(Event event) = 0;  // until what was recorded happened
-    // Until nothing that was queued on the stream moves any more: it has run, or the context is
-    // dead, which is known at once. The one call that may be made on a lost GPU; needs no enter().
-    // GpuError: that cannot be told. May never return where the hardware hangs.
+    virtual void wait(Event event) = 0;  // until the recorded event happened
+    // Wait until nothing that was queued on the stream moves any more: it has run, or the context
+    // is dead, which is known at once. The one call that may be made on a lost GPU; needs no
+    // enter(). GpuError: the time is unknown. May never return where the hardware hangs.
     virtual void finish(Stream stream) = 0;
     virtual uint64_t nanos_between(Event first, Event last) = 0;  // REQUIRES: both happened
 
@@ -114,8 +113,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     void lose(const std::string& why);  // the first reason stays
 
   protected:
-    // Throw, and lose the GPU if its context is dead. No list of codes says which errors those are:
-    // a sticky one comes again from a call that has nothing to do with what failed.
+    // Throw, and lose the GPU if its context is dead. No list of codes names the sticky errors: a
+    // sticky one is returned again by a call that has nothing to do with the failed one.
     [[noreturn]] void fail(const std::string& what, bool no_memory = false);
     virtual bool alive() = 0;  // by such a call, a cheap one; true while there is no context
 
@@ -125,9 +124,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     std::string lost_;
 };
 
-// The GPUs that this process may use. GpuError says why there is none: no driver, or too old a one.
+// The GPUs that this process may use. GpuError is why there is none: no driver, or too old a one.
 std::vector<GpuInfo> cuda_gpus();
-// One by its UUID. Looks for it in the first enter(), which throws if there is none.
+// The GPU of this UUID. The first enter() looks for it, and throws if there is none.
 std::shared_ptr<Gpu> cuda_gpu(const std::string& uuid);
 bool built_with_cuda();
 

@@ -1,7 +1,7 @@
 // gpu_cuda.cpp: a GPU by the CUDA runtime, and by the driver for what the runtime has not.
 //
 // The runtime is linked statically and finds the driver when it is first used, so that this module
-// also loads where there is none. Driver functions are asked for at the version whose signature is
+// also loads where there is none. Driver functions are requested at the version whose signature is
 // used here.
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -37,7 +37,7 @@ std::string error_text(const char* call, int error) {
 // Where no GPU could be lost yet.
 void check_free(int error, const char* call) {
     if (error == cudaSuccess) return;
-    (void)cudaGetLastError();  // it would be told again by the next launch
+    (void)cudaGetLastError();  // else the next launch would report it again
     throw GpuError(error_text(call, error), error == cudaErrorMemoryAllocation);
 }
 
@@ -206,7 +206,7 @@ class CudaGpu final : public Gpu {
     void wait(Event event) override {
         CHECK(cudaEventSynchronize(static_cast<cudaEvent_t>(event)));
     }
-    // An error that leaves the context says nothing about the stream.
+    // An error that leaves the context alive is no evidence about the stream.
     void finish(Stream stream) override {
         const cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess && alive()) CHECK(error);
@@ -251,7 +251,7 @@ class CudaGpu final : public Gpu {
   private:
     void check(int error, const char* call, const char* file, int line) {
         if (error == cudaSuccess) return;
-        (void)cudaGetLastError();  // it would be told again by the next launch
+        (void)cudaGetLastError();  // else the next launch would report it again
         fail(error_text(call, error) + " at " + file + ":" + std::to_string(line) + " on " + uuid_,
              error == cudaErrorMemoryAllocation);
     }

@@ -27,7 +27,7 @@ void GpuMapping::map() {
     if (memory.size && offset_ + size_ > *memory.size) {
         unmap();
         throw std::runtime_error("the GPU memory holds " + std::to_string(*memory.size) +
-                                 " bytes, the registration says " +
+                                 " bytes, the registration states " +
                                  std::to_string(offset_ + size_));
     }
     data_ = opened_ + offset_;

@@ -2,7 +2,7 @@
 //
 // Two lanes, one for loads and one for stores, which share nothing and never wait for each other.
 // A job is cut into batches of bounded bytes; a lane keeps a few of them in flight, each in a slot
-// of its own with its own stream. Two ways to move a batch; which, follows from the planes:
+// of its own with its own stream. Two ways to move a batch; the planes decide which:
 //   DMA     by the copy engines, a pitched piece for each series of planes of a block, or for each
 //           plane of a stretch of blocks (pieces.h): no SM, no staging.
 //   staged  a kernel gathers a store's runs into the slot's staging memory, and few large pieces go
@@ -11,8 +11,8 @@
 // Cancels and the state word are looked at before each batch. So the batches in flight, up to
 // kMostSlots, are read (or written) after a cancel, and the ticket ends after them.
 //
-// Ordering: whoever sends a job has made sure that the engine's work on these blocks is done. No
-// stream here ever waits for another process.
+// Ordering. REQUIRES of submit_copy(): the engine's work on these blocks is done. No stream here
+// ever waits for another process.
 #pragma once
 
 #include "copy/core.h"
@@ -20,17 +20,17 @@
 
 namespace kvserver {
 
-// An engine's GPU memory: a window of one of its allocations.
+// An engine's GPU memory: a part of one of its allocations.
 class GpuMapping final : public Mapping {
   public:
     // Takes over handle.fd.
     GpuMapping(std::shared_ptr<Gpu> gpu, GpuHandle handle, uint64_t offset, uint64_t size);
     ~GpuMapping() override;
     void map() override;
-    // Leaves a lost GPU alone: the end of the process unmaps it. So it does with what the driver
-    // refused to unmap; nothing moves there any more.
+    // Unmaps nothing of a lost GPU: the end of the process does. The same holds for memory that the
+    // driver refused to unmap; nothing moves there any more.
     void unmap() override;
-    bool intact() const override { return true; }  // its owner cannot take it back
+    bool intact() const override { return true; }  // its owner cannot shrink it
     bool on_host() const override { return false; }
     const void* allocation() const override { return opened_; }
     const std::shared_ptr<Gpu>& gpu() const { return gpu_; }
@@ -50,19 +50,19 @@ class GpuMapping final : public Mapping {
 // On a GPU that an engine keeps busy a kernel waits for its process' time slice, ~1.6 ms beside
 // prefill (LMCache issue 5067): then kSlots batches are ~19 GB/s, kMostSlots more than the link. So
 // a lane that stages gets more slots, one by one, while at least as many batches wait as are in
-// flight, and as long as kSpareBytes of the GPU's memory stay free. They are made by a thread of
-// their own and stay: freeing GPU memory waits for all that the GPU does.
+// flight, and as long as kSpareBytes of the GPU's memory stay free. A thread of their own makes the
+// slots, and they stay: freeing GPU memory waits for all work of the GPU.
 //
-// What a copy of one batch may wait for that arrives behind a longer one: the batches in flight and
-// one more. Of a longer copy kSlots are, or as many as still wait, up to kMostSlots: 32 MiB,
+// A copy of one batch that arrives behind a longer copy waits for the batches in flight and one
+// more. A longer copy has kSlots in flight, or as many as still wait, up to kMostSlots: 32 MiB,
 // ~0.6 ms of PCIe 5, where little waits, 96 MiB, ~1.9 ms, in a lane that has grown.
 constexpr uint64_t kBatchBytes = 8ull << 20;
 constexpr unsigned kSlots = 4;
 constexpr unsigned kMostSlots = 12;
 constexpr uint64_t kSpareBytes = 512ull << 20;
 constexpr uint64_t kGrowthPauseNanos = 1'000'000'000;  // after a try for which there was no memory
-// Block ids of a batch at most, and what a staged one may have of them and of its planes together:
-// they travel with it, in pinned memory of its slot.
+// The most block ids of a batch, and the most bytes of ids and planes of a staged batch: they are
+// copied with it, from pinned memory of its slot.
 constexpr uint64_t kBatchIds = 16384;
 constexpr uint64_t kTableBytes = 256ull << 10;
 

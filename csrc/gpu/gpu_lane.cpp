@@ -206,7 +206,7 @@ bool Lane::stage(const Batch& batch) {
     return batch.slot->staging != nullptr;
 }
 
-// Wait here, as no event tells when, until the slot's stream moves nothing any more.
+// Wait here, since no event reports it, until the slot's stream moves nothing any more.
 void Lane::finish(const Slot& slot) {
     try {
         gpu_->finish(slot.stream);
@@ -418,7 +418,7 @@ std::string Lane::wait_for(const Batch& batch, bool& entered) {
     }
 }
 
-// From the job's first batch on; 0 if it cannot be told, which harms no byte.
+// From the job's first batch on; 0 if unknown, which harms no byte.
 uint64_t Lane::nanos_of(const Batch& batch) {
     try {
         return gpu_->nanos_between(batch.flight->began, batch.slot->done);
@@ -462,7 +462,7 @@ void Lane::end_as_lost(bool begun) {
     wake_.notify_all();
 }
 
-// Wait until no stream moves anything any more. False if that cannot be told.
+// Wait until no stream moves anything any more. False if that is unknown.
 bool Lane::all_quiet() {
     try {
         for (Slot& slot : slots_)

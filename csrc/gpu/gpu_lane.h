@@ -7,25 +7,25 @@
 
 namespace kvserver {
 
-// Three threads. One takes jobs, cuts them into batches and queues these on the slots' streams;
+// Three threads. One receives jobs, cuts them into batches and queues these on the slots' streams;
 // another waits for each batch's event, in the same order, and ends the jobs; the third makes more
 // slots. A job of one batch goes before the next batch of a longer one, every other time.
 //
-// A GPU that is lost: nothing more is queued. Jobs that have not begun end at once; the others when
-// the waiting thread has seen that no stream of the lane moves anything any more, which on a dead
-// context is at once. There is no deadline: a stream that never says so keeps its jobs open, as it
-// may still write into their blocks and pages until the process is gone.
+// On a lost GPU nothing more is queued. Jobs that have not begun end at once; the others when the
+// waiting thread has seen that no stream of the lane moves anything any more, which on a dead
+// context is at once. There is no deadline: a stream that never reports it keeps its jobs open, as
+// it may still write into their blocks and pages until the process ends.
 class Lane {
   public:
     Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options);
-    ~Lane();                                    // what is in flight is waited for, the rest dropped
+    ~Lane();                                    // waits for batches in flight, drops the rest
     void submit(std::shared_ptr<CopyJob> job);  // REQUIRES: check_job() passed
     void cancel(uint64_t ticket);
-    void gpu_lost();  // look whether it is
+    void gpu_lost();  // the GPU may be lost: look
     const LaneCounts& counts() const { return counts_; }
 
   private:
-    // A job on its way. REQUIRES of all its members: mutex_ held.
+    // A job in progress. REQUIRES of all its members: mutex_ held.
     struct Flight {
         std::shared_ptr<CopyJob> job;
         unsigned in_flight = 0;  // batches
@@ -52,8 +52,8 @@ class Lane {
         bool of_long;
     };
     struct Queued {
-        bool in_flight;     // some of it may move: its slot's event tells when it no longer does
-        std::string fault;  // why not all of it
+        bool in_flight;     // some of it may move until its slot's event
+        std::string fault;  // why not all of it was queued
     };
 
     void run_submits();
@@ -105,7 +105,7 @@ class Lane {
     std::deque<Slot> slots_;           // they never move; each is used by one batch, or none
     std::deque<Slot*> idle_;           // used by none
     unsigned long_ones_ = 0;           // slots that batches of long_ use
-    bool growing_ = false;             // one more slot is asked for, or being made
+    bool growing_ = false;             // one more slot is requested, or being made
     uint64_t grow_after_ = 0;          // not before
     std::map<uint64_t, Shared> open_;  // by ticket
     std::deque<Batch> running_;        // in flight, oldest first

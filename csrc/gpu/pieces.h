@@ -1,5 +1,5 @@
-// pieces.h: what a batch of a GPU's lane copies between L1 and GPU memory, piece by piece. No CUDA
-// in here: positions in, descriptors of copies out.
+// pieces.h: the pieces that one batch of a GPU's lane copies between L1 and GPU memory. No CUDA in
+// here: positions in, descriptors of copies out.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// pinner.h: L1 gets pinned for GPUs, in the background.
+// pinner.h: pins L1 for GPUs, in the background.
 #pragma once
 
 #include <atomic>
@@ -14,18 +14,18 @@
 
 namespace kvserver {
 
-// From the region's start on, HostRegion::kPinBytes at a time: touched by several threads, so that
-// the registration finds the pages there, then registered, portable to all GPUs. Registration holds
+// Pins from the region's start on, HostRegion::kPinBytes at a time: several threads touch the
+// pages, so that they exist, then one call registers them, portable to all GPUs. Registration holds
 // locks of the driver that stall every CUDA process of the machine (~0.1 s a GB), so each is
-// followed by a pause as long as it took. L1 is in use all the while: what is not pinned yet only
-// copies more slowly. An error ends it; the rest of L1 stays as it is.
+// followed by a pause of the same length. L1 is in use meanwhile: pages that are not pinned yet
+// only copy more slowly. An error ends the pinning; the rest of L1 stays unpinned.
 class Pinner {
   public:
     // `cpus`: where the touching threads run, so that fresh pages come from memory near them;
     // empty: anywhere.
     Pinner(std::shared_ptr<HostRegion> region, std::shared_ptr<Gpu> gpu, unsigned threads,
            std::vector<unsigned> cpus);
-    ~Pinner();  // stops after the piece at hand, and unpins; REQUIRES: nothing copies any more
+    ~Pinner();  // stops after the current piece, and unpins; REQUIRES: no copy runs
     std::string error() const;
     bool done() const { return done_; }
     double seconds() const { return static_cast<double>(pin_nanos_) / 1e9; }  // spent registering

@@ -76,7 +76,7 @@ void bind_gpu(nb::module_& m) {
             return found;
         },
         Released(),
-        "(uuid, name, pci, bytes of memory) of each. RuntimeError says why there is none.");
+        "(uuid, name, pci, bytes of memory) of each. RuntimeError is why there is none.");
     m.def("cuda_gpu", &cuda_gpu, "uuid"_a);
 
     m.def("dma_pieces", &dma_pieces, "region"_a, "page_bytes"_a, "direction"_a, "planes"_a,
@@ -113,8 +113,8 @@ void bind_gpu(nb::module_& m) {
         .def_prop_ro("mapped_bytes", &GpuDevice::mapped_bytes)
         .def(
             "counts",
-            [](const GpuDevice& copier, Direction direction) {
-                const LaneCounts& counts = copier.counts(direction);
+            [](const GpuDevice& device, Direction direction) {
+                const LaneCounts& counts = device.counts(direction);
                 return std::make_tuple(counts.dma_bytes.load(), counts.staged_bytes.load(),
                                        counts.unpinned_bytes.load(), counts.staging_bytes.load());
             },

@@ -30,7 +30,7 @@ std::string add(HashCounts& counts, std::string_view hashes, size_t hash_bytes) 
 using ReaderTuple = std::tuple<int, int, int, uint32_t>;
 using MatchTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>;
 
-// The bytes of whatever Python lends: a slice of a message need not be copied.
+// The bytes of a Python buffer, not copied: a slice of a message, for example.
 class Lent {
   public:
     explicit Lent(const nb::object& from) {
@@ -62,7 +62,7 @@ std::vector<MatchTuple> match(const PrefixIndex& index, const nb::object& hashes
     return found;
 }
 
-// Calls the method with its bytes read, and without the GIL: others may hold the lock.
+// Calls the method without the GIL, since other threads may hold the index's lock.
 template <typename Method>
 auto released(Method method) {
     return [method](PrefixIndex& index, int owner, const nb::bytes& hashes, size_t hash_bytes) {

@@ -1,4 +1,4 @@
-// bindings_lifetimes.cpp: the part of kvserver._native that follows the lives of L0 blocks.
+// bindings_lifetimes.cpp: the part of kvserver._native that follows the lifetimes of L0 blocks.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -1,4 +1,4 @@
-// block_lifetimes.cpp: an array of blocks, and one switch for what may happen to them.
+// block_lifetimes.cpp: an array of blocks, and one switch over the operations on them.
 #include "tables/block_lifetimes.h"
 
 #include <algorithm>
@@ -55,7 +55,7 @@ void check_id(uint64_t id, uint64_t num_blocks, const char* what, size_t index) 
 
 void check_marks(std::string_view marks, size_t records) {
     const size_t count = count_of(marks, sizeof(Mark), "marks");
-    if (count == 0 && records > 0) refuse("records without a mark that says when");
+    if (count == 0 && records > 0) refuse("records without a mark of their time");
     Mark before{};
     for (size_t i = 0; i < count; ++i) {
         const auto mark = at<Mark>(marks, i);
@@ -127,7 +127,7 @@ void LifetimeMetrics::observe(LifetimeHistogram& histogram, uint64_t nanos) {
     histogram.sum += seconds;
 }
 
-// ---- lives ----------------------------------------------------------------------------------
+// ---- lifetimes ------------------------------------------------------------------------------
 
 void BlockLifetimes::Free::operator()(Block* blocks) const { std::free(blocks); }
 
@@ -138,7 +138,7 @@ BlockLifetimes::BlockLifetimes(std::shared_ptr<LifetimeMetrics> metrics, uint64_
       num_blocks_(num_blocks),
       sample_below_(static_cast<uint64_t>(std::ldexp(checked_rate(sample_rate), 53))),
       seed_(mix(seed)),
-      // Zero is a block that was never used, and pages that nobody touches cost nothing.
+      // Zero is a block that was never used, and pages that are never touched cost nothing.
       blocks_(static_cast<Block*>(std::calloc(num_blocks, sizeof(Block)))) {
     if (!blocks_ && num_blocks > 0) throw std::bad_alloc();
 }
@@ -150,7 +150,7 @@ BlockLifetimes::Block& BlockLifetimes::touch(uint32_t id) {
     return blocks_[id];
 }
 
-// Where this block is counted. Every change of a block stands between --gauge and ++gauge of it.
+// The gauge that counts this block. Every change of a block is between --gauge and ++gauge of it.
 uint64_t& BlockLifetimes::gauge(const Block& block) {
     if (block.owners > 0) return metrics_.active_blocks;
     return block.alive ? metrics_.released_blocks : nowhere_;
@@ -166,7 +166,7 @@ void BlockLifetimes::begin(Block& block, uint32_t id, uint64_t now) {
     block.content = 0;
 }
 
-// REQUIRES: it has a life; its owners are those before this access.
+// REQUIRES: the block is alive; its owners are those before this access.
 void BlockLifetimes::access(Block& block, uint64_t now) {
     ++(block.owners > 0 ? metrics_.shared_accesses : metrics_.reuses);
     if (block.sampled && block.accessed_ns && now)
@@ -184,13 +184,13 @@ void BlockLifetimes::observe_end(const Block& block, uint64_t now) {
         shared_->observe(metrics_.idle_before_evict, span_ns(block.released_ns, now));
 }
 
-// Nothing if it has no life.
+// Nothing for a block that is not alive.
 void BlockLifetimes::end(Block& block, End how, uint64_t now) {
     if (block.alive && block.sampled) observe_end(block, now);
     forget(block, how);
 }
 
-// Likewise, and nothing is observed.
+// The same, and nothing is observed.
 void BlockLifetimes::forget(Block& block, End how) {
     if (!block.alive) return;
     ++(metrics_.*how);
@@ -304,7 +304,7 @@ void BlockLifetimes::own_one(uint64_t request, uint32_t id, uint64_t content, ui
     const bool same = block.alive && content != 0 && block.content == content;
     --gauge(block);
     if (owns && (block.content == 0 || content == 0)) {
-        if (content != 0) block.content = content;  // else nothing new is said of it
+        if (content != 0) block.content = content;  // else the content is unchanged
     } else if (same && !owns) {
         if (watched) access(block, now);
         own(block, id, request);
@@ -357,13 +357,13 @@ void BlockLifetimes::own(Block& block, uint32_t id, uint64_t request) {
     ++ours.owned;
     ours.blocks.push_back(id);
     if (ours.blocks.size() <= 2 * ours.owned + 64) return;
-    std::vector<uint32_t>& blocks = ours.blocks;  // half of it is of the past
+    std::vector<uint32_t>& blocks = ours.blocks;  // half of the entries are past
     std::sort(blocks.begin(), blocks.end());
     blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
     std::erase_if(blocks, [&](uint32_t b) { return !owned_by(blocks_[b], b, request); });
 }
 
-// REQUIRES: it is an owner.
+// REQUIRES: `request` is an owner.
 void BlockLifetimes::disown(Block& block, uint32_t id, uint64_t request, uint64_t now) {
     if (--block.owners == 0) {
         block.released_ns = now;

@@ -1,26 +1,27 @@
-// block_lifetimes.h: the lives of an engine's L0 blocks.
+// block_lifetimes.h: the lifetimes of an engine's L0 blocks.
 //
-// A life is one stay of one content in one block. It begins when the block is given out and ends
-// when that content can no longer be found: evicted (it was cached), recycled (it never was, and
-// the block was given out again), cleared (all of the pool at once) or lost (its end was not seen).
-// The owners of a block are the requests that use it now; a block that nobody owns is released, and
-// may be found again (a reuse) until its life ends.
+// A lifetime is one stay of one content in one block. It begins when the block is allocated and
+// ends when that content can no longer be found: evicted (it was cached), recycled (it never was,
+// and the block was allocated again), cleared (all of the pool at once) or lost (its end was not
+// seen). A block is alive during a lifetime. The owners of a block are the requests that use it
+// now. A live block without owners is released, and may be found again (a reuse) until its lifetime
+// ends.
 //
-// What is observed when, of lives in the sample:
+// What is observed when, of lifetimes in the sample:
 //   reuse_gap           at each access: from the access before it, the first from the allocation
 //   lifetime            at the end by eviction or recycling: from the allocation
-//   idle_before_evict   likewise: since the last owner left; 0 if somebody still owns it
-//   since_last_access   likewise: since the last access or the allocation
-// What began unseen is not observed: a life that was there when the watching began has no lifetime,
-// and no gap, idle time or time since an access before one was seen. Counters and gauges are exact.
+//   idle_before_evict   at the same end: since the last owner left; 0 if a request still owns it
+//   since_last_access   at the same end: since the last access or the allocation
+// A lifetime that began unseen has no `lifetime`, no gap and no time since an access until one was
+// seen, and no idle time until a release was seen. Counters and gauges are exact.
 //
-// Two ways to know; REQUIRES: one pool is watched in one way only:
+// Two sources; REQUIRES: one pool is watched by one of them only:
 //   exact      apply(): what the engine's block pool did, in order
-//   reported   own_blocks(), release_blocks(), end_request(): which request holds which block with
-//   what content
+//   reported   own_blocks(), release_blocks(), end_request(): which request owns which block with
+//              what content
 //
 // Times are CLOCK_MONOTONIC nanoseconds, 0: not known. Where a time is before an earlier one, the
-// span is 0. Block 0 is the engine's null block and is passed over.
+// span is 0. Block 0 is the engine's null block and is skipped.
 //
 // Threads: every function may be called from any thread; all pools of one LifetimeMetrics share its
 // mutex, for one call each, and readers of the metrics do not wait for them.
@@ -39,26 +40,26 @@ namespace kvserver {
 // A record is a little-endian u32: operation << kRecordShift | block.
 constexpr uint32_t kRecordShift = 29;
 enum class Record : uint32_t {
-    kAllocated,  // given out, one owner; what it held before is recycled unless it was evicted
-    kAccessed,   // one owner more, of what it holds
+    kAllocated,  // one owner; the content before is recycled unless it was evicted
+    kAccessed,   // one owner more, of the same content
     kReleased,   // one owner less
-    kEvicted,    // what it holds can no longer be found; owners may remain
-    kCleared,    // all lives of the pool end; the block means nothing, owners remain
-    kPresent,    // state: it holds something, since nobody knows when, and has no owner
+    kEvicted,    // its content can no longer be found; owners may remain
+    kCleared,    // all lifetimes of the pool end; the record's block is ignored, owners remain
+    kPresent,    // state: it has content, since an unknown time, and no owner
     kOwned,      // state: one owner more
 };
 
-// When: the time of all records from this one up to the next mark's.
+// The time of all records from this one up to the next mark's.
 struct Mark {
     uint64_t record, time_ns;
 };
 
-// Throws std::invalid_argument, which says what and where, unless `records` are known operations on
+// Throws std::invalid_argument, naming what and where, unless `records` are known operations on
 // blocks below num_blocks and `marks` (16 bytes each, little-endian) name records in ascending
 // order, the first one record 0, and their times do not descend.
 void check_records(std::string_view records, std::string_view marks, uint64_t num_blocks);
 
-// counts[i] is of (bounds[i-1], bounds[i]], the last one of what is above every bound.
+// counts[i] is of (bounds[i-1], bounds[i]], the last one of everything above every bound.
 struct LifetimeHistogram {
     std::vector<uint64_t> counts;
     double sum = 0;  // seconds
@@ -66,20 +67,20 @@ struct LifetimeHistogram {
 
 struct LifetimeSnapshot {
     uint64_t allocations = 0;
-    uint64_t reuses = 0;           // accesses of blocks that nobody owned
-    uint64_t shared_accesses = 0;  // and of blocks that somebody did
-    uint64_t evictions = 0, recycled = 0, cleared = 0, lost = 0;  // how lives ended
-    uint64_t active_blocks = 0;                                   // somebody owns them
-    uint64_t released_blocks = 0;  // nobody does, but their lives go on
+    uint64_t reuses = 0;           // accesses of blocks without owners
+    uint64_t shared_accesses = 0;  // accesses of blocks with owners
+    uint64_t evictions = 0, recycled = 0, cleared = 0, lost = 0;  // how lifetimes ended
+    uint64_t active_blocks = 0;                                   // with owners
+    uint64_t released_blocks = 0;                                 // alive, without owners
     LifetimeHistogram lifetime, idle_before_evict, since_last_access, reuse_gap;
 };
 
-// What is known of all pools of one instance and model, also of those that are gone.
+// The metrics of all pools of one instance and model, also of pools that were destroyed.
 class LifetimeMetrics : public std::enable_shared_from_this<LifetimeMetrics> {
   public:
     // Seconds, ascending; throws std::invalid_argument.
     explicit LifetimeMetrics(std::vector<double> bounds);
-    // All of one moment: between two calls of any pool. Never waits for one.
+    // All of one moment: between two calls of any pool. Never waits for a call.
     LifetimeSnapshot read() const;
 
   private:
@@ -103,9 +104,9 @@ class LifetimeMetrics : public std::enable_shared_from_this<LifetimeMetrics> {
 // One pool. A pool that is destroyed ends as by end_all().
 class BlockLifetimes {
   public:
-    // Each life is in the sample with probability sample_rate, decided at its birth by a hash of
-    // seed, block and the number of the block's life. Memory is touched as blocks are first used.
-    // Throws std::invalid_argument, or std::bad_alloc.
+    // Each lifetime is in the sample with probability sample_rate, decided at its start by a hash
+    // of seed, block and the number of the block's lifetime. Memory is touched as blocks are first
+    // used. Throws std::invalid_argument, or std::bad_alloc.
     BlockLifetimes(std::shared_ptr<LifetimeMetrics> metrics, uint64_t num_blocks,
                    double sample_rate, uint64_t seed);
     ~BlockLifetimes();
@@ -115,26 +116,25 @@ class BlockLifetimes {
     // Throws by check_records(), and nothing is applied then.
     void apply(std::string_view records, std::string_view marks);
 
-    // `blocks` are u32, `contents` u64 names of what is in the first ones: the others are partial.
-    // 0 names nothing either. Of a block that
-    //   has no life             a life begins
-    //   the request owns        a partial one may fill, in the same life; the same content, or
-    //   none,
-    //                           is no news
-    //   has the same content    the request becomes an owner: a shared access, or a reuse if nobody
-    //                           was; contents of two groups are never the same
-    //   else                    its life ends, evicted if it had a content, else recycled; another
-    //                           begins, with this owner only
-    // With `watched` false this is state, as of Record::kPresent and kOwned: lives begin unseen and
-    // owners are no accesses. Throws std::invalid_argument, and nothing is applied then.
+    // `blocks` are u32, `contents` u64 names of the content of the first ones: the others are
+    // partial. 0 names nothing either. Of a block that
+    //   is not alive           a lifetime begins
+    //   the request owns       a partial block may fill, in the same lifetime; the same content, or
+    //                          none, changes nothing
+    //   has the same content   the request becomes an owner: a shared access, or a reuse if the
+    //                          block had none; contents of two groups are never the same
+    //   else                   its lifetime ends, evicted if it had a content, else recycled; a new
+    //                          one begins, with this owner only
+    // With `watched` false this is state, as of Record::kPresent and kOwned: lifetimes begin unseen
+    // and owners are no accesses. Throws std::invalid_argument, and nothing is applied then.
     void own_blocks(uint64_t request, uint32_t group, std::string_view blocks,
                     std::string_view contents, uint64_t time_ns, bool watched = true);
-    // Those of them that the request owns.
+    // The request no longer owns these; those that it does not own are ignored.
     void release_blocks(uint64_t request, std::string_view blocks, uint64_t time_ns);
-    // All that it owns.
+    // The request no longer owns any block.
     void end_request(uint64_t request, uint64_t time_ns);
 
-    // Nothing is known of the pool any more: all lives are lost, nobody owns anything.
+    // The state of the pool is unknown from here on: all lifetimes are lost, no block has owners.
     void end_all();
 
     uint64_t num_blocks() const { return num_blocks_; }
@@ -150,7 +150,7 @@ class BlockLifetimes {
         uint64_t content;      // reported: 0 while partial
         uint64_t owner;        // reported: one of them, the others are in others_
         uint32_t owners;
-        uint32_t births : 30;  // how many it has had
+        uint32_t births : 30;  // lifetimes so far
         uint32_t alive : 1;
         uint32_t sampled : 1;
     };
@@ -159,7 +159,7 @@ class BlockLifetimes {
         void operator()(Block* blocks) const;
     };
     struct RequestBlocks {
-        std::vector<uint32_t> blocks;  // also some that it owns no longer, or twice
+        std::vector<uint32_t> blocks;  // also some that the request owns no longer, or twice
         size_t owned = 0;
     };
     using End = uint64_t LifetimeSnapshot::*;
@@ -189,8 +189,8 @@ class BlockLifetimes {
     const uint64_t sample_below_;  // of 2^53
     const uint64_t seed_;
     std::unique_ptr<Block[], Free> blocks_;
-    uint64_t touched_ = 0;  // blocks from here on have no life and no owner
-    uint64_t nowhere_ = 0;  // counts blocks with neither a life nor an owner, to no end
+    uint64_t touched_ = 0;  // blocks from here on are not alive and have no owner
+    uint64_t nowhere_ = 0;  // counts blocks neither alive nor owned; never read
     std::unordered_map<uint32_t, std::vector<uint64_t>> others_;  // by block
     std::unordered_map<uint64_t, RequestBlocks> requests_;
 };

@@ -1,12 +1,12 @@
 // block_runs.h: lists of block ids in few bytes.
 //
-// An engine hands out its blocks in ascending order at first and in ascending or descending
+// An engine allocates its blocks in ascending order at first and in ascending or descending
 // stretches later, so most lists are a few runs; a fully shuffled list costs about two bytes an id.
-// Forms, each number a varint (7 bits a byte, low ones first, the top bit says that more follow):
+// Forms, each number a varint (7 bits a byte, low ones first, the top bit is set if more follow):
 //   nothing    no ids
 //   0, then for each id    zigzag(id - the id before it)
 //   1, then for each run   zigzag(its first id - the last id before it), length << 1 | descending
-// Before the first id stands 0. pack_blocks() takes the shorter form.
+// The first id is a difference from 0. pack_blocks() uses the shorter form.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ namespace kvserver {
 
 std::string pack_blocks(const std::vector<uint32_t>& ids);
 
-// Throws std::invalid_argument, which says where and what, on anything that is not one of the forms
-// with at most `most` ids. Whoever sent it may be hostile: it takes at most 4 * most bytes of
+// Throws std::invalid_argument, naming where and what, on anything that is not one of the forms
+// with at most `most` ids. The sender may be hostile: the result uses at most 4 * most bytes of
 // memory.
 std::vector<uint32_t> unpack_blocks(std::string_view packed, size_t most);
 

@@ -1,10 +1,11 @@
-// hash_counts.h: how often each block hash is held.
+// hash_counts.h: how often each block hash is present.
 //
-// An event names a block once when it comes and once when it goes, however many chunks contain it:
-// whoever tells of blocks counts them here first. Hashes are up to 32 bytes, shorter ones filled up
-// with zeros; clients choose them, so their place in the table depends on a secret.
+// An event names a block once when it is stored and once when it is removed, however many chunks
+// contain it: a publisher of such events counts blocks here first. Hashes are up to 32 bytes,
+// shorter ones filled up with zeros; clients choose them, so their place in the table depends on a
+// secret.
 //
-// One thread uses it. Memory: 40 bytes a slot, and at most 3 of 4 slots are taken.
+// One thread uses it. Memory: 40 bytes a slot, and at most 3 of 4 slots are used.
 #pragma once
 
 #include <array>
@@ -22,18 +23,19 @@ class HashCounts {
 
     explicit HashCounts(uint64_t seed);
 
-    // One byte for each of the hashes, which lie end to end: 1 if it is held since now.
+    // One byte for each of the hashes, which lie end to end: 1 if it became present.
     // Throws std::invalid_argument unless `hashes` is whole hashes of `hash_bytes` <= 32.
     std::string add(std::string_view hashes, size_t hash_bytes);
 
-    // One byte for each: 1 if it is no longer held since now, 2 if it was not held before.
+    // One byte for each: 1 if it is no longer present, 2 if it was not present before.
     std::string remove(std::string_view hashes, size_t hash_bytes);
 
-    // One byte for each: 1 if it is held.
+    // One byte for each: 1 if it is present.
     std::string contains(std::string_view hashes, size_t hash_bytes) const;
 
-    // Up to `most` of the hashes held, 32 bytes each, in no order, from `cursor` on, which begins
-    // at 0 and is moved behind them. All are told if nothing is added or removed between the calls.
+    // Up to `most` of the hashes present, 32 bytes each, in no order, from `cursor` on, which
+    // begins at 0 and is moved behind them. All are returned if nothing is added or removed between
+    // the calls.
     std::string slice(size_t& cursor, size_t most) const;
 
     // Whether so many more can be added without moving all others, which takes a while.

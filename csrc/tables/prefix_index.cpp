@@ -55,7 +55,7 @@ uint64_t advance_chunks(uint64_t from, uint64_t chunk_blocks, uint64_t bits,
     return from;
 }
 
-// A block is had if L0 holds it, or L1 or L2 the chunk that it lies in.
+// A block counts if it is in L0, or its chunk is in L1 or L2.
 void advance(Walk& walk, const std::vector<uint64_t>& owners, size_t count) {
     PrefixIndex::Match& match = walk.match;
     while (match.l0 < owners.size() && (owners[match.l0] & walk.l0) != 0) ++match.l0;
@@ -341,7 +341,7 @@ void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
     }
 }
 
-// ---- figures ----------------------------------------------------------------------------------
+// ---- metrics ----------------------------------------------------------------------------------
 
 size_t PrefixIndex::size() const {
     const std::lock_guard lock(mutex_);

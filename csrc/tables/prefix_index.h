@@ -1,18 +1,18 @@
-// prefix_index.h: who holds which blocks, to tell how much of a prompt each of them has.
+// prefix_index.h: which owner has which blocks, to find how much of a prompt each of them has.
 //
-// A owner is a tier of one engine or of several: what one engine has in its own memory, what a
-// namespace has in L1. Blocks are told with their hashes, which cover the whole prompt up to there;
-// of each only the last 8 bytes count, since some engines publish no more than these. With n blocks
-// held a hash that nobody holds is taken for one of them with odds of n / 2^64, and a wrong match
-// costs a detour of one request, no more. A block may be told to a owner several times, and is
-// held until it was taken back as often.
+// An owner is a tier of one engine or of several: the memory of one engine, or L1 for one
+// namespace. Blocks are named by their hashes, which cover the whole prompt up to there; of each
+// only the last 8 bytes count, since some engines publish no more than these. With n blocks in the
+// index a hash that no owner has matches one of them with odds of n / 2^64, and a wrong match costs
+// a detour of one request, no more. A block may be added to an owner several times, and stays until
+// it was removed as often.
 //
-// Any thread may use it. It waits for others at most for as long as they take over 128 hashes, or
-// over one of 1,024 parts of the table. Hashes are chosen by clients: their place depends on a
+// Any thread may use it. A call waits for others at most for as long as they need for 128 hashes,
+// or for one of 1,024 parts of the table. Hashes are chosen by clients: their place depends on a
 // secret.
 //
-// Memory: 16 bytes a slot, of which 3/5 to 3/4 are taken: 21 to 27 bytes a block; 64 more for each
-// block and owner told more than once. What would exceed the bound is refused and counted.
+// Memory: 16 bytes a slot, of which 3/5 to 3/4 are used: 21 to 27 bytes a block; 64 more for each
+// block and owner added more than once. A block that would exceed the bound is refused and counted.
 #pragma once
 
 #include <array>
@@ -29,38 +29,38 @@ class PrefixIndex {
   public:
     static constexpr int kMostOwners = 64;
 
-    // An engine's owners (-1: none). In L1 and L2 only the last block of each chunk is told; a
+    // An engine's owners (-1: none). In L1 and L2 only the last block of each chunk is added; a
     // chunk is `chunk_blocks` > 0 blocks, counted from the start of the prompt.
     struct Reader {
         int l0, l1, l2;
         uint32_t chunk_blocks;
     };
-    // The blocks at the start of a prompt that each tier has alone, and that they have together.
+    // The blocks at the start of a prompt that each tier has alone, and that all have together.
     struct Match {
         uint64_t l0 = 0, l1 = 0, l2 = 0, best = 0;
     };
 
     PrefixIndex(uint64_t seed, size_t most_bytes);
 
-    // A new owner, of nothing; -1 if there are kMostOwners.
+    // A new owner, without blocks; -1 if there are kMostOwners.
     int add_owner();
-    // It holds nothing any more. REQUIRES: nobody adds to it meanwhile, or removes.
+    // The owner has no blocks any more. REQUIRES: no call adds to it or removes from it meanwhile.
     void clear_owner(int owner);
-    // Likewise, and its number is free.
+    // The same, and its number is free.
     void remove_owner(int owner);
 
     // The hashes lie end to end. Returns how many were refused for want of memory.
     // Throws std::invalid_argument unless they are whole hashes of 8 to 32 bytes, of a owner.
     size_t add_blocks(int owner, std::string_view hashes, size_t hash_bytes);
-    // Returns how many it did not hold.
+    // Returns how many of them the owner did not have.
     size_t remove_blocks(int owner, std::string_view hashes, size_t hash_bytes);
 
     // What each reader has of a prompt with these blocks.
     std::vector<Match> match(std::string_view hashes, size_t hash_bytes,
                              const std::vector<Reader>& readers) const;
 
-    size_t size() const;                   // blocks that anybody holds
-    size_t owned_blocks(int owner) const;  // blocks that it holds
+    size_t size() const;                   // blocks of any owner
+    size_t owned_blocks(int owner) const;  // blocks of this owner
     uint64_t refused() const;              // blocks, since the beginning
     size_t memory_bytes() const;
 
@@ -82,9 +82,9 @@ class PrefixIndex {
         size_t operator()(const Again& again) const;
     };
     using Times = std::unordered_map<Again, uint32_t, HashAgain>;
-    // What memory is read by. Hashes are searched for from the first slot of a line on, so that
-    // most are found in the line where they belong; behind an empty slot of a line the others are
-    // empty.
+    // The unit that memory is read by. Hashes are searched for from the first slot of a line on, so
+    // that most are found in the line where they belong; behind an empty slot of a line the others
+    // are empty.
     static constexpr size_t kLineSlots = 4;
     struct alignas(kLineSlots * sizeof(Slot)) Line {
         std::array<Slot, kLineSlots> slots;
@@ -93,7 +93,7 @@ class PrefixIndex {
     struct Part {
         std::vector<Line> lines;
         size_t used = 0;
-        Times again;  // times told beyond the first
+        Times again;  // times added beyond the first
 
         size_t home(uint64_t place) const { return (place & 0xffffffff) * lines.size() >> 32; }
         size_t size() const { return lines.size() * kLineSlots; }
@@ -119,7 +119,7 @@ class PrefixIndex {
     const uint64_t factor_;
     const size_t most_bytes_;
     mutable std::mutex mutex_;  // of all below
-    uint64_t open_ = 0;         // owners that are given out
+    uint64_t open_ = 0;         // owners in use
     uint64_t seen_ = 0;         // of these, those that are not being cleared
     std::array<size_t, kMostOwners> owned_{};
     std::vector<Part> parts_;

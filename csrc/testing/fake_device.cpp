@@ -1,4 +1,4 @@
-// fake_device.cpp: a device whose tickets run and end when and how a test says.
+// fake_device.cpp: a device whose tickets run and end when and how a test decides.
 #include "testing/fake_device.h"
 
 #include <algorithm>
@@ -54,7 +54,7 @@ std::vector<Completion> FakeDevice::drain() {
     if (options_.seed == 0) return ends;
     std::lock_guard lock(mutex_);
     std::shuffle(ends.begin(), ends.end(), random_);
-    // Some are heard of later.
+    // Some are reported later.
     for (uint64_t later = dice(5) / 3; later > 0 && !ends.empty(); --later) {
         completions_.push(std::move(ends.back()));
         ends.pop_back();
@@ -121,7 +121,7 @@ void FakeDevice::check_caller(const CopyJob& job) const {
         if (!other->copy) continue;
         const bool both_read = !store && other->copy->direction == Direction::kLoad;
         require(both_read || !overlap(pages, pages_of(*other->copy)),
-                "a page under a copy was given away");
+                "a page under a copy is named by another");
     }
 }
 
@@ -236,7 +236,7 @@ std::optional<Completion> FakeDevice::run_copy(Ticket& ticket, const Stretch& st
     return std::nullopt;
 }
 
-// As core.h says under "Loss". REQUIRES: nobody is running it.
+// See "Loss" in core.h. REQUIRES: no thread is running the ticket.
 Completion FakeDevice::end_lost(const Ticket& ticket) const {
     if (ticket.copy)
         return ticket.begun ? end_job(*ticket.copy, Outcome::kDeviceLost, lost_)

@@ -1,11 +1,11 @@
 // fake_device.h: a device for tests. It keeps the contract of core.h to the letter and to its
 // limits.
 //
-// Nothing moves until a test says so, and only in the thread that says it: tickets run block by
+// Nothing moves until a test calls for it, and only in the calling thread: tickets run block by
 // block, end in any order and any way, and the device can be lost. Bytes are copied for real, by
-// the code and with the checks of the CPU copier; what core.h only REQUIRES of callers is checked.
+// the code and with the checks of the CPU device; what core.h only REQUIRES of callers is checked.
 //
-// Why this beside fake_gpu.h: that one stands below a device, for the lanes of GpuDevice, whose
+// Why this beside fake_gpu.h: that one is below a device, for the lanes of GpuDevice, whose
 // threads decide when a ticket moves and ends; so it repeats no run, ends no ticket out of turn,
 // stops none between two blocks and does not come back after a loss. The tests of the server and
 // its random model need just that, and no kernels, streams or staging, which this one has not.

@@ -139,7 +139,7 @@ void FakeGpu::call(const std::string& name, std::unique_lock<std::mutex>& lock) 
     fail(planned.what, planned.what == "out of memory");
 }
 
-// Until then, or until the GPU is dead, of which nobody wakes us.
+// Until then, or until the GPU is dead, which wakes no waiter.
 void FakeGpu::wait_for(const std::function<bool()>& happened, std::unique_lock<std::mutex>& lock) {
     while (!happened() && !dead_) wake_.wait_for(lock, std::chrono::milliseconds(10));
 }
@@ -191,7 +191,7 @@ bool FakeGpu::check(const Piece& piece, bool pinned) {
                    "a piece that is not between the host and memory of this GPU") &&
            require(whole || !touches(all_pinned_, host, bytes),
                    "a piece that spans two registrations") &&
-           require(whole || !pinned, "a piece said to be pinned");
+           require(whole || !pinned, "a piece passed as pinned");
 }
 
 // ---- memory ---------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 //
 // Its memory is the host's, its streams are threads, its kernels are copy_blocks.cu compiled for
 // the host. What gpu.h only REQUIRES of callers is checked, when work is queued and again when it
-// runs; faults(), and standard error, say what was broken. Tests may hold its streams, make calls
-// fail, and lose it.
+// runs; faults(), and standard error, report what was broken. Tests may pause its streams, make
+// calls fail, and lose it.
 //
 // Memory of another process is a file: a descriptor (kFd), or a path in the handle's bytes, ended
 // by a zero (kIpc).
@@ -33,15 +33,15 @@ class FakeGpu final : public Gpu {
     ~FakeGpu() override;
 
     // ---- for the test
-    void pause();   // streams stand still, before their next operation
-    void resume();  // and go on
+    void pause();   // streams stop before their next operation
+    void resume();  // and streams go on
     // The next call of this name, or the one after so many others (a function of Gpu, or
     // "address_range", which open() makes) throws. With `lost`, the GPU is lost by it: dead, so
     // that nothing moves any more, or with `alive` only given up, and what its streams were given
     // still runs.
     void fail_next(const std::string& call, const std::string& what, bool lost, bool alive,
                    unsigned after);
-    void die(const std::string& what);  // dead while nobody calls: waiters are told
+    void die(const std::string& what);  // dead without a call: waiters are woken
     std::vector<std::string> faults() const;
     std::map<std::string, uint64_t> calls() const;  // how often each was made
     uint64_t open_memories() const;

@@ -1,7 +1,7 @@
 // host_cuda.h: what copy_blocks.cu needs of CUDA, for the host. Include it before that source.
 //
-// It shows addresses only: which bytes are read and written, each how often, whatever the order of
-// the threads. Races, coalescing, caches and limits of a launch show on a GPU alone.
+// It shows addresses only: which bytes are read and written, and how often, in any order of the
+// threads. Races, coalescing, caches and limits of a launch show on a GPU alone.
 #pragma once
 
 #include <cstdint>

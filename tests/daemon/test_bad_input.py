@@ -391,8 +391,8 @@ def test_the_reply_to_registrations_that_do_not_fit_their_memory_states_the_numb
         ({"memory": [SharedFd(0, size)]}, "bad_memory", ["3 descriptors", "0 to 1"]),
         ({"memory": [SharedFd(0, size), SharedFd(0, size)]}, "bad_memory", ["3 descriptors", "once"]),
         ({"memory": [SharedFd(0, size), SharedFd(7, size)]}, "bad_memory", ["3 descriptors", "0 to 1"]),
-        ({"memory": [SharedFd(0, size), SharedFd(1, huge)]}, "bad_memory", [str(huge), "registration says"]),
-        ({"words": WORDS + 1}, "bad_memory", [f"holds {WORDS * 8} bytes", f"says {WORDS * 8 + 8}"]),
+        ({"memory": [SharedFd(0, size), SharedFd(1, huge)]}, "bad_memory", [str(huge), "registration states"]),
+        ({"words": WORDS + 1}, "bad_memory", [f"holds {WORDS * 8} bytes", f"states {WORDS * 8 + 8}"]),
         ({"attachment": 999_999}, "unknown_attachment", ["999999", "Attach again"]),
     ]:  # fmt: skip
         worker.attach()
@@ -437,7 +437,7 @@ def test_memory_that_is_smaller_than_registered_is_refused(daemon, make_worker):
     worker.memory.truncate(1, 4096)
     worker.attach()
     error = worker.error_of(worker.registration())
-    assert_error(error, "bad_memory", "holds 4096 bytes", f"registration says {worker.geometry.sizes[1]}")
+    assert_error(error, "bad_memory", "holds 4096 bytes", f"registration states {worker.geometry.sizes[1]}")
 
 
 def test_an_unsealed_state_word_page_is_refused(daemon, make_worker):
@@ -454,7 +454,7 @@ def test_descriptors_that_are_no_memory_are_refused(daemon, make_worker):
     for odd in (os.open("/dev/null", os.O_RDWR), os.open("/", os.O_RDONLY), os.eventfd(0), *os.pipe()):
         worker.attach([odd, worker.memory.fds[1], worker.words.fd])
         os.close(odd)
-        assert_error(worker.error_of(worker.registration()), "bad_memory", "registration says")
+        assert_error(worker.error_of(worker.registration()), "bad_memory", "registration states")
         worker.hang_up()
 
 

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionstart() -> None:
     if os.environ.get("KVSERVER_REQUIRE_GPU") == "1":
-        assert not SIMULATED, "KVSERVER_REQUIRE_GPU=1 asks for a real GPU"
+        assert not SIMULATED, "KVSERVER_REQUIRE_GPU=1 requires a real GPU"
         assert found()[0], found()[1]
 
 
@@ -59,7 +59,7 @@ def engine(gpu_daemon: Daemon) -> Iterator[Engine]:
 
 @pytest.fixture
 def daemon(gpu_daemon: Daemon) -> Iterator[Daemon]:
-    """After every test it runs, holds nothing for anybody, and is cleared."""
+    """After every test the daemon runs, has no engine's resources, and is cleared."""
     yield gpu_daemon
     assert gpu_daemon.running(), gpu_daemon.log[-4000:]
     gpu_daemon.http("/cache/clear", "POST")

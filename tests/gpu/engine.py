@@ -43,7 +43,7 @@ class Engine:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """SIGKILL; returns when the process has ended."""
         self.process.kill()
         self.process.wait()
 

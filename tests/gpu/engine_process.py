@@ -101,7 +101,7 @@ class Commands:
         return operation.state.name
 
     def stale_loads(self, seed: str, first: int, count: int, rounds: int) -> int:
-        """Load again and again into poisoned blocks; how often the word said DONE and a byte was not there.
+        """Load again and again into poisoned blocks; how often the word was DONE and a byte was not there.
 
         What arrives last is looked at first.
         """

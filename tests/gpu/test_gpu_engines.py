@@ -54,7 +54,7 @@ def test_a_round_trip_keeps_every_byte(daemon: Daemon, engine: Engine, count: in
     round_trip(engine, f"round trip {count}", count)
 
 
-def test_a_load_that_says_done_has_all_its_bytes_in_place(daemon: Daemon, engine: Engine) -> None:
+def test_a_load_whose_word_is_done_has_all_its_bytes_in_place(daemon: Daemon, engine: Engine) -> None:
     assert engine.ask("store", "race", 1, 4) == 4
     assert engine.ask("stale_loads", "race", 1, 4, 50) == 0
 
@@ -79,7 +79,7 @@ def test_an_engine_that_is_killed_before_its_event_fires_stores_nothing(
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_an_engine_that_is_killed_in_the_middle_of_a_copy_harms_nobody(
+def test_an_engine_that_is_killed_in_the_middle_of_a_copy_harms_no_other(
     daemon: Daemon, engine: Engine, make_engine: MakeEngine, direction: str
 ) -> None:
     before = in_use(daemon)
@@ -126,7 +126,7 @@ def test_the_memory_of_a_killed_engine_comes_back(daemon: Daemon, engine: Engine
 
 
 def test_blocks_of_a_load_stay_the_daemons_while_it_stands_still(make_engine: MakeEngine) -> None:
-    """It is stopped in the middle of a load, whose deadline passes. No byte arrives after the load has settled."""
+    """The daemon is stopped in the middle of a load, whose deadline passes. No byte arrives after the load has ended."""
     delay = {"copy_delay_us": 30_000} if SIMULATED else {}
     daemon = Daemon(l1_size="96MiB" if SIMULATED else "4GiB", **daemon_flags(), **delay).start()
     try:

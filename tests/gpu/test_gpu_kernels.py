@@ -31,22 +31,22 @@ def pinned(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(params=[Way.DMA, Way.STAGED], ids=["dma", "staged"])
 def device(request: pytest.FixtureRequest, pinned: bool) -> Iterator[Device]:
-    """As it is used, but for the way: no copy of it may go another one, or to L1 that is not what the test says."""
+    """As it is used, but for the way: no copy of it may go another one, or to L1 that is not what the test chose."""
     gpu = open_gpu()
     made = Device(300, PAGE, gpu=gpu, way=request.param, batch_bytes=1 << 20, pinned=pinned, allocate=by_fd)
     yield made
     if isinstance(gpu, FakeGpu):
         assert gpu.faults == []
-    assert isinstance(made.copier, GpuDevice)
+    assert isinstance(made.native, GpuDevice)
     for direction in (Direction.STORE, Direction.LOAD):
-        dma, staged, unpinned, _ = made.copier.counts(direction)
+        dma, staged, unpinned, _ = made.native.counts(direction)
         moved, other = (staged, dma) if request.param == Way.STAGED else (dma, staged)
         assert moved > other == 0
         assert (unpinned == 0) == pinned
 
 
 def both_directions(device: Device, l0: L0, blocks: list[object], skip: int = 0, per_slot: int = 4) -> None:
-    """Store to random pages and load to the same blocks: AssertionError unless L1 and L0 are as the reference says."""
+    """Store to random pages and load to the same blocks: AssertionError unless L1 and L0 are as the reference has them."""
     size = l0.geometry.block_bytes
     slots = -(-(skip + len(blocks)) // per_slot)
     pages_per_slot = -(-per_slot * size // PAGE)
@@ -109,7 +109,7 @@ def test_copies_of_both_directions_that_are_queued_at_once_keep_every_byte(devic
     if isinstance(device.gpu, FakeGpu):
         assert device.drain() == []
         device.gpu.resume()
-    for ticket in tickets:  # each is heard of by the descriptor
+    for ticket in tickets:  # each is reported by the descriptor
         end = device.wait(ticket)
         assert end.outcome == Outcome.DONE, end.what
     assert l0.memory.image() == expected_l0

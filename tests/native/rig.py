@@ -115,11 +115,11 @@ class Device:
         self.gpu = gpu
         self.allocate = allocate
         self.fake = FakeDevice(region, page_bytes, fake_seed, delay_micros=delay_micros) if fake_seed else None
-        self.copier: CpuDevice | FakeDevice | GpuDevice
+        self.native: CpuDevice | FakeDevice | GpuDevice
         if gpu is not None:
-            self.copier = GpuDevice(region, page_bytes, gpu, batch_bytes, way, **limits)
+            self.native = GpuDevice(region, page_bytes, gpu, batch_bytes, way, **limits)
         else:
-            self.copier = self.fake or CpuDevice(region, page_bytes, threads, delay_micros)
+            self.native = self.fake or CpuDevice(region, page_bytes, threads, delay_micros)
         self.pinner = self._pin() if pinned else None
         self.ended: dict[int, End] = {}
         self.tickets = 0
@@ -142,7 +142,7 @@ class Device:
         return self.tickets
 
     def drain(self) -> list[End]:
-        ends = [End(*raw) for raw in self.copier.drain()]
+        ends = [End(*raw) for raw in self.native.drain()]
         for end in ends:
             assert end.ticket not in self.ended, f"ticket {end.ticket} ended twice"
             self.ended[end.ticket] = end
@@ -155,23 +155,23 @@ class Device:
             if self.fake is not None:
                 self.fake.step()
             else:
-                select.select([self.copier.completion_fd], [], [], 0.1)
+                select.select([self.native.completion_fd], [], [], 0.1)
             self.drain()
         return self.ended[ticket]
 
     def map(self, mappings: list[Mapping]) -> End:
         ticket = self.next_ticket()
-        self.copier.submit_map(ticket, mappings)
+        self.native.submit_map(ticket, mappings)
         return self.wait(ticket)
 
     def unmap(self, mappings: list[Mapping]) -> End:
         ticket = self.next_ticket()
-        self.copier.submit_unmap(ticket, mappings)
+        self.native.submit_unmap(ticket, mappings)
         return self.wait(ticket)
 
     def submit(self, direction: Direction, l0: L0, job: Job, **word: Any) -> int:
         ticket = self.next_ticket()
-        self.copier.submit_copy(ticket, direction, l0.table, **job.arguments(), **word)
+        self.native.submit_copy(ticket, direction, l0.table, **job.arguments(), **word)
         return ticket
 
     def submit_with_word(self, direction: Direction, l0: L0, job: Job, index: int = 0, sequence: int = 1) -> int:

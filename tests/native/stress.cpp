@@ -1,4 +1,4 @@
-// stress.cpp: the copier under sanitizers, without Python. `make sanitize` builds and runs it.
+// stress.cpp: the devices under sanitizers, without Python. `make sanitize` builds and runs it.
 //
 // Threads submit random stores and loads over one worker's memory, workers cancel some by their
 // words, the server cancels others, and one worker truncates its memory while it is copied. The
@@ -324,8 +324,8 @@ void gpu_copies(unsigned seed) {
     }
 }
 
-// It dies, or is given up and lives on, while copies are queued, under way and cancelled. Nothing
-// lands in the worker's memory after the last end.
+// The GPU dies, or is given up and runs on, while copies are queued, under way and cancelled.
+// Nothing lands in the worker's memory after the last end.
 void lost_gpu(unsigned seed, bool alive) {
     std::mt19937 random(seed);
     for (int round = 0; round < 20; ++round) {
@@ -372,5 +372,5 @@ int main() {
     lost_gpu(2, true);
     stress_index();
     stress_lifetimes();
-    std::puts("stress: all checks held");
+    std::puts("stress: all checks passed");
 }

@@ -1,7 +1,7 @@
 // stress_index.cpp: the prefix index under sanitizers. `make sanitize` builds and runs it.
 //
-// Threads add, remove, clear and close holders of their own, over hashes that all share, while
-// others match prompts. Checked: no match is longer than the prompt, none says less in all tiers
+// Threads add, remove, clear and remove owners of their own, over hashes that all share, while
+// others match prompts. Checked: no match is longer than the prompt, none is shorter in all tiers
 // than in one, each thread finds exactly what it holds, and nothing is left at the end.
 #include "stress_index.h"
 

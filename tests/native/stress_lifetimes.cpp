@@ -1,8 +1,9 @@
-// stress_lifetimes.cpp: the lives of blocks under sanitizers. `make sanitize` builds and runs it.
+// stress_lifetimes.cpp: the lifetimes of blocks under sanitizers. `make sanitize` builds and runs
+// it.
 //
 // Threads feed random records to pools of the same metrics, some of them wrong, and random holds to
-// others, while a thread reads. Checked: wrong records change nothing, and when all pools are gone
-// every life that began has ended in one way.
+// others, while a thread reads. Checked: wrong records change nothing, and when all pools are
+// destroyed every lifetime that began has ended in one way.
 #include "stress_lifetimes.h"
 
 #include <array>
@@ -28,7 +29,7 @@ std::string raw(const std::vector<T>& values) {
     return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
 }
 
-// How many lives began unseen.
+// How many lifetimes began unseen.
 uint64_t feed_records(const std::shared_ptr<LifetimeMetrics>& metrics, uint64_t seed) {
     std::mt19937 random(static_cast<uint32_t>(seed));
     BlockLifetimes lifetimes(metrics, kPoolBlocks, 0.5, seed);

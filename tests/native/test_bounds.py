@@ -168,7 +168,7 @@ def test_ids_that_are_no_whole_numbers_are_refused(device: Device, field: str) -
     l0 = L0(device, flat(8, 64))
     arguments = {**Job([1], [0], 1, 1).arguments(), field: b"\0\0\0\0\0"}
     with pytest.raises(ValueError, match="multiple of 4"):
-        device.copier.submit_copy(1, Direction.STORE, l0.table, **arguments)
+        device.native.submit_copy(1, Direction.STORE, l0.table, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +179,14 @@ def test_an_extent_that_leaves_l1_is_refused(device: Device, first: int, count: 
     l0 = L0(device, flat(8, 64))
     arguments = {**Job([1], [0], 1, 1).arguments(), "extents": struct.pack("=II", first, count)}
     with pytest.raises(ValueError, match="do not lie in L1"):
-        device.copier.submit_copy(1, Direction.STORE, l0.table, **arguments)
+        device.native.submit_copy(1, Direction.STORE, l0.table, **arguments)
 
 
 def test_half_an_extent_is_refused(device: Device) -> None:
     l0 = L0(device, flat(8, 64))
     arguments = {**Job([1], [0], 1, 1).arguments(), "extents": slot_of([0])[:4]}
     with pytest.raises(ValueError, match="pairs"):
-        device.copier.submit_copy(1, Direction.STORE, l0.table, **arguments)
+        device.native.submit_copy(1, Direction.STORE, l0.table, **arguments)
 
 
 def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
@@ -199,7 +199,7 @@ def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
         assert device.map([vast, WordMapping(os.dup(words.fd), 64)]).outcome == Outcome.DONE
         table = PlaneTable([vast], [(0, 0, 0, 1 << 45, 0)] * 128, 1)
         with pytest.raises(ValueError, match="too few pages"):
-            device.copier.submit_copy(1, Direction.STORE, table, bytes(4), slot_of([0]), 1, 1 << 12)
+            device.native.submit_copy(1, Direction.STORE, table, bytes(4), slot_of([0]), 1, 1 << 12)
     finally:
         os.close(fd)
         device.unmap([vast])
@@ -218,7 +218,7 @@ def test_an_l1_that_cannot_be_had_is_refused(size: int) -> None:
 
 
 class TestMapping:
-    def test_memory_shorter_than_it_was_said_to_be_is_refused(self, device: Device) -> None:
+    def test_memory_shorter_than_its_registration_states_is_refused(self, device: Device) -> None:
         words = L0(device, flat(1, 64)).words
         short = os.memfd_create("short")
         os.ftruncate(short, 4095)

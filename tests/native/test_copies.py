@@ -1,4 +1,4 @@
-"""Bytes move between planes and pages exactly as the contract says, and no other byte changes."""
+"""Bytes move between planes and pages exactly as the contract states, and no other byte changes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def configure(build: Path, *options: str, **environment: str) -> subprocess.Comp
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The object file of the kernels, and what the compiler said."""
+    """The object file of the kernels, and the compiler's output."""
     nvcc = find_nvcc()
     if nvcc is None:
         assert "CI" not in os.environ, "CI must have nvcc: else nothing shows that the kernels compile"
@@ -107,7 +107,7 @@ def test_the_module_links_no_cuda_library() -> None:
     assert not [name for name in needed if "cuda" in name or "nv" in name]
 
 
-def test_without_nvcc_cuda_is_left_out_and_a_line_says_how_to_get_it(tmp_path: Path) -> None:
+def test_without_nvcc_cuda_is_left_out_and_a_line_explains_how_to_get_it(tmp_path: Path) -> None:
     done = configure(tmp_path, CUDACXX="/nowhere/nvcc")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CUDA is left out: no working nvcc was found. To have it, install a CUDA toolkit" in done.stdout

@@ -19,7 +19,7 @@ CSRC = HERE.parent.parent / "csrc"
 STUB = HERE / "cuda_stub.cpp"
 CASES = re.findall(r"^ +CASE\((\w+)\)", STUB.read_text(), re.MULTILINE)
 
-# What the source says, what it says with the fault, and the case that notices.
+# The source's text, its text with the fault, and the case that notices.
 FAULTS = {
     "no error is sticky": (
         "cudaEventRecord(probe_event_, stream) == cudaSuccess",
@@ -41,7 +41,7 @@ FAULTS = {
         "CHECK(result);",
         "memory_whose_range_is_not_known_has_no_size",
     ),
-    "a stream that says nothing is quiet": (
+    "a stream without an answer is quiet": (
         "if (error != cudaSuccess && alive()) CHECK(error);",
         "if (error != cudaSuccess && !alive()) CHECK(error);",
         "a_stream_is_quiet_if_it_ended_or_its_context_is_dead",

@@ -112,7 +112,7 @@ class TestWhole:
         assert l0.memory.image() == expected
 
     @BOTH
-    def test_the_word_says_done_by_the_time_the_end_is_heard_of(self, make: Make, direction: Direction) -> None:
+    def test_the_word_is_done_by_the_time_the_end_is_reported(self, make: Make, direction: Direction) -> None:
         device = make()
         l0 = L0(device, flat(4, 64))
         assert ended(device, device.submit_with_word(direction, l0, Job([1], [0], 1, 1))).outcome == Outcome.DONE
@@ -124,12 +124,12 @@ class TestWhole:
         ticket = device.submit(STORE, l0, Job([1], [0], 1, 1))
         if device.fake is not None:
             device.fake.release(ticket)
-        assert select.select([device.copier.completion_fd], [], [], 20)[0]
+        assert select.select([device.native.completion_fd], [], [], 20)[0]
         device.wait(ticket)
-        assert not select.select([device.copier.completion_fd], [], [], 0)[0]
+        assert not select.select([device.native.completion_fd], [], [], 0)[0]
 
-    def test_a_device_that_stands_is_not_lost(self, make: Make) -> None:
-        assert make().copier.lost == ""
+    def test_a_working_device_is_not_lost(self, make: Make) -> None:
+        assert make().native.lost == ""
 
 
 class TestRefusals:
@@ -181,13 +181,13 @@ class TestRefusals:
         assert (end.outcome, end.bytes, l0.words.state(0)) == (Outcome.CANCELLED, 0, State.CANCELLED)
         assert (l0.memory.image(), device.read_l1()) == (image, l1)
 
-    def test_a_cancel_of_a_ticket_that_nobody_knows_is_ignored(self, make: Make) -> None:
+    def test_a_cancel_of_an_unknown_ticket_is_ignored(self, make: Make) -> None:
         device = make()
         l0 = L0(device, flat(4, 64))
-        device.copier.cancel(12345)
+        device.native.cancel(12345)
         ticket = device.submit(STORE, l0, Job([1], [0], 1, 1))
         assert device.wait(ticket).outcome == Outcome.DONE
-        device.copier.cancel(ticket)
+        device.native.cancel(ticket)
 
 
 class TestCancels:
@@ -203,7 +203,7 @@ class TestCancels:
     @BOTH
     def test_the_server_ends_a_running_copy(self, make: Make, direction: Direction) -> None:
         device, l0, ticket = self.begun(make, direction)
-        device.copier.cancel(ticket)
+        device.native.cancel(ticket)
         end = ended(device, ticket)
         assert (end.outcome, l0.words.state(0)) == (Outcome.CANCELLED, State.FAILED)
         assert end.bytes < 200 * l0.geometry.block_bytes
@@ -226,7 +226,7 @@ class TestCancels:
     def test_a_device_that_is_dropped_stops_writing(self, make: Make) -> None:
         device, l0, _ = self.begun(make, LOAD)
         device.fake = None
-        del device.copier
+        del device.native
         gc.collect()
         l0.memory.fill()
         image = l0.memory.image()
@@ -239,7 +239,7 @@ class TestMemory:
     def test_memory_that_was_truncated_is_lost(self, make: Make, direction: Direction) -> None:
         device = make()
         if device.gpu is not None:
-            pytest.skip("nobody can truncate a GPU's memory")
+            pytest.skip("a GPU's memory cannot be truncated")
         l0 = L0(device, flat(9, 4096))
         l0.memory.truncate()
         end = ended(device, device.submit_with_word(direction, l0, Job(range(1, 9), range(8), 1, 1)))
@@ -286,7 +286,7 @@ def test_every_ticket_ends_once_in_whatever_order(make: Make, seed: int) -> None
             open_tickets[ticket] = n
         chosen = rng.choice(sorted(open_tickets))
         if rng.random() < 0.2:
-            device.copier.cancel(chosen)
+            device.native.cancel(chosen)
         elif rng.random() < 0.5:
             device.wait(chosen)
         for ticket in set(open_tickets) & set(device.ended):
@@ -301,7 +301,7 @@ class TestPythonRunsOn:
     """No call holds the interpreter's lock while bytes move or threads are joined."""
 
     def count_during(self, act: Callable[[], object]) -> int:
-        """How often another thread came round meanwhile."""
+        """How often another thread ran meanwhile."""
         turns, over, counting = 0, threading.Event(), threading.Event()
 
         def count() -> None:
@@ -325,7 +325,7 @@ class TestPythonRunsOn:
         l0 = L0(device, flat(9, 4096))
         device.submit_with_word(LOAD, l0, Job(range(1, 9), range(8), 1, 1))
         wait_until(lambda: l0.words.state(0) == State.RUNNING)
-        assert self.count_during(lambda: delattr(device, "copier")) > 1000
+        assert self.count_during(lambda: delattr(device, "native")) > 1000
 
     @pytest.mark.parametrize("act", ["release", "release_all", "run", "fail", "step"])
     def test_while_the_fake_copies(self, act: str) -> None:
@@ -354,8 +354,8 @@ class TestPythonRunsOn:
         runner.start()
         wait_until(lambda: l0.words.state(0) == State.RUNNING)
         device.submit(STORE, l0, Job([1], [len(job.pages)], 1, 1))
-        device.copier.submit_map(1001, [spare])
-        device.copier.cancel(ticket)
-        device.copier.drain()
+        device.native.submit_map(1001, [spare])
+        device.native.cancel(ticket)
+        device.native.drain()
         assert l0.words.state(0) == State.RUNNING, "one of them waited"
         runner.join()

@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("direction", [STORE, LOAD])
 
 
 def slow(blocks: int = 200, delay_micros: int = 2000, threads: int = 1) -> tuple[Device, L0, Job]:
-    """A copy that takes blocks * delay / threads, all of it while its word says RUNNING."""
+    """A copy that takes blocks * delay / threads, all of it while its word is RUNNING."""
     device = Device(pages=blocks, threads=threads, delay_micros=delay_micros)
     l0 = L0(device, flat(blocks + 1, 4096))
     return device, l0, Job(range(1, blocks + 1), range(blocks), 1, 1)
@@ -82,7 +82,7 @@ class TestCancel:
         device, l0, job = slow()
         ticket = device.submit_with_word(direction, l0, job)
         wait_for_state(l0, State.RUNNING)
-        device.copier.cancel(ticket)
+        device.native.cancel(ticket)
         end = device.wait(ticket)
         assert end.outcome == Outcome.CANCELLED
         assert "server" in end.what
@@ -93,8 +93,8 @@ class TestCancel:
         device, l0, job = slow()
         running = device.submit_with_word(direction, l0, job)
         queued = device.submit_with_word(direction, l0, Job([1], [0], 1, 1), index=1)
-        device.copier.cancel(queued)
-        device.copier.cancel(running)
+        device.native.cancel(queued)
+        device.native.cancel(running)
         assert device.wait(queued).bytes == 0
         assert device.wait(queued).outcome == Outcome.CANCELLED
         assert l0.words.state(1) == State.FAILED
@@ -103,23 +103,23 @@ class TestCancel:
         device, l0, job = slow()
         ticket = device.submit_with_word(LOAD, l0, job)
         wait_for_state(l0, State.RUNNING)
-        device.copier.cancel(ticket)
+        device.native.cancel(ticket)
         l0.words.move(0, 1, State.RUNNING, State.CANCELLING)
         assert device.wait(ticket).outcome == Outcome.CANCELLED
         assert l0.words.state(0) in (State.CANCELLED, State.FAILED)
 
     def test_cancelling_what_is_unknown_or_over_changes_nothing(self) -> None:
         device, l0, _ = slow()
-        device.copier.cancel(12345)
+        device.native.cancel(12345)
         ticket = device.submit_with_word(STORE, l0, Job([1], [0], 1, 1))
         assert device.wait(ticket).outcome == Outcome.DONE
-        device.copier.cancel(ticket)
+        device.native.cancel(ticket)
         assert device.drain() == []
         assert l0.words.state(0) == State.DONE
 
     @pytest.mark.parametrize("seed", range(3))
     def test_a_cancel_at_any_moment_ends_in_exactly_one_way(self, seed: int) -> None:
-        """DONE with the word DONE and every byte there, or not DONE with the word saying so."""
+        """DONE with the word DONE and every byte there, or not DONE, and the word is not DONE either."""
         rng = random.Random(seed)
         device = Device(pages=32, threads=2, delay_micros=100)  # before each of four blocks: time to come in between
         l0 = L0(device, flat(9, 8 * 4096))
@@ -213,7 +213,7 @@ class TestLostMemory:
         assert "truncated" in end.what
         assert l0.words.state(0) == State.FAILED
         job = Job(range(1, 9), range(8, 16), 1, 1)
-        assert device.store(other, job).outcome == Outcome.DONE, "nobody else is hurt"
+        assert device.store(other, job).outcome == Outcome.DONE, "no other mapping is hurt"
         l1 = device.read_l1()
         assert l1_after_store(l1, job, other.memory, 4096) == l1
 
@@ -237,7 +237,7 @@ class TestLostMemory:
         assert device.wait(ticket).outcome == Outcome.MEMORY_LOST
         assert l0.words.state(0) == State.FAILED
 
-    def test_losing_memory_again_and_again_hurts_nobody(self) -> None:
+    def test_losing_memory_again_and_again_hurts_no_other(self) -> None:
         device = Device(pages=64, threads=4)
         steady = L0(device, flat(33, 4096))
         job = Job(range(1, 33), range(32, 64), 1, 1)
@@ -251,11 +251,11 @@ class TestLostMemory:
             assert device.wait(whole).outcome == Outcome.DONE
             assert device.unmap(doomed.mappings).outcome == Outcome.DONE
 
-    def test_a_bus_error_that_is_not_the_copiers_still_kills(self) -> None:
+    def test_a_bus_error_outside_of_copies_still_kills(self) -> None:
         program = """
 import mmap, os
 from kvserver._native import CpuDevice, HostRegion
-copier = CpuDevice(HostRegion(4096), 4096, 1)
+device = CpuDevice(HostRegion(4096), 4096, 1)
 fd = os.memfd_create("m")
 os.ftruncate(fd, 4096)
 view = mmap.mmap(fd, 4096)
@@ -306,7 +306,7 @@ class TestTickets:
         for _ in range(3):
             device.submit(LOAD, l0, job)
         wait_until(lambda: l0.memory.read(1) == bytes(4096), what="the first block")
-        del device.copier
+        del device.native
         gc.collect()
         l0.memory.fill()
         image = l0.memory.image()
@@ -327,12 +327,12 @@ class TestTickets:
             for i in range(each):
                 ticket = before + 1 + number * each + i
                 blocks = rng.sample(range(1, 33), rng.randint(1, 8))
-                # A quarter of L1 for each: the copier trusts its caller to keep slots unshared.
+                # A quarter of L1 for each: the device trusts its caller to keep slots unshared.
                 job = Job(blocks, range(16 * number, 16 * number + len(blocks)), 1, 1)
                 index, sequence = i % 64, i // 64 + 1
                 l0.words.arm(index, sequence)
                 submitted.append(ticket)
-                device.copier.submit_copy(
+                device.native.submit_copy(
                     ticket,
                     rng.choice([STORE, LOAD]),
                     l0.table,
@@ -343,7 +343,7 @@ class TestTickets:
                     deadline_nanos=rng.choice([0, 0, time.monotonic_ns() + 1_000_000]),
                 )
                 if rng.random() < 0.3:
-                    device.copier.cancel(rng.choice(submitted))
+                    device.native.cancel(rng.choice(submitted))
                 if rng.random() < 0.3:
                     from_, to = rng.choice([(State.PENDING, State.CANCELLED), (State.RUNNING, State.CANCELLED)])
                     l0.words.move(index, sequence, from_, to)

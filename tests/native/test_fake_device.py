@@ -35,13 +35,13 @@ def submit(device: Device, l0: L0, direction: Direction, first: int, count: int 
 
 
 def drain_until(device: Device, tickets: list[int]) -> list[Outcome]:
-    """Without a step: they have ended, though some are heard of later."""
+    """Without a step: they have ended, though some are reported later."""
     wait_until(lambda: device.drain() is None or set(tickets) <= set(device.ended))
     return [device.ended[ticket].outcome for ticket in tickets]
 
 
 class TestEnds:
-    def test_nothing_moves_until_the_test_says_so(self) -> None:
+    def test_nothing_moves_until_the_test_calls_for_it(self) -> None:
         device, fake, l0 = rig()
         ticket = submit(device, l0, LOAD, 1)
         image = l0.memory.image()
@@ -61,7 +61,7 @@ class TestEnds:
 
     def test_all_may_end_in_reverse(self) -> None:
         device = Device(64, BLOCK, fake_seed=7)
-        plain = FakeDevice(HostRegion(64 * BLOCK), BLOCK)  # no seed: ends are heard of in their order
+        plain = FakeDevice(HostRegion(64 * BLOCK), BLOCK)  # no seed: ends are reported in their order
         l0 = L0(device, flat(64, BLOCK))
         for ticket in range(1, 6):
             job = Job([ticket], [ticket], 1, 1)
@@ -167,10 +167,10 @@ class TestRulesOfTheCaller:
             device.submit(STORE, l0, Job([1, 2], [0, 0], 1, 1))
 
     @pytest.mark.parametrize(("one", "other"), [(STORE, STORE), (STORE, LOAD), (LOAD, STORE)])
-    def test_a_page_under_a_copy_is_not_given_away(self, one: Direction, other: Direction) -> None:
+    def test_a_page_under_a_copy_is_not_named_by_another(self, one: Direction, other: Direction) -> None:
         device, fake, l0 = rig()
         ticket = device.submit(one, l0, Job([1], [9], 1, 1))
-        with pytest.raises(RuntimeError, match="given away"):
+        with pytest.raises(RuntimeError, match="named by another"):
             device.submit(other, l0, Job([2], [9], 1, 1))
         fake.release(ticket)
         device.submit(other, l0, Job([2], [9], 1, 1))

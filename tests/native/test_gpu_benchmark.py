@@ -1,6 +1,6 @@
 """`bench/gpu_all.sh` runs to its end over the simulated GPU, so that it does on the day a GPU is there.
 
-What it measures here means nothing, and it says so.
+What it measures here means nothing, and its output states that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gpu_all(out: Path, *arguments: str, **environment: str) -> subprocess.Comple
     )
 
 
-def test_the_benchmark_writes_every_section_as_json_and_as_a_table_and_says_that_it_was_simulated(
+def test_the_benchmark_writes_every_section_as_json_and_as_a_table_and_states_that_it_was_simulated(
     tmp_path: Path,
 ) -> None:
     done = gpu_all(tmp_path, "bench", "--rounds", "1")
@@ -115,7 +115,7 @@ def test_the_smoke_goes_on_with_memory_that_another_process_made() -> None:
     assert "all bytes arrived" in done.stdout
 
 
-def test_figures_of_a_simulation_never_get_into_the_results() -> None:
+def test_measurements_of_a_simulation_never_get_into_the_results() -> None:
     results = ROOT / "bench/results"
     done = gpu_all(results, "bench")
     assert done.returncode == 2

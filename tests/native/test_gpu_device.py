@@ -45,8 +45,8 @@ def gpu() -> Iterator[FakeGpu]:
 
 
 def counts(device: Device, direction: Direction) -> dict[str, int]:
-    assert isinstance(device.copier, GpuDevice)
-    return dict(zip(("dma", "staged", "unpinned", "staging"), device.copier.counts(direction), strict=True))
+    assert isinstance(device.native, GpuDevice)
+    return dict(zip(("dma", "staged", "unpinned", "staging"), device.native.counts(direction), strict=True))
 
 
 def layered(blocks: int, layers: int, run: int) -> Geometry:
@@ -134,7 +134,7 @@ class TestWays:
         assert counts(device, STORE)["dma"] == 8 * 16 * KiB
 
     def test_a_staged_copy_waits_for_nothing_while_it_is_queued(self, gpu: FakeGpu) -> None:
-        """Its planes travel with it: tables come and go without a trace on the GPU."""
+        """A copy's planes travel with it: tables are made and dropped without a trace on the GPU."""
         device = Device(64, gpu=gpu, way=Way.STAGED)
         job = Job(range(1, 9), range(32), 4, 1)
         allocated, waits = set(), []
@@ -169,7 +169,7 @@ class TestWays:
         short = device.submit(STORE, l0, Job([200], [199], 1, 1))
         assert device.wait(short).outcome == Outcome.DONE
         assert long not in device.ended
-        device.copier.cancel(long)
+        device.native.cancel(long)
         device.wait(long)
 
     def test_loads_go_on_while_stores_stand_still(self) -> None:
@@ -233,8 +233,8 @@ class TestMemory:
         assert counts(device, STORE) == {
             "dma": 3 * 8 * 16 * KiB, "staged": 0, "unpinned": 3 * 8 * 16 * KiB, "staging": 0
         }  # fmt: skip
-        assert gpu.calls["allocate"] < 12, "it does not ask again for every copy"
-        assert gpu.allocated_bytes < 4 << 20, "what it got was not enough, and was given back"
+        assert gpu.calls["allocate"] < 12, "it does not try again for every copy"
+        assert gpu.allocated_bytes < 4 << 20, "what it got was not enough, and was freed"
 
     def test_staging_memory_is_there_for_every_batch_or_for_none(self, gpu: FakeGpu) -> None:
         device = Device(64, gpu=gpu, way=Way.DMA)
@@ -250,14 +250,14 @@ class TestMemory:
         assert staging.store(l0, job).outcome == Outcome.DONE
         assert counts(staging, STORE)["staging"] == gpu.allocated_bytes - 2 * tables == 4 * 16 * KiB
 
-    def test_a_device_gives_back_what_it_took(self, gpu: FakeGpu) -> None:
+    def test_a_device_frees_what_it_allocated(self, gpu: FakeGpu) -> None:
         device = Device(64, gpu=gpu, way=Way.STAGED)
         l0 = L0(device, layered(9, 16, 1 * KiB))
         job = Job(range(1, 9), range(32), 4, 1)
         assert (device.store(l0, job).outcome, device.load(l0, job).outcome) == (Outcome.DONE, Outcome.DONE)
         assert gpu.allocated_bytes > 0
         device.unmap(l0.mappings)
-        del device.copier
+        del device.native
         assert (gpu.allocated_bytes, gpu.open_memories) == (0, 0)
         made, freed = gpu.calls["make_event"], gpu.calls["free_event"]
         assert (made, gpu.calls["make_stream"]) == (freed, gpu.calls["free_stream"])
@@ -292,9 +292,9 @@ class TestMemory:
         device = Device(gpu=gpu)
         for table in (L0(other, flat(4, 64)).table, L0(Device(), flat(4, 64)).table):
             with pytest.raises(ValueError, match="not this GPU's"):
-                device.copier.submit_copy(1, STORE, table, **Job([1], [0], 1, 1).arguments())
+                device.native.submit_copy(1, STORE, table, **Job([1], [0], 1, 1).arguments())
         with pytest.raises(ValueError, match="no host memory"):
-            Device().copier.submit_copy(1, STORE, L0(device, flat(4, 64)).table, **Job([1], [0], 1, 1).arguments())
+            Device().native.submit_copy(1, STORE, L0(device, flat(4, 64)).table, **Job([1], [0], 1, 1).arguments())
 
 
 CALLS = ["enter", "make_stream", "make_event", "allocate_pinned", "allocate", "copy", "copy_blocks", "record"]
@@ -314,11 +314,11 @@ class TestFailures:
         self, gpu: FakeGpu, direction: Direction, call: str
     ) -> None:
         device, l0, job = self.begin(gpu)
-        gpu.fail_next(call, f"{call} said no")
+        gpu.fail_next(call, f"{call} failed")
         ticket = device.submit_with_word(direction, l0, job)
         end = device.wait(ticket)
-        assert (end.outcome, end.what, l0.words.state(0)) == (Outcome.FAILED, f"{call} said no", State.FAILED)
-        assert device.copier.lost == ""
+        assert (end.outcome, end.what, l0.words.state(0)) == (Outcome.FAILED, f"{call} failed", State.FAILED)
+        assert device.native.lost == ""
         again = device.submit_with_word(direction, l0, job, sequence=2)
         assert (device.wait(again).outcome, l0.words.state(0)) == (Outcome.DONE, State.DONE)
 
@@ -336,7 +336,7 @@ class TestFailures:
         for word, end in enumerate(ends):
             done = end.outcome == Outcome.DONE
             assert l0.words.state(word) == (State.DONE if done else State.FAILED)
-        assert device.copier.lost == "an illegal address was met"
+        assert device.native.lost == "an illegal address was met"
         self.assert_quiet(device, gpu, l0, job)
 
     def test_a_gpu_that_dies_by_itself_ends_every_ticket(self) -> None:
@@ -354,7 +354,7 @@ class TestFailures:
         self.assert_quiet(device, gpu, l0, job)
 
     def assert_quiet(self, device: Device, gpu: FakeGpu, l0: L0, job: Job) -> None:
-        """Whatever comes after the loss makes no call; unmaps are done, and say so."""
+        """Work after the loss makes no call; unmaps are done, and end as DONE."""
         before: dict[str, int] = {}
         while before != gpu.calls:  # a thread may have been on its way into a call
             before = gpu.calls
@@ -362,10 +362,10 @@ class TestFailures:
         assert device.store(l0, job).outcome == device.load(l0, job).outcome == Outcome.DEVICE_LOST
         assert device.map([]).outcome == Outcome.DEVICE_LOST
         assert device.unmap(l0.mappings).outcome == Outcome.DONE
-        del device.copier
+        del device.native
         assert gpu.calls == before
 
-    def test_a_map_that_the_driver_refuses_says_why(self, gpu: FakeGpu) -> None:
+    def test_a_map_that_the_driver_refuses_ends_with_the_reason(self, gpu: FakeGpu) -> None:
         device = Device(gpu=gpu)
         for call in ("enter", "open"):
             gpu.fail_next(call, "cudaIpcOpenMemHandle: invalid device context (201)")
@@ -383,7 +383,7 @@ class TestFailures:
         end = device.unmap([*other.mappings[:-1], *l0.mappings])
         assert (end.outcome, end.what) == (Outcome.FAILED, "cudaIpcCloseMemHandle: invalid value")
         assert [m.mapped for m in (*other.mappings[:-1], *l0.mappings)] == [False] * 3
-        assert (gpu.open_memories, device.copier.lost) == (1, "")
+        assert (gpu.open_memories, device.native.lost) == (1, "")
         assert device.store(L0(device, layered(9, 16, 1 * KiB)), job).outcome == Outcome.DONE
 
     @BOTH
@@ -399,37 +399,37 @@ class TestFailures:
         recorded, waited = gpu.calls["record"], gpu.calls["wait"]
         ticket = device.submit_with_word(direction, l0, job)
         wait_until(lambda: gpu.calls["record"] == recorded + 5 and gpu.calls["wait"] > waited)
-        gpu.fail_next(call, f"{call} said no")
+        gpu.fail_next(call, f"{call} failed")
         time.sleep(0.1)
         assert device.drain() == []
         gpu.resume()
         end = device.wait(ticket)
-        assert (end.outcome, end.what, l0.words.state(0)) == (Outcome.FAILED, f"{call} said no", State.FAILED)
-        assert (gpu.calls["finish"], device.copier.lost) == (1, "")
+        assert (end.outcome, end.what, l0.words.state(0)) == (Outcome.FAILED, f"{call} failed", State.FAILED)
+        assert (gpu.calls["finish"], device.native.lost) == (1, "")
         assert device.wait(device.submit(direction, l0, job)).outcome == Outcome.DONE
 
-    def test_a_time_that_cannot_be_told_harms_no_copy(self, gpu: FakeGpu) -> None:
+    def test_an_unknown_time_harms_no_copy(self, gpu: FakeGpu) -> None:
         device, l0, job = self.begin(gpu)
         gpu.fail_next("nanos_between", "cudaEventElapsedTime: invalid resource handle")
         assert device.store(l0, job).outcome == Outcome.DONE
-        assert device.copier.lost == ""
+        assert device.native.lost == ""
 
-    def test_a_stream_that_says_nothing_about_its_end_loses_the_gpu(self, gpu: FakeGpu) -> None:
+    def test_a_stream_that_never_reports_its_end_loses_the_gpu(self, gpu: FakeGpu) -> None:
         device, l0, job = self.begin(gpu)
         assert device.store(l0, job).outcome == Outcome.DONE
         gpu.fail_next("wait", "an odd error")
         gpu.fail_next("finish", "another one")
         ticket = device.submit(STORE, l0, job)
-        wait_until(lambda: device.copier.lost)
-        assert "another one" in device.copier.lost
-        assert device.wait(ticket).outcome == Outcome.DEVICE_LOST, "asked again, it said so"
+        wait_until(lambda: device.native.lost)
+        assert "another one" in device.native.lost
+        assert device.wait(ticket).outcome == Outcome.DEVICE_LOST, "asked again, it reported the loss"
 
     def test_memory_whose_size_the_driver_does_not_know_is_mapped(self, gpu: FakeGpu) -> None:
         device = Device(64, gpu=gpu)
         gpu.fail_next("address_range", "cuMemGetAddressRange: named symbol not found (500)")
         l0 = L0(device, flat(9, 4096))
         assert device.store(l0, Job(range(1, 9), range(8), 1, 1)).outcome == Outcome.DONE
-        assert device.copier.lost == ""
+        assert device.native.lost == ""
 
     def test_a_hung_gpu_holds_up_neither_calls_nor_the_other_gpu(self, gpu: FakeGpu) -> None:
         device, l0, job = self.begin(gpu)
@@ -439,7 +439,7 @@ class TestFailures:
         gpu.pause()
         stuck = device.submit_with_word(STORE, l0, job)
         wait_until(lambda: l0.words.state(0) == State.RUNNING)
-        device.copier.cancel(stuck)
+        device.native.cancel(stuck)
         assert other.store(theirs, Job(range(1, 9), range(8), 1, 1)).outcome == Outcome.DONE
         assert device.drain() == []
         gpu.resume()

@@ -56,7 +56,7 @@ class Lane:
         self.before = self.calls()
 
     def calls(self) -> int:
-        return self.gpu.calls.get("copy_blocks", 0) if self.device.copier.counts(LOAD)[1] else self.gpu.calls["copy"]
+        return self.gpu.calls.get("copy_blocks", 0) if self.device.native.counts(LOAD)[1] else self.gpu.calls["copy"]
 
     def batches(self, count: int, first: int = 0) -> Job:
         blocks = range(2 * first, 2 * (first + count))
@@ -77,7 +77,7 @@ class Lane:
         return seen
 
     def staging(self) -> int:
-        return self.device.copier.counts(LOAD)[3] // BATCH
+        return self.device.native.counts(LOAD)[3] // BATCH
 
 
 def test_a_deep_queue_gets_more_in_flight_up_to_the_most_slots(gpu: FakeGpu) -> None:
@@ -161,16 +161,16 @@ def test_growth_leaves_memory_of_the_gpu_to_others(more: int) -> None:
 def test_growth_that_fails_harms_no_copy_and_leaves_nothing_behind(gpu: FakeGpu, call: str) -> None:
     lane = Lane(gpu)
     before = gpu.allocated_bytes
-    gpu.fail_next(call, f"{call} said no")
+    gpu.fail_next(call, f"{call} failed")
     gpu.pause()
     ticket = lane.load(GPU_SLOTS * 2)
     assert lane.steady() == GPU_SLOTS
     gpu.resume()
     end = lane.device.wait(ticket)
-    assert (end.outcome, lane.device.copier.lost) == (Outcome.DONE, "")
+    assert (end.outcome, lane.device.native.lost) == (Outcome.DONE, "")
     assert gpu.allocated_bytes == before
     lane.device.unmap(lane.l0.mappings)
-    del lane.device.copier
+    del lane.device.native
     made = gpu.calls["make_stream"] - (call == "make_stream")
     assert (gpu.allocated_bytes, made) == (0, gpu.calls["free_stream"])
 
@@ -189,7 +189,7 @@ def test_a_cancel_is_looked_at_before_each_batch_of_a_lane_that_has_grown(gpu: F
     gpu.pause()
     ticket = lane.load(100)
     wait_until(lambda: lane.queued() == GPU_MOST_SLOTS)
-    lane.device.copier.cancel(ticket)
+    lane.device.native.cancel(ticket)
     gpu.resume()
     end = lane.device.wait(ticket)
     assert (end.outcome, end.bytes) == (Outcome.CANCELLED, GPU_MOST_SLOTS * BATCH), "what was in flight, and no more"
@@ -208,17 +208,17 @@ def test_a_short_copy_goes_before_the_next_batches_of_a_long_one_in_a_lane_that_
     assert lane.device.wait(short).outcome == Outcome.DONE
     assert lane.queued() < 5 * GPU_MOST_SLOTS, "what was in flight, its own round, and what followed before we looked"
     assert long not in lane.device.ended
-    lane.device.copier.cancel(long)
+    lane.device.native.cancel(long)
     lane.device.wait(long)
 
 
-def test_a_device_that_goes_while_it_grows_gives_back_everything(gpu: FakeGpu) -> None:
+def test_a_device_destroyed_while_it_grows_frees_everything(gpu: FakeGpu) -> None:
     lane = Lane(gpu)
     ticket = lane.load(180)
     wait_until(lambda: lane.staging() > GPU_SLOTS)
     lane.device.wait(ticket)
     lane.device.unmap(lane.l0.mappings)
-    del lane.device.copier
+    del lane.device.native
     assert (gpu.allocated_bytes, gpu.calls["make_stream"]) == (0, gpu.calls["free_stream"])
 
 

@@ -1,6 +1,6 @@
 """Which pieces a copy by DMA is cut into (`csrc/gpu/pieces.h`, `csrc/copy/plane_series.h`): how few, and that the bytes are the same.
 
-The bytes of every layout are also compared with a reference in tests/gpu; here the CPU's copier is the other side.
+The bytes of every layout are also compared with a reference in tests/gpu; here the CPU device is the other side.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class TestHowFew:
 
 
 class TestBytes:
-    """As the CPU's copier moves them: the same jobs on both, whose L1 begins with zeros."""
+    """As the CPU device moves them: the same jobs on both, whose L1 begins with zeros."""
 
     LAYOUTS: ClassVar = {
         **{name: layout.geometry() for name, layout in engine_layouts(BLOCKS, 2).items()},
@@ -170,8 +170,8 @@ class TestBytes:
                 job = self.job(geometry, numbers, skip, seed)
                 self.same(ours, mine, cpu, theirs, job, STORE)
                 self.same(ours, mine, cpu, theirs, job, LOAD)
-        assert isinstance(ours.copier, GpuDevice)
-        assert ours.copier.counts(STORE)[2] == 0, "all of it was pinned"
+        assert isinstance(ours.native, GpuDevice)
+        assert ours.native.counts(STORE)[2] == 0, "all of it was pinned"
 
     def job(self, geometry: Geometry, numbers: list[int], skip: int, seed: int) -> Job:
         """Some in neighbouring pages, some not; of groups a load leaves holes."""

@@ -1,4 +1,4 @@
-"""How often hashes are held: against a plain Counter, also where hashes collide in the table."""
+"""How often hashes are present: against a plain Counter, also where hashes collide in the table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_hash_comes_once_and_goes_once():
     assert len(counts) == 0
 
 
-def test_what_was_not_held_is_said_and_changes_nothing():
+def test_removing_an_absent_hash_is_reported_and_changes_nothing():
     counts = HashCounts(1)
     counts.add(b"a" * 32, 32)
     assert counts.remove(b"b" * 32, 32) == b"\2"
@@ -42,7 +42,7 @@ def test_what_is_no_whole_hash_is_refused(hashes, hash_bytes):
 
 
 @pytest.mark.parametrize("different", [20, 2000])
-def test_random_comings_and_goings_agree_with_a_counter(different):
+def test_random_additions_and_removals_agree_with_a_counter(different):
     generator = random.Random(different)
     names = [generator.randbytes(32) for _ in range(different)]
     counts, model = HashCounts(generator.getrandbits(64)), Counter()
@@ -67,7 +67,7 @@ def test_random_comings_and_goings_agree_with_a_counter(different):
     assert told == held
 
 
-def test_memory_is_what_the_header_says():
+def test_memory_is_what_the_header_states():
     counts = HashCounts(1)
     counts.add(random.Random(1).randbytes(32 * 100_000), 32)
     assert counts.memory_bytes / len(counts) <= 40 * 2 / 0.75

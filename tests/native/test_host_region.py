@@ -1,4 +1,4 @@
-"""L1's memory: the pages it is made of and the nodes it lies on, as the kernel tells it."""
+"""L1's memory: the pages it is made of and the nodes it lies on, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def flags_of_mappings(size: int) -> list[str]:
 
 
 class TestNodes:
-    def test_memory_is_the_kernels_to_place_unless_told(self) -> None:
+    def test_memory_is_the_kernels_to_place_by_default(self) -> None:
         assert HostRegion(MiB).numa_policy == ("default", [])
         assert HostRegion(MiB).numa_error == ""
 
@@ -40,7 +40,7 @@ class TestNodes:
         assert (region.numa_policy, region.numa_error) == ((mode, [NODE]), "")
 
     @pytest.mark.parametrize("nodes", [[1023], [1024], [NODE, 1 << 30]])
-    def test_a_policy_that_the_kernel_refuses_is_told_and_the_memory_works(self, nodes: list[int]) -> None:
+    def test_a_policy_that_the_kernel_refuses_is_reported_and_the_memory_works(self, nodes: list[int]) -> None:
         region = HostRegion(MiB, nodes=nodes, bound=True)
         assert region.numa_error or set(region.numa_policy[1]) < set(nodes)
         device = FakeDevice(region, 4096, seed=1)
@@ -49,13 +49,13 @@ class TestNodes:
 
 class TestPages:
     @pytest.mark.parametrize(("transparent", "flag"), [(True, "hg"), (False, "nh")])
-    def test_transparent_pages_are_asked_for_or_refused(self, transparent: bool, flag: str) -> None:
+    def test_transparent_pages_are_advised_for_or_against(self, transparent: bool, flag: str) -> None:
         size = 34 * MiB + 12288 + 4096 * transparent
         region = HostRegion(size, transparent=transparent)
         assert any(flag in flags.split() for flags in flags_of_mappings(size)), "the kernel knows no transparent pages"
         del region
 
-    def test_pages_that_nobody_reserved_are_refused_when_mapped(self) -> None:
+    def test_huge_pages_that_are_not_reserved_are_refused_when_mapped(self) -> None:
         with pytest.raises(RuntimeError, match=r"in huge pages: "):
             HostRegion(free_huge_bytes(HUGE) + HUGE, huge_page_bytes=HUGE)
 
@@ -65,7 +65,7 @@ class TestPages:
             HostRegion(MiB, huge_page_bytes=page_bytes)
 
     @reserved
-    def test_reserved_pages_are_taken_at_once_and_given_back(self) -> None:
+    def test_reserved_pages_are_allocated_at_once_and_freed(self) -> None:
         gc.collect()
         before = free_huge_bytes(HUGE)
         region = HostRegion(3 * HUGE - 5, huge_page_bytes=HUGE)
@@ -79,7 +79,7 @@ class TestPages:
     @pytest.mark.parametrize("nodes", [[], [NODE]])
     def test_copies_go_through_reserved_pages_to_their_last_byte(self, nodes: list[int]) -> None:
         device = Device(8 * HUGE // 4096)
-        device.copier = CpuDevice(HostRegion(8 * HUGE, HUGE, False, nodes, False), 4096, 2)
+        device.native = CpuDevice(HostRegion(8 * HUGE, HUGE, False, nodes, False), 4096, 2)
         l0 = L0(device, flat(3, HUGE))
         content = l0.memory.blocks([1, 2])
         job = Job([1, 2], [*range(512), *range(7 * 512, 8 * 512)], 512, 1)

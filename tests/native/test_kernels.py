@@ -19,7 +19,7 @@ SOURCE = CSRC / "gpu/copy_blocks.cu"
 FLAGS = ["-std=c++20", "-g1", "-Wall", "-Wextra", "-Wshadow", f"-I{CSRC}", f"-I{HERE}"]
 SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
-# What the source says, and what it says with the fault.
+# The source's text, and its text with the fault.
 FAULTS = {
     "the last item is left out": ("item < total", "item + 1 < total"),
     "warps step over items": ("item += warps", "item += warps + 1"),
@@ -122,7 +122,9 @@ def test_every_byte_of_every_layout_is_copied_exactly_once_and_no_other_is_touch
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, faulty_ends: Ends) -> None:
     right, _ = FAULTS[fault]
-    assert SOURCE.read_text().count(right) == 1, f"the source does not say {right!r} once: plant this fault anew"
+    assert SOURCE.read_text().count(right) == 1, (
+        f"the source does not have {right!r} once: choose another place for this fault"
+    )
     done = faulty_ends[fault].result()
     assert done.returncode != 0, "no case saw it"
     assert done.stderr, "it failed without a word"

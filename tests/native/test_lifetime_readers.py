@@ -1,4 +1,4 @@
-"""Whoever reads the metrics of lives does not wait for reports, however long those take."""
+"""Readers of the metrics of lifetimes do not wait for reports, however long those last."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_report_that_takes_long_holds_up_no_reader() -> None:
     assert reads > 10, "the readers waited for the report"
 
 
-def test_clearing_what_nobody_owns_is_cheap_the_second_time() -> None:
+def test_clearing_a_pool_without_owners_is_cheap_the_second_time() -> None:
     metrics = LifetimeMetrics([1.0])
     lifetimes = BlockLifetimes(metrics, BLOCKS, 1.0, 1)
     shift = RECORD_OPERATION_SHIFT

@@ -19,7 +19,7 @@ def hashes_of(seed: int, count: int, hash_bytes: int = 32) -> list[bytes]:
 
 
 def expected(prompt: list[bytes], counts: list[Counter[bytes]], reader: Reader) -> tuple[int, int, int, int]:
-    """Walked block by block, as the header says."""
+    """Walked block by block, as the header states."""
     *owners, chunk = reader
 
     def has(owner: int, block: int) -> bool:
@@ -90,7 +90,7 @@ def test_a_owner_that_was_not_opened_is_refused():
         index.match(bytes(8), 8, [(64, -1, -1, 1)])
 
 
-def test_a_block_told_twice_goes_when_it_was_taken_back_twice():
+def test_a_block_is_absent_after_as_many_removals_as_additions():
     index, (block,) = PrefixIndex(1, ROOM), hashes_of(1, 1)
     one, two = index.add_owner(), index.add_owner()
     index.add_blocks(one, block * 3, 32)
@@ -98,11 +98,11 @@ def test_a_block_told_twice_goes_when_it_was_taken_back_twice():
     assert (len(index), index.owned_blocks(one), index.owned_blocks(two)) == (1, 1, 1)
     assert index.remove_blocks(one, block * 2, 32) == 0
     assert index.match(block, 32, [(one, -1, -1, 1)])[0][0] == 1
-    assert index.remove_blocks(one, block * 2, 32) == 1, "the fourth was not held"
+    assert index.remove_blocks(one, block * 2, 32) == 1, "the fourth was not there"
     assert index.match(block, 32, [(one, -1, -1, 1), (two, -1, -1, 1)]) == [(0, 0, 0, 0), (1, 0, 0, 1)]
 
 
-def test_64_owners_are_told_apart_and_then_there_are_no_more():
+def test_64_owners_are_distinguished_and_then_there_are_no_more():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 64)
     owners = [index.add_owner() for _ in range(64)]
     assert sorted(owners) == list(range(64))
@@ -127,7 +127,7 @@ def test_a_owner_that_is_cleared_leaves_the_others_alone():
     assert (len(index), index.owned_blocks(one), index.owned_blocks(two)) == (3000, 0, 3000)
     index.add_blocks(one, blocks[0], 32)
     index.remove_blocks(one, blocks[0], 32)
-    assert index.owned_blocks(one) == 0, "how often it was told was forgotten too"
+    assert index.owned_blocks(one) == 0, "how often it was added was forgotten too"
 
 
 def test_what_exceeds_the_memory_is_refused_and_counted():
@@ -145,7 +145,7 @@ def test_what_exceeds_the_memory_is_refused_and_counted():
     assert index.add_blocks(owner, b"".join(blocks[:1000]), 8) == 0
 
 
-def test_a_block_takes_at_most_32_bytes():
+def test_a_block_uses_at_most_32_bytes():
     index = PrefixIndex(1, ROOM)
     owner = index.add_owner()
     generator = random.Random(1)
@@ -167,7 +167,7 @@ def test_hashes_that_differ_little_are_found_as_fast_as_any():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_each_block_of_a_crowded_table_is_found_as_long_as_it_is_held(seed):
+def test_each_block_of_a_crowded_table_is_found_as_long_as_it_is_present(seed):
     """So many that most lines are full, and the blocks behind a full line move up when others go."""
     generator = random.Random(seed)
     index = PrefixIndex(generator.getrandbits(64), ROOM)
@@ -192,7 +192,7 @@ def test_each_block_of_a_crowded_table_is_found_as_long_as_it_is_held(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_comings_and_goings_agree_with_a_plain_model(seed):
+def test_random_additions_and_removals_agree_with_a_plain_model(seed):
     generator = random.Random(seed)
     index = PrefixIndex(generator.getrandbits(64), ROOM)
     prompts = [hashes_of(seed * 100 + n, 300) for n in range(3)]
