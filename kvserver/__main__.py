@@ -21,9 +21,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kvserver {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_flags(commands.add_parser("serve", help="run the daemon"))
-    cli_status.add_arguments(commands.add_parser("status", help="what the daemon on this machine is doing"))
+    cli_status.add_arguments(commands.add_parser("status", help="what the daemon of this machine does"))
     cli_explain.add_arguments(commands.add_parser("explain", help="why a request's prompt was computed, not loaded"))
-    doctor = commands.add_parser("doctor", help="what is wrong with this machine, and what mends it")
+    doctor = commands.add_parser("doctor", help="what is wrong with this machine, and how to fix it")
     doctor.add_argument("--json", action="store_true", help="a list of {check, level, text, fix}")
     doctor.add_argument("--python", default="", metavar="PATH", help="the interpreter of vLLM's environment")
     doctor.add_argument(

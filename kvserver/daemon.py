@@ -61,7 +61,7 @@ class Endpoint:
         folder_path = Path(self.fd_path).parent
         try:
             folder_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if stranger := stranger_at(url):  # before anything is opened there
+            if stranger := stranger_at(url):  # before a file is opened there
                 raise ConfigError(f"--endpoint {url!r}: {stranger}")
             self._lock: IO[str] = open(self.fd_path.removesuffix(".fd") + ".lock", "w")  # noqa: SIM115
         except OSError as error:
@@ -115,7 +115,7 @@ def _refuse_open_network(url: str, host: str | None) -> None:
 
 
 def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if it cannot start."""
+    """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if the daemon cannot start."""
     settings = configuration.settings
     set_up_logging(settings)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -164,7 +164,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
         except OSError as error:
             observability.discard()
             taken = error.errno == errno.EADDRINUSE
-            hint = "port 0 takes a free one" if taken else "give an address of this machine and a port you may use"
+            hint = "port 0 chooses a free one" if taken else "give an address of this machine and a port you may use"
             raise ConfigError(
                 f"--http-host {settings.http_host} --http-port {settings.http_port}: {error}; {hint}"
             ) from None
@@ -177,7 +177,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
         signal.signal(signal.SIGINT, on_signal)
         if pages.access.shut:
             log.warning(
-                "--http-host %s: anybody on the network may ask, so only /metrics, /livez and /readyz answer; --http-token-file "
+                "--http-host %s: any peer on the network may connect, so only /metrics, /livez and /readyz answer; --http-token-file "
                 "opens the other pages to those who have the token", settings.http_host,
             )  # fmt: skip
         observability.start(pages.families)
@@ -194,14 +194,14 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
         drained = _drain(server)
         lost = devices.lost
         if not drained and not lost:
-            os._exit(1)  # the kernel closes the lifelines, after the copying threads are gone
+            os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended
         observability.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))
         if lost:
             log.critical("exit code %d: the device is lost: %s", EXIT_DEVICE_LOST, lost)
             context.destroy(_LAST_WORDS_MS)
             endpoint.release()
             logging.shutdown()
-            os._exit(EXIT_DEVICE_LOST)  # what the driver still has to say at exit may never end
+            os._exit(EXIT_DEVICE_LOST)  # the driver's work at exit may never end
         pages.close()
         lifelines.shut()
     finally:
@@ -217,7 +217,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
 
 
 def _refuse_other_users(router: zmq.Socket[bytes]) -> None:
-    """Of an ipc endpoint whose file came to be writable for them; as lifelines do. REQUIRES: not yet bound."""
+    """At an ipc endpoint whose file became writable for them, as lifelines do. REQUIRES: the socket is not bound yet."""
     try:
         for uid in {os.getuid(), 0}:
             router.setsockopt(zmq.IPC_FILTER_UID, uid)
@@ -233,12 +233,12 @@ def _http_token(settings: Settings) -> str:
 
 
 def _has_numa_policy() -> bool:
-    """Whether somebody started this process under one; where asking is forbidden, nobody did."""
+    """Whether this process was started under a NUMA policy; False where the policy cannot be read."""
     return _native.process_numa_policy()[0] not in ("default", "unknown")
 
 
 def _map_l1(settings: Settings, size: int, wanted: Placement) -> tuple[HostRegion, Placement]:
-    """L1 and where it really lies. ConfigError or RuntimeError if it cannot be had."""
+    """L1 and its real placement. ConfigError or RuntimeError if it cannot be mapped."""
     try:
         region = l1_region(size, wanted)
     except RuntimeError as error:
@@ -249,7 +249,9 @@ def _map_l1(settings: Settings, size: int, wanted: Placement) -> tuple[HostRegio
                 f"--l1-huge-pages {settings.l1_huge_pages}: {error}; are enough reserved in /proc/sys/vm/nr_hugepages, and "
                 "free for this cgroup?"
             ) from None
-        log.warning("L1 lies in ordinary memory: %s", error)  # somebody else took the huge pages meanwhile
+        log.warning(
+            "L1 is in ordinary memory, without huge pages: %s", error
+        )  # another process allocated the huge pages meanwhile
         ordinary = msgspec.structs.replace(settings, l1_huge_pages="transparent")
         return _map_l1(ordinary, *choose_l1(ordinary, own_policy=_has_numa_policy()))
     if region.numa_error:

@@ -1,7 +1,7 @@
 """What the server does for each request, and when a ticket ends.
 
 Owns: one match arm per request and per kind of ticket. Refuses to know: frames, sockets, polling
-(`server`); what a copy (`transfers`) or a worker (`workers`) needs. Runs in the loop thread; nothing here
+(`loop`); what a copy (`transfers`) or a worker (`workers`) needs. Runs in the loop thread; nothing here
 blocks.
 """
 
@@ -74,7 +74,7 @@ _NO_PLACEMENT = Placement()
 
 
 class Handlers:
-    """The state of a server and what moves it."""
+    """The state of a server, and all that changes it."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Handlers:
         self.reports = EngineReports(
             cache, self.instances, clock, self.bus, observability.block_lifecycle.is_out_of_sync
         )
-        self._placement = placement  # of L1, to be shown
+        self._placement = placement  # of L1, for /status
         self._token = token
         self._clock = clock
         self._logged_loss = ""
@@ -114,7 +114,7 @@ class Handlers:
     def handle(self, request: Request, respond: Respond) -> None:
         """Answer now, or later from `complete_tickets()`; notices only on error. KVServerError is the caller's to send.
 
-        All but Status, which the server answers: it knows more.
+        All requests but Status, which needs the server's own state.
         """
         match request:
             case Lookup():
@@ -200,7 +200,7 @@ class Handlers:
     def _first_missing(
         self, instance: Instance, keys: bytes, first: int, missed: Mapping[MissReason, int]
     ) -> tuple[tuple[tuple[str, int], ...], bytes, bytes, str]:
-        """What LookupEnded has of it, from `missed` on."""
+        """The fields of LookupEnded from `missed` on."""
         key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
         other, unavailable = b"", ""
         match next(iter(missed)):
@@ -235,22 +235,22 @@ class Handlers:
         return Cleared(chunks=self.clear(instance.namespace))
 
     def clear(self, base: bytes = b"") -> int:
-        """Forget the namespaces that begin with `base`; how many chunks that were."""
+        """Remove all chunks of the namespaces whose id begins with `base`; returns their number."""
         chunks = self.cache.clear_namespaces(base)
         self.bus.publish(L1Cleared(self._now_ns(), base, chunks))
-        log.info("%d chunks cleared", chunks)
+        log.info("%d chunks cleared from L1", chunks)
         return chunks
 
     # ---- completions --------------------------------------------------------------------------
 
     def complete_tickets(self) -> None:
-        """Act on every ticket that has ended. Never raises: each ticket ends, whatever one of them does."""
+        """Complete every ticket whose copy or mapping has ended. Never raises: a fault in one ticket stops no other."""
         self._log_loss()
         for ticket, completion in self.tickets.drain_completions():
             try:
                 self._complete(ticket, completion)
             except Exception:
-                log.exception("while ending %s", type(ticket).__name__)
+                log.exception("internal error while completing a %s", type(ticket).__name__)
 
     def _log_loss(self) -> None:
         lost = self.devices.lost
@@ -279,14 +279,14 @@ class Handlers:
     # ---- time ---------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a second or so: leases whose requests never ended, instances long gone, silent connections, what has been pinned."""
+        """Once a second or so: expire leases and departed instances, close silent connections, note what has been pinned."""
         self.devices.update_pinned_pages(self.cache.pool)
         self.lifelines.close_silent()
         self.instances.forget_departed(self._clock())
         self.cache.expire_leases(self._clock())
 
     def step(self) -> bool:
-        """At the end of each turn: a slice of what was put off. True while there is more to do at once."""
+        """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
         more = self.cache.step() | self.resync.step()
         for worker in self.transfers.step():
             self.workers.unmap_if_idle(worker)
@@ -294,18 +294,16 @@ class Handlers:
         return self._work_left
 
     def audit_if_idle(self) -> bool:
-        """Assert the books when nothing is in flight and L1 is small enough to count; True if they were.
+        """Assert the accounting when nothing is in flight and L1 is small enough to count; True if it was asserted.
 
-        REQUIRES: step() came after all else.
+        REQUIRES: step() was the last call.
         """
         if self._work_left or self.tickets.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
             return False
         self.cache.audit()
         assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
-        standing = sum(len(w.mappings) for w in self.instances.by_registration.values())
-        assert self.workers.mappings == standing, (
-            f"{self.workers.mappings} mappings are open, workers stand on {standing}"
-        )
+        expected = sum(len(w.mappings) for w in self.instances.by_registration.values())
+        assert self.workers.mappings == expected, f"{self.workers.mappings} mappings are open, workers have {expected}"
         return True
 
     # ---- status -------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Owns: instances, workers, registration numbers and the counters kept per instance. Refuses to know:
 chunks and copies.
 
-An instance exists while one of its workers does. It has a namespace only while all ranks stand and
+An instance exists while one of its workers does. It has a namespace only while all ranks are registered and
 agree. A worker that is closing takes no new requests; its memory is unmapped when its last ticket ends.
 """
 
@@ -35,7 +35,7 @@ _MAX_VARIANTS = 4096  # per instance, remembered digests
 
 @dataclass(slots=True)
 class Counts:
-    """What an instance asked for and got. Tokens count only whole chunks."""
+    """What an instance requested and got. Tokens count only whole chunks."""
 
     lookups: int = 0
     hits: int = 0
@@ -51,14 +51,14 @@ class Counts:
     load_nanos: int = 0
     failed_stores: int = 0
     failed_loads: int = 0
-    avoided_chunks: int = 0  # that a store found in L1, or on their way
-    starved_chunks: int = 0  # that found no room
+    avoided_chunks: int = 0  # that stores did not copy: L1 had them or was receiving them
+    starved_chunks: int = 0  # that stores did not copy: L1 had no space
     saved_tokens: int = 0  # whose KV was loaded instead of computed
-    saved_seconds: float = 0.0  # what that would have taken, as far as the engine told its speed
+    saved_seconds: float = 0.0  # that the engine would have needed for them, at the speed it reported
     block_records: int = 0
     ended_requests: int = 0
     sequence_gaps: int = 0
-    engine_preemptions: int = 0  # these: what its totals grew by, as the engine told it
+    engine_preemptions: int = 0  # these: growth of the totals that the engine reported
     engine_prompt_tokens: int = 0
     engine_generation_tokens: int = 0
     engine_prefix_queries: int = 0
@@ -89,7 +89,7 @@ class Worker:
         self.registration = registration
         self.spec = spec
         self.lifeline = lifeline
-        self.device = device  # copies for it
+        self.device = device  # that copies for the worker
         self.memory = memory
         self.words = words
         self.table: PlaneTable | None = None
@@ -100,7 +100,7 @@ class Worker:
         self.last_seen = 0.0
         self.groups = group_count(spec.planes)
         self.slot_bytes = block_bytes(spec.planes) * spec.chunk_blocks
-        self.slot = 0 if spec.replicated else spec.rank  # which of a chunk's slots holds this rank's bytes
+        self.slot = 0 if spec.replicated else spec.rank  # which of a chunk's slots has this rank's bytes
         self.stores = self.slot == spec.rank
 
     @property
@@ -118,28 +118,28 @@ class Instance:
     namespace: bytes | None = None
     counts: Counts = field(default_factory=Counts)
     next_sequence: int | None = None  # of ReportBlockAllocations and EndRequest
-    report_gap: bool = True  # the full state has not come yet, or not since some were lost
-    demand_after: float = 0.0  # no full state is asked for before that
-    l0_source: str = "none"  # or exact, or reported: how it tells what its blocks do
-    prefill_speed: float = 0.0  # tokens a second, as the engine told it last
+    report_gap: bool = True  # reports were lost, or none had arrived, since the last full state
+    demand_after: float = 0.0  # earliest time to request a full state
+    l0_source: str = "none"  # or exact, or reported: how it reports its blocks
+    prefill_speed: float = 0.0  # tokens a second, as the engine reported last
     description: DescribeScheduler | None = None
     engine_stats: EngineStats = field(default_factory=EngineStats)
-    died: bool = False  # one of its workers did
+    died: bool = False  # one of its workers died
     load_waits: LoadWaits = field(default_factory=LoadWaits)
     _variants: dict[str, bytes] = field(default_factory=dict)
     _published: tuple[DescribeScheduler, bytes] | None = None
 
     def described(self, now_ns: int) -> InstanceDescribed | None:
-        """What watchers should hear of it: None if nothing is known, or it is what they heard."""
-        reach = self.namespace_of(self.description.variant) if self.description is not None else None
-        if self.description is None or reach is None or self._published == (self.description, reach):
+        """The description to publish. None if the instance has not described itself, or that was published already."""
+        prefix = self.namespace_of(self.description.variant) if self.description is not None else None
+        if self.description is None or prefix is None or self._published == (self.description, prefix):
             return None
-        self._published = (self.description, reach)
+        self._published = (self.description, prefix)
         spec = self.any_worker().spec
-        return InstanceDescribed(now_ns, self.description, reach, spec.chunk_blocks, spec.block_tokens)
+        return InstanceDescribed(now_ns, self.description, prefix, spec.chunk_blocks, spec.block_tokens)
 
     def namespace_of(self, variant: str) -> bytes | None:
-        """The namespace of one weights epoch and LoRA; None until all ranks stand."""
+        """The namespace of one weights epoch and LoRA; None until all ranks are registered."""
         if self.namespace is None or not variant:
             return self.namespace
         digest = self._variants.get(variant)
@@ -151,7 +151,7 @@ class Instance:
 
     @property
     def private(self) -> str:
-        """Why it shares KV with itself only; empty if nothing says so."""
+        """Why the instance shares KV with no other; empty if it may share."""
         since = self.description.private if self.description is not None else ""
         return private_reason(worker.spec for worker in self.workers.values()) or since
 
@@ -165,7 +165,7 @@ class Instance:
         return next(iter(self.workers.values()))
 
     def refresh_namespace(self) -> None:
-        """Recompute after a worker came or went."""
+        """Recompute after a worker was mapped or removed."""
         ready = len(self.workers) == self.world_size and all(w.table is not None for w in self.workers.values())
         self.namespace = fingerprint([self.workers[r].spec for r in range(self.world_size)]) if ready else None
         self._variants.clear()
@@ -182,7 +182,7 @@ class Disconnect(str, enum.Enum):
 
 @dataclass
 class Departed:
-    """What an instance that is no more asked for and got."""
+    """What an instance that is no longer registered had requested and got."""
 
     instance_id: str
     model_name: str
@@ -198,13 +198,13 @@ class Instances:
         self.by_id: dict[str, Instance] = {}
         self.by_registration: dict[int, Worker] = {}
         self.departed: dict[tuple[str, str], Departed] = {}  # by id and model, the oldest first
-        self.connected = 0  # that registered a first worker
+        self.connected = 0  # instances whose first worker registered
         self.disconnected: Counter[Disconnect] = Counter()
-        self._forgotten = Counts()  # sums over those before them
+        self._forgotten = Counts()  # sums over the instances forgotten before
         self._next = 0
 
     def check_registration(self, spec: RegisterWorker) -> None:
-        """KVServerError if this worker may not stand: id or rank taken, or ranks that disagree."""
+        """KVServerError if this worker may not register: its id or rank is in use, or its ranks disagree."""
         if spec.rank >= spec.world_size:
             raise KVServerError(ErrorCode.UNKNOWN_RANK, f"rank {spec.rank} of a world of {spec.world_size}")
         counted(spec)
@@ -245,7 +245,7 @@ class Instances:
     def remove_worker(
         self, worker: Worker, now: float, reason: Disconnect = Disconnect.UNREGISTERED
     ) -> Instance | None:
-        """Take the worker out; returns its instance if that ended with it."""
+        """Remove the worker; returns its instance if this was the last one."""
         del self.by_registration[worker.registration]
         instance = self.by_id[worker.spec.instance_id]
         del instance.workers[worker.spec.rank]
@@ -270,7 +270,7 @@ class Instances:
         self._forgotten.add(self.departed.pop(name).counts)
 
     def counts_of(self, spec: RegisterWorker) -> Counts:
-        """Of the worker's instance, also when that is gone."""
+        """Of the worker's instance, also after it disconnected."""
         instance = self.by_id.get(spec.instance_id)
         if instance is not None:
             return instance.counts
@@ -278,7 +278,7 @@ class Instances:
         return departed.counts if departed is not None else self._forgotten
 
     def instance(self, instance_id: str, incarnation: str) -> Instance:
-        """KVServerError(UNKNOWN_INSTANCE or DUPLICATE_INSTANCE) says why not."""
+        """KVServerError(UNKNOWN_INSTANCE or DUPLICATE_INSTANCE) if it is not registered."""
         instance = self.by_id.get(instance_id)
         if instance is None:
             raise KVServerError(ErrorCode.UNKNOWN_INSTANCE, f"no worker of instance {instance_id!r} is registered")

@@ -1,14 +1,13 @@
-"""The Unix socket beside the endpoint: file descriptors come in over it, and its end means death.
+"""The Unix socket beside the endpoint: workers send file descriptors over it, and its end means death.
 
-One connection per worker. The worker sends `Attach` with its descriptors, gets `Attached` with a
-number for RegisterWorker, and then both sides only watch: end of file says that the peer is gone,
-across pid namespaces. Where the peer's process can be seen from here its death counts as well: a process that it forked
-may keep the connection. The server closes a connection only when no copy of its worker is left, and says so first: to
-the worker, `Detached` means that nothing will touch its memory any more. An end without it is the server's death, and a
-GPU may work for a process a little longer than this has its sockets.
+One connection per worker. The worker sends `Attach` with its descriptors, gets `Attached` with a number for RegisterWorker,
+and then both sides only watch: end of file means that the peer died, across pid namespaces. Where the peer's process is
+visible its death counts as well: a process that it forked may keep the connection. The server closes a connection only
+when no copy of its worker is left, and sends `Detached` first: nothing will touch the worker's memory any more. An end
+without `Detached` is the server's death; a GPU may work for a process a little longer than the process has its sockets.
 
-Owns: the listening socket, the connections and descriptors nobody claimed yet. Refuses to know: what
-the descriptors hold.
+Owns: the listening socket, the connections, and descriptors until they are claimed. Refuses to know: what the
+descriptors are for.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
 MAX_FDS = 251  # the kernel passes at most 253 in one message
-SILENT_SECONDS = 10.0  # until a connection has a registered worker
+SILENT_SECONDS = 10.0  # for a connection to register a worker
 _MAX_ATTACH_BYTES = 4096
 
 
 @dataclass(slots=True)
 class Lifeline:
-    """One connection. `fds` are open until claimed; `registration` is set once a worker stands on it."""
+    """One connection. `fds` are open until claimed; `registration` is set once a worker has registered with it."""
 
     number: int
     connection: socket.socket
     pid: int
     uid: int
     fds: list[int]
-    deadline: float  # of the monotonic clock, to be registered
+    deadline: float  # of the monotonic clock, for its registration
     process: int | None = None  # a pidfd, where the peer's process can be seen
     attached: bool = False
     registration: int | None = None
@@ -109,7 +108,7 @@ class Lifelines:
         return len(self._lifelines)
 
     def accept(self) -> int | None:
-        """Take one new connection; returns its descriptor to poll."""
+        """Accept one new connection; returns its descriptor to poll."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
@@ -164,7 +163,7 @@ class Lifelines:
         else:
             for extra in fds:
                 os.close(extra)
-            if raw:  # nothing more is expected: ignored, since a close would tell the worker that copies have ended
+            if raw:  # nothing more is expected: ignored, since a close would mean to the worker that copies have ended
                 return None
         self.close(lifeline)
         return lifeline
@@ -174,7 +173,7 @@ class Lifelines:
             if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
                 raise KVServerError(ErrorCode.TOO_LARGE, f"Attach takes at most {MAX_FDS} descriptors")
             if decode_attach(raw).token != self._token:
-                raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; say Hello again")
+                raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; send Hello again")
         except KVServerError as error:
             self.refused[error.code.value] += 1
             self._send(lifeline, encode(Error(code=error.code.value, message=error.message)))
@@ -187,7 +186,7 @@ class Lifelines:
         try:
             lifeline.connection.send(raw)
         except OSError as error:
-            log.debug("attachment %d: cannot answer: %s", lifeline.number, error)
+            log.debug("cannot answer on connection %d of the .fd socket: %s", lifeline.number, error)
             return False
         return True
 
@@ -201,13 +200,13 @@ class Lifelines:
         return lifeline
 
     def detach(self, lifeline: Lifeline) -> None:
-        """Say that nothing of the worker is mapped any more, then close. REQUIRES: so it is. Idempotent."""
+        """Send Detached, then close. REQUIRES: nothing of the worker is mapped. Idempotent."""
         if lifeline.number in self._lifelines:
             self._send(lifeline, encode(Detached()))
             self.close(lifeline)
 
     def close_silent(self) -> None:
-        """Close the connections that have no worker at their deadline: there are no copies that the end of one could tell of."""
+        """Close the connections that have no worker at their deadline; they have no copies to wait for."""
         now = time.monotonic()
         for lifeline in list(self._lifelines.values()):
             if lifeline.registration is None and now > lifeline.deadline:
@@ -215,7 +214,7 @@ class Lifelines:
                 self.close(lifeline)
 
     def close(self, lifeline: Lifeline) -> None:
-        """Close the connection and whatever descriptors nobody claimed. Idempotent."""
+        """Close the connection and the descriptors that were not claimed. Idempotent."""
         if self._lifelines.pop(lifeline.number, None) is None:
             return
         del self._by_fd[lifeline.connection.fileno()]

@@ -84,7 +84,7 @@ class Server:
         self.rpc = Rpc()
         self.audits = 0  # of the accounting
         self.unbalanced = 0  # audits that failed
-        self.undelivered = 0  # replies to peers that were gone or did not read
+        self.undelivered = 0  # replies to peers that had disconnected or did not read
         self._router = router
         self._max_message_bytes = max_message_bytes
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -186,11 +186,11 @@ class Server:
             return part(*arguments)
         except Exception:
             self.rpc.error(ErrorCode.INTERNAL.value, LOOP)
-            log.exception("internal error in %s", part.__name__)
+            log.exception("internal error in the loop, in %s", part.__name__)
             return None
 
     def _serve_requests(self) -> bool:
-        """Answer what has come, up to a bound; True if there may be more."""
+        """Answer the messages that have arrived, up to a bound; True if there may be more."""
         for _ in range(REQUESTS_PER_TURN):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -226,12 +226,12 @@ class Server:
         except KVServerError as error:
             call.respond(Error(code=error.code.value, message=error.message))
         except Exception as error:
-            log.exception("internal error in %s", call.type_name)
+            log.exception("internal error while answering %s", call.type_name)
             if not call.answered:
                 call.respond(Error(code=ErrorCode.INTERNAL.value, message=f"{type(error).__name__}: {error}"))
 
     def send(self, call: Call, reply: Reply) -> None:
-        """Send without waiting: a peer that is gone or does not read loses its replies, nobody else's."""
+        """Send without waiting: a peer that disconnected or does not read loses its replies, and no other peer does."""
         if isinstance(reply, Error):
             self.rpc.error(reply.code, call.type_name)
             self.handlers.bus.publish(ErrorSent(time.monotonic_ns(), call.type_name, reply.code))
@@ -285,7 +285,7 @@ class Server:
             return self.handlers.audit_if_idle()
         except AssertionError as error:
             self.unbalanced += 1
-            log.critical("the books do not balance: %s", error)
+            log.critical("the daemon's accounting does not balance, which is a bug: %s", error)
             return True
 
     # ---- status -------------------------------------------------------------------------------
@@ -303,7 +303,9 @@ class Server:
             "metrics_sample_rate": self.handlers.settings.metrics_sample_rate,
             **self.handlers.status(),
         }
-        demands = self.rpc.of_code(ErrorCode.REPORT_GAP)  # no fault: an engine of before this daemon is asked
+        demands = self.rpc.of_code(
+            ErrorCode.REPORT_GAP
+        )  # no fault: it requests the full state of an engine older than this daemon
         status["totals"]["errors"] = sum(self.rpc.errors.values()) - demands
         status["totals"]["undelivered_replies"] = self.undelivered
         status["books"]["audits"] = self.audits

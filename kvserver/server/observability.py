@@ -1,7 +1,6 @@
-"""Whoever watches the events of one daemon, and how their figures leave it.
+"""All that observes the events of one daemon: the bus and its subscribers, the observers of KV events, OTLP.
 
-Owns: the bus and its subscribers, the observers of KV events, the sending over OTLP, their starts and ends. Refuses to
-know: what they make of events.
+Owns: how they are made, started and ended, and their metrics. Refuses to know: what each makes of events.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ OWN_OBSERVERS: dict[str, MakeObserver] = {
     "index": make_index,
     "feed": make_feed,
 }
-_LAST_EVENTS_SECONDS = 2.0  # for what is queued when the daemon stops
+_LAST_EVENTS_SECONDS = 2.0  # for the events that are queued when the daemon stops
 
 
 class Observability:
     """REQUIRES: start() before close(), both once; or discard()."""
 
     def __init__(self, settings: Settings, boot_id: str) -> None:
-        """ConfigError if what the settings ask for cannot be had."""
+        """ConfigError if an exporter or observer of the settings cannot be made."""
         self._settings = settings
         self.block_lifecycle = BlockLifecycle(settings.metrics_sample_rate)
         self.chunk_lifecycle = ChunkLifecycle(settings.metrics_sample_rate)
@@ -53,7 +52,7 @@ class Observability:
         self._sender: OtlpMetrics | None = None
         self._make_sender: Callable[[Callable[[], list[Family]]], OtlpMetrics] | None = None
         endpoint = parse_otlp_endpoint(settings.otlp_endpoint)
-        if endpoint is not None:  # what it imports takes time and memory, which others need not spend
+        if endpoint is not None:  # its imports cost time and memory: only a daemon with a collector pays
             from kvserver.telemetry import otlp, tracing
 
             sender = otlp.resource(boot_id)
@@ -69,7 +68,7 @@ class Observability:
         self.bus = Bus([*subscribers, self.traces] if self.traces is not None else subscribers)
 
     def families(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
-        """All of the daemon's; from any thread."""
+        """All metric families of the daemon. From any thread."""
         more = [
             family
             for each in (self.block_lifecycle, self.chunk_lifecycle, self.hub, self.observers, self.index)
@@ -106,7 +105,7 @@ class Observability:
 
     @property
     def wants_contents(self) -> bool:
-        """Whether engines should say with each store what is in its blocks."""
+        """Whether engines should describe with each store the contents of its blocks."""
         settings = self._settings
         observed = bool(settings.kv_events_endpoint or settings.kv_events_file) or self.observers.foreign
         return settings.kv_events == "on" or observed
@@ -130,7 +129,7 @@ class Observability:
         return found if isinstance(found, ZmqPublisher) else None
 
     def status(self) -> dict[str, Any]:
-        """The parts of `/status` about what leaves."""
+        """The parts of `/status` about exporters and observers."""
         found: dict[str, Any] = {
             "kv_events": {**self.hub.status(), "observers": self.observers.status()},
             "explain": self.explain.status(),
@@ -140,7 +139,7 @@ class Observability:
         return found
 
     def start(self, read: Callable[[], list[Family]]) -> None:
-        """`read` gives the present families, from any thread; it may take its time."""
+        """`read` returns the present families, from any thread; it may be slow."""
         self.observers.start()
         self.bus.start()
         if self._make_sender is not None:
@@ -148,7 +147,7 @@ class Observability:
             self._sender.start()
 
     def close(self, read: Callable[[], list[Family]]) -> None:
-        """Hand over and send what is left, for a few seconds at most. `read` is asked when all was handed over."""
+        """Handle and send what is queued, for a few seconds at most. `read` is called after the events were handled."""
         self.bus.flush(_LAST_EVENTS_SECONDS)
         last = read()
         self.bus.close(_LAST_EVENTS_SECONDS)
@@ -157,5 +156,5 @@ class Observability:
             self._sender.close(last)
 
     def discard(self) -> None:
-        """Instead of start() and close(), where the daemon does not come to start."""
+        """Instead of start() and close(), where the daemon cannot start."""
         self.observers.close()

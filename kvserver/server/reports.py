@@ -1,6 +1,6 @@
-"""What engines tell of themselves, their blocks and requests: notices, answered only on error.
+"""Reports of engines about themselves, their blocks and requests: notices, answered only on error.
 
-Owns: their checks and their sequence. Refuses to know: what blocks do with it (`l0`, by way of the bus).
+Owns: their checks and their sequence. Refuses to know: what follows from them (`block_lifecycle`, by way of the bus).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvserver.protocol import (
 from kvserver.server.instances import Instance, Instances
 from kvserver.telemetry import MOST
 
-_DEMAND_SECONDS = 1.0  # between two demands for a full state: each one ends lives, and the bus takes its time
+_DEMAND_SECONDS = 1.0  # between two demands for a full state: each ends block lifetimes, and the bus needs time
 _CONTENT_BYTES = 8
 _TOKEN_BYTES = 4
-_LEAST_SPEED = 0.001  # tokens a second; one beyond these is none: seconds made of it would be infinite
+_LEAST_SPEED = 0.001  # tokens a second; a speed beyond these is not used: times computed from it would be infinite
 _MOST_SPEED = 1e12
 
 
@@ -44,7 +44,7 @@ class EngineReports:
         bus: Bus,
         is_out_of_sync: Callable[[str], bool],
     ) -> None:
-        """`unsure`: whether what came so far of an instance no longer adds up."""
+        """`is_out_of_sync`: whether an instance's block reports so far are incomplete or contradictory."""
         self._cache = cache
         self._instances = instances
         self._clock = clock
@@ -100,7 +100,7 @@ class EngineReports:
         if instance.namespace is None:
             raise KVServerError(
                 ErrorCode.NOT_READY,
-                f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} stand; describe it then",
+                f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} are registered; send DescribeScheduler when all are",
             )
         instance.description = request
         if (event := instance.described(self._now_ns())) is not None:
@@ -113,7 +113,7 @@ class EngineReports:
             setattr(instance.counts, total, min(getattr(instance.counts, total) + grown, MOST))
 
     def _reporter(self, request: ReportBlockAllocations | EndRequest | DescribeScheduler | EngineLoad) -> Instance:
-        """Identity is in the message and must be the registered one: figures of two models never mix."""
+        """Identity is in the message and must be the registered one: metrics of two models never mix."""
         instance = self._instances.instance(request.instance_id, request.incarnation)
         if request.model_name != instance.model_name:
             raise KVServerError(
@@ -135,7 +135,7 @@ class EngineReports:
 
 
 def checked(payload: Payload, num_blocks: int) -> tuple[int, int]:
-    """(records, bytes) of it. KVServerError(BAD_RECORDS) if it cannot be read, or names blocks that are not."""
+    """(records, bytes) of it. KVServerError(BAD_RECORDS) if it cannot be read, or names blocks that the engine does not have."""
     try:
         if isinstance(payload, ExactRecords):
             check_records(payload.records, payload.marks, num_blocks)
@@ -147,7 +147,7 @@ def checked(payload: Payload, num_blocks: int) -> tuple[int, int]:
 
 def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int]:
     records = sum(record.blocks for record in payload.records)
-    if records > MAX_REPORTED_BLOCKS:  # before they are unpacked: a run of any length takes a few bytes
+    if records > MAX_REPORTED_BLOCKS:  # before they are unpacked: a run of any length is a few bytes
         raise ValueError(f"{records} blocks in one report, at most {MAX_REPORTED_BLOCKS}; split it")
     size = 0
     for record in payload.records:

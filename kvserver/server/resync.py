@@ -1,7 +1,7 @@
-"""Telling all that L1 holds again, after the bus had to drop what became of it.
+"""Resync: publish all chunks that are READY in L1 again, after the bus dropped events about chunks.
 
-Owns: when, and how far it is. Refuses to know: who keeps what it hears (`kv_events.hub`). Runs in the loop's thread, a
-slice a turn.
+Owns: when it runs, and how far it is. Refuses to know: who keeps the chunks (`kv_events.hub`). Runs in the loop's
+thread, a slice a turn.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Resync:
         self._index = index
         self._bus = bus
         self._clock = clock
-        self._slices: Iterator[tuple[bytes, bytes]] | None = None  # while it goes on
+        self._slices: Iterator[tuple[bytes, bytes]] | None = None  # while a resync runs
 
     def step(self) -> bool:
-        """Go on if there is something to tell, and room for it; True if there is more to do at once.
+        """Go on if there are chunks to publish, and space for them; True if there is more to do at once.
 
-        What is dropped meanwhile makes it begin anew.
+        An event about chunks that is dropped meanwhile makes the resync start over.
         """
         if self._bus.lost_chunks:
             self._slices = None
@@ -47,10 +47,10 @@ class Resync:
         return self._bus.publish(L1Resynced(int(self._clock() * 1e9), part, namespace, keys), len(keys))
 
     def _walk(self) -> Iterator[tuple[bytes, bytes]]:
-        """Namespaces and keys; what is READY at the moment it is asked for."""
+        """Namespaces and keys of what is READY when each slice is taken."""
         for id in self._index.namespace_ids():
             namespace = self._index.find_namespace(id)
             chunks = list(namespace.chunks.values()) if namespace is not None else []
             while chunks:
                 yield id, b"".join([chunk.key for chunk in chunks[-SLICE:] if chunk.ready and not chunk.detached])
-                del chunks[-SLICE:]  # a long list goes as it came: letting it go at once takes as long as making it
+                del chunks[-SLICE:]  # freed a slice at a time: freeing a long list at once takes as long as making it

@@ -1,6 +1,6 @@
 """`/status`, built from the server's state.
 
-Owns: the keys of the public surface. Refuses to know: how the numbers come about.
+Owns: the keys of the public surface. Refuses to know: how the numbers are counted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def totals_status(instances: Instances) -> dict[str, Any]:
 
 
 def accounting_status(cache: Cache, tickets: Tickets[Ticket], workers: Workers, attachments: int) -> dict[str, Any]:
-    """What must balance: with nothing in flight and nobody connected all but the pages are 0."""
+    """What must balance: with nothing in flight and no worker connected all but the pages are 0."""
     return {
         "tickets": tickets.open_tickets,
         "pins": cache.pins,
@@ -76,7 +76,7 @@ def connects_status(instances: Instances) -> dict[str, Any]:
 
 
 def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], now: float) -> dict[str, Any]:
-    """`l0`: what is known of its blocks."""
+    """`l0`: what block_lifecycle knows of its blocks."""
     spec = instance.any_worker().spec
     counts = instance.counts
     return {
@@ -110,7 +110,7 @@ def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], no
 
 
 def departed_status(departed: Departed, now: float) -> dict[str, Any]:
-    """Of an instance that is gone: what its series in /metrics still show."""
+    """Of an instance that disconnected: what its series in /metrics still show."""
     return {
         "instance_id": departed.instance_id,
         "model_name": departed.model_name,
@@ -120,7 +120,7 @@ def departed_status(departed: Departed, now: float) -> dict[str, Any]:
 
 
 def counts_status(counts: Counts) -> dict[str, Any]:
-    figures = {name: getattr(counts, name) for name in counts.__slots__}
-    figures["missed_tokens"] = {reason.value: counts.missed_tokens[reason] for reason in MissReason}
-    del figures["benefit"]
-    return figures | counts.benefit.status()
+    found = {name: getattr(counts, name) for name in counts.__slots__}
+    found["missed_tokens"] = {reason.value: counts.missed_tokens[reason] for reason in MissReason}
+    del found["benefit"]
+    return found | counts.benefit.status()

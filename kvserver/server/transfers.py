@@ -55,7 +55,7 @@ class StoreTicket:
     request_id: str
     namespace: bytes
     plan: StorePlan
-    deadline_ns: int  # the engine may give its blocks to others from then on
+    deadline_ns: int  # from then on the engine may reuse its blocks
     arrived_ns: int
     began_ns: int = 0
 
@@ -106,7 +106,7 @@ class UnmapTicket:
 
 Ticket: TypeAlias = StoreTicket | LoadTicket | MapTicket | UnmapTicket
 
-STEPS_PER_TURN = 2048  # of plans of stores (see StorePlan.steps) in one turn of the loop, all together
+STEPS_PER_TURN = 2048  # of all stores' plans together (see StorePlan.steps), in one turn of the loop
 _TOKEN_BYTES = 4
 _DIRECTIONS = {Direction.STORE: "store", Direction.LOAD: "load"}
 _FAILURES = {
@@ -169,12 +169,12 @@ class Transfers:
         try:
             check_chunk(request.chunk_blocks, worker.spec)
             if request.deadline_ns <= self._clock() * 1e9:
-                raise KVServerError(ErrorCode.LATE, "its deadline had passed before the server read it")
+                raise KVServerError(ErrorCode.LATE, "the request's deadline had passed before the server read it")
             namespace = instance.namespace_of(request.variant)
             if namespace is None:
                 raise KVServerError(
                     ErrorCode.NOT_READY,
-                    f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} stand",
+                    f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} are registered",
                 )
             if isinstance(request, Store):
                 self._store(request, respond, worker, instance, namespace)
@@ -193,7 +193,7 @@ class Transfers:
                 self._now_ns(), spec.instance_id, spec.model_name, spec.rank, direction, request.request_id, code.value
             )
         )
-        worker.words.fail_word(request.word, request.sequence)  # who waits on it learns at once that nothing is copied
+        worker.words.fail_word(request.word, request.sequence)  # the engine sees at once that nothing is copied
         counts = self._instances.counts_of(spec)
         if isinstance(request, Store):
             counts.failed_stores += 1
@@ -219,7 +219,7 @@ class Transfers:
             )
             self._steps = plan.steps if steps else self._steps
             self._publish_evictions(plan)
-        else:  # another rank stores what all of them hold
+        else:  # another rank stores what all ranks have
             plan = StorePlan(worker.slot, skipped=chunk_count(request.keys))
         store = _Waiting(request, respond, worker, namespace, blocks, plan, self._now_ns())
         if plan.complete:
@@ -229,7 +229,7 @@ class Transfers:
             worker.waiting += 1
 
     def _planned(self, store: _Waiting) -> None:
-        """The plan is complete: copy what it says, or answer that there is nothing to copy."""
+        """The plan is complete: copy its chunks, or answer that there is nothing to copy."""
         request, worker, plan = store.request, store.worker, store.plan
         counts = self._instances.counts_of(worker.spec)
         counts.starved_chunks += plan.no_space
@@ -255,9 +255,11 @@ class Transfers:
     def _check_waiting(self, store: _Waiting) -> None:
         """KVServerError if it should end."""
         if store.worker.closing:
-            raise KVServerError(ErrorCode.CANCELLED, "the worker went away before it was copied")
+            raise KVServerError(ErrorCode.CANCELLED, "the worker disconnected before the copy began")
         if store.request.deadline_ns <= self._clock() * 1e9:
-            raise KVServerError(ErrorCode.LATE, "its deadline passed while room was made for it")
+            raise KVServerError(
+                ErrorCode.LATE, "the store's deadline passed while chunks were evicted to make space for it"
+            )
 
     def _waiting_failed(self, store: _Waiting, error: Exception) -> None:
         if not store.plan.complete:
@@ -265,7 +267,7 @@ class Transfers:
             self._cache.finish_store(store.plan, copied=False)
         self._refused(store.request, store.worker, error)
         if not isinstance(error, KVServerError):
-            log.error("while a store was planned", exc_info=error)
+            log.error("internal error while a store was planned", exc_info=error)
             error = KVServerError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
         store.respond(Error(code=error.code.value, message=error.message))
 
@@ -337,7 +339,9 @@ class Transfers:
         The last byte was copied before now, whatever stopped this process in between. REQUIRES: nothing else publishes.
         """
         if completion.done and self._now_ns() > ticket.deadline_ns:
-            completion = replace(completion, outcome=Outcome.LATE, what="its deadline had passed when it was whole")
+            completion = replace(
+                completion, outcome=Outcome.LATE, what="the store's deadline had passed when its last byte was copied"
+            )
         copied = completion.done and not ticket.worker.closing
         self._cache.finish_store(ticket.plan, copied)
         self._publish_end(ticket, completion, Direction.STORE)
@@ -404,12 +408,12 @@ class Transfers:
             instance.counts.benefit.load_ended(*whole, instance.prefill_speed)
 
     def _publish_evictions(self, plan: StorePlan) -> None:
-        """Those since the last time: before anybody else can store the same chunks anew."""
-        gone: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        """Evictions since the last call: published before another store can store the same chunks again."""
+        evicted: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for namespace, key in plan.evicted:
-            gone[namespace].append(key)
+            evicted[namespace].append(key)
         plan.evicted.clear()
-        for namespace, keys in gone.items():
+        for namespace, keys in evicted.items():
             self._bus.publish(ChunksEvicted(self._now_ns(), namespace, b"".join(keys)), len(keys) * KEY_BYTES)
 
     def _publish_contents(self, request: Store, namespace: bytes, worker: Worker) -> None:
@@ -505,4 +509,4 @@ def _with_holes(blocks: array[int], groups: int) -> array[int]:
 
 def _failure(completion: Completion) -> Error:
     code = _FAILURES.get(completion.outcome, ErrorCode.CANCELLED)
-    return Error(code=code.value, message=completion.what or "the worker went away while it was copied")
+    return Error(code=code.value, message=completion.what or "the worker disconnected during the copy")

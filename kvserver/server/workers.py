@@ -1,8 +1,8 @@
-"""Workers come and go: their memory is mapped before the first copy and unmapped after the last.
+"""Workers register and end: their memory is mapped before the first copy and unmapped after the last.
 
 Owns: registration, the close of a worker and its mappings. Refuses to know: what is copied.
 
-The end of a worker, whatever its reason: it takes no more requests, its copies end at their next block,
+The end of a worker, for any reason: its requests are refused, its copies end at their next block,
 its memory is unmapped, and only then its connection is closed.
 """
 
@@ -67,12 +67,14 @@ class Workers:
         self._instances = instances
         self._lifelines = lifelines
         self._clock = clock
-        self._waiting: dict[int, Respond] = {}  # registration -> who asked to unregister
+        self._waiting: dict[int, Respond] = {}  # by registration: answers UnregisterWorker
         self._last_refusal = ""
-        self._refusals: dict[tuple[str, str], KVServerError] = {}  # the last of each engine that is not all there
+        self._refusals: dict[
+            tuple[str, str], KVServerError
+        ] = {}  # the last refusal of each engine whose ranks are not all registered
 
     def register(self, request: RegisterWorker, respond: Respond) -> None:
-        """Begin to map the worker's memory; the reply comes when that is done. KVServerError if it may not stand."""
+        """Begin to map the worker's memory; the reply follows when that is done. KVServerError if the worker may not register."""
         lifeline = self._lifelines.unused(request.attachment)
         try:
             self._instances.check_registration(request)
@@ -109,7 +111,7 @@ class Workers:
         self._bus.publish(WorkerRegistered(now_ns, spec.instance_id, spec.model_name, spec.rank, name))
 
     def _refused(self, spec: RegisterWorker, error: KVServerError) -> None:
-        """Tell the operator, but not again at every attempt of an engine that keeps trying."""
+        """Log a refusal, but not again at every attempt of an engine that keeps trying."""
         refusal = f"worker {spec.instance_id}/{spec.rank} refused: {error.message}"
         log.log(logging.DEBUG if refusal == self._last_refusal else logging.WARNING, "%s", refusal)
         self._last_refusal = refusal
@@ -119,7 +121,7 @@ class Workers:
             del self._refusals[next(iter(self._refusals))]
 
     def registration_state(self, instance_id: str, incarnation: str) -> tuple[str, str]:
-        """(REGISTERED, or the error code why an engine has no cache; the same for people). Empty if none is named."""
+        """(REGISTERED, or the error code why an engine has no cache; the same for people). Empty if no instance is named."""
         if not instance_id:
             return "", ""
         error = self._refusals.get((instance_id, incarnation))
@@ -138,7 +140,7 @@ class Workers:
         if named != list(range(fds - 1)):
             raise KVServerError(
                 ErrorCode.BAD_MEMORY,
-                f"{fds} descriptors came with Attach: memory must name each of 0 to {fds - 2} once, "
+                f"{fds} descriptors arrived with Attach: memory must name each of 0 to {fds - 2} once, "
                 "the last one is the state word page",
             )
         expected = max(1, self._settings.chunk_tokens // request.block_tokens)
@@ -159,7 +161,7 @@ class Workers:
         if pool.pages_for(slot_bytes) > pool.pages:
             raise KVServerError(
                 ErrorCode.TOO_LARGE,
-                f"one chunk of this model takes {slot_bytes} bytes, L1 has {pool.pages * pool.page_bytes}; raise --l1-size or lower "
+                f"one chunk of this model needs {slot_bytes} bytes, L1 has {pool.pages * pool.page_bytes}; raise --l1-size or lower "
                 "--chunk-tokens",
             )
 
@@ -226,13 +228,13 @@ class Workers:
             self._bus.publish(
                 InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, ended.incarnation, died)
             )
-            log.info("instance %s is gone", ended.instance_id)
+            log.info("instance %s disconnected: its last worker ended", ended.instance_id)
         for number in worker.tickets:
             self._tickets.cancel_copy(number)
         self.unmap_if_idle(worker)
 
     def lifeline_ended(self, lifeline: Lifeline) -> None:
-        """The peer at the other end is dead, or hung up."""
+        """The worker's process died, or closed its connection."""
         worker = self._instances.by_registration.get(lifeline.registration or 0)
         if worker is not None:
             log.info("worker %s/%d: connection ended", worker.spec.instance_id, worker.spec.rank)

@@ -1,4 +1,4 @@
-"""What is measured of blocks, chunks, requests and the daemon, and the forms in which it leaves.
+"""Measurements of blocks, chunks, requests and the daemon, and the formats in which they are exported.
 
 Not exported here: `otlp` and `tracing`, which only a daemon with a collector loads, and `prometheus` and `metrics_process`,
 which load the Prometheus client.

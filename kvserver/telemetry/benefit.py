@@ -1,6 +1,6 @@
 """What the cache brought an instance's requests, and what that cost: prompt tokens by source, net time, how long copies took.
 
-Owns: these counts and what they add up to. Refuses to know: messages, tickets, clocks.
+Owns: these counts and their sums. Refuses to know: messages, tickets, clocks.
 
 A prompt's tokens come from L0 (the engine's own prefix cache), L1, L2, or were computed; the four add up to the prompts.
 """
@@ -82,7 +82,7 @@ class Benefit:
 class LoadWaits:
     """Loads of an instance whose ranks have not all ended theirs: a request waits for the slowest.
 
-    A rank that never begins leaves one behind, until the same request loads again or _MOST_WAITS others came.
+    A rank that never begins leaves one behind, until the same request loads again or _MOST_WAITS other loads began.
     """
 
     def __init__(self) -> None:

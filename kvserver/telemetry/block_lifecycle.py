@@ -1,12 +1,12 @@
-"""The lives of L0 blocks, by scheduler instance and model: a subscriber of the event bus.
+"""Lifetimes of L0 blocks, by scheduler instance and model: a subscriber of the event bus.
 
-Owns: for each instance its figures, one `_native.BlockLifetimes` a pool, and whether the reports are complete. Refuses to
-know: how reports travel, what a life is (csrc/tables/block_lifetimes.h), how figures leave the process.
+Owns: for each instance its metrics, one `_native.BlockLifetimes` a pool, and whether the reports are complete. Refuses to
+know: how reports travel, what a lifetime is (csrc/tables/block_lifetimes.h), how metrics are exported.
 
-Reports are counted by `sequence`. Where one is missing the instance is unsure: lives end as lost, for their true end
-may be what is missing. What comes then is followed all the same, as far as it says when it began; the gauges are
-right again when the full state of each pool has come. An engine that registers again, or that computed before it
-registered, is unsure likewise; a new incarnation that did not has a new and empty pool.
+Reports are counted by `sequence`. Where one is missing the instance is out of sync: lifetimes end as lost, for the missing
+report may have had their true end. Later reports are applied all the same, as far as they state when a lifetime began; the
+gauges are right again when the full state of each pool has arrived. An engine that registers again, or that computed before
+it registered, is out of sync likewise; a new incarnation that did not has a new and empty pool.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LABELS = ("instance_id", "model_name")
 
 
 class BlockMetrics(NamedTuple):
-    """Of one instance and model, of one moment but for what the event thread does between two fields."""
+    """Of one instance and model, at one moment, except for what the event thread does between two fields."""
 
     lifetimes: LifetimeSnapshot
     report_gaps: int
@@ -49,7 +49,7 @@ class BlockMetrics(NamedTuple):
         return self.lifetimes.active_blocks + self.lifetimes.released_blocks
 
 
-# Where a figure is found in Figures, and what it tells; its metric is named by the last part.
+# Where a value is in BlockMetrics, and the HELP text of its metric, which is named by _name().
 _COUNTERS = {
     "lifetimes.allocations": "L0 blocks that the engine allocated.",
     "lifetimes.reuses": "Accesses of L0 blocks that no request owned: hits in the engine's prefix cache.",
@@ -119,7 +119,7 @@ class _Instance:
         self.next_sequence = sequence + 1
 
     def forget_pools(self) -> None:
-        """Its process is gone, or another: all lives are lost."""
+        """The engine's process ended or is another one: all lifetimes are lost."""
         self.end_all()
         self.pools.clear()
         self.request_blocks = None
@@ -144,13 +144,13 @@ class BlockLifecycle:
         self._clock = clock
         self._lock = threading.Lock()  # guards which instances there are, not what is in them
         self._instances: dict[tuple[str, str], _Instance] = {}
-        self._present: dict[str, _Instance] = {}  # by instance id: those that are not gone; read without the lock too
+        self._present: dict[str, _Instance] = {}  # by instance id: those that are registered; read without the lock too
 
     # ---- the event thread's -------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """What it raises is the bus's to count: of a report that is wrong, after which its instance is unsure, or of an
-        instance that is not there."""
+        """The bus counts what this raises: for a wrong report, which leaves its instance out of sync, or for an instance
+        that is not registered."""
         match event:
             case BlockReport():
                 self._report(self._reporter(event), event)
@@ -165,7 +165,7 @@ class BlockLifecycle:
                 self._disconnected(event)
 
     def close(self) -> None:
-        """Nothing to do: what is known can be read as before."""
+        """Nothing to do: the metrics can be read as before."""
 
     def _registered(self, event: InstanceRegistered) -> None:
         self._expire()
@@ -199,7 +199,7 @@ class BlockLifecycle:
     def _reporter(self, event: BlockReport | RequestEnded) -> _Instance:
         instance = self._instances.get((event.instance_id, event.model_name))
         if instance is None or instance.ended_ns is not None:
-            raise LookupError(f"instance {event.instance_id!r} of model {event.model_name!r} is not there")
+            raise LookupError(f"instance {event.instance_id!r} of model {event.model_name!r} is not registered")
         return instance
 
     def _report(self, instance: _Instance, event: BlockReport) -> None:
@@ -245,12 +245,12 @@ class BlockLifecycle:
     # ---- from any thread ----------------------------------------------------------------------
 
     def is_out_of_sync(self, instance_id: str) -> bool:
-        """Whether the full state of a pool is wanted from it."""
+        """Whether the full state of one of its pools is needed."""
         instance = self._present.get(instance_id)
         return instance is not None and bool(instance.out_of_sync)
 
     def status(self, instance_id: str) -> dict[str, Any]:
-        """What `/status` shows of an instance; nothing if it is not there."""
+        """What `/status` shows of an instance; nothing if it is not registered."""
         instance = self._present.get(instance_id)
         if instance is None:
             return {}
@@ -269,20 +269,20 @@ class BlockLifecycle:
         families = []
         for kind, path, text in _PLAIN:
             plain = Family(f"kvserver_l0_{_name(path)}", text, kind, LABELS)
-            for labels, figures in found:
-                plain.add(int(attrgetter(path)(figures)), *labels)
+            for labels, metrics in found:
+                plain.add(int(attrgetter(path)(metrics)), *labels)
             families.append(plain)
         for path, text in _HISTOGRAMS.items():
             name = f"kvserver_l0_block_{_name(path)}_seconds"
             histogram = Family(name, text, Kind.HISTOGRAM, LABELS, bounds=RESIDENCY_SECONDS)
-            for labels, figures in found:
-                of = attrgetter(path)(figures)
+            for labels, metrics in found:
+                of = attrgetter(path)(metrics)
                 histogram.add(Buckets(of.counts, of.sum), *labels)
             families.append(histogram)
         return families
 
     def _expire(self) -> None:
-        """Figures of instances that are gone for long, or before MOST_DEPARTED others."""
+        """Forget instances that disconnected long ago, or before MOST_DEPARTED others."""
         until = self._clock() - int(DEPARTED_SECONDS * 1e9)
         with self._lock:
             ended = [(of.ended_ns, key) for key, of in self._instances.items() if of.ended_ns is not None]

@@ -1,11 +1,11 @@
-"""How long chunks live in L1, how long they lie idle before they go, how soon they are used again.
+"""How long chunks are in L1, how long they are idle before eviction, how soon they are loaded again.
 
-Of a sample of the chunks, decided once per life of a chunk by a keyed hash; everything else about L1 is counted
-exactly elsewhere. Owns: the lives and the histograms. Refuses to know: slots, leases, who is evicted and why. Runs in
+Of a sample of the chunks, decided once per lifetime of a chunk by a keyed hash; everything else about L1 is counted
+exactly elsewhere. Owns: the lifetimes and the histograms. Refuses to know: slots, leases, who is evicted and why. Runs in
 the bus's thread; `families()` may be called from any.
 
-Words: METRICS.md. A life is told under the instance that stored the chunk, a use under the one that loaded it. Chunks
-outlive engines: what happens after the instance's series have ended is told under instance_id "".
+Words: METRICS.md. A lifetime counts for the instance that stored the chunk, a load for the one that loaded it. Chunks
+outlive engines: what happens after the instance's series have ended counts for instance_id "".
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class ChunkLifecycle:
     def __init__(self, sample_rate: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """`clock` is CLOCK_MONOTONIC nanoseconds."""
         self._clock = clock
-        self._below = int(sample_rate * 2**64)  # a life whose hash is below is sampled
+        self._below = int(sample_rate * 2**64)  # a lifetime whose hash is below is sampled
         self._secret = secrets.token_bytes(16)
         self._lifetimes: dict[bytes, dict[bytes, _Lifetime]] = {}  # by namespace and key
-        self._instances: dict[Name, int] = {}  # when it went; 0: it is there
-        self._ownerless: set[str] = set()  # models of figures that are no instance's any more
+        self._instances: dict[Name, int] = {}  # when it disconnected; 0: it is registered
+        self._ownerless: set[str] = set()  # models of histograms whose instances have been forgotten
         self._histograms: dict[str, dict[Name, Histogram]] = {name: {} for name in _HISTOGRAMS}
-        self._lock = threading.Lock()  # of the figures
+        self._lock = threading.Lock()  # of the histograms
 
     @property
     def tracked(self) -> int:
@@ -117,7 +117,7 @@ class ChunkLifecycle:
             if self._sampled(event.namespace, key, event.time_ns):
                 lifetimes[key] = _Lifetime((event.instance_id, event.model_name), event.time_ns, event.time_ns)
             else:
-                lifetimes.pop(key, None)  # a former life whose end was not told
+                lifetimes.pop(key, None)  # an earlier lifetime whose end was not published
         if not lifetimes:
             del self._lifetimes[event.namespace]
 

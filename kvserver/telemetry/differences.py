@@ -1,6 +1,6 @@
 """Which fields keep an engine from using another one's chunks.
 
-Remembers what the namespaces of registered engines were made of, also of engines that are gone, since chunks outlive them:
+Remembers what the namespaces of registered engines were made of, also of engines that disconnected, since chunks outlive them:
 digests of all fields and the values that are safe to show, at most MOST_BYTES in all, the oldest forgotten first.
 
 Owns: that memory and the comparison. Refuses to know: chunks, requests. From one thread at a time.

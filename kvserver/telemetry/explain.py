@@ -1,11 +1,11 @@
 """What became of the last requests: how many of their tokens were found where, what was missing first, and why.
 
 Remembers at most MOST_REQUESTS requests in MOST_BYTES, the oldest forgotten first; the keys of the last evicted chunks in
-MOST_EVICTED_BYTES, to say when a missing one was evicted; and what namespaces are made of (`differences`). A request begins
+MOST_EVICTED_BYTES, to state when a missing one was evicted; and what namespaces are made of (`differences`). A request begins
 with its first lookup, or with its end where no lookup of it is known.
 
 Owns: that memory, the search by the client's id and the order of the worst. Refuses to know: what follows of a record
-(`explain_facts`), HTTP. Written in the bus's thread, asked from any.
+(`explain_facts`), HTTP. Written in the bus's thread, read from any.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Explain:
                 return
 
     def close(self) -> None:
-        """What it knows may be asked for until the process ends."""
+        """Nothing to do: what is remembered can be read until the process ends."""
 
     def _looked_up(self, event: LookupEnded) -> None:
         request = self._open(event) or self._remember(event, event.began_ns)

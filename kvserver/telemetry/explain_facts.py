@@ -135,7 +135,7 @@ class Request:
     loads: dict[int, RankLoad] = field(default_factory=dict)  # by rank
     unlisted_loads: int = 0  # of ranks beyond MOST_RANKS
     ended: RequestEnded | None = None
-    departure: str = ""  # how its instance went while it ran: "died" or "left"
+    departure: str = ""  # how its instance disconnected while the request ran: "died" or "left"
     chunk_tokens: int = 0
 
     @property

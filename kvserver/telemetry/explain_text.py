@@ -1,6 +1,6 @@
-"""One request in words: the sentence that says why tokens were computed, and what would change that.
+"""One request in words: the sentence that states why tokens were computed, and what would change that.
 
-Owns: the sentences, one for each reason and outcome. Refuses to know: how the facts came about (`explain_facts`).
+Owns: the sentences, one for each reason and outcome. Refuses to know: how the facts are found (`explain_facts`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _ADVICE = {
     MissReason.FILLING: "Requests with one prefix arrived together, before the first one's store had ended. Rare ones cost little; of many,"
     " send one ahead of the others.",
     MissReason.OTHER_NAMESPACE: "Engines share KV only where all that changes it agrees. Start them with the same values of the fields"
-    " named here; a private engine says in `kvserver status` why it is private.",
-    MissReason.UNAVAILABLE: "`kvserver status` shows which ranks are registered; the engine's log says why one is not. A lost device needs"
+    " named here; `kvserver status` shows why an engine is private.",
+    MissReason.UNAVAILABLE: "`kvserver status` shows which ranks are registered; the engine's log states why one is not. A lost device needs"
     " a restart of the daemon.",
     MissReason.NEVER_STORED: "If the prompt was computed here before, compare its tokens from the first missing one on: a time, a name or"
     " an id early in a prompt changes all chunks after it. A restart of the daemon and POST /cache/clear empty L1; engines whose block"
@@ -29,8 +29,8 @@ _FAILURES = {
     " kvserver.load_timeout_ms.",
     "not_found": "A chunk was evicted or cleared between lookup and load: a longer --lease-seconds, or a shorter"
     " kvserver.lookup_age_ms, where requests wait long.",
-    "cancelled": "The engine gave up (kvserver.load_timeout_ms, or its client went away), or it is going.",
-    "memory_lost": "The engine took memory back that it had registered: look for its end in its log.",
+    "cancelled": "The engine gave up (kvserver.load_timeout_ms, or its client disconnected), or the engine is ending.",
+    "memory_lost": "The memory that the engine had registered is no longer there: look for the engine's end in its log.",
     "device_lost": "The device that copies has failed: restart the daemon, and see its log.",
 }
 _FAILED = "See the logs of the daemon and of the engine's worker of that rank; vllm:kvserver_load_failures_total counts such loads."

@@ -1,6 +1,6 @@
 """Metric families as plain data: what every exporter reads.
 
-Owns: the shape. Refuses to know: where figures come from (`metrics`) and how they leave (Prometheus, OTLP).
+Owns: the shape. Refuses to know: where values come from (`metrics`) and how they are exported (Prometheus, OTLP).
 """
 
 from __future__ import annotations

@@ -20,9 +20,10 @@ def all_families(
     rpc: dict[str, Any],
     more: Iterable[Family] = (),
 ) -> list[Family]:
-    """All of one snapshot, also those without points yet; each name stands there once.
+    """All of one snapshot, also those without points yet; each name is there once.
 
-    `more`: those of others; of a family that both know they add points. Instances that went lately are still shown.
+    `more`: families of other modules; one that is known already adds its points. Instances that disconnected lately are still
+    shown.
     """
     found: dict[str, Family] = {}
     rows = {(row["instance_id"], row["model_name"]): row for row in (*status["departed"], *status["instances"])}

@@ -1,9 +1,9 @@
-"""What leaves for an OpenTelemetry collector: the metrics, and for traces the way there.
+"""Export to an OpenTelemetry collector: the metrics, and the exporter of traces.
 
-Owns: the thread that asks for the families and sends them, the exporters, what became of what was sent. Refuses to know:
-where figures come from. A collector that is down or hangs costs a counted failure: only threads of this module wait.
+Owns: the thread that reads the families and sends them, the exporters, the counts of what was sent and what failed. Refuses
+to know: where values come from. A collector that is down or hangs costs a counted failure: only threads of this module wait.
 
-Only a daemon with an endpoint imports it, for what it imports takes time and memory. Families without points are not
+Only a daemon with an endpoint imports this module: its imports cost time and memory. Families without points are not
 sent: OTLP has no form for them that collectors take.
 """
 
@@ -51,11 +51,11 @@ CLOSE_SECONDS = 2.0  # for the last values at the end of the daemon
 _UNITS = {"seconds": "s", "bytes": "By"}  # by the last word of a name
 
 
-# ---- what becomes of it -----------------------------------------------------------------------
+# ---- deliveries -------------------------------------------------------------------------------
 
 
 class _ExporterLog(logging.Handler):
-    """The exporters' log lines, kept per thread: all they tell about a failure, and too many of them to be shown."""
+    """The exporters' log lines, kept per thread: they alone state why an export failed, and are too many to be shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _ExporterLog(logging.Handler):
         self._of_thread.text = record.getMessage()
 
     def drain_text(self) -> str:
-        """What this thread has heard last, once."""
+        """The last line of this thread; empty until there is another."""
         text: str = getattr(self._of_thread, "text", "")
         self._of_thread.text = ""
         return text
@@ -76,13 +76,13 @@ class _ExporterLog(logging.Handler):
 
 _exporter_log = _ExporterLog()
 
-# One export at a time, and what it made is looked through when it is over: errors hold the whole message in reference
+# One export at a time, and a garbage collection after each: errors hold the whole message in reference
 # cycles, and the loop, which looks for garbage every second, does so only among what is younger than that.
 _sending = threading.Lock()
 
 
 class Delivery:
-    """What became of what was sent. An outage is logged once, and its end. Written by one thread."""
+    """Counts what was sent and what failed. An outage is logged once, and its end. Written by one thread."""
 
     def __init__(self, what: str) -> None:
         self.sent = 0
@@ -106,9 +106,9 @@ class Delivery:
             self.failed += count
             self.last_error = (_exporter_log.drain_text() or error or self.last_error)[:500]
         if not ok and not self._down:
-            log.warning("%s do not arrive (told once, until they do again): %s", self._what, self.last_error)
+            log.warning("%s do not reach the collector (logged once for each outage): %s", self._what, self.last_error)
         elif ok and self._down:
-            log.info("%s arrive again", self._what)
+            log.info("%s reach the collector again", self._what)
         self._down = not ok
         return ok
 
@@ -116,7 +116,7 @@ class Delivery:
         return {"sent": self.sent, "failed": self.failed, "last_error": self.last_error}
 
 
-# ---- the way there ----------------------------------------------------------------------------
+# ---- exporters --------------------------------------------------------------------------------
 
 
 class _Session(requests.Session):
@@ -147,7 +147,7 @@ def span_exporter(endpoint: OtlpEndpoint) -> SpanExporter:
 
 
 class CountedSpans(SpanExporter):
-    """Another exporter, and what became of its spans."""
+    """Another exporter, whose spans are counted."""
 
     def __init__(self, exporter: SpanExporter, delivery: Delivery) -> None:
         self._exporter = exporter
@@ -216,8 +216,8 @@ Series: TypeAlias = tuple[str, tuple[str, ...]]  # name and label values
 class _Starts:
     """Since when each counter and histogram counts, in wall time.
 
-    A series that was not there the last time, or that fell, begins anew: with an instance that came, or came back after
-    its series had ended. It counts since the last time.
+    A series that was not there the last time, or that fell, starts over: with an instance that registered, or registered again
+    after its series had ended. It counts since the last time.
     """
 
     def __init__(self, began_ns: int) -> None:

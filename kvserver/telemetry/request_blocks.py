@@ -1,11 +1,11 @@
-"""What an engine's requests hold, for engines that report it: numbers for requests, names for contents.
+"""Blocks that an engine's requests own, for engines that report them: numbers for requests, names for contents.
 
 Owns: the number of each request that has not ended, and the content ids of engines that send tokens instead.
 Refuses to know: what becomes of the blocks (`_native.BlockLifetimes`).
 
 A content id of tokens is the 8-byte BLAKE2b of the id before it, in the same request and group, and the block's
 tokens. It is taken from position 0 on, where the id before is empty; or, where the engine left positions out, from a
-hash of the position: then equal tokens at equal positions are taken for equal contents, whatever stands before them.
+hash of the position: then equal tokens at equal positions are taken for equal contents, whatever precedes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _ContentChain:
     contents: bytearray = field(default_factory=bytearray)
 
     def extend(self, index: int, tokens: bytes, block_tokens: int) -> bytes:
-        """The ids of the whole blocks in `tokens`, which begin at position `index`. What was known from there on goes."""
+        """The ids of the whole blocks in `tokens`, which begin at position `index`. Ids known from there on are replaced."""
         known = index - self.first
         if not 0 <= known * CONTENT_BYTES <= len(self.contents):
             self.first, known = index, 0
@@ -56,7 +56,7 @@ class _Request:
 
 
 class RequestBlocks:
-    """Applies what requests hold to the lives of one pool."""
+    """Applies the blocks that requests own to the lifetimes of one pool."""
 
     def __init__(self, lifetimes: BlockLifetimes) -> None:
         self._lifetimes = lifetimes
@@ -67,7 +67,7 @@ class RequestBlocks:
         return len(self._requests)
 
     def apply(self, payload: ReportedBlocks) -> None:
-        """ValueError: what came before the wrong record is applied. With `full` all of it is state."""
+        """ValueError: the records before the wrong one are applied. With `full` the payload is the full state."""
         for record in payload.records:
             blocks = unpack_blocks(record.block_ids, record.blocks)
             if len(blocks) != 4 * record.blocks:
@@ -86,7 +86,7 @@ class RequestBlocks:
             self._lifetimes.end_request(request.number, time_ns)
 
     def clear(self) -> None:
-        """Nobody holds anything."""
+        """No request owns a block."""
         self._requests.clear()
         self._lifetimes.end_all()
 
@@ -98,7 +98,7 @@ class RequestBlocks:
         request = self._requests.get(request_id)
         if request is None:
             if len(self._requests) >= MAX_REQUESTS:
-                raise ValueError(f"more than {MAX_REQUESTS} requests hold blocks and none of them ends")
+                raise ValueError(f"more than {MAX_REQUESTS} requests own blocks and none of them ends")
             self._numbered += 1
             request = self._requests[request_id] = _Request(self._numbered)
         return request

@@ -1,7 +1,7 @@
 """A span for each traced request, with children for its lookups, stores and loads, and in those for the copy.
 
-A request begins with its first lookup, whose trace context is the parent, and ends when the engine says so or is gone; its
-span has what `explain` knows of it then. A copy that was refused is a child without a duration.
+A request begins with its first lookup, whose trace context is the parent, and ends when the engine reports its end or disconnects;
+its span has what `explain` knows of it then. A copy that was refused is a child without a duration.
 Copies that end later still belong to it. What is not sampled is not remembered.
 
 Owns: the open requests, the span processor. Refuses to know: how spans get to the collector (`otlp`). Runs in the bus's
@@ -79,7 +79,7 @@ class Traces:
                 self._end((event.instance_id, event.request_id), event.time_ns)
             case InstanceDisconnected():
                 for name in [name for name in self._requests if name[0] == event.instance_id]:
-                    self._end(name, event.time_ns, "the engine is gone")
+                    self._end(name, event.time_ns, "the engine disconnected")
                     del self._requests[name]
             case _:
                 return

@@ -487,7 +487,7 @@ def connect(hello: HelloReply) -> socket.socket:
 
 
 def test_a_wrong_token_is_refused(daemon, hello):
-    with pytest.raises(RequestFailed, match=r"bad_token: .*say Hello again"):
+    with pytest.raises(RequestFailed, match=r"bad_token: .*send Hello again"):
         Attachment(hello.fd_path, "guessed", [])
 
 

@@ -223,7 +223,7 @@ def test_the_requests_of_an_engine_that_goes_end_with_it(story: Callable[..., St
     its_own = next(span for span in it.spans() if span.attributes.get("request_id") == "its own")
     assert its_own.end_time - its_own.start_time == 30
     assert its_own.status.status_code is StatusCode.ERROR
-    assert its_own.status.description == "the engine is gone"
+    assert its_own.status.description == "the engine disconnected"
 
 
 def test_of_requests_that_never_end_the_oldest_is_forgotten_and_counted(story: Callable[..., Story]) -> None:
