@@ -132,7 +132,7 @@ class Observers:
             try:
                 self._add(name, found[name].load()(context))
             except Exception as error:
-                log.exception("the observer %s could not be made and is left out", name)
+                log.exception("the KV events observer %s could not be made and is left out", name)
                 self._failed[name] = f"{type(error).__name__}: {error}"[:500]
         self.foreign = len(self._runners) > own
 
@@ -181,7 +181,7 @@ class _Runner:
             self._queue.clear()
             self._depth = 0
         if first:
-            log.error("the observer %s is cut off: %s", self.name, reason)
+            log.error("the KV events observer %s is cut off: %s", self.name, reason)
 
     def status(self) -> dict[str, Any]:
         self._look()
@@ -251,7 +251,7 @@ class _Runner:
             function(*args)
         except BaseException as error:
             self.cut_off(f"it raised {type(error).__name__}: {error}"[:500])
-            log.debug("error of the observer %s", self.name, exc_info=True)
+            log.debug("error of the KV events observer %s", self.name, exc_info=True)
         self._busy = False
 
     def _show(self) -> None:
@@ -264,4 +264,4 @@ class _Runner:
             try:
                 close()
             except BaseException:
-                log.exception("closing the observer %s failed", self.name)
+                log.exception("closing the KV events observer %s failed", self.name)

@@ -215,7 +215,7 @@ class ZmqPublisher:
                     os.eventfd_read(self._wake)
             self._publish_last()
         except Exception as error:
-            log.exception("the publisher of KV events failed and stops")
+            log.exception("the ZMQ publisher of KV events failed and stopped")
             self._failure = f"the publishing thread failed: {error!r}"
         finally:
             with self._lock:

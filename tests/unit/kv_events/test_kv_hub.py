@@ -19,7 +19,7 @@ from kvserver.events import (
     L1Resynced,
     ResyncPart,
 )
-from kvserver.kv_events import Hub
+from kvserver.kv_events import Hub, ReaderCame, ReaderGone
 from kvserver.kv_events import hub as hub_module
 from kvserver.kv_events.types import MOST_CHUNKS, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
 
@@ -244,10 +244,24 @@ def test_readers_are_published_when_they_are_described_and_when_they_disconnect(
     first, changed, last = world.witness.events
     assert isinstance(first, ReaderConnected)
     assert isinstance(changed, ReaderConnected)
-    assert (first.scheduler, first.reach, first.chunk_blocks, first.block_tokens) == (scheduler(), HERE, 2, 16)
-    assert changed.reach == THERE
+    assert (first.scheduler, first.namespace_prefix, first.chunk_blocks, first.block_tokens) == (
+        scheduler(),
+        HERE,
+        2,
+        16,
+    )
+    assert changed.namespace_prefix == THERE
     assert isinstance(last, ReaderDisconnected)
     assert (last.instance_id, last.model_name) == ("engine", "m")
+
+
+def test_observers_of_readers_may_use_the_earlier_names(world: WitnessedHub) -> None:
+    world.hub.handle(InstanceDescribed(1, scheduler(), HERE, 2, 16))
+    world.hub.handle(InstanceDisconnected(2, "engine", "m", "one", True))
+    first, last = world.witness.events
+    assert isinstance(first, ReaderCame)
+    assert first.reach == HERE
+    assert isinstance(last, ReaderGone)
 
 
 def test_a_snapshot_is_of_one_namespace_prefix_and_names_the_last_event(world: WitnessedHub) -> None:
