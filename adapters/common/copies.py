@@ -1,4 +1,4 @@
-"""One copy in flight, and how its state word may be moved from here.
+"""One copy in flight, and how the worker may change its state word.
 
 Owns: the worker's side of the state machine in `csrc/copy/core.h`. Refuses to know: when a copy is given up, and
 what is reported of its end.
@@ -16,7 +16,7 @@ from kvserver._native import State
 
 @dataclass(slots=True)
 class Copy:
-    """One store or load: its state word in its session's page, when it began and when we stop waiting."""
+    """One store or load: its state word in its session's page, when it began and when the worker stops waiting."""
 
     spec: StoreSpec | LoadSpec
     session: Session

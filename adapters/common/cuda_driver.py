@@ -81,7 +81,7 @@ class Driver:
         return base.value, size.value
 
     def device_uuid(self, address: int) -> str:
-        """Of the device, or MIG instance, that the memory is of: "GPU-..." as nvidia-smi writes it."""
+        """UUID of the device, or MIG instance, that has the memory: "GPU-..." as nvidia-smi writes it."""
         ordinal, device, raw = c_int(), c_int(), (c_char * 16)()
         self._call("cuPointerGetAttribute", byref(ordinal), _DEVICE_ORDINAL, address)
         self._call("cuDeviceGet", byref(device), ordinal.value)
@@ -105,7 +105,7 @@ class Driver:
             self._call("cuMemRelease", handle.value)
 
     def handle_types(self, allocation: int) -> int:
-        """What it may be exported as: FD_HANDLE and other bits."""
+        """The kinds of handle that the allocation may be exported as: FD_HANDLE and other bits."""
         properties = AllocationProperties()
         self._call("cuMemGetAllocationPropertiesFromHandle", byref(properties), allocation)
         return int(properties.requested_handle_types)

@@ -16,7 +16,7 @@ _SLICE_BYTES = 32  # of one hash in HashCounts.slice()
 
 
 class AnnouncedBlocks:
-    """Of one medium and one KV cache group; all hashes have `hash_bytes`."""
+    """The announced blocks of one medium and one KV cache group; all hashes have `hash_bytes`."""
 
     def __init__(self, hash_bytes: int) -> None:
         self.hash_bytes = hash_bytes

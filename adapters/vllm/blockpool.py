@@ -90,7 +90,7 @@ class PoolHook:
 
     def _forward_to(self, inner: Any) -> None:
         """The rest of the collector (sampling, draining) is the inner one's, by name: a __getattr__ would make each look
-        at an attribute of ours slow, and an event has ten.
+        at an attribute of this object slow, and an event has ten.
         """
         self._inner = inner
         for name in dir(inner) if inner is not None else ():

@@ -26,12 +26,12 @@ class Refused(Exception):
 
 
 def digest(value: Any) -> str:
-    """Of a canonical form, or of any value that JSON knows."""
+    """Digest of a canonical form, or of any value that JSON can write."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def canonical(value: Any, depth: int = 0) -> Any:
-    """What JSON can write, and writes the same for equal values. Refused names the type that has no such form."""
+    """A form that JSON can write, equal for equal values. Refused names the type that has no such form."""
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
     if depth > _DEEPEST:

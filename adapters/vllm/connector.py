@@ -467,7 +467,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(False)
     def has_pending_push_work(self) -> bool:
-        """Also before the first step: with it all halves report whether they have a daemon, and the first request may be hours away."""
+        """True also before the first step: with it all halves report whether they have a daemon, hours before a request perhaps."""
         return not self._stepped or (self.scheduler is not None and self.scheduler.has_pending_work)
 
     @fenced(False)

@@ -72,7 +72,7 @@ _FROM_FILES = frozenset(
 
 @dataclass
 class Identity:
-    """`counted`: field -> digest. `values`: of some of these, for people. `private`: why KV is shared with no other engine, or "".
+    """`counted`: field -> digest. `values`: some fields' values, for people. `private`: why KV is not shared, or "".
 
     An engine is private if another start of it would have another identity, or would wrongly have the same one.
     """

@@ -28,7 +28,7 @@ log = logging.getLogger("vllm.kvserver")
 
 MOST_IN_FLIGHT = 512  # fewer than the answers that a channel and a daemon queue for a peer that does not read
 _LONGEST_TRACEPARENT = 512  # as the protocol has it
-# Errors of a daemon that is not the session's: it serves the endpoint of a dead one, and this engine's workers are registered with it.
+# Errors of another daemon than the session's: it replaced a dead one, and this engine's workers are registered with it.
 _RENEW = {
     ErrorCode.UNKNOWN_INSTANCE.value,
     ErrorCode.BAD_KEYS.value,

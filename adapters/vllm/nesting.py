@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def extra_config(transfer: Any) -> dict[str, Any] | None:
-    """What the operator wrote for our connector in this kv_transfer_config; None if it has no such connector."""
+    """The connector's settings in this kv_transfer_config; None if it does not configure the connector."""
     return _find(transfer.kv_connector, transfer.kv_connector_extra_config) if transfer is not None else None
 
 

@@ -60,7 +60,10 @@ MakeGauge = Callable[..., Any]  # as prometheus_client.Gauge
 
 
 class Board:
-    """The gauges of whether each engine has its cache. Each front end has a board and receives a part of the reports, so the worst counts."""
+    """The gauges of whether each engine has its cache.
+
+    Of several front ends each has a board and receives a part of the reports, so the worst value counts.
+    """
 
     def __init__(self, gauge: MakeGauge, labelnames: Sequence[str], per_engine: Labels, local: bool) -> None:
         """`local`: all engines are on this machine."""
@@ -116,7 +119,7 @@ class Board:
 
 
 class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """With vLLM's labels, one series for each engine of this front end.
+    """`vllm:kvserver_*` with vLLM's labels: one series for each engine of this front end.
 
     Never raises: vLLM makes it and feeds it where nothing would catch that, and its front end would end.
     """

@@ -60,7 +60,7 @@ def by_position(tables: Tables, first: int, last: int) -> list[int]:
 
 
 def _computes_all(request: Request) -> bool:
-    """Whether vLLM needs every token of the prompt computed, as for prompt logprobs. Before 0.31 vLLM queries connectors all the same."""
+    """Whether vLLM must compute every token of the prompt, as for prompt logprobs. Before 0.31 it queries connectors all the same."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
@@ -439,7 +439,7 @@ class SchedulerHalf:
         return True
 
     def _follow_resets(self) -> None:
-        """Follow a reset of the prefix cache that vLLM did not pass on to the connector: trainers reset after they changed weights.
+        """Follow a reset of the prefix cache that vLLM did not pass on to the connector: trainers reset after new weights.
 
         Called before KV is named by the weights, and not by the reset itself, which reset_cache() may follow at once.
         """

@@ -147,7 +147,7 @@ class StatsReporter:
 
 
 def _grown(counters: Mapping[str, int], before: dict[str, int]) -> dict[str, int]:
-    """By how much each has, since `before`, which is updated. Called in every step of the engine."""
+    """By how much each counter has grown since `before`, which is updated. Called in every step of the engine."""
     if counters == before:
         return {}
     more = {name: count - before.get(name, 0) for name, count in counters.items() if count != before.get(name, 0)}

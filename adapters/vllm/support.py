@@ -1,4 +1,4 @@
-"""What of vLLM is served, and what about a configuration changes how.
+"""Which configurations of vLLM are served, and how some of them change what is done.
 
 Owns: the reasons to run without cache, read from vLLM's configuration and version. Refuses to know: what is done then.
 """
@@ -24,7 +24,7 @@ _NOT_BY_PREFIX = ("Mamba", "Cross", "Encoder", "RSWA")
 
 
 def layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
-    """Of all layers, also where one group has several; the scheduler's configuration shows one of each group."""
+    """The specs of all layers, also where a group has several; the scheduler's configuration has one for each group."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
 

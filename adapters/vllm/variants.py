@@ -60,7 +60,7 @@ class Variants:
         self._replaced: set[tuple[str, str]] = set()
 
     def weights_changed(self, since: str) -> None:
-        """To a private epoch, because of `since`, unless the configured version is a new one since the last change."""
+        """Begin a private epoch, for the reason `since`, unless a new version was configured since the last change."""
         self._epoch += 1
         version = self._configured_version()
         self._version = version if version != self._version_seen else ""

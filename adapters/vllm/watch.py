@@ -26,7 +26,7 @@ Answered = Callable[[int, CacheStatus | None, float], None]
 
 
 def instance_id(config: Any, engine_index: int) -> str:
-    """As the engine's own processes have it: with data parallelism vLLM appends the rank there, and only there.
+    """The id that the engine's own processes use: with data parallelism vLLM appends the rank in them, and only in them.
 
     A process that is one rank of several by itself (offline) has index 0, and its rank in the configuration.
     """

@@ -46,12 +46,12 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def stamps_of(folder: Path) -> tuple[tuple[str, Stamp], ...]:
-    """Of all files that count and lie directly in a folder; empty if it is none."""
+    """Stamps of all files that count and are directly in a folder; empty if there is no such folder."""
     return tuple((path.name, stamp_of(path)) for path in _files(folder, deep=False))
 
 
 def folder_digest(folder: Path, deep: bool = True) -> str:
-    """Of everything that a folder, and if `deep` those in it, gives a model. NoWeights, or an OSError."""
+    """Digest of all files that a model reads from a folder, and if `deep` from folders in it. NoWeights, or an OSError."""
     files = list(_files(folder, deep))
     if not any(path.name.endswith(WEIGHT_SUFFIXES) for path in files):
         raise NoWeights("no weight files in the model's folder")
