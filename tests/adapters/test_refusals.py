@@ -206,7 +206,7 @@ def assert_inert(halves) -> None:
     assert scheduler.request_finished(request, [1, 2]) == (False, None)
     assert not scheduler.has_pending_push_work()
     assert scheduler.reset_cache() is not False
-    assert list(scheduler.drain_events()) == []
+    assert list(scheduler.take_events()) == []
     scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
 
     worker.register_kv_caches({"layers.0": torch.zeros(100, 2, BLOCK, 2)})
