@@ -9,7 +9,7 @@ namespace kvserver {
 
 namespace {
 
-// Bytes a thread takes from a job at a time: large enough that the queue lock is cheap, small
+// Bytes of a job that a thread copies at a time: large enough that the queue lock is cheap, small
 // enough that a load queued behind a store starts within a fraction of a millisecond.
 constexpr uint64_t kBatchBytes = 1 << 20;
 

@@ -374,7 +374,7 @@ class CudaGpu final : public Gpu {
             CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
         CUdeviceptr data = 0;
         const int mapped = map_vmm(&data, memory, size);
-        // The mapping holds it from here on.
+        // The mapping owns it from here on.
         const int released = NEED(cuMemRelease, 10020)(memory);
         CHECK(mapped);
         CHECK(released);

@@ -83,7 +83,7 @@ enum class Way : uint8_t { kDma, kStaged };
 struct LaneCounts {
     std::atomic<uint64_t> dma_bytes{0}, staged_bytes{0};
     std::atomic<uint64_t> unpinned_bytes{0};  // of these, from or to L1 that is not pinned yet
-    std::atomic<uint64_t> staging_bytes{0};   // GPU memory it holds
+    std::atomic<uint64_t> staging_bytes{0};   // GPU memory for staging
 };
 
 struct GpuOptions {

@@ -16,7 +16,7 @@ namespace {
 constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
 #endif
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kTouchBytes = 16ull << 20;  // what a thread takes at a time
+constexpr uint64_t kTouchBytes = 16ull << 20;  // bytes that a thread touches at a time
 
 // Make the pages present and leave their bytes alone: copies may be writing them.
 void touch_pages(std::byte* first, uint64_t bytes) {

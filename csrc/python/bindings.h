@@ -10,7 +10,7 @@
 
 namespace kvserver {
 
-// Joining threads and unmapping memory take their time; Python must not stand still for it.
+// Joining threads and unmapping memory are slow; Python's other threads run meanwhile.
 template <typename T>
 struct DeleteWithoutGil {
     void operator()(T* object) const {

@@ -37,7 +37,7 @@ class FakeGpu final : public Gpu {
     void resume();  // and streams go on
     // The next call of this name, or the one after so many others (a function of Gpu, or
     // "address_range", which open() makes) throws. With `lost`, the GPU is lost by it: dead, so
-    // that nothing moves any more, or with `alive` only given up, and what its streams were given
+    // that nothing moves any more, or with `alive` only abandoned, and work queued on its streams
     // still runs.
     void fail_next(const std::string& call, const std::string& what, bool lost, bool alive,
                    unsigned after);

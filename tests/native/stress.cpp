@@ -37,15 +37,15 @@ constexpr uint64_t kPage = 4096;
 constexpr uint32_t kBlocks = 64;
 constexpr uint32_t kPerSlot = 4;
 
-std::vector<Completion> wait(Device& copier, size_t count) {
+std::vector<Completion> wait(Device& device, size_t count) {
     std::vector<Completion> found;
     while (found.size() < count) {
         fd_set set;
         FD_ZERO(&set);
-        FD_SET(copier.completion_fd(), &set);
+        FD_SET(device.completion_fd(), &set);
         timeval limit{20, 0};
-        CHECK(select(copier.completion_fd() + 1, &set, nullptr, nullptr, &limit) == 1);
-        for (auto& completion : copier.drain()) found.push_back(std::move(completion));
+        CHECK(select(device.completion_fd() + 1, &set, nullptr, nullptr, &limit) == 1);
+        for (auto& completion : device.drain()) found.push_back(std::move(completion));
     }
     CHECK(found.size() == count);
     return found;
@@ -65,29 +65,29 @@ struct Worker {
     std::unique_ptr<WordPage> page;
     std::shared_ptr<PlaneTable> table;
 
-    Worker(Device& copier, const std::vector<PlaneTable::Row>& rows, uint64_t bytes) : size(bytes) {
+    Worker(Device& device, const std::vector<PlaneTable::Row>& rows, uint64_t bytes) : size(bytes) {
         fd = memfd_create("stress", 0);
         CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(size)) == 0);
         void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
         CHECK(address != MAP_FAILED);
         own = static_cast<std::byte*>(address);
         page = std::make_unique<WordPage>(256);
-        if (auto* gpu = dynamic_cast<GpuDevice*>(&copier))
+        if (auto* gpu = dynamic_cast<GpuDevice*>(&device))
             memory = std::make_shared<GpuMapping>(
                 gpu->gpu(), GpuHandle{.kind = GpuHandle::Kind::kFd, .fd = dup(fd)}, 0, size);
         else
             memory = std::make_shared<FileMapping>(dup(fd), size);
         words = std::make_shared<WordMapping>(dup(page->fd()), 256 * 8);
-        copier.submit_map(1, {memory, words});
-        release_if_fake(copier);
-        CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
+        device.submit_map(1, {memory, words});
+        release_if_fake(device);
+        CHECK(wait(device, 1)[0].outcome == Outcome::kDone);
         table = std::make_shared<PlaneTable>(std::vector<std::shared_ptr<Mapping>>{memory}, rows,
                                              kBlocks);
     }
-    void close(Device& copier) {
-        copier.submit_unmap(2, {memory, words});
-        release_if_fake(copier);
-        wait(copier, 1);
+    void close(Device& device) {
+        device.submit_unmap(2, {memory, words});
+        release_if_fake(device);
+        wait(device, 1);
         munmap(own, size);
         ::close(fd);
     }
@@ -132,10 +132,10 @@ std::shared_ptr<CopyJob> job_of(uint64_t ticket, Direction direction, const Work
     return job;
 }
 
-void random_copies(Device& copier, unsigned threads) {
+void random_copies(Device& device, unsigned threads) {
     uint64_t size = 0;
     const auto rows = awkward_planes(size);
-    Worker worker(copier, rows, size);
+    Worker worker(device, rows, size);
     const auto pages_per_slot =
         static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
     std::mt19937 random(threads);
@@ -154,12 +154,12 @@ void random_copies(Device& copier, unsigned threads) {
 
         const std::vector<std::byte> before(worker.own, worker.own + size);
         worker.page->at(0).store(make_word(++sequence, State::kPending));
-        copier.submit_copy(job_of(10, Direction::kStore, worker, from, pages, 0, sequence));
-        CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
+        device.submit_copy(job_of(10, Direction::kStore, worker, from, pages, 0, sequence));
+        CHECK(wait(device, 1)[0].outcome == Outcome::kDone);
         CHECK(worker.page->at(0) == make_word(sequence, State::kDone));
         worker.page->at(1).store(make_word(++sequence, State::kPending));
-        copier.submit_copy(job_of(11, Direction::kLoad, worker, to, pages, 1, sequence));
-        CHECK(wait(copier, 1)[0].outcome == Outcome::kDone);
+        device.submit_copy(job_of(11, Direction::kLoad, worker, to, pages, 1, sequence));
+        CHECK(wait(device, 1)[0].outcome == Outcome::kDone);
 
         // Each target block equals its source; every byte that belongs to no target is as before.
         std::vector<std::byte> expected = before;
@@ -169,7 +169,7 @@ void random_copies(Device& copier, unsigned threads) {
                             before.data() + row.offset + from[i] * row.stride, row.run);
         CHECK(std::memcmp(expected.data(), worker.own, size) == 0);
     }
-    worker.close(copier);
+    worker.close(device);
 }
 
 constexpr uint32_t kJobs = 6;                                           // of one round
@@ -191,16 +191,16 @@ OpenTickets submit_round(Device& device, Worker& worker, uint32_t pages_per_slot
     return open;
 }
 
-void cancelled_copies(Device& copier, unsigned threads) {
+void cancelled_copies(Device& device, unsigned threads) {
     uint64_t size = 0;
     const auto rows = awkward_planes(size);
-    Worker worker(copier, rows, size);
+    Worker worker(device, rows, size);
     const auto pages_per_slot =
         static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
     std::mt19937 random(threads);
     uint64_t sequence = 0;
     for (int round = 0; round < 40; ++round) {
-        const OpenTickets open = submit_round(copier, worker, pages_per_slot, sequence);
+        const OpenTickets open = submit_round(device, worker, pages_per_slot, sequence);
         std::thread worker_side([&, seed = random()] {
             std::mt19937 choice(seed);
             for (const auto& [ticket, word] : open) {
@@ -216,10 +216,10 @@ void cancelled_copies(Device& copier, unsigned threads) {
         std::thread server_side([&, seed = random()] {
             std::mt19937 choice(seed);
             for (const auto& [ticket, word] : open)
-                if (choice() % 4 == 0) copier.cancel(ticket);
+                if (choice() % 4 == 0) device.cancel(ticket);
         });
         std::set<uint64_t> ended;
-        for (const Completion& completion : wait(copier, kJobs)) {
+        for (const Completion& completion : wait(device, kJobs)) {
             CHECK(ended.insert(completion.ticket).second);
             const auto [word, number] = open.at(completion.ticket);
             const uint64_t state = worker.page->at(word);
@@ -230,20 +230,20 @@ void cancelled_copies(Device& copier, unsigned threads) {
         }
         worker_side.join();
         server_side.join();
-        CHECK(copier.drain().empty());
+        CHECK(device.drain().empty());
         for (uint32_t n = 0; n < kJobs; ++n)
             CHECK((worker.page->at(n) & 0xff) != static_cast<uint64_t>(State::kCancelling));
     }
-    worker.close(copier);
+    worker.close(device);
 }
 
 void truncated_memory(unsigned threads) {
     auto region = std::make_shared<HostRegion>(4096 * kPage);
-    CpuDevice copier(region, kPage, threads, 50);
+    CpuDevice device(region, kPage, threads, 50);
     for (int round = 0; round < 20; ++round) {
         uint64_t size = 0;
         const auto rows = awkward_planes(size);
-        Worker worker(copier, rows, size);
+        Worker worker(device, rows, size);
         const auto pages_per_slot =
             static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
         std::vector<uint32_t> ids(kBlocks), pages(kBlocks / kPerSlot * pages_per_slot);
@@ -251,12 +251,12 @@ void truncated_memory(unsigned threads) {
         std::iota(pages.begin(), pages.end(), 0);
         worker.page->at(0).store(make_word(1, State::kPending));
         const auto direction = round % 2 ? Direction::kStore : Direction::kLoad;
-        copier.submit_copy(job_of(7, direction, worker, ids, pages, 0, 1));
+        device.submit_copy(job_of(7, direction, worker, ids, pages, 0, 1));
         std::this_thread::sleep_for(std::chrono::microseconds(100 * (round % 10)));
         CHECK(ftruncate(worker.fd, 0) == 0);
-        const Completion end = wait(copier, 1)[0];
+        const Completion end = wait(device, 1)[0];
         CHECK(end.outcome == Outcome::kMemoryLost || end.outcome == Outcome::kDone);
-        worker.close(copier);
+        worker.close(device);
     }
 }
 
@@ -313,10 +313,10 @@ void gpu_copies(unsigned seed) {
         auto gpu = std::make_shared<FakeGpu>("GPU-0", FakeGpu::Options{.seed = seed});
         const auto region = new_region();
         {
-            GpuDevice copier(region, kPage, gpu, {.batch_bytes = 40'000, .way = way});
+            GpuDevice device(region, kPage, gpu, {.batch_bytes = 40'000, .way = way});
             Pinner pinner(region, gpu, 2, {});
-            random_copies(copier, seed);
-            cancelled_copies(copier, seed);
+            random_copies(device, seed);
+            cancelled_copies(device, seed);
         }
         for (const std::string& fault : gpu->faults()) std::fprintf(stderr, "%s\n", fault.c_str());
         CHECK(gpu->faults().empty());
@@ -330,20 +330,20 @@ void lost_gpu(unsigned seed, bool alive) {
     std::mt19937 random(seed);
     for (int round = 0; round < 20; ++round) {
         auto gpu = std::make_shared<FakeGpu>("GPU-0", FakeGpu::Options{.seed = random()});
-        GpuDevice copier(new_region(), kPage, gpu, {.batch_bytes = 40'000});
+        GpuDevice device(new_region(), kPage, gpu, {.batch_bytes = 40'000});
         uint64_t size = 0, sequence = 0;
         const auto rows = awkward_planes(size);
-        Worker worker(copier, rows, size);
+        Worker worker(device, rows, size);
         const auto pages_per_slot =
             static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
-        const OpenTickets open = submit_round(copier, worker, pages_per_slot, sequence);
+        const OpenTickets open = submit_round(device, worker, pages_per_slot, sequence);
         std::thread killer([&, micros = random() % 3000] {
             std::this_thread::sleep_for(std::chrono::microseconds(micros));
             alive ? gpu->lose("off the bus") : gpu->die("off the bus");
         });
-        copier.cancel(100 + random() % kJobs);
+        device.cancel(100 + random() % kJobs);
         std::set<uint64_t> ended;
-        for (const Completion& completion : wait(copier, kJobs)) {
+        for (const Completion& completion : wait(device, kJobs)) {
             CHECK(ended.insert(completion.ticket).second);
             const auto [word, number] = open.at(completion.ticket);
             const bool done = completion.outcome == Outcome::kDone;
@@ -354,8 +354,8 @@ void lost_gpu(unsigned seed, bool alive) {
         std::this_thread::sleep_for(std::chrono::milliseconds(3));
         CHECK(std::all_of(worker.own, worker.own + worker.size,
                           [](std::byte byte) { return byte == std::byte{0x5a}; }));
-        CHECK(copier.lost() == "off the bus");
-        worker.close(copier);
+        CHECK(device.lost() == "off the bus");
+        worker.close(device);
     }
 }
 
