@@ -251,7 +251,7 @@ class HashCounts:
 
     def __init__(self, seed: int) -> None: ...
     def add(self, hashes: bytes, hash_bytes: int) -> bytes:
-        """One byte for each hash: 1 if this is its first copy. While the table grows the GIL is free: no thread may use it."""
+        """One byte for each hash: 1 if this is its first copy. No thread may use the table during the call."""
     def remove(self, hashes: bytes, hash_bytes: int) -> bytes:
         """One byte for each hash: 1 if this removed its last copy, 2 if it had no copy."""
     def contains(self, hashes: bytes, hash_bytes: int) -> bytes: ...
@@ -276,7 +276,7 @@ class PrefixIndex:
     def match(
         self, hashes: bytes | memoryview, hash_bytes: int, readers: list[tuple[int, int, int, int]]
     ) -> list[tuple[int, int, int, int]]:
-        """For each reader (owners of L0, L1 and L2, or -1, and blocks of a chunk): leading blocks of each tier, the best."""
+        """For each reader (owners of L0, L1, L2, or -1; blocks of a chunk): leading blocks of each tier, the best."""
     def owned_blocks(self, owner: int) -> int: ...
     def __len__(self) -> int: ...
     @property

@@ -28,10 +28,10 @@ def read_token(path: str) -> str:
     token = raw.decode("ascii", "replace").strip()
     if len(token) < LEAST_CHARACTERS or len(raw) > _MOST_BYTES:
         raise ValueError(
-            f"holds a token of {len(token)} characters; write {LEAST_CHARACTERS} to {_MOST_BYTES}, as `openssl rand -hex 32` does"
+            f"holds a token of {len(token)} characters; write {LEAST_CHARACTERS} to {_MOST_BYTES}: `openssl rand -hex 32`"
         )
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]+=*", token):
-        raise ValueError("holds no token: one word of A-Z a-z 0-9 . _ ~ + / - is one")
+        raise ValueError("holds no token; a token is one word of A-Z a-z 0-9 . _ ~ + / -")
     return token
 
 
@@ -44,7 +44,7 @@ def _read(path: str) -> bytes:
             raise ValueError("is no file")
         if found.st_mode & _NOT_FOR:
             raise ValueError(
-                f"may be read or written by others, its mode is {stat.S_IMODE(found.st_mode):04o}: chmod 600"
+                f"may be read or written by others; its mode is {stat.S_IMODE(found.st_mode):04o}: chmod 600"
             )
         return os.read(fd, _MOST_BYTES + 1)
     finally:

@@ -291,4 +291,6 @@ def check_placeholders(text: str, *known: str) -> None:
     """ValueError if `text` has a placeholder in braces that is not `known`."""
     for name in re.findall(r"\{([^{}]*)\}", text):
         if name not in known:
-            raise ValueError(f"there is no {{{name}}}; there are {', '.join('{' + name + '}' for name in known)}")
+            raise ValueError(
+                f"unknown placeholder {{{name}}}; known are {', '.join('{' + name + '}' for name in known)}"
+            )

@@ -112,7 +112,7 @@ class Devices:
         places = {None if isinstance(piece, SharedFd) else piece.device for piece in memory}
         if len(places) > 1:
             named = sorted("cpu" if place is None else place for place in places)
-            raise KVServerError(ErrorCode.BAD_MEMORY, f"one worker's memory is of one device, not of {named}")
+            raise KVServerError(ErrorCode.BAD_MEMORY, f"a worker's memory must be on one device, not on {named}")
         uuid = places.pop()
         return self.cpu if uuid is None else self._gpu(uuid)
 

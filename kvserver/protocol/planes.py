@@ -44,9 +44,7 @@ def group_count(planes: list[Plane]) -> int:
     count = max(present) + 1
     if len(present) < count:
         missing = min(set(range(count)) - present)
-        raise KVServerError(
-            ErrorCode.BAD_PLANES, f"no plane is of group {missing}; groups are numbered from 0, and {count - 1} is one"
-        )
+        raise KVServerError(ErrorCode.BAD_PLANES, f"no plane is of group {missing}; the highest group is {count - 1}")
     return count
 
 
