@@ -1,4 +1,4 @@
-"""Every bad input gets a typed error that says what was wrong and what was expected; the loop goes on."""
+"""Every bad input gets a typed error that states what was wrong and what was expected; the loop goes on."""
 
 from __future__ import annotations
 
@@ -553,7 +553,7 @@ def test_what_comes_after_attach_is_ignored(daemon, worker):
         for _ in range(20):
             socket.send_fds(connection, [b"noise"], [fd] * 10)
         worker.round_trip()
-        wait_until(lambda: daemon.open_memfds() == 3, what="descriptors that nobody asked for are closed")
+        wait_until(lambda: daemon.open_memfds() == 3, what="descriptors that no message named are closed")
     finally:
         connection.close()
         os.close(fd)

@@ -16,7 +16,7 @@ from kvserver.protocol.fields import Message
 TOKENS = "kvserver_prompt_tokens_total"
 
 
-def figures(daemon: Daemon, name: str) -> dict[str, float]:
+def samples(daemon: Daemon, name: str) -> dict[str, float]:
     """Samples of one family of the only instance, by what is left of their labels."""
     found = {}
     for labels, value in re.findall(rf"^{name}\{{(.*)\}} (\S+)$", daemon.http("/metrics")[1], re.MULTILINE):
@@ -46,15 +46,15 @@ def test_prompt_tokens_are_shown_by_source_and_add_up(
 ) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon)
-    assert figures(daemon, TOKENS) == {"l0": 0, "l1": 0, "l2": 0, "computed": 0}
+    assert samples(daemon, TOKENS) == {"l0": 0, "l1": 0, "l2": 0, "computed": 0}
     end(worker, 0, prompt_tokens=1000, local_tokens=256, loaded_tokens=512, loads=1)
     end(worker, 1, prompt_tokens=500, loads=1, failed_loads=1)
     counts = ended(daemon, 2)
     assert counts["prompt_tokens"] == {"l0": 256, "l1": 512, "l2": 0, "computed": 732}
-    assert figures(daemon, TOKENS) == counts["prompt_tokens"]
-    assert figures(daemon, "kvserver_request_loads_total") == {"done": 1, "failed": 1}
-    assert figures(daemon, "kvserver_request_hit_ratio_count") == {"": 2}
-    assert figures(daemon, "kvserver_request_hit_ratio_sum") == {"": pytest.approx(0.768)}
+    assert samples(daemon, TOKENS) == counts["prompt_tokens"]
+    assert samples(daemon, "kvserver_request_loads_total") == {"done": 1, "failed": 1}
+    assert samples(daemon, "kvserver_request_hit_ratio_count") == {"": 2}
+    assert samples(daemon, "kvserver_request_hit_ratio_sum") == {"": pytest.approx(0.768)}
     assert daemon.status()["totals"]["prompt_tokens"] == counts["prompt_tokens"]
 
 
@@ -110,7 +110,7 @@ def test_of_engines_that_state_no_sources_nothing_is_shown(
     worker.send(older)
     counts = ended(daemon, 1)
     assert sum(counts["prompt_tokens"].values()) == 0
-    assert figures(daemon, "kvserver_request_hit_ratio_count") == {"": 0}
+    assert samples(daemon, "kvserver_request_hit_ratio_count") == {"": 0}
 
 
 def test_a_load_faster_than_computing_gains_and_a_slower_one_loses(
@@ -123,8 +123,8 @@ def test_a_load_faster_than_computing_gains_and_a_slower_one_loses(
     worker.load(keys, blocks)
 
     def seconds() -> tuple[float, float]:
-        gained = figures(daemon, "kvserver_prefill_seconds_gained_total")
-        return gained[""], figures(daemon, "kvserver_prefill_seconds_lost_total")[""]
+        gained = samples(daemon, "kvserver_prefill_seconds_gained_total")
+        return gained[""], samples(daemon, "kvserver_prefill_seconds_lost_total")[""]
 
     assert seconds() == (0, 0)  # the engine has reported no speed
     tokens = 2 * worker.chunk_blocks * 16
@@ -151,8 +151,8 @@ def test_a_load_that_failed_loses_its_time(
     wait_until(lambda: daemon.status()["books"]["tickets"] == 1)
     load.move(load.state, type(load.state).CANCELLED)
     assert isinstance(load.reply(), Error)
-    assert figures(daemon, "kvserver_prefill_seconds_lost_total")[""] > 0
-    assert figures(daemon, "kvserver_load_duration_seconds_count") == {"queue": 0, "copy": 0}
+    assert samples(daemon, "kvserver_prefill_seconds_lost_total")[""] > 0
+    assert samples(daemon, "kvserver_load_duration_seconds_count") == {"queue": 0, "copy": 0}
 
 
 def test_several_ranks_gain_once_and_wait_for_the_slowest(
@@ -167,9 +167,9 @@ def test_several_ranks_gain_once_and_wait_for_the_slowest(
     end(ranks[0], 0, prefill_tokens_per_second=1.0)
     tokens = 2 * ranks[0].chunk_blocks * 16
     ranks[0].load(keys, ranks[0].blocks_for(2), request_id="r")
-    assert figures(daemon, "kvserver_prefill_seconds_gained_total") == {"": 0}
+    assert samples(daemon, "kvserver_prefill_seconds_gained_total") == {"": 0}
     ranks[1].load(keys, ranks[1].blocks_for(2), request_id="r")
-    assert tokens - 10 < figures(daemon, "kvserver_prefill_seconds_gained_total")[""] < tokens
+    assert tokens - 10 < samples(daemon, "kvserver_prefill_seconds_gained_total")[""] < tokens
 
 
 def test_durations_of_copies_are_split_into_queue_and_copy(
@@ -180,14 +180,14 @@ def test_durations_of_copies_are_split_into_queue_and_copy(
     worker = make_worker(daemon)
     keys, blocks = make_keys(2), worker.blocks_for(2)
     worker.store(keys, blocks)
-    assert figures(daemon, "kvserver_store_duration_seconds_count") == {"queue": 1, "copy": 1}
-    assert figures(daemon, "kvserver_load_duration_seconds_count") == {"queue": 0, "copy": 0}
+    assert samples(daemon, "kvserver_store_duration_seconds_count") == {"queue": 1, "copy": 1}
+    assert samples(daemon, "kvserver_load_duration_seconds_count") == {"queue": 0, "copy": 0}
     loads = [worker.begin_load(keys, worker.blocks_for(2, first)) for first in (1, 1 + 2 * worker.chunk_blocks)]
     for load in loads:
         load.reply()
-    assert figures(daemon, "kvserver_load_duration_seconds_count") == {"queue": 2, "copy": 2}
-    seconds = figures(daemon, "kvserver_load_duration_seconds_sum")
-    assert seconds["copy"] == pytest.approx(figures(daemon, "kvserver_load_seconds_total")[""])
+    assert samples(daemon, "kvserver_load_duration_seconds_count") == {"queue": 2, "copy": 2}
+    seconds = samples(daemon, "kvserver_load_duration_seconds_sum")
+    assert seconds["copy"] == pytest.approx(samples(daemon, "kvserver_load_seconds_total")[""])
     assert seconds["queue"] >= 0.4 * seconds["copy"]
 
 
@@ -200,8 +200,8 @@ def test_the_sources_go_on_when_an_engine_returns(
     ended(daemon, 1)
     worker.close()
     wait_until(lambda: daemon.status()["departed"])
-    assert figures(daemon, TOKENS)["l0"] == 40
+    assert samples(daemon, TOKENS)["l0"] == 40
     again = make_worker(daemon, instance_id="comes-back")
     end(again, 0, prompt_tokens=100, local_tokens=2)
     assert ended(daemon, 2)["prompt_tokens"]["l0"] == 42
-    assert figures(daemon, TOKENS) == {"l0": 42, "l1": 0, "l2": 0, "computed": 158}
+    assert samples(daemon, TOKENS) == {"l0": 42, "l1": 0, "l2": 0, "computed": 158}

@@ -1,4 +1,4 @@
-"""Client sockets that nobody closed: an engine must not hang in its garbage collector because of them."""
+"""Client sockets that were never closed: an engine must not hang in its garbage collector because of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device does not take a copy: the request is told, and nothing of it stays."""
+"""The device does not take a copy: the request is answered with an error, and nothing of it stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several ranks or messages do for one thing is counted once, and what is gone is forgotten in time."""
+"""What several ranks or messages do for one thing is counted once, and what has ended is forgotten in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device is lost: copies fail with the reason, nothing half-written is found, and the daemon lives on."""
+"""The device is lost: copies fail with the reason, nothing half-written is found, and the daemon runs on."""
 
 from __future__ import annotations
 

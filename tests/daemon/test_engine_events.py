@@ -20,7 +20,7 @@ from kvserver.protocol import DescribeScheduler, KVGroup
 from kvserver.routing import KVIndex
 from kvserver.routing.engine_subscription import unreadable
 
-REACH = b"r" * 32
+PREFIX = b"r" * 32
 BLOCKS = [bytes([n]) * 32 for n in range(1, 200)]
 
 
@@ -44,7 +44,7 @@ def engine(folder: Path) -> Iterator[EnginePublisher]:
     publisher.close()
 
 
-def came(engine: EnginePublisher, name: str = "engine", **more: Any) -> ReaderConnected:
+def connected(engine: EnginePublisher, name: str = "engine", **more: Any) -> ReaderConnected:
     fields = {
         "instance_id": name,
         "incarnation": "1",
@@ -54,7 +54,7 @@ def came(engine: EnginePublisher, name: str = "engine", **more: Any) -> ReaderCo
         "events_replay_endpoint": engine.replay_endpoint,
         "events_topic": engine.topic,
     }
-    return ReaderConnected(1, 0, DescribeScheduler(**{**fields, **more}), REACH, 16, 16)
+    return ReaderConnected(1, 0, DescribeScheduler(**{**fields, **more}), PREFIX, 16, 16)
 
 
 def leading(index: KVIndex, name: str = "engine", blocks: list[bytes] = BLOCKS) -> int:
@@ -84,7 +84,7 @@ def number_of(block: bytes) -> int:
 
 
 def test_stored_removed_and_cleared_blocks_are_followed(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS[:5]), removed([BLOCKS[4]]))
     wait_for(index, 4)
@@ -96,7 +96,7 @@ def test_stored_removed_and_cleared_blocks_are_followed(index, engine):
 
 
 def test_integers_and_bytes_name_the_same_blocks(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored([number_of(block) for block in BLOCKS[:3]]), stored(BLOCKS[3:5]))
     wait_for(index, 5)
@@ -105,7 +105,7 @@ def test_integers_and_bytes_name_the_same_blocks(index, engine):
 
 
 def test_the_arrays_of_older_engines_are_read(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     short = as_array(stored(BLOCKS[4:5]))[:6]  # older still: no medium
     engine.publish(as_array(stored(BLOCKS[:4])), short, as_array(removed([BLOCKS[1]])), as_array(stored([BLOCKS[1]])))
@@ -115,7 +115,7 @@ def test_the_arrays_of_older_engines_are_read(index, engine):
 
 
 def test_a_block_that_two_requests_computed_goes_with_its_second_copy(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS[:2]), stored(BLOCKS[:2]), removed(BLOCKS[:2]))
     wait_for(index, 2)
@@ -125,7 +125,7 @@ def test_a_block_that_two_requests_computed_goes_with_its_second_copy(index, eng
 
 def test_only_blocks_of_the_gpu_and_of_the_main_group_count(index, engine):
     groups = (KVGroup(kind="sliding_window", window=128), KVGroup(kind="full_attention"))
-    index.observe(came(engine, groups=groups))
+    index.observe(connected(engine, groups=groups))
     engine.wait_for_subscriber()
     engine.publish(
         stored(BLOCKS[:1], group_idx=1),
@@ -140,7 +140,7 @@ def test_only_blocks_of_the_gpu_and_of_the_main_group_count(index, engine):
 
 
 def test_fields_that_are_not_known_yet_are_skipped(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(
         stored(BLOCKS[:2], session_id="s", whatever={"deep": [1, 2]}), [*as_array(stored(BLOCKS[2:4])), None, 0, "x"]
@@ -152,7 +152,7 @@ def test_fields_that_are_not_known_yet_are_skipped(index, engine):
 def test_what_was_published_before_is_requested(index, engine):
     engine.publish(stored(BLOCKS[:3]))
     engine.publish(stored(BLOCKS[3:6]))
-    index.observe(came(engine))
+    index.observe(connected(engine))
     wait_for(index, 6)
     assert (engine.asked, status(index)["state"]) == ([0], "complete")
 
@@ -160,7 +160,7 @@ def test_what_was_published_before_is_requested(index, engine):
 def test_who_comes_late_to_an_engine_without_replay_is_incomplete_until_it_clears(index, folder):
     engine = EnginePublisher(folder, replays=False)
     engine.publish(stored(BLOCKS[:3]))
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS[:2]))
     wait_for(index, 2)
@@ -172,7 +172,7 @@ def test_who_comes_late_to_an_engine_without_replay_is_incomplete_until_it_clear
 
 
 def test_a_gap_is_replayed(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS[:1]))
     wait_for(index, 1)
@@ -186,7 +186,7 @@ def test_a_gap_is_replayed(index, engine):
 @pytest.mark.parametrize("replays", [True, False])
 def test_a_gap_that_cannot_be_replayed_drops_what_was_known(index, folder, replays):
     engine = EnginePublisher(folder, replays=replays, buffered=1)
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS[:5]))
     wait_for(index, 5)
@@ -201,7 +201,7 @@ def test_a_gap_that_cannot_be_replayed_drops_what_was_known(index, folder, repla
 
 
 def test_an_engine_that_begins_anew_holds_nothing_of_before(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     for n in range(5):
         engine.publish(stored(BLOCKS[n : n + 1]))
@@ -218,10 +218,10 @@ def test_an_engine_that_hangs_in_a_replay_is_read_on_after_a_while(index, folder
     engine.answers = False
     (folder / "2").mkdir()
     other = EnginePublisher(folder / "2")
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS[:3]))
-    index.observe(came(other, "other"))
+    index.observe(connected(other, "other"))
     other.wait_for_subscriber()
     other.publish(stored(BLOCKS[:7]))
     wait_for(index, 7, "other")
@@ -237,12 +237,12 @@ def test_an_engine_that_floods_keeps_no_other_from_being_read(index, folder, eng
         while not stop.is_set():
             flooding.publish(stored(BLOCKS), removed(BLOCKS))
 
-    index.observe(came(flooding, "flooding"))
+    index.observe(connected(flooding, "flooding"))
     flooding.wait_for_subscriber()
     thread = threading.Thread(target=flood)
     thread.start()
     try:
-        index.observe(came(engine))
+        index.observe(connected(engine))
         engine.wait_for_subscriber()
         for n in range(20):
             engine.publish(stored(BLOCKS[n : n + 1]))
@@ -254,7 +254,7 @@ def test_an_engine_that_floods_keeps_no_other_from_being_read(index, folder, eng
 
 
 def test_malformed_messages_are_counted_and_harm_nothing(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(
         stored(BLOCKS[:1]), {"type": "Unheard"}, {"no": "type"}, 7, [], [7], stored([b"short"]), stored(["text"])
@@ -269,7 +269,7 @@ def test_malformed_messages_are_counted_and_harm_nothing(index, engine):
     wait_for(index, 2)
     assert status(index)["malformed"] == 9
     engine.publish_raw(b"\xc1 is no msgpack")
-    wait_until(lambda: status(index)["state"] == "incomplete", what="who knows what it said")
+    wait_until(lambda: status(index)["state"] == "incomplete", what="the lost events are missed")
     assert status(index)["malformed"] == 10
     for raw in (msgspec.msgpack.encode({"a": "map"}), b"", b"\x91" * 5000, msgspec.msgpack.encode([1.0, "text"])):
         engine.publish_raw(raw)
@@ -278,7 +278,7 @@ def test_malformed_messages_are_counted_and_harm_nothing(index, engine):
 
 
 def test_an_engine_that_goes_leaves_nothing(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS))
     wait_for(index, len(BLOCKS))
@@ -288,21 +288,21 @@ def test_an_engine_that_goes_leaves_nothing(index, engine):
 
 
 def test_the_next_incarnation_is_asked_anew(index, engine):
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS[:2]))
     wait_for(index, 2)
-    index.observe(came(engine))  # told again: the same stream goes on
+    index.observe(connected(engine))  # reported again: the same stream goes on
     engine.publish(stored(BLOCKS[2:3]))
     wait_for(index, 3)
     assert engine.asked == [0]
-    index.observe(came(engine, incarnation="2"))
+    index.observe(connected(engine, incarnation="2"))
     wait_until(lambda: engine.asked == [0, 0])
     wait_for(index, 3)
 
 
 def test_an_endpoint_elsewhere_is_refused_and_reported(index, engine):
-    index.observe(came(engine, events_endpoint="tcp://192.0.2.1:5557"))
+    index.observe(connected(engine, events_endpoint="tcp://192.0.2.1:5557"))
     assert status(index)["state"] == "refused"
     assert "192.0.2.1" in status(index)["reason"]
     assert exported(index, "following") == [(("engine", "model"), 0)]
@@ -311,9 +311,9 @@ def test_an_endpoint_elsewhere_is_refused_and_reported(index, engine):
 
 def test_an_engine_that_publishes_nothing_has_no_series_and_one_that_left_none_more(index, engine):
     assert exported(index, "following") == exported(index, "gaps") == []
-    index.observe(came(engine, events_endpoint=""))
+    index.observe(connected(engine, events_endpoint=""))
     assert exported(index, "following") == exported(index, "gaps") == []
-    index.observe(came(engine))
+    index.observe(connected(engine))
     wait_until(lambda: exported(index, "following") == [(("engine", "model"), 1)])
     index.observe(ReaderDisconnected(2, 0, "engine", "model"))
     assert exported(index, "following") == exported(index, "gaps") == []
@@ -321,18 +321,18 @@ def test_an_engine_that_publishes_nothing_has_no_series_and_one_that_left_none_m
 
 @pytest.mark.parametrize("field", ["events_endpoint", "events_replay_endpoint"])
 def test_an_address_that_is_none_is_refused_and_uses_no_place(index, engine, field):
-    for _ in range(70):  # more than there are holders
-        index.observe(came(engine, incarnation="other", **{field: "ipc:///" + "long" * 100}))
+    for _ in range(70):  # more than may be followed
+        index.observe(connected(engine, incarnation="other", **{field: "ipc:///" + "long" * 100}))
         wait_until(lambda: status(index).get("state") == "refused")
         index.observe(ReaderDisconnected(2, 0, "engine", "model"))
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.publish(stored(BLOCKS[:2]))
     wait_for(index, 2)
 
 
 def test_an_index_that_follows_no_engines_connects_to_none(engine):
     index = KVIndex(64 << 20, follow_engines=False)
-    index.observe(came(engine))
+    index.observe(connected(engine))
     assert index.status()["engines"] == {"engine": None}
     index.close()
 
@@ -366,7 +366,7 @@ def test_random_events_with_losses_end_where_the_engine_is(index, folder):
     """However batches are lost: as long as the replay has them, the index ends with what the engine holds."""
     generator = random.Random(7)
     engine = EnginePublisher(folder)
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     held: list[bytes] = []
     for _ in range(300):
@@ -396,7 +396,7 @@ def test_close_does_not_wait_for_an_engine(folder):
     silent.bind(f"ipc://{folder}/replay")
     engine = EnginePublisher(folder, replays=False)
     engine.replay_endpoint = f"ipc://{folder}/replay"
-    index.observe(came(engine))
+    index.observe(connected(engine))
     engine.wait_for_subscriber()
     closing = threading.Thread(target=index.close)
     closing.start()

@@ -1,4 +1,4 @@
-"""What engines tell of their load, as /status and /metrics show it."""
+"""Engine stats, as /status and /metrics show it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_counters_go_on_when_the_engine_restarts_under_its_id(make_daemon, make_
     first.send(load_of(first, running=3, prompt_tokens=100))
     shown(daemon, first)
     first.close()
-    wait_until(lambda: not daemon.status()["instances"], 10, "the first life is gone")
+    wait_until(lambda: not daemon.status()["instances"], 10, "the first incarnation has disconnected")
     assert series(daemon, first) == {**series(daemon, first), "kvserver_engine_prompt_tokens_total": 100}
     second = make_worker(daemon, instance_id=first.instance_id)
     assert daemon.status()["instances"][0]["load"] is None
@@ -139,8 +139,8 @@ def test_counters_count_once_what_an_engine_reports_again_when_it_returns(make_d
     first = make_worker(daemon)
     first.send(load_of(first, prompt_tokens=100))
     shown(daemon, first)
-    first.close()  # as for sleep: the engine lives on
-    wait_until(lambda: not daemon.status()["instances"], 10, "it is gone")
+    first.close()  # as for sleep: the engine runs on
+    wait_until(lambda: not daemon.status()["instances"], 10, "it has disconnected")
     again = make_worker(daemon, instance_id=first.instance_id, incarnation=first.incarnation)
     again.send(load_of(again, prompt_tokens=110))
     wait_until(lambda: shown(daemon, again)["prompt_tokens"] == 110, 10)
@@ -172,7 +172,7 @@ def test_the_largest_numbers_break_no_page(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)
     totals = ("preemptions", "prompt_tokens", "generation_tokens", "external_hits", "finished_requests")
-    for number in range(4):  # up and down, so that each other one counts anew
+    for number in range(4):  # up and down, so that each other one begins again
         most = dict.fromkeys(totals, MOST * (number % 2))
         worker.send(load_of(worker, running=MOST, waiting=MOST, deferred=MOST, as_of_ns=MOST, **most))
     wait_until(lambda: shown(daemon, worker)["prompt_tokens"] == MOST, 10)

@@ -1,4 +1,4 @@
-"""A daemon says of a request why its prompt was computed: for each reason, with what differs, on the page and on the command line."""
+"""A daemon explains why a request's prompt was computed: for each reason, with what differs, on the page and on the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def page(daemon: Daemon, **query: object) -> tuple[int, dict[str, Any]]:
 
 
 def explained(daemon: Daemon, request_id: str, **expected: object) -> dict[str, Any]:
-    """What the page says of it, once it has these values; the newest of several."""
+    """What the page reports of it, once it has these values; the newest of several."""
 
     def found() -> dict[str, Any] | None:
         code, body = page(daemon, request_id=request_id)
@@ -370,7 +370,7 @@ def test_the_reply_to_an_unknown_id_states_how_far_back_the_daemon_remembers(
     worker = make_worker(daemon)
     worker.lookup(make_keys(1), "known")
     explained(daemon, "known")
-    code, body = page(daemon, request_id="nobody's")
+    code, body = page(daemon, request_id="unknown")
     assert (code, body["error"]) == (404, "unknown_request")
     assert "1 are, of at most 8,192" in body["message"]
     assert "the oldest from " in body["message"]
@@ -436,14 +436,14 @@ def test_the_command_states_what_is_wrong_in_one_line(make_daemon: MakeDaemon) -
     daemon = make_daemon()
     empty = run(daemon)
     assert (empty.returncode, empty.stdout) == (0, "no request of that time is remembered\n")
-    for words, code, said in (
-        (("nobody's",), 1, 'no request "nobody\'s" is remembered'),
+    for words, code, stated in (
+        (("unknown",), 1, "no request 'unknown' is remembered"),
         (("--minutes", "0"), 1, "minutes is a number from 1 to 1440"),
         (("--http-token-file", "/nowhere"), 2, "--http-token-file /nowhere: cannot be read"),
     ):
         shown = run(daemon, *words)
         assert shown.returncode == code
-        assert said in shown.stderr
+        assert stated in shown.stderr
         assert len(shown.stderr.splitlines()) == 1
     daemon.kill()
     assert "no daemon answers at" in run(daemon).stderr

@@ -45,7 +45,7 @@ def slow_module_daemon(device: str, gpu: str, gpu_flags: dict[str, Any]) -> Iter
 
 @pytest.fixture
 def slow(slow_module_daemon: Daemon) -> Iterator[Daemon]:
-    """A daemon whose copies can be interrupted; after every test it stands and holds nothing."""
+    """A daemon whose copies can be interrupted; after every test it runs and holds nothing."""
     if not slow_module_daemon.running():
         slow_module_daemon.start()
     yield slow_module_daemon
@@ -400,7 +400,7 @@ def test_a_killed_daemon_ends_the_lifeline_and_writes_no_more(make_daemon, make_
     daemon.kill()
     wait_until(lambda: not worker.attachment.alive())
     image = worker.memory.image()
-    assert load.state == State.RUNNING  # nobody is left to move it: the end of the lifeline is the answer
+    assert load.state == State.RUNNING  # no process is left to move it: the end of the lifeline is the answer
     daemon.start()
     assert worker.memory.image() == image
 
@@ -426,10 +426,10 @@ def test_a_client_that_never_reads_its_replies_stops_no_other(make_daemon, make_
 
 def test_a_peer_that_disconnects_before_its_reply_hurts_no_other(make_daemon, make_worker):
     daemon = make_daemon(copy_delay_us=5_000)
-    gone = make_worker(daemon)
-    gone.begin_store(make_keys(1), gone.blocks_for(1))
+    leaving = make_worker(daemon)
+    leaving.begin_store(make_keys(1), leaving.blocks_for(1))
     daemon.wait_for_accounting(tickets=1)
-    gone.client.close()  # the lifeline stands: the copy goes on, its reply has nowhere to go
+    leaving.client.close()  # the lifeline is open: the copy goes on, its reply has nowhere to go
     wait_until(lambda: daemon.status()["totals"]["undelivered_replies"] == 1)
     make_worker(daemon).round_trip()
 

@@ -1,4 +1,4 @@
-"""Fifty thousand malformed and hostile messages: one reply each, bounded memory, clean books."""
+"""Fifty thousand malformed and hostile messages: one reply each, bounded memory, clean accounting."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ EDGES = [0, 1, 2, 3, 4, 7, 8, 63, 64, 65, 255, 256, 2**31 - 1, 2**31, 2**32 - 1,
 
 
 class Hostile:
-    """Makes messages. `silent` says which of them the protocol does not answer."""
+    """Makes messages. `silent` names those that the protocol does not answer."""
 
     def __init__(self, worker: Worker, attachments: list[int], seed: int) -> None:
         self.worker = worker
@@ -276,7 +276,7 @@ class Hostile:
             Status(),
         ]
 
-    # ---- what the protocol says ---------------------------------------------------------------
+    # ---- what the protocol states -------------------------------------------------------------
 
     def replies(self, frames: list[bytes]) -> int | None:
         """How many belong to it: one, but none to a valid notice. None: none or one, as it does with a valid report,

@@ -36,7 +36,7 @@ def device() -> str:
 
 
 def on_gpu(daemon: Daemon, uuid: str = GPUS[0]) -> dict[str, Any]:
-    """What /status says of a GPU; zeros before it was used."""
+    """What /status reports of a GPU; zeros before it was used."""
     nothing = {
         "mapped_bytes": 0,
         "store": {"dma_bytes": 0, "staged_bytes": 0},
@@ -113,8 +113,8 @@ BAD_MEMORY: dict[str, tuple[Callable[[Worker], list[Any]], str]] = {
     "memory of the CPU and of a GPU": (lambda w: [SharedFd(index=0, size_bytes=4096), ipc(w, 1)], "is of one device"),
     "a handle that opens nothing": (lambda w: [ipc(w, 0), CudaIpc(w.gpu, bytes(64), 0, 4096)], "cannot open"),
     "a fabric handle": (lambda w: [CudaVmmFabric(w.gpu, bytes(64), 0, 4096), ipc(w, 1)], "fabric handle is not served"),
-    "a descriptor that is not there": (lambda w: [CudaVmmFd(w.gpu, 7, 0, 4096), ipc(w, 1)], "descriptors came with"),
-    "a descriptor that nobody names": (lambda w: [ipc(w, 0), ipc(w, 1)], "descriptors came with"),
+    "a descriptor that is not there": (lambda w: [CudaVmmFd(w.gpu, 7, 0, 4096), ipc(w, 1)], "with Attach"),
+    "a descriptor that no memory names": (lambda w: [ipc(w, 0), ipc(w, 1)], "with Attach"),
 }
 
 
@@ -129,7 +129,7 @@ def test_memory_that_cannot_be_mapped_is_refused_with_the_reason(
 ) -> None:
     make, words = BAD_MEMORY[name]
     worker = make_worker(daemon, handles=CudaIpc, connect_now=False)
-    first = {"memory of the CPU and of a GPU", "a descriptor that nobody names"} & {name}
+    first = {"memory of the CPU and of a GPU", "a descriptor that no memory names"} & {name}
     worker.attach([*worker.memory.fds[: len(first)], worker.words.fd])
     error = worker.error_of(worker.registration(memory=make(worker)))
     assert error.code == "bad_memory"
@@ -208,7 +208,7 @@ def test_ranks_on_two_gpus_have_their_slots_in_one_chunk(daemon: Daemon, make_wo
 def test_engines_of_one_model_share_chunks_whatever_device_they_run_on(
     daemon: Daemon, make_worker: MakeWorker, first: str, second: str
 ) -> None:
-    """A namespace is of what a slot holds; a layout that says how a device arranges its blocks keeps them apart."""
+    """A namespace is of what a slot holds; a layout that states how a device arranges its blocks keeps them apart."""
     one, other = make_worker(daemon, gpu=first), make_worker(daemon, gpu=second)
     apart = make_worker(daemon, gpu=second, layout="HND")
     keys, target = make_keys(3), list(reversed(other.blocks_for(3, first=30)))
@@ -327,7 +327,7 @@ def test_a_running_load_whose_deadline_passes_goes_on_until_its_word_reads_done(
 def test_loads_that_a_daemon_stopped_past_their_deadline_holds_are_whole_or_given_up(
     slow: Daemon, make_worker: MakeWorker
 ) -> None:
-    """RUNNING says that blocks may be written at any time, whatever the clock says."""
+    """RUNNING means that blocks may be written at any time, whatever the clock shows."""
     worker, keys = make_worker(slow), make_keys(3)
     worker.round_trip()  # a lane's first copy of a registration takes longer
     content = worker.memory.blocks(worker.blocks_for(3))

@@ -1,4 +1,4 @@
-"""A GPU is lost, by whatever call tells it: all that is open ends at once, with the reason, and it is left alone."""
+"""A GPU is lost, whichever call reports it: all that is open ends at once, with the reason, and it is left alone."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_gpu_that_is_lost_by_an_unmap_ends_all_that_is_open(machine: Machine) 
     other = machine.worker()
     under_way = Open(machine)
     machine.gpu.fail_next("close", REASON, lost=True)
-    other.unregister()  # it is told so all the same: nothing of its memory is used any more
+    other.unregister()  # it is answered all the same: nothing of its memory is used any more
     other.close()
     under_way.check_all_ended()
     under_way.check_left_alone()

@@ -1,4 +1,4 @@
-"""Engines that connect, disconnect, are refused or share with nobody, as a daemon's /metrics shows them."""
+"""Engines that connect, disconnect, are refused or share with no other, as a daemon's /metrics shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real daemon tells engines and observers what it holds: through stores, evictions, clears, new weights, restarts."""
+"""A real daemon reports to engines and observers what L1 holds: through stores, evictions, clears, new weights, restarts."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def store(worker: Worker, prompt: Prompt, **changes: object) -> None:
 
 
 def follow(worker: Worker, **described: object) -> Follower:
-    """The worker's engine, described, and what it is told."""
+    """The worker's engine, described, and what it receives."""
     worker.send(worker.description(**described))
     return Follower(lambda message: worker.ask(message, KVEventsTaken), worker.instance_id, worker.incarnation)
 
 
 def wait_for(follower: Follower, hashes: list[bytes]) -> None:
-    def told() -> bool:
+    def received() -> bool:
         follower.step()
         return follower.whole and set(follower.blocks) == set(hashes)
 
-    wait_until(told, what=f"{len(hashes)} blocks are told")
-    assert follower.before == set(), "whatever an earlier follow told was told again or withdrawn"
+    wait_until(received, what=f"{len(hashes)} blocks are received")
+    assert follower.before == set(), "what an earlier follow reported was reported again or withdrawn"
 
 
 def kv_events(daemon: Daemon) -> dict:
@@ -118,7 +118,7 @@ def test_what_is_stored_without_contents_or_with_wrong_ones_is_counted(make_daem
     metrics = daemon.http("/metrics")[1]
     assert 'kvserver_kv_events_unannounced_chunks_total{reason="mismatched"} 3.0' in metrics
     assert "kvserver_kv_events_described_chunks 1.0" in metrics
-    store(worker, silent)  # which skips the chunks, but says what is in them
+    store(worker, silent)  # which skips the chunks, but describes what is in them
     wait_for(follower, right.hashes + silent.hashes)
 
 
@@ -156,7 +156,7 @@ def test_installed_observers_receive_events_and_one_that_raises_is_reported(make
     kept = tmp_path / "kept"
     daemon = make_daemon(env={"PYTHONPATH": str(tmp_path), "KEEPS_FILE": str(kept)})
     worker = make_worker(daemon)
-    assert worker.hello.kv_events, "somebody wants to know what is in the chunks"
+    assert worker.hello.kv_events, "an observer wants to know what is in the chunks"
     store(worker, prompt(0, 2))
     wait_until(lambda: kept.exists() and "KVStored" in kept.read_text())
 
@@ -195,7 +195,7 @@ def test_the_file_of_lines_has_all_that_a_daemon_did(make_daemon, make_worker, t
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--kv-event-observers", "nobody"], "no observer 'nobody' is installed"),
+        (["--kv-event-observers", "missing"], "no observer 'missing' is installed"),
         (["--kv-events-file", "/nowhere/events"], "--kv-events-file /nowhere/events: "),
     ],
 )
@@ -222,7 +222,7 @@ def test_the_servers_loop_resyncs_when_its_bus_had_to_drop_chunks():
             wait_for(follower, prompt(0, 2).hashes)
 
             def lose() -> None:
-                handlers.cache.clear_namespaces()  # and nobody is told
+                handlers.cache.clear_namespaces()  # and no event reports it
                 handlers.bus.lost_chunks = True
 
             pages.ask(lose)

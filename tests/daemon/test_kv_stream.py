@@ -1,4 +1,4 @@
-"""A real daemon's stream of KV events: whoever follows it knows what L1 holds, through evictions, clears, kills, restarts."""
+"""A real daemon's stream of KV events: each follower knows what L1 holds, through evictions, clears, kills, restarts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.kv_chunks import Prompt
 from support.kv_subscriber import Blocks, Subscriber, events_of
 from support.worker import Worker
 
-Held = set[tuple[str, int | None, object]]
+Resident = set[tuple[str, int | None, object]]
 
 
 def prompt(*first: int, chunks: int = 4) -> Prompt:
@@ -75,9 +75,9 @@ def found(worker: Worker, prompts: list[Prompt]) -> set[bytes]:
     return names
 
 
-def names(held: Held) -> set[object]:
-    assert all(medium == "CPU" for medium, _, _ in held)
-    return {name for _, _, name in held}
+def names(resident: Resident) -> set[object]:
+    assert all(medium == "CPU" for medium, _, _ in resident)
+    return {name for _, _, name in resident}
 
 
 def follow(subscriber: Subscriber, expected: set[bytes]) -> None:
@@ -130,7 +130,7 @@ def test_chunks_of_engines_that_describe_nothing_are_counted_and_not_announced(d
 
 
 def test_a_stopped_subscriber_costs_the_daemon_nothing(daemon, audience, make_worker):
-    """It never reads: what it should have heard is dropped, and others hear all."""
+    """It never reads: what it should have received is dropped, and others receive all."""
     silent, reader = audience(), audience()
     worker = make_worker(daemon)
     worker.send(worker.description(hash_form="bytes"))
@@ -173,7 +173,7 @@ def test_random_runs_with_kills_end_with_the_same_blocks_for_old_and_new_consume
     store(worker, prompt(99))
     expected = found(worker, [*prompts, prompt(99)])
     wait_until(lambda: names(snapshot(daemon)[1].resident) == expected)
-    newcomer.last = 0  # as one that has lost its state: all that is kept is asked for
+    newcomer.last = 0  # as one that has lost its state: all that is kept is requested
     follow(newcomer, expected)
     follow(first, expected)
     (stream,) = next(one for one in daemon.status()["kv_events"]["observers"] if one["name"] == "zmq")["streams"]

@@ -1,4 +1,4 @@
-"""What each model has in L1, as a daemon's /metrics shows it: it stays when its engines are gone."""
+"""What each model has in L1, as a daemon's /metrics shows it: it stays when its engines have disconnected."""
 
 from __future__ import annotations
 

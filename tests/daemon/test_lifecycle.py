@@ -1,4 +1,4 @@
-"""What a daemon tells of lives in L0 and L1, of misses and of savings: real messages in, `/metrics` and `/status` out."""
+"""What a daemon reports of lifetimes in L0 and L1, of misses and of savings: real messages in, `/metrics` and `/status` out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvserver.protocol import (
 )
 
 
-def figures(daemon, worker: Worker) -> dict[str, float]:
+def samples(daemon, worker: Worker) -> dict[str, float]:
     """Samples of the worker's instance by name; of labels but its own, `name{label="value"}`."""
     code, text = daemon.http("/metrics")
     assert code == 200
@@ -82,15 +82,15 @@ class Engine:
 
 
 @pytest.fixture
-def lives(make_daemon):
+def all_sampled(make_daemon):
     return make_daemon(metrics_sample_rate=1.0)
 
 
 # ---- L0 ---------------------------------------------------------------------------------------
 
 
-def test_a_block_lifetime_is_reported_with_its_times(lives, make_worker):
-    worker = make_worker(lives)
+def test_a_block_lifetime_is_reported_with_its_times(all_sampled, make_worker):
+    worker = make_worker(all_sampled)
     engine = Engine(worker)
     engine.report(full=True)
     engine.report(allocated(3))
@@ -98,14 +98,14 @@ def test_a_block_lifetime_is_reported_with_its_times(lives, make_worker):
     engine.report(accessed(3), seconds=4)
     engine.report(released(3), seconds=1)
     engine.report(evicted(3), seconds=5)
-    wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
-    found = figures(lives, worker)
+    wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_evictions_total") == 1)
+    found = samples(all_sampled, worker)
     histograms = {"lifetime": 12, "idle_before_evict": 5, "since_last_access": 6, "reuse_gap": 6}
     for name, seconds in histograms.items():
         assert found[f"kvserver_l0_block_{name}_seconds_count"] == 1
         assert found[f"kvserver_l0_block_{name}_seconds_sum"] == pytest.approx(seconds)
     assert found["kvserver_l0_reuses_total"] == found["kvserver_l0_allocations_total"] == 1
-    (instance,) = lives.status()["instances"]
+    (instance,) = all_sampled.status()["instances"]
     assert instance["l0_source"] == instance["l0"]["source"] == "exact"
     for name in ("allocations", "reuses", "evictions", "recycled", "cleared", "lost", "records", "report_gaps"):
         assert instance["l0"][name] == found[f"kvserver_l0_{name}_total"], name
@@ -113,46 +113,46 @@ def test_a_block_lifetime_is_reported_with_its_times(lives, make_worker):
         assert instance["l0"][name] == found[f"kvserver_l0_{name}"], name
 
 
-def test_a_block_id_beyond_the_engines_blocks_is_refused(lives, make_worker):
-    worker = make_worker(lives, geometry=awkward(64))
+def test_a_block_id_beyond_the_engines_blocks_is_refused(all_sampled, make_worker):
+    worker = make_worker(all_sampled, geometry=awkward(64))
     engine = Engine(worker)
     assert engine.refused(engine.report(allocated(64), full=True)) == "bad_records"
     engine.report(allocated(63), full=True)
-    wait_until(lambda: figures(lives, worker).get("kvserver_l0_allocations_total") == 1)
+    wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_allocations_total") == 1)
 
 
-def test_a_gap_ends_lifetimes_as_lost_and_requests_the_full_state(lives, make_worker):
-    worker = make_worker(lives)
+def test_a_gap_ends_lifetimes_as_lost_and_requests_the_full_state(all_sampled, make_worker):
+    worker = make_worker(all_sampled)
     engine = Engine(worker)
     engine.report(allocated(1), allocated(2), full=True)
     engine.sequence += 1
     assert engine.refused(engine.report(evicted(1))) == "report_gap"
-    wait_until(lambda: figures(lives, worker).get("kvserver_l0_lost_total") == 2)
-    found = figures(lives, worker)
+    wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_lost_total") == 2)
+    found = samples(all_sampled, worker)
     assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_report_gaps_total"]) == (0, 1)
     assert (found["kvserver_l0_unsure"], found["kvserver_l0_active_blocks"]) == (1, 0)
     engine.report(present(2), owned(2), full=True)
-    wait_until(lambda: figures(lives, worker)["kvserver_l0_unsure"] == 0)
-    assert figures(lives, worker)["kvserver_l0_active_blocks"] == 1
+    wait_until(lambda: samples(all_sampled, worker)["kvserver_l0_unsure"] == 0)
+    assert samples(all_sampled, worker)["kvserver_l0_active_blocks"] == 1
     engine.report(released(2), evicted(2), seconds=1)
-    wait_until(lambda: figures(lives, worker)["kvserver_l0_evictions_total"] == 1)
+    wait_until(lambda: samples(all_sampled, worker)["kvserver_l0_evictions_total"] == 1)
     assert "kvserver_l0_block_lifetime_seconds_count" not in {
-        name for name, value in figures(lives, worker).items() if value
-    }, "nobody knows when that life began"
+        name for name, value in samples(all_sampled, worker).items() if value
+    }, "it is not known when that lifetime began"
 
 
-def test_reports_of_the_first_version_are_served(lives, make_worker):
-    worker = make_worker(lives)
+def test_reports_of_the_first_version_are_served(all_sampled, make_worker):
+    worker = make_worker(all_sampled)
     of = {"instance_id": worker.instance_id, "incarnation": worker.incarnation, "model_name": worker.model_name}
     records = ids([*allocated(5), *evicted(5)])
     worker.send(ReportBlockAllocations(**of, sequence=0, records=records[:4], time_ns=10 * SECOND))
     worker.send(ReportBlockAllocations(**of, sequence=1, records=records[4:], time_ns=13 * SECOND))
-    wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
-    assert figures(lives, worker)["kvserver_l0_block_lifetime_seconds_sum"] == pytest.approx(3)
+    wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_evictions_total") == 1)
+    assert samples(all_sampled, worker)["kvserver_l0_block_lifetime_seconds_sum"] == pytest.approx(3)
 
 
-def test_an_engine_that_reports_has_owners_and_contents(lives, make_worker):
-    worker = make_worker(lives)
+def test_an_engine_that_reports_has_owners_and_contents(all_sampled, make_worker):
+    worker = make_worker(all_sampled)
     engine = Engine(worker)
     first, second = bytes(range(8)), bytes(range(8, 16))
     engine.reported(full=True)
@@ -163,21 +163,21 @@ def test_an_engine_that_reports_has_owners_and_contents(lives, make_worker):
     engine.end("a")
     engine.end("b")
     engine.reported(Owned("c", 0, 0, packed([1]), 1, contents=second), seconds=3)  # other content
-    wait_until(lambda: figures(lives, worker).get("kvserver_l0_evictions_total") == 1)
-    found = figures(lives, worker)
+    wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_evictions_total") == 1)
+    found = samples(all_sampled, worker)
     assert found["kvserver_l0_allocations_total"] == 3
     assert found["kvserver_l0_shared_accesses_total"] == 1
     assert (found["kvserver_l0_active_blocks"], found["kvserver_l0_released_blocks"]) == (1, 1)
-    assert lives.status()["instances"][0]["l0_source"] == "reported"
+    assert all_sampled.status()["instances"][0]["l0_source"] == "reported"
 
 
-def test_exact_and_reported_never_mix(lives, make_worker):
-    worker = make_worker(lives)
+def test_exact_and_reported_never_mix(all_sampled, make_worker):
+    worker = make_worker(all_sampled)
     engine = Engine(worker)
     engine.report(allocated(1), full=True)
     refused = engine.reported(Owned("a", 0, 0, packed([1]), 1), full=True)
     assert engine.refused(refused) == "bad_records"
-    assert lives.status()["instances"][0]["l0_source"] == "exact"
+    assert all_sampled.status()["instances"][0]["l0_source"] == "exact"
 
 
 @pytest.mark.parametrize(
@@ -191,15 +191,15 @@ def test_exact_and_reported_never_mix(lives, make_worker):
         Owned("a", 0, 0, packed([1]), 1, tokens=bytes(4 * 17)),
     ],
 )
-def test_reported_blocks_that_make_no_sense_are_refused(lives, make_worker, record):
-    worker = make_worker(lives, geometry=awkward(64))
+def test_reported_blocks_that_make_no_sense_are_refused(all_sampled, make_worker, record):
+    worker = make_worker(all_sampled, geometry=awkward(64))
     engine = Engine(worker)
     assert engine.refused(engine.reported(record, full=True)) == "bad_records"
     worker.round_trip()
 
 
-def test_a_few_bytes_cannot_make_the_loop_unpack_a_million_blocks(lives, make_worker):
-    worker = make_worker(lives)
+def test_a_few_bytes_cannot_make_the_loop_unpack_a_million_blocks(all_sampled, make_worker):
+    worker = make_worker(all_sampled)
     engine = Engine(worker)
     run = Owned("a", 0, 0, packed(range(1, 1 << 20)), (1 << 20) - 1)
     assert len(run.block_ids) < 20
@@ -209,30 +209,30 @@ def test_a_few_bytes_cannot_make_the_loop_unpack_a_million_blocks(lives, make_wo
     worker.round_trip()
 
 
-def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_requests(lives, make_worker):
-    engines = [Engine(make_worker(lives)), Engine(make_worker(lives))]
+def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_requests(all_sampled, make_worker):
+    engines = [Engine(make_worker(all_sampled)), Engine(make_worker(all_sampled))]
     for engine in engines:
         engine.report(full=True)
         engine.report(allocated(1), allocated(2))
     dies, stays = engines
-    wait_until(lambda: figures(lives, stays.worker).get("kvserver_l0_active_blocks") == 2)
+    wait_until(lambda: samples(all_sampled, stays.worker).get("kvserver_l0_active_blocks") == 2)
     dies.end("same request")
     dies.worker.hang_up()
-    wait_until(lambda: figures(lives, dies.worker)["kvserver_l0_lost_total"] == 2)
-    assert figures(lives, dies.worker)["kvserver_l0_tracked_blocks"] == 0
+    wait_until(lambda: samples(all_sampled, dies.worker)["kvserver_l0_lost_total"] == 2)
+    assert samples(all_sampled, dies.worker)["kvserver_l0_tracked_blocks"] == 0
     stays.report(released(1), evicted(1), seconds=7)
-    wait_until(lambda: figures(lives, stays.worker)["kvserver_l0_evictions_total"] == 1)
-    found = figures(lives, stays.worker)
+    wait_until(lambda: samples(all_sampled, stays.worker)["kvserver_l0_evictions_total"] == 1)
+    found = samples(all_sampled, stays.worker)
     assert (found["kvserver_l0_active_blocks"], found["kvserver_l0_lost_total"]) == (1, 0)
     assert found["kvserver_l0_block_lifetime_seconds_sum"] == pytest.approx(7)
 
 
-def test_a_cleared_engine_ends_its_lifetimes_without_evictions(lives, make_worker):
-    worker = make_worker(lives)
+def test_a_cleared_engine_ends_its_lifetimes_without_evictions(all_sampled, make_worker):
+    worker = make_worker(all_sampled)
     engine = Engine(worker)
     engine.report(allocated(1), released(1), cleared(), full=True)
-    wait_until(lambda: figures(lives, worker).get("kvserver_l0_cleared_total") == 1)
-    found = figures(lives, worker)
+    wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_cleared_total") == 1)
+    found = samples(all_sampled, worker)
     assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_tracked_blocks"]) == (0, 0)
 
 
@@ -273,8 +273,8 @@ def test_what_was_evicted_since_counts_as_evicted(make_daemon, make_worker):
     assert missed(daemon, worker) == {"evicted": worker.chunk_blocks * 16}
     l1 = daemon.status()["l1"]
     assert l1["evicted_bytes"] >= worker.chunk_bytes
-    wait_until(lambda: figures(daemon, worker).get("kvserver_l1_chunk_residency_seconds_count") == l1["evictions"])
-    found = figures(daemon, worker)
+    wait_until(lambda: samples(daemon, worker).get("kvserver_l1_chunk_residency_seconds_count") == l1["evictions"])
+    found = samples(daemon, worker)
     assert found["kvserver_l1_chunk_idle_before_evict_seconds_count"] == l1["evictions"]
     assert found['kvserver_lookup_missed_tokens_total{reason="evicted"}'] == worker.chunk_blocks * 16
     assert {f'kvserver_lookup_missed_tokens_total{{reason="{reason.value}"}}' for reason in MissReason} <= found.keys()
@@ -302,12 +302,12 @@ def test_a_load_saves_tokens_and_seconds_by_the_engines_speed(make_daemon, make_
     worker.store(keys, blocks)
     worker.load(keys, blocks)
     tokens = 3 * worker.chunk_blocks * 16
-    assert figures(daemon, worker)["kvserver_saved_prefill_tokens_total"] == tokens
-    assert figures(daemon, worker)["kvserver_saved_prefill_seconds_total"] == 0
+    assert samples(daemon, worker)["kvserver_saved_prefill_tokens_total"] == tokens
+    assert samples(daemon, worker)["kvserver_saved_prefill_seconds_total"] == 0
     Engine(worker).end("r", prefill_tokens_per_second=1000.0)
     worker.load(keys, blocks)
-    wait_until(lambda: figures(daemon, worker).get("kvserver_l1_hit_age_seconds_count") == 6)
-    found = figures(daemon, worker)
+    wait_until(lambda: samples(daemon, worker).get("kvserver_l1_hit_age_seconds_count") == 6)
+    found = samples(daemon, worker)
     assert found["kvserver_saved_prefill_tokens_total"] == 2 * tokens
     assert found["kvserver_saved_prefill_seconds_total"] == pytest.approx(tokens / 1000)
     assert found["kvserver_l1_chunk_reuse_gap_seconds_count"] == 6
@@ -319,17 +319,17 @@ def test_the_counters_of_a_disconnected_engine_are_still_shown_and_go_on_when_it
     daemon = make_daemon()
     worker = make_worker(daemon, instance_id="comes-back")
     worker.round_trip()
-    before = figures(daemon, worker)["kvserver_store_bytes_total"]
+    before = samples(daemon, worker)["kvserver_store_bytes_total"]
     assert before > 0
     worker.close()
     wait_until(lambda: daemon.status()["departed"])
     assert daemon.status()["instances"] == []
-    assert figures(daemon, worker)["kvserver_store_bytes_total"] == before
+    assert samples(daemon, worker)["kvserver_store_bytes_total"] == before
     again = make_worker(daemon, instance_id="comes-back")
     again.store(make_keys(1, "new"), again.blocks_for(1))
-    assert figures(daemon, again)["kvserver_store_bytes_total"] > before
+    assert samples(daemon, again)["kvserver_store_bytes_total"] > before
     assert daemon.status()["departed"] == []
-    assert daemon.status()["totals"]["stored_bytes"] == figures(daemon, again)["kvserver_store_bytes_total"]
+    assert daemon.status()["totals"]["stored_bytes"] == samples(daemon, again)["kvserver_store_bytes_total"]
 
 
 # ---- the bus ----------------------------------------------------------------------------------

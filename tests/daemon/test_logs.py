@@ -66,10 +66,10 @@ def test_a_change_of_state_is_one_line_and_a_request_none(make_daemon, make_work
     worker.hang_up()
     wait_until(lambda: not daemon.status()["books"]["attachments"])
     assert daemon.terminate() == 0
-    told = messages(daemon)
-    assert sum(worker.instance_id in message and "registered" in message for message in told) == 1, told
-    assert sum(worker.instance_id in message and "gone" in message for message in told) == 1, told
-    assert len(told) == len(set(told)), "a line was told twice"
+    logged = messages(daemon)
+    assert sum(worker.instance_id in message and "registered" in message for message in logged) == 1, logged
+    assert sum(worker.instance_id in message and "gone" in message for message in logged) == 1, logged
+    assert len(logged) == len(set(logged)), "a line was logged twice"
 
 
 def test_an_error_inside_is_one_line_with_its_traceback():

@@ -1,4 +1,4 @@
-"""A real daemon says what engines would find of a prompt: in L1 by their stores, in L0 by their own KV events."""
+"""A real daemon reports what engines would find of a prompt: in L1 by their stores, in L0 by their own KV events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/config` of a running daemon, and what it says when it cannot start as it is configured."""
+"""`/config` of a running daemon, and what it reports when it cannot start as it is configured."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ REFUSED = {
         ["--max-message-bytes", "9" * 18],
         f"--max-message-bytes '{'9' * 18}': Expected",
     ),
-    "a host that nobody knows": (["--http-host", "nowhere.invalid"], "give an address of this machine"),
+    "a host that is unknown": (["--http-host", "nowhere.invalid"], "give an address of this machine"),
     "an address of another machine": (["--http-host", "203.0.113.7"], "--http-host 203.0.113.7 --http-port 0: "),
     "a file that is a folder": (["--config", "/tmp"], "--config /tmp: "),
 }

@@ -1,4 +1,4 @@
-"""What `deploy/` says, done by hand: no container engine and no systemd runs here, but their steps can be taken."""
+"""The steps of `deploy/`, done by hand: no container engine and no systemd runs here, but their steps can be taken."""
 
 from __future__ import annotations
 

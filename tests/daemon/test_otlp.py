@@ -1,4 +1,4 @@
-"""A daemon's metrics and traces over OTLP, to a collector that is there, comes and goes, or hangs."""
+"""A daemon's metrics and traces over OTLP, to a collector that is there, is down for a while, or hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prometheus(daemon: Daemon) -> dict[str, Any]:
 
 
 def stop(daemon: Daemon) -> None:
-    """SIGTERM, and it is gone within what its last words may take."""
+    """SIGTERM, and it has ended within the time that its last words may need."""
     began = time.monotonic()
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGTERM)
@@ -40,7 +40,7 @@ def stop(daemon: Daemon) -> None:
 def test_every_family_with_a_value_arrives_with_its_type(make_daemon, make_worker):
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url, **OFTEN)
-        wait_until(collector.latest, what="the first metrics, before anybody connects")
+        wait_until(collector.latest, what="the first metrics, before any engine connects")
         assert {
             "kvserver_build_info",
             "kvserver_l1_size_bytes",
@@ -189,7 +189,7 @@ def test_a_collector_that_is_down_costs_a_counted_failure(make_daemon, make_work
     assert daemon.metric("kvserver_otlp_sent_total", signal="metrics") == 0
     assert "refused" in shown["last_error"].lower()
     stop(daemon)
-    assert daemon.log.count("metrics over OTLP do not arrive") == 1, "told once"
+    assert daemon.log.count("metrics over OTLP do not arrive") == 1, "logged once"
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])

@@ -56,7 +56,7 @@ def test_other_ranks_stores_are_skipped_and_never_read(daemon, make_ranks, rank)
     before = daemon.status()["totals"]["stored_bytes"]
     store = ranks[rank].begin_store(keys, ranks[rank].blocks_for(2))
     assert store.reply() == Stored(stored=0, skipped=2)
-    assert store.state is State.FAILED, "whoever waits on the word learns that nothing is read"
+    assert store.state is State.FAILED, "a rank that waits on the word learns that nothing is read"
     assert ranks[0].lookup(keys) == 0
     assert daemon.status()["totals"]["stored_bytes"] == before
     assert ranks[0].store(keys, ranks[0].blocks_for(2)) == Stored(stored=2, skipped=0)
@@ -81,7 +81,7 @@ def test_until_every_rank_is_registered_nothing_is_stored(daemon, make_worker, m
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_during_the_store_leaves_nothing_half_stored(make_daemon, make_ranks, victim):
-    """Rank 0's death ends the copy; another one's does not touch it, but the engine's namespace is gone with it."""
+    """Rank 0's death ends the copy; another one's does not touch it, but the engine's namespace ends with it."""
     daemon = make_daemon(copy_delay_us=SLOW)
     ranks, reader = make_ranks(daemon), make_ranks(daemon)
     keys = make_keys(1)
@@ -108,12 +108,12 @@ def test_engines_with_and_without_replication_share_nothing(daemon, make_worker,
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "stated"),
     [({"layout": "HND"}, "layout='HND'"), ({"geometry": awkward(scale=2)}, "runs="), ({"replicated": False}, "replic")],
 )
-def test_a_rank_that_arranges_its_bytes_otherwise_is_refused(daemon, make_worker, changes, said):
+def test_a_rank_that_arranges_its_bytes_otherwise_is_refused(daemon, make_worker, changes, stated):
     same = {"instance_id": "differs", "incarnation": "a", "world_size": 2, "replicated": True}
     first = make_worker(daemon, **same)
-    with pytest.raises(RequestFailed, match=f"rank 1 states {said}"):
+    with pytest.raises(RequestFailed, match=f"rank 1 states {stated}"):
         make_worker(daemon, **{**same, **changes}, rank=1)
     assert first.lookup(make_keys(1)) == 0

@@ -352,7 +352,7 @@ CHUNK = Geometry(200, 16, sizes=(200 * 16384,), planes=(Plane(0, 0, 16384, 16384
 
 @pytest.fixture
 def small(make_daemon, make_worker):
-    """A worker whose chunks take 64 KiB each, of an L1 that holds 16 of them."""
+    """A worker whose chunks use 64 KiB each, of an L1 that holds 16 of them."""
     return make_worker(make_daemon(l1_size="1MiB", lease_seconds=3600), geometry=CHUNK)
 
 

@@ -1,4 +1,4 @@
-"""What schedulers say of their engines: notices, answered only where they cannot be taken."""
+"""How schedulers describe their engines: notices, answered only where they are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(worker, **changes):
 )
 def test_no_peer_speaks_for_an_instance_that_is_not_there_or_is_another(daemon, worker, kind):
     assert worker.error_of(kind(names(worker, instance_id="nobody"))).code == "unknown_instance"
-    assert worker.error_of(kind(names(worker, incarnation="another life"))).code == "duplicate_instance"
+    assert worker.error_of(kind(names(worker, incarnation="another incarnation"))).code == "duplicate_instance"
     assert worker.error_of(kind(names(worker, model_name="another/model"))).code == "unknown_instance"
 
 

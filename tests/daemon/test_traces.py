@@ -232,4 +232,4 @@ def test_failures_leave_no_garbage_that_a_daemon_does_not_find(scheme: str) -> N
     assert run.returncode == 0, run.stderr
     failures, garbage = map(int, run.stdout.split())
     assert failures >= 8
-    assert garbage < 300, "less than the figures of one attempt"
+    assert garbage < 300, "less than the metrics of one attempt"

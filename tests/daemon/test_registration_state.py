@@ -1,4 +1,4 @@
-"""Who says Hello may ask how an engine stands: whether all its ranks are registered, and why not."""
+"""A peer that sent Hello may query an engine's registration: whether all its ranks are registered, and why not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvserver.protocol.client import Client, RequestFailed
 Make = Callable[..., Worker]
 
 
-def standing(daemon: Daemon, instance_id: str, incarnation: str) -> tuple[str, str]:
+def registration(daemon: Daemon, instance_id: str, incarnation: str) -> tuple[str, str]:
     with Client(daemon.endpoint) as client:
         reply = client.hello("test", instance_id, incarnation)
         return reply.standing, reply.standing_text
@@ -36,16 +36,16 @@ def test_until_all_ranks_are_there_the_reply_states_how_many_are(
         make_worker(daemon, instance_id="e", incarnation="1", rank=rank, world_size=2, connect_now=False)
         for rank in range(2)
     ]
-    assert standing(daemon, "", "") == ("", ""), "nobody was named"
-    assert standing(daemon, "e", "1")[0] == "unknown_instance"
+    assert registration(daemon, "", "") == ("", ""), "no engine was named"
+    assert registration(daemon, "e", "1")[0] == "unknown_instance"
     ranks[0].attach()
     ranks[0].register()
-    code, text = standing(daemon, "e", "1")
+    code, text = registration(daemon, "e", "1")
     assert (code, text) == ("not_ready", "1 of 2 ranks of 'e' are registered")
     ranks[1].attach()
     ranks[1].register()
-    assert standing(daemon, "e", "1") == (REGISTERED, "")
-    assert standing(daemon, "e", "2")[0] == "duplicate_instance"
+    assert registration(daemon, "e", "1") == (REGISTERED, "")
+    assert registration(daemon, "e", "2")[0] == "duplicate_instance"
 
 
 def test_a_refusal_is_reported_until_the_engine_is_registered(
@@ -60,13 +60,13 @@ def test_a_refusal_is_reported_until_the_engine_is_registered(
     first.register()
     second.attach()
     assert refused(second, counted=identity(dtype="float32")) == "ranks_disagree"
-    code, text = standing(daemon, "e", "1")
+    code, text = registration(daemon, "e", "1")
     assert code == "ranks_disagree"
     assert "dtype" in text
     second.register()
-    assert standing(daemon, "e", "1") == (REGISTERED, "")
+    assert registration(daemon, "e", "1") == (REGISTERED, "")
     second.close()
-    assert standing(daemon, "e", "1")[0] == "not_ready", "the refusal is forgotten"
+    assert registration(daemon, "e", "1")[0] == "not_ready", "the refusal is forgotten"
 
 
 def test_refusals_of_any_number_of_engines_are_not_all_remembered(
