@@ -267,7 +267,7 @@ import threading
 from kvserver._native import WordPage
 from kvserver.adapters.common.link import Session
 from kvserver.adapters.common.send_queue import OrderedSendQueue
-from kvserver.client import Channel
+from kvserver.protocol.client import Channel
 from kvserver.protocol import HelloReply, Store
 
 entered = threading.Event()

@@ -98,21 +98,21 @@ class Driver:
     def op_keep_records(self) -> dict[str, Any]:
         """Of what the block pool's hook hands over from now on; for an engine whose core is in this process."""
         hook = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.metrics_collector
-        take, drain_full_state = hook.drain_records, hook.drain_full_state
+        drain_records, drain_full_state = hook.drain_records, hook.drain_full_state
 
         def keep(taken: Any) -> Any:
             self.records.append({"records": taken.records.hex(), "marks": taken.marks.hex()})
             return taken
 
         def keep_full() -> list[Any]:
-            hook.drain_records = take  # it may call drain_records(), whose records would be kept twice
+            hook.drain_records = drain_records  # it may call drain_records(), whose records would be kept twice
             try:
                 return [keep(part) for part in drain_full_state()]
             finally:
                 hook.drain_records = keep_taken
 
         def keep_taken() -> Any:
-            return keep(take())
+            return keep(drain_records())
 
         hook.drain_records, hook.drain_full_state = keep_taken, keep_full
         return {}
