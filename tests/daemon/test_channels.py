@@ -7,7 +7,7 @@ import sys
 
 DROPPED = """
 import gc, sys
-from kvserver.client import Channel
+from kvserver.protocol.client import Channel
 for _ in range(20):
     channels = [Channel(sys.argv[1]) for _ in range(5)]
     for channel in channels:

@@ -198,9 +198,9 @@ def test_a_daemon_whose_traces_hang_serves_and_stops(make_daemon, make_worker, s
 # In a process of its own, set up as a daemon is: nothing looks for reference cycles but among what is young.
 PROGRAM = """
 import gc, sys, threading
-from kvserver import otlp
-from kvserver.settings import parse_otlp_endpoint
-from kvserver.families import Family, Kind
+from kvserver.telemetry import otlp
+from kvserver.config.settings import parse_otlp_endpoint
+from kvserver.telemetry.families import Family, Kind
 
 otlp.ANSWER_SECONDS = 0.1
 stop = threading.Event()
