@@ -26,7 +26,7 @@ from kvserver.web.pages import StatusPages
 PAGE = 64  # bytes; a chunk takes one
 BATCH = 256  # chunks in one message
 FEW, MANY = 6144, 24576
-PARTS = {part.__code__ for part in (Handlers.settle, Handlers.handle, Handlers.step, Transfers.step)}
+PARTS = {part.__code__ for part in (Handlers.complete_tickets, Handlers.handle, Handlers.step, Transfers.step)}
 
 
 class Turns:
