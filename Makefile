@@ -7,7 +7,7 @@
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
-#   make check   formatting, lint (Dockerfiles too), types, the rules
+#   make check   formatting, lint (Dockerfiles and words too), types, the rules
 #   make rules   Prometheus rules with their tests, the dashboard's queries and a real daemon's /metrics, by promtool
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
@@ -65,6 +65,7 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python .ci/words.py
 	$(VENV)/bin/clang-format --dry-run -Werror csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h tests/native/*.cpp tests/native/*.h bench/native/*.cu bench/native/*.h
 	$(VENV)/bin/hadolint --failure-threshold warning --ignore DL3008 deploy/*Dockerfile
 	rm -rf build/typing && mkdir -p build/typing && cp -r kvserver build/typing/ && cp -r adapters build/typing/kvserver/

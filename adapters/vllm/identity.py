@@ -48,7 +48,7 @@ SHOWN = frozenset({
     "speculative_config.num_speculative_tokens",
 })  # fmt: skip
 _LONGEST_VALUE = 100
-_FITTED = " ".join(("what the model's configuration", "says"))  # digested: another text would make another namespace
+_FITTED = "as the model configuration has it"
 
 # Formats that take the weights from the files of the model's folder.
 _FROM_FILES = frozenset(
