@@ -56,8 +56,8 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         engines.wait_registered(daemon)
         for engine, seed in ((first, 1001), (second, 1002)):  # what a process does only once is not to be measured
             engine.ask("generate", prompts=[prompt(seed, options.tokens)], max_tokens=2)
-        first.settle()
-        second.settle()
+        first.wait_for_stores()
+        second.wait_for_stores()
         show(f"{options.prompts} prompts of {options.tokens} tokens, cold in the first, warm in the second ...\n")
         rows = [measure(daemon, first, second, prompt(seed, options.tokens)) for seed in range(options.prompts)]
         print(table(options, rows))
@@ -72,13 +72,13 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 def measure(daemon: Daemon, first: Engine, second: Engine, tokens: list[int]) -> dict[str, Any]:
     before = daemon.status()["totals"] | work(daemon)
     cold = first.ask("generate", prompts=[tokens], max_tokens=1)
-    first.settle()  # the KV goes to the daemon after the answer, while the engine is free
+    first.wait_for_stores()  # the KV goes to the daemon after the answer, while the engine is free
     wait_until(lambda: daemon.accounting()["tickets"] == 0)
     stored = daemon.status()["totals"] | work(daemon)
     warm = second.ask("generate", prompts=[tokens], max_tokens=1)
     after = daemon.status()["totals"] | work(daemon)
     longer = [engine.generate([tokens], 16)[0]["tokens"] for engine in (first, second)]
-    second.settle()
+    second.wait_for_stores()
     same_first = cold["outputs"][0]["tokens"] == warm["outputs"][0]["tokens"]
     return {
         "cold": cold["seconds"],

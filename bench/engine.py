@@ -95,7 +95,7 @@ class Bench:
             engine = self._lanes[name].engine
             for _ in range(2):
                 engine.generate([prompt(next(self._seeds), self._tokens)], max_tokens=1)
-                engine.settle()
+                engine.wait_for_stores()
                 time.sleep(1.5)
 
     def round(self, chunk_tokens: int) -> dict[str, float]:
@@ -106,7 +106,7 @@ class Bench:
         found: dict[str, float] = {}
         for name in ("none", "cold") if seed % 2 else ("cold", "none"):
             found[name] = self._lanes[name].first_token(tokens)
-        self._lanes["cold"].engine.settle()  # KV goes to the daemon beside the engine, and after the answer
+        self._lanes["cold"].engine.wait_for_stores()  # KV goes to the daemon beside the engine, and after the answer
         wait_until(lambda: self._daemon.accounting()["tickets"] == 0)
         found["warm"] = self._lanes["warm"].first_token(tokens, external=hit)
         found["own"] = self._lanes["none"].first_token(tokens[:hit] + other[hit:], local=hit)

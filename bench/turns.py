@@ -91,7 +91,7 @@ def one_evicts_nearly_all(loop: Loop) -> None:
 
 
 def clear(loop: Loop) -> None:
-    loop.turn(loop.cache.clear)
+    loop.turn(loop.cache.clear_namespaces)
     loop.rest()
     assert not loop.cache.pool.used_pages
 

@@ -109,8 +109,11 @@ BAD_MEMORY: dict[str, tuple[Callable[[Worker], list[Any]], str]] = {
     "a window that begins beyond the allocation": (lambda w: [ipc(w, 0), ipc(w, 1, offset=1 << 40)], "holds"),
     "a window beyond all numbers": (lambda w: [ipc(w, 0, offset=(1 << 62) - 1), ipc(w, 1)], "holds"),
     "a GPU that is not there": (lambda w: [ipc(w, 0, gpu=NOWHERE), ipc(w, 1, gpu=NOWHERE)], f"no GPU {NOWHERE}"),
-    "memory of two GPUs": (lambda w: [ipc(w, 0), ipc(w, 1, gpu=GPUS[1])], "is of one device"),
-    "memory of the CPU and of a GPU": (lambda w: [SharedFd(index=0, size_bytes=4096), ipc(w, 1)], "is of one device"),
+    "memory of two GPUs": (lambda w: [ipc(w, 0), ipc(w, 1, gpu=GPUS[1])], "must be on one device"),
+    "memory of the CPU and of a GPU": (
+        lambda w: [SharedFd(index=0, size_bytes=4096), ipc(w, 1)],
+        "must be on one device",
+    ),
     "a handle that opens nothing": (lambda w: [ipc(w, 0), CudaIpc(w.gpu, bytes(64), 0, 4096)], "cannot open"),
     "a fabric handle": (lambda w: [CudaVmmFabric(w.gpu, bytes(64), 0, 4096), ipc(w, 1)], "fabric handle is not served"),
     "a descriptor that is not there": (lambda w: [CudaVmmFd(w.gpu, 7, 0, 4096), ipc(w, 1)], "with Attach"),

@@ -68,7 +68,7 @@ def test_a_change_of_state_is_one_line_and_a_request_none(make_daemon, make_work
     assert daemon.terminate() == 0
     logged = messages(daemon)
     assert sum(worker.instance_id in message and "registered" in message for message in logged) == 1, logged
-    assert sum(worker.instance_id in message and "gone" in message for message in logged) == 1, logged
+    assert sum(worker.instance_id in message and "disconnected" in message for message in logged) == 1, logged
     assert len(logged) == len(set(logged)), "a line was logged twice"
 
 

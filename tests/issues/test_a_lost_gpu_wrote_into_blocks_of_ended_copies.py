@@ -107,4 +107,4 @@ def test_copies_of_which_the_gpu_does_not_report_whether_they_move_stay_open(gpu
     time.sleep(0.3)
     assert machine.device.drain() == []
     assert machine.l0.words.state(0) == State.RUNNING
-    del machine.device.copier  # it stops all the same
+    del machine.device.native  # it stops all the same

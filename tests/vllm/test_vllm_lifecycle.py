@@ -256,7 +256,7 @@ def test_every_lifetime_began_and_has_ended_or_goes_on(measured: Measured) -> No
     gauges = {name: measured.daemon[f"kvserver_l0_{name}"] for name in GAUGES}
     assert measured.counter("allocations") == ends + gauges["tracked_blocks"]
     assert (
-        gauges["tracked_blocks"] == gauges["active_blocks"] + gauges["released_blocks"] == len(measured.records.lives)
+        gauges["tracked_blocks"] == gauges["active_blocks"] + gauges["released_blocks"] == len(measured.records.tracked)
     )
     assert gauges["unsure"] == 0
 
