@@ -189,7 +189,7 @@ def test_a_collector_that_is_down_costs_a_counted_failure(make_daemon, make_work
     assert daemon.metric("kvserver_otlp_sent_total", signal="metrics") == 0
     assert "refused" in shown["last_error"].lower()
     stop(daemon)
-    assert daemon.log.count("metrics over OTLP do not arrive") == 1, "logged once"
+    assert daemon.log.count("metrics over OTLP do not reach the collector") == 1, "logged once"
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
@@ -219,7 +219,7 @@ def test_an_outage_is_logged_once_and_its_end_once(make_daemon):
         wait_until(lambda: len(collector.metrics) > sent)
         stop(daemon)
     told = [line for line in daemon.log.splitlines() if "OTLP" in line]
-    assert [line.split("metrics over OTLP ")[1][:12] for line in told] == ["do not arriv", "arrive again"]
+    assert [line.split("metrics over OTLP ")[1][:12] for line in told] == ["do not reach", "reach the co"]
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost", "udp://localhost:1"])
