@@ -209,3 +209,12 @@ def test_importing_the_client_loads_nothing_of_the_server() -> None:
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_module_states_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), "a module without a docstring"
+
+
+def test_a_name_is_of_one_class() -> None:
+    where: dict[str, list[str]] = {}
+    for path in [*PACKAGE.rglob("*.py"), *adapter_files()]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: paths for name, paths in where.items() if len(paths) > 1}

@@ -52,7 +52,7 @@ _REFUSED = "see the daemon's log and the engine's: they name what was refused"
 
 
 @dataclass
-class Engine:
+class EngineMetrics:
     """The metrics with one value of the label `engine`."""
 
     connected: float | None = None
@@ -159,16 +159,16 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(request, answer, code, message, headers, url)
 
 
-def read(text: str) -> tuple[dict[str, Engine], bool]:
+def read(text: str) -> tuple[dict[str, EngineMetrics], bool]:
     """(the engines that have metrics of the connector, by their label; whether this is vLLM at all)."""
-    engines: dict[str, Engine] = {}
+    engines: dict[str, EngineMetrics] = {}
     is_vllm = False
     for family in text_string_to_metric_families(text):
         is_vllm |= family.name.startswith("vllm:")
         if not family.name.startswith(_PREFIX):
             continue
         for sample in family.samples:
-            engine = engines.setdefault(sample.labels.get("engine", ""), Engine())
+            engine = engines.setdefault(sample.labels.get("engine", ""), EngineMetrics())
             name = sample.name.removeprefix(_PREFIX)
             if name == "connected":
                 engine.connected = sample.value
@@ -182,7 +182,7 @@ def read(text: str) -> tuple[dict[str, Engine], bool]:
 # ---- judging ------------------------------------------------------------------------------------
 
 
-def findings_of(engine: Engine) -> Iterator[Finding]:
+def findings_of(engine: EngineMetrics) -> Iterator[Finding]:
     if engine.connected != 1:
         reason, detail = engine.reasons[0] if engine.reasons else ("other", "no reason is reported")
         help_ = HELP.get(reason) or (_REFUSED if reason.startswith("refused_") else HELP["other"])
@@ -201,7 +201,7 @@ def findings_of(engine: Engine) -> Iterator[Finding]:
         )
 
 
-def _used(engine: Engine) -> Finding:
+def _used(engine: EngineMetrics) -> Finding:
     """The finding of an engine whose cache is on: whether lookups find anything."""
     lookups, hits = engine.value("lookups_total"), engine.value("lookup_hits_total")
     loads, failed = engine.value("load_seconds_count"), engine.value("load_failures_total")

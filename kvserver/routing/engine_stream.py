@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvserver.routing.engine_wire import Batch, Change, decode
+from kvserver.routing.engine_wire import Change, EngineBatch, decode
 
 FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that is being read
 
@@ -71,7 +71,7 @@ class EngineStream:
     def count_malformed(self) -> None:
         self._malformed += 1
 
-    def _apply_changes(self, batch: Batch) -> None:
+    def _apply_changes(self, batch: EngineBatch) -> None:
         self._last_time = batch.time
         self._batches += 1
         self._malformed += batch.malformed

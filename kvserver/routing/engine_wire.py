@@ -27,7 +27,7 @@ class Change(enum.Enum):
 
 
 @dataclass
-class Batch:
+class EngineBatch:
     time: float  # wall clock of the engine
     changes: list[tuple[Change, bytes]] = field(default_factory=list)  # hashes, 8 bytes for each block
     malformed: int = 0  # events that could not be decoded
@@ -82,13 +82,13 @@ _arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
-def decode(payload: bytes, group: int) -> Batch | None:
+def decode(payload: bytes, group: int) -> EngineBatch | None:
     """The changes of one group's blocks; None if `payload` is not a batch."""
     try:
         raw = _batches.decode(payload)
     except _UNREADABLE:
         return None
-    batch = Batch(raw.ts)
+    batch = EngineBatch(raw.ts)
     for event in raw.events:
         try:
             batch.changes += _changes(event, group)
