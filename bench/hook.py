@@ -72,7 +72,7 @@ class Rig:
             timed("release", pool.free_blocks, blocks)
             pool.free_blocks(blocks)
             if self.hook is not None:
-                timed("hand over", self.hook.take)
+                timed("hand over", self.hook.drain_records)
             elif self.collector is not None:
                 timed("hand over", self.collector.drain_events)
         return {name: spent[name] / (len(self.requests) * BATCH) for name in OPERATIONS}
