@@ -19,7 +19,8 @@ VENV_VLLM := .venv-vllm
 PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
 PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
-NATIVE_SOURCES := $(sort $(wildcard csrc/*/*) CMakeLists.txt pyproject.toml)
+NATIVE_SOURCES := $(sort $(shell find csrc -type f -not -name '*.md') CMakeLists.txt pyproject.toml)
+CPP_SOURCES := $(sort $(shell find csrc tests/native bench/native -name '*.cpp' -o -name '*.cu' -o -name '*.h'))
 # The one on PATH, or Debian's, below build/.
 PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
@@ -66,7 +67,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python .ci/words.py
-	$(VENV)/bin/clang-format --dry-run -Werror csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h tests/native/*.cpp tests/native/*.h bench/native/*.cu bench/native/*.h
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
 	$(VENV)/bin/hadolint --failure-threshold warning --ignore DL3008 deploy/*Dockerfile
 	rm -rf build/typing && mkdir -p build/typing && cp -r kvserver build/typing/ && cp -r adapters build/typing/kvserver/
 	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
@@ -93,7 +94,7 @@ sanitize: $(VENV)/.installed
 	done
 
 format: $(VENV)/.installed
-	$(VENV)/bin/ruff check --fix -q . && $(VENV)/bin/ruff format -q . && $(VENV)/bin/clang-format -i csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h tests/native/*.cpp tests/native/*.h bench/native/*.cu bench/native/*.h
+	$(VENV)/bin/ruff check --fix -q . && $(VENV)/bin/ruff format -q . && $(VENV)/bin/clang-format -i $(CPP_SOURCES)
 
 docs: $(VENV)/.installed
 	$(VENV)/bin/python .ci/tables.py

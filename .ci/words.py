@@ -105,10 +105,23 @@ TABLE = (
 # Public names that contain such words. They are names of messages, fields, settings, `/status` keys and metrics,
 # defined only in files whose path the second word, a pattern, finds.
 PUBLIC = {
-    "KVEventsTaken": "", "ReaderCame": "kv_events/types", "ReaderGone": "kv_events/types", "reach": "kv_events/types", "TakeKVEvents": "", "avoided_chunks": "", "books": "status|protocol", "gone_seconds": "status|protocol", "held_blocks": "",
-    "says_detached": "", "settle_ms": "settings", "standing": "protocol", "standing_text": "protocol",
-    "starved": "protocol", "starved_chunks": "", "unsure": "status|protocol",
-}  # fmt: skip
+    "KVEventsTaken": "",
+    "ReaderCame": "kv_events/types",
+    "ReaderGone": "kv_events/types",
+    "reach": "kv_events/types",
+    "TakeKVEvents": "",
+    "avoided_chunks": "",
+    "books": "status|protocol",
+    "gone_seconds": "status|protocol",
+    "held_blocks": "",
+    "says_detached": "",
+    "settle_ms": "settings",
+    "standing": "protocol",
+    "standing_text": "protocol",
+    "starved": "protocol",
+    "starved_chunks": "",
+    "unsure": "status|protocol",
+}
 # A mutex, the GIL and the like are held: with one of these nearby the word is right.
 LOCKS = re.compile(r"(?<![bc])lock|mutex|\bGIL\b|semaphore", re.IGNORECASE)
 

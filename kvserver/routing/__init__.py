@@ -1,6 +1,6 @@
 """For routers: how much of a prompt each engine finds in its own memory, in L1 and in L2."""
 
 from kvserver.routing.match import MOST_BODY_BYTES, MatchPages
-from kvserver.routing.prefix_index import KnownEngine, KVIndex, Match, make_index
+from kvserver.routing.prefix_index import KVIndex, make_index
 
-__all__ = ["MOST_BODY_BYTES", "KVIndex", "KnownEngine", "Match", "MatchPages", "make_index"]
+__all__ = ["MOST_BODY_BYTES", "KVIndex", "MatchPages", "make_index"]

@@ -1,7 +1,7 @@
 """Stores and loads: from a message to a ticket, and from the ticket's end to a reply.
 
-Owns: the checks of a copy's blocks and keys, and what is counted of it. Refuses to know: which slots and
-whom to evict (`cache`), how bytes move (`copy`), who the workers are (`workers`).
+Owns: the checks of a copy's blocks and keys, and what is counted of it. Refuses to know: which slots a
+copy uses and which chunks are evicted (`cache`), how bytes move (`copy`), who the workers are (`workers`).
 """
 
 from __future__ import annotations

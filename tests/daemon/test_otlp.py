@@ -218,8 +218,8 @@ def test_an_outage_is_logged_once_and_its_end_once(make_daemon):
         sent = len(collector.metrics)
         wait_until(lambda: len(collector.metrics) > sent)
         stop(daemon)
-    told = [line for line in daemon.log.splitlines() if "OTLP" in line]
-    assert [line.split("metrics over OTLP ")[1][:12] for line in told] == ["do not reach", "reach the co"]
+    logged = [line for line in daemon.log.splitlines() if "OTLP" in line]
+    assert [line.split("metrics over OTLP ")[1][:12] for line in logged] == ["do not reach", "reach the co"]
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://localhost", "udp://localhost:1"])

@@ -19,8 +19,8 @@ from kvserver.kv_events.types import (
     Tier,
 )
 from kvserver.protocol import DescribeScheduler
-from kvserver.routing import KVIndex, Match
-from kvserver.routing.prefix_index import make_index
+from kvserver.routing import KVIndex
+from kvserver.routing.prefix_index import Match, make_index
 
 PREFIXES = [bytes([n]) * 64 for n in (1, 2)]
 LORA = b"l" * 32
