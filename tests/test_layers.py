@@ -54,6 +54,7 @@ DEFERRED = {
         ("server.observability", "telemetry.tracing"),
     ),  # a daemon without a collector
 }
+MAY_PICKLE = {"routing.block_hashes": {"pickle.dumps"}}  # nothing is unpickled
 BANNED = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "torch", "vllm", "numpy"}
 
 
@@ -167,9 +168,9 @@ def test_what_adapters_have_in_common_knows_no_engine() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_the_server_imports_no_pickle_and_no_engine(module: str) -> None:
-    roots = {name.split(".")[0] for name, _ in imports_of(file_of(module))}
-    assert not roots & BANNED
+def test_the_server_unpickles_nothing_and_imports_no_engine(module: str) -> None:
+    names = {name for name, _ in imports_of(file_of(module))}
+    assert not {name.split(".")[0] for name in names - MAY_PICKLE.get(module, set())} & BANNED
 
 
 def test_adapters_use_no_pickle() -> None:

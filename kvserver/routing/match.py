@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
-from kvserver.routing.block_hashes import DUMPS, hash_blocks
+from kvserver.routing.block_hashes import ALGORITHMS, hash_blocks
 from kvserver.routing.prefix_index import KnownEngine, KVIndex, Match
 from kvserver.telemetry import Family, Kind
 
@@ -194,7 +194,7 @@ class MatchPages:
 def unhashable(engine: KnownEngine) -> str:
     """Why tokens cannot be hashed for this engine; "" if they can."""
     scheduler = engine.scheduler
-    if scheduler.hash_algorithm not in DUMPS:
+    if scheduler.hash_algorithm not in ALGORITHMS:
         return f"{engine.instance_id} hashes blocks by {scheduler.hash_algorithm or 'an unknown algorithm'}; send block_hashes"
     if not scheduler.hash_start or engine.block_tokens % scheduler.hash_block_tokens:
         return f"{engine.instance_id} did not describe how its chain of hashes begins; send block_hashes"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from vllm.utils.hashing import get_hash_fn_by_name, sha256_cbor
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
-from kvserver.routing.block_hashes import cbor, hash_blocks
+from kvserver.routing.block_hashes import hash_blocks
 
 
 @pytest.mark.parametrize("block_tokens", [1, 2, 3, 4, 16, 128])
@@ -30,17 +30,3 @@ def test_a_chain_of_blocks_has_the_hashes_of_vllm(algorithm, block_tokens):
             parent = kv_cache_utils.hash_block_tokens(hash_function, parent, block, extra or None)
             expected.append(parent)
         assert list(hash_blocks(algorithm, start, block_tokens, tokens, lora, salt)) == expected
-
-
-def test_the_bytes_of_cbor_are_those_of_its_library():
-    cbor2 = pytest.importorskip("cbor2")
-    generator = random.Random(1)
-    for _ in range(2000):
-        parent = generator.randbytes(generator.choice([0, 16, 32]))
-        tokens = tuple(generator.randrange(1 << generator.randrange(1, 64)) for _ in range(generator.randrange(300)))
-        extra = tuple(
-            ("lora", "n" * generator.randrange(300), "é" * generator.randrange(3))
-            for _ in range(generator.randrange(3))
-        )
-        assert cbor(parent, tokens, extra) == cbor2.dumps((parent, tokens, extra or None), canonical=True)
-    assert sha256_cbor((b"p", (1,), None))
