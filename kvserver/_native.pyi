@@ -1,4 +1,4 @@
-"""Types of the native module; `csrc/copy/core.h` is its manual."""
+"""Types of the native module; `csrc/copy/device.h` is its manual."""
 
 import enum
 from typing import ClassVar

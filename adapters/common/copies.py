@@ -1,6 +1,6 @@
 """One copy in flight, and how the worker may change its state word.
 
-Owns: the worker's side of the state machine in `csrc/copy/core.h`. Refuses to know: when a copy is given up, and
+Owns: the worker's side of the state machine in `csrc/copy/state_word.h`. Refuses to know: when a copy is given up, and
 what is reported of its end.
 """
 

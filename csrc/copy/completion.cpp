@@ -1,38 +1,14 @@
-// completion.cpp: state words, clocks and the mailbox by which the loop learns that a job ended.
-#include <pthread.h>
+// completion.cpp: the mailbox by which the loop learns that a job ended.
+#include "copy/completion.h"
+
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <csignal>
-#include <ctime>
 #include <system_error>
 #include <utility>
 
-#include "copy/core.h"
-
 namespace kvserver {
-
-bool move_word(Word& word, uint64_t sequence, State from, State to) {
-    uint64_t expected = make_word(sequence, from);
-    return word.compare_exchange_strong(expected, make_word(sequence, to),
-                                        std::memory_order_acq_rel);
-}
-
-void block_signals() {
-    sigset_t all;
-    sigfillset(&all);
-    sigdelset(&all, SIGBUS);
-    sigdelset(&all, SIGSEGV);
-    pthread_sigmask(SIG_SETMASK, &all, nullptr);
-}
-
-uint64_t monotonic_nanos() {
-    timespec now{};
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000ull +
-           static_cast<uint64_t>(now.tv_nsec);
-}
 
 CompletionQueue::CompletionQueue() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");

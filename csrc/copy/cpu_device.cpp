@@ -1,9 +1,12 @@
 // cpu_device.cpp: the CPU as a device: threads, and the queues of their jobs.
+#include "copy/cpu_device.h"
+
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
 
-#include "copy/core.h"
+#include "copy/host_copy.h"
+#include "copy/threads.h"
 
 namespace kvserver {
 

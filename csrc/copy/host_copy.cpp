@@ -1,4 +1,6 @@
 // host_copy.cpp: the bytes of one block, moved by this thread between mapped memory and pages.
+#include "copy/host_copy.h"
+
 #include <csetjmp>
 #include <csignal>
 #include <cstring>

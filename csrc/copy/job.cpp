@@ -1,8 +1,10 @@
 // job.cpp: what every device does alike: the checks of a job, and the state word at its two ends.
+#include "copy/job.h"
+
 #include <stdexcept>
 #include <utility>
 
-#include "copy/core.h"
+#include "copy/threads.h"
 
 namespace kvserver {
 

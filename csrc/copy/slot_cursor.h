@@ -2,8 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 
-#include "copy/core.h"
+#include "copy/job.h"
 
 namespace kvserver {
 

@@ -3,9 +3,12 @@
 
 #include <unistd.h>
 
+#include <mutex>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
+#include "copy/threads.h"
 #include "gpu/gpu_lane.h"
 
 namespace kvserver {

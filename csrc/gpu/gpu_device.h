@@ -15,7 +15,19 @@
 // ever waits for another process.
 #pragma once
 
-#include "copy/core.h"
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "copy/device.h"
 #include "gpu/gpu.h"
 
 namespace kvserver {

@@ -3,8 +3,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
 #include <utility>
 
+#include "copy/threads.h"
 #include "gpu/pieces.h"
 
 namespace kvserver {

@@ -1,7 +1,16 @@
 // gpu_lane.h: all copies of one direction between L1 and one GPU.
 #pragma once
 
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
 #include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "gpu/gpu_device.h"
 

@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <chrono>
 
+#include "copy/threads.h"
+
 namespace kvserver {
 
 namespace {

@@ -3,13 +3,15 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "copy/core.h"
+#include "copy/host_region.h"
 #include "gpu/gpu.h"
 
 namespace kvserver {

@@ -1,4 +1,4 @@
-// bindings.cpp: kvserver._native. Converts, checks nothing that core.h checks already.
+// bindings.cpp: kvserver._native. Converts, checks nothing that the core checks already.
 #include "python/bindings.h"
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "copy/core.h"
+#include "copy/cpu_device.h"
+#include "copy/host_copy.h"
 #include "tables/block_runs.h"
 
 namespace nb = nanobind;

@@ -3,10 +3,11 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 
-#include "copy/core.h"
+#include "copy/device.h"
 
 namespace kvserver {
 

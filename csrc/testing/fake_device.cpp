@@ -4,9 +4,15 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <mutex>
+#include <optional>
+#include <random>
 #include <set>
 #include <stdexcept>
+#include <thread>
 #include <utility>
+
+#include "copy/host_copy.h"
 
 namespace kvserver {
 
@@ -236,7 +242,7 @@ std::optional<Completion> FakeDevice::run_copy(Ticket& ticket, const Stretch& st
     return std::nullopt;
 }
 
-// See "Loss" in core.h. REQUIRES: no thread is running the ticket.
+// See "Loss" in device.h. REQUIRES: no thread is running the ticket.
 Completion FakeDevice::end_lost(const Ticket& ticket) const {
     if (ticket.copy)
         return ticket.begun ? end_job(*ticket.copy, Outcome::kDeviceLost, lost_)

@@ -1,9 +1,10 @@
-// fake_device.h: a device for tests. It keeps the contract of core.h to the letter and to its
+// fake_device.h: a device for tests. It keeps the contract of device.h to the letter and to its
 // limits.
 //
 // Nothing moves until a test calls for it, and only in the calling thread: tickets run block by
 // block, end in any order and any way, and the device can be lost. Bytes are copied for real, by
-// the code and with the checks of the CPU device; what core.h only REQUIRES of callers is checked.
+// the code and with the checks of the CPU device; what device.h only REQUIRES of callers is
+// checked.
 //
 // Why this beside fake_gpu.h: that one is below a device, for the lanes of GpuDevice, whose
 // threads decide when a ticket moves and ends; so it repeats no run, ends no ticket out of turn,
@@ -11,7 +12,16 @@
 // its random model need just that, and no kernels, streams or staging, which this one has not.
 #pragma once
 
-#include "copy/core.h"
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "copy/device.h"
 
 namespace kvserver {
 

@@ -10,9 +10,11 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
+#include <optional>
 #include <utility>
 
-#include "copy/core.h"
+#include "copy/threads.h"
 #include "testing/copy_blocks_host.h"
 
 namespace kvserver {

@@ -1,7 +1,7 @@
 """The placement of L1: its size, its pages and its memory nodes.
 
 Owns: the choice, from the settings and the machine, and the memory node next to a GPU. Refuses to know: how memory
-is mapped (`csrc/copy/host_pool.cpp`), how much ordinary memory is free (`capacity`).
+is mapped (`csrc/copy/host_region.cpp`), how much ordinary memory is free (`capacity`).
 
 The operator reserves explicit huge pages, and L1 allocates them when it is mapped, never when it is touched: a page
 missing at that time would be a SIGBUS in the middle of a copy.

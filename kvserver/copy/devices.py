@@ -1,7 +1,7 @@
 """The devices that copy for workers: the CPU's threads, and one device for each GPU whose memory engines register.
 
 Owns: the devices, the time when a GPU's device is made, and the pinning of L1 for GPUs. Refuses to know: workers,
-tickets, and how bytes move (`csrc/copy/core.h`, `csrc/gpu/gpu_device.h`).
+tickets, and how bytes move (`csrc/copy/device.h`, `csrc/gpu/gpu_device.h`).
 
 No call waits for CUDA: a device's own threads find its GPU and make the context at the first use.
 """

@@ -1,7 +1,7 @@
 """Tickets: the copies in flight, and their completions.
 
 Owns: ticket numbers and the table of open tickets. Refuses to know: what follows from a completion; the handlers
-decide that. Native devices move the bytes (`csrc/copy/core.h` is their contract), never under the GIL.
+decide that. Native devices move the bytes (`csrc/copy/device.h` is their contract), never under the GIL.
 
 A ticket ends exactly once, by a completion that the loop's thread drains.
 """
@@ -74,7 +74,7 @@ class Tickets(Generic[T]):
         return len(self._open)
 
     def queue_copy(self, device: Device, ticket: T, direction: Direction, planes: PlaneTable, **job: Any) -> int:
-        """Queue a copy; see `csrc/copy/core.h` for the arguments. Returns the ticket's number."""
+        """Queue a copy; see `csrc/copy/device.h` for the arguments. Returns the ticket's number."""
         number = self._number(device, ticket)
         try:
             device.submit_copy(ticket=number, direction=direction, planes=planes, **job)

@@ -21,7 +21,8 @@
 #include <thread>
 
 #include "check.h"
-#include "copy/core.h"
+#include "copy/cpu_device.h"
+#include "copy/host_copy.h"
 #include "gpu/gpu_device.h"
 #include "gpu/pinner.h"
 #include "stress_index.h"

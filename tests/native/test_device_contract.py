@@ -1,4 +1,4 @@
-"""The contract of `csrc/copy/core.h`, the same cases for every device.
+"""The contract of `csrc/copy/device.h`, the same cases for every device.
 
 The CPU's threads, the fake device, a simulated GPU by each of its two ways, with L1 pinned and not, and a real one likewise
 where there is one.

@@ -154,7 +154,7 @@ class TestLoss:
 
 
 class TestRulesOfTheCaller:
-    """What core.h REQUIRES: a device that copies for speed does not look."""
+    """What device.h REQUIRES: a device that copies for speed does not look."""
 
     def test_a_block_is_named_once(self) -> None:
         device, _, l0 = rig()

@@ -1,4 +1,6 @@
-// host_pool.cpp: the L1 region and its place in the machine's memory.
+// host_region.cpp: the L1 region and its place in the machine's memory.
+#include "copy/host_region.h"
+
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -9,8 +11,6 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
-
-#include "copy/core.h"
 
 namespace kvserver {
 

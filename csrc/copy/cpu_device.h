@@ -1,0 +1,59 @@
+// cpu_device.h: the CPU as a device.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "copy/device.h"
+
+namespace kvserver {
+
+// The CPU as a device: threads that copy. All of them help the job in front, loads before stores,
+// so one large job uses the whole machine and a small load never waits behind a large store for
+// more than a batch. A CPU is never lost.
+class CpuDevice final : public Device {
+  public:
+    // delay_micros: pause before each block. For tests, which act in the middle of a copy; the
+    // daemon leaves it 0.
+    CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
+              unsigned delay_micros);
+    ~CpuDevice()
+        override;  // stops; jobs not begun are dropped, running ones end at their next block
+
+    int completion_fd() const override { return completions_.fd(); }
+    std::vector<Completion> drain() override { return completions_.drain(); }
+    std::string lost() const override { return {}; }
+    void submit_copy(std::shared_ptr<CopyJob> job) override;
+    void cancel(uint64_t ticket) override;
+    void submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+    void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
+
+  private:
+    void queue_map(MapJob job);
+    void run_copies();
+    void run_maps();
+    std::shared_ptr<CopyJob> front_job();
+    void copy_batch(CopyJob& job, uint64_t first, uint64_t last);
+
+    const L1 l1_;
+    const unsigned delay_micros_;
+    CompletionQueue completions_;
+
+    std::mutex mutex_;  // guards the queues below
+    std::condition_variable wake_;
+    std::condition_variable wake_maps_;
+    std::deque<std::shared_ptr<CopyJob>> loads_;
+    std::deque<std::shared_ptr<CopyJob>> stores_;
+    std::vector<std::shared_ptr<CopyJob>> busy_;  // all positions begun, not all processed
+    std::deque<MapJob> maps_;
+    bool stopping_ = false;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace kvserver

@@ -1,0 +1,60 @@
+// host_region.h: L1: one region of equal pages, and its place in the machine's memory.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvserver {
+
+// Where L1 lies. Explicit huge pages are reserved when L1 is mapped, or mapping fails: one that is
+// missing at the first touch would be a SIGBUS. Nodes are a wish: numa_error() is why it failed.
+struct Placement {
+    uint64_t huge_page_bytes = 0;  // of explicit ones; 0: none
+    bool transparent = true;       // if there are none, advise transparent ones or against them
+    std::vector<unsigned> nodes;   // interleave over several, stay on a single one; none: no policy
+    bool bound = false;
+};
+
+// A memory policy as the kernel reports it; mode is "unknown" where the query is forbidden.
+struct NumaPolicy {
+    std::string mode;
+    std::vector<unsigned> nodes;
+};
+NumaPolicy numa_policy_at(const void* address);  // of that memory; of this thread for null
+
+// The L1 region: private memory, touched lazily. It exists as long as the process serves.
+class HostRegion : public std::enable_shared_from_this<HostRegion> {
+  public:
+    explicit HostRegion(uint64_t size, const Placement& placement = {});  // std::runtime_error
+    ~HostRegion();
+    HostRegion(const HostRegion&) = delete;
+    HostRegion& operator=(const HostRegion&) = delete;
+    std::byte* data() const { return data_; }
+    uint64_t size() const { return size_; }
+    const std::string& numa_error() const { return numa_error_; }
+
+    // The first `pinned_bytes` bytes are pinned for GPUs, in registrations of kPinBytes; no copy
+    // may span two of them. Only a Pinner changes it.
+    static constexpr uint64_t kPinBytes = 256ull << 20;
+    std::atomic<uint64_t> pinned_bytes{0};
+
+  private:
+    std::byte* data_;
+    uint64_t size_;
+    uint64_t mapped_bytes_;  // whole huge pages
+    std::string numa_error_;
+};
+
+// L1 as jobs address it.
+struct L1 {
+    std::shared_ptr<HostRegion> region;
+    uint64_t page_bytes;
+};
+
+void check_l1(const L1& l1);  // throws std::invalid_argument
+
+}  // namespace kvserver

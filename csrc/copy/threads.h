@@ -1,0 +1,12 @@
+// threads.h: what the device's threads need of the system.
+#pragma once
+
+#include <cstdint>
+
+namespace kvserver {
+
+uint64_t monotonic_nanos();  // CLOCK_MONOTONIC, the same in all processes of a machine
+// Of a copying thread: signals are the main thread's. SIGBUS is synchronous and must stay ours.
+void block_signals();
+
+}  // namespace kvserver
