@@ -85,7 +85,7 @@ class Cache:
     def __init__(self, pool: PagePool, policy: EvictionPolicy) -> None:
         self.pool = pool
         self.policy = policy
-        self.index = Index()
+        self.index = Index(policy.make_chunk)
         self.evicted_chunks = 0
         self.evicted_pages = 0
         self.cleared_chunks = 0
@@ -380,7 +380,7 @@ class Cache:
             pins += chunk.pins
             full = (1 << chunk.namespace.world_size) - 1
             assert chunk.ready == (chunk.done == full), "READY without every rank's bytes, or the reverse"
-            assert chunk.leases or chunk.pins or chunk.tracked, "an idle chunk that eviction cannot find"
+            assert chunk.leases or chunk.pins or self.policy.tracks(chunk), "an idle chunk that eviction cannot find"
         count = chunks.total()
         assert count == self.index.chunk_count, f"{count} chunks, the index counts {self.index.chunk_count}"
         models = self.index.models
@@ -433,8 +433,7 @@ class Cache:
         pages = page_count(slots)
         chunk.namespace.model.pages -= pages
         chunk.ready = False
-        if chunk.tracked:
-            self.policy.untrack(chunk)
+        self.policy.untrack(chunk)
         return pages
 
     def _allocate_slot(self, plan: StorePlan) -> bytes | None:
@@ -445,10 +444,9 @@ class Cache:
             if done := self._free_one_chunk():
                 plan.steps -= done
                 continue
-            chunk = self.policy.oldest_chunk()
+            chunk = self.policy.pop_chunk()
             if chunk is not None:
                 plan.steps -= 1
-                self.policy.untrack(chunk)
                 if not (chunk.leases or chunk.pins):
                     plan.steps -= _EVICTION_STEPS
                     self._evict_chunk(chunk, plan)

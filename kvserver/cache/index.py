@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from kvserver.cache.pages import page_count
@@ -45,19 +45,8 @@ class Namespace:
         self.cleared = False
 
 
-class RingNode:
-    """A place in the eviction policy's order: the neighbours there, or NOWHERE."""
-
-    __slots__ = ("older", "younger")
-    older: RingNode
-    younger: RingNode
-
-
-NOWHERE = RingNode()
-
-
-class Chunk(RingNode):
-    """One chunk. `done` and `filling` are bit sets of ranks; `ready` is done == all ranks.
+class Chunk:
+    """One chunk; an eviction policy adds its own state in a subclass. `done` and `filling` are bit sets of ranks; `ready` is done == all ranks.
 
     `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted.
     """
@@ -77,12 +66,6 @@ class Chunk(RingNode):
         self.leases = 0
         self.pins = 0
         self.in_index = True
-        self.older = self.younger = NOWHERE
-
-    @property
-    def tracked(self) -> bool:
-        """Whether the chunk is in the eviction policy's order."""
-        return self.older is not NOWHERE
 
     @property
     def detached(self) -> bool:
@@ -136,7 +119,8 @@ class Chunk(RingNode):
 class Index:
     """Namespaces with chunks, by id. After a clear the same id gets a new namespace."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_chunk: Callable[[Namespace, bytes], Chunk] = Chunk) -> None:
+        self._make_chunk = make_chunk
         self._namespaces: dict[bytes, Namespace] = {}
         self.chunk_count = 0
         self.models: dict[str, ModelUse] = {}  # by name, also models without chunks; at most MOST_MODELS and OTHER
@@ -163,7 +147,7 @@ class Index:
     def add_chunk(self, namespace: Namespace, key: bytes) -> Chunk:
         if not namespace.chunks:  # it is new, or detach_chunk() dropped it when it became empty
             self._namespaces[namespace.id] = namespace
-        chunk = namespace.chunks[key] = Chunk(namespace, key)
+        chunk = namespace.chunks[key] = self._make_chunk(namespace, key)
         self.chunk_count += 1
         namespace.model.chunks += 1
         return chunk

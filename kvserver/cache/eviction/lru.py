@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias, cast
 
-from kvserver.cache.index import NOWHERE, Chunk, RingNode
+from kvserver.cache.index import Chunk, Namespace
+
+
+class _End:
+    """The end of a ring: its `younger` is the oldest chunk, its `older` the youngest."""
+
+    __slots__ = ("older", "younger")
+    older: _Place
+    younger: _Place
+
+
+class _LruChunk(Chunk):
+    """A chunk and its neighbours in a ring, or NOWHERE. The rings run through the chunks: no chunk has a second object."""
+
+    __slots__ = ("older", "younger")
+    older: _Place
+    younger: _Place
+
+    def __init__(self, namespace: Namespace, key: bytes) -> None:
+        super().__init__(namespace, key)
+        self.older = self.younger = NOWHERE
+
+
+_Place: TypeAlias = _End | _LruChunk
+NOWHERE = _End()
 
 
 class LeastRecentlyUsed:
-    """Two rings through the chunks themselves. A ring's end node is not a chunk: its `younger` is the oldest chunk.
-
-    The first ring has the incomplete chunks that no store fills: they are evicted before all others.
-    """
+    """Two rings. The first has the incomplete chunks that no store fills: they are evicted before all others."""
 
     name = "lru"
+    make_chunk = _LruChunk
 
     def __init__(self) -> None:
         self._incomplete = _empty_ring()
@@ -21,7 +44,7 @@ class LeastRecentlyUsed:
 
     def track(self, chunks: Iterable[Chunk]) -> None:
         used = self._used
-        for chunk in chunks:  # runs for each chunk of each lookup: no calls in this loop
+        for chunk in cast(Iterable[_LruChunk], chunks):  # runs for each chunk of each lookup: no calls in this loop
             if chunk.leases or chunk.pins:
                 continue
             if chunk.ready:
@@ -41,19 +64,24 @@ class LeastRecentlyUsed:
             youngest.younger = chunk
             end.older = chunk
 
-    def oldest_chunk(self) -> Chunk | None:
+    def pop_chunk(self) -> Chunk | None:
         for end in (self._incomplete, self._used):
-            if isinstance(oldest := end.younger, Chunk):
+            if isinstance(oldest := end.younger, _LruChunk):
+                self.untrack(oldest)
                 return oldest
         return None
 
     def untrack(self, chunk: Chunk) -> None:
-        assert chunk.tracked
-        chunk.older.younger, chunk.younger.older = chunk.younger, chunk.older
-        chunk.older = chunk.younger = NOWHERE
+        chunk = cast(_LruChunk, chunk)
+        if chunk.older is not NOWHERE:
+            chunk.older.younger, chunk.younger.older = chunk.younger, chunk.older
+            chunk.older = chunk.younger = NOWHERE
+
+    def tracks(self, chunk: Chunk) -> bool:
+        return cast(_LruChunk, chunk).older is not NOWHERE
 
 
-def _empty_ring() -> RingNode:
-    end = RingNode()
+def _empty_ring() -> _End:
+    end = _End()
     end.older = end.younger = end
     return end

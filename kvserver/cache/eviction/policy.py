@@ -1,6 +1,6 @@
 """The contract of an eviction policy: which chunk leaves L1 next.
 
-Owns: the order of eviction. Refuses to know: pages, and the owners of leases.
+Owns: the order of eviction, and what it must remember of each chunk. Refuses to know: pages, and the owners of leases.
 
 No call costs more than the chunks that it is given, so one turn of the loop stays bounded.
 """
@@ -10,25 +10,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvserver.cache.index import Chunk
+from kvserver.cache.index import Chunk, Namespace
 
 
 class EvictionPolicy(Protocol):
+    """REQUIRES: every chunk that is passed to a policy was made by its make_chunk()."""
+
     name: str
 
+    def make_chunk(self, namespace: Namespace, key: bytes) -> Chunk:
+        """A new chunk, not tracked: of a subclass of Chunk whose further slots are the policy's own."""
+
     def track(self, chunks: Iterable[Chunk]) -> None:
-        """Make each chunk a candidate and the youngest one, in this order.
+        """Each chunk was used or stored: make it a candidate, in this order.
 
         Leased and pinned chunks are left out: the cache tracks them when their last lease or pin ends. Freed chunks
         are left out, too.
         """
 
-    def oldest_chunk(self) -> Chunk | None:
-        """The chunk to evict next; None if no chunk is tracked.
+    def pop_chunk(self) -> Chunk | None:
+        """Untrack and return the chunk to evict next; None if no chunk is tracked.
 
-        The chunk may have been leased or pinned since it was tracked. Then the cache untracks it, and tracks it again
-        when its last lease or pin ends.
+        The chunk may have been leased or pinned since it was tracked. Then the cache does not evict it, and tracks it
+        again when its last lease or pin ends.
         """
 
     def untrack(self, chunk: Chunk) -> None:
-        """Remove the chunk from the order. REQUIRES: tracked."""
+        """Remove the chunk from the order, if it is tracked."""
+
+    def tracks(self, chunk: Chunk) -> bool: ...

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
-from kvserver.cache import POLICIES, Chunk, Index
+from kvserver.cache import POLICIES, Cache, Chunk, Index, PagePool
 from kvserver.cache.eviction import EvictionPolicy
 
 
@@ -20,7 +21,7 @@ class Shelf:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
-        self.index = Index()
+        self.index = Index(policy.make_chunk)
         self.made = 0
 
     def chunk(self, ready: bool = True) -> Chunk:
@@ -36,8 +37,8 @@ class Shelf:
     def order(self) -> list[Chunk]:
         """All, the oldest first; the policy has none of them afterwards."""
         found = []
-        while (chunk := self.policy.oldest_chunk()) is not None:
-            self.policy.untrack(chunk)
+        while (chunk := self.policy.pop_chunk()) is not None:
+            assert not self.policy.tracks(chunk)
             found.append(chunk)
         return found
 
@@ -45,7 +46,7 @@ class Shelf:
 def test_the_least_recently_used_leaves_first(policy: EvictionPolicy) -> None:
     shelf = Shelf(policy)
     chunks = shelf.chunks(4)
-    assert policy.oldest_chunk() is chunks[0]
+    assert all(map(policy.tracks, chunks))
     assert shelf.order() == chunks
 
 
@@ -85,8 +86,8 @@ def test_leased_and_pinned_chunks_are_left_out_and_tracked_later(policy: Evictio
         policy.untrack(chunk)
     leased.leases = pinned.pins = 1
     policy.track([leased, pinned])
-    assert not leased.tracked
-    assert not pinned.tracked
+    assert not policy.tracks(leased)
+    assert not policy.tracks(pinned)
     leased.leases = pinned.pins = 0
     policy.track([pinned, leased])
     assert shelf.order() == [free, pinned, leased]
@@ -125,9 +126,54 @@ def test_random_traces_agree_with_a_list(policy: EvictionPolicy, seed: int) -> N
         elif chance < 0.75 and used:
             chunk = used.pop(rng.randrange(len(used)))
             policy.untrack(chunk)
-            assert not chunk.tracked
+            assert not policy.tracks(chunk)
         elif used or incomplete:
             expected = (incomplete or used).pop(0)
-            assert policy.oldest_chunk() is expected, f"seed {seed} step {step}"
-            policy.untrack(expected)
+            assert policy.pop_chunk() is expected, f"seed {seed} step {step}"
     assert shelf.order() == incomplete + used
+
+
+class LastInFirstOut:
+    """Another policy, with other state: the number of each chunk's first store."""
+
+    name = "lifo"
+
+    class Numbered(Chunk):
+        __slots__ = ("number",)
+        number: int
+
+    make_chunk = Numbered
+
+    def __init__(self) -> None:
+        self._tracked: dict[int, Chunk] = {}
+        self._next = 0
+
+    def track(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            assert isinstance(chunk, self.Numbered)
+            if chunk.leases or chunk.pins or (chunk.detached and not chunk.ready):
+                continue
+            if not hasattr(chunk, "number"):
+                chunk.number = self._next = self._next + 1
+            self._tracked[chunk.number] = chunk
+
+    def pop_chunk(self) -> Chunk | None:
+        return self._tracked.pop(max(self._tracked), None) if self._tracked else None
+
+    def untrack(self, chunk: Chunk) -> None:
+        self._tracked.pop(getattr(chunk, "number", 0), None)
+
+    def tracks(self, chunk: Chunk) -> bool:
+        return getattr(chunk, "number", 0) in self._tracked
+
+
+def test_the_cache_evicts_by_any_policy_that_keeps_the_contract() -> None:
+    cache = Cache(PagePool(3 * 4096, 4096), LastInFirstOut())
+    for key in (b"a", b"b", b"c"):
+        cache.finish_store(cache.plan_store(b"n", 1, 0, key.ljust(32), 4096), copied=True)
+    assert cache.lookup(b"n", b"a".ljust(32), ("engine", "request"), 1.0) == 1
+    cache.end_lease(("engine", "request"))  # a use, which changes nothing here
+    plan = cache.plan_store(b"n", 1, 0, b"d".ljust(32), 4096)
+    cache.finish_store(plan, copied=True)
+    assert [key.strip() for _, key in plan.evicted] == [b"c"]
+    cache.audit()
