@@ -27,7 +27,11 @@ TRANSFERS, LIFELINE, HANDLERS = (
     "kvserver/server/handlers.py",
 )
 BENEFIT, SOURCES = "kvserver/telemetry/benefit.py", "adapters/vllm/sources.py"
-INSTANCES, WORKERS = "kvserver/server/instances.py", "kvserver/server/workers.py"
+INSTANCES, WORKERS, L1_LOOKUPS = (
+    "kvserver/server/instances.py",
+    "kvserver/server/workers.py",
+    "kvserver/server/lookups.py",
+)
 EXPLAIN = "kvserver/telemetry/explain.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/common/copies.py"
@@ -205,16 +209,16 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "no namespace that has the missing chunk is named",
-        HANDLERS, "Handlers._first_missing", "self.cache.namespace_with(key)", 'b""', EXPLAIN_TESTS,
+        CACHE, "Cache.lookup", "self._namespace_with(missing_key)", 'b""', EXPLAIN_TESTS,
     ),
     # ---- why a lookup missed ------------------------------------------------------------------
     Mutant(
         "all missing chunks count under the reason of the first",
-        CACHE, "Cache.why_missed", "if reason is MissReason.NEVER_STORED:", "if True:", MISSES_TESTS,
+        CACHE, "Cache._why_missed", "if reason is MissReason.NEVER_STORED:", "if True:", MISSES_TESTS,
     ),
     Mutant(
         "chunks behind one that was never stored count as evicted",
-        CACHE, "Cache.why_missed", "if reason is MissReason.NEVER_STORED:", "if False:", MISSES_TESTS,
+        CACHE, "Cache._why_missed", "if reason is MissReason.NEVER_STORED:", "if False:", MISSES_TESTS,
     ),
     Mutant(
         "what is evicted from a large L1 is soon forgotten",
@@ -515,7 +519,7 @@ SERVER = (
     ),
     Mutant(
         "a hit is reported although the device is lost",
-        HANDLERS, "Handlers._lookup", "if namespace is not None and not self.devices.lost:", "if namespace is not None:",
+        L1_LOOKUPS, "L1Lookups.answer", "if namespace is None or self._devices.lost:", "if namespace is None:",
         ("daemon/test_device_loss.py",),
     ),
     Mutant(

@@ -3,7 +3,7 @@
 from kvserver.cache.cache import Cache, StorePlan, split_keys
 from kvserver.cache.eviction import POLICIES
 from kvserver.cache.index import Chunk, Index
-from kvserver.cache.misses import MissReason
+from kvserver.cache.misses import LookupOutcome, MissReason
 from kvserver.cache.namespace import (
     check_agreement,
     counted,
@@ -21,6 +21,7 @@ __all__ = [
     "Cache",
     "Chunk",
     "Index",
+    "LookupOutcome",
     "MissReason",
     "PagePool",
     "StorePlan",

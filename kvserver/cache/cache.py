@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 from kvserver.cache.eviction import EvictionPolicy
 from kvserver.cache.index import Chunk, Index, ModelUse, Namespace
-from kvserver.cache.misses import EvictedKeys, MissReason
+from kvserver.cache.misses import EvictedKeys, LookupOutcome, MissReason
 from kvserver.cache.pages import PagePool, page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
@@ -102,8 +102,8 @@ class Cache:
 
     # ---- lookup and leases --------------------------------------------------------------------
 
-    def lookup(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> int:
-        """The number of leading READY chunks; `owner` leases them until `deadline`.
+    def lookup(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> LookupOutcome:
+        """Find the leading READY chunks; `owner` leases them until `deadline`.
 
         A second lookup of an owner replaces its first lease. REQUIRES: deadlines of one instance never decrease.
         """
@@ -122,9 +122,16 @@ class Cache:
             instance_id, request_id = owner
             self._leases.setdefault(instance_id, OrderedDict())[request_id] = Lease(deadline, found)
             self.lease_count += 1
-        return len(found)
+        chunks, hits = len(keys) // KEY_BYTES, len(found)
+        if hits == chunks:
+            return LookupOutcome(chunks, hits)
+        missed = self._why_missed(namespace_id, keys, hits)
+        missing_key = keys[hits * KEY_BYTES : (hits + 1) * KEY_BYTES]
+        elsewhere = next(iter(missed)) is MissReason.OTHER_NAMESPACE
+        other = self._namespace_with(missing_key) if elsewhere else b""
+        return LookupOutcome(chunks, hits, tuple(missed.items()), missing_key, other)
 
-    def why_missed(self, namespace_id: bytes, keys: bytes, first: int) -> Counter[MissReason]:
+    def _why_missed(self, namespace_id: bytes, keys: bytes, first: int) -> Counter[MissReason]:
         """The chunks from key number `first` on, counted by miss reason; the reason of chunk `first` is the first item.
 
         REQUIRES: chunk `first` is not READY.
@@ -155,9 +162,9 @@ class Cache:
     def _why_absent(self, namespace_id: bytes, key: bytes) -> MissReason:
         if (namespace_id, key) in self._evicted_keys:
             return MissReason.EVICTED
-        return MissReason.OTHER_NAMESPACE if self.namespace_with(key) else MissReason.NEVER_STORED
+        return MissReason.OTHER_NAMESPACE if self._namespace_with(key) else MissReason.NEVER_STORED
 
-    def namespace_with(self, key: bytes) -> bytes:
+    def _namespace_with(self, key: bytes) -> bytes:
         """The id of a namespace that has the key; b"" if none of the searched namespaces has it."""
         return self.index.namespace_with(key, _NAMESPACES_SEARCHED)
 

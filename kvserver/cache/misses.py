@@ -1,18 +1,20 @@
-"""Why a lookup did not find a chunk.
+"""What a lookup found, and why it did not find more.
 
-Owns: the reasons and a bounded memory of evicted keys. Refuses to know: resident chunks (`cache`).
+Owns: the outcome, the reasons and a bounded memory of evicted keys. Refuses to know: resident chunks (`cache`).
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
+
 LEAST_REMEMBERED = 1 << 15  # evicted keys, also if L1 has fewer chunks
 _BUCKET = 8  # places that one digest may use
 
 
 class MissReason(str, Enum):
-    """The reason of one missed chunk; Cache.why_missed() determines it."""
+    """The reason of one missed chunk; Cache.lookup() determines it."""
 
     EVICTED = "evicted"  # it was evicted, and EvictedKeys still remembers it
     FILLING = "filling"  # a store fills it now
@@ -20,6 +22,17 @@ class MissReason(str, Enum):
     UNAVAILABLE = "unavailable"  # not all ranks are registered, or the device is lost: no chunk can be found
     NEVER_STORED = "never_stored"  # none of the other reasons; includes chunks that were cleared, or evicted long ago
     PARTIAL_CHUNK = "partial_chunk"  # tokens of the prompt beyond its last full chunk
+
+
+class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
+    """The first `hit_chunks` of `chunks` chunks were READY. The others are missed chunks; `hit_chunks` is the first one's position."""
+
+    chunks: int
+    hit_chunks: int
+    missed: tuple[tuple[MissReason, int], ...] = ()  # chunks by reason, the reason of the first missed chunk first
+    missing_key: bytes = b""  # of the first missed chunk
+    other_namespace: bytes = b""  # of OTHER_NAMESPACE: one that has the first missed chunk
+    unavailable: str = ""  # of UNAVAILABLE: why no chunk could be found
 
 
 class EvictedKeys:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, get_args
 
 import msgspec
 
+from kvserver.cache import LookupOutcome
 from kvserver.protocol import ChunkContents, DescribeScheduler, Payload, RegisterWorker
 
 
@@ -80,25 +81,26 @@ class WorkerDisconnected(_Event, frozen=True, tag="WorkerGone"):
 
 
 class LookupEnded(_Event, frozen=True):
-    """`time_ns` is the lookup's end. Missed chunks: all from the first one that was not READY.
-
-    `missed`: their number by MissReason; its first reason is that of the first missing chunk.
-    """
+    """`time_ns` is the lookup's end. `keys`: of `outcome.chunks` chunks."""
 
     instance_id: str
     model_name: str
     request_id: str
     began_ns: int
-    chunks: int
-    hit_chunks: int
+    keys: bytes
+    outcome: LookupOutcome
     chunk_tokens: int
-    traceparent: str = ""
+    namespace: bytes = b""  # b"": not all ranks of the instance are registered
     prompt_tokens: int = 0  # 0: not reported
-    namespace: bytes = b""
-    missed: tuple[tuple[str, int], ...] = ()
-    missing_key: bytes = b""  # of the first missing chunk
-    other_namespace: bytes = b""  # of OTHER_NAMESPACE: one that has the first missing chunk
-    unavailable: str = ""  # of UNAVAILABLE: why nothing could be found
+    traceparent: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.outcome.chunks * self.chunk_tokens
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.outcome.hit_chunks * self.chunk_tokens
 
 
 class CopyBegan(_Event, frozen=True):

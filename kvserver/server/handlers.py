@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from kvserver import __version__
 from kvserver._native import Outcome
-from kvserver.cache import Cache, MissReason
+from kvserver.cache import Cache
 from kvserver.config import Placement, Settings
 from kvserver.copy import Completion, Devices, Tickets
-from kvserver.events import L1Cleared, LookupEnded
+from kvserver.events import L1Cleared
 from kvserver.protocol import (
-    KEY_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Clear,
@@ -34,7 +33,6 @@ from kvserver.protocol import (
     KVEventsTaken,
     KVServerError,
     Lookup,
-    LookupReply,
     RegisterWorker,
     ReportBlockAllocations,
     Request,
@@ -43,8 +41,9 @@ from kvserver.protocol import (
     TakeKVEvents,
     UnregisterWorker,
 )
-from kvserver.server.instances import Disconnect, Instance, Instances
+from kvserver.server.instances import Disconnect, Instances
 from kvserver.server.lifeline import Lifelines
+from kvserver.server.lookups import L1Lookups
 from kvserver.server.observability import Observability
 from kvserver.server.reports import EngineReports
 from kvserver.server.resync import Resync
@@ -64,8 +63,6 @@ from kvserver.server.transfers import (
     Ticket,
     Transfers,
     UnmapTicket,
-    check_chunk,
-    chunk_count,
 )
 from kvserver.server.workers import Workers
 
@@ -97,6 +94,7 @@ class Handlers:
         self.lifelines = lifelines
         self.observability = observability
         self.bus = observability.bus
+        self.lookups = L1Lookups(cache, devices, self.instances, settings.lease_seconds, clock, self.bus)
         self.transfers = Transfers(cache, self.tickets, self.instances, clock, self.bus)
         self.workers = Workers(settings, cache, self.tickets, self.instances, lifelines, clock, self.bus)
         self.resync = Resync(cache.index, self.bus, clock)
@@ -118,7 +116,7 @@ class Handlers:
         """
         match request:
             case Lookup():
-                respond(self._lookup(request))
+                respond(self.lookups.answer(request))
             case Store() | Retrieve():
                 self._check_boot(request.boot_id)
                 self.transfers.begin_copy(request, respond)
@@ -165,56 +163,6 @@ class Handlers:
             standing=standing,
             standing_text=text,
         )
-
-    def _lookup(self, request: Lookup) -> LookupReply:
-        began_ns = self._now_ns()
-        instance = self.instances.instance(request.instance_id, request.incarnation)
-        chunks = chunk_count(request.keys)
-        spec = instance.any_worker().spec
-        check_chunk(request.chunk_blocks, spec)
-        namespace = instance.namespace_of(request.variant)
-        hits = 0
-        if namespace is not None and not self.devices.lost:  # a hit that cannot be loaded only costs the engine
-            owner = (request.instance_id, request.request_id)
-            hits = self.cache.lookup(namespace, request.keys, owner, self._clock() + self.settings.lease_seconds)
-        chunk_tokens = spec.chunk_blocks * spec.block_tokens
-        counts = instance.counts
-        counts.lookups += 1
-        counts.hits += hits > 0
-        counts.lookup_tokens += chunks * chunk_tokens
-        counts.hit_tokens += hits * chunk_tokens
-        missed = self._why_missed(namespace, request.keys, hits) if hits < chunks else {}
-        for reason, count in missed.items():
-            counts.missed_tokens[reason] += count * chunk_tokens
-        if request.tokens > chunks * chunk_tokens:
-            counts.missed_tokens[MissReason.PARTIAL_CHUNK] += request.tokens - chunks * chunk_tokens
-        self.bus.publish(
-            LookupEnded(
-                self._now_ns(), instance.instance_id, instance.model_name, request.request_id,
-                began_ns, chunks, hits, chunk_tokens, request.traceparent, request.tokens, namespace or b"",
-                *(self._first_missing(instance, request.keys, hits, missed) if missed else ()),
-            )
-        )  # fmt: skip
-        return LookupReply(hit_chunks=hits)
-
-    def _first_missing(
-        self, instance: Instance, keys: bytes, first: int, missed: Mapping[MissReason, int]
-    ) -> tuple[tuple[tuple[str, int], ...], bytes, bytes, str]:
-        """The fields of LookupEnded from `missed` on."""
-        key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
-        other, unavailable = b"", ""
-        match next(iter(missed)):
-            case MissReason.OTHER_NAMESPACE:
-                other = self.cache.namespace_with(key)
-            case MissReason.UNAVAILABLE:
-                unavailable = self.devices.lost or instance.ranks_text
-        return tuple(missed.items()), key, other, unavailable
-
-    def _why_missed(self, namespace: bytes | None, keys: bytes, first: int) -> Mapping[MissReason, int]:
-        """Chunks from the `first` one on, by reason."""
-        if namespace is None or self.devices.lost:
-            return {MissReason.UNAVAILABLE: chunk_count(keys) - first}
-        return self.cache.why_missed(namespace, keys, first)
 
     def _take_kv_events(self, request: TakeKVEvents) -> KVEventsTaken:
         instance = self.instances.instance(request.instance_id, request.incarnation)

@@ -148,9 +148,9 @@ class Explain:
 
     def _differs(self, request: Request) -> Difference | None:
         lookup = request.lookup
-        if lookup is None or not lookup.other_namespace:
+        if lookup is None or not lookup.outcome.other_namespace:
             return None
-        return self._differences.between(lookup.namespace, lookup.other_namespace)
+        return self._differences.between(lookup.namespace, lookup.outcome.other_namespace)
 
     # ---- the bus's thread ---------------------------------------------------------------------
 
@@ -186,9 +186,8 @@ class Explain:
     def _looked_up(self, event: LookupEnded) -> None:
         request = self._open(event) or self._remember(event, event.began_ns)
         # Not what a peer may make long, and the id once.
-        request.lookup = replace(
-            event, request_id=request.request_id, traceparent="", unavailable=event.unavailable[:LONGEST_REASON]
-        )
+        outcome = replace(event.outcome, unavailable=event.outcome.unavailable[:LONGEST_REASON])
+        request.lookup = replace(event, request_id=request.request_id, keys=b"", traceparent="", outcome=outcome)
         request.lookups += 1
         request.chunk_tokens = event.chunk_tokens
 
@@ -260,7 +259,7 @@ def _evicted_before(request: Request, evicted: Sequence[ChunksEvicted]) -> float
         return None
     for event in reversed(evicted):
         if event.time_ns <= lookup.time_ns and event.namespace == lookup.namespace:
-            at = event.keys.find(lookup.missing_key)
+            at = event.keys.find(lookup.outcome.missing_key)
             if at >= 0 and at % KEY_BYTES == 0:
                 return (lookup.time_ns - event.time_ns) * 1e-9
     return None

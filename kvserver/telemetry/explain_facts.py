@@ -145,17 +145,17 @@ class Request:
         if lookup is None:
             short = self.ended is not None and 0 < self.ended.prompt_tokens < self.chunk_tokens
             return (0, MissReason.PARTIAL_CHUNK) if short else None
-        if lookup.missed:
-            return lookup.hit_chunks, MissReason(lookup.missed[0][0])
-        beyond = self.prompt_tokens > lookup.chunks * lookup.chunk_tokens
-        return (lookup.chunks, MissReason.PARTIAL_CHUNK) if beyond else None
+        if lookup.outcome.missed:
+            return lookup.outcome.hit_chunks, lookup.outcome.missed[0][0]
+        beyond = self.prompt_tokens > lookup.tokens
+        return (lookup.outcome.chunks, MissReason.PARTIAL_CHUNK) if beyond else None
 
     @property
     def prompt_tokens(self) -> int:
         reported = self.ended.prompt_tokens if self.ended is not None else 0
         if reported or self.lookup is None:
             return reported
-        return self.lookup.prompt_tokens or self.lookup.chunks * self.lookup.chunk_tokens
+        return self.lookup.prompt_tokens or self.lookup.tokens
 
     @property
     def failure(self) -> str:
@@ -168,15 +168,15 @@ class Request:
         lookup = self.lookup
         if lookup is None:
             return {MissReason.PARTIAL_CHUNK.value: self.prompt_tokens} if self.missing else {}
-        missed = {MissReason(reason).value: chunks * lookup.chunk_tokens for reason, chunks in lookup.missed}
-        if (beyond := self.prompt_tokens - lookup.chunks * lookup.chunk_tokens) > 0:
+        missed = {reason.value: chunks * lookup.chunk_tokens for reason, chunks in lookup.outcome.missed}
+        if (beyond := self.prompt_tokens - lookup.tokens) > 0:
             missed[MissReason.PARTIAL_CHUNK.value] = beyond
         return missed
 
     def tokens(self) -> Tokens:
         lookup, ended, prompt = self.lookup, self.ended, self.prompt_tokens
-        looked_up = lookup.chunks * lookup.chunk_tokens if lookup is not None else 0
-        found = lookup.hit_chunks * lookup.chunk_tokens if lookup is not None else 0
+        looked_up = lookup.tokens if lookup is not None else 0
+        found = lookup.hit_tokens if lookup is not None else 0
         if ended is not None and ended.prompt_tokens:
             l0: int | None = ended.local_tokens
             l1 = ended.loaded_tokens
@@ -185,7 +185,7 @@ class Request:
         else:
             l0, computed = None, None
             l1 = had = max((load.chunks for load in tuple(self.loads.values())), default=0) * self.chunk_tokens
-        never = sum(chunks for reason, chunks in lookup.missed if reason == MissReason.NEVER_STORED) if lookup else 0
+        never = dict(lookup.outcome.missed).get(MissReason.NEVER_STORED, 0) if lookup is not None else 0
         missed = max(0, looked_up - max(found, l0 or 0))
         avoidable = min(missed, looked_up - found - never * self.chunk_tokens)
         if computed is not None:
@@ -249,7 +249,7 @@ def facts_of(
         if missing is not None
         else None,
         missed_tokens=request.missed_tokens(),
-        unavailable=request.lookup.unavailable if request.lookup is not None else "",
+        unavailable=request.lookup.outcome.unavailable if request.lookup is not None else "",
         namespace=request.lookup.namespace.hex()[:_SHORT] if request.lookup is not None else "",
         differs=differs,
         waits=Waits(

@@ -106,10 +106,10 @@ class Traces:
     def _looked_up(self, event: LookupEnded) -> None:
         name = (event.instance_id, event.request_id)
         found = {
-            "chunks": event.chunks,
-            "hit_chunks": event.hit_chunks,
-            "tokens": event.chunks * event.chunk_tokens,
-            "hit_tokens": event.hit_chunks * event.chunk_tokens,
+            "chunks": event.outcome.chunks,
+            "hit_chunks": event.outcome.hit_chunks,
+            "tokens": event.tokens,
+            "hit_tokens": event.hit_tokens,
         }
         request = self._requests.get(name)
         if request is None or request.ended:

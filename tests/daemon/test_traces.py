@@ -14,6 +14,7 @@ from support.collector import Collected, labels_of, over_grpc, over_http, that_h
 from support.daemon import wait_until
 from support.worker import Worker, identity, make_keys
 
+from kvserver.cache import LookupOutcome
 from kvserver.config import parse_otlp_endpoint
 from kvserver.events import CopyEnded, LookupEnded, RequestEnded
 from kvserver.protocol import EndRequest
@@ -33,7 +34,7 @@ def traces_to(url: str) -> Traces:
 
 def one_request(traces: Traces, request_id: str = "r") -> None:
     now = time.monotonic_ns()
-    traces.handle(LookupEnded(now + 10, "e", "m", request_id, now, 4, 3, 256, SAMPLED))
+    traces.handle(LookupEnded(now + 10, "e", "m", request_id, now, b"", LookupOutcome(4, 3), 256, traceparent=SAMPLED))
     traces.handle(CopyEnded(now + 90, "e", "m", 0, "load", request_id, now + 20, 3, 4096, 60, "done"))
     traces.handle(RequestEnded(now + 100, "e", "m", 1, request_id))
 

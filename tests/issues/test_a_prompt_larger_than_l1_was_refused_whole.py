@@ -31,7 +31,7 @@ def store(cache: Cache, keys: list[bytes], rank: int = 0, ranks: int = 1, steps:
 
 
 def hits(cache: Cache, keys: list[bytes]) -> int:
-    found = cache.lookup(NS, b"".join(keys), ("e", "r"), 1e9)
+    found = cache.lookup(NS, b"".join(keys), ("e", "r"), 1e9).hit_chunks
     cache.end_lease(("e", "r"))
     return found
 

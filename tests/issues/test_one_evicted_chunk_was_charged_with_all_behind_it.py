@@ -33,7 +33,9 @@ def evicted(cache: Cache, keys: list[bytes]) -> None:
 
 
 def reasons(cache: Cache, keys: list[bytes], first: int = 0) -> dict[MissReason, int]:
-    return {reason: chunks for reason, chunks in cache.why_missed(NS, b"".join(keys), first).items() if chunks}
+    outcome = cache.lookup(NS, b"".join(keys), ("engine", "request"), 1e9)
+    assert outcome.hit_chunks == first
+    return dict(outcome.missed)
 
 
 @pytest.fixture

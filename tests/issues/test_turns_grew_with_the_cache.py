@@ -180,7 +180,7 @@ def test_a_store_waits_for_the_leases_of_a_disconnected_engine() -> None:
     cache = Cache(PagePool(8 * PAGE, PAGE), POLICIES["lru"]())
     keys = b"".join(make_keys(8))
     cache.finish_store(cache.plan_store(b"n", 1, 0, keys, PAGE), copied=True)
-    assert cache.lookup(b"n", keys, ("engine", "r"), 1e9) == 8
+    assert cache.lookup(b"n", keys, ("engine", "r"), 1e9).hit_chunks == 8
     cache.end_leases_of("engine")
     plan = cache.plan_store(b"n", 1, 0, make_keys(1)[0], PAGE, steps=1)
     assert not plan.complete

@@ -44,7 +44,7 @@ def store(
 
 def found(cache: Cache, names: str, namespace: bytes = NS) -> int:
     """The number of hits; no lease stays."""
-    hits = cache.lookup(namespace, keys(names), ("probe", "probe"), FOREVER)
+    hits = cache.lookup(namespace, keys(names), ("probe", "probe"), FOREVER).hit_chunks
     cache.end_lease(("probe", "probe"))
     return hits
 
@@ -269,7 +269,7 @@ class TestEviction:
 
     def test_leased_and_pinned_chunks_are_never_evicted(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
-        assert cache.lookup(NS, keys("abc"), A, FOREVER) == 3
+        assert cache.lookup(NS, keys("abc"), A, FOREVER).hit_chunks == 3
         loading = cache.plan_load(NS, keys("de"))
         filling = plan(cache, "x", namespace=OTHER, pages=5)
         assert len(filling.chunks) == 1
@@ -341,7 +341,7 @@ class TestLeases:
     def test_a_second_lookup_that_finds_nothing_ends_the_first(self, cache: Cache) -> None:
         store(cache, "ab")
         cache.lookup(NS, keys("ab"), A, FOREVER)
-        assert cache.lookup(NS, keys("z"), A, FOREVER) == 0
+        assert cache.lookup(NS, keys("z"), A, FOREVER).hit_chunks == 0
         assert cache.lease_count == 0
         cache.audit()
 
@@ -387,7 +387,7 @@ class TestLeases:
 
     def test_a_key_looked_up_twice_in_one_lookup_is_released_twice(self, cache: Cache) -> None:
         store(cache, "a")
-        assert cache.lookup(NS, keys("aa"), A, FOREVER) == 2
+        assert cache.lookup(NS, keys("aa"), A, FOREVER).hit_chunks == 2
         cache.end_lease(A)
         cache.audit()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvserver.cache import MissReason
+from kvserver.cache import LookupOutcome, MissReason
 from kvserver.events import (
     ChunksEvicted,
     CopyBegan,
@@ -34,10 +34,18 @@ class Engine:
         self.now = 100 * SECOND
         self.explain = Explain(clock_ns=lambda: self.now, **options)
 
-    def lookup(self, request: str = "r", chunks: int = 4, hits: int = 0, engine: str = "e", **more: Any) -> None:
+    def lookup(
+        self, request: str = "r", chunks: int = 4, hits: int = 0, engine: str = "e", prompt_tokens: int = 0, **more: Any
+    ) -> None:
+        """`more`: of the outcome."""
         missed = ((MissReason.NEVER_STORED, chunks - hits),) if hits < chunks else ()
-        more = {"namespace": NAMESPACE, "missed": missed, "prompt_tokens": 256 * chunks, **more}
-        self.explain.handle(LookupEnded(self.now + 5, engine, "m", request, self.now, chunks, hits, 256, **more))
+        self.explain.handle(
+            LookupEnded(
+                self.now + 5, engine, "m", request, self.now, bytes(32 * chunks),
+                LookupOutcome(chunks, hits, **{"missed": missed, **more}), 256, NAMESPACE, prompt_tokens or 256 * chunks,
+                "t" * 500,
+            )
+        )  # fmt: skip
 
     def load(self, request: str = "r", rank: int = 0, outcome: str = "done", chunks: int = 1) -> None:
         of = ("e", "m", rank, "load", request)
@@ -62,7 +70,7 @@ def test_a_hundred_thousand_requests_use_no_more_memory_than_the_stated_bound() 
     def feed(requests: int) -> None:
         for _ in range(requests):
             request = f"cmpl-{next(ids):032}-0-01234567"
-            engine.lookup(request, traceparent="t" * 500, missing_key=bytes(32), unavailable="why" * 1000)
+            engine.lookup(request, chunks=64, missing_key=bytes(bytearray(32)), unavailable="why" * 1000)
             engine.load(request)
             engine.end(request, prompt_tokens=1024)
 

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 from support.daemon import wait_until
 
+from kvserver.cache import LookupOutcome
 from kvserver.events import Bus, CopyBegan, CopyEnded, InstanceDisconnected, LookupEnded, RequestEnded
 from kvserver.telemetry.otlp import resource
 from kvserver.telemetry.tracing import Traces
@@ -46,7 +47,11 @@ class Story:
         self.traces = Traces(self.kept, resource("boot"), rate, **options)
 
     def lookup(self, request: str = "r", at: int = 0, traceparent: str = "", engine: str = "e") -> None:
-        self.traces.handle(LookupEnded(T0 + at + 5, engine, "m", request, T0 + at, 4, 3, 256, traceparent))
+        self.traces.handle(
+            LookupEnded(
+                T0 + at + 5, engine, "m", request, T0 + at, b"", LookupOutcome(4, 3), 256, traceparent=traceparent
+            )
+        )
 
     def copy(
         self, request: str = "r", at: int = 10, outcome: str = "done", direction: str = "load", device_ns: int = 0
@@ -267,7 +272,7 @@ def test_traces_follow_a_bus(story: Callable[..., Story]) -> None:
     it = story()
     bus = Bus([it.traces])
     bus.start()
-    bus.publish(LookupEnded(T0 + 5, "e", "m", "r", T0, 4, 3, 256, SAMPLED))
+    bus.publish(LookupEnded(T0 + 5, "e", "m", "r", T0, b"", LookupOutcome(4, 3), 256, traceparent=SAMPLED))
     bus.publish(RequestEnded(T0 + 9, "e", "m", 1, "r"))
     assert bus.flush()
     assert it.traces.status()["spans"] == 2
