@@ -24,7 +24,7 @@ import msgspec
 from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm.announced import AnnouncedBlocks
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, hash_form
+from kvserver.adapters.vllm.description import hash_form
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvserver.protocol import HashForm, KVBlocks, KVEventsTaken, KVGroup, Reply, TakeKVEvents
@@ -94,7 +94,7 @@ class Announcer:
 
     def _send(self, session: Session | None, now: float) -> None:
         self._asked_at = now
-        if session is not None and session.hello.protocol_version >= KV_EVENTS_SINCE:
+        if session is not None:
             question = TakeKVEvents(
                 instance_id=self._instance_id, incarnation=self._incarnation, follow=self._follow, cursor=self._cursor
             )

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvserver")
 
-_COUNTED_SINCE = 4  # the protocol version
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -298,7 +297,6 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 num_blocks=self._caches_config.num_blocks,
                 block_tokens=block_tokens,
                 chunk_blocks=max(1, hello.chunk_tokens // block_tokens),
-                identity=None if hello.protocol_version >= _COUNTED_SINCE else identity.older(self._incarnation),
                 layout=f"{caches.layout} {backends}",
                 replicated=replicated(self._config, self._caches_config),
                 counted=identity.fields(),

@@ -17,7 +17,6 @@ from vllm.v1.core import kv_cache_utils
 
 from kvserver.protocol import DescribeScheduler, Error, ErrorCode, HashForm, KVGroup
 
-KV_EVENTS_SINCE = 3  # the protocol version
 _AGAIN_SECONDS = (
     5.0  # the daemon forgets an instance that registers again, as after sleep; a repeated description costs nothing
 )
@@ -39,7 +38,7 @@ class Introduction:
     def send(self, session: Session) -> None:
         """Send the description if it is due. If it cannot be sent, it is due again in the next pass."""
         now = time.monotonic()
-        if now < self._due or session.hello.protocol_version < KV_EVENTS_SINCE:
+        if now < self._due:
             return
         self._number = session.channel.send(self._describe())
         if self._number is not None:

@@ -36,7 +36,7 @@ from vllm import envs
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 
-from kvserver.protocol import Counted, ModelIdentity
+from kvserver.protocol import Counted
 
 # Fields whose values may be sent to the daemon, to name what differs: never an address, a path or a secret.
 SHOWN = frozenset({
@@ -99,17 +99,6 @@ class Identity:
 
     def fields(self) -> tuple[Counted, ...]:
         return tuple(Counted(name, found, self.values.get(name, "")) for name, found in sorted(self.counted.items()))
-
-    def older(self, incarnation: str) -> ModelIdentity:
-        """The identity in the form of protocols 1 to 3."""
-        return ModelIdentity(
-            model=digest(self.counted),
-            dtype=self.values.get("model_config.dtype", ""),
-            kv_dtype=self.values.get("cache_config.cache_dtype", ""),
-            parallel=self.values.get("parallel_config.tensor_parallel_size", ""),
-            hash_algorithm=self.values.get("cache_config.prefix_caching_hash_algo", ""),
-            private=incarnation if self.private else "",
-        )
 
 
 def served_name(model: Any) -> str:

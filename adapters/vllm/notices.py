@@ -19,7 +19,6 @@ from kvserver.adapters.vllm.sources import Prompt
 
 from kvserver.protocol import EndRequest, Error, ErrorCode, ExactRecords, ReportBlockAllocations
 
-_FULL_STATES_SINCE = 2  # the protocol version
 _LOST = {ErrorCode.REPORT_GAP.value, ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.DUPLICATE_INSTANCE.value}
 _REST = 50  # times the duration of a full state: a daemon that always requests another costs 2% of the engine's thread
 
@@ -86,9 +85,7 @@ class Notices:
 
     def send_blocks(self, session: Session) -> None:
         """Send what the pool did since the last pass, or a full state. Ends a scheduler pass."""
-        if session.hello.protocol_version < _FULL_STATES_SINCE:
-            self._send_old(session)
-        elif not (self._full_due or self._pool.lost):
+        if not (self._full_due or self._pool.lost):
             if (taken := self._pool.drain_records()).records:
                 self._send_records(session, taken, full=False)
         elif (began := time.monotonic()) >= self._full_after:
@@ -107,15 +104,6 @@ class Notices:
     def _send_records(self, session: Session, taken: Records, full: bool) -> int | None:
         payload = ExactRecords(records=taken.records, marks=taken.marks, full=full)
         return self._send(session, ReportBlockAllocations(**self._sender, sequence=self._sequence, payload=payload))
-
-    def _send_old(self, session: Session) -> None:
-        """Send records to a daemon of protocol 1, which has no marks and no full states."""
-        self._pool.lost = False
-        if records := self._pool.drain_records().records:
-            report = ReportBlockAllocations(
-                **self._sender, sequence=self._sequence, records=records, time_ns=time.monotonic_ns()
-            )
-            self._send(session, report)
 
     def _send(self, session: Session, notice: ReportBlockAllocations | EndRequest) -> int | None:
         """A notice that cannot be sent is lost, and leaves a gap in the sequence."""

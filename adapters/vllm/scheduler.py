@@ -23,7 +23,7 @@ from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.contents import Contents
-from kvserver.adapters.vllm.description import KV_EVENTS_SINCE, Engine, Introduction
+from kvserver.adapters.vllm.description import Engine, Introduction
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
 from kvserver.adapters.vllm.lookups import Lookups, Question
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
@@ -360,9 +360,7 @@ class SchedulerHalf:
     @property
     def _sends_contents(self) -> bool:
         session = self._lookups.usable()
-        if session is None or session.hello.protocol_version < KV_EVENTS_SINCE:
-            return False
-        return session.hello.kv_events or self._engine.publishes
+        return session is not None and (session.hello.kv_events or self._engine.publishes)
 
     def _allocated(self, block_id: int) -> None:
         """Pool hook: the block will be overwritten, so every store that still reads it must end first."""

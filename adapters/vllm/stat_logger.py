@@ -26,7 +26,6 @@ from kvserver.protocol.client import Client, RequestFailed
 
 log = logging.getLogger("vllm.kvserver")
 
-_ENGINE_STATS_SINCE = 3  # the protocol version
 _HELLO_SECONDS = 2.0
 _LONGEST_REST = 8  # intervals, for an engine that the daemon does not know
 
@@ -133,9 +132,10 @@ class EngineStatsSender:
         return self._stats.interval_seconds
 
     def _greet(self, client: Client) -> bool:
-        """Whether a daemon answers that accepts engine stats."""
+        """Whether a daemon answers that speaks this protocol version."""
         try:
-            self._understood = client.hello("load").protocol_version >= _ENGINE_STATS_SINCE
+            client.hello("load")
+            self._understood = True
         except (RequestFailed, TimeoutError):
             self._understood = False
         return self._understood

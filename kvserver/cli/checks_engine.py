@@ -41,7 +41,7 @@ HELP = {
     "fault": "report the fault in the engine's log, and restart the engine",
     "asleep": "wake the engine",
     "other": "see the engine's log",
-    "refused_version_mismatch": "install one version of kvserver for daemon and engine",
+    "refused_version_mismatch": "install one version of kvserver: upgrade the daemon first, then the engine",
     "refused_duplicate_instance": "give each engine its own engine_id in --kv-transfer-config",
     "refused_ranks_disagree": "start all ranks of the engine alike; its log and the daemon's name the field",
     "refused_too_large": "kvserver serve with a larger --l1-size, or a smaller --chunk-tokens",

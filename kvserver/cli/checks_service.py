@@ -23,7 +23,6 @@ from typing import Any
 from kvserver import __version__
 from kvserver.cli.checks import Finding, Machine, ok, problem, warning
 from kvserver.config import Settings, bearer, read_token
-from kvserver.protocol import PROTOCOL_VERSION
 from kvserver.protocol.client import Client, RequestFailed, has_listener
 
 OLDEST_VLLM = (0, 24)
@@ -97,8 +96,6 @@ def daemon(machine: Machine) -> Finding:
     text = f"kvserver {hello.server_version} answers at {url}, protocol {hello.protocol_version}"
     if hello.server_version != __version__:
         return warning(f"{text}; this is {__version__}", "restart the daemon with the version that is installed")
-    if hello.protocol_version != PROTOCOL_VERSION:
-        return warning(f"{text}; this speaks {PROTOCOL_VERSION}", "restart the daemon")
     return ok(text)
 
 

@@ -71,7 +71,6 @@ from kvserver.protocol.messages import (
     decode_reply,
     decode_request,
     encode,
-    payload_of,
 )
 from kvserver.protocol.planes import Plane, block_bytes, group_count, parse_block_ids
 from kvserver.protocol.routing import (
@@ -175,6 +174,5 @@ __all__ = [
     "encode",
     "group_count",
     "parse_block_ids",
-    "payload_of",
     "stranger_at",
 ]

@@ -24,7 +24,6 @@ import zmq
 
 from kvserver.protocol.errors import ErrorCode
 from kvserver.protocol.messages import (
-    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Attach,
     Attached,
@@ -159,19 +158,17 @@ class Client:
         raise TimeoutError(f"kvserver at {self.endpoint} did not answer {type(request).__name__} in time")
 
     def hello(self, name: str = "client", instance_id: str = "", incarnation: str = "") -> HelloReply:
-        """Agree on a protocol version: ours, or the newest older one that the server speaks.
+        """RequestFailed(VERSION_MISMATCH) if the server does not speak this protocol version: a client speaks no older one.
 
         If `instance_id` and `incarnation` name an engine, the reply also states whether the engine is registered.
         """
-        version = PROTOCOL_VERSION
-        while True:
-            try:
-                hello = Hello(version, name, instance_id, incarnation)
-                return self.ask(hello, HelloReply)
-            except RequestFailed as refusal:
-                if refusal.code != ErrorCode.VERSION_MISMATCH or version == OLDEST_PROTOCOL_VERSION:
-                    raise
-                version -= 1
+        try:
+            return self.ask(Hello(PROTOCOL_VERSION, name, instance_id, incarnation), HelloReply)
+        except RequestFailed as refusal:
+            if refusal.code != ErrorCode.VERSION_MISMATCH:
+                raise
+            text = f"{refusal.message}; upgrade the daemon first, then its engines"
+            raise RequestFailed(Error(refusal.code, text)) from None
 
     def close(self) -> None:
         self.channel.close()

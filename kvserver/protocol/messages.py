@@ -51,9 +51,7 @@ from kvserver.protocol.planes import Plane
 from kvserver.protocol.routing import ChunkContents, DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 
 PROTOCOL_VERSION = 4
-# Version 3 registers a ModelIdentity instead of counted fields. Version 2 has no messages of routing.py. In version 1
-# ReportBlockAllocations has `records` and `time_ns` and no `payload`. All else is the same.
-OLDEST_PROTOCOL_VERSION = 1
+OLDEST_PROTOCOL_VERSION = 3  # that the server speaks: it registers a ModelIdentity instead of counted fields
 REGISTERED = "registered"  # HelloReply.standing: all ranks have registered and agree
 MAX_REPORTED_BLOCKS = 1 << 16  # in one message, also if a few bytes name more
 REQUEST_ID_BYTES = 8
@@ -111,7 +109,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Protocols 1 to 3: facts beside geometry that must agree before KV may be shared. Opaque to the server."""
+    """Protocol 3: facts beside geometry that must agree before KV may be shared. Opaque to the server."""
 
     model: Text  # resolved commit, or a fingerprint of the local files
     overrides: Text = ""  # hf_overrides, rope
@@ -148,7 +146,7 @@ class RegisterWorker(Message):
     num_blocks: Positive
     block_tokens: Positive
     chunk_blocks: Positive  # blocks per chunk, from HelloReply.chunk_tokens
-    identity: ModelIdentity | None = None  # protocols 1 to 3
+    identity: ModelIdentity | None = None  # protocol 3
     layout: Text = ""  # how this rank's blocks are arranged: layers, shapes, strides, attention backends
     replicated: bool = False  # all ranks hold the same bytes (MLA): rank 0 stores them, any rank loads them
     counted: Annotated[tuple[Counted, ...], Meta(max_length=4096)] = ()  # the facts that must agree beside geometry
@@ -276,9 +274,7 @@ class ReportBlockAllocations(Message):
     incarnation: Name
     model_name: Name
     sequence: Unsigned  # counts these messages and EndRequests, from 0, without gaps
-    payload: ExactRecords | ReportedBlocks | None = None
-    records: bytes = b""  # protocol 1: ExactRecords of pool 0, all at time_ns
-    time_ns: Unsigned = 0
+    payload: ExactRecords | ReportedBlocks
 
 
 class EndRequest(Message):
@@ -439,13 +435,6 @@ def decode_request(raw: bytes) -> Request:
     if raw[:1] in _ARRAY_BYTES:
         return _decode(_array_decoder, raw, f"{_A_REQUEST} that is an array ({_ARRAY_NAMES})", _name_fields)
     return _decode(_map_decoder, raw, f"{_A_REQUEST} that is a map")
-
-
-def payload_of(report: ReportBlockAllocations) -> Payload:
-    """The payload of a report of any version. Protocol 1 has only records of one time."""
-    if report.payload is not None:
-        return report.payload
-    return ExactRecords(records=report.records, marks=MARK.pack(0, report.time_ns))
 
 
 def decode_reply(raw: bytes) -> Reply:

@@ -1,4 +1,4 @@
-"""The messages for routers: contents of chunks, tiers of blocks, and engine stats. Since protocol 3.
+"""The messages for routers: contents of chunks, tiers of blocks, and engine stats.
 
 Owns: the structs. Refuses to know: their use.
 

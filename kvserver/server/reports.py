@@ -23,7 +23,6 @@ from kvserver.protocol import (
     Payload,
     ReportBlockAllocations,
     ReportedBlocks,
-    payload_of,
 )
 from kvserver.server.instances import Instance, Instances
 from kvserver.telemetry import MOST
@@ -53,7 +52,7 @@ class EngineReports:
 
     def add_block_report(self, request: ReportBlockAllocations) -> None:
         instance = self._reporter(request)
-        payload = payload_of(request)
+        payload = request.payload
         source = "exact" if isinstance(payload, ExactRecords) else "reported"
         if instance.l0_source not in ("none", source):
             raise KVServerError(
@@ -71,8 +70,6 @@ class EngineReports:
         if payload.full:
             instance.report_gap = False
             instance.demand_after = now + _DEMAND_SECONDS
-        elif request.payload is None:
-            pass  # version 1 has no full state to send
         elif (instance.report_gap or self._is_out_of_sync(instance.instance_id)) and now >= instance.demand_after:
             instance.demand_after = now + _DEMAND_SECONDS
             raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")

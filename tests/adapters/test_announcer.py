@@ -110,10 +110,10 @@ class Stage:
         self._frames: list[tuple[bytes, bytes]] = []  # of these
         self.connect()
 
-    def connect(self, version: int = PROTOCOL_VERSION) -> None:
+    def connect(self) -> None:
         """A new session, with no question on its way."""
         self.hang_up()
-        self.session = Session(HelloReply(version, "0", "boot", 64, "", ""), Channel(self._endpoint))
+        self.session = Session(HelloReply(PROTOCOL_VERSION, "0", "boot", 64, "", ""), Channel(self._endpoint))
         assert self.session.channel.wait_writable(5)
         self.announcer.begin_session()
 
@@ -242,11 +242,6 @@ def test_an_engine_without_kv_events_asks_nothing(stage):
     stage.announcer = Announcer("i", "n", GROUPS, stage.hook, stage.counters, publishes=False)
     assert not stage.end_pass()
     assert stage.step() == []
-
-
-def test_a_daemon_of_protocol_2_is_asked_nothing(stage):
-    stage.connect(version=2)
-    assert not stage.end_pass()
 
 
 def test_one_question_at_a_time_and_a_pause_behind_each_answer(stage):

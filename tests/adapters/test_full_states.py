@@ -30,7 +30,7 @@ from kvserver.protocol.client import Channel
 class Talk:
     """Reports about a pool over a channel to a socket that only listens, or does not yet."""
 
-    def __init__(self, folder: Path, churn: Churn, listens: bool = True, version: int = PROTOCOL_VERSION) -> None:
+    def __init__(self, folder: Path, churn: Churn, listens: bool = True) -> None:
         self.counters: Counter[str] = Counter()
         self.notices = Notices("i", "n", "m", churn.hook, self.counters)
         self.numbers: list[int] = []  # of the messages
@@ -38,8 +38,7 @@ class Talk:
         self._endpoint = f"ipc://{folder}/ear"
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        hello = HelloReply(version, "0", "boot", 64, "", "")
-        self.session = Session(hello, Channel(self._endpoint))
+        self.session = Session(HelloReply(PROTOCOL_VERSION, "0", "boot", 64, "", ""), Channel(self._endpoint))
         if listens:
             self.listen()
 

@@ -22,7 +22,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core import kv_cache_utils
 
 from kvserver.cli.status import table
-from kvserver.protocol import Error, ErrorCode, Hello, RegisterWorker
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)
@@ -571,24 +570,6 @@ def test_weights_that_have_a_name_are_shared(make_daemon, make_engine):
     for version, expected in (("v1", 0), ("v1", 2 * CHUNK), ("v2", 0)):
         engine = make_engine(daemon, extra={"kvserver.model_version": version}, **dummy)
         assert engine.generate(version, TOKENS).external == expected
-
-
-@pytest.mark.parametrize("version", [1, 3, 4])
-def test_a_daemon_of_an_older_protocol_separates_engines_too(make_daemon, make_tap, make_engine, tmp_path, version):
-    tap = make_tap(make_daemon())
-
-    def refuse(message):
-        newer = isinstance(message, Hello) and message.protocol_version > version
-        return Error(code=ErrorCode.VERSION_MISMATCH.value, message="of the test") if newer else None
-
-    tap.instead = refuse
-    folders = [write_model(tmp_path / name, seed=seed) for name, seed in (("one", 1), ("other", 2), ("copy", 1))]
-    dummy = adjusted("load_config", "load_format", "dummy")
-    found = [make_engine(tap.endpoint, folder).generate("r", TOKENS).external for folder in folders]
-    found += [make_engine(tap.endpoint, folders[0], **dummy).generate("r", TOKENS).external for _ in range(2)]
-    assert found == [0, 0, 2 * CHUNK, 0, 0]
-    assert all((said.identity is None) == (version == 4) for said in tap.of(RegisterWorker))
-    assert len(tap.of(RegisterWorker)) == len(found)
 
 
 def test_engines_whose_hashes_start_elsewhere_find_nothing_of_each_other(make_daemon, make_engine, monkeypatch):

@@ -10,7 +10,7 @@ from support.daemon import wait_until
 from vllm.config.kv_events import KVEventsConfig
 from vllm.v1.core import kv_cache_utils
 
-from kvserver.protocol import DescribeScheduler, Error, ErrorCode, Hello, HelloReply, KVGroup, RegisterWorker, Store
+from kvserver.protocol import DescribeScheduler, Error, ErrorCode, KVGroup, RegisterWorker, Store
 
 CHUNK = 64
 
@@ -85,33 +85,6 @@ def test_it_describes_itself_to_each_daemon(make_daemon, make_tap, make_engine):
     daemon.kill()
     daemon.start()
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) > 1, 20)
-
-
-def test_a_daemon_of_protocol_2_receives_nothing_of_kv_events(make_daemon, make_tap, make_engine):
-    tap = make_tap(make_daemon(kv_events="on"))
-
-    def refuse(message):
-        newer = isinstance(message, Hello) and message.protocol_version != 2
-        return Error(code=ErrorCode.VERSION_MISMATCH.value, message="of the test") if newer else None
-
-    tap.instead = refuse
-    engine = make_engine(tap.endpoint, adjust=with_events(publisher="null"))
-    engine.generate("r", prompt(1, 2 * CHUNK))
-    assert {type(message) for message in tap.received} >= {Hello, Store}
-    assert descriptions(tap) == []
-    assert [store.contents for store in tap.of(Store)] == [None]
-
-
-def test_a_version_is_agreed_on_before_anything_is_described(make_daemon, make_tap, make_engine):
-    """The version in the daemon's reply counts, not that it answered our newest Hello."""
-    tap = make_tap(make_daemon())
-    tap.edit = lambda reply: HelloReply(2, *_fields(reply)[1:]) if isinstance(reply, HelloReply) else reply
-    make_engine(tap.endpoint).generate("r", prompt(1, CHUNK))
-    assert descriptions(tap) == []
-
-
-def _fields(reply: HelloReply):
-    return [getattr(reply, name) for name in reply.__struct_fields__]
 
 
 # ---- what -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from support.daemon import Daemon, wait_until
 from tap import Tap
 
 from kvserver.protocol import (
+    PROTOCOL_VERSION,
     RECORD_ALLOCATED,
     EndRequest,
     Error,
@@ -255,34 +256,21 @@ def test_a_daemon_replaced_unnoticed_requests_the_full_state(make_daemon, make_e
     wait_until(agrees, 20)
 
 
-# ---- older daemons ----------------------------------------------------------------------------
+# ---- an older daemon --------------------------------------------------------------------------
 
 
-def test_a_daemon_of_protocol_1_receives_messages_of_its_own_form(make_daemon, make_engine, make_tap):
-    daemon = make_daemon()
-    tap = make_tap(daemon)
-
-    def refuse(message):
-        newer = isinstance(message, Hello) and message.protocol_version != 1
-        return Error(code=ErrorCode.VERSION_MISMATCH.value, message="of the test") if newer else None
-
-    tap.instead = refuse
-    engine = make_engine(tap.endpoint)
-    serve(engine, "r")
-    assert make_engine(tap.endpoint).generate("warm", prompt(0, 2 * CHUNK + 9)).external == 2 * CHUNK
-    sent = reports(tap)
-    assert sent
-    assert all(report.payload is None and report.time_ns for report in sent)
-    assert counts_of(daemon)["block_records"] > 0
-
-
-def test_a_daemon_that_speaks_no_version_of_ours_is_left_alone(make_daemon, make_engine, make_tap, caplog):
+def test_an_older_daemon_is_left_alone_until_it_is_upgraded(make_daemon, make_engine, make_tap, caplog):
     tap = make_tap(make_daemon())
-    refusal = Error(code=ErrorCode.VERSION_MISMATCH.value, message="speaks protocol 7 to 9")
+    refusal = Error(code=ErrorCode.VERSION_MISMATCH.value, message="speaks 1 to 3")
     tap.instead = lambda message: refusal if isinstance(message, Hello) else None
     engine = make_engine(tap.endpoint)
     assert engine.generate("r", prompt(0, 2 * CHUNK)).external == 0
-    assert "running without cache: version_mismatch: speaks protocol 7 to 9" in caplog.text
+    assert "running without cache: version_mismatch: speaks 1 to 3; upgrade the daemon first" in caplog.text
+    assert {type(message) for message in tap.received} == {Hello}
+    assert {hello.protocol_version for hello in tap.of(Hello)} == {PROTOCOL_VERSION}
+    tap.instead = lambda message: None
+    names = (f"again{i}" for i in range(10_000))
+    wait_until(lambda: engine.generate(next(names), prompt(0, 2 * CHUNK)) and tap.of(Lookup), 20)
 
 
 # ---- what requests report ---------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 
-import msgspec
 import pytest
 from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
 from kvserver.adapters.vllm.watch import instance_id
@@ -14,7 +13,7 @@ from support.daemon import wait_until
 from vllm.v1.metrics.loggers import StatLoggerManager, load_stat_logger_plugin_factories
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
-from kvserver.protocol import EngineLoad, Hello, HelloReply
+from kvserver.protocol import EngineLoad
 
 SOON = {"kvserver.load_interval_ms": 20}
 
@@ -159,17 +158,6 @@ def test_a_daemon_that_does_not_know_the_engine_is_notified_ever_more_rarely(
     assert pauses[0] == 0.02
     assert sorted(pauses) == pauses
     assert pauses[-1] == 8 * 0.02
-
-
-def test_a_daemon_of_an_older_protocol_receives_nothing(make_daemon, make_engine, make_tap, make_logger):
-    tap = make_tap(make_daemon())
-    tap.edit = lambda reply: (
-        msgspec.structs.replace(reply, protocol_version=2) if isinstance(reply, HelloReply) else reply
-    )
-    engine = make_engine(tap.endpoint, extra=SOON)
-    make_logger(engine.config)
-    wait_until(lambda: sum(h.client == "load" for h in tap.of(Hello)) >= 3, 10, "it looks for a newer one")
-    assert tap.of(EngineLoad) == []
 
 
 def test_what_vllm_reports_in_another_shape_is_logged_once_and_no_more_sent(model_folder, make_logger, caplog):

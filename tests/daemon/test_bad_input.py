@@ -17,6 +17,7 @@ from support.worker import WORDS, Geometry, Worker, awkward, ids, make_keys, wir
 from kvserver._native import State
 from kvserver.protocol import (
     KEY_BYTES,
+    MARK,
     MAX_CHUNKS,
     PROTOCOL_VERSION,
     Attach,
@@ -26,10 +27,12 @@ from kvserver.protocol import (
     EndRequest,
     EngineLoad,
     Error,
+    ExactRecords,
     Heartbeat,
     Hello,
     HelloReply,
     Lookup,
+    ModelIdentity,
     Plane,
     ReportBlockAllocations,
     SharedFd,
@@ -164,10 +167,30 @@ def test_a_message_far_over_the_limit_ends_only_its_own_connection(make_daemon, 
 # ---- versions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [0, -1, PROTOCOL_VERSION + 1, 2**63])
+@pytest.mark.parametrize("version", [0, -1, PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 1, 2**63])
 def test_a_version_mismatch_names_both_versions(peer, version):
     error = peer.error_of({"type": "Hello", "protocol_version": version})
-    assert_error(error, "version_mismatch", f"client speaks protocol {version}", f"speaks 1 to {PROTOCOL_VERSION}")
+    assert_error(
+        error,
+        "version_mismatch",
+        f"client speaks protocol {version}",
+        f"speaks {PROTOCOL_VERSION - 1} to {PROTOCOL_VERSION}",
+    )
+
+
+def test_the_previous_version_is_served_and_its_identity_separates_engines(daemon, make_worker):
+    facts = dict.fromkeys(("dtype", "kv_dtype", "parallel", "hash_algorithm"), "x")
+    keys = make_keys(2)
+
+    def connected(model: str) -> Worker:
+        worker = make_worker(daemon, connect_now=False)
+        assert worker.client.ask(Hello(PROTOCOL_VERSION - 1), HelloReply).protocol_version == PROTOCOL_VERSION - 1
+        worker.attach()
+        return worker.register(counted=(), identity=ModelIdentity(model=model, **facts))
+
+    cold, same, other = connected("one"), connected("one"), connected("another")
+    cold.store(keys, cold.blocks_for(2))
+    assert (same.lookup(keys), other.lookup(keys)) == (2, 0)
 
 
 # ---- who is asking ----------------------------------------------------------------------------
@@ -176,9 +199,7 @@ def test_a_version_mismatch_names_both_versions(peer, version):
 def test_unknown_instances_are_named(worker):
     lookup = Lookup(instance_id="who", incarnation="x", request_id="r", chunk_blocks=4, keys=bytes(32))
     end = EndRequest(instance_id="who", incarnation="x", model_name="m", sequence=0, request_id="r")
-    report = ReportBlockAllocations(
-        instance_id="who", incarnation="x", model_name="m", sequence=0, time_ns=0, records=b""
-    )
+    report = ReportBlockAllocations("who", "x", "m", sequence=0, payload=ExactRecords(records=b"", marks=b""))
     for message in (lookup, end, report, Clear(instance_id="who")):
         assert_error(worker.error_of(message), "unknown_instance", "'who'", "registered")
 
@@ -600,14 +621,13 @@ def test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on(mak
 # ---- notices ----------------------------------------------------------------------------------
 
 
-def report(worker: Worker, sequence: int, records: bytes = b"") -> ReportBlockAllocations:
+def report(worker: Worker, sequence: int, records: bytes = b"", full: bool = False) -> ReportBlockAllocations:
     return ReportBlockAllocations(
         instance_id=worker.instance_id,
         incarnation=worker.incarnation,
         model_name=worker.model_name,
         sequence=sequence,
-        time_ns=time.monotonic_ns(),
-        records=records,
+        payload=ExactRecords(records=records, marks=MARK.pack(0, time.monotonic_ns()) if records else b"", full=full),
     )
 
 
@@ -630,7 +650,7 @@ def test_notices_are_not_answered_and_are_counted(daemon, worker):
     worker.store(keys, worker.blocks_for(2))
     worker.lookup(keys, request_id="leased")
     sent = [
-        worker.send(report(worker, 0, ids([1 | 4 << 29, 2, 3 | 1 << 29]))),
+        worker.send(report(worker, 0, ids([1 | 4 << 29, 2, 3 | 1 << 29]), full=True)),
         worker.send(end_request(worker, 1, "leased")),
         worker.send(Heartbeat(boot_id=worker.hello.boot_id)),
     ]

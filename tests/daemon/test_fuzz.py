@@ -7,7 +7,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -220,12 +220,8 @@ class Hostile:
     def _notices(self) -> list[Any]:
         of: dict[str, Any] = {**self._named(), "sequence": self.random.randrange(1000)}
         return [
-            ReportBlockAllocations(**of, time_ns=0, records=ids([self.random.getrandbits(32) for _ in range(4)])),
-            ReportBlockAllocations(**of, time_ns=0, records=ids([1, 2, 3])),
-            ReportBlockAllocations(
-                **of,
-                payload=ExactRecords(records=ids([1, 2]), marks=MARK.pack(0, 5), full=self.random.random() < 0.5),
-            ),
+            ReportBlockAllocations(**of, payload=self._exact(self.random.getrandbits(32) for _ in range(4))),
+            ReportBlockAllocations(**of, payload=self._exact([1, 2, 3])),
             ReportBlockAllocations(**of, payload=self._reported()),
             EndRequest(**of, request_id="r"),
             Heartbeat(boot_id=self.worker.hello.boot_id),
@@ -239,6 +235,9 @@ class Hostile:
             "incarnation": self.worker.incarnation,
             "model_name": self.worker.model_name,
         }
+
+    def _exact(self, records: Iterable[int]) -> ExactRecords:
+        return ExactRecords(records=ids(records), marks=MARK.pack(0, 5), full=self.random.random() < 0.5)
 
     def _reported(self) -> ReportedBlocks:
         held = Owned("r", 0, 0, packed([1, 2]), 2, contents=bytes(8))

@@ -141,16 +141,6 @@ def test_a_gap_ends_lifetimes_as_lost_and_requests_the_full_state(all_sampled, m
     }, "it is not known when that lifetime began"
 
 
-def test_reports_of_the_first_version_are_served(all_sampled, make_worker):
-    worker = make_worker(all_sampled)
-    of = {"instance_id": worker.instance_id, "incarnation": worker.incarnation, "model_name": worker.model_name}
-    records = ids([*allocated(5), *evicted(5)])
-    worker.send(ReportBlockAllocations(**of, sequence=0, records=records[:4], time_ns=10 * SECOND))
-    worker.send(ReportBlockAllocations(**of, sequence=1, records=records[4:], time_ns=13 * SECOND))
-    wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_evictions_total") == 1)
-    assert samples(all_sampled, worker)["kvserver_l0_block_lifetime_seconds_sum"] == pytest.approx(3)
-
-
 def test_an_engine_that_reports_has_owners_and_contents(all_sampled, make_worker):
     worker = make_worker(all_sampled)
     engine = Engine(worker)

@@ -106,7 +106,7 @@ def test_one_private_rank_makes_the_instance_private() -> None:
     assert len({fingerprint(ranks), fingerprint(again), fingerprint(world(2))}) == 3
 
 
-# ---- protocols 1 to 3 -------------------------------------------------------------------------
+# ---- protocol 3 -------------------------------------------------------------------------------
 
 OLD = ModelIdentity(model="m", dtype="bfloat16", kv_dtype="auto", parallel="tp=1", hash_algorithm="sha256")
 

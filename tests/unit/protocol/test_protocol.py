@@ -22,6 +22,7 @@ from kvserver.protocol import (
     EngineLoad,
     Error,
     ErrorCode,
+    ExactRecords,
     Heartbeat,
     Hello,
     HelloReply,
@@ -91,7 +92,9 @@ REQUESTS = [
     Retrieve(**COPY, skip_blocks=3),
     Clear(),
     Status(),
-    ReportBlockAllocations(instance_id="i", incarnation="n", model_name="m", sequence=0, time_ns=1, records=bytes(8)),
+    ReportBlockAllocations(
+        instance_id="i", incarnation="n", model_name="m", sequence=0, payload=ExactRecords(bytes(8), bytes(16))
+    ),
     EndRequest(instance_id="i", incarnation="n", model_name="m", sequence=1, request_id="r"),
     Heartbeat(boot_id="b"),
     DescribeScheduler(
