@@ -35,6 +35,7 @@ INSTANCES, WORKERS, L1_LOOKUPS = (
 EXPLAIN = "kvserver/telemetry/explain.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/common/copies.py"
+ENDINGS = "adapters/common/endings.py"
 SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.py", "adapters/common/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
 CACHE_STATUS, PROM = "adapters/common/cache_status.py", "adapters/vllm/prom.py"
@@ -579,17 +580,17 @@ SERVER = (
 WORKER_HALF = (
     Mutant(
         "a store is not cancelled at its deadline",
-        WORKER, "WorkerHalf._store_over", "            copy.cancel()\n", "",
+        WORKER, "WorkerHalf._time_out", "        copy.cancel()\n", "",
         ("adapters/test_ends_of_copies.py::test_a_store_is_cancelled_at_its_deadline",),
     ),
     Mutant(
         "the word of an old session is given to the free list of the new one",
-        WORKER, "WorkerHalf._free_word", "if copy.session is self._session:", "if True:",
+        WORKER, "WorkerHalf._forget", "if copy.session is self._session:", "if True:",
         ("adapters/test_ends_of_copies.py::test_stores_in_a_new_session_have_words_of_their_own",),
     ),
     Mutant(
         "a null block is quarantined",
-        WORKER, "WorkerHalf._load_failed", "[i for i in spec.block_ids if i != NULL_BLOCK]", "list(spec.block_ids)",
+        WORKER, "WorkerHalf._act", "[i for i in spec.block_ids if i != NULL_BLOCK]", "list(spec.block_ids)",
         ("adapters/test_ends_of_copies.py::test_the_null_block_is_not_quarantined",),
     ),
     Mutant(
@@ -604,7 +605,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "skipped chunks count as stored bytes",
-        WORKER, "WorkerHalf._store_answered", "answer.stored * copy", "(answer.stored + answer.skipped) * copy",
+        WORKER, "WorkerHalf._store_ended", "answer.stored * spec", "(answer.stored + answer.skipped) * spec",
         ("adapters/test_connector_stats.py::test_chunks_that_were_there_are_no_stored_bytes",),
     ),
     Mutant(
@@ -624,18 +625,18 @@ WORKER_HALF = (
     ),
     Mutant(
         "a load that a fault kept from beginning is not answered for",
-        WORKER, "WorkerHalf.answer_for_loads", "self._load_failed(load, quarantine=False)", "pass",
+        WORKER, "WorkerHalf.answer_for_loads", "self._load_failed(load)", "pass",
         ("adapters/test_refusals.py::test_a_fault_before_a_load_begins_fails_that_load_and_no_other",),
     ),
     Mutant(
         "the word of a message that could not be sent is lost",
-        WORKER, "WorkerHalf._send", "self._free_words.append(copy.word)", "pass",
+        WORKER, "WorkerHalf._begin", "self._free_words.append(copy.word)", "pass",
         ("adapters/test_refusals.py::test_messages_that_find_no_room_use_no_state_words_up",),
     ),
     Mutant(
         "a load that may still be written frees its blocks",
-        WORKER, "WorkerHalf._give_up", "self._load_failed(copy.spec, quarantine=True)",
-        "self._load_failed(copy.spec, quarantine=False)", ("adapters/test_failures.py::test_stopped_during_a_load",),
+        ENDINGS, "load_action", "return Action.QUARANTINE", "return Action.FAIL",
+        ("adapters/test_endings.py", "adapters/test_failures.py::test_stopped_during_a_load"),
     ),
     Mutant(
         "quarantined blocks are not released when the load is over",
@@ -644,7 +645,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a load that the server may begin is failed",
-        WORKER, "WorkerHalf._look_at_load", "if copy.move(State.PENDING, State.CANCELLED):", "if True:",
+        ENDINGS, "load_action", "return Action.TIME_OUT", "return Action.FAIL",
         ("adapters/test_failures.py::test_a_load_that_was_given_up_is_never_begun",),
     ),
     Mutant(
@@ -669,7 +670,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "the memory may go while a load is written",
-        WORKER, "WorkerHalf.being_written", "any(copy.writing for copy in self._loads.values())", "False",
+        WORKER, "WorkerHalf.being_written", "copy.writing for", "False for",
         ("adapters/test_sleep.py::test_sleep_fails_while_a_hung_daemon_may_write",),
     ),
     Mutant(

@@ -37,7 +37,7 @@ from kvserver.adapters.vllm.support import (
     vllm_version,
     whole_prompts_only,
 )
-from kvserver.adapters.vllm.worker import WORDS, WorkerHalf
+from kvserver.adapters.vllm.worker import WORDS, Rank, WorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -135,7 +135,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if hasattr(config, "kv_load_failure_policy"):
                 config.kv_load_failure_policy = self._settings.load_failure_policy
         if role == KVConnectorRole.WORKER:
-            self.worker = self._make_worker(None, DirectSendQueue())
+            self.worker = WorkerHalf(self._settings, DirectSendQueue(), self._fault)
         if self._refusal is not None:
             self._runs_without("unsupported", self._refusal)
         elif role == KVConnectorRole.WORKER:
@@ -173,18 +173,6 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             weights_are_transferred=getattr(self._config, "weight_transfer_config", None) is not None,
         )
 
-    def _make_worker(self, link: Link | None, send_queue: SendQueue, stores: bool = True) -> WorkerHalf:
-        return WorkerHalf(
-            self._settings,
-            link,
-            send_queue,
-            fails_requests=TransferResults is not None,
-            stores=stores,
-            group_bytes=self._group_bytes,
-            sends_contents=self._config.parallel_config.rank == 0,
-            fault=self._fault,
-        )
-
     def _model_name(self) -> str:
         return served_name(self._config.model_config)
 
@@ -203,8 +191,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         link = self._make_link()
         if link is None:
             return
-        stores = self._config.parallel_config.rank == 0 or not replicated(self._config, self._caches_config)
-        self.worker = self._make_worker(link, self.make_send_queue(), stores)
+        rank = Rank(self._config.parallel_config.rank, replicated(self._config, self._caches_config), self._group_bytes)
+        self.worker = WorkerHalf(self._settings, self.make_send_queue(), self._fault, rank, link)
         self._registered = True
         self._off = None
         link.start(self._settings.connect_timeout_ms / 1000)

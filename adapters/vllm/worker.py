@@ -5,12 +5,7 @@ Runs on the engine's worker thread. Its only waits: `settle_ms` per step for sto
 about to be overwritten, one millisecond in a step that computes nothing, and detach().
 
 A message may stay in the send queue until the engine's own work on its blocks is done: it is PENDING until then.
-
-Who may still write after a wait ended (DESIGN's rule 1):
-- store: the server only reads; what it read it does not publish after our CANCELLED, nor after the deadline.
-- load, PENDING -> CANCELLED: no process, the server never began and will not.
-- load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its
-  process has ended. Until then the blocks stay quarantined: failed for the request, and unused.
+What follows from a copy's state, and who may still write then, is in `endings`; here it is carried out.
 
 What happens in any case, also after an exception: stores whose blocks are overwritten are cancelled, each copy of a
 plan is answered for, each copy in flight is checked. A fault in one copy is that copy's alone.
@@ -19,19 +14,21 @@ plan is answered for, each copy in flight is checked. A fault in one copy is tha
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.copies import Copy
+from kvserver.adapters.common.endings import Action, load_action, store_action
 from kvserver.adapters.common.link import Link, Session
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.vllm import support
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.stats import KVServerStats
@@ -44,52 +41,44 @@ log = logging.getLogger("vllm.kvserver")
 WORDS = 4096  # copies in flight at once
 _IDLE_WAIT_SECONDS = 0.001
 _SHUT_SECONDS = 1.0
-_CANCEL_GRACE_SECONDS = 0.25  # how long a cancelled load may take to be acknowledged before quarantine
 
 
-def _beginning(spec: LoadSpec | StoreSpec) -> str:
-    return f"beginning of a {'load' if isinstance(spec, LoadSpec) else 'store'}"
+@dataclass(frozen=True)
+class Rank:
+    """The worker's rank. `group_bytes`: the size of a block of each KV cache group, to count copied bytes."""
+
+    number: int = 0
+    replicated: bool = False  # all ranks hold the same KV, and rank 0 alone stores it
+    group_bytes: Sequence[int] = (0,)
 
 
 class WorkerHalf:
     def __init__(
         self,
         settings: AdapterSettings,
-        link: Link | None,
         send_queue: SendQueue,
-        *,
-        fails_requests: bool,
-        stores: bool = True,
-        group_bytes: Sequence[int] = (0,),
-        sends_contents: bool = True,
         fault: Callable[[str, Exception], None],
+        rank: Rank = Rank(),
+        link: Link | None = None,
     ) -> None:
         """`link` is None when this worker runs without cache; it still reports the end of every load it is given.
 
-        `fails_requests`: vLLM treats a failed load as a failure of the whole request, frees its blocks and starts again, rather
-        than computing the failed blocks in place. Only that is right where a window's null blocks lie before them,
-        and only then can blocks be kept out of use.
-        `stores` is False for a rank whose KV rank 0 stores; `sends_contents` for all but rank 0.
-        `group_bytes`: the size of a block of each KV cache group, to count copied bytes.
         `fault` counts and logs an exception: (where, which).
         """
         self.counters: Counter[str] = Counter()
         self.stats = KVServerStats()
-        self._group_bytes = group_bytes
         self._settings = settings
+        self._send_queue = send_queue
+        self._fault = fault
+        self._rank = rank
         self._link = link
         self._leaving: list[Link] = []  # after detach(), until the server has closed its mappings
-        self._send_queue = send_queue
-        self._fails_requests = fails_requests
-        self._stores_own = stores
-        self._sends_contents = sends_contents
-        self._fault = fault
+        # A failed load fails its whole request, which vLLM then begins again, rather than the failed blocks, computed in place.
+        # Only that is right where a window's null blocks lie before them, and only then can blocks be kept out of use.
+        self._fails_requests = support.TransferResults is not None
         self._session: Session | None = None
         self._free_words: list[int] = []
-        self._sequences = itertools.count(1)
-        self._loads: dict[int, Copy] = {}  # by load id
-        self._stores: dict[int, Copy] = {}  # by store id
-        self._by_sequence: dict[int, Copy] = {}  # of this session, without an answer so far
+        self._copies: dict[int, Copy] = {}  # in flight, by the id of its spec, which is its sequence
         self._report = StepReport()
         self._finished: set[str] = set()
         self._failed: set[str] = set()  # of those, failed as a whole
@@ -99,7 +88,7 @@ class WorkerHalf:
 
     def end_overwritten_stores(self, plan: StepPlan) -> None:
         """End the stores whose blocks this step overwrites: wait a little, then cancel."""
-        waiting = [self._stores[i] for i in plan.overwritten_stores if i in self._stores]
+        waiting = [self._copies[i] for i in plan.overwritten_stores if i in self._copies]
         try:
             self._wait_for(waiting)
         finally:
@@ -120,64 +109,59 @@ class WorkerHalf:
 
     def start_loads(self, plan: StepPlan) -> None:
         for load_id in plan.abort_loads:
-            if (aborted := self._loads.get(load_id)) is not None:
+            if (aborted := self._copies.get(load_id)) is not None:
                 with self._guarded("aborting a load"):
                     aborted.cancel()
         for load in plan.loads:
-            if load.keys and (copy := self._begin(load, self._settings.load_timeout_ms)) is not None:
-                self._loads[load.load_id] = copy
+            if load.keys:
+                self._begin(load, self._settings.load_timeout_ms)
 
     def answer_for_loads(self, plan: StepPlan) -> None:
         """Fail the loads of this step that start_loads did not begin: their requests wait for them."""
         for load in plan.loads:
-            if load.load_id not in self._loads:
+            if load.load_id not in self._copies:
                 with self._guarded("failing a load"):
-                    self._load_failed(load, quarantine=False)
+                    self._load_failed(load)
 
     def start_stores(self, plan: StepPlan) -> None:
         for store in plan.stores if self._stores_own else ():
-            if (copy := self._begin(store, self._settings.store_timeout_ms)) is not None:
-                self._stores[store.store_id] = copy
+            self._begin(store, self._settings.store_timeout_ms)
 
     def answer_for_stores(self, plan: StepPlan) -> None:
         """Report the stores of this step that start_stores did not begin: the scheduler half guards their blocks."""
         for store in plan.stores:
-            if store.store_id not in self._stores:
+            if store.store_id not in self._copies:
                 self._report.ended_stores.append(store.store_id)
                 if self._stores_own:
                     self.stats.add("store_failures")
 
-    def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> Copy | None:
-        """None if the copy cannot begin, for lack of a server or by a fault. The caller must report its end all the same."""
-        try:
-            return self._send(spec, timeout_ms)
-        except Exception as error:
-            self._fault(_beginning(spec), error)
-            return None
+    @property
+    def _stores_own(self) -> bool:
+        return self._rank.number == 0 or not self._rank.replicated
 
-    def _send(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> Copy | None:
-        """Arm a word and send; None if there is no server to send to."""
-        session = self._usable()
-        if session is None or session.words is None or not self._free_words:
-            self.counters["unsent"] += 1
-            return None
-        now = time.monotonic()
-        copy = Copy(spec, session, self._free_words.pop(), next(self._sequences), now, now + timeout_ms / 1000)
-        session.words.arm(copy.word, copy.sequence)
-        posted = False
+    def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> None:
+        """Arm a word and send. If that fails, there is no copy in flight, and the caller must report the end all the same."""
+        with self._guarded(f"beginning of a {_kind(spec)}"):
+            session = self._usable()
+            if session is None or session.words is None or not self._free_words:
+                self.counters["unsent"] += 1
+                return
+            now = time.monotonic()
+            sequence = spec.load_id if isinstance(spec, LoadSpec) else spec.store_id
+            copy = Copy(spec, session, self._free_words.pop(), sequence, now, now + timeout_ms / 1000)
+            session.words.arm(copy.word, sequence)
+            if self._posted(copy):
+                self._copies[sequence] = copy
+            else:
+                self._free_words.append(copy.word)
+                self.counters["unsent"] += 1
+
+    def _posted(self, copy: Copy) -> bool:
         try:
-            posted = self._send_queue.post(self._message(copy))
+            return self._send_queue.post(self._message(copy))
         except Exception as error:
-            self._fault(_beginning(spec), error)
-            posted = not copy.move(
-                State.PENDING, State.CANCELLED
-            )  # the message was sent all the same, and the copy runs
-        if not posted:
-            self._free_words.append(copy.word)
-            self.counters["unsent"] += 1
-            return None
-        self._by_sequence[copy.sequence] = copy
-        return copy
+            self._fault(f"beginning of a {_kind(copy.spec)}", error)
+            return not copy.move(State.PENDING, State.CANCELLED)  # the message was sent all the same, and the copy runs
 
     def _message(self, copy: Copy) -> Message:
         spec = copy.spec
@@ -195,13 +179,13 @@ class WorkerHalf:
         if isinstance(spec, LoadSpec):  # the daemon explains requests by their loads
             return Retrieve(**fields, skip_blocks=spec.skip_blocks, request_id=spec.request_id)
         named = spec.request_id if copy.session.hello.traces else ""
-        return Store(**fields, request_id=named, contents=spec.contents if self._sends_contents else None)
+        return Store(**fields, request_id=named, contents=spec.contents if self._rank.number == 0 else None)
 
     # ---- copies end ---------------------------------------------------------------------------
 
     def poll(self, idle: bool) -> None:
         """Check every copy in flight. A fault in one copy or in the link keeps no other copy from its end."""
-        if not (self._loads or self._stores):
+        if not self._copies:
             return
         with self._guarded("receiving answers"):
             self._usable()
@@ -209,86 +193,91 @@ class WorkerHalf:
             if idle:
                 self._wait_idle()
         now = time.monotonic()
-        for store_id, copy in list(self._stores.items()):
-            over = now > copy.deadline  # also if checking it fails: the server will not publish it
-            with self._guarded("looking at a store"):
-                over = self._store_over(copy, now)
-            if over:
-                del self._stores[store_id]
-                self._report.ended_stores.append(store_id)
-                self._free_word(copy)
-                self.stats.add("store_failures")
-        for copy in list(self._loads.values()):
-            try:
-                self._look_at_load(copy, now)
-            except Exception as error:
-                self._fault("looking at a load", error)
-                self._give_up(copy, now)
+        for copy in list(self._copies.values()):
+            with self._guarded(_looking(copy)):
+                self._act(copy, self._look(copy, now))
 
     def _wait_idle(self) -> None:
         if self._session is None or self._link is None or self._link.breaker.open:
             time.sleep(_IDLE_WAIT_SECONDS)  # only deadlines are left to wait for
-        elif any(copy.open for copy in self._copies()):
+        elif any(copy.open for copy in self._copies.values()):
             self._send_queue.wait(_IDLE_WAIT_SECONDS)
             self._receive()
 
-    def _copies(self) -> list[Copy]:
-        return [*self._stores.values(), *self._loads.values()]
+    def _look(self, copy: Copy, now: float) -> Action:
+        """What to do with a copy, which is cancelled first if it is late. What cannot be looked at may be running."""
+        try:
+            action = self._action(copy, copy.state(), now, copy.timed_out)
+            if action is Action.TIME_OUT:
+                self._time_out(copy)
+                action = self._action(copy, copy.state(), now, timed_out=True)
+            return action
+        except Exception as error:
+            self._fault(_looking(copy), error)
+            return self._action(copy, State.RUNNING, now, timed_out=True)
 
-    def _store_over(self, copy: Copy, now: float) -> bool:
-        """Ended by its reply (see _receive), by the session's end, by the worker, or by its deadline."""
-        if copy.session.ended.is_set() or copy.state() in (State.CANCELLED, State.FAILED):
-            return True
-        if now > copy.deadline:
-            copy.cancel()
-            self._timed_out(copy)
-            return True
-        return False
+    def _action(self, copy: Copy, state: State, now: float, timed_out: bool) -> Action:
+        ended, late = copy.session.ended.is_set(), now - copy.deadline
+        if isinstance(copy.spec, StoreSpec):
+            return store_action(state, session_ended=ended, seconds_late=late, timed_out=timed_out)
+        return load_action(
+            state,
+            session_ended=ended,
+            seconds_late=late,
+            timed_out=timed_out,
+            quarantined=copy.quarantined,
+            may_quarantine=self._fails_requests,
+        )
 
-    def _look_at_load(self, copy: Copy, now: float) -> None:
-        state = copy.state()
-        if state == State.PENDING and (now > copy.deadline or copy.session.ended.is_set()):
-            if copy.move(State.PENDING, State.CANCELLED):
-                state = State.CANCELLED
-                if not copy.session.ended.is_set():
-                    self._timed_out(copy)
-            else:
-                state = copy.state()
-        if state == State.DONE:
-            self._load_ended(copy, now, loaded=True)
-        elif state in (State.FAILED, State.CANCELLED) or copy.session.ended.is_set():
-            self._load_ended(copy, now, loaded=False)
-        elif now > copy.deadline:
-            copy.cancel()
-            self._timed_out(copy)
-            self._give_up(copy, now)
+    def _time_out(self, copy: Copy) -> None:
+        copy.cancel()
+        copy.timed_out = True
+        if self._link is None or self._send_queue.is_queued(copy.sequence):
+            return  # the message was never sent
+        self.counters["timeouts"] += 1
+        self._link.breaker.timed_out()
 
-    def _load_ended(self, copy: Copy, now: float, loaded: bool) -> None:
-        """The server no longer writes the load's blocks. The load leaves the table first: vLLM dies of a load that ends twice."""
+    def _act(self, copy: Copy, action: Action) -> None:
         spec = copy.spec
-        assert isinstance(spec, LoadSpec)
-        del self._loads[spec.load_id]
-        if copy.quarantined:
+        if isinstance(spec, StoreSpec):
+            if action is not Action.WAIT:
+                self._store_ended(copy, spec, None)
+        elif action is Action.QUARANTINE:
+            copy.quarantined = True
+            self._report.quarantined.append((spec.load_id, [i for i in spec.block_ids if i != NULL_BLOCK]))
+            self._load_failed(spec)
+        elif action is not Action.WAIT:
+            self._load_ended(copy, spec, action)
+
+    def _store_ended(self, copy: Copy, spec: StoreSpec, answer: Reply | NotSent | None) -> None:
+        """The blocks may be overwritten: the server publishes nothing that it reads from now on."""
+        self._forget(copy)
+        self._report.ended_stores.append(spec.store_id)
+        if isinstance(answer, Stored):
+            copied = answer.stored * spec.chunk_blocks * sum(self._rank.group_bytes)
+            self.stats.ended("store", time.monotonic() - copy.began, copied)
+        else:
+            self.stats.add("store_failures")
+
+    def _load_ended(self, copy: Copy, spec: LoadSpec, action: Action) -> None:
+        """The server no longer writes the load's blocks. First it is forgotten: vLLM dies of a load that ends twice."""
+        self._forget(copy)
+        if action is Action.RELEASE:
             self._report.released.append(spec.load_id)
-        elif loaded:
+        elif action is Action.FINISH:
             self._finished.add(spec.request_id)
             self.counters["loaded"] += 1
-            self.stats.ended("load", now - copy.began, self._bytes_of(spec.block_ids))
+            self.stats.ended("load", time.monotonic() - copy.began, self._bytes_of(spec.block_ids))
         else:
-            self._load_failed(spec, quarantine=False)
-        self._free_word(copy)
+            self._load_failed(spec)
 
-    def _give_up(self, copy: Copy, now: float) -> None:
-        """Fail the request of a load whose cancel was not acknowledged in time, where its blocks can be kept out of use."""
-        if not copy.quarantined and self._fails_requests and now > copy.deadline + _CANCEL_GRACE_SECONDS:
-            copy.quarantined = True
-            assert isinstance(copy.spec, LoadSpec)
-            self._load_failed(copy.spec, quarantine=True)
+    def _forget(self, copy: Copy) -> None:
+        del self._copies[copy.sequence]
+        if copy.session is self._session:
+            self._free_words.append(copy.word)
 
-    def _load_failed(self, spec: LoadSpec, quarantine: bool) -> None:
+    def _load_failed(self, spec: LoadSpec) -> None:
         """First what must be reported with the load's end, then the end, then the counts."""
-        if quarantine:
-            self._report.quarantined.append((spec.load_id, [i for i in spec.block_ids if i != NULL_BLOCK]))
         if self._fails_requests:
             self._failed.add(spec.request_id)
         else:
@@ -298,33 +287,17 @@ class WorkerHalf:
         self.counters["failed_loads"] += 1
         self.stats.add("load_failures")
 
-    def _timed_out(self, copy: Copy) -> None:
-        if copy.timed_out or self._link is None:
-            return
-        copy.timed_out = True
-        if self._send_queue.is_queued(copy.sequence):
-            return  # the message was never sent
-        self.counters["timeouts"] += 1
-        self._link.breaker.timed_out()
-
-    def _free_word(self, copy: Copy) -> None:
-        if copy.session is self._session:
-            self._free_words.append(copy.word)
-
     def _receive(self) -> None:
         """Process every answer. A store's answer is its end: only then can its chunks be found."""
         if self._session is None or self._link is None:
             return
         for sequence, answer in self._send_queue.receive():
             with self._guarded("an answer"):
-                self._answered(self._by_sequence.pop(sequence, None), answer)
+                self._answered(self._copies.get(sequence), answer)
 
     def _answered(self, copy: Copy | None, answer: Reply | NotSent) -> None:
         if copy is not None and isinstance(copy.spec, StoreSpec):
-            if self._stores.pop(copy.spec.store_id, None) is not None:
-                self._report.ended_stores.append(copy.spec.store_id)
-                self._free_word(copy)
-                self._store_answered(copy, answer)
+            self._store_ended(copy, copy.spec, answer)
         elif copy is not None and isinstance(answer, Error):
             # Refused before the server knew the word: the worker must end the copy.
             copy.move(State.PENDING, State.CANCELLED)
@@ -335,28 +308,17 @@ class WorkerHalf:
         if isinstance(answer, Error):
             self._refused(answer)
 
-    def _store_answered(self, copy: Copy, answer: Reply | NotSent) -> None:
-        if isinstance(answer, Stored):
-            copied = answer.stored * copy.spec.chunk_blocks * sum(self._group_bytes)
-            self.stats.ended("store", time.monotonic() - copy.began, copied)
-        else:
-            self.stats.add("store_failures")
-
     def _bytes_of(self, block_ids: list[int]) -> int:
         """The size of these blocks, given in the order of a copy; null blocks are not copied."""
-        groups = len(self._group_bytes)
-        tables = [block_ids[group::groups] for group in range(groups)]
-        return sum(
-            (len(ids) - ids.count(NULL_BLOCK)) * size for ids, size in zip(tables, self._group_bytes, strict=True)
-        )
+        sizes = self._rank.group_bytes
+        tables = [block_ids[group :: len(sizes)] for group in range(len(sizes))]
+        return sum((len(ids) - ids.count(NULL_BLOCK)) * size for ids, size in zip(tables, sizes, strict=True))
 
     def _not_sent(self, answer: NotSent) -> None:
         self.counters[f"not_sent_{answer.reason}"] += 1
         if answer.error is not None:
-            try:
+            with self._guarded("waiting for the engine's own work"):
                 raise answer.error
-            except Exception as error:
-                self._fault("waiting for the engine's own work", error)
 
     def _refused(self, error: Error) -> None:
         self.counters[f"refused_{error.code}"] += 1
@@ -393,7 +355,7 @@ class WorkerHalf:
         Waits `seconds` at most for the server to close its mappings; True if it has: from then on the server
         neither reads nor writes. May be called again.
         """
-        for copy in self._copies():
+        for copy in self._copies.values():
             with self._guarded("cancelling a copy"):
                 copy.cancel()
         if self._link is not None:
@@ -414,7 +376,7 @@ class WorkerHalf:
     @property
     def being_written(self) -> bool:
         """Whether the server may still write into the KV cache."""
-        return any(copy.writing for copy in self._loads.values())
+        return any(copy.writing for copy in self._copies.values() if isinstance(copy.spec, LoadSpec))
 
     def shut(self) -> None:
         try:
@@ -444,5 +406,12 @@ class WorkerHalf:
     def _adopt(self, session: Session | None) -> None:
         self._send_queue.adopt(session)
         self._session = session
-        self._by_sequence.clear()
         self._free_words = list(range(WORDS)) if session is not None else []
+
+
+def _kind(spec: LoadSpec | StoreSpec) -> str:
+    return "load" if isinstance(spec, LoadSpec) else "store"
+
+
+def _looking(copy: Copy) -> str:
+    return f"looking at a {_kind(copy.spec)}"

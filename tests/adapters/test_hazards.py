@@ -5,22 +5,19 @@ from __future__ import annotations
 import pytest
 from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.common.specs import LoadSpec
+from kvserver.adapters.vllm import support
 from kvserver.adapters.vllm.metadata import StepPlan
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.worker import WorkerHalf
 
 
 @pytest.mark.parametrize("fails_requests", [False, True])
-def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests):
+def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests, monkeypatch):
     """Its blocks before 0.30, since then the request. Either way the request's load is over, once."""
     faults = []
-    worker = WorkerHalf(
-        AdapterSettings(),
-        None,
-        DirectSendQueue(),
-        fails_requests=fails_requests,
-        fault=lambda *fault: faults.append(fault),
-    )
+    if not fails_requests:
+        monkeypatch.setattr(support, "TransferResults", None)
+    worker = WorkerHalf(AdapterSettings(), DirectSendQueue(), lambda *fault: faults.append(fault))
     plan = StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, [5, 6, 7, 8], 0)])
     worker.start_loads(plan)
     worker.answer_for_loads(plan)

@@ -338,7 +338,7 @@ def test_messages_that_find_no_room_use_no_state_words_up(make_daemon, make_engi
     (store, *_) = engine.stores
     with monkeypatch.context() as full:
         full.setattr(Channel, "send", lambda self, request: None)
-        every = [dataclasses.replace(store, store_id=-1 - number) for number in range(WORDS + 1)]
+        every = [dataclasses.replace(store, store_id=10_000 + number) for number in range(WORDS + 1)]
         engine.worker.worker.start_stores(StepPlan(stores=every))
     other = prompt(7, 4 * CHUNK + 3)
     engine.generate("second", other)
