@@ -1,6 +1,7 @@
 """Copies in flight, and the devices that move the bytes."""
 
 from kvserver.copy.devices import THIS_MACHINE, Devices, GpuRules, Hardware
-from kvserver.copy.tickets import Completion, Tickets, l1_region
+from kvserver.copy.l1 import chosen_l1, map_l1
+from kvserver.copy.tickets import Completion, Tickets
 
-__all__ = ["THIS_MACHINE", "Completion", "Devices", "GpuRules", "Hardware", "Tickets", "l1_region"]
+__all__ = ["THIS_MACHINE", "Completion", "Devices", "GpuRules", "Hardware", "Tickets", "chosen_l1", "map_l1"]

@@ -16,13 +16,11 @@ from kvserver._native import (
     NO_BLOCK,
     Device,
     Direction,
-    HostRegion,
     Mapping,
     Outcome,
     PlaneTable,
     WordMapping,
 )
-from kvserver.config import Placement
 from kvserver.copy.devices import Devices
 
 __all__ = [
@@ -30,7 +28,6 @@ __all__ = [
     "Completion",
     "Device",
     "Direction",
-    "HostRegion",
     "Mapping",
     "Outcome",
     "PlaneTable",
@@ -108,8 +105,3 @@ class Tickets(Generic[T]):
         self._next += 1
         self._open[self._next] = (device, ticket)
         return self._next
-
-
-def l1_region(size: int, placement: Placement) -> HostRegion:
-    """L1's memory. RuntimeError if the kernel refuses it. Memory on other nodes is no error: see `numa_error`."""
-    return HostRegion(size, placement.huge_page_bytes, placement.transparent, list(placement.nodes), placement.bound)

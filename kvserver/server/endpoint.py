@@ -1,0 +1,124 @@
+"""The ZMQ address that engines connect to, its `.fd` path and the lock that makes one daemon its only owner.
+
+Owns: the lock, the ROUTER socket and who may connect to it. Refuses to know: messages (`loop`), the `.fd` socket (`lifeline`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import logging
+import os
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+import zmq
+
+from kvserver.protocol import ConfigError, stranger_at
+
+log = logging.getLogger(__name__)
+
+
+class Endpoint:
+    """REQUIRES: bind() at most once, then close(). Sockets are of the thread that makes the endpoint, then of the loop's."""
+
+    def __init__(self, url: str, max_message_bytes: int) -> None:
+        """Lock it. ConfigError if the URL cannot be served, or another daemon serves it."""
+        self.url = url
+        self.fd_path = _fd_path(url)
+        self._lock = _lock(url, self.fd_path.removesuffix(".fd") + ".lock")
+        self._context = zmq.Context(io_threads=1)
+        self.router = self._context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.LINGER, 0)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.router.setsockopt(zmq.RCVHWM, 10_000)
+        self.router.setsockopt(zmq.SNDHWM, 10_000)
+        _refuse_other_users(self.router)
+
+    def bind(self) -> None:
+        """A socket file that lies there is a dead daemon's, for this one has the lock: ZMQ replaces it."""
+        try:
+            self.router.bind(self.url)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"--endpoint {self.url}: cannot bind: {error}") from None
+        if self.url.startswith("ipc://"):
+            os.chmod(self.url.removeprefix("ipc://"), 0o600)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """`linger_ms`: for replies on their way to engines. The lock is released last: another daemon may serve the URL then."""
+        self._context.destroy(linger_ms)
+        if self.url.startswith("ipc://"):
+            Path(self.url.removeprefix("ipc://")).unlink(missing_ok=True)
+        Path(self.fd_path).unlink(missing_ok=True)
+        self._lock.close()
+
+
+def _fd_path(url: str) -> str:
+    """ConfigError if the URL cannot be served."""
+    parts = urlsplit(url)
+    if parts.scheme == "ipc":
+        _refuse_no_socket_path(url)
+        path = url.removeprefix("ipc://") + ".fd"
+    elif parts.scheme == "tcp":
+        _refuse_open_network(url, parts.hostname)
+        folder = os.environ.get("XDG_RUNTIME_DIR", f"/tmp/kvserver-{os.getuid()}")
+        path = f"{folder}/kvserver-{_port(url)}.fd"
+    else:
+        raise ConfigError(f"--endpoint {url!r}: give ipc:///path or tcp://127.0.0.1:port")
+    if len(path.encode()) > 100:
+        raise ConfigError(f"--endpoint {url!r}: the path is too long for a Unix socket (107 bytes with suffixes)")
+    return path
+
+
+def _lock(url: str, path: str) -> IO[str]:
+    """The locked file. ConfigError if it cannot be made, or another daemon has it."""
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if stranger := stranger_at(url):  # before a file is opened there
+            raise ConfigError(f"--endpoint {url!r}: {stranger}")
+        lock = open(path, "w")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"--endpoint {url!r}: {error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another kvserver already serves {url}; stop it or give --endpoint") from None
+    return lock
+
+
+def _refuse_no_socket_path(url: str) -> None:
+    path = url.removeprefix("ipc://")
+    if not path or path.startswith("@") or path.endswith("/") or Path(path).is_dir():
+        raise ConfigError(f"--endpoint {url!r}: name a file that may become a socket, as ipc:///run/kvserver/kv.sock")
+
+
+def _port(url: str) -> int:
+    try:
+        port = urlsplit(url).port
+    except ValueError:
+        port = None
+    if not port:
+        raise ConfigError(f"--endpoint {url!r}: give a port, as tcp://127.0.0.1:5557")
+    return port
+
+
+def _refuse_open_network(url: str, host: str | None) -> None:
+    try:
+        loopback = ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ConfigError(
+            f"--endpoint {url!r}: tcp is for loopback addresses only; KV would cross the network unencrypted"
+        )
+
+
+def _refuse_other_users(router: zmq.Socket[bytes]) -> None:
+    """At an ipc endpoint whose file became writable for them, as lifelines do. REQUIRES: the socket is not bound yet."""
+    try:
+        for uid in {os.getuid(), 0}:
+            router.setsockopt(zmq.IPC_FILTER_UID, uid)
+    except zmq.ZMQError as error:
+        log.debug("libzmq %s does not look at the user of a peer: %s", zmq.zmq_version(), error)
