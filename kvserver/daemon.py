@@ -38,7 +38,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
     _raise_descriptor_limit()
     http_token = _http_token(settings)
     chosen = chosen_l1(settings)
-    endpoint = Endpoint(settings.endpoint, settings.max_message_bytes * 16)
+    endpoint = Endpoint(settings.endpoint)
     try:
         endpoint.bind()
         boot_id, token = secrets.token_hex(8), secrets.token_hex(16)
@@ -46,7 +46,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
         devices, cache, placement = _make_l1(settings, chosen, hardware)
         observability = Observability(settings, boot_id)
         handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, observability, placement=placement)
-        server = Server(handlers, endpoint.router, settings.max_message_bytes, stops_when_lost=True)
+        server = Server(handlers, endpoint.router, stops_when_lost=True)
         pages = _make_pages(configuration, server, observability, http_token)
         _stop_on_signals(server)
         observability.start(pages.families)

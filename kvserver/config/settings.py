@@ -15,6 +15,12 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+# Former settings: what applies instead. Given anywhere, they are refused.
+REMOVED = {
+    "max_message_bytes": "the limit is 4 MiB",
+    "otlp_interval_seconds": "set OTEL_METRIC_EXPORT_INTERVAL, in milliseconds, in the environment",
+    "trace_sample_rate": "set OTEL_TRACES_SAMPLER=parentbased_traceidratio and OTEL_TRACES_SAMPLER_ARG in the environment",
+}
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 MIN_L1_BYTES = 64 * KiB  # one page of any size
 _UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -109,14 +115,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     copy_threads: Annotated[
         int, Meta(ge=1, le=256, description="Native threads that copy blocks between L1 and CPU memory of engines.")
     ] = 2
-    max_message_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=GiB,
-            description="Largest message. A larger one gets an error; one sixteen times larger ends the connection.",
-        ),
-    ] = 4 * MiB
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="Level of the least severe log lines that are written."),
@@ -137,23 +135,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="OpenTelemetry collector for metrics and traces: http(s)://host:port for OTLP over HTTP (to "
-            "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS. Headers are read from "
-            "OTEL_EXPORTER_OTLP_HEADERS. Without a collector the daemon sends nothing; with one it uses about 12 MB "
-            "more (gRPC: 25 MB) and starts 0.25 s later."
+            "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS. OTEL_EXPORTER_OTLP_HEADERS, "
+            "OTEL_RESOURCE_ATTRIBUTES, OTEL_METRIC_EXPORT_INTERVAL (15000 milliseconds if unset) and "
+            "OTEL_TRACES_SAMPLER apply; without the last, one request in a hundred is traced, and those whose trace "
+            "context is sampled. Without a collector the daemon sends nothing; with one it uses about 12 MB more "
+            "(gRPC: 25 MB) and starts 0.25 s later."
         ),
     ] = ""
-    otlp_interval_seconds: Annotated[
-        float, Meta(ge=0.1, le=3600, description="Seconds between two exports of metrics over OTLP.")
-    ] = 15.0
-    trace_sample_rate: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Share of requests without a trace context that are traced. For a request with a trace "
-            "context, the context decides.",
-        ),
-    ] = 0.01
     kv_events: Annotated[
         Literal["auto", "on"],
         Meta(

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from kvserver.config.settings import (
     MIN_L1_BYTES,
+    REMOVED,
     KiB,
     Settings,
     check_placeholders,
@@ -113,6 +114,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE.toml", default=None, help="TOML file with the same keys as the flags."
     )
+    for name in REMOVED:
+        parser.add_argument(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     texts = descriptions()
     for field in msgspec.structs.fields(Settings):
         parser.add_argument(
@@ -129,21 +132,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Configuration:
     """Merge defaults < TOML file < environment < `arguments`. ConfigError names flag, value and source."""
     environ = dict(os.environ) if environ is None else environ
-    types = field_types()
+    known = [*field_types(), *REMOVED]
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
 
     def set_value(name: str, value: Any, source: Source) -> None:
+        if name in REMOVED:
+            raise ConfigError(f"{source} is no setting any more: {REMOVED[name]}")
         values[name], sources[name] = value, source
 
     if path := arguments.get("config"):
-        for key, value in _read_toml(path, types).items():
+        for key, value in _read_toml(path, known).items():
             set_value(key.replace("-", "_"), value, Source("file", f"{path}: {key}"))
-    for name in types:
+    for name in known:
         if (text := environ.get(variable(name))) is not None:
             set_value(name, text, Source("environment", variable(name)))
     for name, value in arguments.items():
-        if name in types:
+        if name in known:
             set_value(name, value, Source("flag", flag(name)))
     try:
         settings = msgspec.convert(values, Settings, strict=False)
@@ -181,13 +186,13 @@ _CHECKS: dict[str, Callable[[str], object]] = {  # checks that a type cannot exp
 }
 
 
-def _read_toml(path: str, types: dict[str, type]) -> dict[str, Any]:
+def _read_toml(path: str, names: list[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from None
-    if unknown := [key for key in table if key.replace("-", "_") not in types]:
-        known = sorted(name.replace("_", "-") for name in types)
+    if unknown := [key for key in table if key.replace("-", "_") not in names]:
+        known = sorted(name.replace("_", "-") for name in names if name not in REMOVED)
         raise ConfigError(f"--config {path}: unknown keys {unknown}; known are {known}")
     return table
 

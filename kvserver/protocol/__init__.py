@@ -16,6 +16,7 @@ from kvserver.protocol.measurements import (
 from kvserver.protocol.messages import (
     MARK,
     MAX_REPORTED_BLOCKS,
+    MOST_MESSAGE_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     RECORD_ACCESSED,
@@ -94,6 +95,7 @@ __all__ = [
     "MAX_REPORTED_BLOCKS",
     "MOST_DEPARTED",
     "MOST_EXTRA_KEY_BYTES",
+    "MOST_MESSAGE_BYTES",
     "OLDEST_PROTOCOL_VERSION",
     "PROTOCOL_VERSION",
     "RECORD_ACCESSED",

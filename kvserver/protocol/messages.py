@@ -55,6 +55,7 @@ OLDEST_PROTOCOL_VERSION = 3  # that the server speaks: it registers a ModelIdent
 REGISTERED = "registered"  # HelloReply.standing: all ranks have registered and agree
 MAX_REPORTED_BLOCKS = 1 << 16  # in one message, also if a few bytes name more
 REQUEST_ID_BYTES = 8
+MOST_MESSAGE_BYTES = 4 << 20  # clients split far below; a larger message gets an error
 
 GpuUuid = Annotated[str, Meta(pattern="^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 GpuHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from kvserver.protocol import ConfigError, stranger_at
+from kvserver.protocol import MOST_MESSAGE_BYTES, ConfigError, stranger_at
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class Endpoint:
     """REQUIRES: bind() at most once, then close(). Sockets are of the thread that makes the endpoint, then of the loop's."""
 
-    def __init__(self, url: str, max_message_bytes: int) -> None:
+    def __init__(self, url: str) -> None:
         """Lock it. ConfigError if the URL cannot be served, or another daemon serves it."""
         self.url = url
         self.fd_path = _fd_path(url)
@@ -32,7 +32,7 @@ class Endpoint:
         self.router = self._context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.router.setsockopt(zmq.MAXMSGSIZE, 16 * MOST_MESSAGE_BYTES)  # a larger one ends its connection
         self.router.setsockopt(zmq.RCVHWM, 10_000)
         self.router.setsockopt(zmq.SNDHWM, 10_000)
         _refuse_other_users(self.router)

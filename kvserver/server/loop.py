@@ -24,6 +24,7 @@ import zmq
 from kvserver import __version__
 from kvserver.events import ErrorSent
 from kvserver.protocol import (
+    MOST_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     REQUEST_ID_BYTES,
     WAIT_SECONDS,
@@ -75,7 +76,6 @@ class Server:
         self,
         handlers: Handlers,
         router: zmq.Socket[bytes],
-        max_message_bytes: int,
         stops_when_lost: bool = False,
     ) -> None:
         """`stops_when_lost`: run() returns when a device is lost, as after stop()."""
@@ -86,7 +86,6 @@ class Server:
         self.unbalanced = 0  # audits that failed
         self.undelivered = 0  # replies to peers that had disconnected or did not read
         self._router = router
-        self._max_message_bytes = max_message_bytes
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if hasattr(os, "eventfd") else None
         self._wake_read, self._wake_write = (self._wake, self._wake) if self._wake is not None else _pipe()
@@ -211,11 +210,10 @@ class Server:
                     f"got {len(frames) - 1} frames of sizes {sizes}; expected 2: an {REQUEST_ID_BYTES}-byte request id "
                     "and a msgpack message",
                 )
-            if len(frames[2]) > self._max_message_bytes:
+            if len(frames[2]) > MOST_MESSAGE_BYTES:
                 raise KVServerError(
                     ErrorCode.TOO_LARGE,
-                    f"the message has {len(frames[2])} bytes, the limit is {self._max_message_bytes}; split it or "
-                    "raise --max-message-bytes",
+                    f"the message has {len(frames[2])} bytes, the limit is {MOST_MESSAGE_BYTES}; split it",
                 )
             request = decode_request(frames[2])
             call.type_name = type(request).__name__

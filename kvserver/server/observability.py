@@ -50,16 +50,13 @@ class Observability:
         self.explain = Explain()
         self.traces: Traces | None = None
         self._sender: OtlpMetrics | None = None
-        self._make_sender: Callable[[Callable[[], list[Family]]], OtlpMetrics] | None = None
         endpoint = parse_otlp_endpoint(settings.otlp_endpoint)
         if endpoint is not None:  # its imports cost time and memory: only a daemon with a collector pays
             from kvserver.telemetry import otlp, tracing
 
             sender = otlp.resource(boot_id)
-            self.traces = tracing.Traces(
-                otlp.span_exporter(endpoint), sender, settings.trace_sample_rate, attributes=self.explain.attributes
-            )
-            self._make_sender = lambda read: otlp.OtlpMetrics(endpoint, sender, read, settings.otlp_interval_seconds)
+            self._sender = otlp.OtlpMetrics(endpoint, sender)
+            self.traces = tracing.Traces(otlp.span_exporter(endpoint), sender, attributes=self.explain.attributes)
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
         boot_micros = time.time_ns() // 1000
         self.observers = Observers(ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot), OWN_OBSERVERS)
@@ -142,9 +139,8 @@ class Observability:
         """`read` returns the present families, from any thread; it may be slow."""
         self.observers.start()
         self.bus.start()
-        if self._make_sender is not None:
-            self._sender = self._make_sender(read)
-            self._sender.start()
+        if self._sender is not None:
+            self._sender.start(read)
 
     def close(self, read: Callable[[], list[Family]]) -> None:
         """Handle and send what is queued, for a few seconds at most. `read` is called after the events were handled."""

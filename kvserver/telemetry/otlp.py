@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias, cast
 import requests
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.environment_variables import OTEL_METRIC_EXPORT_INTERVAL
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
     Gauge,
@@ -41,7 +43,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
 from kvserver.config import OtlpEndpoint
-from kvserver.protocol import Buckets
+from kvserver.protocol import Buckets, ConfigError
 from kvserver.telemetry.families import Family, Kind
 
 log = logging.getLogger(__name__)
@@ -170,22 +172,21 @@ def resource(boot_id: str) -> Resource:
 
 
 class OtlpMetrics:
-    """Sends what `read` returns, at once and then every interval, from start() until close()."""
+    """Sends the families, at once and then every interval, from start() until close()."""
 
-    def __init__(
-        self, endpoint: OtlpEndpoint, sender: Resource, read: Callable[[], Iterable[Family]], interval_seconds: float
-    ) -> None:
+    def __init__(self, endpoint: OtlpEndpoint, sender: Resource) -> None:
+        """ConfigError if OTEL_METRIC_EXPORT_INTERVAL is invalid."""
         self._endpoint = endpoint
         self._exporter = metric_exporter(endpoint)
         self._sender = sender
-        self._read = read
-        self._interval = interval_seconds
+        self._interval_seconds = _interval_seconds()
         self._starts = _Starts(time.time_ns())
         self._delivery = Delivery("metrics over OTLP")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
 
-    def start(self) -> None:
+    def start(self, read: Callable[[], Iterable[Family]]) -> None:
+        self._read = read
         self._thread.start()
 
     def close(self, last: Iterable[Family]) -> None:
@@ -200,7 +201,7 @@ class OtlpMetrics:
 
     def _run(self) -> None:
         self._delivery.attempt(self._send)
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(self._interval_seconds):
             self._delivery.attempt(self._send)
         self._delivery.attempt(self._send)
 
@@ -208,6 +209,16 @@ class OtlpMetrics:
         now_ns = time.time_ns()  # before it is read: what is counted meanwhile is not from before a series' start
         data = metrics_data(list(self._read()), self._sender, self._starts, now_ns)
         return self._exporter.export(data) is MetricExportResult.SUCCESS
+
+
+def _interval_seconds() -> float:
+    text = os.environ.get(OTEL_METRIC_EXPORT_INTERVAL) or "15000"
+    try:
+        if 100 <= (millis := float(text)) <= 3_600_000:
+            return millis / 1000
+    except ValueError:
+        pass
+    raise ConfigError(f"{OTEL_METRIC_EXPORT_INTERVAL} {text!r}: write 100 to 3600000 milliseconds")
 
 
 Series: TypeAlias = tuple[str, tuple[str, ...]]  # name and label values

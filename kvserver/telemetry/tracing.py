@@ -10,6 +10,7 @@ thread.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from opentelemetry.sdk.environment_variables import OTEL_TRACES_SAMPLER
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -29,6 +31,7 @@ from kvserver import __version__
 from kvserver.events import CopyEnded, CopyRefused, Event, InstanceDisconnected, LookupEnded, RequestEnded
 from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Delivery
 
+_USUAL_SAMPLER = ParentBased(TraceIdRatioBased(0.01))
 MOST_REQUESTS = 4096  # remembered, traced ones only; beyond them the oldest is forgotten
 
 
@@ -48,7 +51,6 @@ class Traces:
         self,
         exporter: SpanExporter,
         sender: Resource,
-        sample_rate: float,
         most_requests: int = MOST_REQUESTS,
         attributes: Callable[[str, str], Attributes] = lambda instance_id, request_id: None,
     ) -> None:
@@ -60,7 +62,7 @@ class Traces:
         self._delivery = Delivery("traces over OTLP")
         self._requests: OrderedDict[tuple[str, str], _Request] = OrderedDict()  # by instance id and request id
         self._context = TraceContextTextMapPropagator()
-        sampler = ParentBased(TraceIdRatioBased(sample_rate))
+        sampler = None if os.environ.get(OTEL_TRACES_SAMPLER) else _USUAL_SAMPLER  # None: the one of the environment
         self._provider = TracerProvider(sampler, sender, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(CountedSpans(exporter, self._delivery)))
         self._tracer = self._provider.get_tracer("kvserver", __version__)

@@ -152,12 +152,12 @@ def test_the_reply_to_a_message_over_the_limit_states_both_numbers(daemon, peer)
 
 
 def test_a_message_far_over_the_limit_ends_only_its_own_connection(make_daemon, make_worker):
-    daemon = make_daemon(max_message_bytes=4096)
+    daemon = make_daemon()
     worker = make_worker(daemon)
     with RawPeer(daemon.endpoint) as peer:
         before = daemon.rss_bytes()
-        for _ in range(20):
-            peer.send(REQUEST_ID, bytes(10 * 2**20))
+        for _ in range(3):
+            peer.send(REQUEST_ID, bytes(64 * 2**20 + 1))
         with pytest.raises(TimeoutError):
             peer.receive(0.3)
         assert daemon.rss_bytes() - before < 50 * 2**20

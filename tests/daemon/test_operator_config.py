@@ -61,9 +61,9 @@ REFUSED = {
     ),
     "tcp with a port too far": (["--endpoint", "tcp://127.0.0.1:99999"], "give a port, as tcp://127.0.0.1:5557"),
     "an L1 smaller than a page": (["--l1-size", "4095"], "--l1-size '4095': L1 needs at least 64KiB"),
-    "messages larger than a machine": (
-        ["--max-message-bytes", "9" * 18],
-        f"--max-message-bytes '{'9' * 18}': Expected",
+    "a setting that was removed": (
+        ["--max-message-bytes", "9999"],
+        "flag --max-message-bytes is no setting any more: the limit is 4 MiB",
     ),
     "a host that is unknown": (["--http-host", "nowhere.invalid"], "give an address of this machine"),
     "an address of another machine": (["--http-host", "203.0.113.7"], "--http-host 203.0.113.7 --http-port 0: "),
@@ -79,6 +79,14 @@ def test_what_cannot_be_is_refused_in_one_line_that_names_its_flag(name, short_f
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
     assert ended.stderr.startswith("kvserver: ")
     assert told in ended.stderr
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "often", "nan", "1e9"])
+def test_an_interval_of_exports_that_is_none_is_refused_with_its_variable(interval, short_folder):
+    environ = {**os.environ, "OTEL_METRIC_EXPORT_INTERVAL": interval}
+    ended = serve(short_folder, "--otlp-endpoint", "http://127.0.0.1:1", env=environ)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"kvserver: OTEL_METRIC_EXPORT_INTERVAL {interval!r}: write 100 to 3600000 milliseconds\n"
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

@@ -17,7 +17,7 @@ from support.worker import make_keys
 from kvserver import __version__
 from kvserver.protocol import WAIT_SECONDS, ReportBlockAllocations
 
-OFTEN = {"otlp_interval_seconds": 0.1}
+OFTEN = {"env": {"OTEL_METRIC_EXPORT_INTERVAL": "100"}}  # milliseconds
 
 
 def prometheus(daemon: Daemon) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_a_histogram_keeps_its_bounds_and_counts(make_daemon, make_worker):
 
 def test_the_last_values_are_sent_when_it_stops(make_daemon, make_worker):
     with over_http() as collector:
-        daemon = make_daemon(otlp_endpoint=collector.url, otlp_interval_seconds=3600)
+        daemon = make_daemon(otlp_endpoint=collector.url, env={"OTEL_METRIC_EXPORT_INTERVAL": "3600000"})
         wait_until(collector.latest)
         worker = make_worker(daemon)
         worker.lookup(make_keys(1))

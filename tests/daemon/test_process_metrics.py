@@ -31,7 +31,7 @@ def test_memory_descriptors_and_processor_time_are_those_of_the_daemon(daemon: D
 
 def test_a_collector_gets_them_too(make_daemon: Callable[..., Daemon]) -> None:
     with over_http() as collector:
-        daemon = make_daemon(otlp_endpoint=collector.url, otlp_interval_seconds=0.1)
+        daemon = make_daemon(otlp_endpoint=collector.url, env={"OTEL_METRIC_EXPORT_INTERVAL": "100"})
         wait_until(lambda: "process_start_time_seconds" in collector.latest())
         (point,) = collector.latest()["process_start_time_seconds"].gauge.data_points
         assert point.as_double == daemon.metric("process_start_time_seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -24,12 +25,14 @@ from kvserver.telemetry.tracing import Traces
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
 AT_ONCE = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds that spans gather
+ALL = {"OTEL_TRACES_SAMPLER": "always_on"}
+ALL_AT_ONCE = AT_ONCE | ALL
 
 
 def traces_to(url: str) -> Traces:
     endpoint = parse_otlp_endpoint(url)
     assert endpoint is not None
-    return Traces(span_exporter(endpoint), resource("boot"), 1.0)
+    return Traces(span_exporter(endpoint), resource("boot"))
 
 
 def one_request(traces: Traces, request_id: str = "r") -> None:
@@ -108,7 +111,9 @@ def names(collected: Collected) -> list[str]:
 
 def test_a_daemon_traces_a_request_from_lookup_to_end(make_daemon, make_worker):
     with over_http() as collector:
-        daemon = make_daemon(otlp_endpoint=collector.url, trace_sample_rate=0, env=AT_ONCE)
+        daemon = make_daemon(
+            otlp_endpoint=collector.url, env={**AT_ONCE, "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
+        )
         worker = make_worker(daemon)
         assert worker.hello.traces, "engines are asked to name requests"
         before_ns = time.time_ns()
@@ -134,7 +139,7 @@ def test_a_daemon_traces_a_request_from_lookup_to_end(make_daemon, make_worker):
 
 def test_the_span_of_a_request_states_what_was_missing_and_which_fields_differ(make_daemon, make_worker):
     with over_http() as collector:
-        daemon = make_daemon(otlp_endpoint=collector.url, trace_sample_rate=1, env=AT_ONCE)
+        daemon = make_daemon(otlp_endpoint=collector.url, env=ALL_AT_ONCE)
         keys = make_keys(2)
         owner = make_worker(daemon)
         owner.store(keys, owner.blocks_for(2))
@@ -159,7 +164,7 @@ def test_the_span_of_a_request_states_what_was_missing_and_which_fields_differ(m
 
 
 def test_a_daemon_without_a_collector_requests_no_names(make_daemon, make_worker):
-    daemon = make_daemon(trace_sample_rate=1)
+    daemon = make_daemon(env=ALL)
     assert not make_worker(daemon).hello.traces
     for name in ("otlp_sent", "otlp_failed"):
         assert [daemon.metric(f"kvserver_{name}_total", signal=signal) for signal in ("metrics", "traces")] == [0, 0]
@@ -169,7 +174,7 @@ def test_a_daemon_without_a_collector_requests_no_names(make_daemon, make_worker
 
 def test_spans_that_wait_are_sent_when_the_daemon_stops(make_daemon, make_worker):
     with over_http() as collector:
-        daemon = make_daemon(otlp_endpoint=collector.url, trace_sample_rate=1, env={"OTEL_BSP_SCHEDULE_DELAY": "60000"})
+        daemon = make_daemon(otlp_endpoint=collector.url, env={**ALL, "OTEL_BSP_SCHEDULE_DELAY": "60000"})
         traced_request(make_worker(daemon), "r")
         assert daemon.terminate() == 0
         assert names(collector) == ["copy", "copy", "load", "lookup", "request", "store"]
@@ -178,7 +183,7 @@ def test_spans_that_wait_are_sent_when_the_daemon_stops(make_daemon, make_worker
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_a_daemon_whose_traces_hang_serves_and_stops(make_daemon, make_worker, scheme):
     with that_hangs() as address:
-        daemon = make_daemon(otlp_endpoint=f"{scheme}://{address}", trace_sample_rate=1, env=AT_ONCE)
+        daemon = make_daemon(otlp_endpoint=f"{scheme}://{address}", env=ALL_AT_ONCE)
         worker = make_worker(daemon)
 
         def failed() -> bool:
@@ -211,11 +216,11 @@ def families():
     return [Family(f"kvserver_{n}", "Text.", Kind.COUNTER, ("label",)).add(n, "x") for n in range(100)]
 def failed():
     return sender.status()["failed"]
-sender = otlp.OtlpMetrics(parse_otlp_endpoint(sys.argv[1]), otlp.resource("boot"), families, 0.01)
+sender = otlp.OtlpMetrics(parse_otlp_endpoint(sys.argv[1]), otlp.resource("boot"))
 gc.collect()
 gc.freeze()
 gc.disable()
-sender.start()
+sender.start(families)
 while not stop.wait(0.03):
     gc.collect(0)
 sender.close(families())
@@ -227,8 +232,8 @@ print(failed(), gc.collect())
 def test_failures_leave_no_garbage_that_a_daemon_does_not_find(scheme: str) -> None:
     with that_hangs() as address:
         run = subprocess.run(
-            [sys.executable, "-c", PROGRAM, f"{scheme}://{address}"],
-            capture_output=True, text=True, timeout=60, check=False,
+            [sys.executable, "-c", PROGRAM, f"{scheme}://{address}"], capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, "OTEL_METRIC_EXPORT_INTERVAL": "100"},
         )  # fmt: skip
     assert run.returncode == 0, run.stderr
     failures, garbage = map(int, run.stdout.split())

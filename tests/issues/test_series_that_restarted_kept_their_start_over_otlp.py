@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from support.collector import Collected, labels_of, over_http
 from support.daemon import wait_until
 
@@ -46,8 +47,10 @@ def sending() -> Iterator[Sent]:
         sent = Sent(collector)
         endpoint = parse_otlp_endpoint(collector.url)
         assert endpoint is not None
-        metrics = OtlpMetrics(endpoint, resource("boot"), sent.read, interval_seconds=0.05)
-        metrics.start()
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
+            metrics = OtlpMetrics(endpoint, resource("boot"))
+        metrics.start(sent.read)
         try:
             yield sent
         finally:

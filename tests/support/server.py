@@ -38,7 +38,7 @@ def running_server(
     settings = Settings(**{"endpoint": endpoint, "chunk_tokens": 64, **changes})
     observability = Observability(settings, "boot")
     handlers = Handlers(settings, "boot", "token", cache, devices, lifelines, observability)
-    pages = StatusPages(("127.0.0.1", 0), Server(handlers, router, MiB))
+    pages = StatusPages(("127.0.0.1", 0), Server(handlers, router))
     loop = threading.Thread(target=pages.kvserver.run)
     observability.start(pages.families)
     loop.start()

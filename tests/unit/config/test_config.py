@@ -82,9 +82,7 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
         "gpus": "none",
         "pin": "off",
         "metrics_sample_rate": "0.5",
-        "trace_sample_rate": "0.25",
         "otlp_endpoint": "grpc://localhost:4317",
-        "otlp_interval_seconds": "2.5",
     }.get(name, "8192")
     flag, others = "--" + name.replace("_", "-"), {}
     if name == "kv_events_replay_endpoint":
@@ -122,12 +120,9 @@ BAD = {
     "eviction_policy": ["random"],
     "log_level": ["loud"],
     "log_format": ["xml"],
-    "max_message_bytes": ["1"],
     "gpus": ["all", "0", "0,1", "GPU-", "AUTO", "", f"{GPU},", f"{GPU},auto", f"{GPU},{GPU}", GPU.upper(), f"{GPU}0"],
     "pin": ["on", "yes", ""],
     "metrics_sample_rate": ["0", "-0.1", "1.1", "all", "nan"],
-    "trace_sample_rate": ["-0.1", "1.1", "some", "nan"],
-    "otlp_interval_seconds": ["0", "-1", "often"],
     "kv_events_endpoint": ["5557", "tcp://*", "tcp://:1", "tcp://h:65536", "ipc://", "ipc://@a", "ipc:///{instance}"],
     "kv_events_replay_endpoint": ["udp://h:1", "ipc:///folder/"],
     "kv_events_topic": ["kv@{pod}@{model}", "{}"],
@@ -176,6 +171,20 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ConfigError, match=r"binary\.toml"):
         load(parsed("--config", str(path)), {})
+
+
+@pytest.mark.parametrize("name", sources.REMOVED)
+def test_a_removed_setting_is_refused_with_what_applies_instead(name: str, toml: Any) -> None:
+    key, variable = name.replace("_", "-"), "KVSERVER_" + name.upper()
+    path = toml(f"{key} = 1")
+    for words, environ, given in (
+        (("--" + key, "1"), {}, f"flag --{key}"),
+        ((), {variable: "1"}, f"environment {variable}"),
+        (("--config", path), {}, f"file {path}: {key}"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(parsed(*words), environ)
+        assert str(caught.value) == f"{given} is no setting any more: {sources.REMOVED[name]}"
 
 
 def test_foreign_environment_variables_are_none_of_ours() -> None:
