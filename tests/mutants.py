@@ -670,7 +670,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "the memory may go while a load is written",
-        WORKER, "WorkerHalf.being_written", "copy.writing for", "False for",
+        WORKER, "WorkerHalf.detach", "copy.writing for", "False for",
         ("adapters/test_sleep.py::test_sleep_fails_while_a_hung_daemon_may_write",),
     ),
     Mutant(

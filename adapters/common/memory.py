@@ -7,7 +7,7 @@ to know: how memory is handed over (`exporter`), sockets, and what the memory me
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -51,15 +51,14 @@ def exporter_for(devices: Iterable[torch.device]) -> MakeExporter:
 def share(
     kv_caches: dict[str, torch.Tensor],
     num_blocks: int,
-    block_dims: Mapping[str, int | None] | None = None,
+    block_dimension: int | None = None,
     groups: Sequence[Sequence[str]] = (),
     make_exporter: MakeExporter | None = None,
 ) -> SharedCaches:
     """Share all layers' storages. CannotShare or UnsupportedLayout before anything was moved.
 
-    `block_dims` names the dimension of a layer that counts blocks, where the engine knows it. `groups` are the
-    layers of each KV cache group; those of several groups may lie in the same memory. None = all are of one.
-    `make_exporter`: by the tensors' device, unless given.
+    `block_dimension` counts blocks in each layer's tensor; None where only shapes can show it. `groups` are the layers of
+    each KV cache group; those of several groups may lie in the same memory. None = all are of one. `make_exporter`: by the tensors' device, unless given.
     """
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
@@ -67,16 +66,15 @@ def share(
     make = make_exporter or exporter_for(tensor.device for tensor in kv_caches.values())
     storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in kv_caches.values())}
     exporter = make(list(storages.values()))
-    known = block_dims or {}
     planes: list[Plane] = []
     texts: list[str] = []
     for group, layers in enumerate(_layers_of_groups(kv_caches, groups)):
         pieces = in_slot_order(
-            tensor_planes(tensor, num_blocks, *_place_in(exporter.windows, tensor), known.get(name))
-            for name, tensor in layers.items()
+            tensor_planes(tensor, num_blocks, *_place_in(exporter.windows, tensor), block_dimension)
+            for tensor in layers.values()
         )
         planes += [msgspec.structs.replace(plane, group=group) for plane in merge(pieces, num_blocks)]
-        texts += [describe(name, tensor, num_blocks, known.get(name)) for name, tensor in layers.items()]
+        texts += [describe(name, tensor, num_blocks, block_dimension) for name, tensor in layers.items()]
         texts.append(describe_order(pieces))
     layout = hashlib.sha256(";".join(texts).encode()).hexdigest()
     exported = exporter.export()

@@ -1,6 +1,6 @@
 """Facts of vLLM's attention backends about the KV cache, and what they write into it before any token.
 
-Owns: their names, and which dimension of a layer's tensor counts blocks. Refuses to know: strides, memory.
+Owns: their names. Refuses to know: strides, memory.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import torch
 from kvserver.adapters.common.planes import UnsupportedLayout
 from vllm import envs
 
-_SENTINEL = 1_000_003  # a number of blocks that is no other dimension's size
-
 
 def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:
     """The backends' names in layer order, without repetition."""
-    names: list[str] = []
-    for layer_name in layer_names:
-        backend = _backend(vllm_config, layer_name)
-        name = backend.get_name() if hasattr(backend, "get_name") else getattr(backend, "__name__", repr(backend))
-        if name not in names:
-            names.append(name)
-    return ",".join(names)
+    layers = vllm_config.compilation_config.static_forward_context
+    return ",".join(dict.fromkeys(_backend_name(layers.get(name)) for name in layer_names))
+
+
+def _backend_name(layer: Any) -> str:
+    backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else type(layer)
+    return str(backend.get_name()) if hasattr(backend, "get_name") else str(getattr(backend, "__name__", repr(backend)))
 
 
 def check_invariance(backends: str) -> None:
@@ -33,33 +31,6 @@ def check_invariance(backends: str) -> None:
     unable = {"FLASHINFER", "TRITON_MLA"} & set(backends.split(","))
     if unable and getattr(envs, "VLLM_BATCH_INVARIANT", False):
         raise UnsupportedLayout(f"VLLM_BATCH_INVARIANT: {unable.pop()} computes otherwise upon a cached prefix")
-
-
-def block_dimensions(
-    vllm_config: Any, kv_cache_config: Any, shapes: dict[str, int], version: tuple[int, int]
-) -> dict[str, int | None]:
-    """The dimension that counts blocks, of each layer, given its tensor's number of dimensions. None where it is unknown.
-
-    vLLM 0.29 and later puts blocks first. For earlier versions the backend computes the shape for a number of blocks
-    that no other dimension has.
-    """
-    if version >= (0, 29):
-        return dict.fromkeys(shapes, 0)
-    specs = {name: group.kv_cache_spec for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
-    found: dict[str, int | None] = {}
-    for name, dims in shapes.items():
-        shape = _shape_of(_backend(vllm_config, name), specs.get(name))
-        found[name] = shape.index(_SENTINEL) if len(shape) == dims and shape.count(_SENTINEL) == 1 else None
-    return found
-
-
-def _shape_of(backend: Any, spec: Any) -> tuple[int, ...]:
-    """Empty if this backend cannot compute a shape."""
-    try:
-        shape = backend.get_kv_cache_shape(_SENTINEL, spec.block_size, spec.num_kv_heads, spec.head_size)
-        return tuple(int(n) for n in shape)
-    except (AttributeError, TypeError, ValueError, NotImplementedError, AssertionError):
-        return ()
 
 
 def begin_scales(vllm_config: Any) -> None:
@@ -78,8 +49,3 @@ def begin_scales(vllm_config: Any) -> None:
             impl._ensure_scale_caches(cache)
         if getattr(impl, "_k_scale_cache", True) is None:
             raise UnsupportedLayout("this vLLM would fill the scales of a KV cache per token and head over loaded ones")
-
-
-def _backend(vllm_config: Any, layer_name: str) -> Any:
-    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
-    return layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else type(layer)

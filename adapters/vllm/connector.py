@@ -1,7 +1,7 @@
 """`KVServerConnector`: vLLM's connector interface over the two halves.
 
 Owns: construction, and the fence that keeps every exception of the connector out of the engine. Refuses to know: how anything is
-decided. For vLLM 0.24 and later.
+decided. For vLLM 0.27.1 and later.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from kvserver.adapters.common.cache_status import SCHEDULER, STARTING, CacheStatus
 from kvserver.adapters.common.exporter import CannotShare, MakeExporter
-from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, Link, Registration
-from kvserver.adapters.common.memory import SharedCaches, share
+from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.planes import UnsupportedLayout
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
-from kvserver.adapters.vllm.backends import attention_backends, begin_scales, block_dimensions, check_invariance
 from kvserver.adapters.vllm.description import Engine
-from kvserver.adapters.vllm.identity import Identity, config_identity, served_name, with_weights
+from kvserver.adapters.vllm.identity import served_name
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
+from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
 from kvserver.adapters.vllm.stats import HOST, KVServerStats, StatsReporter
@@ -32,20 +31,17 @@ from kvserver.adapters.vllm.support import (
     TransferResults,
     hash_block_tokens,
     rehashes_sessions,
-    replicated,
     unsupported,
-    vllm_version,
     whole_prompts_only,
 )
-from kvserver.adapters.vllm.worker import WORDS, Rank, WorkerHalf
+from kvserver.adapters.vllm.watch import incarnation
+from kvserver.adapters.vllm.worker import Rank, WorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
-
-from kvserver.protocol import HelloReply, RegisterWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,14 +99,11 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # engine_id already carries the data-parallel rank; the config's own id is new in each incarnation of
         # an engine and the same in all its processes.
         self._instance_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._incarnation = str(vllm_config.instance_id) or self._instance_id
-        self._identity: Identity | None = None  # as of the first registration: files may be replaced later
-        self._kv_caches: dict[str, torch.Tensor] = {}
-        self._group_bytes = [0]
+        self._incarnation = incarnation(vllm_config)
+        self._registration: RankRegistration | None = None  # None: this worker is not registered, or the scheduler
         rank = f"rank {vllm_config.parallel_config.rank}"
         self._stats_reporter = StatsReporter(SCHEDULER if role == KVConnectorRole.SCHEDULER else rank)
         self._stepped = False
-        self._registered = False
         self._has_computed = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches
         self._refusal: str | None = "the connector could not be set up"
@@ -187,45 +180,28 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._refusal is not None:
             return
         self._off = CacheStatus("setup_failed", "the KV cache could not be registered, see the engine's log")
-        self._kv_caches = kv_caches
-        link = self._make_link()
-        if link is None:
+        registration = RankRegistration(
+            self._settings, self._config, self._caches_config, kv_caches, lambda: self._has_computed
+        )
+        if (made := self._make_link(registration)) is None:
             return
-        rank = Rank(self._config.parallel_config.rank, replicated(self._config, self._caches_config), self._group_bytes)
+        self._registration = registration
+        link, rank = made
         self.worker = WorkerHalf(self._settings, self.make_send_queue(), self._fault, rank, link)
-        self._registered = True
         self._off = None
         link.start(self._settings.connect_timeout_ms / 1000)
 
-    def make_send_queue(self) -> SendQueue:
-        """On a GPU messages wait for the engine's work, which runs after the engine's thread has queued it."""
-        return OrderedSendQueue(lambda: torch.cuda.Event(blocking=True)) if self._on_gpu else DirectSendQueue()
-
-    @property
-    def _on_gpu(self) -> bool:
-        return any(tensor.is_cuda for tensor in self._kv_caches.values())
-
-    def _make_link(self) -> Link | None:
-        """A link that registers the KV cache as it lies in memory now. None if it cannot be registered."""
-        kv_caches = self._kv_caches
-        backends = attention_backends(self._config, list(kv_caches))
+    def _make_link(self, registration: RankRegistration) -> tuple[Link, Rank] | None:
         try:
-            check_invariance(backends)
-            begin_scales(self._config)
-            shapes = {name: getattr(tensor, "ndim", 0) for name, tensor in kv_caches.items()}
-            dims = block_dimensions(self._config, self._caches_config, shapes, vllm_version())
-            groups = [group.layer_names for group in self._caches_config.kv_cache_groups]
-            caches = share(kv_caches, self._caches_config.num_blocks, dims, groups, self.make_exporter)
+            return registration.link(self.make_exporter)
         except (UnsupportedLayout, CannotShare) as error:
             self._runs_without("cannot_share", str(error))
             return None
-        self._group_bytes = [
-            sum(plane.run_bytes for plane in caches.planes if plane.group == group) for group in range(len(groups))
-        ]
-        message = self._registration(caches, backends)
-        rank = self._config.parallel_config.rank
-        margin = GPU_MARGIN_SECONDS if self._on_gpu else 0.0
-        return Link(self._settings.endpoint, f"worker {rank}", Registration(caches.fds, WORDS, message, margin))
+
+    def make_send_queue(self) -> SendQueue:
+        """On a GPU messages wait for the engine's work, which runs after the engine's thread has queued it."""
+        on_gpu = self._registration is not None and self._registration.on_gpu
+        return OrderedSendQueue(lambda: torch.cuda.Event(blocking=True)) if on_gpu else DirectSendQueue()
 
     def unregister_kv_caches(self, *args: Any, **kwargs: Any) -> None:
         """vLLM 0.33 and later, before sleep frees the memory. StillWritten if it must not; vLLM's sleep fails then.
@@ -241,67 +217,19 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whether the memory may be freed."""
         if self.worker is None:
             return True
-        self._asleep = self._registered
-        seconds = self._settings.unregister_timeout_ms / 1000
-        if self.worker.detach(seconds):
-            return True
-        if not self.worker.being_written:
-            log.warning(
-                "kvserver did not close its mappings of the KV cache within %.1f s; the memory stays in use until it does",
-                seconds,
-            )
-        return not self.worker.being_written
+        self._asleep = self._registration is not None
+        return self.worker.detach(self._settings.unregister_timeout_ms / 1000)
 
     @fenced()
     def restore_kv_caches(self, *args: Any, **kwargs: Any) -> None:
         """After sleep: there is memory at the same addresses again, perhaps other memory than before."""
-        if self.worker is None or not self._asleep:
+        if self.worker is None or self._registration is None or not self._asleep:
             return
         self._asleep = False
-        link = self._make_link()
-        if link is not None:
+        if (made := self._make_link(self._registration)) is not None:
             self._off = None
-            self.worker.attach(link)
-            link.start(self._settings.connect_timeout_ms / 1000)
-
-    def _registration(self, caches: SharedCaches, backends: str) -> Callable[[HelloReply, int], RegisterWorker]:
-        if self._identity is None:
-            self._identity = config_identity(self._config, self._caches_config)
-        identify = self._identify
-        block_tokens = self._caches_config.kv_cache_groups[0].kv_cache_spec.block_size
-
-        def message(hello: HelloReply, attachment: int) -> RegisterWorker:
-            identity = identify()
-            return RegisterWorker(
-                instance_id=self._instance_id,
-                incarnation=self._incarnation,
-                model_name=self._model_name(),
-                rank=self._config.parallel_config.rank,
-                world_size=self._config.parallel_config.world_size,
-                attachment=attachment,
-                memory=caches.memory,
-                words=WORDS,
-                planes=caches.planes,
-                num_blocks=self._caches_config.num_blocks,
-                block_tokens=block_tokens,
-                chunk_blocks=max(1, hello.chunk_tokens // block_tokens),
-                layout=f"{caches.layout} {backends}",
-                replicated=replicated(self._config, self._caches_config),
-                counted=identity.fields(),
-                private=identity.private,
-                has_computed=self._has_computed,
-            )
-
-        return message
-
-    def _identify(self) -> Identity:
-        """All that must agree, the weights included: read once, in the link's thread, since it may take seconds."""
-        assert self._identity is not None
-        if not self._identity.has_weights:
-            self._identity = with_weights(self._identity, self._config, self._settings.model_version)
-            if self._identity.private:
-                log.warning("kvserver: this engine shares KV with no other: %s", self._identity.private)
-        return self._identity
+            self.worker.attach(made[0])
+            made[0].start(self._settings.connect_timeout_ms / 1000)
 
     @fenced()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -34,6 +34,11 @@ def vllm_version() -> tuple[int, int]:
     return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
+def blocks_come_first() -> bool:
+    """Whether the first dimension of a layer's tensor counts blocks. Before 0.29 the backend decides."""
+    return vllm_version() >= (0, 29)
+
+
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: Any) -> str | None:
     """Why this engine runs without cache, or None. `outer`: the kv_transfer_config that vLLM itself reads."""
     parallel = vllm_config.parallel_config

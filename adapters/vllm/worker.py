@@ -350,10 +350,10 @@ class WorkerHalf:
     # ---- registered memory --------------------------------------------------------------------
 
     def detach(self, seconds: float) -> bool:
-        """Cancel every copy and unregister; without cache from then on, until attach().
+        """Cancel every copy and unregister; without cache from then on, until attach(). Whether the memory may be freed.
 
-        Waits `seconds` at most for the server to close its mappings; True if it has: from then on the server
-        neither reads nor writes. May be called again.
+        Waits `seconds` at most for the server to close its mappings: from then on it neither reads nor writes. If it has
+        not, the memory may be freed unless a load may still write. May be called again.
         """
         for copy in self._copies.values():
             with self._guarded("cancelling a copy"):
@@ -367,16 +367,18 @@ class WorkerHalf:
                 if link.stop(max(0, deadline - time.monotonic())):
                     self._leaving.remove(link)
         self._adopt(None)
-        return not self._leaving
+        if any(copy.writing for copy in self._copies.values() if isinstance(copy.spec, LoadSpec)):
+            return False
+        if self._leaving:
+            log.warning(
+                "kvserver did not close its mappings of the KV cache within %.1f s; the memory stays in use until it does",
+                seconds,
+            )
+        return True
 
     def attach(self, link: Link) -> None:
         """Continue with this link. REQUIRES: detached."""
         self._link = link
-
-    @property
-    def being_written(self) -> bool:
-        """Whether the server may still write into the KV cache."""
-        return any(copy.writing for copy in self._copies.values() if isinstance(copy.spec, LoadSpec))
 
     def shut(self) -> None:
         try:

@@ -143,7 +143,7 @@ class Engine(Worker):
     def __init__(self, endpoint: str, layout: Layout, blocks: int, dtype: torch.dtype) -> None:
         self.form, self.tensors = layout, layout.make(blocks, dtype)
         caches = {f"layers.{i}": tensor for i, tensor in enumerate(self.tensors)}
-        self.caches = share(caches, blocks, dict.fromkeys(caches, layout.known))
+        self.caches = share(caches, blocks, layout.known)
         sizes = tuple(memory.size_bytes for memory in self.caches.memory)
         geometry = Geometry(blocks, N, sizes, tuple(self.caches.planes))
         super().__init__(endpoint, geometry, layout=self.caches.layout, connect_now=False)

@@ -209,7 +209,7 @@ def test_layers_whose_blocks_lie_across_each_other_are_refused():
 def test_layers_that_see_the_same_bytes_differently_are_registered_once():
     whole = torch.zeros(B, N, 2 * C, dtype=torch.bfloat16)
     caches = {"both": whole, "keys": whole[:, :, :C], "bytes": whole.view(torch.uint8)}
-    shared = share(caches, B, dict.fromkeys(caches, 0))
+    shared = share(caches, B, 0)
     assert shared.planes == [Plane(0, 0, 4 * N * C, 4 * N * C)]
     assert shared.layout != share({"both": whole}, B).layout
 

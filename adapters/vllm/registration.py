@@ -1,0 +1,97 @@
+"""What one worker registers with the daemon: where its KV cache lies, and what must agree before it is shared.
+
+Owns: the rank's tensors, and the identity as of the first registration: files may be replaced later. Refuses to know:
+copies, and when the engine sleeps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from kvserver.adapters.common.exporter import MakeExporter
+from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, Link, Registration
+from kvserver.adapters.common.memory import share
+from kvserver.adapters.vllm.backends import attention_backends, begin_scales, check_invariance
+from kvserver.adapters.vllm.identity import config_identity, served_name, with_weights
+from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.support import blocks_come_first, replicated
+from kvserver.adapters.vllm.watch import incarnation
+from kvserver.adapters.vllm.worker import WORDS, Rank
+
+from kvserver.protocol import HelloReply, RegisterWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger("vllm.kvserver")
+
+
+class RankRegistration:
+    def __init__(
+        self,
+        settings: AdapterSettings,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        kv_caches: dict[str, torch.Tensor],
+        has_computed: Callable[[], bool],
+    ) -> None:
+        self.on_gpu = any(tensor.is_cuda for tensor in kv_caches.values())
+        self._settings = settings
+        self._config = vllm_config
+        self._caches_config = kv_cache_config
+        self._kv_caches = kv_caches
+        self._has_computed = has_computed
+        self._identity = config_identity(vllm_config, kv_cache_config)
+
+    def link(self, make_exporter: MakeExporter | None) -> tuple[Link, Rank]:
+        """A link that registers the KV cache as it lies in memory now. UnsupportedLayout or CannotShare."""
+        config, parallel = self._caches_config, self._config.parallel_config
+        backends = attention_backends(self._config, list(self._kv_caches))
+        check_invariance(backends)
+        begin_scales(self._config)
+        groups = [group.layer_names for group in config.kv_cache_groups]
+        block_dimension = 0 if blocks_come_first() else None
+        caches = share(self._kv_caches, config.num_blocks, block_dimension, groups, make_exporter)
+        block_tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
+        rank = Rank(
+            parallel.rank,
+            replicated(self._config, config),
+            [sum(plane.run_bytes for plane in caches.planes if plane.group == i) for i in range(len(groups))],
+        )
+
+        def message(hello: HelloReply, attachment: int) -> RegisterWorker:
+            self._add_weights()
+            return RegisterWorker(
+                instance_id=str(self._config.kv_transfer_config.engine_id),
+                incarnation=incarnation(self._config),
+                model_name=served_name(self._config.model_config),
+                rank=rank.number,
+                world_size=parallel.world_size,
+                attachment=attachment,
+                memory=caches.memory,
+                words=WORDS,
+                planes=caches.planes,
+                num_blocks=config.num_blocks,
+                block_tokens=block_tokens,
+                chunk_blocks=max(1, hello.chunk_tokens // block_tokens),
+                layout=f"{caches.layout} {backends}",
+                replicated=rank.replicated,
+                counted=self._identity.fields(),
+                private=self._identity.private,
+                has_computed=self._has_computed(),
+            )
+
+        margin = GPU_MARGIN_SECONDS if self.on_gpu else 0.0
+        registration = Registration(caches.fds, WORDS, message, margin)
+        return Link(self._settings.endpoint, f"worker {rank.number}", registration), rank
+
+    def _add_weights(self) -> None:
+        """Add the weights to the identity: read once, in the link's thread, since it may take seconds."""
+        if not self._identity.has_weights:
+            self._identity = with_weights(self._identity, self._config, self._settings.model_version)
+            if self._identity.private:
+                log.warning("kvserver: this engine shares KV with no other: %s", self._identity.private)
