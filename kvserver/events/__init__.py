@@ -1,6 +1,7 @@
-"""What happened in the server, as typed events, and the bus that hands them to subscribers."""
+"""What happened in the server, as typed events, the bus that hands them to subscribers, and the runner of its queue."""
 
 from kvserver.events.bus import Bus, Subscriber
+from kvserver.events.runner import QUEUE_COST, Runner
 from kvserver.events.types import (
     BlockReport,
     ChunksDescribed,
@@ -26,6 +27,7 @@ from kvserver.events.types import (
 )
 
 __all__ = [
+    "QUEUE_COST",
     "BlockReport",
     "Bus",
     "ChunksDescribed",
@@ -46,6 +48,7 @@ __all__ = [
     "NamespaceFormed",
     "RequestEnded",
     "ResyncPart",
+    "Runner",
     "Subscriber",
     "WorkerDisconnected",
     "WorkerRegistered",

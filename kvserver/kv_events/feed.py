@@ -1,7 +1,7 @@
 """Feeds KV events to engines that publish them: to each engine the blocks that it can read.
 
 Owns: how far each engine has received events. Refuses to know: sockets, and the form in which engines publish. `observe()`
-runs in the observer's thread; a worker prepares replies; `take_kv_events()` runs in the loop and returns prepared replies.
+runs in the events thread; a worker prepares replies; `take_kv_events()` runs in the loop and returns prepared replies.
 """
 
 from __future__ import annotations

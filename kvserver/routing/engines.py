@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineEvents:
-    """REQUIRES: follow_engine(), forget_engine() and close() come from one thread; the rest may be called from any."""
+    """REQUIRES: follow_engine(), forget_engine() and close() are not called at once; the rest may be called from any thread."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index

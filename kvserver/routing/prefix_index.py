@@ -61,7 +61,7 @@ class Match(NamedTuple):
 
 
 class KVIndex:
-    """REQUIRES: observe() and close() come from one thread; the rest may be called from any."""
+    """REQUIRES: observe() and close() are not called at once; the rest may be called from any thread."""
 
     def __init__(self, most_bytes: int, follow_engines: bool) -> None:
         self._index = PrefixIndex(secrets.randbits(64), most_bytes)

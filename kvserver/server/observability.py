@@ -36,6 +36,7 @@ OWN_OBSERVERS: dict[str, MakeObserver] = {
     "index": make_index,
     "feed": make_feed,
 }
+DIRECT = {"index", "feed"}  # they change memory only, a bounded number of chunks an event
 _LAST_EVENTS_SECONDS = 2.0  # for the events that are queued when the daemon stops
 
 
@@ -59,10 +60,13 @@ class Observability:
             self.traces = tracing.Traces(otlp.span_exporter(endpoint), sender, attributes=self.explain.attributes)
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
         boot_micros = time.time_ns() // 1000
-        self.observers = Observers(ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot), OWN_OBSERVERS)
+        context = ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot)
+        self.observers = Observers(context, OWN_OBSERVERS, DIRECT)
         # Each event reaches `explain` before the traces, whose spans show what it knows.
         subscribers: list[Subscriber] = [self.block_lifecycle, self.chunk_lifecycle, self.hub, self.explain]
-        self.bus = Bus([*subscribers, self.traces] if self.traces is not None else subscribers)
+        if self.traces is not None:
+            subscribers.append(self.traces)
+        self.bus = Bus(subscribers, idle=self.observers.tick)
 
     def families(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
         """All metric families of the daemon. From any thread."""

@@ -1,9 +1,11 @@
-"""Each observer has a thread and a queue of its own; one that misbehaves is cut off, and no other notices."""
+"""An observer has a thread and a queue of its own, or none; one that misbehaves is cut off, and no other notices."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,10 +37,16 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.syspath_prepend(tmp_path)
     made: list[Observers] = []
 
-    def make(*names: str, setting: str = "all", start: bool = True, **options: Any) -> Observers:
+    def make(
+        *names: str, setting: str = "all", start: bool = True, own: dict[str, str] | None = None, **options: Any
+    ) -> Observers:
+        """`own`: direct observers of the daemon by name, and which of those installed each is."""
         install(tmp_path, *names)
         settings = Settings(kv_event_observers=setting)
-        made.append(Observers(ObserverContext(settings, "boot", 1), OWN_OBSERVERS, **options))
+        module = importlib.import_module("observers_of_a_test") if own else None
+        direct = {name: getattr(module, factory) for name, factory in (own or {}).items()}
+        observers = Observers(ObserverContext(settings, "boot", 1), OWN_OBSERVERS | direct, direct, **options)
+        made.append(observers)
         if start:
             made[-1].start()
         return made[-1]
@@ -110,6 +118,7 @@ def test_one_that_stalls_is_cut_off_and_the_others_go_on(make: Make, name: str) 
         nonlocal number
         number += 1
         observers.hand_over(stored(number))
+        observers.tick()
         return bool(row(observers, name)["state"] == "cut off")
 
     wait_until(hand_over_next)
@@ -179,6 +188,21 @@ def test_those_that_were_never_started_are_closed_too(make: Make) -> None:
     observers = make("keeps", start=False)
     observers.close()
     assert observers.observer_named("keeps").closed.is_set()  # type: ignore[union-attr]
+
+
+def test_a_direct_one_is_called_by_the_thread_that_hands_over_and_cut_off_alike(make: Make) -> None:
+    observers = make("declines", "keeps", "raises", own={"mine": "keeps", "wrong": "raises"})
+    observers.hand_over(stored(1))
+    observers.hand_over(stored(2))
+    assert len(kept(observers, "mine")) == 2
+    mine: Any = observers.observer_named("mine")
+    assert mine.threads == {threading.current_thread()}
+    assert "ValueError: cannot take KVStored" in observers.cut_off_reason("wrong")
+    assert len(kept(observers, "wrong")) == 1
+    observers.tick()
+    assert row(observers, "mine")["kept"] == row(observers, "mine")["handled"] == 2
+    observers.close()
+    assert mine.closed.is_set()
 
 
 # ---- which there are --------------------------------------------------------------------------
