@@ -4,9 +4,8 @@ Owns: the READY chunks with their descriptions, the numbers of KV events, the me
 the observers, and what they do. A subscriber of the bus: it runs in the bus's thread; `snapshot()`, `status()` and
 `families()` may be called from any thread.
 
-Each READY chunk is published once as stored and once as removed. After dropped events of the loop the hub resyncs: at
-BEGIN all READY chunks become stale, a SLICE makes the chunks that it names READY again, and at END the chunks that are
-still stale are removed.
+Each READY chunk is published once as stored and once as removed. After dropped events of the loop the hub resyncs: from
+BEGIN on it notes which chunks a SLICE or a store names, and at END it removes all others.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from kvserver.events import (
     ChunksDescribed,
@@ -30,6 +29,7 @@ from kvserver.events import (
     ResyncPart,
 )
 from kvserver.kv_events.descriptions import describe
+from kvserver.kv_events.resident import ResidentChunks
 from kvserver.kv_events.types import (
     MOST_CHUNKS,
     Description,
@@ -48,7 +48,7 @@ _MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and ma
 _COPIED = 4096  # chunks at a time, between which other threads may run
 
 _Name: TypeAlias = tuple[bytes, bytes]  # namespace, key
-_Table: TypeAlias = dict[bytes, dict[bytes, KVChunk]]  # by namespace and key
+_T = TypeVar("_T")
 
 
 class Unannounced(enum.Enum):
@@ -68,8 +68,8 @@ class Hub:
         self._limit = memory_bytes
         self._lock = threading.Lock()  # of all below; `hand_over` is called under it
         self._number = 0
-        self._ready: _Table = {}
-        self._stale: _Table = {}  # READY too; empty except during a resync
+        self._resident = ResidentChunks()
+        self._confirmed: dict[bytes, set[bytes]] | None = None  # of L1 since BEGIN; None: no resync runs
         self._expected: OrderedDict[_Name, Description] = OrderedDict()  # of chunks that are not READY yet
         self._expected_bytes = 0
         self._refused: OrderedDict[_Name, Unannounced] = OrderedDict()  # why such a description is not kept
@@ -84,14 +84,14 @@ class Hub:
     def handle(self, event: Event) -> None:
         match event:
             case ChunksDescribed():
-                self._describe(event)
+                self._describe(Tier.L1, event)
             case ChunksStored():
-                self._store(event.time_ns, event.namespace, event.keys, event.instance_id)
+                self._store(Tier.L1, event.time_ns, event.namespace, event.keys, event.instance_id)
             case ChunksEvicted():
-                self._evict(event)
+                self._remove(Tier.L1, event.time_ns, event.namespace, _split(event.keys))
             case L1Cleared():
-                for table in (self._ready, self._stale):
-                    self._drop(event.time_ns, table, event.namespace)
+                for namespace, keys in self._keys(Tier.L1, event.namespace):
+                    self._remove(Tier.L1, event.time_ns, namespace, keys)
             case L1Resynced():
                 self._resync(event)
             case InstanceDescribed():
@@ -119,14 +119,13 @@ class Hub:
     # ---- from any thread ----------------------------------------------------------------------
 
     def snapshot(self, prefix: bytes) -> tuple[int, list[KVChunk]]:
-        """All that L1 holds in the namespaces whose id begins with `prefix`, and the number of the last event."""
+        """All chunks of L1 in the namespaces whose id begins with `prefix`, and the number of the last event."""
         found: list[KVChunk] = []
         with self._lock:
-            for table in (self._ready, self._stale):
-                for namespace, chunks in table.items():
-                    values = iter(chunks.values() if namespace.startswith(prefix) else ())
-                    while part := list(islice(values, _COPIED)):
-                        found += part
+            for (tier, namespace), chunks in self._resident.places.items():
+                values = iter(chunks.values() if tier is Tier.L1 and namespace.startswith(prefix) else ())
+                while part := list(islice(values, _COPIED)):
+                    found += part
             return self._number, found
 
     def status(self) -> dict[str, Any]:
@@ -165,21 +164,16 @@ class Hub:
 
     # ---- stored -------------------------------------------------------------------------------
 
-    def _store(self, time_ns: int, namespace: bytes, keys: bytes, instance_id: str) -> None:
-        for part in _parts(keys):
+    def _store(self, tier: Tier, time_ns: int, namespace: bytes, keys: bytes, instance_id: str) -> None:
+        for part in _parts(_split(keys)):
+            if self._confirmed is not None and tier is Tier.L1:
+                self._confirmed.setdefault(namespace, set()).update(part)
             with self._lock:
-                ready = self._ready.setdefault(namespace, {})
-                stale = self._stale.get(namespace, {})
-                stored = []
-                for key in part:
-                    if key in ready:  # named by a resync before, or its removal was dropped: publish it once
-                        continue
-                    if (chunk := stale.pop(key, None)) is None:
-                        chunk = self._new_chunk(namespace, key)
-                        stored.append(chunk)
-                    ready[key] = chunk
-                if stored:
-                    self._publish(KVStored, time_ns, Tier.L1, namespace, tuple(stored), instance_id)
+                known = self._resident.places.get((tier, namespace), {})
+                # A resync named it before, or its removal was dropped: publish it once.
+                if stored := [self._new_chunk(namespace, key) for key in part if key not in known]:
+                    self._resident.add(tier, namespace, stored)
+                    self._publish(KVStored, time_ns, tier, namespace, tuple(stored), instance_id)
 
     def _new_chunk(self, namespace: bytes, key: bytes) -> KVChunk:
         self._chunks += 1
@@ -194,78 +188,55 @@ class Hub:
 
     # ---- removed --------------------------------------------------------------------------------
 
-    def _evict(self, event: ChunksEvicted) -> None:
-        for part in _parts(event.keys):
+    def _remove(self, tier: Tier, time_ns: int, namespace: bytes, keys: Sequence[bytes]) -> None:
+        for part in _parts(keys):
             with self._lock:
-                removed: list[KVChunk] = []
-                for table in (self._ready, self._stale):
-                    chunks = table.get(event.namespace)
-                    if chunks is not None:
-                        removed += [chunk for key in part if (chunk := chunks.pop(key, None)) is not None]
-                        if not chunks:
-                            del table[event.namespace]
-                self._publish_removed(event.time_ns, event.namespace, removed)
+                if removed := self._resident.remove(tier, namespace, part):
+                    self._chunks -= len(removed)
+                    for chunk in removed:
+                        if chunk.description is not None:
+                            self._described -= 1
+                            self._bytes -= chunk.description.size
+                    self._publish(KVRemoved, time_ns, tier, namespace, tuple(removed))
 
-    def _drop(self, time_ns: int, table: _Table, base: bytes) -> None:
-        """Remove all chunks in the table's namespaces whose id begins with `base`."""
-        for namespace in [namespace for namespace in table if namespace.startswith(base)]:
-            chunks = table[namespace]
-            while chunks:
-                with self._lock:
-                    removed = [chunks.popitem()[1] for _ in range(min(len(chunks), MOST_CHUNKS))]
-                    self._publish_removed(time_ns, namespace, removed)
-            with self._lock:
-                del table[namespace]
-
-    def _publish_removed(self, time_ns: int, namespace: bytes, removed: Sequence[KVChunk]) -> None:
-        if not removed:
-            return
-        self._chunks -= len(removed)
-        for chunk in removed:
-            if chunk.description is not None:
-                self._described -= 1
-                self._bytes -= chunk.description.size
-        self._publish(KVRemoved, time_ns, Tier.L1, namespace, tuple(removed))
+    def _keys(self, tier: Tier, prefix: bytes = b"") -> list[tuple[bytes, list[bytes]]]:
+        """The tier's namespaces whose id begins with `prefix`, and their keys."""
+        places = self._resident.places.items()
+        return [(space, list(chunks)) for (at, space), chunks in places if at is tier and space.startswith(prefix)]
 
     def _resync(self, event: L1Resynced) -> None:
         match event.part:
             case ResyncPart.BEGIN:
-                with self._lock:
-                    for namespace, chunks in self._ready.items():
-                        self._stale.setdefault(namespace, chunks).update(chunks)  # of an earlier one that did not end
-                    self._ready = {}
+                self._confirmed = {}
             case ResyncPart.SLICE:
-                self._store(event.time_ns, event.namespace, event.keys, "")
-            case ResyncPart.END:
-                self._drop(event.time_ns, self._stale, b"")
+                self._store(Tier.L1, event.time_ns, event.namespace, event.keys, "")
+            case ResyncPart.END if self._confirmed is not None:
+                for namespace, keys in self._keys(Tier.L1):
+                    confirmed = self._confirmed.get(namespace, set())
+                    self._remove(Tier.L1, event.time_ns, namespace, [key for key in keys if key not in confirmed])
+                self._confirmed = None
                 self._resyncs += 1
 
     # ---- descriptions -------------------------------------------------------------------------
 
-    def _describe(self, event: ChunksDescribed) -> None:
-        pairs = list(zip((key for part in _parts(event.keys) for key in part), describe(event), strict=True))
-        for at in range(0, len(pairs), MOST_CHUNKS):
+    def _describe(self, tier: Tier, event: ChunksDescribed) -> None:
+        for part in _parts(list(zip(_split(event.keys), describe(event), strict=True))):
             with self._lock:
                 late: list[tuple[KVChunk, KVChunk]] = []  # already READY: without and with its description
-                for key, description in pairs[at : at + MOST_CHUNKS]:
-                    chunks = self._table_with(event.namespace, key)
-                    if chunks is None:
+                chunks = self._resident.places.get((tier, event.namespace), {})
+                for key, description in part:
+                    chunk = chunks.get(key)
+                    if chunk is None:
                         self._expect((event.namespace, key), description)
-                    elif chunks[key].description is None and description is not None and self._has_room(description):
+                    elif chunk.description is None and description is not None and self._has_room(description):
                         self._bytes += description.size
-                        late.append((chunks[key], KVChunk(key, description)))
-                        chunks[key] = late[-1][1]
+                        chunks[key] = KVChunk(key, description)
+                        late.append((chunk, chunks[key]))
                 if late:
                     self._described += len(late)
                     before_all, now_all = zip(*late, strict=True)
-                    self._publish(KVRemoved, event.time_ns, Tier.L1, event.namespace, before_all)
-                    self._publish(KVStored, event.time_ns, Tier.L1, event.namespace, now_all, event.instance_id)
-
-    def _table_with(self, namespace: bytes, key: bytes) -> dict[bytes, KVChunk] | None:
-        for table in (self._ready, self._stale):
-            if (chunks := table.get(namespace)) is not None and key in chunks:
-                return chunks
-        return None
+                    self._publish(KVRemoved, event.time_ns, tier, event.namespace, before_all)
+                    self._publish(KVStored, event.time_ns, tier, event.namespace, now_all, event.instance_id)
 
     def _has_room(self, description: Description) -> bool:
         return self._bytes + description.size <= self._limit
@@ -302,7 +273,10 @@ class Hub:
         self._hand_over(event)
 
 
-def _parts(keys: bytes) -> list[list[bytes]]:
-    """The keys in lists of at most MOST_CHUNKS, the limit of one event."""
-    found = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-    return [found[at : at + MOST_CHUNKS] for at in range(0, len(found), MOST_CHUNKS)]
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """At most MOST_CHUNKS at a time, the limit of one event."""
+    return (items[at : at + MOST_CHUNKS] for at in range(0, len(items), MOST_CHUNKS))

@@ -100,11 +100,12 @@ class ZmqPublisher:
         with self._lock:
             match event:
                 case KVStored():
-                    self._resident.apply_event(event)
+                    if described := [chunk for chunk in event.chunks if chunk.description is not None]:
+                        self._resident.add(event.tier, event.namespace, described)
                     for stream in self._streams.values():
                         stream.stored(event)
                 case KVRemoved():
-                    self._resident.apply_event(event)
+                    self._resident.remove(event.tier, event.namespace, [chunk.key for chunk in event.chunks])
                     for stream in self._streams.values():
                         stream.removed(event)
                 case ReaderConnected():

@@ -31,7 +31,7 @@ def store(count):
         chunks.append(KVChunk(hashes[-32:], described))
         described_bytes += described.size
     event = KVStored(1, 1, Tier.L1, prefix, tuple(chunks))
-    resident_chunks.apply_event(event)
+    resident_chunks.add(Tier.L1, prefix, chunks)
     stream.stored(event)
 
 for _ in range(20):
