@@ -8,7 +8,6 @@ Owns: the queue and the thread. Refuses to know: the items, and what an item tha
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -125,9 +124,10 @@ class Runner(Generic[Item]):
                 time.sleep(_NAP_SECONDS)
 
     def _next(self, wait: bool) -> tuple[Item, int] | None:
-        with contextlib.suppress(queue.Empty):
+        try:
             return self._queue.get(wait, _IDLE_SECONDS)
-        return None
+        except queue.Empty:
+            return None
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """What it raises cuts the runner off."""

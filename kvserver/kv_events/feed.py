@@ -94,9 +94,9 @@ class Feed:
                 case ReaderConnected():
                     scheduler = event.scheduler
                     reader = _Reader(scheduler.incarnation, event.namespace_prefix, max(1, len(scheduler.groups)))
-                    if self._readers.get(scheduler.instance_id) != reader:
-                        self._readers[scheduler.instance_id] = reader
-                        self._forget(scheduler.instance_id)
+                    if self._readers.get(event.instance_id) != reader:
+                        self._readers[event.instance_id] = reader
+                        self._forget(event.instance_id)
                 case ReaderDisconnected():
                     self._readers.pop(event.instance_id, None)
                     self._forget(event.instance_id)

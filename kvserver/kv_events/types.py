@@ -90,6 +90,10 @@ class ReaderConnected(_KVEvent, frozen=True, tag="ReaderCame"):
     block_tokens: int
 
     @property
+    def instance_id(self) -> str:
+        return self.scheduler.instance_id
+
+    @property
     def reach(self) -> bytes:  # the earlier name, for others' observers
         return self.namespace_prefix
 

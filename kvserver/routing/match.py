@@ -28,9 +28,10 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from kvserver.kv_events import ReaderConnected
 from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
 from kvserver.routing.block_hashes import ALGORITHMS, hash_blocks
-from kvserver.routing.prefix_index import KnownEngine, KVIndex, Match
+from kvserver.routing.prefix_index import KVIndex, Match
 from kvserver.telemetry import Family, Kind
 
 MOST_BODY_BYTES = 4 << 20
@@ -146,7 +147,7 @@ class MatchPages:
         matched = self._index.match(engines, hashes, hash_bytes)
         return self._found(zip(engines, matched, [len(hashes) // hash_bytes] * len(engines), strict=True))
 
-    def _match_tokens(self, engines: list[KnownEngine], query: _Query, tokens: list[int]) -> Status:
+    def _match_tokens(self, engines: list[ReaderConnected], query: _Query, tokens: list[int]) -> Status:
         if not query.model:
             raise BadQuery(400, "bad_query", "tokens need a model")
         if bool(query.lora_name) != bool(query.lora_path):
@@ -154,11 +155,11 @@ class MatchPages:
         skipped = {engine.instance_id: reason for engine in engines if (reason := unhashable(engine))}
         if engines and len(skipped) == len(engines):
             raise BadQuery(400, "unsupported_hashes", next(iter(skipped.values())))
-        chains: dict[tuple[Any, ...], list[KnownEngine]] = {}
+        chains: dict[tuple[Any, ...], list[ReaderConnected]] = {}
         for engine in engines:
             if engine.instance_id not in skipped:
                 chains.setdefault(_chain(engine), []).append(engine)
-        found: list[tuple[KnownEngine, Match, int]] = []
+        found: list[tuple[ReaderConnected, Match, int]] = []
         for alike in chains.values():
             with self._hashing:
                 hashes = _hashes(alike[0], query, tokens)
@@ -191,7 +192,7 @@ class MatchPages:
         }
 
 
-def unhashable(engine: KnownEngine) -> str:
+def unhashable(engine: ReaderConnected) -> str:
     """Why tokens cannot be hashed for this engine; "" if they can."""
     scheduler = engine.scheduler
     if scheduler.hash_algorithm not in ALGORITHMS:
@@ -201,13 +202,13 @@ def unhashable(engine: KnownEngine) -> str:
     return ""
 
 
-def _chain(engine: KnownEngine) -> tuple[Any, ...]:
+def _chain(engine: ReaderConnected) -> tuple[Any, ...]:
     """Engines with equal values give equal blocks equal hashes."""
     scheduler = engine.scheduler
     return scheduler.hash_algorithm, scheduler.hash_start, scheduler.hash_block_tokens, engine.block_tokens
 
 
-def _hashes(engine: KnownEngine, query: _Query, tokens: list[int]) -> bytes:
+def _hashes(engine: ReaderConnected, query: _Query, tokens: list[int]) -> bytes:
     """The hashes of the engine's blocks. Each is the last hash among the smaller blocks that the engine hashes."""
     scheduler = engine.scheduler
     lora = (query.lora_name, query.lora_path) if query.lora_name else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvserver._native import PrefixIndex
@@ -28,27 +27,12 @@ from kvserver.kv_events import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import DescribeScheduler
 from kvserver.routing.engine_stream import FOLLOWING
 from kvserver.routing.engines import EngineEvents
 from kvserver.telemetry import Family, Kind
 
 _KNOWN_BYTES = 8  # the end of a hash
 _NONE = (-1, -1)
-
-
-@dataclass(frozen=True)
-class KnownEngine:
-    """An engine that described itself."""
-
-    scheduler: DescribeScheduler
-    namespace_prefix: bytes
-    chunk_blocks: int
-    block_tokens: int
-
-    @property
-    def instance_id(self) -> str:
-        return self.scheduler.instance_id
 
 
 class Match(NamedTuple):
@@ -69,7 +53,7 @@ class KVIndex:
         self._engines = EngineEvents(self._index)
         self._follow_engines = follow_engines
         self._lock = threading.Lock()  # of the two below
-        self._known: dict[str, KnownEngine] = {}
+        self._known: dict[str, ReaderConnected] = {}  # the engines that described themselves
         self._owners: dict[bytes, tuple[int, int]] = {}  # owners of L1 and L2 by namespace prefix; -1: none
         self._dropped_prefixes = 0
 
@@ -93,10 +77,9 @@ class KVIndex:
                 self._reader_disconnected(event.instance_id)
 
     def _reader_connected(self, event: ReaderConnected) -> None:
-        engine = KnownEngine(event.scheduler, event.namespace_prefix, event.chunk_blocks, event.block_tokens)
         with self._lock:
-            before = self._known.get(engine.instance_id)
-            self._known[engine.instance_id] = engine
+            before = self._known.get(event.instance_id)
+            self._known[event.instance_id] = event
         if before is not None:
             self._forget_if_empty(before.namespace_prefix)
         if self._follow_engines:
@@ -148,7 +131,7 @@ class KVIndex:
 
     # ---- queries ------------------------------------------------------------------------------
 
-    def known_engines(self, model_name: str = "", instance_ids: Collection[str] = ()) -> list[KnownEngine]:
+    def known_engines(self, model_name: str = "", instance_ids: Collection[str] = ()) -> list[ReaderConnected]:
         """All engines, restricted to the model and to the instances if given."""
         with self._lock:
             engines = list(self._known.values())
@@ -159,12 +142,12 @@ class KVIndex:
             and (not instance_ids or engine.instance_id in instance_ids)
         ]
 
-    def match(self, engines: Sequence[KnownEngine], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
+    def match(self, engines: Sequence[ReaderConnected], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
         """The match of each engine, for block hashes end to end. ValueError unless they are whole, 8 to 32 bytes each."""
         found = self._index.match(hashes, hash_bytes, [self._tiers(engine) for engine in engines])
         return [Match._make(blocks) for blocks in found]
 
-    def _tiers(self, engine: KnownEngine) -> tuple[int, int, int, int]:
+    def _tiers(self, engine: ReaderConnected) -> tuple[int, int, int, int]:
         with self._lock:
             l1, l2 = self._owners.get(engine.namespace_prefix, _NONE)
         return self._engines.index_owner(engine.instance_id), l1, l2, engine.chunk_blocks
