@@ -689,7 +689,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a message whose copy was cancelled is sent",
-        SEND_QUEUE, "_Sender.send", "if not queued.is_wanted():", "if False:",
+        SEND_QUEUE, "OrderedSendQueue._send", "if not queued.is_wanted():", "if False:",
         ("adapters/test_ordering.py::test_a_store_whose_blocks_are_reused_is_never_sent",),
     ),
     Mutant(
@@ -745,15 +745,15 @@ WORKER_HALF = (
     ),
     Mutant(
         "a store is forgotten before its deadline",
-        HAZARDS, "PendingStores._forget_late", "if stores and self._clock() < until:", "if False:", (WITHOUT_END,),
+        HAZARDS, "PendingStores._forget_late", "and self._clock() >= self._forget_at[0][0]", "", (WITHOUT_END,),
     ),
     Mutant(
         "stores whose ranks never answer are kept",
-        HAZARDS, "PendingStores._forget_late", "                self._forget(store_id)", "                pass", (WITHOUT_END,),
+        HAZARDS, "PendingStores._forget_late", "self._forget(store_id)", "pass", (WITHOUT_END,),
     ),
     Mutant(
         "a store's time begins before its step was computed",
-        HAZARDS, "PendingStores.step_ended", "and self._computing[0][0] <= self._ended", "", (WITHOUT_END,),
+        HAZARDS, "PendingStores.step_ended", "self._seconds, self._ended)", "self._seconds, self._planned)", (WITHOUT_END,),
     ),
     Mutant(
         "a block that is overwritten is still looked after",

@@ -66,10 +66,8 @@ def known(reason: str) -> str:
     return reason if is_known or reason == CONNECTED_REASON else "other"
 
 
-def from_hello(state: str, text: str) -> CacheStatus | None:
-    """An engine's state in the daemon's HelloReply; None if the reply has none, as from older daemons."""
-    if not state:
-        return None
+def from_hello(state: str, text: str) -> CacheStatus:
+    """An engine's state in the daemon's HelloReply."""
     if state == REGISTERED:
         return CONNECTED
     return CacheStatus("not_registered" if state in _ABSENT else refused(state), text)
@@ -87,17 +85,17 @@ class EngineCacheStatus:
     halves: dict[str, CacheStatus] = field(default_factory=dict)
     _halves_reported_at: float = 0.0
     _asked_at: float = -1.0
-    _answer: CacheStatus | None = None  # of the daemon
+    _answer: CacheStatus | None = None  # of the daemon; None before the first
 
     def report_halves(self, halves: Mapping[str, CacheStatus], now: float) -> None:
         self.halves.update(halves)
         self._halves_reported_at = now
 
-    def report_answer(self, answer: CacheStatus | None, began: float) -> None:
-        """`began`: when the query was sent. `answer` None: the daemon answers without a state, as older daemons do."""
+    def report_answer(self, answer: CacheStatus, began: float) -> None:
+        """`began`: when the query was sent."""
         self._answer = answer
         self._asked_at = began
-        self.known_here |= answer is None or answer.connected
+        self.known_here |= answer.connected
 
     @property
     def _answer_is_newer(self) -> bool:

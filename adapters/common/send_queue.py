@@ -71,31 +71,31 @@ class SendQueue(Protocol):
 
 class DirectSendQueue:
     def __init__(self) -> None:
-        self._session: Session | None = None
+        self.session: Session | None = None
         self._sequences: dict[int, int] = {}  # by request number
 
     def adopt(self, session: Session | None) -> None:
-        if self._session is not None:
-            self._session.channel.close()
-        self._session = session
+        if self.session is not None:
+            self.session.channel.close()
+        self.session = session
         self._sequences.clear()
 
     def post(self, message: Message) -> bool:
-        number = self._session.channel.send(message) if self._session is not None else None
+        number = self.session.channel.send(message) if self.session is not None else None
         if number is None:
             return False
         self._sequences[number] = message.sequence
         return True
 
     def receive(self) -> list[tuple[int, Answer]]:
-        replies = self._session.channel.receive() if self._session is not None else ()
+        replies = self.session.channel.receive() if self.session is not None else ()
         return [(self._sequences.pop(number, 0), reply) for number, reply in replies]
 
     def wait(self, seconds: float) -> None:
-        if self._session is None:
+        if self.session is None:
             time.sleep(seconds)
         else:
-            self._session.channel.wait(max(seconds, 0.001))
+            self.session.channel.wait(max(seconds, 0.001))
 
     def is_queued(self, sequence: int) -> bool:
         return False
@@ -152,7 +152,7 @@ class OrderedSendQueue:
         self._closing = False
         self._answer_ready = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._sender = _Sender(self._wake, self._put_answer)
+        self._sender = DirectSendQueue()  # the thread's
         self._thread = threading.Thread(target=self._run, name="kvserver-sender", daemon=True)
         self._thread.start()
 
@@ -200,82 +200,60 @@ class OrderedSendQueue:
     def _run(self) -> None:
         while not self._closing:
             if not self._tasks:
-                self._sender.collect(wait=True)
+                self._wait()
+                self._collect()
                 continue
             task = self._tasks.popleft()
             if isinstance(task, _Adopt):
                 self._sender.adopt(task.session)
             else:
                 self._deliver(task)
-                self._sender.collect(wait=False)
-        self._sender.adopt(None)
+                self._collect()
+        self._sender.close()
 
     def _deliver(self, queued: _QueuedMessage) -> None:
         sequence = queued.message.sequence
         try:
             queued.event.synchronize()
-            if not self._closing and (refusal := self._sender.send(queued)) is not None:
-                self._put_answer(sequence, refusal)
+            if not self._closing and (reason := self._send(queued)) is not None:
+                queued.cancel()
+                self._put_answer(sequence, NotSent(reason))
         except Exception as error:
             queued.cancel()
             self._put_answer(sequence, NotSent("failed", error))
         finally:
             self._queued.discard(sequence)
 
+    def _send(self, queued: _QueuedMessage) -> str | None:
+        """Why the message was not sent, or None."""
+        if not queued.is_wanted():
+            return "cancelled"
+        if self._sender.session is not queued.session or queued.session.ended.is_set():
+            return "gone"
+        if time.monotonic_ns() > queued.message.deadline_ns:
+            return "late"
+        return None if self._sender.post(queued.message) else "full"
+
+    def _wait(self) -> None:
+        """Wait for a reply or for a wake-up."""
+        if self._sender.session is not None:
+            self._sender.session.channel.wait_or(self._wake)
+            return
+        poller = select.poll()  # not select(): an engine may have thousands of descriptors
+        poller.register(self._wake, select.POLLIN)
+        poller.poll()
+
+    def _collect(self) -> None:
+        """Pass received replies on."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        try:
+            for answer in self._sender.receive():
+                self._put_answer(*answer)
+        except Exception as error:  # no message of this channel can be decoded any more
+            self._put_answer(0, NotSent("failed", error))
+            self._sender.adopt(None)
+
     def _put_answer(self, sequence: int, answer: Answer) -> None:
         self._answers.append((sequence, answer))
         self._answer_ready.set()
-
-
-class _Sender:
-    """The thread's use of the channel: sends messages that are still wanted, passes replies on."""
-
-    def __init__(self, wake: int, put_answer: Callable[[int, Answer], None]) -> None:
-        self._wake = wake
-        self._put_answer = put_answer
-        self._session: Session | None = None
-        self._sequences: dict[int, int] = {}  # by request number
-
-    def adopt(self, session: Session | None) -> None:
-        if self._session is not None:
-            self._session.channel.close()
-        self._session = session
-        self._sequences.clear()
-
-    def send(self, queued: _QueuedMessage) -> NotSent | None:
-        """None if the message was sent; else its word is CANCELLED."""
-        session, message = self._session, queued.message
-        if not queued.is_wanted():
-            return NotSent("cancelled")
-        if session is not queued.session or session.ended.is_set():
-            queued.cancel()
-            return NotSent("gone")
-        if time.monotonic_ns() > message.deadline_ns:
-            queued.cancel()
-            return NotSent("late")
-        number = session.channel.send(message)
-        if number is None:
-            queued.cancel()
-            return NotSent("full")
-        self._sequences[number] = message.sequence
-        return None
-
-    def collect(self, wait: bool) -> None:
-        """Pass received replies on; `wait` for a reply or for a wake-up first."""
-        session = self._session
-        if wait and session is None:
-            poller = select.poll()  # not select(): an engine may have thousands of descriptors
-            poller.register(self._wake, select.POLLIN)
-            poller.poll()
-        elif wait and session is not None:
-            session.channel.wait_or(self._wake)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        if session is None:
-            return
-        try:
-            for number, reply in session.channel.receive():
-                self._put_answer(self._sequences.pop(number, 0), reply)
-        except Exception as error:  # no message of this channel can be decoded any more
-            self._put_answer(0, NotSent("failed", error))
-            self.adopt(None)

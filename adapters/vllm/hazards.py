@@ -18,7 +18,7 @@ from kvserver.adapters.vllm.blockpool import PoolHook
 class _Store:
     block_ids: list[int]
     ranks_left: int
-    of_step: set[int]  # the stores of its step that are pending
+    step: int
 
 
 class PendingStores:
@@ -34,36 +34,30 @@ class PendingStores:
         self._ranks = ranks
         self._seconds = seconds
         self._clock = clock
-        self._stores: dict[int, _Store] = {}
+        self._stores: dict[int, _Store] = {}  # in the order of their steps
         self._readers: dict[int, set[int]] = {}  # block id -> stores that read it
         self._planned = 0  # steps
         self._ended = 0
-        self._planning: set[int] = set()  # the stores of the step that is being planned
-        self._computing: deque[tuple[int, set[int]]] = deque()  # (number of a step, its stores)
-        self._awaited: deque[tuple[float, set[int]]] = deque()  # (when forgotten, stores of a step that has ended)
+        self._forget_at: deque[tuple[float, int]] = deque()  # (when, the stores of steps up to this one)
 
     def __len__(self) -> int:
         return len(self._stores)
 
     def add(self, store_id: int, block_ids: list[int]) -> None:
         """Add a store to the step that is being planned."""
-        self._stores[store_id] = _Store(block_ids, self._ranks, self._planning)
-        self._planning.add(store_id)
+        self._stores[store_id] = _Store(block_ids, self._ranks, self._planned + 1)
         for block_id in block_ids:
             self._readers.setdefault(block_id, set()).add(store_id)
 
     def planned(self) -> None:
         """Stores added from now on belong to the next step."""
         self._planned += 1
-        if self._planning:
-            self._computing.append((self._planned, self._planning))
-            self._planning = set()
 
     def step_ended(self) -> None:
         """vLLM has the outputs of the oldest step under way."""
         self._ended = min(self._ended + 1, self._planned)
-        while self._computing and self._computing[0][0] <= self._ended:
-            self._awaited.append((self._clock() + self._seconds, self._computing.popleft()[1]))
+        if self._is_awaited():
+            self._forget_at.append((self._clock() + self._seconds, self._ended))
         self._forget_late()
 
     def overwrite(self, block_id: int) -> Iterable[int]:
@@ -86,20 +80,20 @@ class PendingStores:
     def awaited(self) -> bool:
         """Whether an idle engine should step to receive reports of their end; bounded, since a report may be lost."""
         self._forget_late()
-        return bool(self._awaited)
+        return self._is_awaited()
+
+    def _is_awaited(self) -> bool:
+        oldest = next(iter(self._stores.values()), None)
+        return oldest is not None and oldest.step <= self._ended
 
     def _forget_late(self) -> None:
-        while self._awaited:
-            until, stores = self._awaited[0]
-            if stores and self._clock() < until:
-                return
-            for store_id in tuple(stores):
+        while self._forget_at and self._clock() >= self._forget_at[0][0]:
+            _, step = self._forget_at.popleft()
+            for store_id in [i for i, store in self._stores.items() if store.step <= step]:
                 self._forget(store_id)
-            self._awaited.popleft()
 
     def _forget(self, store_id: int) -> None:
         store = self._stores.pop(store_id)
-        store.of_step.discard(store_id)
         for block_id in store.block_ids:
             readers = self._readers[block_id]
             readers.discard(store_id)

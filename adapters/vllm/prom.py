@@ -91,7 +91,7 @@ class Board:
             self._statuses[index].report_halves(statuses, time.monotonic())
             self._show(index)
 
-    def daemon_answered(self, index: int, answer: CacheStatus | None, began: float) -> None:
+    def daemon_answered(self, index: int, answer: CacheStatus, began: float) -> None:
         """The daemon answered a query, or failed to."""
         with self._lock:
             self._statuses[index].report_answer(answer, began)

@@ -9,12 +9,14 @@ the engine costs the engine nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
 from typing import Any
 
+from kvserver.adapters.common.link import absence
 from kvserver.adapters.vllm.identity import served_name
 from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import read_settings
@@ -22,11 +24,11 @@ from kvserver.adapters.vllm.watch import incarnation, instance_id
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvserver.protocol import EngineLoad, Error
-from kvserver.protocol.client import Client, RequestFailed
+from kvserver.protocol.client import Channel
 
 log = logging.getLogger("vllm.kvserver")
 
-_HELLO_SECONDS = 2.0
+_CONNECT_SECONDS = 2.0
 _LONGEST_REST = 8  # intervals, for an engine that the daemon does not know
 
 
@@ -47,19 +49,19 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
         settings = read_settings(extra)
         if not settings.load_interval_ms:
             return
-        interval = settings.load_interval_ms / 1000
         self.stats = EngineLoad(
             instance_id=instance_id(config, engine_index),
             incarnation=incarnation(config),
             model_name=served_name(config.model_config),
-            interval_seconds=interval,
+            interval_seconds=settings.load_interval_ms / 1000,
             running=0,
             waiting=0,
             front_end=max(0, getattr(config.parallel_config, "_api_process_rank", 0)),
         )
-        sender = EngineStatsSender(settings.endpoint, self.stats, interval)
-        self._end = weakref.finalize(self, sender.stop.set)
-        sender.thread.start()
+        stop = threading.Event()
+        self._end = weakref.finalize(self, stop.set)
+        arguments = (settings.endpoint, self.stats, stop)
+        threading.Thread(target=send_stats, args=arguments, name="kvserver-load", daemon=True).start()
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **_: Any
@@ -101,41 +103,19 @@ def add_iteration_stats(total: EngineLoad, stats: Any) -> None:
     total.finished_requests += len(stats.finished_requests)
 
 
-class EngineStatsSender:
-    """The thread that sends the current `stats` once in each interval; it ends when `stop` is set."""
-
-    def __init__(self, endpoint: str, stats: EngineLoad, interval: float) -> None:
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="kvserver-load", daemon=True)
-        self._endpoint = endpoint
-        self._stats = stats
-        self._interval = interval
-        self._understood = False  # by the daemon that answered last
-
-    def _run(self) -> None:
-        try:
-            with Client(self._endpoint, _HELLO_SECONDS) as client:
-                while not self.stop.is_set():
-                    self.stop.wait(self._send(client))
-        except Exception:
-            log.exception("kvserver: the stats of this engine are no longer sent to the daemon")
-
-    def _send(self, client: Client) -> float:
-        """Send once; returns the pause until the next time, which grows while the daemon refuses."""
-        refused = any(isinstance(reply, Error) for _, reply in client.channel.receive())
-        if refused:  # the daemon does not know the engine yet, or never will; or it is another daemon
-            self._understood = False
-        rest = min(self._stats.interval_seconds * 2, self._interval * _LONGEST_REST) if refused else self._interval
-        self._stats.interval_seconds = min(rest, 86400.0)
-        if self._understood or self._greet(client):
-            client.channel.send(self._stats)
-        return self._stats.interval_seconds
-
-    def _greet(self, client: Client) -> bool:
-        """Whether a daemon answers that speaks this protocol version."""
-        try:
-            client.hello("load")
-            self._understood = True
-        except (RequestFailed, TimeoutError):
-            self._understood = False
-        return self._understood
+def send_stats(endpoint: str, stats: EngineLoad, stop: threading.Event) -> None:
+    """Send the current `stats` once in each interval, more rarely while the daemon refuses, until `stop` is set."""
+    interval = stats.interval_seconds
+    try:
+        with contextlib.closing(Channel(endpoint)) as channel:
+            while not stop.is_set():
+                if any(isinstance(reply, Error) for _, reply in channel.receive()):
+                    # The daemon does not know the engine yet, or never will.
+                    stats.interval_seconds = min(stats.interval_seconds * 2, interval * _LONGEST_REST, 86400.0)
+                else:
+                    stats.interval_seconds = interval
+                if absence(endpoint) is None and channel.wait_writable(_CONNECT_SECONDS):
+                    channel.send(stats)
+                stop.wait(stats.interval_seconds)
+    except Exception:
+        log.exception("kvserver: the stats of this engine are no longer sent to the daemon")

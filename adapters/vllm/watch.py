@@ -21,8 +21,7 @@ log = logging.getLogger("vllm.kvserver")
 _INTERVAL_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 
-# (engine index; the status in the daemon's answer, None if the answer has none; when the query was sent)
-Answered = Callable[[int, CacheStatus | None, float], None]
+Answered = Callable[[int, CacheStatus, float], None]  # (engine index; its status; when the query was sent)
 
 
 def instance_id(config: Any, engine_index: int) -> str:

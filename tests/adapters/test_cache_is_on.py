@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import kvserver.adapters.vllm
-import msgspec
 import pytest
 from front_end import FrontEnd, exposition, watches
 from kvserver.adapters.common import host_memory
@@ -26,7 +25,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from kvserver.cli.checks_engine import HELP
-from kvserver.protocol import Error, ErrorCode, Hello, HelloReply, Lookup, RegisterWorker, Retrieve
+from kvserver.protocol import Error, ErrorCode, Hello, Lookup, RegisterWorker, Retrieve
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)
@@ -248,18 +247,6 @@ def test_a_fault_that_ended_the_use_of_the_cache(make_daemon, make_engine, make_
     front.record_steps()
     wait_reason(front, "fault")
     assert front.series("faults_total")["reset_cache",] == 1
-
-
-def test_a_daemon_that_does_not_list_which_engines_it_serves(make_daemon, make_engine, make_front_end, make_tap):
-    """Older ones do not: then the engine's own report counts."""
-    daemon = make_daemon()
-    tap = make_tap(daemon)
-    tap.edit = lambda reply: msgspec.structs.replace(reply, standing="") if isinstance(reply, HelloReply) else reply
-    engine = started(make_engine(tap.endpoint))
-    front = make_front_end(engine)
-    assert not front.connected
-    front.record_steps()
-    assert front.connected
 
 
 def test_an_engine_on_another_machine_is_not_taken_for_one_without_cache(
