@@ -54,6 +54,7 @@ class BenchDaemon:
         line = self.process.stdout.readline()
         assert " ready: " in line, line
         self.seconds_to_ready = time.perf_counter() - began
+        self.http_port = int(line.split("http://")[1].split(",")[0].rpartition(":")[2])
 
     def close(self) -> None:
         self.process.terminate()
