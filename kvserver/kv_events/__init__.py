@@ -5,18 +5,17 @@
 observers here: `publisher` (ZMQ), `feed` (engines that publish events themselves), `lines` (a file).
 """
 
-from kvserver.kv_events.feed import Feed, make_feed
+from kvserver.kv_events.feed import Feed
 from kvserver.kv_events.hub import Hub
 from kvserver.kv_events.lines import make_lines
 from kvserver.kv_events.observers import Observers
-from kvserver.kv_events.publisher import NotOneTopic, Snapshot, ZmqPublisher, make_publisher, publisher_families
+from kvserver.kv_events.publisher import NotOneTopic, Snapshot, make_publisher, publisher_families
 from kvserver.kv_events.snapshot import MOST_SNAPSHOT_SECONDS, Busy, Encoding, snapshot_parts
 from kvserver.kv_events.types import (
     KVChunk,
     KVEvent,
     KVRemoved,
     KVStored,
-    MakeObserver,
     ObserverContext,
     ReaderCame,
     ReaderConnected,
@@ -35,7 +34,6 @@ __all__ = [
     "KVEvent",
     "KVRemoved",
     "KVStored",
-    "MakeObserver",
     "NotOneTopic",
     "ObserverContext",
     "Observers",
@@ -45,8 +43,6 @@ __all__ = [
     "ReaderGone",
     "Snapshot",
     "Tier",
-    "ZmqPublisher",
-    "make_feed",
     "make_lines",
     "make_publisher",
     "publisher_families",

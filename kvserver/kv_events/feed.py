@@ -43,10 +43,6 @@ _TOKEN_BYTES = 4
 _Change: TypeAlias = tuple[bool, Tier, KVChunk]  # True: stored; False: removed
 
 
-def make_feed(context: ObserverContext) -> Feed:
-    return Feed(context)
-
-
 @dataclass(frozen=True)
 class _Reader:
     incarnation: str

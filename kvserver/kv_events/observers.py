@@ -20,7 +20,6 @@ from kvserver.kv_events.types import (
     KVEventObserver,
     KVRemoved,
     KVStored,
-    MakeObserver,
     ObserverContext,
 )
 from kvserver.protocol import ConfigError
@@ -40,23 +39,23 @@ class Observers:
     def __init__(
         self,
         context: ObserverContext,
-        own: Mapping[str, MakeObserver],
-        direct: Collection[str] = (),
+        own: Mapping[str, KVEventObserver | None],
+        direct: Mapping[str, KVEventObserver],
         limit: int = QUEUE_COST,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
-        """`own`: the daemon's observers by name; `direct`: those that never wait, so that hand_over() can call them.
-
-        ConfigError if the settings name an observer that is not installed.
+        """`own`: the daemon's observers by name. `direct`: those that change memory only, for a bounded number of chunks an
+        event, so that hand_over() can call them. ConfigError if the settings name an observer that is not installed.
         """
         self._limit, self._stall_seconds = limit, stall_seconds
         self._observed: list[_Observed] = []
         self._failed: dict[str, str] = {}  # why an observer could not be made, by name
         self.foreign = False  # True if any observer is not the daemon's own
         try:
-            for name, make in own.items():
-                self._add(name, make(context), _Direct if name in direct else _Observed)
-            self._load(context, own)
+            for name, observer in own.items():
+                self._add(name, observer)
+            self._observed += [_Direct(name, observer, limit) for name, observer in direct.items()]
+            self._load(context, {*own, *direct})
         except BaseException:
             self.close()
             raise
@@ -74,9 +73,6 @@ class Observers:
         """Look for observers that stall. REQUIRES: called once a second. Never waits."""
         for each in self._observed:
             each.tick(self._stall_seconds)
-
-    def observer_named(self, name: str) -> KVEventObserver | None:
-        return next((each.observer for each in self._observed if each.name == name), None)
 
     def cut_off_reason(self, name: str) -> str:
         """Why the observer receives no more events; "" if it receives them."""
@@ -116,9 +112,9 @@ class Observers:
 
     # ---- making -------------------------------------------------------------------------------
 
-    def _add(self, name: str, observer: KVEventObserver | None, kind: type[_Observed] | None = None) -> None:
+    def _add(self, name: str, observer: KVEventObserver | None) -> None:
         if observer is not None:
-            self._observed.append((kind or _Observed)(name, observer, self._limit))
+            self._observed.append(_Observed(name, observer, self._limit))
 
     def _load(self, context: ObserverContext, taken: Collection[str]) -> None:
         wanted = [name.strip() for name in context.settings.kv_event_observers.split(",")]
@@ -149,7 +145,7 @@ class _Observed(Runner[KVEvent]):
     def __init__(self, name: str, observer: KVEventObserver, limit: int) -> None:
         super().__init__(f"kv events: {name}", limit)
         self.name = name
-        self.observer = observer
+        self._observer = observer
         self._handled = 0
         self._shown: dict[str, Any] = {}  # its last status()
         self._shown_at = 0.0
@@ -179,7 +175,7 @@ class _Observed(Runner[KVEvent]):
 
     def _handle(self, event: KVEvent) -> None:
         self._edges += 1
-        self.observer.observe(event)
+        self._observer.observe(event)
         self._edges += 1
         self._handled += 1
 
@@ -187,13 +183,13 @@ class _Observed(Runner[KVEvent]):
         if time.monotonic() - self._shown_at < _STATUS_SECONDS:
             return
         self._edges += 1
-        if (status := getattr(self.observer, "status", None)) is not None:
+        if (status := getattr(self._observer, "status", None)) is not None:
             self._shown = json.loads(json.dumps(dict(status()), allow_nan=False))
         self._edges += 1
         self._shown_at = time.monotonic()
 
     def _end(self) -> None:
-        if (close := getattr(self.observer, "close", None)) is not None:
+        if (close := getattr(self._observer, "close", None)) is not None:
             try:
                 close()
             except BaseException:

@@ -129,15 +129,13 @@ class ZmqPublisher:
             if len(self._streams) >= MOST_STREAMS:
                 self._refused_streams += 1
                 return
-            self._streams[name] = Stream(scheduler.model_name, form, self._options)
+            self._streams[name] = Stream(scheduler.model_name, form, self._options, self._resident)
         self._instances[scheduler.instance_id] = name
-        self._streams[name].reader_connected(
-            scheduler.instance_id, event.namespace_prefix, scheduler.groups, self._resident
-        )
+        self._streams[name].reader_connected(scheduler.instance_id, event.namespace_prefix, scheduler.groups)
 
     def _reader_disconnected(self, instance_id: str) -> None:
         if name := self._instances.pop(instance_id, None):
-            self._streams[name].reader_disconnected(instance_id, self._resident)
+            self._streams[name].reader_disconnected(instance_id)
 
     # ---- for pages -------------------------------------------------------------------------------
 
@@ -163,7 +161,7 @@ class ZmqPublisher:
                 stream.next_sequence - 1,
                 self._boot_id,
                 stream.groups,
-                view.announced(self._resident),
+                view.announced(),
                 len(view.waiting),
             )
 

@@ -65,7 +65,7 @@ class View:
     that is removed while it waits nothing is published.
     """
 
-    def __init__(self, topic: str, rank: int, first: bytes) -> None:
+    def __init__(self, topic: str, rank: int, first: bytes, resident: ResidentChunks) -> None:
         self.topic = topic.encode()
         self.rank = rank
         self.first = first  # the payload of the stream's first batch
@@ -74,24 +74,25 @@ class View:
         self.waiting: dict[Name, Description] = {}
         self.leaving: list[tuple[Tier, Description]] = []
         self.events: list[bytes] = []  # of the open batch
+        self._resident = resident
 
-    def add_prefix(self, prefix: bytes, resident: ResidentChunks) -> None:
+    def add_prefix(self, prefix: bytes) -> None:
         if prefix not in self.prefixes:
             self.prefixes.add(prefix)
-            self.waiting.update(resident.within(prefix))
+            self.waiting.update(self._resident.within(prefix))
 
-    def remove_prefix(self, prefix: bytes, resident: ResidentChunks) -> None:
+    def remove_prefix(self, prefix: bytes) -> None:
         self.prefixes.remove(prefix)
-        for name, chunk in resident.within(prefix):
+        for name, chunk in self._resident.within(prefix):
             if self.waiting.pop(name, None) is None:
                 self.leaving.append((name[0], chunk))
 
-    def announced(self, resident: ResidentChunks) -> list[tuple[Tier, Description]]:
+    def announced(self) -> list[tuple[Tier, Description]]:
         """The chunks that were published as stored and not as removed."""
         chunks = [
             (name[0], chunk)
             for prefix in self.prefixes
-            for name, chunk in resident.within(prefix)
+            for name, chunk in self._resident.within(prefix)
             if name not in self.waiting
         ]
         return chunks + self.leaving
@@ -102,7 +103,7 @@ class View:
 
 
 class Stream:
-    def __init__(self, model_name: str, form: Form, options: StreamOptions) -> None:
+    def __init__(self, model_name: str, form: Form, options: StreamOptions, resident: ResidentChunks) -> None:
         self.model_name, self.form = model_name, form
         self.per_instance = "{instance}" in options.topic
         self.groups: tuple[KVGroup, ...] = ()
@@ -111,6 +112,7 @@ class Stream:
         self.buffered_bytes = 0
         self.first_sequence = self.next_sequence = options.boot_micros
         self._options = options
+        self._resident = resident
         self._writer = Writer(form, options.arrays)
         self._readers: dict[str, bytes] = {}  # namespace prefixes by instance_id
         self._opened = time.time()
@@ -119,27 +121,25 @@ class Stream:
 
     # ---- readers --------------------------------------------------------------------------------
 
-    def reader_connected(
-        self, instance_id: str, prefix: bytes, groups: tuple[KVGroup, ...], resident: ResidentChunks
-    ) -> None:
+    def reader_connected(self, instance_id: str, prefix: bytes, groups: tuple[KVGroup, ...]) -> None:
         if not self.announced_blocks:
             self.groups = groups  # not while blocks are announced: BlockRemoved must name the groups of BlockStored
         self._readers[instance_id] = prefix
         view = self._view(instance_id if self.per_instance else "")
         if self.per_instance:
             for other in view.prefixes - {prefix}:
-                view.remove_prefix(other, resident)
-        view.add_prefix(prefix, resident)
-        self._forget_prefixes(resident)
+                view.remove_prefix(other)
+        view.add_prefix(prefix)
+        self._forget_prefixes()
 
-    def reader_disconnected(self, instance_id: str, resident: ResidentChunks) -> None:
+    def reader_disconnected(self, instance_id: str) -> None:
         if self._readers.pop(instance_id, None) is None:
             return
         if self.per_instance:
             self._add(self.views[instance_id], [self._writer.cleared], 0)
             self.close_batch()
             del self.views[instance_id]
-        self._forget_prefixes(resident)
+        self._forget_prefixes()
 
     def announce_end(self) -> None:
         """Publish that all blocks are removed."""
@@ -153,17 +153,17 @@ class Stream:
             rank = int(match[1]) if match else 0
             topic = fill(self._options.topic, model=self.model_name, form=self.form, instance=name)
             first = batch(self._opened, [self._writer.cleared], rank)
-            view = self.views[name] = View(topic, rank, first)
+            view = self.views[name] = View(topic, rank, first, self._resident)
             self._add(view, [self._writer.cleared], 0)
             if self.next_sequence == self.first_sequence:
                 self.close_batch()
         return self.views[name]
 
-    def _forget_prefixes(self, resident: ResidentChunks) -> None:
+    def _forget_prefixes(self) -> None:
         """Forget namespace prefixes that have no chunks and no reader."""
         present = set(self._readers.values())
         for view in self.views.values():
-            view.prefixes = {prefix for prefix in view.prefixes if prefix in present or prefix in resident}
+            view.prefixes = {prefix for prefix in view.prefixes if prefix in present or prefix in self._resident}
 
     # ---- chunks ---------------------------------------------------------------------------------
 

@@ -14,29 +14,19 @@ from kvserver.events import Bus, Subscriber
 from kvserver.kv_events import (
     Feed,
     Hub,
-    MakeObserver,
     ObserverContext,
     Observers,
-    ZmqPublisher,
-    make_feed,
     make_lines,
     make_publisher,
     publisher_families,
 )
-from kvserver.routing import KVIndex, make_index
+from kvserver.routing import make_index
 from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, Kind, all_families
 
 if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
     from kvserver.telemetry.tracing import Traces
 
-OWN_OBSERVERS: dict[str, MakeObserver] = {
-    "zmq": make_publisher,
-    "lines": make_lines,
-    "index": make_index,
-    "feed": make_feed,
-}
-DIRECT = {"index", "feed"}  # they change memory only, a bounded number of chunks an event
 _LAST_EVENTS_SECONDS = 2.0  # for the events that are queued when the daemon stops
 
 
@@ -61,7 +51,12 @@ class Observability:
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
         boot_micros = time.time_ns() // 1000
         context = ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot)
-        self.observers = Observers(context, OWN_OBSERVERS, DIRECT)
+        lines = make_lines(context)  # first: it may raise, and the others begin threads
+        self.publisher = make_publisher(context)  # None where no KV events are published
+        self.index, self.feed = make_index(context), Feed(context)
+        self.observers = Observers(
+            context, {"zmq": self.publisher, "lines": lines}, {"index": self.index, "feed": self.feed}
+        )
         # Each event reaches `explain` before the traces, whose spans show what it knows.
         subscribers: list[Subscriber] = [self.block_lifecycle, self.chunk_lifecycle, self.hub, self.explain]
         if self.traces is not None:
@@ -110,24 +105,6 @@ class Observability:
         settings = self._settings
         observed = bool(settings.kv_events_endpoint or settings.kv_events_file) or self.observers.foreign
         return settings.kv_events == "on" or observed
-
-    @property
-    def feed(self) -> Feed:
-        feed = self.observers.observer_named("feed")
-        assert isinstance(feed, Feed)
-        return feed
-
-    @property
-    def index(self) -> KVIndex:
-        index = self.observers.observer_named("index")
-        assert isinstance(index, KVIndex)
-        return index
-
-    @property
-    def publisher(self) -> ZmqPublisher | None:
-        """None where no KV events are published."""
-        found = self.observers.observer_named("zmq")
-        return found if isinstance(found, ZmqPublisher) else None
 
     def status(self) -> dict[str, Any]:
         """The parts of `/status` about exporters and observers."""

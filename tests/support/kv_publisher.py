@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from kvserver.config import Settings
-from kvserver.kv_events import ObserverContext, Snapshot, ZmqPublisher
-from kvserver.kv_events.publisher import make_publisher
+from kvserver.kv_events import ObserverContext, Snapshot
+from kvserver.kv_events.publisher import ZmqPublisher, make_publisher
 from kvserver.kv_events.snapshot import snapshot_parts
 
 from .daemon import wait_until

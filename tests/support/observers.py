@@ -10,11 +10,14 @@ PROGRAM = '''
 """What a test wants of an observer, by the name of its factory."""
 import json, os, threading
 
+MADE = {}
+
 class Keeps:
     """Writes the events it receives to a file, if there is one."""
     def __init__(self, name):
         self.name, self.events, self.closed, self.gate = name, [], threading.Event(), threading.Event()
         self.threads = set()
+        MADE[name] = self
     def observe(self, event):
         self.threads.add(threading.current_thread())
         self.events.append(event)
@@ -59,7 +62,7 @@ class CloseRaises(Keeps):
         super().close()
         raise OSError("disk full")
 
-def keeps(context): return Keeps(context.boot_id)
+def keeps(context): return Keeps("keeps")
 def raises(context): return Raises("raises")
 def exits(context): return Exits("exits")
 def stalls(context): return Stalls("stalls")

@@ -18,8 +18,8 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 rng, prefix, resident_chunks = random.Random(0), bytes(64), ResidentChunks()
-stream = Stream("model", "int", StreamOptions("kv-events", False, 1 << 20, 1))
-stream.reader_connected("engine", prefix, (), resident_chunks)
+stream = Stream("model", "int", StreamOptions("kv-events", False, 1 << 20, 1), resident_chunks)
+stream.reader_connected("engine", prefix, ())
 described_bytes = 0
 
 def store(count):

@@ -18,12 +18,12 @@ from support.observers import install
 
 from kvserver.config import Settings
 from kvserver.events import ChunksStored
-from kvserver.kv_events import Hub, ObserverContext, Observers
+from kvserver.kv_events import Hub, ObserverContext, Observers, make_lines
 from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
 from kvserver.protocol import ConfigError
-from kvserver.server.observability import OWN_OBSERVERS
 
 HERE = b"n" * 32
+OWN = {"mine", "direct"}
 Make = Callable[..., Observers]
 
 
@@ -31,31 +31,31 @@ def stored(number: int, chunks: tuple[KVChunk, ...] = (KVChunk(bytes(32)),)) -> 
     return KVStored(number, time.monotonic_ns(), Tier.L1, HERE, chunks)
 
 
+def made(name: str) -> Any:
+    """The observer that the factory of that name made."""
+    return sys.modules["observers_of_a_test"].MADE[name]
+
+
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Observers with these installed, started."""
+    """Observers with these installed, started; the daemon's own are `mine` and, if there is one, `direct`."""
     monkeypatch.syspath_prepend(tmp_path)
-    made: list[Observers] = []
+    begun: list[Observers] = []
 
-    def make(
-        *names: str, setting: str = "all", start: bool = True, own: dict[str, str] | None = None, **options: Any
-    ) -> Observers:
-        """`own`: direct observers of the daemon by name, and which of those installed each is."""
+    def make(*names: str, setting: str = "all", start: bool = True, direct: str = "", **options: Any) -> Observers:
         install(tmp_path, *names)
-        settings = Settings(kv_event_observers=setting)
-        module = importlib.import_module("observers_of_a_test") if own else None
-        direct = {name: getattr(module, factory) for name, factory in (own or {}).items()}
-        observers = Observers(ObserverContext(settings, "boot", 1), OWN_OBSERVERS | direct, direct, **options)
-        made.append(observers)
+        module: Any = importlib.import_module("observers_of_a_test")
+        context = ObserverContext(Settings(kv_event_observers=setting), "boot", 1)
+        directly = {"direct": getattr(module, direct)(context)} if direct else {}
+        begun.append(Observers(context, {"mine": module.Keeps("mine"), "none": None}, directly, **options))
         if start:
-            made[-1].start()
-        return made[-1]
+            begun[-1].start()
+        return begun[-1]
 
     yield make
-    for observers in made:
-        for row in observers.status():
-            if hasattr(found := observers.observer_named(row["name"]), "gate"):
-                found.gate.set()  # type: ignore[union-attr]
+    for observer in sys.modules["observers_of_a_test"].MADE.values() if begun else ():
+        observer.gate.set()
+    for observers in begun:
         observers.close()
     sys.modules.pop("observers_of_a_test", None)
 
@@ -64,14 +64,14 @@ def row(observers: Observers, name: str) -> dict[str, Any]:
     return next(row for row in observers.status() if row["name"] == name)
 
 
-def kept(observers: Observers, name: str = "keeps") -> list[Any]:
-    found: list[Any] = observers.observer_named(name).events  # type: ignore[union-attr]
+def kept(name: str = "keeps") -> list[Any]:
+    found: list[Any] = made(name).events
     return found
 
 
 def up(observers: Observers) -> dict[str, float | Any]:
     (family,) = observers.families()
-    return {labels[0]: value for labels, value in family.points if labels[0] not in OWN_OBSERVERS}
+    return {labels[0]: value for labels, value in family.points if labels[0] not in OWN}
 
 
 def test_every_event_is_handed_over_in_order_in_one_thread_of_the_observer(make: Make) -> None:
@@ -79,10 +79,10 @@ def test_every_event_is_handed_over_in_order_in_one_thread_of_the_observer(make:
     events = [stored(number) for number in range(1, 2000)]
     for event in events:
         observers.hand_over(event)
-    wait_until(lambda: len(kept(observers)) == len(events))
-    assert kept(observers) == events
+    wait_until(lambda: len(kept()) == len(events))
+    assert kept() == events
     observers.close()
-    keeps: Any = observers.observer_named("keeps")
+    keeps = made("keeps")
     assert keeps.closed.is_set()
     assert [thread.name for thread in keeps.threads] == ["kv events: keeps"]
     assert row(observers, "keeps")["handled"] == len(events)
@@ -102,9 +102,9 @@ def test_one_that_raises_is_cut_off_and_the_others_go_on(make: Make, name: str, 
     observers.hand_over(stored(1))
     wait_until(lambda: row(observers, name)["state"] == "cut off")
     observers.hand_over(stored(2))
-    wait_until(lambda: len(kept(observers)) == 2)
+    wait_until(lambda: len(kept()) == 2)
     assert reason in row(observers, name)["reason"]
-    assert len(kept(observers, name)) <= 1
+    assert len(kept(name)) <= 1
     assert row(observers, "keeps")["state"] == "running"
     assert up(observers) == {name: 0, "keeps": 1}
 
@@ -124,18 +124,18 @@ def test_one_that_stalls_is_cut_off_and_the_others_go_on(make: Make, name: str) 
     wait_until(hand_over_next)
     assert "one call took more than 0.2 s" in row(observers, name)["reason"]
     assert row(observers, name)["queue_depth"] == 0
-    wait_until(lambda: len(kept(observers)) == number)
-    observers.observer_named(name).gate.set()  # type: ignore[union-attr]
+    wait_until(lambda: len(kept()) == number)
+    made(name).gate.set()
     observers.hand_over(stored(number + 1))
-    wait_until(lambda: len(kept(observers)) == number + 1)
-    assert len(kept(observers, name)) < number, "it receives no more after its stall ends"
+    wait_until(lambda: len(kept()) == number + 1)
+    assert len(kept(name)) < number, "it receives no more after its stall ends"
 
 
 def test_one_whose_queue_overflows_is_cut_off_and_the_others_go_on(make: Make) -> None:
     observers = make("stalls", "keeps", limit=20)
     for number in range(1, 51):
         observers.hand_over(stored(number))
-        wait_until(lambda number=number: len(kept(observers)) == number)
+        wait_until(lambda number=number: len(kept()) == number)
     assert row(observers, "stalls")["reason"] == "it did not keep up: its queue was full"
     assert row(observers, "stalls")["queue_depth"] == 0
     assert row(observers, "keeps")["state"] == "running"
@@ -169,9 +169,9 @@ def test_what_is_queued_is_handed_over_before_the_end_and_each_is_closed(make: M
     for number in range(1, 500):
         observers.hand_over(stored(number))
     observers.close()
-    assert len(kept(observers)) == len(kept(observers, "close_raises")) == 499
+    assert len(kept()) == len(kept("close_raises")) == 499
     for name in ("keeps", "close_raises", "raises"):
-        assert observers.observer_named(name).closed.is_set(), name  # type: ignore[union-attr]
+        assert made(name).closed.is_set(), name
 
 
 def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
@@ -181,35 +181,38 @@ def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
     observers.close()
     assert time.monotonic() - began < 20
     assert "at the daemon's end" in row(observers, "stalls")["reason"]
-    assert len(kept(observers)) == 1
+    assert len(kept()) == 1
 
 
 def test_those_that_were_never_started_are_closed_too(make: Make) -> None:
     observers = make("keeps", start=False)
     observers.close()
-    assert observers.observer_named("keeps").closed.is_set()  # type: ignore[union-attr]
+    assert made("keeps").closed.is_set()
 
 
-def test_a_direct_one_is_called_by_the_thread_that_hands_over_and_cut_off_alike(make: Make) -> None:
-    observers = make("declines", "keeps", "raises", own={"mine": "keeps", "wrong": "raises"})
+@pytest.mark.parametrize("factory", ["keeps", "raises"])
+def test_a_direct_one_is_called_by_the_thread_that_hands_over_and_cut_off_alike(make: Make, factory: str) -> None:
+    observers = make(direct=factory)
     observers.hand_over(stored(1))
     observers.hand_over(stored(2))
-    assert len(kept(observers, "mine")) == 2
-    mine: Any = observers.observer_named("mine")
-    assert mine.threads == {threading.current_thread()}
-    assert "ValueError: cannot take KVStored" in observers.cut_off_reason("wrong")
-    assert len(kept(observers, "wrong")) == 1
     observers.tick()
-    assert row(observers, "mine")["kept"] == row(observers, "mine")["handled"] == 2
+    assert made(factory).threads == {threading.current_thread()}
+    assert not made(factory).closed.is_set()
     observers.close()
-    assert mine.closed.is_set()
+    assert made(factory).closed.is_set()
+    found = row(observers, "direct")
+    if factory == "keeps":
+        assert (found["state"], found["handled"], found["kept"]) == ("running", 2, 2)
+    else:
+        assert observers.cut_off_reason("direct") == found["reason"] == "it raised ValueError: cannot take KVStored"
+        assert len(kept("raises")) == 1
 
 
 # ---- which there are --------------------------------------------------------------------------
 
 
 def names(observers: Observers) -> set[str]:
-    return {row["name"] for row in observers.status()} - OWN_OBSERVERS.keys()
+    return {row["name"] for row in observers.status()} - OWN
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,7 @@ def test_the_setting_chooses_among_those_installed(make: Make, setting: str, fou
     observers = make("keeps", "other=keeps", "declines", setting=setting)
     assert names(observers) == found
     assert observers.foreign == bool(found)
-    assert observers.observer_named("feed") is not None, "what the daemon brings itself stays"
+    assert row(observers, "mine")["state"] == "running", "what the daemon brings itself stays"
 
 
 def test_one_that_is_named_and_not_installed_is_a_bad_setting(make: Make) -> None:
@@ -229,29 +232,33 @@ def test_one_that_is_named_and_not_installed_is_a_bad_setting(make: Make) -> Non
 
 
 def test_one_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:
-    observers = make("breaks", "wrong=nothing", "feed=keeps", "keeps")
+    observers = make("breaks", "wrong=nothing", "mine=keeps", "keeps")
     assert row(observers, "breaks") == {"name": "breaks", "state": "failed", "reason": "RuntimeError: no such host"}
     assert "AttributeError" in row(observers, "wrong")["reason"]
-    assert [each["state"] for each in observers.status() if each["name"] == "feed"] == ["running", "failed"]
+    assert [each["state"] for each in observers.status() if each["name"] == "mine"] == ["running", "failed"]
     assert {name for name, value in up(observers).items() if value} == {"keeps"}
 
 
 def test_the_daemons_own_are_made_once_and_no_setting_names_them(make: Make) -> None:
     observers = make("keeps")
-    assert [each["name"] for each in observers.status()].count("feed") == 1
-    with pytest.raises(ConfigError, match="no observer 'feed'"):
-        Observers(ObserverContext(Settings(kv_event_observers="feed"), "boot", 1), OWN_OBSERVERS)
+    assert [each["name"] for each in observers.status()].count("mine") == 1
+    with pytest.raises(ConfigError, match="no observer 'mine'"):
+        Observers(ObserverContext(Settings(kv_event_observers="mine"), "boot", 1), {"mine": made("mine")}, {})
 
 
 # ---- the file of lines ------------------------------------------------------------------------
 
 
+def writes_lines(path: str) -> Observers:
+    context = ObserverContext(Settings(kv_events_file=path, kv_event_observers="none"), "boot", 1)
+    observers = Observers(context, {"lines": make_lines(context)}, {})
+    observers.start()
+    return observers
+
+
 def test_each_event_is_a_line_without_tokens(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    observers = Observers(
-        ObserverContext(Settings(kv_events_file=str(path), kv_event_observers="none"), "boot", 1), OWN_OBSERVERS
-    )
-    observers.start()
+    observers = writes_lines(str(path))
     hub = Hub(1 << 30, observers.hand_over)
     one = Prompt(range(16))
     hub.handle(one.described(HERE, 0, 1))
@@ -275,16 +282,12 @@ def test_each_event_is_a_line_without_tokens(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_opened_is_a_bad_setting(tmp_path: Path) -> None:
-    settings = Settings(kv_events_file=str(tmp_path / "none" / "events"))
     with pytest.raises(ConfigError, match=r"--kv-events-file .*No such file"):
-        Observers(ObserverContext(settings, "boot", 1), OWN_OBSERVERS)
+        writes_lines(str(tmp_path / "none" / "events"))
 
 
 def test_a_full_disk_cuts_the_file_off() -> None:
-    observers = Observers(
-        ObserverContext(Settings(kv_events_file="/dev/full", kv_event_observers="none"), "boot", 1), OWN_OBSERVERS
-    )
-    observers.start()
+    observers = writes_lines("/dev/full")
     observers.hand_over(stored(1))
     wait_until(lambda: row(observers, "lines")["state"] == "cut off")
     assert "No space left" in row(observers, "lines")["reason"]
