@@ -10,12 +10,22 @@ import os
 import random
 import select
 import time
-from array import array
 from dataclasses import dataclass
 
 from common import MemcpyCeiling, alternate, median, table
 
-from kvserver._native import CpuDevice, Direction, FileMapping, HostRegion, Outcome, PlaneTable, WordMapping, WordPage
+from kvserver._native import (
+    BlockIds,
+    CpuDevice,
+    Direction,
+    FileMapping,
+    HostRegion,
+    Outcome,
+    PlaneTable,
+    WordMapping,
+    WordPage,
+    pack_blocks,
+)
 from kvserver.cache import PagePool, page_bytes_for
 
 
@@ -67,7 +77,11 @@ class Rig:
         self.table = PlaneTable([memory], rows, num_blocks)
         ids = list(range(1, num_blocks))
         random.Random(0).shuffle(ids)
-        self.ids = array("I", ids).tobytes()
+        packed = pack_blocks(ids)
+        self.ids = {
+            direction: BlockIds(self.table, direction, packed, self.blocks, self.blocks)
+            for direction in (Direction.STORE, Direction.LOAD)
+        }
         self.pages = self.pool.pages_for(payload)
         slot = self.pool.allocate_pages(self.pages)
         assert slot is not None
@@ -81,7 +95,7 @@ class Rig:
 
     def gb_per_second(self, direction: Direction) -> float:
         began = time.perf_counter()
-        self.copier.submit_copy(1, direction, self.table, self.ids, self.slot, self.pages, self.blocks)
+        self.copier.submit_copy(1, self.ids[direction], self.slot, self.pages, self.blocks)
         self._wait()
         return self.payload / (time.perf_counter() - began) / 1e9
 

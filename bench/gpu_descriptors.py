@@ -21,6 +21,7 @@ from support.simulators import FakeGpu
 
 from kvserver._native import (
     GPU_SHORT_LOAD_BYTES,
+    BlockIds,
     Direction,
     GpuDevice,
     GpuMapping,
@@ -28,6 +29,7 @@ from kvserver._native import (
     Outcome,
     PlaneTable,
     dma_pieces,
+    pack_blocks,
 )
 
 TOKENS, CHUNK_TOKENS, PAGE = 8192, 256, 4096
@@ -99,8 +101,9 @@ class Board:
         per_slot = CHUNK_TOKENS // model.block_tokens
         pages = -(-per_slot * model.block_bytes // PAGE)
         extent = array("I", [0, pages * (model.blocks // per_slot)]).tobytes()
-        blocks = array("I", [block + group * model.blocks for block in ids for group in range(model.groups)])
-        return len(dma_pieces(self.region, PAGE, Direction.LOAD, planes, blocks.tobytes(), extent, pages, per_slot))
+        packed = pack_blocks([block + group * model.blocks for block in ids for group in range(model.groups)])
+        blocks = BlockIds(planes, Direction.LOAD, packed, len(ids), len(ids))
+        return len(dma_pieces(self.region, PAGE, blocks, extent, pages, per_slot))
 
 
 def row(board: Board, model: Model, one_allocation: bool) -> list[object]:

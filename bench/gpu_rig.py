@@ -13,7 +13,6 @@ import select
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,18 @@ from support.gpu_memory import FAKE_UUID, SimulatedVmmMemory, VmmMemory
 from support.simulators import FakeGpu
 
 from kvserver import _native
-from kvserver._native import Direction, GpuDevice, GpuMapping, HostRegion, Outcome, Pinner, PlaneTable, Way
+from kvserver._native import (
+    BlockIds,
+    Direction,
+    GpuDevice,
+    GpuMapping,
+    HostRegion,
+    Outcome,
+    Pinner,
+    PlaneTable,
+    Way,
+    pack_blocks,
+)
 from kvserver.cache import PagePool, page_bytes_for
 from kvserver.cache.pages import extents
 
@@ -165,6 +175,7 @@ class Transfer:
         ids = list(range(1, num_blocks))
         random.Random(0).shuffle(ids)
         self.ids = {STORE: ids[: self.blocks], LOAD: ids[self.blocks :]}
+        self._block_ids: dict[tuple[Direction, Direction], BlockIds] = {}
         pool = PagePool(board.region.size, board.page_bytes)
         self.pages = pool.pages_for(self.payload)
         self.slots = {direction: pool.allocate_pages(self.pages) for direction in (STORE, LOAD)}
@@ -185,10 +196,13 @@ class Transfer:
 
     def _submit(self, way: str, direction: Direction, which: Direction) -> int:
         ticket = self.board.next_ticket()
-        blocks, slot = array("I", self.ids[which]).tobytes(), self.slots[which]
+        slot = self.slots[which]
         assert slot is not None
+        if (direction, which) not in self._block_ids:
+            packed = pack_blocks(self.ids[which])
+            self._block_ids[direction, which] = BlockIds(self.table, direction, packed, self.blocks, self.blocks)
         device = self.board.device(way, self.batching)
-        device.submit_copy(ticket, direction, self.table, blocks, slot, self.pages, self.blocks)
+        device.submit_copy(ticket, self._block_ids[direction, which], slot, self.pages, self.blocks)
         return ticket
 
     def seconds(self, way: str, *directions: Direction) -> float:

@@ -134,7 +134,7 @@ class BenchWorker:
             registration=self.registration,
             chunk_blocks=self.chunk_blocks,
             keys=keys,
-            block_ids=pack_blocks(block_ids.tobytes()),
+            block_ids=pack_blocks(block_ids.tolist()),
             word=0,
             sequence=self._sequence,
             deadline_ns=time.monotonic_ns() + 120 * 10**9,

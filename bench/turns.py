@@ -18,7 +18,7 @@ from common import table
 
 from kvserver.cache import POLICIES, Cache, PagePool, StorePlan
 from kvserver.protocol import KEY_BYTES, MAX_CHUNKS
-from kvserver.server.transfers import STEPS_PER_TURN
+from kvserver.server.stores import STEPS_PER_TURN
 
 NAMESPACE, PAGE, KEYS, FOREVER = b"n" * 32, 4096, 512, 1e9
 

@@ -27,8 +27,8 @@ class Outcome(enum.Enum):
     MEMORY_LOST = 4
     DEVICE_LOST = 5
 
-def pack_blocks(ids: bytes) -> bytes:
-    """The wire form of little-endian u32 ids; `csrc/tables/block_runs.h` is the manual."""
+def pack_blocks(ids: list[int]) -> bytes:
+    """The wire form of ids; `csrc/tables/block_runs.h` is the manual."""
 
 def unpack_blocks(packed: bytes, most: int) -> bytes:
     """The u32 ids of a wire form with at most `most` ids; ValueError states what is wrong."""
@@ -57,6 +57,18 @@ class PlaneTable:
     def block_bytes(self) -> int: ...
     @property
     def groups(self) -> int: ...
+
+class BlockIds:
+    """The blocks that a copy names, checked; `csrc/copy/block_ids.h` is the manual."""
+
+    def __init__(
+        self, planes: PlaneTable, direction: Direction, packed: bytes, least: int, most: int, null_block: int = 0
+    ) -> None:
+        """ValueError states what is wrong."""
+    @property
+    def direction(self) -> Direction: ...
+    @property
+    def positions(self) -> int: ...
 
 class HostRegion:
     def __init__(
@@ -98,13 +110,12 @@ class Device:
     def submit_copy(
         self,
         ticket: int,
-        direction: Direction,
-        planes: PlaneTable,
-        blocks: bytes,
+        blocks: BlockIds,
         extents: bytes,
         pages_per_slot: int,
         blocks_per_slot: int,
         skip: int = 0,
+        chunks: list[int] | None = None,
         word_memory: Mapping | None = None,
         word_index: int = 0,
         sequence: int = 0,
@@ -145,9 +156,7 @@ def cuda_gpu(uuid: str) -> Gpu: ...
 def dma_pieces(
     region: HostRegion,
     page_bytes: int,
-    direction: Direction,
-    planes: PlaneTable,
-    blocks: bytes,
+    blocks: BlockIds,
     extents: bytes,
     pages_per_slot: int,
     blocks_per_slot: int,

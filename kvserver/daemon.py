@@ -162,7 +162,7 @@ def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + deadline_seconds
     for worker in list(handlers.instances.by_registration.values()):
         handlers.workers.close_worker(worker, Disconnect.STOPPED)
-    while (handlers.tickets.open_tickets or handlers.transfers.waiting) and time.monotonic() < deadline:
+    while (handlers.tickets.open_tickets or handlers.stores.waiting) and time.monotonic() < deadline:
         handlers.complete_tickets()
         handlers.step()
         time.sleep(0.001)

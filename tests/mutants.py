@@ -21,11 +21,9 @@ EVICTION, MISSES, NAMESPACE = (
     "kvserver/cache/misses.py",
     "kvserver/cache/namespace.py",
 )
-TRANSFERS, LIFELINE, HANDLERS = (
-    "kvserver/server/transfers.py",
-    "kvserver/server/lifeline.py",
-    "kvserver/server/handlers.py",
-)
+STORES, LOADS, SERVER_COPIES = "kvserver/server/stores.py", "kvserver/server/loads.py", "kvserver/server/copies.py"
+COPY_CHECKS = "kvserver/server/copy_checks.py"
+LIFELINE, HANDLERS = "kvserver/server/lifeline.py", "kvserver/server/handlers.py"
 BENEFIT, SOURCES = "kvserver/telemetry/benefit.py", "adapters/vllm/sources.py"
 INSTANCES, WORKERS, L1_LOOKUPS = (
     "kvserver/server/instances.py",
@@ -351,72 +349,67 @@ SERVER = (
     # ---- copies -------------------------------------------------------------------------------
     Mutant(
         "every rank counts the tokens that a load saved",
-        TRANSFERS, "Transfers.load_ended", "if spec.rank == 0:", "if True:",
+        SERVER_COPIES, "Copies._count_copied", "if ticket.worker.spec.rank == 0:", "if True:",
         ("daemon/test_counted_once.py",),
     ),
     Mutant(
         "skipped chunks count as stored",
-        TRANSFERS, "Transfers.store_ended", "counts.stored_chunks += len(ticket.plan.chunks)",
+        SERVER_COPIES, "Copies._count_copied", "counts.stored_chunks += len(ticket.chunks)",
         "counts.stored_chunks += len(ticket.plan.prefix)", ("daemon/test_counted_once.py",),
     ),
     Mutant(
         "what a disconnected worker stored is published",
-        TRANSFERS, "Transfers.store_ended", "completion.done and not ticket.worker.closing", "completion.done",
+        STORES, "Stores.ended", "completion.done and not ticket.worker.closing", "completion.done",
         ("model/test_random_walk.py",),
     ),
     Mutant(
-        "the null block is stored",
-        TRANSFERS, "Transfers._store", "        _refuse_null_block(blocks)\n", "",
+        "the null block is stored and loaded into",
+        COPY_CHECKS, "_block_ids", "packed, least, most)", "packed, least, most, 0xFFFFFFFF)",
         ("daemon/test_bad_input.py::test_bad_block_ids_are_named",),
     ),
     Mutant(
-        "the null block is loaded into",
-        TRANSFERS, "Transfers._load", "_refuse_null_block(blocks)", "pass",
-        ("daemon/test_bad_input.py::test_bad_block_ids_are_named",),
-    ),
-    Mutant(
-        "a position without any block is loaded",
-        TRANSFERS, "_with_holes", "if not all(map(any,", "if not any(map(any,",
+        "the null block of a window is loaded into",
+        COPY_CHECKS, "_block_ids", "packed, least, most)", "packed, least, most, 0xFFFFFFFF)",
         ("daemon/test_groups.py::test_a_bad_load_is_refused_with_the_reason",),
     ),
     Mutant(
         "a load may leave out a whole chunk",
-        TRANSFERS, "Transfers._load", "if request.skip_blocks >= worker.spec.chunk_blocks:", "if False:",
+        COPY_CHECKS, "load_blocks", "if request.skip_blocks >= chunk_blocks:", "if False:",
         ("daemon/test_bad_input.py::test_a_load_that_leaves_out_a_whole_chunk_is_refused",),
     ),
     Mutant(
         "a store that was whole after its deadline is published",
-        TRANSFERS, "Transfers.store_ended", "completion.done and self._now_ns() > ticket.deadline_ns", "False",
+        STORES, "Stores.ended", "completion.done and self._copies.now_ns() > ticket.request.deadline_ns", "False",
         ("issues/test_a_late_store_was_published.py",),
     ),
     Mutant(
         "a copy that is late as it comes is begun",
-        TRANSFERS, "Transfers.begin_copy", "if request.deadline_ns <= self._clock() * 1e9:", "if False:",
+        SERVER_COPIES, "Copies.namespace_of", "if request.deadline_ns <= self._clock() * 1e9:", "if False:",
         ("daemon/test_bad_input.py::test_nothing_is_evicted_for_a_store_whose_deadline_has_passed",),
     ),
     Mutant(
         "the word of a refused copy stays PENDING",
-        TRANSFERS, "Transfers._refused", "worker.words.fail_word(request.word, request.sequence)", "pass",
+        SERVER_COPIES, "Copies.refuse", "worker.words.fail_word(request.word, request.sequence)", "pass",
         ("daemon/test_bad_input.py::test_the_word_of_a_refused_copy_reads_failed_before_its_reply",),
     ),
     Mutant(
         "a state word outside its page is written to",
-        TRANSFERS, "Transfers.begin_copy", "if request.word >= worker.spec.words:", "if False:",
+        SERVER_COPIES, "Copies.worker_of", "if request.word >= worker.spec.words:", "if False:",
         ("daemon/test_bad_input.py::test_a_state_word_outside_its_page_is_refused",),
     ),
     Mutant(
         "keys of chunks of another size are taken",
-        TRANSFERS, "check_chunk", "if chunk_blocks != spec.chunk_blocks:", "if False:",
+        COPY_CHECKS, "check_chunk", "if chunk_blocks != spec.chunk_blocks:", "if False:",
         ("daemon/test_bad_input.py::test_keys_of_another_chunk_size_are_refused",),
     ),
     Mutant(
         "a part of the chunks is stored from the first blocks",
-        TRANSFERS, "Transfers._planned", "for position in plan.positions:", "for position in range(len(plan.positions)):",
+        STORES, "Stores._copy", "chunks=plan.positions", "chunks=list(range(len(plan.positions)))",
         ("daemon/test_groups.py::test_a_part_of_the_chunks_is_stored_from_the_right_blocks",),
     ),
     Mutant(
         "the blocks that a load leaves out are written",
-        TRANSFERS, "Transfers._submit", "skip=skip,", "skip=0,",
+        SERVER_COPIES, "Copies.submit", "skip=skip,", "skip=0,",
         ("daemon/test_round_trip.py::test_the_first_blocks_of_a_load_can_be_left_untouched",),
     ),
     Mutant(
@@ -426,17 +419,17 @@ SERVER = (
     ),
     Mutant(
         "a store that cannot be queued keeps its slots pinned",
-        TRANSFERS, "Transfers._planned", "            self._cache.finish_store(plan, copied=False)\n", "",
+        STORES, "Stores._copy", "            self._cache.finish_store(plan, copied=False)\n", "",
         ("daemon/test_copies_not_taken.py",),
     ),
     Mutant(
         "a load that cannot be queued keeps its chunks pinned",
-        TRANSFERS, "Transfers._load", "            self._cache.finish_load(found, copied=False)\n", "",
+        LOADS, "Loads._copy", "            self._cache.finish_load(found, copied=False)\n", "",
         ("daemon/test_copies_not_taken.py",),
     ),
     Mutant(
         "a store that waits goes on for a disconnected worker",
-        TRANSFERS, "Transfers._check_waiting", "if store.worker.closing:", "if False:",
+        STORES, "Stores._extend_plan", "if ticket.worker.closing:", "if False:",
         ("issues/test_turns_grew_with_the_cache.py::test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing",),
     ),
     Mutant(
@@ -590,7 +583,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a null block is quarantined",
-        WORKER, "WorkerHalf._act", "[i for i in spec.block_ids if i != NULL_BLOCK]", "list(spec.block_ids)",
+        WORKER, "WorkerHalf._act", "[i for i in ids_of(spec) if i != NULL_BLOCK]", "ids_of(spec)",
         ("adapters/test_ends_of_copies.py::test_the_null_block_is_not_quarantined",),
     ),
     Mutant(

@@ -5,8 +5,10 @@ Refuses to know: how they are chosen or carried out.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
+from kvserver._native import unpack_blocks
 from kvserver.protocol import ChunkContents
 
 
@@ -14,7 +16,8 @@ from kvserver.protocol import ChunkContents
 class LoadSpec:
     """Fill `block_ids` from the chunks `keys`, leaving out the first `skip_blocks` positions of the first chunk.
 
-    Ids, here and in a store, are [position][KV cache group]; a null block of a load is left out.
+    Ids, here and in a store, are [position][KV cache group], packed by pack_blocks(); a null block of a load is
+    left out.
     """
 
     load_id: int
@@ -22,7 +25,7 @@ class LoadSpec:
     variant: str
     chunk_blocks: int
     keys: bytes
-    block_ids: list[int]
+    block_ids: bytes
     skip_blocks: int
 
 
@@ -35,5 +38,9 @@ class StoreSpec:
     variant: str
     chunk_blocks: int
     keys: bytes
-    block_ids: list[int]
+    block_ids: bytes
     contents: ChunkContents | None = None  # sent by rank 0
+
+
+def ids_of(spec: LoadSpec | StoreSpec) -> list[int]:
+    return array("I", unpack_blocks(spec.block_ids, 1 << 32)).tolist()

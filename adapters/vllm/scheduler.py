@@ -33,6 +33,7 @@ from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
 
+from kvserver._native import pack_blocks
 from kvserver.protocol import MAX_CHUNKS, DescribeScheduler, Error, Reply
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class SchedulerHalf:
         except Exception as error:
             # The request waits for this load now, so it must be planned all the same: without keys it fails.
             self._fault("planning of a load", error)
-            every = [block_id for table in tables for block_id in table]
+            every = pack_blocks([block_id for table in tables for block_id in table])
             load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)
         self._plan.loads.append(load)
         self.counters["loads"] += 1
@@ -233,7 +234,7 @@ class SchedulerHalf:
             variant=state.variant,
             chunk_blocks=per_chunk,
             keys=self._chunks.keys(state.request, first_chunk, last_chunk),
-            block_ids=by_position(tables, first, end),
+            block_ids=pack_blocks(by_position(tables, first, end)),
             skip_blocks=first % per_chunk,
         )
 
@@ -350,7 +351,13 @@ class SchedulerHalf:
         keys = self._chunks.keys(state.request, first, last)
         contents = self._contents.of(state.request, first, last) if self._sends_contents else None
         store = StoreSpec(
-            store_id, state.request.request_id, state.variant, self._chunks.blocks, keys, block_ids, contents
+            store_id,
+            state.request.request_id,
+            state.variant,
+            self._chunks.blocks,
+            keys,
+            pack_blocks(block_ids),
+            contents,
         )
         # First guarded, then planned: no store may read blocks that are not guarded.
         self._pending.add(store_id, block_ids)

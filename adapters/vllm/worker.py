@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,13 +26,13 @@ from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.endings import Action, load_action, store_action
 from kvserver.adapters.common.link import Link, Session
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
-from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
 from kvserver.adapters.vllm import support
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.stats import KVServerStats
 
-from kvserver._native import State, pack_blocks
+from kvserver._native import State
 from kvserver.protocol import Error, Reply, Retrieve, Store, Stored
 
 log = logging.getLogger("vllm.kvserver")
@@ -170,7 +169,7 @@ class WorkerHalf:
             "registration": copy.session.registration,
             "chunk_blocks": spec.chunk_blocks,
             "keys": spec.keys,
-            "block_ids": pack_blocks(array("I", spec.block_ids).tobytes()),
+            "block_ids": spec.block_ids,
             "word": copy.word,
             "sequence": copy.sequence,
             "deadline_ns": int(copy.deadline * 1e9),
@@ -244,7 +243,7 @@ class WorkerHalf:
                 self._store_ended(copy, spec, None)
         elif action is Action.QUARANTINE:
             copy.quarantined = True
-            self._report.quarantined.append((spec.load_id, [i for i in spec.block_ids if i != NULL_BLOCK]))
+            self._report.quarantined.append((spec.load_id, [i for i in ids_of(spec) if i != NULL_BLOCK]))
             self._load_failed(spec)
         elif action is not Action.WAIT:
             self._load_ended(copy, spec, action)
@@ -267,7 +266,7 @@ class WorkerHalf:
         elif action is Action.FINISH:
             self._finished.add(spec.request_id)
             self.counters["loaded"] += 1
-            self.stats.ended("load", time.monotonic() - copy.began, self._bytes_of(spec.block_ids))
+            self.stats.ended("load", time.monotonic() - copy.began, self._bytes_of(ids_of(spec)))
         else:
             self._load_failed(spec)
 
@@ -281,7 +280,7 @@ class WorkerHalf:
         if self._fails_requests:
             self._failed.add(spec.request_id)
         else:
-            self._invalid.update(spec.block_ids)
+            self._invalid.update(ids_of(spec))
         self._finished.add(spec.request_id)
         self._report.failed_loads.append(spec.request_id)
         self.counters["failed_loads"] += 1

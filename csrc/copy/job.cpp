@@ -25,7 +25,7 @@ void check_extents(CopyJob& job, const L1& l1) {
         throw std::invalid_argument("the extents of a copy job make no whole slots");
 }
 
-// REQUIRES: check_extents() passed, and the blocks make whole positions.
+// REQUIRES: check_extents() passed.
 void check_slots(const CopyJob& job, uint64_t page_bytes) {
     const uint64_t pages = job.extent_ends.empty() ? 0 : job.extent_ends.back();
     const uint64_t slots = pages / job.pages_per_slot;
@@ -35,14 +35,6 @@ void check_slots(const CopyJob& job, uint64_t page_bytes) {
         static_cast<unsigned __int128>(job.blocks_per_slot) * job.planes->block_bytes();
     if (slot_bytes > static_cast<unsigned __int128>(job.pages_per_slot) * page_bytes)
         throw std::invalid_argument("a slot has too few pages for its blocks");
-}
-
-void check_ids(const CopyJob& job) {
-    const bool may_have_holes = job.planes->groups() > 1 && job.direction == Direction::kLoad;
-    for (uint32_t id : job.blocks)
-        if (id == kNoBlock ? !may_have_holes : id >= job.planes->num_blocks())
-            throw std::invalid_argument("block id " + std::to_string(id) + " of " +
-                                        std::to_string(job.planes->num_blocks()));
 }
 
 // RUNNING or CANCELLING becomes the state by which the worker's blocks are its own again.
@@ -84,13 +76,10 @@ void check_l1(const L1& l1) {
 }
 
 void check_job(CopyJob& job, const L1& l1) {
-    if (!job.planes || job.blocks.empty() || job.blocks_per_slot == 0)
-        throw std::invalid_argument("a copy job needs planes, blocks and a slot size");
-    if (job.blocks.size() % job.planes->groups() != 0)
-        throw std::invalid_argument("a copy job names blocks for a part of the groups");
+    if (job.blocks.empty() || job.blocks_per_slot == 0)
+        throw std::invalid_argument("a copy job needs blocks and a slot size");
     check_extents(job, l1);
     check_slots(job, l1.page_bytes);
-    check_ids(job);
 }
 
 bool cancelled(const CopyJob& job) {

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "copy/block_ids.h"
 #include "copy/completion.h"
 #include "copy/host_region.h"
-#include "copy/plane_table.h"
 #include "copy/state_word.h"
 
 namespace kvserver {
@@ -21,18 +21,24 @@ struct Extent {
 
 // One ticket's copy. `blocks` names one block per group for each position; the i-th of these belong
 // to position skip + i of the slots laid end to end, `blocks_per_slot` positions each: a load that
-// leaves the first n blocks alone sets skip = n. A load of several groups may have kNoBlock for
-// some. REQUIRES: ids < planes->num_blocks(), none twice; extents lie in the region; word outlives
-// it.
+// leaves the first n blocks alone sets skip = n. REQUIRES: word outlives it.
 struct CopyJob {
+    // All blocks of `ids`, or those of these chunks, each of which has a slot.
+    CopyJob(const BlockIds& ids, uint32_t blocks_in_slot,
+            const std::vector<uint64_t>* chunks = nullptr)
+        : direction(ids.direction()),
+          planes(ids.planes()),
+          blocks(chunks == nullptr ? ids.all() : ids.of_chunks(*chunks, blocks_in_slot)),
+          blocks_per_slot(blocks_in_slot) {}
+
     uint64_t ticket = 0;
-    Direction direction = Direction::kStore;
-    std::shared_ptr<PlaneTable> planes;
-    std::vector<uint32_t> blocks;
+    const Direction direction;
+    const std::shared_ptr<PlaneTable> planes;
+    const std::vector<uint32_t> blocks;
+    const uint32_t blocks_per_slot;
     std::vector<Extent> extents;        // pages_per_slot for each slot, slots in order
     std::vector<uint64_t> extent_ends;  // pages up to the end of each extent; set by check_job()
     uint32_t pages_per_slot = 0;
-    uint32_t blocks_per_slot = 0;
     uint32_t skip = 0;
     std::shared_ptr<WordMapping> word_memory;  // keeps `word` mapped
     Word* word = nullptr;
@@ -58,8 +64,10 @@ struct MapJob {
     std::vector<std::shared_ptr<Mapping>> mappings;
 };
 
-void check_job(CopyJob& job, const L1& l1);  // likewise, naming the numbers; sets extent_ends
-bool cancelled(const CopyJob& job);          // by the worker
+// Throws std::invalid_argument, naming the numbers, unless the extents lie in L1 and are whole
+// slots with room for the blocks. Sets extent_ends.
+void check_job(CopyJob& job, const L1& l1);
+bool cancelled(const CopyJob& job);  // by the worker
 // Claim the operation: PENDING -> RUNNING. If it may not begin, how it ended; not a byte moves
 // then.
 std::optional<Completion> begin_job(CopyJob& job);

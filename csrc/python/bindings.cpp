@@ -2,6 +2,7 @@
 #include "python/bindings.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -24,36 +25,31 @@ void bind_lifetimes(nb::module_& m);  // bindings_lifetimes.cpp
 
 namespace {
 
-std::vector<uint32_t> to_u32(const nb::bytes& raw, const char* name) {
-    if (raw.size() % 4 != 0)
-        throw std::invalid_argument(std::string(name) + ": length is not a multiple of 4");
-    std::vector<uint32_t> values(raw.size() / 4);
-    std::memcpy(values.data(), raw.c_str(), raw.size());
-    return values;
+std::vector<Extent> to_extents(const nb::bytes& raw) {
+    if (raw.size() % sizeof(Extent) != 0)
+        throw std::invalid_argument("extents: not whole pairs of u32");
+    std::vector<Extent> extents(raw.size() / sizeof(Extent));
+    std::memcpy(extents.data(), raw.c_str(), raw.size());
+    return extents;
 }
 
-std::vector<Extent> to_extents(const nb::bytes& raw) {
-    const std::vector<uint32_t> numbers = to_u32(raw, "extents");
-    if (numbers.size() % 2 != 0)
-        throw std::invalid_argument("extents: an odd number of integers, not pairs");
-    std::vector<Extent> extents(numbers.size() / 2);
-    for (size_t i = 0; i < extents.size(); ++i) extents[i] = {numbers[2 * i], numbers[2 * i + 1]};
-    return extents;
+std::shared_ptr<BlockIds> make_ids(std::shared_ptr<PlaneTable> planes, Direction direction,
+                                   const nb::bytes& packed, uint64_t least, uint64_t most,
+                                   uint32_t null_block) {
+    return std::make_shared<BlockIds>(std::move(planes), direction,
+                                      std::string_view(packed.c_str(), packed.size()), least, most,
+                                      null_block);
 }
 
 }  // namespace
 
-std::shared_ptr<CopyJob> kvserver::make_job(Direction direction, std::shared_ptr<PlaneTable> planes,
-                                            const nb::bytes& blocks, const nb::bytes& extents,
+std::shared_ptr<CopyJob> kvserver::make_job(const BlockIds& blocks, const nb::bytes& extents,
                                             uint32_t pages_per_slot, uint32_t blocks_per_slot,
-                                            uint32_t skip) {
-    auto job = std::make_shared<CopyJob>();
-    job->direction = direction;
-    job->planes = std::move(planes);
-    job->blocks = to_u32(blocks, "blocks");
+                                            uint32_t skip,
+                                            const std::optional<std::vector<uint64_t>>& chunks) {
+    auto job = std::make_shared<CopyJob>(blocks, blocks_per_slot, chunks ? &*chunks : nullptr);
     job->extents = to_extents(extents);
     job->pages_per_slot = pages_per_slot;
-    job->blocks_per_slot = blocks_per_slot;
     job->skip = skip;
     return job;
 }
@@ -71,13 +67,12 @@ std::shared_ptr<PlaneTable> make_table(std::vector<std::shared_ptr<Mapping>> mem
     return std::make_shared<PlaneTable>(std::move(memories), converted, num_blocks);
 }
 
-void submit_copy(Device& device, uint64_t ticket, Direction direction,
-                 std::shared_ptr<PlaneTable> planes, const nb::bytes& blocks,
-                 const nb::bytes& extents, uint32_t pages_per_slot, uint32_t blocks_per_slot,
-                 uint32_t skip, std::shared_ptr<WordMapping> word_memory, uint64_t word_index,
-                 uint64_t sequence, uint64_t deadline_nanos) {
-    auto job = make_job(direction, std::move(planes), blocks, extents, pages_per_slot,
-                        blocks_per_slot, skip);
+void submit_copy(Device& device, uint64_t ticket, const BlockIds& blocks, const nb::bytes& extents,
+                 uint32_t pages_per_slot, uint32_t blocks_per_slot, uint32_t skip,
+                 const std::optional<std::vector<uint64_t>>& chunks,
+                 std::shared_ptr<WordMapping> word_memory, uint64_t word_index, uint64_t sequence,
+                 uint64_t deadline_nanos) {
+    auto job = make_job(blocks, extents, pages_per_slot, blocks_per_slot, skip, chunks);
     job->ticket = ticket;
     if (word_memory) {
         job->word = word_memory->word(word_index);
@@ -92,8 +87,8 @@ void submit_copy(Device& device, uint64_t ticket, Direction direction,
     device.submit_copy(std::move(job));
 }
 
-nb::bytes pack_bytes(const nb::bytes& ids) {
-    const std::string packed = pack_blocks(to_u32(ids, "ids"));
+nb::bytes pack_bytes(const std::vector<uint32_t>& ids) {
+    const std::string packed = pack_blocks(ids);
     return nb::bytes(packed.data(), packed.size());
 }
 
@@ -166,6 +161,11 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_blocks", &PlaneTable::num_blocks)
         .def_prop_ro("block_bytes", &PlaneTable::block_bytes)
         .def_prop_ro("groups", &PlaneTable::groups);
+    nb::class_<BlockIds>(m, "BlockIds")
+        .def(nb::new_(&make_ids), "planes"_a, "direction"_a, "packed"_a, "least"_a, "most"_a,
+             "null_block"_a = 0)
+        .def_prop_ro("direction", &BlockIds::direction)
+        .def_prop_ro("positions", &BlockIds::positions);
     nb::class_<HostRegion>(m, "HostRegion")
         .def(nb::new_([](uint64_t size, uint64_t huge_page_bytes, bool transparent,
                          std::vector<unsigned> nodes, bool bound) {
@@ -216,8 +216,8 @@ NB_MODULE(_native, m) {
     nb::class_<Device>(m, "Device")
         .def_prop_ro("completion_fd", &Device::completion_fd)
         .def_prop_ro("lost", &Device::lost)
-        .def("submit_copy", &submit_copy, "ticket"_a, "direction"_a, "planes"_a, "blocks"_a,
-             "extents"_a, "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
+        .def("submit_copy", &submit_copy, "ticket"_a, "blocks"_a, "extents"_a, "pages_per_slot"_a,
+             "blocks_per_slot"_a, "skip"_a = 0, "chunks"_a.none() = nb::none(),
              "word_memory"_a.none() = nb::none(), "word_index"_a = 0, "sequence"_a = 0,
              "deadline_nanos"_a = 0)
         .def("cancel", &Device::cancel, "ticket"_a, Released())

@@ -5,7 +5,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "copy/device.h"
 
@@ -31,8 +33,8 @@ std::shared_ptr<T> make_without_gil(Arguments... arguments) {
 }
 
 // What a copy's arguments in Python are; the word is left out.
-std::shared_ptr<CopyJob> make_job(Direction direction, std::shared_ptr<PlaneTable> planes,
-                                  const nanobind::bytes& blocks, const nanobind::bytes& extents,
-                                  uint32_t pages_per_slot, uint32_t blocks_per_slot, uint32_t skip);
+std::shared_ptr<CopyJob> make_job(const BlockIds& blocks, const nanobind::bytes& extents,
+                                  uint32_t pages_per_slot, uint32_t blocks_per_slot, uint32_t skip,
+                                  const std::optional<std::vector<uint64_t>>& chunks);
 
 }  // namespace kvserver

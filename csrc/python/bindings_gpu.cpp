@@ -38,14 +38,12 @@ auto gpu_tuple(const GpuInfo& info) {
 using PieceTuple = std::tuple<uintptr_t, uintptr_t, uint64_t, uint64_t, uint64_t, uint64_t>;
 
 std::vector<PieceTuple> dma_pieces(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
-                                   Direction direction, std::shared_ptr<PlaneTable> planes,
-                                   const nb::bytes& blocks, const nb::bytes& extents,
+                                   const BlockIds& blocks, const nb::bytes& extents,
                                    uint32_t pages_per_slot, uint32_t blocks_per_slot,
                                    uint32_t skip) {
     const L1 l1{std::move(region), page_bytes};
     check_l1(l1);
-    const auto job = make_job(direction, std::move(planes), blocks, extents, pages_per_slot,
-                              blocks_per_slot, skip);
+    const auto job = make_job(blocks, extents, pages_per_slot, blocks_per_slot, skip, std::nullopt);
     check_job(*job, l1);
     const Pieces pieces = run_pieces(*job, l1, 0, job->positions());
     std::vector<PieceTuple> tuples;
@@ -79,8 +77,8 @@ void bind_gpu(nb::module_& m) {
         "(uuid, name, pci, bytes of memory) of each. RuntimeError is why there is none.");
     m.def("cuda_gpu", &cuda_gpu, "uuid"_a);
 
-    m.def("dma_pieces", &dma_pieces, "region"_a, "page_bytes"_a, "direction"_a, "planes"_a,
-          "blocks"_a, "extents"_a, "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
+    m.def("dma_pieces", &dma_pieces, "region"_a, "page_bytes"_a, "blocks"_a, "extents"_a,
+          "pages_per_slot"_a, "blocks_per_slot"_a, "skip"_a = 0,
           "(to, from, bytes of a row, rows, to's pitch, from's pitch) of each piece that a copy of "
           "one batch would be by DMA.");
 

@@ -35,6 +35,7 @@ NB_MODULE(kvserver_testing, m) {
             },
             "region"_a, "page_bytes"_a, "seed"_a = 0, "trouble"_a = 0.0, "delay_micros"_a = 0)
         .def_prop_ro("open", &FakeDevice::open)
+        .def_prop_ro("newest_blocks", &FakeDevice::newest_blocks)
         .def("run", &FakeDevice::run, "ticket"_a, "blocks"_a, Released())
         .def("release", &FakeDevice::release, "ticket"_a, Released())
         .def("release_all", &FakeDevice::release_all, "order"_a = FakeDevice::Order::kSubmitted,

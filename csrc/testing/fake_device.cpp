@@ -78,6 +78,7 @@ void FakeDevice::submit_copy(std::shared_ptr<CopyJob> job) {
     std::lock_guard lock(mutex_);
     check_caller(*job);
     const uint64_t number = job->ticket;
+    newest_blocks_ = job->blocks;
     open_ticket({.number = number, .copy = std::move(job), .map = {}});
 }
 
@@ -132,6 +133,11 @@ void FakeDevice::check_caller(const CopyJob& job) const {
 }
 
 // ---- what the test calls --------------------------------------------------------------------
+
+std::vector<uint32_t> FakeDevice::newest_blocks() const {
+    std::lock_guard lock(mutex_);
+    return newest_blocks_;
+}
 
 std::vector<uint64_t> FakeDevice::open() const {
     std::lock_guard lock(mutex_);

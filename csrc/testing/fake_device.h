@@ -57,6 +57,7 @@ class FakeDevice final : public Device {
     void lose(const std::string& what);
     void recover();  // as if the daemon had got a new device
     const L1& l1() const { return l1_; }
+    std::vector<uint32_t> newest_blocks() const;  // of the copy that was submitted last
 
   private:
     struct Ticket {
@@ -93,6 +94,7 @@ class FakeDevice final : public Device {
 
     mutable std::mutex mutex_;  // guards what follows; never held while bytes move
     std::vector<Shared> open_;
+    std::vector<uint32_t> newest_blocks_;
     std::string lost_;
     std::mt19937_64 random_;
 };

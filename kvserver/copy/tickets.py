@@ -12,28 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kvserver._native import (
-    NO_BLOCK,
-    Device,
-    Direction,
-    Mapping,
-    Outcome,
-    PlaneTable,
-    WordMapping,
-)
+from kvserver._native import Device, Mapping, Outcome
 from kvserver.copy.devices import Devices
-
-__all__ = [
-    "NO_BLOCK",
-    "Completion",
-    "Device",
-    "Direction",
-    "Mapping",
-    "Outcome",
-    "PlaneTable",
-    "Tickets",
-    "WordMapping",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +50,11 @@ class Tickets(Generic[T]):
     def open_tickets(self) -> int:
         return len(self._open)
 
-    def queue_copy(self, device: Device, ticket: T, direction: Direction, planes: PlaneTable, **job: Any) -> int:
+    def queue_copy(self, device: Device, ticket: T, **job: Any) -> int:
         """Queue a copy; see `csrc/copy/device.h` for the arguments. Returns the ticket's number."""
         number = self._number(device, ticket)
         try:
-            device.submit_copy(ticket=number, direction=direction, planes=planes, **job)
+            device.submit_copy(ticket=number, **job)
         except BaseException:
             del self._open[number]
             raise

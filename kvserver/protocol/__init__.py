@@ -73,7 +73,7 @@ from kvserver.protocol.messages import (
     decode_request,
     encode,
 )
-from kvserver.protocol.planes import Plane, block_bytes, group_count, parse_block_ids
+from kvserver.protocol.planes import Plane, block_bytes, group_count
 from kvserver.protocol.routing import (
     MOST_EXTRA_KEY_BYTES,
     ChunkContents,
@@ -175,6 +175,5 @@ __all__ = [
     "default_endpoint",
     "encode",
     "group_count",
-    "parse_block_ids",
     "stranger_at",
 ]

@@ -1,20 +1,16 @@
-"""The layout of a KV cache in memory, as numbers: planes, and the block ids that name pieces of them.
+"""The layout of a KV cache in memory, as numbers: planes.
 
-Owns: `Plane` and the checks of block ids. Refuses to know: layers, heads, dtypes, tensors.
+Owns: `Plane`. Refuses to know: layers, heads, dtypes, tensors.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvserver.protocol.errors import ErrorCode, KVServerError
-
-assert array("I").itemsize == 4, "array('I') must be the 4-byte integer of the wire"
 
 MAX_GROUPS = 64
 _Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -46,28 +42,3 @@ def group_count(planes: list[Plane]) -> int:
         missing = min(set(range(count)) - present)
         raise KVServerError(ErrorCode.BAD_PLANES, f"no plane is of group {missing}; the highest group is {count - 1}")
     return count
-
-
-def parse_block_ids(raw: bytes, num_blocks: int, least: int, most: int, null_may_repeat: bool = False) -> array[int]:
-    """Block ids from little-endian u32, unpacked from their wire form.
-
-    KVServerError(BAD_BLOCKS) unless there are `least` to `most` ids, all below `num_blocks` and all different. With
-    `null_may_repeat`, id 0, the null block, may occur several times.
-    """
-    if len(raw) % 4 or not 4 * least <= len(raw) <= 4 * most:
-        expected = f"{most}" if least == most else f"{least} to {most}"
-        raise KVServerError(
-            ErrorCode.BAD_BLOCKS,
-            f"block_ids holds {len(raw)} bytes when unpacked; {expected} blocks of 4 bytes each belong to these keys",
-        )
-    ids = array("I")
-    ids.frombytes(raw)
-    if ids and max(ids) >= num_blocks:
-        raise KVServerError(
-            ErrorCode.BAD_BLOCKS, f"block id {max(ids)} is out of range: the worker registered {num_blocks} blocks"
-        )
-    nulls = ids.count(0) if null_may_repeat else 0
-    if len(set(ids)) + max(0, nulls - 1) != len(ids):
-        repeated = next(id for id, times in Counter(ids).most_common(2) if id or not null_may_repeat)
-        raise KVServerError(ErrorCode.BAD_BLOCKS, f"block id {repeated} is named more than once")
-    return ids

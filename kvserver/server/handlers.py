@@ -1,7 +1,7 @@
 """What the server does for each request, and when a ticket ends.
 
 Owns: one match arm per request and per kind of ticket. Refuses to know: frames, sockets, polling
-(`loop`); what a copy (`transfers`) or a worker (`workers`) needs. Runs in the loop thread; nothing here
+(`loop`); what a copy (`stores`, `loads`) or a worker (`workers`) needs. Runs in the loop thread; nothing here
 blocks.
 """
 
@@ -41,8 +41,10 @@ from kvserver.protocol import (
     TakeKVEvents,
     UnregisterWorker,
 )
+from kvserver.server.copies import Copies
 from kvserver.server.instances import Disconnect, Instances
 from kvserver.server.lifeline import Lifelines
+from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.observability import Observability
 from kvserver.server.reports import EngineReports
@@ -55,15 +57,8 @@ from kvserver.server.status import (
     l1_status,
     totals_status,
 )
-from kvserver.server.transfers import (
-    LoadTicket,
-    MapTicket,
-    Respond,
-    StoreTicket,
-    Ticket,
-    Transfers,
-    UnmapTicket,
-)
+from kvserver.server.stores import Stores
+from kvserver.server.tickets import LoadTicket, MapTicket, Respond, StoreTicket, Ticket, UnmapTicket
 from kvserver.server.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -95,7 +90,9 @@ class Handlers:
         self.observability = observability
         self.bus = observability.bus
         self.lookups = L1Lookups(cache, devices, self.instances, settings.lease_seconds, clock, self.bus)
-        self.transfers = Transfers(cache, self.tickets, self.instances, clock, self.bus)
+        copies = Copies(cache.pool, self.tickets, self.instances, clock, self.bus)
+        self.stores = Stores(cache, copies, self.bus)
+        self.loads = Loads(cache, copies, self.bus)
         self.workers = Workers(settings, cache, self.tickets, self.instances, lifelines, clock, self.bus)
         self.resync = Resync(cache.index, self.bus, clock)
         self.reports = EngineReports(
@@ -117,9 +114,12 @@ class Handlers:
         match request:
             case Lookup():
                 respond(self.lookups.answer(request))
-            case Store() | Retrieve():
+            case Store():
                 self._check_boot(request.boot_id)
-                self.transfers.begin_copy(request, respond)
+                self.stores.begin(request, respond)
+            case Retrieve():
+                self._check_boot(request.boot_id)
+                self.loads.begin(request, respond)
             case ReportBlockAllocations():
                 self.reports.add_block_report(request)
             case EndRequest():
@@ -216,9 +216,9 @@ class Handlers:
             case MapTicket():
                 self.workers.mapped(ticket, completion)
             case StoreTicket():
-                self.transfers.store_ended(ticket, completion)
+                self.stores.ended(ticket, completion)
             case LoadTicket():
-                self.transfers.load_ended(ticket, completion)
+                self.loads.ended(ticket, completion)
         if completion.outcome == Outcome.MEMORY_LOST:
             log.warning("worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what)
             self.workers.close_worker(worker, Disconnect.DIED)
@@ -236,9 +236,9 @@ class Handlers:
     def step(self) -> bool:
         """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
         more = self.cache.step() | self.resync.step()
-        for worker in self.transfers.step():
+        for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)
-        self._work_left = more or self.transfers.waiting > 0
+        self._work_left = more or self.stores.waiting > 0
         return self._work_left
 
     def audit_if_idle(self) -> bool:

@@ -11,8 +11,8 @@ from kvserver.cache import Cache, LookupOutcome, MissReason
 from kvserver.copy import Devices
 from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, Lookup, LookupReply
+from kvserver.server.copy_checks import check_chunk, chunk_count
 from kvserver.server.instances import Instance, Instances
-from kvserver.server.transfers import check_chunk, chunk_count
 
 
 class L1Lookups:

@@ -11,7 +11,7 @@ from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copy import Devices, Tickets
 from kvserver.server.instances import Counts, Departed, Disconnect, Instance, Instances
-from kvserver.server.transfers import Ticket
+from kvserver.server.tickets import Ticket
 from kvserver.server.workers import Workers
 
 

@@ -39,7 +39,7 @@ from kvserver.protocol import (
 )
 from kvserver.server.instances import Disconnect, Instances, Worker
 from kvserver.server.lifeline import Lifeline, Lifelines
-from kvserver.server.transfers import MapTicket, Respond, Ticket, UnmapTicket
+from kvserver.server.tickets import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)
 

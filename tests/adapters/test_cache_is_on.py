@@ -17,6 +17,7 @@ import pytest
 from front_end import FrontEnd, exposition, watches
 from kvserver.adapters.common import host_memory
 from kvserver.adapters.common.cache_status import REASONS
+from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.prom import PLACES
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from modelless import Engine, prompt
@@ -319,11 +320,11 @@ def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_eng
     engine = make_engine(daemon, num_blocks=40, extra={"kvserver.load_timeout_ms": 200})
     front = make_front_end(engine)
     answer = engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
     daemon.freeze()
     engine.run(until=lambda: answer.finish_reason is not None)
     front.record_steps()
-    assert front.series("quarantined_blocks")[()] == len(engine.loads[0].block_ids)
+    assert front.series("quarantined_blocks")[()] == len(ids_of(engine.loads[0]))
     daemon.thaw()
     wait_until(lambda: engine.generate_free("tick") == 39, 10, "the blocks come back")
     front.record_steps()

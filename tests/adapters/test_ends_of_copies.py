@@ -18,6 +18,8 @@ from support.daemon import wait_until
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
+from kvserver._native import pack_blocks
+
 CHUNK = 64
 
 
@@ -117,10 +119,10 @@ def test_the_null_block_is_not_quarantined(steps):
     caches = {f"layers.{i}": layer for i, layer in enumerate(storage.unbind(0))}
     worker.connector.register_kv_caches(caches)
     key, targets = random.Random(1).randbytes(32), [9, 0, 10, 0, 11, 12, 13, 14]  # a window's group lacks two
-    worker.step(StepPlan(stores=[StoreSpec(1, "cold", "", 4, key, list(range(1, 9)))]))
+    worker.step(StepPlan(stores=[StoreSpec(1, "cold", "", 4, key, pack_blocks(list(range(1, 9))))]))
     wait_until(lambda: worker.idle() or worker.reports)
     before = caches["layers.0"][9].clone()
-    worker.step(StepPlan(loads=[LoadSpec(2, "warm", "", 4, key, targets, 0)]))
+    worker.step(StepPlan(loads=[LoadSpec(2, "warm", "", 4, key, pack_blocks(targets), 0)]))
     wait_until(lambda: not torch.equal(caches["layers.0"][9], before), what="the load's first bytes")
     daemon.freeze()
     wait_until(lambda: "warm" in worker.idle(), what="the load is given up")

@@ -10,6 +10,7 @@ import time
 
 import msgspec
 import pytest
+from kvserver.adapters.common.specs import ids_of
 from modelless import BLOCK, Engine, continuation, prompt
 from support.daemon import wait_until
 
@@ -46,7 +47,7 @@ def loading(engine: Engine) -> bool:
 def begin_load(engine: Engine):
     """Submit TOKENS and step until the first bytes of their load have come. REQUIRES: a fresh engine."""
     answer = engine.add("warm", TOKENS)
-    engine.run(until=lambda: loading(engine) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    engine.run(until=lambda: loading(engine) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
     assert loading(engine)
     return answer
 
@@ -217,7 +218,7 @@ def test_stopped_during_a_load(stored, make_engine, asynchronous):
     daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
     answer = begin_load(engine)
-    quarantined = set(engine.loads[0].block_ids)
+    quarantined = set(ids_of(engine.loads[0]))
     daemon.freeze()
     engine.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
@@ -255,7 +256,7 @@ def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
     daemon.freeze()
     engine.abort("warm")
     engine.run(until=lambda: engine.received == ["warm"])
-    assert engine.free_blocks == 99 - len(engine.loads[0].block_ids)
+    assert engine.free_blocks == 99 - len(ids_of(engine.loads[0]))
     daemon.thaw()
     wait_until(lambda: engine.generate_free("tick") == 99, 10, "the blocks come back")
 

@@ -10,6 +10,8 @@ from kvserver.adapters.vllm.metadata import StepPlan
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.worker import WorkerHalf
 
+from kvserver._native import pack_blocks
+
 
 @pytest.mark.parametrize("fails_requests", [False, True])
 def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests, monkeypatch):
@@ -18,7 +20,7 @@ def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests, monkeyp
     if not fails_requests:
         monkeypatch.setattr(support, "TransferResults", None)
     worker = WorkerHalf(AdapterSettings(), DirectSendQueue(), lambda *fault: faults.append(fault))
-    plan = StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, [5, 6, 7, 8], 0)])
+    plan = StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, pack_blocks([5, 6, 7, 8]), 0)])
     worker.start_loads(plan)
     worker.answer_for_loads(plan)
     assert worker.take_finished() == ({"r"}, {"r"} if fails_requests else set())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.worker import WorkerHalf
 from modelless import Engine, prompt
 
@@ -28,8 +29,8 @@ def overwrite(engine: Engine) -> None:
     engine.run()
     assert first.right
     assert other.right
-    stored = {block for store in engine.stores if store.request_id == "first" for block in store.block_ids}
-    taken = {block for store in engine.stores if store.request_id == "other" for block in store.block_ids}
+    stored = {block for store in engine.stores if store.request_id == "first" for block in ids_of(store)}
+    taken = {block for store in engine.stores if store.request_id == "other" for block in ids_of(store)}
     assert stored & taken, "the pool was too large for this test: nothing was overwritten"
 
 

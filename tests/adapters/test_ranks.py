@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kvserver.adapters.common.specs import ids_of
 from modelless import LAYERS, prompt
 from support.daemon import wait_until
 from vllm.config import ParallelConfig
@@ -74,13 +75,13 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
     first, second = (runner.connector.worker for runner in warm.runners)
     answer = warm.add("warm", TOKENS)
     warm.run(until=lambda: first.counters["loaded"] == 1)
-    warm.run(until=lambda: warm.runners[1].kv[0][warm.loads[0].block_ids].any())
+    warm.run(until=lambda: warm.runners[1].kv[0][ids_of(warm.loads[0])].any())
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert warm.received == ["warm"]
     assert (first.counters["failed_loads"], second.counters["failed_loads"]) == (0, 1)
-    assert warm.free_blocks == warm.num_blocks - 1 - len(warm.loads[0].block_ids)
+    assert warm.free_blocks == warm.num_blocks - 1 - len(ids_of(warm.loads[0]))
     daemon.thaw()
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
 
@@ -90,12 +91,12 @@ def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_da
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200})
     answer = warm.add("warm", TOKENS)
-    warm.run(until=lambda: bool(warm.loads) and warm.runners[0].kv[0][warm.loads[0].block_ids].any())
+    warm.run(until=lambda: bool(warm.loads) and warm.runners[0].kv[0][ids_of(warm.loads[0])].any())
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert warm.received == ["warm"]
-    assert warm.free_blocks == warm.num_blocks - 1 - len(warm.loads[0].block_ids)
+    assert warm.free_blocks == warm.num_blocks - 1 - len(ids_of(warm.loads[0]))
     daemon.thaw()
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
 
@@ -105,7 +106,7 @@ def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon)
     answer = warm.add("warm", TOKENS)
-    warm.run(until=lambda: bool(warm.loads) and warm.runners[0].kv[0][warm.loads[0].block_ids].any())
+    warm.run(until=lambda: bool(warm.loads) and warm.runners[0].kv[0][ids_of(warm.loads[0])].any())
     daemon.kill()
     warm.run()
     assert answer.right

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+from kvserver.adapters.common.specs import ids_of
 from modelless import BLOCK, continuation, prompt
 
 CHUNK = 64  # tokens: the test daemon's chunk_tokens
@@ -62,7 +63,7 @@ def test_blocks_that_the_engine_has_itself_are_left_out_of_a_load(make_daemon, m
     assert (answer.local, answer.external) == (blocks * BLOCK, 3 * CHUNK - blocks * BLOCK)
     load = warm.loads[-1]
     assert load.skip_blocks == blocks % (CHUNK // BLOCK)
-    assert len(load.block_ids) == 12 - blocks
+    assert len(ids_of(load)) == 12 - blocks
 
 
 def test_a_longer_local_hit_needs_no_load(make_daemon, make_engine):
@@ -136,10 +137,10 @@ def test_blocks_that_a_sliding_window_gave_up_are_not_stored(make_daemon, make_e
     tokens = prompt(10, 6 * CHUNK)
     cold = make_engine(daemon, window=40, max_tokens_per_step=32)
     cold.generate("cold", tokens, count=3)
-    assert cold.stores == [] or all(0 not in store.block_ids for store in cold.stores)
+    assert cold.stores == [] or all(0 not in ids_of(store) for store in cold.stores)
     warm = make_engine(daemon, window=40, max_tokens_per_step=32)
     warm.generate("warm", tokens, count=3)
-    assert all(0 not in load.block_ids for load in warm.loads)
+    assert all(0 not in ids_of(load) for load in warm.loads)
     assert len(warm.received) == len(warm.loads)
 
 
@@ -151,7 +152,7 @@ def test_a_sliding_window_loads_the_end_of_its_prefix_only(make_daemon, make_eng
     warm = make_engine(daemon, window=40)
     answer = warm.generate("warm", tokens, count=3)
     assert answer.external == 3 * CHUNK
-    assert len(warm.loads[0].block_ids) < 12
+    assert len(ids_of(warm.loads[0])) < 12
 
 
 def test_an_idle_engine_steps_until_its_stores_have_ended(make_daemon, make_engine):

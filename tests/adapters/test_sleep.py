@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.connector import StillWritten
 from late_gpu import LateGpu
 from modelless import prompt
@@ -73,7 +74,7 @@ def test_a_load_in_flight_fails_its_request_which_is_computed(make_daemon, make_
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon)
     answer = engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
     sleep(engine)
     assert daemon.accounting()["mappings"] == 2, "the other engine's"
     engine.run()
@@ -104,7 +105,7 @@ def test_sleep_fails_while_a_hung_daemon_may_write(make_daemon, make_engine):
     extra = {"kvserver.unregister_timeout_ms": 1500, "kvserver.load_timeout_ms": 200}
     engine = make_engine(daemon, extra=extra)
     answer = engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
     daemon.freeze()
     with pytest.raises(StillWritten, match="may still write"):
         sleep(engine)

@@ -19,7 +19,7 @@ from kvserver._native import NO_BLOCK, Direction, GpuDevice, Outcome, Way
 
 from .layouts import boundary_runs, engine_layouts, of_runs
 
-BLOCKS, PAGE = 11, 4093  # an odd page: slots are cut anywhere
+BLOCKS, PAGE = 11, 4093  # of one group; an odd page: slots are cut anywhere
 ID_LISTS = [[5], [2, 3, 4, 5], [7, 1, 10, 4], [9, 8, 7, 6]]
 SEED = 1
 
@@ -67,13 +67,13 @@ def both_directions(device: Device, l0: L0, blocks: list[object], skip: int = 0,
 def grouped(ids: list[int], geometry: Geometry) -> list[object]:
     if geometry.groups == 1:
         return list(ids)
-    return [tuple((block + group * 5) % BLOCKS for group in range(geometry.groups)) for block in ids]
+    return [tuple(block + group * BLOCKS for group in range(geometry.groups)) for block in ids]
 
 
 @pytest.mark.parametrize("element_bytes", [2, 1])
 @pytest.mark.parametrize("name", engine_layouts(1, 1))
 def test_a_layout_is_copied_byte_for_byte(device: Device, name: str, element_bytes: int) -> None:
-    geometry = engine_layouts(BLOCKS, element_bytes)[name].geometry()
+    geometry = engine_layouts(2 * BLOCKS, element_bytes)[name].geometry()
     l0 = L0(device, geometry)
     for ids in ID_LISTS:
         for skip in (0, 1, 3):
@@ -86,7 +86,7 @@ STORED, LOADED = [[5], [2, 3], [7, 1, 10]], [[9, 8], [6], [0, 4]]
 @pytest.mark.parametrize("name", engine_layouts(1, 1))
 def test_copies_of_both_directions_that_are_queued_at_once_keep_every_byte(device: Device, name: str) -> None:
     """Nothing waits between the submissions, and a simulated GPU moves nothing before the last one."""
-    geometry = engine_layouts(BLOCKS, 2)[name].geometry()
+    geometry = engine_layouts(2 * BLOCKS, 2)[name].geometry()
     l0 = L0(device, geometry)
     pages_per_block = -(-geometry.block_bytes // PAGE)
     free = iter(random.Random(SEED).sample(range(device.pages), BLOCKS * pages_per_block))
@@ -126,12 +126,12 @@ def joined(jobs: list[Job]) -> Job:
 @pytest.mark.parametrize("misaligned", [1, 3, 4, 8])
 @pytest.mark.parametrize("name", ["per-layer [2, NB, ...]", "MLA", "pages padded by an odd count", "two groups"])
 def test_memory_that_is_not_aligned_is_copied_byte_for_byte(device: Device, name: str, misaligned: int) -> None:
-    geometry = engine_layouts(BLOCKS, 1)[name].geometry(misaligned)
+    geometry = engine_layouts(2 * BLOCKS, 1)[name].geometry(misaligned)
     both_directions(device, L0(device, geometry), grouped([3, 0, 1, 6], geometry))
 
 
 def test_holes_of_a_group_are_left_alone(device: Device) -> None:
-    l0 = L0(device, engine_layouts(BLOCKS, 2)["two groups"].geometry())
+    l0 = L0(device, engine_layouts(2 * BLOCKS, 2)["two groups"].geometry())
     stored = [(1, 6), (2, 7), (3, 8), (4, 9)]
     both_directions(device, l0, list(stored))
     pages_per_slot = -(-4 * l0.geometry.block_bytes // PAGE)

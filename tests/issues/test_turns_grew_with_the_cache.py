@@ -20,13 +20,13 @@ from kvserver.copy import Devices
 from kvserver.protocol import Clear, Cleared, EndRequest, Plane, Stored
 from kvserver.protocol.client import Client
 from kvserver.server import Handlers, Server
-from kvserver.server.transfers import Transfers
+from kvserver.server.stores import Stores
 from kvserver.web.pages import StatusPages
 
 PAGE = 64  # bytes; a chunk takes one
 BATCH = 256  # chunks in one message
 FEW, MANY = 6144, 24576
-PARTS = {part.__code__ for part in (Handlers.complete_tickets, Handlers.handle, Handlers.step, Transfers.step)}
+PARTS = {part.__code__ for part in (Handlers.complete_tickets, Handlers.handle, Handlers.step, Stores.step)}
 
 
 class Turns:

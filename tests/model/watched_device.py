@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from support.simulators import FakeDevice
 from support.worker import Memory
 
 from kvserver import _native
-from kvserver._native import Direction, Mapping, Outcome, PlaneTable, WordPage
+from kvserver._native import BlockIds, Direction, Mapping, Outcome, WordPage
 
 
 @dataclass
@@ -61,11 +60,12 @@ class WatchedDevice(FakeDevice):
         del self._sides[mappings[-1]]
         super().submit_unmap(ticket, mappings)
 
-    def submit_copy(self, ticket: int, direction: Direction, planes: PlaneTable, blocks: bytes, **job: Any) -> None:  # type: ignore[override]
-        super().submit_copy(ticket, direction, planes, blocks, **job)
-        ids = array("I", blocks)
-        positions = list(zip(*(ids[group :: planes.groups] for group in range(planes.groups)), strict=True))
-        self.newest = Copy(ticket, direction, self._sides[job["word_memory"]], positions)
+    def submit_copy(self, ticket: int, blocks: BlockIds, **job: Any) -> None:  # type: ignore[override]
+        super().submit_copy(ticket, blocks, **job)
+        side, ids = self._sides[job["word_memory"]], self.newest_blocks
+        groups = 1 + max(plane.group for plane in side.memory.geometry.planes)
+        positions = list(zip(*(ids[group::groups] for group in range(groups)), strict=True))
+        self.newest = Copy(ticket, blocks.direction, side, positions)
         self._copies[ticket] = self.newest
 
     def cancel(self, ticket: int) -> None:

@@ -599,7 +599,7 @@ class World:
     def complete_copies(self) -> None:
         self.device.drained = []
         self.handlers.complete_tickets()
-        self.handlers.transfers.step()
+        self.handlers.stores.step()
         self.faults[:] = [fault for fault in self.faults if "the device is lost" not in fault]
         for ticket, outcome in self.device.drained:
             operation = self.operations.pop(ticket, None)

@@ -15,9 +15,11 @@ from typing import Any
 from support.daemon import wait_until
 from support.simulators import FakeDevice
 from support.slots import slot_of
-from support.worker import Geometry, Memory, Piece, SharedMemory, ids
+from support.worker import Geometry, Memory, Piece, SharedMemory, packed
 
 from kvserver._native import (
+    NO_BLOCK,
+    BlockIds,
     CpuDevice,
     Direction,
     FileMapping,
@@ -76,9 +78,14 @@ class Job:
     blocks_per_slot: int
     skip: int = 0
 
-    def arguments(self) -> dict[str, Any]:
+    def block_ids(self, direction: Direction, table: PlaneTable) -> BlockIds:
+        """Block 0 is a block like any other here."""
+        packed_ids = packed(chain.from_iterable(b if isinstance(b, tuple) else (b,) for b in self.blocks))
+        return BlockIds(table, direction, packed_ids, 0, len(self.blocks), NO_BLOCK)
+
+    def arguments(self, direction: Direction, table: PlaneTable) -> dict[str, Any]:
         return {
-            "blocks": ids(chain.from_iterable(b if isinstance(b, tuple) else (b,) for b in self.blocks)),
+            "blocks": self.block_ids(direction, table),
             "extents": slot_of(self.pages),
             "pages_per_slot": self.pages_per_slot,
             "blocks_per_slot": self.blocks_per_slot,
@@ -171,7 +178,7 @@ class Device:
 
     def submit(self, direction: Direction, l0: L0, job: Job, **word: Any) -> int:
         ticket = self.next_ticket()
-        self.native.submit_copy(ticket, direction, l0.table, **job.arguments(), **word)
+        self.native.submit_copy(ticket, **job.arguments(direction, l0.table), **word)
         return ticket
 
     def submit_with_word(self, direction: Direction, l0: L0, job: Job, index: int = 0, sequence: int = 1) -> int:

@@ -27,6 +27,7 @@
 #include "gpu/pinner.h"
 #include "stress_index.h"
 #include "stress_lifetimes.h"
+#include "tables/block_runs.h"
 #include "testing/fake_device.h"
 #include "testing/fake_gpu.h"
 
@@ -109,13 +110,12 @@ std::vector<PlaneTable::Row> awkward_planes(uint64_t& size) {
 }
 
 std::shared_ptr<CopyJob> job_of(uint64_t ticket, Direction direction, const Worker& worker,
-                                std::vector<uint32_t> blocks, const std::vector<uint32_t>& pages,
-                                uint32_t word, uint64_t sequence) {
-    auto job = std::make_shared<CopyJob>();
+                                const std::vector<uint32_t>& blocks,
+                                const std::vector<uint32_t>& pages, uint32_t word,
+                                uint64_t sequence) {
+    const BlockIds ids(worker.table, direction, pack_blocks(blocks), 1, blocks.size(), kNoBlock);
+    auto job = std::make_shared<CopyJob>(ids, kPerSlot);
     job->ticket = ticket;
-    job->direction = direction;
-    job->planes = worker.table;
-    job->blocks = std::move(blocks);
     job->pages_per_slot =
         static_cast<uint32_t>((kPerSlot * worker.table->block_bytes() + kPage - 1) / kPage);
     for (uint32_t page : pages) {
@@ -126,7 +126,6 @@ std::shared_ptr<CopyJob> job_of(uint64_t ticket, Direction direction, const Work
         else
             job->extents.push_back({page, 1});
     }
-    job->blocks_per_slot = kPerSlot;
     job->word_memory = worker.words;
     job->word = worker.words->word(word);
     job->sequence = sequence;

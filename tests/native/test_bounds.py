@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from support.slots import slot_of
-from support.worker import awkward, two_groups
+from support.worker import awkward, packed, two_groups
 
 from kvserver._native import (
     NO_BLOCK,
+    BlockIds,
     CpuDevice,
     Direction,
     FileMapping,
@@ -163,30 +164,26 @@ def test_a_hole_where_there_is_one_group_is_refused(device: Device) -> None:
         device.submit(Direction.LOAD, l0, Job([NO_BLOCK], [0], 1, 1))
 
 
-@pytest.mark.parametrize("field", ["blocks", "extents"])
-def test_ids_that_are_no_whole_numbers_are_refused(device: Device, field: str) -> None:
-    l0 = L0(device, flat(8, 64))
-    arguments = {**Job([1], [0], 1, 1).arguments(), field: b"\0\0\0\0\0"}
-    with pytest.raises(ValueError, match="multiple of 4"):
-        device.native.submit_copy(1, Direction.STORE, l0.table, **arguments)
-
-
 @pytest.mark.parametrize(
     ("first", "count"),
     [(0, 0), (0, 65), (63, 2), (64, 1), (1, (1 << 32) - 1), ((1 << 32) - 1, 1), ((1 << 32) - 1, (1 << 32) - 1)],
 )
 def test_an_extent_that_leaves_l1_is_refused(device: Device, first: int, count: int) -> None:
     l0 = L0(device, flat(8, 64))
-    arguments = {**Job([1], [0], 1, 1).arguments(), "extents": struct.pack("=II", first, count)}
+    arguments = {
+        **Job([1], [0], 1, 1).arguments(Direction.STORE, l0.table),
+        "extents": struct.pack("=II", first, count),
+    }
     with pytest.raises(ValueError, match="do not lie in L1"):
-        device.native.submit_copy(1, Direction.STORE, l0.table, **arguments)
+        device.native.submit_copy(1, **arguments)
 
 
-def test_half_an_extent_is_refused(device: Device) -> None:
+@pytest.mark.parametrize("length", [4, 5, 12])
+def test_a_part_of_an_extent_is_refused(device: Device, length: int) -> None:
     l0 = L0(device, flat(8, 64))
-    arguments = {**Job([1], [0], 1, 1).arguments(), "extents": slot_of([0])[:4]}
+    arguments = {**Job([1], [0], 1, 1).arguments(Direction.STORE, l0.table), "extents": slot_of([0, 2])[:length]}
     with pytest.raises(ValueError, match="pairs"):
-        device.native.submit_copy(1, Direction.STORE, l0.table, **arguments)
+        device.native.submit_copy(1, **arguments)
 
 
 def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
@@ -199,7 +196,9 @@ def test_slots_whose_size_wraps_around_are_refused(device: Device) -> None:
         assert device.map([vast, WordMapping(os.dup(words.fd), 64)]).outcome == Outcome.DONE
         table = PlaneTable([vast], [(0, 0, 0, 1 << 45, 0)] * 128, 1)
         with pytest.raises(ValueError, match="too few pages"):
-            device.native.submit_copy(1, Direction.STORE, table, bytes(4), slot_of([0]), 1, 1 << 12)
+            device.native.submit_copy(
+                1, BlockIds(table, Direction.STORE, packed([0]), 1, 1, NO_BLOCK), slot_of([0]), 1, 1 << 12
+            )
     finally:
         os.close(fd)
         device.unmap([vast])

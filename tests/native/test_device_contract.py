@@ -137,7 +137,7 @@ class TestRefusals:
         ("job", "why"),
         [
             (Job([], [0], 1, 1), "blocks"),
-            (Job([4], [0], 1, 1), "block id 4 of 4"),
+            (Job([4], [0], 1, 1), "block id 4 is out of range"),
             (Job([1], [64], 1, 1), "page 64"),
             (Job([1, 2], [0], 1, 1), "more blocks"),
             (Job([1], [0], 1, 1, skip=1), "more blocks"),

@@ -334,9 +334,7 @@ class TestTickets:
                 submitted.append(ticket)
                 device.native.submit_copy(
                     ticket,
-                    rng.choice([STORE, LOAD]),
-                    l0.table,
-                    **job.arguments(),
+                    **job.arguments(rng.choice([STORE, LOAD]), l0.table),
                     word_memory=l0.mappings[-1],
                     word_index=index,
                     sequence=sequence,

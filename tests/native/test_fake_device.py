@@ -65,7 +65,7 @@ class TestEnds:
         l0 = L0(device, flat(64, BLOCK))
         for ticket in range(1, 6):
             job = Job([ticket], [ticket], 1, 1)
-            plain.submit_copy(ticket, STORE, l0.table, **job.arguments())
+            plain.submit_copy(ticket, **job.arguments(STORE, l0.table))
         plain.release_all(Order.REVERSED)
         assert [end[0] for end in plain.drain()] == [5, 4, 3, 2, 1]
 
@@ -156,10 +156,10 @@ class TestLoss:
 class TestRulesOfTheCaller:
     """What device.h REQUIRES: a device that copies for speed does not look."""
 
-    def test_a_block_is_named_once(self) -> None:
+    def test_a_chunk_is_named_once(self) -> None:
         device, _, l0 = rig()
         with pytest.raises(RuntimeError, match="named twice"):
-            device.submit(LOAD, l0, Job([1, 1], [0, 1], 1, 1))
+            device.submit(STORE, l0, Job([1, 2], [0, 1], 1, 1), chunks=[1, 1])
 
     def test_two_slots_of_a_store_share_no_page(self) -> None:
         device, _, l0 = rig()

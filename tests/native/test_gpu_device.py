@@ -292,9 +292,9 @@ class TestMemory:
         device = Device(gpu=gpu)
         for table in (L0(other, flat(4, 64)).table, L0(Device(), flat(4, 64)).table):
             with pytest.raises(ValueError, match="not this GPU's"):
-                device.native.submit_copy(1, STORE, table, **Job([1], [0], 1, 1).arguments())
+                device.native.submit_copy(1, **Job([1], [0], 1, 1).arguments(STORE, table))
         with pytest.raises(ValueError, match="no host memory"):
-            Device().native.submit_copy(1, STORE, L0(device, flat(4, 64)).table, **Job([1], [0], 1, 1).arguments())
+            Device().native.submit_copy(1, **Job([1], [0], 1, 1).arguments(STORE, L0(device, flat(4, 64)).table))
 
 
 CALLS = ["enter", "make_stream", "make_event", "allocate_pinned", "allocate", "copy", "copy_blocks", "record"]

@@ -85,12 +85,12 @@ def hold(
 ) -> Owned:
     ids = array("I", blocks)
     names = array("Q", contents).tobytes()
-    return Owned(request, group, first, pack_blocks(ids.tobytes()), len(ids), names, array("I", tokens).tobytes())
+    return Owned(request, group, first, pack_blocks(list(ids)), len(ids), names, array("I", tokens).tobytes())
 
 
 def release(request: str, blocks: Iterable[int]) -> Released:
     ids = array("I", blocks)
-    return Released(request, pack_blocks(ids.tobytes()), len(ids))
+    return Released(request, pack_blocks(list(ids)), len(ids))
 
 
 class Engine:

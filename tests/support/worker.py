@@ -79,7 +79,7 @@ def ids(numbers: Iterable[int]) -> bytes:
 
 def packed(blocks: Iterable[int]) -> bytes:
     """Block ids as they travel."""
-    return pack_blocks(ids(blocks))
+    return pack_blocks(list(blocks))
 
 
 def wire_form(message: Any, **changes: Any) -> Any:

@@ -9,6 +9,7 @@ import signal
 import time
 
 import pytest
+from kvserver.adapters.common.specs import ids_of
 from modelless import BLOCK, Engine, prompt
 from support import dying_daemon
 from support.daemon import WITH_SIMULATED, wait_until
@@ -27,7 +28,7 @@ def begun(make_daemon, make_engine):
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
     engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
     return daemon, engine
 
 
@@ -49,7 +50,7 @@ def fill(engine: Engine) -> set[int]:
 
 def test_blocks_of_a_load_stay_out_of_use_until_the_process_has_ended(begun):
     daemon, engine = begun
-    quarantined = set(engine.loads[0].block_ids)
+    quarantined = set(ids_of(engine.loads[0]))
     os.kill(daemon.pid, signal.SIGUSR1)
     answer = engine.answers["warm"]
     engine.run(until=lambda: answer.finish_reason is not None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from kvserver.adapters.common.specs import ids_of
 from modelless import BLOCK, Engine, prompt
 from support.daemon import Daemon, wait_until
 from vllm.v1.core.sched.interface import PauseState
@@ -21,7 +22,7 @@ def begin_load(daemon: Daemon, make_engine, **options) -> Engine:
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, num_blocks=60, extra=LOAD_TIMEOUT, **options)
     engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][engine.loads[0].block_ids].any())
+    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
     assert engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS"
     daemon.freeze()
     return engine
@@ -61,7 +62,7 @@ def blocks_used(engine: Engine) -> set[int]:
 def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(make_daemon, make_engine, ends_by):
     daemon = make_daemon(copy_delay_us=50_000)
     engine = begin_load(daemon, make_engine)
-    quarantined = set(engine.loads[0].block_ids)
+    quarantined = set(ids_of(engine.loads[0]))
 
     began = time.monotonic()
     assert pause(engine)
@@ -106,7 +107,7 @@ def test_a_reset_still_fails_while_requests_use_blocks(make_daemon, make_engine)
     """What is beside the quarantined blocks keeps its KV: vLLM must receive that it does."""
     daemon = make_daemon(copy_delay_us=50_000)
     engine = begin_load(daemon, make_engine)
-    quarantined = len(engine.loads[0].block_ids)
+    quarantined = len(ids_of(engine.loads[0]))
     assert pause(engine)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     answer = engine.add("running", prompt(3, 5 * BLOCK), count=20)

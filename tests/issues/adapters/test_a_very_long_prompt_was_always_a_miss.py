@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kvserver.adapters.common.specs import ids_of
 from model_folder import write_model
 from modelless import BLOCK, prompt
 
@@ -37,7 +38,7 @@ def test_the_first_chunks_of_a_prompt_beyond_the_bound_are_loaded(make_long):
     warm = make_long()
     answer = warm.generate("warm", TOKENS, count=1, seconds=SECONDS)
     assert answer.external == MAX_CHUNKS * BLOCK
-    assert [len(load.block_ids) for load in warm.loads] == [MAX_CHUNKS]
+    assert [len(ids_of(load)) for load in warm.loads] == [MAX_CHUNKS]
 
 
 def test_what_the_engine_has_itself_of_such_a_prompt_is_not_loaded(make_long):
@@ -47,4 +48,4 @@ def test_what_the_engine_has_itself_of_such_a_prompt_is_not_loaded(make_long):
     loads = len(warm.loads)
     answer = warm.generate("warm", TOKENS, count=1, seconds=SECONDS)
     assert (answer.local, answer.external) == (100 * BLOCK, (MAX_CHUNKS - 100) * BLOCK)
-    assert [len(load.block_ids) for load in warm.loads[loads:]] == [MAX_CHUNKS - 100]
+    assert [len(ids_of(load)) for load in warm.loads[loads:]] == [MAX_CHUNKS - 100]

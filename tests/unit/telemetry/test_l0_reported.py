@@ -242,7 +242,7 @@ def test_each_group_has_a_chain_of_its_own(engine: Engine) -> None:
 
 # ---- what is refused ------------------------------------------------------------------------------
 
-ids = pack_blocks(b"\5\0\0\0\6\0\0\0")
+ids = pack_blocks([5, 6])
 WRONG = {
     "a block out of range": (hold("a", [5, 64]), "block 64 is not below 64"),
     "a release out of range": (release("a", [64]), "block 64 is not below 64"),

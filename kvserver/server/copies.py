@@ -1,0 +1,170 @@
+"""What stores and loads have in common: who may begin a copy, its ticket, its state word, and what is counted of its end.
+
+Owns: the counts of copies, and the events of their begin and end. Refuses to know: which chunks are resident or
+evicted (`cache`), and what else a store (`stores`) or a load (`loads`) does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvserver._native import Outcome
+from kvserver.cache import PagePool
+from kvserver.copy import Completion, Tickets
+from kvserver.events import Bus, CopyBegan, CopyEnded, CopyRefused
+from kvserver.protocol import Error, ErrorCode, KVServerError, Retrieve, Store
+from kvserver.server.copy_checks import check_chunk
+from kvserver.server.instances import Counts, Instances, Worker
+from kvserver.server.tickets import CopyTicket, LoadTicket, StoreTicket, Ticket
+
+_FAILURES = {
+    Outcome.FAILED: ErrorCode.INTERNAL,
+    Outcome.CANCELLED: ErrorCode.CANCELLED,
+    Outcome.LATE: ErrorCode.LATE,
+    Outcome.MEMORY_LOST: ErrorCode.MEMORY_LOST,
+    Outcome.DEVICE_LOST: ErrorCode.DEVICE_LOST,
+}
+
+
+class Copies:
+    def __init__(
+        self, pool: PagePool, tickets: Tickets[Ticket], instances: Instances, clock: Callable[[], float], bus: Bus
+    ) -> None:
+        self._pool = pool
+        self._tickets = tickets
+        self._instances = instances
+        self._clock = clock
+        self._bus = bus
+
+    def now_ns(self) -> int:
+        return int(self._clock() * 1e9)
+
+    # ---- before the copy ----------------------------------------------------------------------
+
+    def worker_of(self, request: Store | Retrieve) -> Worker:
+        """KVServerError unless the request names a registered worker and one of its state words."""
+        worker = self._instances.worker(request.registration)
+        if request.word >= worker.spec.words:
+            raise KVServerError(
+                ErrorCode.BAD_MESSAGE, f"state word {request.word} of a page of {worker.spec.words} words"
+            )
+        worker.last_seen = self._clock()
+        return worker
+
+    def namespace_of(self, request: Store | Retrieve, worker: Worker) -> bytes:
+        """KVServerError unless the request is in time, its chunks have the size of the worker's, and all ranks are registered."""
+        check_chunk(request.chunk_blocks, worker.spec)
+        if request.deadline_ns <= self._clock() * 1e9:
+            raise KVServerError(ErrorCode.LATE, "the request's deadline had passed before the server read it")
+        instance = self._instances.instance_of(worker)
+        namespace = instance.namespace_of(request.variant)
+        if namespace is None:
+            raise KVServerError(
+                ErrorCode.NOT_READY,
+                f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} are registered",
+            )
+        return namespace
+
+    def refuse(self, request: Store | Retrieve, worker: Worker, error: Exception) -> None:
+        """Fail the state word of a copy that does not begin: the engine sees at once that nothing is copied."""
+        spec = worker.spec
+        code = error.code if isinstance(error, KVServerError) else ErrorCode.INTERNAL
+        direction = (StoreTicket if isinstance(request, Store) else LoadTicket).direction
+        self._bus.publish(
+            CopyRefused(
+                self.now_ns(), spec.instance_id, spec.model_name, spec.rank, direction, request.request_id, code.value
+            )
+        )
+        worker.words.fail_word(request.word, request.sequence)
+        counts = self.counts_of(worker)
+        if isinstance(request, Store):
+            counts.failed_stores += 1
+        else:
+            counts.failed_loads += 1
+            self._count_wait(worker, request.request_id, self.now_ns(), 0)
+
+    # ---- the copy -----------------------------------------------------------------------------
+
+    def submit(self, ticket: CopyTicket, skip: int = 0, chunks: list[int] | None = None) -> None:
+        """Queue the copy of the ticket's chunks; `chunks` has the number of each in the request, if not all are copied."""
+        request, worker, spec = ticket.request, ticket.worker, ticket.worker.spec
+        number = self._tickets.queue_copy(
+            worker.device,
+            ticket,
+            blocks=ticket.blocks,
+            extents=b"".join([chunk.slot(worker.slot) for chunk in ticket.chunks]),
+            pages_per_slot=self._pool.pages_for(worker.slot_bytes),
+            blocks_per_slot=spec.chunk_blocks,
+            skip=skip,
+            chunks=chunks,
+            word_memory=worker.words,
+            word_index=request.word,
+            sequence=request.sequence,
+            deadline_nanos=request.deadline_ns,
+        )
+        worker.tickets.add(number)
+        ticket.began_ns = self.now_ns()
+        self._bus.publish(
+            CopyBegan(
+                ticket.began_ns, spec.instance_id, spec.model_name, spec.rank, ticket.direction,
+                request.request_id, len(ticket.chunks),
+            )
+        )  # fmt: skip
+
+    def ended(self, ticket: CopyTicket, completion: Completion, copied: bool) -> None:
+        """Count and publish the end. `copied`: every byte was copied, and it counts."""
+        spec, request_id = ticket.worker.spec, ticket.request.request_id
+        self._bus.publish(
+            CopyEnded(
+                self.now_ns(), spec.instance_id, spec.model_name, spec.rank, ticket.direction, request_id,
+                ticket.began_ns, len(ticket.chunks), completion.bytes, completion.nanos, completion.outcome.name.lower(),
+            )
+        )  # fmt: skip
+        counts = self.counts_of(ticket.worker)
+        if isinstance(ticket, LoadTicket):
+            self._count_wait(ticket.worker, request_id, ticket.arrived_ns, ticket.tokens if copied else 0)
+            counts.failed_loads += not copied
+        else:
+            counts.failed_stores += not copied
+        if copied:
+            waited = (self.now_ns() - ticket.arrived_ns) * 1e-9
+            counts.benefit.copied(ticket.direction, waited, completion.nanos * 1e-9)
+            self._count_copied(counts, ticket, completion)
+
+    # ---- counts -------------------------------------------------------------------------------
+
+    def counts_of(self, worker: Worker) -> Counts:
+        """Of the worker's instance, also after it disconnected."""
+        return self._instances.counts_of(worker.spec)
+
+    def _count_copied(self, counts: Counts, ticket: CopyTicket, completion: Completion) -> None:
+        if isinstance(ticket, StoreTicket):
+            counts.stored_chunks += len(ticket.chunks)
+            counts.stored_bytes += completion.bytes
+            counts.store_nanos += completion.nanos
+            return
+        counts.loaded_chunks += len(ticket.chunks)
+        counts.loaded_bytes += completion.bytes
+        counts.load_nanos += completion.nanos
+        if ticket.worker.spec.rank == 0:  # the ranks of an engine save the same prefill
+            counts.saved_tokens += ticket.tokens
+            instance = self._instances.by_id.get(ticket.worker.spec.instance_id)
+            if instance is not None and instance.prefill_speed:
+                counts.saved_seconds += ticket.tokens / instance.prefill_speed
+
+    def _count_wait(self, worker: Worker, request_id: str, arrived_ns: int, tokens: int) -> None:
+        """A load ended on this rank, having brought the KV of so many tokens."""
+        spec = worker.spec
+        instance = self._instances.by_id.get(spec.instance_id)
+        if instance is None:
+            return
+        waits = instance.load_waits
+        whole = waits.ended(request_id, spec.rank, instance.world_size, arrived_ns, self.now_ns(), tokens)
+        if whole is not None:
+            instance.counts.benefit.load_ended(*whole, instance.prefill_speed)
+
+
+def failure(completion: Completion) -> Error:
+    """The reply to a copy that failed."""
+    code = _FAILURES.get(completion.outcome, ErrorCode.CANCELLED)
+    return Error(code=code.value, message=completion.what or "the worker disconnected during the copy")
