@@ -193,6 +193,11 @@ def test_a_daemon_loads_opentelemetry_only_for_a_collector() -> None:
     assert not {name.split(".")[0] for name in loaded} & {"opentelemetry", "google", "grpc", "requests"}
 
 
+@pytest.mark.parametrize("module", ["daemon", "__main__"])
+def test_what_few_need_is_loaded_by_its_first_use(module: str) -> None:
+    assert not loaded_by(module) & {"rich", "cbor2"}
+
+
 @pytest.mark.parametrize("room", sorted(set(ROOMS) - NO_FACE))
 def test_a_face_loads_no_exporter_no_http_and_no_command(room: str) -> None:
     loaded = loaded_by(room)

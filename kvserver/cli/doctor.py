@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from kvserver import __version__
 from kvserver.cli import checks, checks_engine, checks_gpu, checks_service
 from kvserver.cli.checks import Finding, Level, Machine, ok, problem, warning
+from kvserver.cli.terminal import show
 from kvserver.config import flag, read_configuration
 from kvserver.protocol import ConfigError
 
@@ -44,12 +45,12 @@ def main(arguments: argparse.Namespace) -> int:
     for name, finding in findings(arguments):
         found.append((name, finding))
         if not arguments.json:
-            print(line(name, finding), flush=True)
+            show(line(name, finding))
     if arguments.json:
         rows = [{"check": n, "level": f.level.value, "text": f.text, "fix": f.fix, "mend": f.fix} for n, f in found]
         print(json.dumps(rows, indent=2))
     else:
-        print(summary([finding.level for _, finding in found]))
+        show(summary([finding.level for _, finding in found]))
     return int(any(finding.level is Level.PROBLEM for _, finding in found))
 
 

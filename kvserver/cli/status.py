@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvserver.cli import http_client
+from kvserver.cli.terminal import columns, show
 
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
@@ -43,7 +44,10 @@ def main(arguments: argparse.Namespace) -> int:
         return error.exit_code
     if arguments.watch is None:
         text, code = _look(request, arguments.json)
-        print(text, file=sys.stderr if code else sys.stdout)
+        if code:
+            print(text, file=sys.stderr)
+        else:
+            show(text)
         return code
     in_place = sys.stdout.isatty() and not arguments.json
     try:
@@ -52,9 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
         while True:
             text, _ = _look(request, arguments.json, indent=None)
             stamp = "" if arguments.json else time.strftime("%H:%M:%S") + "  "
-            sys.stdout.write((_HOME_AND_ERASE_BELOW if in_place else "") + stamp + text + "\n")
-            sys.stdout.write("" if arguments.json or in_place else "\n")
-            sys.stdout.flush()
+            sys.stdout.write(_HOME_AND_ERASE_BELOW if in_place else "")
+            show(stamp + text + ("" if arguments.json or in_place else "\n"))
             time.sleep(arguments.watch)
     except KeyboardInterrupt:
         return 0
@@ -164,18 +167,6 @@ def _row(instance: dict[str, Any], sources: Sequence[str]) -> tuple[str, ...]:
         str(counts["failed_stores"] + counts["failed_loads"]),
         f"{duration(seen)} ago",
     )
-
-
-def columns(rows: Sequence[tuple[str, ...]], left: int = 2) -> list[str]:
-    """Lines with aligned columns; the first `left` ones are words, the others numbers."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def bar(part: float, whole: float) -> str:
