@@ -153,7 +153,7 @@ class NullSubscriber:
 
 def publish_micros(bus: Bus) -> float:
     """What the loop pays: bursts with rest between them, in which the bus's thread takes what there is."""
-    event = RequestEnded(time.monotonic_ns(), "instance", "model", 0, "request")
+    event = RequestEnded(time.monotonic_ns(), "instance", "model", "request")
     took = 0.0
     for _ in range(BURSTS):
         began = time.perf_counter()
@@ -166,7 +166,7 @@ def publish_micros(bus: Bus) -> float:
 
 def bare_micros() -> float:
     """A call of a method that does nothing, as often: what no loop can be below."""
-    handle, event = NullSubscriber().handle, RequestEnded(0, "instance", "model", 0, "request")
+    handle, event = NullSubscriber().handle, RequestEnded(0, "instance", "model", "request")
     began = time.perf_counter()
     for _ in range(BURSTS * BURST):
         handle(event)

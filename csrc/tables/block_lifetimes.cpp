@@ -34,21 +34,18 @@ size_t count_of(std::string_view raw, size_t size, const char* what) {
     return raw.size() / size;
 }
 
-void check_id(uint64_t id, uint64_t num_blocks, const char* what, size_t index) {
-    if (id >= num_blocks)
-        refuse(std::string(what) + " " + std::to_string(index) + ": block " + std::to_string(id) +
-               " is not below " + std::to_string(num_blocks));
-}
-
 // Which record is wrong, and why. REQUIRES: one is.
 [[noreturn]] void refuse_record(std::string_view records, size_t count, uint64_t num_blocks) {
     for (size_t i = 0; i < count; ++i) {
         const auto record = at<uint32_t>(records, i);
-        const uint32_t operation = record >> kRecordShift;
+        const uint32_t operation = record >> kRecordShift, id = record & kBlockMask;
+        const std::string here = "record " + std::to_string(i);
         if (operation > kLastRecord)
-            refuse("record " + std::to_string(i) + ": operation " + std::to_string(operation) +
-                   " is not 0 to " + std::to_string(kLastRecord));
-        if (operation != kClearedRecord) check_id(record & kBlockMask, num_blocks, "record", i);
+            refuse(here + ": operation " + std::to_string(operation) + " is not 0 to " +
+                   std::to_string(kLastRecord));
+        if (operation != kClearedRecord && id >= num_blocks)
+            refuse(here + ": block " + std::to_string(id) + " is not below " +
+                   std::to_string(num_blocks));
     }
     refuse("a record is wrong");
 }
@@ -229,13 +226,12 @@ void BlockLifetimes::end_all() {
 // ---- exact ----------------------------------------------------------------------------------
 
 void BlockLifetimes::apply(std::string_view records, std::string_view marks) {
-    check_records(records, marks, num_blocks_);
     const LifetimeMetrics::Writing writing(*shared_);
     const size_t count = records.size() / sizeof(uint32_t), moments = marks.size() / sizeof(Mark);
     for (size_t m = 0; m < moments; ++m) {
         const auto mark = at<Mark>(marks, m);
-        const size_t end = m + 1 < moments ? at<Mark>(marks, m + 1).record : count;
-        for (size_t i = mark.record; i < end; ++i) {
+        const size_t next = m + 1 < moments ? at<Mark>(marks, m + 1).record : count;
+        for (size_t i = mark.record; i < std::min(next, count); ++i) {
             const auto record = at<uint32_t>(records, i);
             step(static_cast<Record>(record >> kRecordShift), record & kBlockMask, mark.time_ns);
         }
@@ -244,7 +240,7 @@ void BlockLifetimes::apply(std::string_view records, std::string_view marks) {
 
 void BlockLifetimes::step(Record operation, uint32_t id, uint64_t now) {
     if (operation == Record::kCleared) return forget_all(&LifetimeSnapshot::cleared);
-    if (id == 0) return;
+    if (id == 0 || id >= num_blocks_) return;
     Block& block = touch(id);
     --gauge(block);
     switch (operation) {
@@ -282,18 +278,14 @@ void BlockLifetimes::step(Record operation, uint32_t id, uint64_t now) {
 
 void BlockLifetimes::own_blocks(uint64_t request, uint32_t group, std::string_view blocks,
                                 std::string_view contents, uint64_t time_ns, bool watched) {
-    const size_t count = count_of(blocks, sizeof(uint32_t), "blocks");
-    const size_t named = count_of(contents, sizeof(uint64_t), "contents");
-    if (named > count)
-        refuse(std::to_string(named) + " contents for " + std::to_string(count) + " blocks");
-    for (size_t i = 0; i < count; ++i)
-        check_id(at<uint32_t>(blocks, i), num_blocks_, "owned block", i);
+    const size_t count = blocks.size() / sizeof(uint32_t);
+    const size_t named = contents.size() / sizeof(uint64_t);
     const LifetimeMetrics::Writing writing(*shared_);
     for (size_t i = 0; i < count; ++i) {
         const auto id = at<uint32_t>(blocks, i);
         const uint64_t name = i < named ? at<uint64_t>(contents, i) : 0;
         const uint64_t content = name ? name ^ mix(group) : 0;
-        if (id != 0) own_one(request, id, content, time_ns, watched);
+        if (id != 0 && id < num_blocks_) own_one(request, id, content, time_ns, watched);
     }
 }
 
@@ -320,9 +312,7 @@ void BlockLifetimes::own_one(uint64_t request, uint32_t id, uint64_t content, ui
 }
 
 void BlockLifetimes::release_blocks(uint64_t request, std::string_view blocks, uint64_t time_ns) {
-    const size_t count = count_of(blocks, sizeof(uint32_t), "blocks");
-    for (size_t i = 0; i < count; ++i)
-        check_id(at<uint32_t>(blocks, i), num_blocks_, "released block", i);
+    const size_t count = blocks.size() / sizeof(uint32_t);
     const LifetimeMetrics::Writing writing(*shared_);
     for (size_t i = 0; i < count; ++i) disown_if_owned(at<uint32_t>(blocks, i), request, time_ns);
 }
@@ -385,6 +375,7 @@ void BlockLifetimes::disown_all(Block& block, uint32_t id, uint64_t now) {
 }
 
 void BlockLifetimes::disown_if_owned(uint32_t id, uint64_t request, uint64_t now) {
+    if (id >= num_blocks_) return;
     Block& block = blocks_[id];
     if (!owned_by(block, id, request)) return;
     --gauge(block);

@@ -20,6 +20,9 @@
 //   reported   own_blocks(), release_blocks(), end_request(): which request owns which block with
 //              what content
 //
+// REQUIRES of both: what is applied was checked. What was not does no harm: a record of no block of
+// the pool is passed over.
+//
 // Times are CLOCK_MONOTONIC nanoseconds, 0: not known. Where a time is before an earlier one, the
 // span is 0. Block 0 is the engine's null block and is skipped.
 //
@@ -113,7 +116,7 @@ class BlockLifetimes {
     BlockLifetimes(const BlockLifetimes&) = delete;
     BlockLifetimes& operator=(const BlockLifetimes&) = delete;
 
-    // Throws by check_records(), and nothing is applied then.
+    // REQUIRES: check_records() with num_blocks().
     void apply(std::string_view records, std::string_view marks);
 
     // `blocks` are u32, `contents` u64 names of the content of the first ones: the others are
@@ -126,7 +129,7 @@ class BlockLifetimes {
     //   else                   its lifetime ends, evicted if it had a content, else recycled; a new
     //                          one begins, with this owner only
     // With `watched` false this is state, as of Record::kPresent and kOwned: lifetimes begin unseen
-    // and owners are no accesses. Throws std::invalid_argument, and nothing is applied then.
+    // and owners are no accesses.
     void own_blocks(uint64_t request, uint32_t group, std::string_view blocks,
                     std::string_view contents, uint64_t time_ns, bool watched = true);
     // The request no longer owns these; those that it does not own are ignored.

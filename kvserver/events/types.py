@@ -145,8 +145,8 @@ class RequestEnded(_Event, frozen=True):
 
     instance_id: str
     model_name: str
-    sequence: int
     request_id: str
+    gap: bool = False  # as in BlockReport
     prompt_tokens: int = 0
     local_tokens: int = 0
     loaded_tokens: int = 0
@@ -156,12 +156,14 @@ class RequestEnded(_Event, frozen=True):
 
 
 class BlockReport(_Event, frozen=True):
-    """A ReportBlockAllocations as the engine sent it; the loop has checked its form."""
+    """A ReportBlockAllocations. The loop has checked the payload, so nothing in it is wrong."""
 
     instance_id: str
     model_name: str
-    sequence: int
     payload: Payload
+    blocks: tuple[bytes, ...] = ()  # of ReportedBlocks: the u32 block ids of each record
+    gap: bool = False  # reports or ends of requests before this one were lost: the state of the pools is unknown
+    in_sync: bool = True  # the full state of every pool has arrived since
 
 
 class ErrorSent(_Event, frozen=True):

@@ -95,9 +95,7 @@ class Handlers:
         self.loads = Loads(cache, copies, self.bus)
         self.workers = Workers(settings, cache, self.tickets, self.instances, lifelines, clock, self.bus)
         self.resync = Resync(cache.index, self.bus, clock)
-        self.reports = EngineReports(
-            cache, self.instances, clock, self.bus, observability.block_lifecycle.is_out_of_sync
-        )
+        self.reports = EngineReports(cache, self.instances, clock, self.bus, observability.block_lifecycle.unapplied)
         self._placement = placement  # of L1, for /status
         self._token = token
         self._clock = clock

@@ -28,6 +28,7 @@ from kvserver.protocol import (
 )
 from kvserver.server.engine_stats import EngineStats
 from kvserver.server.lifeline import Lifeline
+from kvserver.server.report_sync import ReportSync
 from kvserver.telemetry import Benefit, LoadWaits
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
@@ -117,10 +118,7 @@ class Instance:
     workers: dict[int, Worker] = field(default_factory=dict)
     namespace: bytes | None = None
     counts: Counts = field(default_factory=Counts)
-    next_sequence: int | None = None  # of ReportBlockAllocations and EndRequest
-    report_gap: bool = True  # reports were lost, or none had arrived, since the last full state
-    demand_after: float = 0.0  # earliest time to request a full state
-    l0_source: str = "none"  # or exact, or reported: how it reports its blocks
+    reports: ReportSync = field(default_factory=ReportSync)
     prefill_speed: float = 0.0  # tokens a second, as the engine reported last
     description: DescribeScheduler | None = None
     engine_stats: EngineStats = field(default_factory=EngineStats)

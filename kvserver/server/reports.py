@@ -27,7 +27,6 @@ from kvserver.protocol import (
 from kvserver.server.instances import Instance, Instances
 from kvserver.telemetry import MOST
 
-_DEMAND_SECONDS = 1.0  # between two demands for a full state: each ends block lifetimes, and the bus needs time
 _CONTENT_BYTES = 8
 _TOKEN_BYTES = 4
 _LEAST_SPEED = 0.001  # tokens a second; a speed beyond these is not used: times computed from it would be infinite
@@ -41,37 +40,36 @@ class EngineReports:
         instances: Instances,
         clock: Callable[[], float],
         bus: Bus,
-        is_out_of_sync: Callable[[str], bool],
+        unapplied: set[str],
     ) -> None:
-        """`is_out_of_sync`: whether an instance's block reports so far are incomplete or contradictory."""
+        """`unapplied`: the event thread adds instances whose report it could not apply; they are removed here."""
         self._cache = cache
         self._instances = instances
         self._clock = clock
         self._bus = bus
-        self._is_out_of_sync = is_out_of_sync
+        self._unapplied = unapplied
 
     def add_block_report(self, request: ReportBlockAllocations) -> None:
         instance = self._reporter(request)
-        payload = request.payload
-        source = "exact" if isinstance(payload, ExactRecords) else "reported"
-        if instance.l0_source not in ("none", source):
-            raise KVServerError(
-                ErrorCode.BAD_RECORDS,
-                f"instance {instance.instance_id!r} sent {instance.l0_source} records before; these are {source}",
-            )
-        records, size = checked(payload, instance.any_worker().spec.num_blocks)
-        instance.l0_source = source
-        instance.counts.block_records += records
-        self._bus.publish(
-            BlockReport(self._now_ns(), instance.instance_id, instance.model_name, request.sequence, payload), size
-        )
-        self._count_sequence(instance, request.sequence)
+        payload, reports = request.payload, instance.reports
+        source, pool = ("exact", payload.pool) if isinstance(payload, ExactRecords) else ("reported", 0)
+        reports.check(source, pool)
+        count, size, blocks = checked(payload, instance.any_worker().spec.num_blocks)
+        instance.counts.block_records += count
+        if request.instance_id in self._unapplied:
+            self._unapplied.discard(request.instance_id)
+            reports.lose_states()
+        self._receive(instance, request.sequence)
         now = self._clock()
-        if payload.full:
-            instance.report_gap = False
-            instance.demand_after = now + _DEMAND_SECONDS
-        elif (instance.report_gap or self._is_out_of_sync(instance.instance_id)) and now >= instance.demand_after:
-            instance.demand_after = now + _DEMAND_SECONDS
+        reports.add_report(source, pool, payload.full, now)
+        self._publish(
+            instance,
+            BlockReport(
+                self._now_ns(), instance.instance_id, instance.model_name, payload, blocks, reports.gap, reports.in_sync
+            ),
+            size,
+        )
+        if reports.demands(now):
             raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")
 
     def end_request(self, request: EndRequest) -> None:
@@ -84,13 +82,14 @@ class EngineReports:
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)
         failed = min(request.failed_loads, request.loads)
         instance.counts.benefit.request_ended(request.prompt_tokens, local, loaded, request.loads, failed)
-        self._bus.publish(
+        self._receive(instance, request.sequence)
+        self._publish(
+            instance,
             RequestEnded(
-                self._now_ns(), instance.instance_id, instance.model_name, request.sequence, request.request_id,
+                self._now_ns(), instance.instance_id, instance.model_name, request.request_id, instance.reports.gap,
                 request.prompt_tokens, local, loaded, request.loads, failed, request.not_loaded,
-            )
+            ),
         )  # fmt: skip
-        self._count_sequence(instance, request.sequence)
 
     def describe_scheduler(self, request: DescribeScheduler) -> None:
         instance = self._reporter(request)
@@ -120,44 +119,50 @@ class EngineReports:
         return instance
 
     @staticmethod
-    def _count_sequence(instance: Instance, sequence: int) -> None:
-        if instance.next_sequence is not None and sequence != instance.next_sequence:
-            instance.counts.sequence_gaps += 1
-            instance.report_gap = True
-            instance.demand_after = 0.0
-        instance.next_sequence = sequence + 1
+    def _receive(instance: Instance, sequence: int) -> None:
+        instance.counts.sequence_gaps += instance.reports.receive(sequence)
+
+    def _publish(self, instance: Instance, event: BlockReport | RequestEnded, size: int = 0) -> None:
+        instance.reports.gap = False
+        if not self._bus.publish(event, size):
+            instance.reports.lose()
 
     def _now_ns(self) -> int:
         return int(self._clock() * 1e9)
 
 
-def checked(payload: Payload, num_blocks: int) -> tuple[int, int]:
-    """(records, bytes) of it. KVServerError(BAD_RECORDS) if it cannot be read, or names blocks that the engine does not have."""
+def checked(payload: Payload, num_blocks: int) -> tuple[int, int, tuple[bytes, ...]]:
+    """Its records, bytes, and for ReportedBlocks the block ids of each record.
+
+    KVServerError(BAD_RECORDS) if it cannot be read, or names blocks that the engine does not have.
+    """
     try:
         if isinstance(payload, ExactRecords):
             check_records(payload.records, payload.marks, num_blocks)
-            return len(payload.records) // 4, len(payload.records) + len(payload.marks)
+            return len(payload.records) // 4, len(payload.records) + len(payload.marks), ()
         return _check_reported(payload, num_blocks)
     except ValueError as error:
         raise KVServerError(ErrorCode.BAD_RECORDS, str(error)) from None
 
 
-def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int]:
+def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int, tuple[bytes, ...]]:
     records = sum(record.blocks for record in payload.records)
     if records > MAX_REPORTED_BLOCKS:  # before they are unpacked: a run of any length is a few bytes
         raise ValueError(f"{records} blocks in one report, at most {MAX_REPORTED_BLOCKS}; split it")
-    size = 0
+    size, blocks = 0, []
     for record in payload.records:
-        blocks = array("I", unpack_blocks(record.block_ids, record.blocks))
-        if len(blocks) != record.blocks:
-            raise ValueError(f"{len(blocks)} block ids where {record.blocks} are announced")
-        if blocks and max(blocks) >= num_blocks:
-            raise ValueError(f"block id {max(blocks)} of an engine with {num_blocks} blocks")
+        raw = unpack_blocks(record.block_ids, record.blocks)
+        ids = array("I", raw)
+        if len(ids) != record.blocks:
+            raise ValueError(f"{len(ids)} block ids where {record.blocks} are announced")
+        if ids and max(ids) >= num_blocks:
+            raise ValueError(f"block id {max(ids)} of an engine with {num_blocks} blocks")
+        blocks.append(raw)
         if isinstance(record, Owned):
             _check_owned(record, payload.block_tokens)
             size += len(record.contents) + len(record.tokens)
-        size += len(record.block_ids)
-    return records, size
+        size += len(raw)
+    return records, size, tuple(blocks)
 
 
 def _check_owned(record: Owned, block_tokens: int) -> None:

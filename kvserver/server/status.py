@@ -85,8 +85,8 @@ def instance_status(instance: Instance, devices: Devices, l0: dict[str, Any], no
         "namespace": instance.namespace.hex() if instance.namespace is not None else "",
         "private": instance.private,
         "world_size": instance.world_size,
-        "l0_source": instance.l0_source,
-        "l0": l0,
+        "l0_source": instance.reports.source or "none",
+        "l0": l0 and {**l0, "source": instance.reports.source, "refused_reports": instance.reports.refused},
         "workers": [
             {
                 "rank": rank,

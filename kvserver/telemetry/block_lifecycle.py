@@ -3,10 +3,10 @@
 Owns: for each instance its metrics, one `_native.BlockLifetimes` a pool, and whether the reports are complete. Refuses to
 know: how reports travel, what a lifetime is (csrc/tables/block_lifetimes.h), how metrics are exported.
 
-Reports are counted by `sequence`. Where one is missing the instance is out of sync: lifetimes end as lost, for the missing
-report may have had their true end. Later reports are applied all the same, as far as they state when a lifetime began; the
-gauges are right again when the full state of each pool has arrived. An engine that registers again, or that computed before
-it registered, is out of sync likewise; a new incarnation that did not has a new and empty pool.
+The loop states with each event whether reports were lost before it (`server.report_sync`). Then the instance is out of sync:
+lifetimes end as lost, for the lost report may have had their true end. Later reports are applied all the same, as far as they
+state when a lifetime began; the gauges are right again when the full state of each pool has arrived. An engine that registers
+again, or that computed before it registered, is out of sync likewise; a new incarnation that did not has a new and empty pool.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from kvserver.protocol import (
     RESIDENCY_SECONDS,
     Buckets,
     ExactRecords,
-    Payload,
     ReportedBlocks,
 )
 from kvserver.telemetry.families import Family, Kind
 from kvserver.telemetry.request_blocks import RequestBlocks
 
-MAX_POOLS = 64  # of one instance
 LABELS = ("instance_id", "model_name")
 
 
@@ -89,43 +87,26 @@ class _Instance:
         self.incarnation = ""
         self.num_blocks = 0
         self.ended_ns: int | None = None
-        self.source = ""  # "exact" or "reported", once it has reported
-        self.refused = 0  # reports of the other source
         self.report_gaps = 0
         self.records = 0
-        self.out_of_sync: frozenset[int] = frozenset()  # pools whose full state is missing
-        self.next_sequence: int | None = None
+        self.out_of_sync = False
         self.pools: dict[int, BlockLifetimes] = {}
         self.request_blocks: RequestBlocks | None = None  # of the one pool of a reported source
 
     def read(self) -> BlockMetrics:
-        return BlockMetrics(self.metrics.read(), self.report_gaps, self.records, bool(self.out_of_sync))
-
-    def end_all(self) -> None:
-        for lifetimes in self.pools.values():
-            lifetimes.end_all()
-        if self.request_blocks is not None:
-            self.request_blocks.clear()
+        return BlockMetrics(self.metrics.read(), self.report_gaps, self.records, self.out_of_sync)
 
     def lose_track(self) -> None:
-        self.end_all()
-        self.out_of_sync = frozenset(self.pools or {0})
-
-    def follow(self, sequence: int) -> None:
-        """REQUIRES: called for every report and every request's end, before it is applied."""
-        if self.next_sequence is not None and sequence != self.next_sequence:
-            self.report_gaps += 1
-            self.lose_track()
-        self.next_sequence = sequence + 1
+        for lifetimes in self.pools.values():
+            lifetimes.end_all()
+        self.request_blocks = None
+        self.out_of_sync = True
 
     def forget_pools(self) -> None:
-        """The engine's process ended or is another one: all lifetimes are lost."""
-        self.end_all()
+        """The engine's process ended: all lifetimes are lost."""
+        self.lose_track()
         self.pools.clear()
-        self.request_blocks = None
-        self.next_sequence = None
-        self.out_of_sync = frozenset()
-        self.source = ""
+        self.out_of_sync = False
 
 
 class BlockLifecycle:
@@ -145,20 +126,18 @@ class BlockLifecycle:
         self._lock = threading.Lock()  # guards which instances there are, not what is in them
         self._instances: dict[tuple[str, str], _Instance] = {}
         self._present: dict[str, _Instance] = {}  # by instance id: those that are registered; read without the lock too
+        self.unapplied: set[str] = set()  # instances of which a report could not be applied; the loop removes them
 
     # ---- the event thread's -------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """The bus counts what this raises: for a wrong report, which leaves its instance out of sync, or for an instance
-        that is not registered."""
+        """The bus counts what this raises, for a report that leaves its instance out of sync.
+
+        REQUIRES: an instance registers before it reports, and disconnects before it registers again.
+        """
         match event:
-            case BlockReport():
-                self._report(self._reporter(event), event)
-            case RequestEnded():
-                instance = self._reporter(event)
-                instance.follow(event.sequence)
-                if instance.request_blocks is not None:
-                    instance.request_blocks.end(event.request_id, event.time_ns)
+            case BlockReport() | RequestEnded():
+                self._report(self._present[event.instance_id], event)
             case InstanceRegistered():
                 self._registered(event)
             case InstanceDisconnected():
@@ -171,72 +150,50 @@ class BlockLifecycle:
         self._expire()
         key = (event.instance_id, event.model_name)
         with self._lock:
-            instance = self._instances.setdefault(key, _Instance())
-            before = self._present.get(event.instance_id)
-            self._present[event.instance_id] = instance
-        again = instance.incarnation == event.incarnation
-        if before is instance and again:
-            return
-        if before is not None and before is not instance:  # it is another model now
-            self._end(before)
-        instance.forget_pools()
-        instance.ended_ns = None
+            instance = self._present[event.instance_id] = self._instances.setdefault(key, _Instance())
+            instance.ended_ns = None
+        instance.out_of_sync = event.has_computed or instance.incarnation == event.incarnation
         instance.incarnation, instance.num_blocks = event.incarnation, event.num_blocks
-        if again or event.has_computed:
-            instance.lose_track()
 
     def _disconnected(self, event: InstanceDisconnected) -> None:
-        instance = self._present.get(event.instance_id)
-        if instance is not None and instance.incarnation == event.incarnation:
-            with self._lock:
-                del self._present[event.instance_id]
-            self._end(instance)
-
-    def _end(self, instance: _Instance) -> None:
+        with self._lock:
+            instance = self._present.pop(event.instance_id)
         instance.forget_pools()
         instance.ended_ns = self._clock()
 
-    def _reporter(self, event: BlockReport | RequestEnded) -> _Instance:
-        instance = self._instances.get((event.instance_id, event.model_name))
-        if instance is None or instance.ended_ns is not None:
-            raise LookupError(f"instance {event.instance_id!r} of model {event.model_name!r} is not registered")
-        return instance
-
-    def _report(self, instance: _Instance, event: BlockReport) -> None:
-        instance.follow(event.sequence)
-        payload = event.payload
-        source = "exact" if isinstance(payload, ExactRecords) else "reported"
-        if instance.source not in ("", source):
-            instance.refused += 1
-            return
-        instance.source = source
+    def _report(self, instance: _Instance, event: BlockReport | RequestEnded) -> None:
+        if event.gap:
+            instance.report_gaps += 1
+            instance.lose_track()
         try:
-            self._apply(instance, payload)
+            self._apply(instance, event)
         except Exception:
             instance.lose_track()
+            self.unapplied.add(event.instance_id)
             raise
 
-    def _apply(self, instance: _Instance, payload: Payload) -> None:
+    def _apply(self, instance: _Instance, event: BlockReport | RequestEnded) -> None:
+        if isinstance(event, RequestEnded):
+            if instance.request_blocks is not None:
+                instance.request_blocks.end(event.request_id, event.time_ns)
+            return
+        payload = event.payload
         pool = payload.pool if isinstance(payload, ExactRecords) else 0
         lifetimes = instance.pools[pool] if pool in instance.pools else self._new_pool(instance, pool)
+        if payload.full:
+            lifetimes.end_all()
+            instance.request_blocks = None
+            instance.out_of_sync = not event.in_sync
         if isinstance(payload, ReportedBlocks):
             instance.records += sum(record.blocks for record in payload.records)
             if instance.request_blocks is None:
                 instance.request_blocks = RequestBlocks(lifetimes)
-            if payload.full:
-                instance.request_blocks.clear()
-            instance.request_blocks.apply(payload)
+            instance.request_blocks.apply(payload, event.blocks)
         else:
             instance.records += len(payload.records) // 4
-            if payload.full:
-                lifetimes.end_all()
             lifetimes.apply(payload.records, payload.marks)
-        if payload.full:
-            instance.out_of_sync -= {pool}
 
     def _new_pool(self, instance: _Instance, pool: int) -> BlockLifetimes:
-        if len(instance.pools) >= MAX_POOLS:
-            raise ValueError(f"more than {MAX_POOLS} block pools")
         seed = self._seeds.getrandbits(64)
         lifetimes = BlockLifetimes(instance.metrics, instance.num_blocks, self._sample_rate, seed)
         instance.pools[pool] = lifetimes
@@ -244,22 +201,13 @@ class BlockLifecycle:
 
     # ---- from any thread ----------------------------------------------------------------------
 
-    def is_out_of_sync(self, instance_id: str) -> bool:
-        """Whether the full state of one of its pools is needed."""
-        instance = self._present.get(instance_id)
-        return instance is not None and bool(instance.out_of_sync)
-
     def status(self, instance_id: str) -> dict[str, Any]:
         """What `/status` shows of an instance; nothing if it is not registered."""
         instance = self._present.get(instance_id)
         if instance is None:
             return {}
         found = instance.read()
-        return {
-            **{_name(path): attrgetter(path)(found) for _, path, _ in _PLAIN},
-            "refused_reports": instance.refused,
-            "source": instance.source,
-        }
+        return {_name(path): attrgetter(path)(found) for _, path, _ in _PLAIN}
 
     def families(self) -> list[Family]:
         self._expire()

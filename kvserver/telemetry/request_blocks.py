@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from kvserver._native import BlockLifetimes, unpack_blocks
+from kvserver._native import BlockLifetimes
 from kvserver.protocol import Owned, Released, ReportedBlocks
 
 CONTENT_BYTES = 8
@@ -63,15 +63,9 @@ class RequestBlocks:
         self._requests: dict[str, _Request] = {}
         self._numbered = 0
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def apply(self, payload: ReportedBlocks) -> None:
-        """ValueError: the records before the wrong one are applied. With `full` the payload is the full state."""
-        for record in payload.records:
-            blocks = unpack_blocks(record.block_ids, record.blocks)
-            if len(blocks) != 4 * record.blocks:
-                raise ValueError(f"{len(blocks) // 4} block ids where {record.blocks} were announced")
+    def apply(self, payload: ReportedBlocks, block_ids: tuple[bytes, ...]) -> None:
+        """`block_ids`: of each record, u32. With `full` the payload is the full state. ValueError: too many requests."""
+        for record, blocks in zip(payload.records, block_ids, strict=True):
             if isinstance(record, Released):
                 self._release(record, blocks, payload.time_ns)
                 continue
@@ -84,11 +78,6 @@ class RequestBlocks:
     def end(self, request_id: str, time_ns: int) -> None:
         if (request := self._requests.pop(request_id, None)) is not None:
             self._lifetimes.end_request(request.number, time_ns)
-
-    def clear(self) -> None:
-        """No request owns a block."""
-        self._requests.clear()
-        self._lifetimes.end_all()
 
     def _release(self, record: Released, blocks: bytes, time_ns: int) -> None:
         if (request := self._requests.get(record.request_id)) is not None:
@@ -107,7 +96,5 @@ class RequestBlocks:
     def _contents(request: _Request, record: Owned, block_tokens: int) -> bytes:
         if record.contents or not record.tokens:
             return record.contents
-        if len(record.tokens) > record.blocks * block_tokens * TOKEN_BYTES:
-            raise ValueError(f"{len(record.tokens)} bytes of tokens in {record.blocks} blocks of {block_tokens} tokens")
         chain = request.chains.setdefault(record.group, _ContentChain(record.first_index))
         return chain.extend(record.first_index, record.tokens, block_tokens)

@@ -167,7 +167,8 @@ def test_exact_and_reported_never_mix(all_sampled, make_worker):
     engine.report(allocated(1), full=True)
     refused = engine.reported(Owned("a", 0, 0, packed([1]), 1), full=True)
     assert engine.refused(refused) == "bad_records"
-    assert all_sampled.status()["instances"][0]["l0_source"] == "exact"
+    (instance,) = all_sampled.status()["instances"]
+    assert (instance["l0_source"], instance["l0"]["refused_reports"]) == ("exact", 1)
 
 
 @pytest.mark.parametrize(

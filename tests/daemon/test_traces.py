@@ -39,7 +39,7 @@ def one_request(traces: Traces, request_id: str = "r") -> None:
     now = time.monotonic_ns()
     traces.handle(LookupEnded(now + 10, "e", "m", request_id, now, b"", LookupOutcome(4, 3), 256, traceparent=SAMPLED))
     traces.handle(CopyEnded(now + 90, "e", "m", 0, "load", request_id, now + 20, 3, 4096, 60, "done"))
-    traces.handle(RequestEnded(now + 100, "e", "m", 1, request_id))
+    traces.handle(RequestEnded(now + 100, "e", "m", request_id))
 
 
 # ---- the subscriber alone ---------------------------------------------------------------------

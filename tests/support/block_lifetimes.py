@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvserver._native import pack_blocks
-from kvserver.events import BlockReport, InstanceDisconnected, InstanceRegistered, RequestEnded
+from kvserver.cache import POLICIES, Cache, PagePool
+from kvserver.events import Event, InstanceDisconnected, InstanceRegistered
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,
@@ -19,12 +20,21 @@ from kvserver.protocol import (
     RECORD_PRESENT,
     RECORD_RELEASED,
     Buckets,
+    EndRequest,
+    ErrorCode,
     ExactRecords,
+    KVServerError,
     Owned,
     Payload,
+    Plane,
+    RegisterWorker,
     Released,
+    ReportBlockAllocations,
     ReportedBlocks,
+    SharedFd,
 )
+from kvserver.server.instances import Instances
+from kvserver.server.reports import EngineReports
 from kvserver.telemetry import BlockLifecycle
 
 SECOND = 1_000_000_000
@@ -93,8 +103,18 @@ def release(request: str, blocks: Iterable[int]) -> Released:
     return Released(request, pack_blocks(list(ids)), len(ids))
 
 
+class Nothing:
+    """Stands for what a worker only keeps: connection, device, memory."""
+
+    registration: int | None = None
+
+
 class Engine:
-    """One instance's events, in sequence. Its metrics are L0's families for its id and model."""
+    """One instance's messages, in sequence, checked as the loop does; their events go to L0 at once.
+
+    `demands`: how often its full state was requested. `errors`: what L0 raised, which the bus counts. `drops`: the bus has
+    no space. Its metrics are L0's families for its id and model.
+    """
 
     def __init__(
         self,
@@ -110,25 +130,62 @@ class Engine:
         self.incarnation = incarnation
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self.sequence = 0
+        self.now_ns = 0
+        self.demands = 0
+        self.errors: list[Exception] = []
+        self.drops = False
+        self.instances = Instances()
+        bus: Any = self  # publish() is all that is used of it
+        cache = Cache(PagePool(1 << 20, 4096), POLICIES["lru"]())
+        self._reports = EngineReports(cache, self.instances, lambda: (self.now_ns + 0.5) / SECOND, bus, l0.unapplied)
         self.connect()
 
+    def publish(self, event: Event, size: int = 0) -> bool:
+        if not self.drops:
+            try:
+                self.l0.handle(event)
+            except Exception as error:
+                self.errors.append(error)
+        return not self.drops
+
     def connect(self, has_computed: bool = False) -> None:
+        spec = RegisterWorker(
+            *(self.names[0], self.incarnation, self.names[1]), 0, 1, 0, [SharedFd(0, 1)], 8, [Plane(0, 0, 8, 8)],
+            self.num_blocks, self.block_tokens, 1,
+        )  # fmt: skip
+        nothing: Any = Nothing()
+        self.connected = True
+        self.worker = self.instances.add_worker(spec, nothing, nothing, [], nothing)
         self.l0.handle(
             InstanceRegistered(0, *self.names, self.incarnation, self.num_blocks, self.block_tokens, has_computed)
         )
 
     def disconnect(self, died: bool = True) -> None:
+        self.instances.remove_worker(self.worker, 0.0)
+        self.connected = False
         self.l0.handle(InstanceDisconnected(0, *self.names, self.incarnation, died))
 
     def restart(self, has_computed: bool = False) -> None:
         """Another process of the same id, which has sent nothing yet."""
+        if self.connected:
+            self.disconnect()
         self.incarnation += "+"
         self.sequence = 0
         self.connect(has_computed)
 
     def report(self, payload: Payload) -> None:
+        """KVServerError if the loop refuses it."""
+        id, model = self.names
         self.sequence += 1
-        self.l0.handle(BlockReport(0, *self.names, self.sequence - 1, payload))
+        self.now_ns += SECOND
+        try:
+            self._reports.add_block_report(
+                ReportBlockAllocations(id, self.incarnation, model, self.sequence - 1, payload)
+            )
+        except KVServerError as error:
+            if error.code is not ErrorCode.REPORT_GAP:
+                raise
+            self.demands += 1
 
     def did(self, *moments: Moment, full: bool = False, pool: int = 0) -> None:
         self.report(exact(*moments, full=full, pool=pool))
@@ -137,13 +194,19 @@ class Engine:
         self.report(ReportedBlocks(ns(seconds), self.block_tokens, list(records), full))
 
     def ended(self, seconds: float, request: str) -> None:
+        id, model = self.names
         self.sequence += 1
-        self.l0.handle(RequestEnded(ns(seconds), *self.names, self.sequence - 1, request))
+        self.now_ns = ns(seconds)
+        self._reports.end_request(EndRequest(id, self.incarnation, model, self.sequence - 1, request))
 
     def _point(self, family: str) -> Any:
         (found,) = [f for f in self.l0.families() if f.name == family]
         (point,) = [value for labels, value in found.points if labels == self.names]
         return point
+
+    @property
+    def out_of_sync(self) -> bool:
+        return bool(self.metric("unsure"))
 
     def metric(self, name: str) -> int:
         return int(self._point(f"kvserver_l0_{name}"))

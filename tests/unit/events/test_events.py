@@ -112,7 +112,7 @@ def test_events_that_carry_bytes_fill_the_queue_sooner(make_bus: Any) -> None:
     slow = Collects()
     slow.gate.clear()
     bus = make_bus(slow, limit=100)
-    report = BlockReport(time.monotonic_ns(), "i", "m", 0, ExactRecords(records=bytes(1 << 18), marks=b""))
+    report = BlockReport(time.monotonic_ns(), "i", "m", ExactRecords(records=bytes(1 << 18), marks=b""))
     assert bus.publish(report, 1 << 18)
     assert not bus.publish(report, 1 << 18)
     slow.gate.set()

@@ -53,7 +53,7 @@ class Engine:
         self.explain.handle(CopyEnded(self.now + 90, *of, self.now + 50, chunks, 4096, 30, outcome))
 
     def end(self, request: str = "r", engine: str = "e", **tokens: Any) -> None:
-        self.explain.handle(RequestEnded(self.now, engine, "m", 0, request, **tokens))
+        self.explain.handle(RequestEnded(self.now, engine, "m", request, **tokens))
 
     def of(self, request: str = "r") -> Facts:
         (found,) = self.explain.find_requests(request, 10)

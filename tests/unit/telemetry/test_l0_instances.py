@@ -24,9 +24,9 @@ from support.block_lifetimes import (
 )
 
 from kvserver.events import BlockReport, Bus, InstanceDisconnected, InstanceRegistered
-from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, ExactRecords
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, KVServerError
+from kvserver.server.report_sync import MAX_POOLS
 from kvserver.telemetry import BlockLifecycle, Kind
-from kvserver.telemetry.block_lifecycle import MAX_POOLS
 
 
 class Clock:
@@ -80,6 +80,7 @@ def test_equal_request_ids_of_two_instances_are_two_requests(l0: BlockLifecycle)
 def test_one_model_after_another_under_an_id_has_metrics_of_its_own(l0: BlockLifecycle) -> None:
     first = Engine(l0, "a", "small")
     first.did((1, allocated(5)))
+    first.disconnect()
     second = Engine(l0, "a", "large", incarnation="second")
     second.did((2, allocated(6, 7)))
     assert first.counts() == {"allocations": 1, "lost": 1}
@@ -116,7 +117,7 @@ def test_pools_are_bounded(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     for pool in range(MAX_POOLS):
         engine.did((1, allocated(5)), pool=pool)
-    with pytest.raises(ValueError, match="block pools"):
+    with pytest.raises(KVServerError, match="more than 64 block pools"):
         engine.did((1, allocated(5)), pool=MAX_POOLS)
 
 
@@ -128,7 +129,7 @@ def test_the_first_report_may_have_any_number(l0: BlockLifecycle) -> None:
     engine.sequence = 57
     engine.did((1, allocated(5)))
     assert engine.metric("report_gaps") == 0
-    assert not l0.is_out_of_sync("engine")
+    assert not engine.out_of_sync
     engine.did((2, released(5)))
     assert engine.metric("report_gaps") == 0
 
@@ -143,7 +144,7 @@ def test_a_missing_report_ends_all_lifetimes_as_lost(l0: BlockLifecycle) -> None
     assert engine.metric("report_gaps") == 1
     assert all(engine.seconds(name) == (0, 0) for name in HISTOGRAMS)
     assert other.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
-    assert (l0.is_out_of_sync("engine"), l0.is_out_of_sync("other")) == (True, False)
+    assert (engine.out_of_sync, other.out_of_sync) == (True, False)
 
 
 def test_a_report_that_comes_again_is_a_gap(l0: BlockLifecycle) -> None:
@@ -160,10 +161,10 @@ def test_an_instance_is_out_of_sync_until_its_full_state_arrives(l0: BlockLifecy
     engine.sequence += 3
     engine.did((2, released(5)))
     engine.did((3, accessed(5)))
-    assert l0.is_out_of_sync("engine")
+    assert engine.out_of_sync
     assert engine.metric("unsure") == 1
     engine.did((4, present(5) + owned(5)), full=True)
-    assert not l0.is_out_of_sync("engine")
+    assert not engine.out_of_sync
     assert engine.metric("unsure") == 0
     assert engine.counts() == {"allocations": 1, "lost": 1, "active_blocks": 1, "tracked_blocks": 1}
     assert engine.metric("report_gaps") == 1, "once"
@@ -175,7 +176,7 @@ def test_a_full_state_that_comes_after_a_gap_is_enough(l0: BlockLifecycle) -> No
     engine.sequence += 1
     engine.did((4, present(5) + owned(5)), full=True)
     assert engine.metric("report_gaps") == 1
-    assert not l0.is_out_of_sync("engine")
+    assert not engine.out_of_sync
 
 
 def test_every_pool_must_be_reported_after_a_gap(l0: BlockLifecycle) -> None:
@@ -184,9 +185,9 @@ def test_every_pool_must_be_reported_after_a_gap(l0: BlockLifecycle) -> None:
     engine.did((1, allocated(5)), pool=1)
     engine.sequence += 1
     engine.did((2, present(5)), full=True)
-    assert l0.is_out_of_sync("engine")
+    assert engine.out_of_sync
     engine.did((2, present(5)), full=True, pool=1)
-    assert not l0.is_out_of_sync("engine")
+    assert not engine.out_of_sync
 
 
 def test_a_lifetime_that_began_after_the_gap_is_observed(l0: BlockLifecycle) -> None:
@@ -206,7 +207,7 @@ def test_ends_of_requests_are_counted_in_the_sequence_of_an_exact_engine(l0: Blo
     engine.sequence += 1
     engine.ended(4, "b")
     assert engine.metric("report_gaps") == 1
-    assert l0.is_out_of_sync("engine")
+    assert engine.out_of_sync
 
 
 def test_a_gap_makes_no_request_an_owner(l0: BlockLifecycle) -> None:
@@ -218,21 +219,31 @@ def test_a_gap_makes_no_request_an_owner(l0: BlockLifecycle) -> None:
     assert engine.counts() == {"allocations": 2, "lost": 1, "released_blocks": 1, "tracked_blocks": 1}
 
 
-def test_what_the_bus_dropped_is_a_gap() -> None:
-    l0 = BlockLifecycle(1.0)
-    bus = Bus([l0], limit=3)
-    assert bus.publish(InstanceRegistered(1, "engine", "model", "first", 64, 4))
-    taken = [bus.publish(BlockReport(1, "engine", "model", n, exact((1, allocated(1 + n))))) for n in range(4)]
-    assert taken == [True, True, False, False]
-    bus.start()
-    assert bus.flush()
-    assert not l0.is_out_of_sync("engine")
-    assert bus.publish(BlockReport(1, "engine", "model", 4, exact((2, allocated(5)))))
-    bus.close()
-    assert l0.is_out_of_sync("engine")
-    assert l0.status("engine")["report_gaps"] == 1
-    assert l0.status("engine")["lost"] == 2
-    assert bus.errors["l0"] == 0
+@pytest.mark.parametrize("end", [False, True], ids=["a report", "an end"])
+def test_what_the_bus_dropped_is_a_gap(l0: BlockLifecycle, end: bool) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(1, 2)), full=True)
+    engine.drops = True
+    for _ in range(2):
+        engine.ended(2, "a") if end else engine.did((2, allocated(3)))
+    assert not engine.out_of_sync
+    engine.drops = False
+    engine.did((3, allocated(5)))
+    assert engine.out_of_sync
+    assert (engine.metric("report_gaps"), engine.metric("lost")) == (1, 2)
+    assert engine.demands > 0
+    engine.did((4, present(1)), full=True)
+    assert (engine.out_of_sync, engine.metric("report_gaps")) == (False, 1)
+
+
+def test_a_full_state_that_the_bus_dropped_is_requested_again(l0: BlockLifecycle) -> None:
+    engine = Engine(l0)
+    engine.did((1, allocated(1)), full=True)
+    engine.drops = True
+    engine.did((2, present(1)), full=True)
+    engine.drops = False
+    engine.did((3, released(1)))
+    assert (engine.out_of_sync, engine.demands) == (True, 1)
 
 
 # ---- connects and disconnects ---------------------------------------------------------------------
@@ -245,7 +256,7 @@ def test_an_instance_that_disconnects_loses_its_lifetimes(l0: BlockLifecycle, di
     engine.disconnect(died)
     assert engine.counts() == {"allocations": 2, "lost": 2}
     assert engine.seconds("lifetime") == (0, 0)
-    assert not l0.is_out_of_sync("engine")
+    assert not engine.out_of_sync
     assert l0.status("engine") == {}
 
 
@@ -279,7 +290,7 @@ def test_an_instance_that_comes_back_late_begins_anew(l0: BlockLifecycle, clock:
     engine.restart()
     engine.did((400, allocated(5)))
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
-    assert not l0.is_out_of_sync("engine")
+    assert not engine.out_of_sync
 
 
 @pytest.mark.parametrize("has_computed", [False, True], ids=["new pool", "used pool"])
@@ -291,9 +302,9 @@ def test_a_restarted_engine_is_out_of_sync_if_it_has_computed_and_has_no_gap(
     engine.did((1, allocated(6)))
     engine.restart(has_computed)  # its end was never reported
     assert engine.counts() == {"allocations": 2, "lost": 2}
-    assert l0.is_out_of_sync("engine") == has_computed
+    assert engine.out_of_sync == has_computed
     engine.did((2, []), full=True)
-    assert not l0.is_out_of_sync("engine")
+    assert not engine.out_of_sync
     assert engine.metric("report_gaps") == 0
 
 
@@ -303,7 +314,7 @@ def test_an_incarnation_that_disconnected_and_returned_is_out_of_sync(l0: BlockL
     engine.did((1, allocated(5)))
     engine.disconnect()
     engine.connect()
-    assert l0.is_out_of_sync("engine")
+    assert engine.out_of_sync
 
 
 def test_a_restarted_engine_may_have_other_blocks(l0: BlockLifecycle) -> None:
@@ -321,31 +332,6 @@ def test_a_restarted_engine_may_report_otherwise(l0: BlockLifecycle) -> None:
     engine.restart()
     engine.holds(2, hold("a", [5], [50]), full=True)
     assert engine.counts() == {"allocations": 1, "lost": 1, "active_blocks": 1, "tracked_blocks": 1}
-    assert l0.status("engine")["source"] == "reported"
-
-
-def test_an_incarnation_that_registers_again_keeps_its_lifetimes(l0: BlockLifecycle) -> None:
-    engine = Engine(l0)
-    engine.did((1, allocated(5)))
-    engine.connect()
-    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
-    assert not l0.is_out_of_sync("engine")
-
-
-def test_the_end_of_a_former_incarnation_changes_nothing_of_the_present_one(l0: BlockLifecycle) -> None:
-    engine = Engine(l0)
-    engine.restart()
-    engine.did((2, allocated(5)), full=True)
-    engine.incarnation = "first"
-    engine.disconnect()
-    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
-
-
-def test_the_end_of_an_unknown_instance_is_nothing(l0: BlockLifecycle) -> None:
-    engine = Engine(l0)
-    engine.disconnect()
-    engine.disconnect()
-    assert engine.counts() == {}
 
 
 def resident_bytes() -> int:
@@ -375,43 +361,35 @@ def test_nothing_is_left_of_instances_that_died(l0: BlockLifecycle, clock: Clock
 def test_exact_and_reported_are_never_mixed(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
-    engine.holds(2, hold("a", [6], [60]))
-    engine.did((3, released(5)))
-    assert engine.counts() == {"allocations": 1, "released_blocks": 1, "tracked_blocks": 1}
-    assert engine.metric("report_gaps") == 0
-    assert l0.status("engine")["refused_reports"] == 1
-    assert l0.status("engine")["source"] == "exact"
+    with pytest.raises(KVServerError, match="sent exact records before; these are reported"):
+        engine.holds(2, hold("a", [6], [60]))
+    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
 def test_wrong_records_bring_the_instance_out_of_sync(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
-    with pytest.raises(ValueError, match="block 64 is not below 64"):
+    with pytest.raises(KVServerError, match="block 64 is not below 64"):
         engine.did((2, evicted(5) + allocated(64)))
+    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}, "nothing is applied"
+    engine.did((2, released(5)))
     assert engine.counts() == {"allocations": 1, "lost": 1}
-    assert l0.is_out_of_sync("engine")
+    assert engine.out_of_sync
     engine.did((3, present(5)), full=True)
-    assert not l0.is_out_of_sync("engine")
+    assert not engine.out_of_sync
 
 
-@pytest.mark.parametrize(
-    ("sender", "payload"),
-    [("a", ExactRecords(b"123", b"")), ("absent", exact((1, allocated(5))))],
-    ids=["wrong records", "an unknown instance"],
-)
-def test_wrong_reports_of_one_instance_cost_no_other_its_metrics(sender: str, payload: ExactRecords) -> None:
+def test_a_report_of_an_unknown_instance_costs_no_other_its_metrics() -> None:
     l0 = BlockLifecycle(1.0)
     bus = Bus([l0])
     bus.start()
-    for id in ("a", "b"):
-        bus.publish(InstanceRegistered(1, id, "model", "first", 64, 4))
-        bus.publish(BlockReport(1, id, "model", 0, exact((1, allocated(5)))))
-    bus.publish(BlockReport(1, sender, "model", 1, payload))
-    bus.publish(BlockReport(1, "b", "model", 1, exact((2, released(5)))))
+    bus.publish(InstanceRegistered(1, "b", "model", "first", 64, 4))
+    for id, records in (("b", allocated(5)), ("absent", allocated(5)), ("b", released(5))):
+        bus.publish(BlockReport(1, id, "model", exact((1, records))))
     bus.close()
     assert bus.errors["l0"] == 1
     assert l0.status("b")["released_blocks"] == 1
-    assert not l0.is_out_of_sync("b")
+    assert not l0.status("b")["unsure"]
 
 
 # ---- what is read ---------------------------------------------------------------------------------
@@ -449,15 +427,11 @@ def test_events_are_counted_in_both_forms(l0: BlockLifecycle) -> None:
 
 def test_status_shows_how_an_instance_reports_and_its_counts(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
-    assert l0.status("engine")["source"] == ""
     engine.did((1, allocated(5, 6)), (2, released(5)))
-    assert l0.status("engine")["source"] == "exact"
     assert l0.status("engine") == {
-        "source": "exact",
         "unsure": 0,
         "records": 3,
         "report_gaps": 0,
-        "refused_reports": 0,
         "allocations": 2,
         "reuses": 0,
         "shared_accesses": 0,
@@ -470,7 +444,6 @@ def test_status_shows_how_an_instance_reports_and_its_counts(l0: BlockLifecycle)
         "tracked_blocks": 2,
     }
     assert l0.status("absent") == {}
-    assert not l0.is_out_of_sync("absent")
 
 
 def test_closing_changes_no_metric(l0: BlockLifecycle) -> None:
@@ -494,7 +467,6 @@ def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
             if found["allocations"] != found["evictions"] or found["tracked_blocks"]:
                 wrong.append(found)
             l0.families()
-            l0.is_out_of_sync("engine")
             reads += 1
 
     readers = [threading.Thread(target=read) for _ in range(2)]

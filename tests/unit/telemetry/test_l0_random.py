@@ -26,8 +26,8 @@ class Pair:
         self.engine, self.model, self.rng = Engine(l0, name, num_blocks=BLOCKS), Model(), rng
         self.now = SECOND
         self.gaps = 0
-        self.out_of_sync: set[int] = set()
-        self.seen: set[int] = set()  # pools
+        self.out_of_sync = False
+        self.known: dict[int, bool] = {}  # whether the full state of a pool has arrived since the last gap
 
     def report(self, full: bool) -> None:
         raise NotImplementedError
@@ -44,7 +44,7 @@ class Pair:
         elif chance < 0.015:
             self.restart()
         elif chance < 0.02:
-            self.engine.disconnect()
+            self.engine.disconnect(died=False)
             self.restart()
         elif chance < 0.1:
             self.end_request()
@@ -57,13 +57,19 @@ class Pair:
         self.engine.ended(0, "absent")
         self.gaps += 1
         self.model.lose()
-        self.out_of_sync = set(self.seen) or {0}
+        self.known = dict.fromkeys(self.known, False)
+        self.out_of_sync = True
 
     def restart(self) -> None:
         has_computed = self.rng.random() < 0.5
         self.engine.restart(has_computed)
         self.model.lose()
-        self.seen, self.out_of_sync = set(), {0} if has_computed else set()
+        self.known, self.out_of_sync = {}, has_computed
+
+    def add_pool(self, pool: int, full: bool) -> None:
+        self.known[pool] = full or self.known.get(pool, False)
+        if full:
+            self.out_of_sync = not all(self.known.values())
 
     def end_request(self) -> None:
         self.engine.ended(0, "absent")
@@ -71,7 +77,7 @@ class Pair:
     def check(self) -> None:
         assert self.engine.counts() == self.model.metrics()
         assert self.engine.metric("report_gaps") == self.gaps
-        assert self.engine.l0.is_out_of_sync(self.engine.names[0]) == bool(self.out_of_sync)
+        assert self.engine.out_of_sync == self.out_of_sync
 
     def check_histograms(self) -> None:
         for name in HISTOGRAMS:
@@ -88,10 +94,9 @@ class ExactPair(Pair):
 
     def report(self, full: bool) -> None:
         pool = self.rng.randrange(POOLS)
-        self.seen.add(pool)
+        self.add_pool(pool, full)
         if full:
             self.model.lose(pool)
-            self.out_of_sync.discard(pool)
         records, marks = b"", b""
         now = self.tick()
         for number in range(self.rng.randrange(1, 12)):
@@ -112,10 +117,9 @@ class ReportedPair(Pair):
         return self.rng.sample(range(BLOCKS), self.rng.randrange(1, 6))
 
     def report(self, full: bool) -> None:
-        self.seen.add(0)
+        self.add_pool(0, full)
         if full:
             self.model.lose()
-            self.out_of_sync.clear()
         now, records = self.tick(), []
         for _ in range(self.rng.randrange(1, 5)):
             request, blocks = self.rng.choice(self.REQUESTS), self.some()

@@ -6,7 +6,7 @@ import pytest
 from support.block_lifetimes import HISTOGRAMS, Engine, hold, release
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics, pack_blocks
-from kvserver.protocol import Owned, Released
+from kvserver.protocol import KVServerError, Owned, Released
 from kvserver.telemetry import BlockLifecycle
 from kvserver.telemetry.request_blocks import MAX_REQUESTS
 
@@ -244,41 +244,57 @@ def test_each_group_has_a_chain_of_its_own(engine: Engine) -> None:
 
 ids = pack_blocks([5, 6])
 WRONG = {
-    "a block out of range": (hold("a", [5, 64]), "block 64 is not below 64"),
-    "a release out of range": (release("a", [64]), "block 64 is not below 64"),
+    "a block out of range": (hold("a", [5, 64]), "block id 64 of an engine with 64 blocks"),
+    "a release out of range": (release("a", [64]), "block id 64 of an engine with 64 blocks"),
     "fewer blocks than announced": (Owned("a", 0, 0, ids, 3), "2 block ids where 3"),
     "more blocks than announced": (Released("a", ids, 1), "more than 1 ids"),
-    "half a content": (Owned("a", 0, 0, ids, 2, b"1234"), "4 bytes are no whole number of contents"),
-    "more contents than blocks": (Owned("a", 0, 0, ids, 2, bytes(24)), "3 contents for 2 blocks"),
-    "more tokens than blocks": (Owned("a", 0, 0, ids, 2, b"", bytes(36)), "36 bytes of tokens in 2 blocks"),
+    "half a content": (Owned("a", 0, 0, ids, 2, b"1234"), "contents of 4 bytes: 8 for each full block"),
+    "more contents than blocks": (
+        Owned("a", 0, 0, ids, 2, bytes(24)),
+        "contents of 24 bytes: 8 for each full block, at most 16",
+    ),
+    "more tokens than blocks": (Owned("a", 0, 0, ids, 2, b"", bytes(36)), "tokens of 36 bytes: 4 for each, at most 32"),
     "no ids at all": (Owned("a", 0, 0, b"\2\2", 2), "neither"),
 }
 
 
 @pytest.mark.parametrize(("record", "why"), WRONG.values(), ids=WRONG)
-def test_a_wrong_record_brings_the_instance_out_of_sync_and_harms_no_other(record: Owned | Released, why: str) -> None:
+def test_a_report_with_a_wrong_record_is_refused_whole_and_is_a_gap(record: Owned | Released, why: str) -> None:
     l0 = BlockLifecycle(1.0)
     engine, other = Engine(l0), Engine(l0, "other")
     for each in (engine, other):
         each.holds(1, hold("a", [1], [10]))
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(KVServerError, match=why):
         engine.holds(2, hold("a", [2], [20]), record)
-    assert engine.counts()["lost"] == 2
-    assert engine.metric("unsure") == 1
+    assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
+    engine.holds(3, hold("a", [2], [20]))
+    assert (engine.metric("lost"), engine.out_of_sync) == (1, True)
     assert other.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
-    engine.holds(3, hold("a", [1], [10]), full=True)
-    assert engine.metric("unsure") == 0
-    assert engine.metric("report_gaps") == 0
+    engine.holds(4, hold("a", [1], [10]), full=True)
+    assert (engine.out_of_sync, engine.metric("report_gaps")) == (False, 1)
 
 
 def test_requests_that_never_end_are_bounded(engine: Engine) -> None:
     for first in range(0, MAX_REQUESTS, 4096):
         engine.holds(1, *(hold(str(n), [1 + n % 60], [10]) for n in range(first, first + 4096)))
-    with pytest.raises(ValueError, match="none of them ends"):
-        engine.holds(2, hold("one more", [1], [10]))
-    assert engine.metric("active_blocks") == 0
+    assert (engine.errors, engine.out_of_sync) == ([], False)
+    engine.holds(2, hold("one more", [1], [10]))
+    (error,) = engine.errors
+    assert "none of them ends" in str(error)
+    assert (engine.metric("active_blocks"), engine.out_of_sync) == (0, True)
+
+
+def test_the_full_state_is_requested_after_a_report_that_could_not_be_applied(engine: Engine) -> None:
+    engine.holds(1, full=True)
+    for first in range(0, MAX_REQUESTS + 1, 4096):
+        engine.holds(1, *(hold(str(n), [1 + n % 60], [10]) for n in range(first, first + 4096)))
+    demands = engine.demands
+    engine.holds(2, hold("one more", [1], [10]))
+    assert (engine.demands, engine.out_of_sync) == (demands + 1, True)
     engine.holds(3, hold("one more", [1], [10]), full=True)
-    assert engine.metric("active_blocks") == 1
+    engine.holds(4, hold("one more", [2], [20]))
+    assert (engine.demands, engine.out_of_sync, engine.metric("report_gaps")) == (demands + 1, False, 0)
+    assert engine.metric("active_blocks") == 2
 
 
 def test_requests_that_hold_nothing_cost_nothing() -> None:

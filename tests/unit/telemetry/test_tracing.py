@@ -61,7 +61,7 @@ class Story:
         self.traces.handle(CopyEnded(T0 + at + 7, *of, T0 + at, 2, 4096, device_ns, outcome))
 
     def end(self, request: str = "r", at: int = 100, engine: str = "e") -> None:
-        self.traces.handle(RequestEnded(T0 + at, engine, "m", 1, request))
+        self.traces.handle(RequestEnded(T0 + at, engine, "m", request))
 
     def spans(self) -> list[ReadableSpan]:
         """All, in order of their beginning. Ends the story."""
@@ -279,7 +279,7 @@ def test_traces_follow_a_bus(story: Callable[..., Story]) -> None:
     bus = Bus([it.traces])
     bus.start()
     bus.publish(LookupEnded(T0 + 5, "e", "m", "r", T0, b"", LookupOutcome(4, 3), 256, traceparent=SAMPLED))
-    bus.publish(RequestEnded(T0 + 9, "e", "m", 1, "r"))
+    bus.publish(RequestEnded(T0 + 9, "e", "m", "r"))
     assert bus.flush()
     assert it.traces.status()["spans"] == 2
     bus.close()
