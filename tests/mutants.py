@@ -34,7 +34,8 @@ EXPLAIN = "kvserver/telemetry/explain.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/common/copies.py"
 ENDINGS = "adapters/common/endings.py"
-SCHEDULER, LOOKUPS, LINK = "adapters/vllm/scheduler.py", "adapters/vllm/lookups.py", "adapters/common/link.py"
+SCHEDULER, REQUESTS = "adapters/vllm/scheduler.py", "adapters/vllm/requests.py"
+DISPATCHER, LOOKUPS, LINK = "adapters/common/dispatcher.py", "adapters/common/lookups.py", "adapters/common/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
 CACHE_STATUS, PROM = "adapters/common/cache_status.py", "adapters/vllm/prom.py"
 SEND_QUEUE, NOTICES, VARIANTS = "adapters/common/send_queue.py", "adapters/vllm/notices.py", "adapters/vllm/variants.py"
@@ -729,7 +730,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a prompt of more chunks than a message takes is refused",
-        LOOKUPS, "Lookups._asked", "min(self._chunks.hashed(request), MAX_CHUNKS)", "self._chunks.hashed(request)",
+        SCHEDULER, "SchedulerHalf._lookup_of", "min(self._chunks.hashed(request), MAX_CHUNKS)", "self._chunks.hashed(request)",
         ("issues/adapters/test_a_very_long_prompt_was_always_a_miss.py",),
     ),
     Mutant(
@@ -801,18 +802,18 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "the position that a draft model rewrites is stored",
-        SCHEDULER, "SchedulerHalf._plan_store", "            tokens = request.num_tokens - 1", "            pass",
+        SCHEDULER, "SchedulerHalf._completed", "            tokens = request.num_tokens - 1", "            pass",
         ("adapters/test_reuse.py::test_with_a_draft_model_the_last_position_is_held_back",),
     ),
     Mutant(
         "rejected drafts are stored",
-        SCHEDULER, "SchedulerHalf._plan_store",
+        SCHEDULER, "SchedulerHalf._completed",
         "len(request.block_hashes) * self._chunks.hash_block_tokens", "computed",
         ("adapters/test_reuse.py::test_rejected_drafts_are_never_stored",),
     ),
     Mutant(
         "chunks with a null block are stored",
-        SCHEDULER, "SchedulerHalf._plan_store", "and not any(NULL_BLOCK in t[", "and not any(None in t[",
+        SCHEDULER, "whole_ranges", "NULL_BLOCK in t[", "None in t[",
         ("adapters/test_refusals.py::test_a_chunk_that_a_short_window_left_before_it_was_whole_is_counted_and_not_stored",),
     ),
     Mutant(
@@ -838,7 +839,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a resumed request keeps the blocks that it lost",
-        SCHEDULER, "SchedulerHalf._follow_tables", "state.tables = ()", "pass",
+        REQUESTS, "Requests._follow_tables", "state.tables = ()", "pass",
         ("issues/adapters/test_vllm_0_29_stored_nothing.py::test_preempted_requests_are_stored_from_their_new_blocks",),
     ),
     Mutant(
@@ -858,18 +859,18 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "an engine that cannot prefill after a hit is given one",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "self._whole_prompts_only and", "False and",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "self._facts.whole_prompts_only and", "False and",
         ("adapters/test_whole_prompts.py",),
     ),
     # ---- lookups ------------------------------------------------------------------------------
     Mutant(
         "BAD_KEYS does not renew the session",
-        LOOKUPS, "", "    ErrorCode.BAD_KEYS.value,\n", "",
+        DISPATCHER, "", "    ErrorCode.BAD_KEYS.value,\n", "",
         (f"{NEW_DAEMON}::test_a_daemon_with_chunks_of_another_size_is_served",),
     ),
     Mutant(
         "an unknown instance does not renew the session",
-        LOOKUPS, "", "    ErrorCode.UNKNOWN_INSTANCE.value,\n", "",
+        DISPATCHER, "", "    ErrorCode.UNKNOWN_INSTANCE.value,\n", "",
         (NEW_DAEMON,),
     ),
     Mutant(
@@ -879,12 +880,12 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a lookup without an answer does not open the breaker",
-        LOOKUPS, "Lookups._give_up", "self._link.breaker.timed_out()", "pass",
+        LOOKUPS, "Lookups._give_up", "self._dispatcher.timed_out()", "pass",
         ("adapters/test_failures.py::test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker_is_open",),
     ),
     Mutant(
         "chunks keep the size that the last daemon wanted",
-        LOOKUPS, "Lookups.usable", "self._chunks.resize(", "print(",
+        SCHEDULER, "SchedulerHalf._begin_session", "self._chunks.resize(", "print(",
         ("adapters/test_reuse.py::test_a_second_engine_loads_what_the_first_one_stored",),
     ),
     Mutant(
@@ -924,7 +925,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a notice that could not be sent requests no full state",
-        NOTICES, "Notices._send", "            self._full_due = True\n", "            pass\n",
+        NOTICES, "Notices._send", " or number is None", "",
         ("adapters/test_full_states.py",),
     ),
     Mutant(
@@ -951,7 +952,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "what is computed after a LoRA's files were replaced is stored",
-        SCHEDULER, "SchedulerHalf._plan_store", " or not self._is_current(state)", "", (UNLISTED,),
+        SCHEDULER, "SchedulerHalf._plan_stores", " or not self._is_current(state)", "", (UNLISTED,),
     ),
     # ---- what must agree ----------------------------------------------------------------------
     Mutant(

@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from kvserver.adapters.common.link import Session
+from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.vllm.announced import AnnouncedBlocks
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.description import hash_form
+from kvserver.adapters.vllm.facts import EngineFacts, hash_form
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvserver.protocol import HashForm, KVBlocks, KVEventsTaken, KVGroup, Reply, TakeKVEvents
@@ -33,29 +33,17 @@ WITHDRAW_SECONDS = 5.0
 MOST_BLOCKS = 512  # passed to vLLM in one step, and at most one run of blocks more: 0.6 ms
 _PAUSE_SECONDS = 0.05  # between two requests, unless the daemon has more events
 _REFUSED_SECONDS = 0.5
-_FIELDS = {event: set(event.__struct_fields__) for event in (BlockStored, BlockRemoved)}
 _extra_keys_decoder = msgspec.msgpack.Decoder(list[tuple[Any, ...] | None])
 
 
 class Announcer:
-    """begin_session() for each session, before its first request."""
+    """Does nothing if the engine's KV events are off."""
 
-    def __init__(
-        self,
-        instance_id: str,
-        incarnation: str,
-        groups: tuple[KVGroup, ...],
-        pool: PoolHook,
-        counters: Counter[str],
-        publishes: bool,
-    ) -> None:
-        """`publishes`: whether the engine's KV events are on; if not, this object does nothing."""
-        self._instance_id = instance_id
-        self._incarnation = incarnation
-        self._groups = groups
+    def __init__(self, dispatcher: Dispatcher, facts: EngineFacts, pool: PoolHook, counters: Counter[str]) -> None:
+        self._dispatcher = dispatcher
+        self._facts = facts
         self._pool = pool
         self._counters = counters
-        self._publishes = publishes
         self._form = hash_form()
         self._announced: dict[tuple[str, int, int], AnnouncedBlocks] = {}  # by medium, group and length of hashes
         self._clears = 0  # of the pool, as of the last step
@@ -70,35 +58,37 @@ class Announcer:
         self._daemon_lost = False  # the daemon's blocks cannot be read
         self._pending: deque[KVBlocks] = deque()
         self._whole = False  # this follow is complete: blocks that it did not name are no longer in the tier
+        dispatcher.on_session.append(lambda hello: self._begin_follow())
 
     # ---- the daemon ---------------------------------------------------------------------------
 
-    def begin_session(self) -> None:
-        """The daemon will send all blocks again."""
+    def _begin_follow(self) -> None:
+        """The daemon will send all blocks again. A reply to the request in flight is ignored."""
         self._follow = self._cursor = 0
-        self._number = None
+        if self._number is not None:
+            self._dispatcher.forget(self._number)
+            self._number = None
         self._pending.clear()
         self._whole = False
         for announced in self._announced.values():
             announced.begin_resync()
 
-    def request_events(self, session: Session | None) -> None:
+    def request_events(self) -> None:
         """Send the next request if it is due. Ends a scheduler pass."""
-        if not self._publishes:
+        if not self._facts.publishes:
             return
         now = time.monotonic()
         if self._number is not None and now - self._asked_at > WITHDRAW_SECONDS:
             self._failed(now, since=self._asked_at)
         if self._number is None and now >= self._ask_after and not self._pending:
-            self._send(session, now)
+            self._send(now)
 
-    def _send(self, session: Session | None, now: float) -> None:
+    def _send(self, now: float) -> None:
         self._asked_at = now
-        if session is not None:
-            question = TakeKVEvents(
-                instance_id=self._instance_id, incarnation=self._incarnation, follow=self._follow, cursor=self._cursor
-            )
-            self._number = session.channel.send(question)
+        if self._dispatcher.usable() is not None:
+            names = {"instance_id": self._facts.instance_id, "incarnation": self._facts.incarnation}
+            question = TakeKVEvents(**names, follow=self._follow, cursor=self._cursor)
+            self._number = self._dispatcher.send(question, self._receive_reply)
         if self._number is None:
             self._failed(now, since=now)
 
@@ -108,12 +98,9 @@ class Announcer:
             self._failing_since = since
         if now - self._failing_since > WITHDRAW_SECONDS:
             self._daemon_lost = True
-            self.begin_session()
+            self._begin_follow()
 
-    def receive_reply(self, number: int, reply: Reply) -> None:
-        """A reply to any message; others than the request in flight are ignored."""
-        if number != self._number:
-            return
+    def _receive_reply(self, reply: Reply) -> None:
         self._number = None
         now = time.monotonic()
         if not isinstance(reply, KVEventsTaken):
@@ -121,7 +108,7 @@ class Announcer:
             self._ask_after = now + _REFUSED_SECONDS
             return
         if reply.follow != self._follow:
-            self.begin_session()
+            self._begin_follow()
         self._follow, self._cursor = reply.follow, reply.cursor
         self._pending.extend(reply.events)
         self._whole = self._whole or reply.whole
@@ -136,7 +123,7 @@ class Announcer:
         if self._clears != self._pool.clears:
             self._clears = self._pool.clears
             self._announced.clear()
-            self.begin_session()
+            self._begin_follow()
         events: list[BlockStored | BlockRemoved] = []
         left = MOST_BLOCKS
         while self._pending and left > 0:
@@ -174,9 +161,9 @@ class Announcer:
         size, tokens = blocks.hash_bytes, blocks.block_tokens
         parent = blocks.hashes[(first - 1) * size : first * size] if first else blocks.parent
         extra_keys = _extra_keys_decoder.decode(blocks.extra_keys)[first:last] if blocks.extra_keys else None
-        group = self._groups[blocks.group] if blocks.group < len(self._groups) else KVGroup("")
-        return _made(
-            BlockStored,
+        groups = self._facts.groups
+        group = groups[blocks.group] if blocks.group < len(groups) else KVGroup("")
+        return BlockStored(
             block_hashes=named(blocks.hashes[first * size : last * size], size, self._form),
             parent_block_hash=named(parent, size, self._form)[0] if parent else None,
             token_ids=array("I", blocks.tokens)[first * tokens : last * tokens].tolist(),
@@ -191,12 +178,7 @@ class Announcer:
         )
 
     def _removed(self, hashes: bytes, medium: str, group: int, hash_bytes: int) -> BlockRemoved:
-        return _made(BlockRemoved, block_hashes=named(hashes, hash_bytes, self._form), medium=medium, group_idx=group)
-
-
-def _made(event: Any, **fields: Any) -> Any:
-    """An event with those of the fields that this vLLM has."""
-    return event(**{name: value for name, value in fields.items() if name in _FIELDS[event]})
+        return BlockRemoved(block_hashes=named(hashes, hash_bytes, self._form), medium=medium, group_idx=group)
 
 
 def named(hashes: bytes, hash_bytes: int, form: HashForm) -> list[bytes | int]:

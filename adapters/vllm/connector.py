@@ -18,21 +18,18 @@ from kvserver.adapters.common.exporter import CannotShare, MakeExporter
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.planes import UnsupportedLayout
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
-from kvserver.adapters.vllm.description import Engine
+from kvserver.adapters.vllm.facts import engine_facts
 from kvserver.adapters.vllm.identity import served_name
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from kvserver.adapters.vllm.settings import PREFIX, AdapterSettings, read_settings
+from kvserver.adapters.vllm.settings import AdapterSettings, read_settings
 from kvserver.adapters.vllm.stats import HOST, KVServerStats, StatsReporter
 from kvserver.adapters.vllm.support import (
     TransferResults,
-    hash_block_tokens,
-    rehashes_sessions,
     unsupported,
-    whole_prompts_only,
 )
 from kvserver.adapters.vllm.watch import incarnation
 from kvserver.adapters.vllm.worker import Rank, WorkerHalf
@@ -142,29 +139,12 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log.warning("kvserver: this engine runs without cache: %s", why)
 
     def _make_scheduler(self) -> SchedulerHalf:
-        extra = self._config.kv_transfer_config.kv_connector_extra_config
-        spec = self._caches_config.kv_cache_groups[0].kv_cache_spec
-        speculative = getattr(self._config, "speculative_config", None)
-        method = str(getattr(speculative, "method", "") or "")
+        facts = engine_facts(
+            self._config, self._caches_config, self._instance_id, self._incarnation, self._model_name()
+        )
         link = Link(self._settings.endpoint, "scheduler")
         link.start(self._settings.connect_timeout_ms / 1000)
-        return SchedulerHalf(
-            self._settings,
-            link,
-            instance_id=self._instance_id,
-            incarnation=self._incarnation,
-            model_name=self._model_name(),
-            world_size=self._config.parallel_config.world_size,
-            engine=Engine(self._config, self._caches_config),
-            block_tokens=spec.block_size,
-            hash_block_tokens=hash_block_tokens(self._config, self._caches_config),
-            holds_back_tail="eagle" in method or "mtp" in method,
-            whole_prompts_only=whole_prompts_only(self._config),
-            rehashes_sessions=rehashes_sessions(),
-            fault=self._fault,
-            weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
-            weights_are_transferred=getattr(self._config, "weight_transfer_config", None) is not None,
-        )
+        return SchedulerHalf(self._settings, link, facts, self._fault)
 
     def _model_name(self) -> str:
         return served_name(self._config.model_config)

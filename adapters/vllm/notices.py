@@ -10,107 +10,95 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from kvserver.adapters.common.link import Session
+from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.vllm.blockpool import PoolHook, Records
+from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.sources import Prompt
 
-from kvserver.protocol import EndRequest, Error, ErrorCode, ExactRecords, ReportBlockAllocations
+from kvserver.protocol import EndRequest, Error, ErrorCode, ExactRecords, HelloReply, ReportBlockAllocations
 
 _LOST = {ErrorCode.REPORT_GAP.value, ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.DUPLICATE_INSTANCE.value}
 _REST = 50  # times the duration of a full state: a daemon that always requests another costs 2% of the engine's thread
 
 
 class Notices:
-    """begin_session() for each session, before its first notice."""
-
-    def __init__(
-        self,
-        instance_id: str,
-        incarnation: str,
-        model_name: str,
-        pool: PoolHook,
-        counters: Counter[str],
-        unsent: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`unsent`: called for a notice that had no connection. The next connection may be to another daemon, which
-        cannot see the gap: a full state is sent first.
-        """
+    def __init__(self, dispatcher: Dispatcher, facts: EngineFacts, pool: PoolHook, counters: Counter[str]) -> None:
+        self._dispatcher = dispatcher
         self._sender: dict[str, Any] = {
-            "instance_id": instance_id,
-            "incarnation": incarnation,
-            "model_name": model_name,
+            "instance_id": facts.instance_id,
+            "incarnation": facts.incarnation,
+            "model_name": facts.model_name,
         }
         self._pool = pool
         self._counters = counters
-        self._unsent = unsent
         self._sequence = 0
         self._full_due = True
         self._full_number = 0  # of the last full state's message: refusals of earlier messages no longer matter
         self._full_after = 0.0
+        dispatcher.on_session.append(self._begin_session)
+        dispatcher.on_refusal.append(self._refused)
 
-    def begin_session(self) -> None:
+    def _begin_session(self, hello: HelloReply | None) -> None:
         self._full_due = True
         self._full_number = 0
         self._full_after = 0.0
 
-    def refused(self, number: int, error: Error) -> None:
-        """Any message was refused: a daemon that does not know the instance does not know its blocks either."""
+    def _refused(self, number: int, error: Error) -> None:
+        """A daemon that does not know the instance does not know its blocks either, whatever message it refused."""
         if error.code in _LOST and number >= self._full_number:
             self._full_due = True
 
-    def end_request(
-        self, session: Session, request_id: str, prefill_speed: float, prompt: Prompt, not_loaded: str = ""
-    ) -> None:
+    def end_request(self, request_id: str, prefill_speed: float, prompt: Prompt, not_loaded: str = "") -> None:
+        if self._dispatcher.usable() is None:
+            return
         end = EndRequest(
             **self._sender,
             sequence=self._sequence,
             request_id=request_id,
             prefill_tokens_per_second=prefill_speed,
-            prompt_tokens=prompt.prompt_tokens,
-            local_tokens=prompt.local_tokens,
-            loaded_tokens=prompt.loaded_tokens,
-            loads=prompt.loads,
-            failed_loads=prompt.failed_loads,
+            **asdict(prompt),
             not_loaded=not_loaded,
         )
-        self._send(session, end)
+        self._send(end)
 
     @property
     def has_unsent_records(self) -> bool:
         """Whether the next pass sends records; False while a full state is due, which is sent at its own time."""
         return self._pool.has_records and not (self._full_due or self._pool.lost)
 
-    def send_blocks(self, session: Session) -> None:
+    def send_blocks(self) -> None:
         """Send what the pool did since the last pass, or a full state. Ends a scheduler pass."""
+        if self._dispatcher.usable() is None:
+            return
         if not (self._full_due or self._pool.lost):
             if (taken := self._pool.drain_records()).records:
-                self._send_records(session, taken, full=False)
+                self._send_records(taken, full=False)
         elif (began := time.monotonic()) >= self._full_after:
-            self._send_full(session)
+            self._send_full()
             now = time.monotonic()
             self._full_after = now + _REST * (now - began)
 
-    def _send_full(self, session: Session) -> None:
+    def _send_full(self) -> None:
         first, *others = self._pool.drain_full_state()
         self._full_due = False
         self._counters["full_states"] += 1
-        self._full_number = self._send_records(session, first, full=True) or 0
+        self._full_number = self._send_records(first, full=True) or 0
         for part in others:
-            self._send_records(session, part, full=False)
+            self._send_records(part, full=False)
 
-    def _send_records(self, session: Session, taken: Records, full: bool) -> int | None:
+    def _send_records(self, taken: Records, full: bool) -> int | None:
         payload = ExactRecords(records=taken.records, marks=taken.marks, full=full)
-        return self._send(session, ReportBlockAllocations(**self._sender, sequence=self._sequence, payload=payload))
+        return self._send(ReportBlockAllocations(**self._sender, sequence=self._sequence, payload=payload))
 
-    def _send(self, session: Session, notice: ReportBlockAllocations | EndRequest) -> int | None:
-        """A notice that cannot be sent is lost, and leaves a gap in the sequence."""
+    def _send(self, notice: ReportBlockAllocations | EndRequest) -> int | None:
+        """A notice that cannot be sent is lost, and leaves a gap in the sequence. The next connection may be to another
+        daemon, which cannot see the gap: a full state is sent first.
+        """
         self._sequence += 1
-        number = session.channel.send(notice)
+        number = self._dispatcher.send(notice)
         self._counters["notices" if number is not None else "unsent"] += 1
-        if number is None:
-            self._full_due = True
-            self._unsent()
+        self._full_due = self._full_due or number is None
         return number

@@ -1,7 +1,8 @@
 """The scheduler half: what to look up, load and store, and which blocks must not be touched.
 
-Owns: a small state per request. Refuses to know: memory, copies, tensors, and how messages reach the daemon. Runs
-on the engine's scheduler thread. A call of vLLM's does several things: each is done even if another one raises.
+Owns: the decisions about each request, and the plan of the step. Refuses to know: memory, copies, tensors, and how messages
+reach the daemon. Runs on the engine's scheduler thread. A call of vLLM's does several things: each is done even if another
+one raises.
 
 Hazard closed here: a block that is allocated again while a store still reads it. The pool's hook sees
 every allocation; the stores concerned go into the step's plan and end before the step computes.
@@ -12,29 +13,31 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, ParamSpec
 
 from kvserver.adapters.common.cache_status import CacheStatus
+from kvserver.adapters.common.dispatcher import Dispatcher
+from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.common.link import Link
+from kvserver.adapters.common.lookups import Lookups
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.contents import Contents
-from kvserver.adapters.vllm.description import Engine, Introduction
+from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
-from kvserver.adapters.vllm.lookups import Lookups, Question
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.notices import Notices
+from kvserver.adapters.vllm.requests import Requests, RequestState, Tables, tables_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
 
 from kvserver._native import pack_blocks
-from kvserver.protocol import MAX_CHUNKS, DescribeScheduler, Error, Reply
+from kvserver.protocol import MAX_CHUNKS, HelloReply, Lookup
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -46,11 +49,9 @@ log = logging.getLogger("vllm.kvserver")
 
 _STORE_TOKENS = 1 << 16  # in one message, which with their contents has less than 1 MiB
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
+_LONGEST_TRACEPARENT = 512  # as the protocol has it
 
 P = ParamSpec("P")
-
-# A request's block ids by KV cache group; the n-th of each belong to the same tokens.
-Tables: TypeAlias = Sequence[list[int]]
 
 
 def by_position(tables: Tables, first: int, last: int) -> list[int]:
@@ -60,103 +61,79 @@ def by_position(tables: Tables, first: int, last: int) -> list[int]:
     return [block_id for ids in zip(*(table[first:last] for table in tables), strict=True) for block_id in ids]
 
 
-def _computes_all(request: Request) -> bool:
-    """Whether vLLM must compute every token of the prompt, as for prompt logprobs. Before 0.31 it queries connectors all the same."""
-    return bool(getattr(request, "skip_reading_prefix_cache", False))
+def whole_ranges(tables: Tables, chunk_blocks: int, first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the chunks [first, end) that have no null block, `most` at most in each: a window that moved on splits them."""
+    while first < end:
+        last, limit = first, min(end, first + most)
+        while last < limit and not any(
+            NULL_BLOCK in t[last * chunk_blocks : (last + 1) * chunk_blocks] for t in tables
+        ):
+            last += 1
+        if last > first:
+            yield first, last
+        first = max(last, first + 1)
 
 
-@dataclass(slots=True)
-class RequestState(Question):
-    local_tokens: int = 0  # what vLLM had itself when the hit was reported to it
-    load: LoadSpec | None = None
-    admitted: bool = False  # vLLM has placed it
-    give_up: bool = False  # a load failed: compute the rest
-    stored_chunks: int = 0  # chunks before this one were stored or found
-    tables: Tables = ()  # for vLLM before 0.30
-    lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
-    not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
+def traceparent(request: Request) -> str:
+    """The traceparent of the request's headers; empty if there is none."""
+    for name, value in (request.trace_headers or {}).items():
+        if name.lower() == "traceparent" and len(value) <= _LONGEST_TRACEPARENT:
+            return str(value)
+    return ""
 
 
 class SchedulerHalf:
     def __init__(
-        self,
-        settings: AdapterSettings,
-        link: Link,
-        *,
-        instance_id: str,
-        incarnation: str,
-        model_name: str,
-        world_size: int,
-        engine: Engine,
-        block_tokens: int,
-        hash_block_tokens: int,
-        holds_back_tail: bool,
-        whole_prompts_only: bool = False,
-        rehashes_sessions: bool = True,
-        fault: Callable[[str, Exception], None],
-        weights_version: Callable[[], str] = lambda: "",
-        weights_are_transferred: bool = False,
+        self, settings: AdapterSettings, link: Link, facts: EngineFacts, fault: Callable[[str, Exception], None]
     ) -> None:
+        """`fault` counts and logs an exception: (where, which)."""
         self.counters: Counter[str] = Counter()
-        self._settings = settings
         self._link = link
-        self._chunks = Chunks(block_tokens, hash_block_tokens)
-        self._holds_back_tail = holds_back_tail
-        self._whole_prompts_only = whole_prompts_only  # the engine cannot prefill after a hit, only decode
-        self._rehashes_sessions = rehashes_sessions
+        self._facts = facts
+        self._fault = fault
+        self._serves = False  # until the pool's hook sees which blocks are allocated
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
-        self._fault = fault  # counts and logs an exception: (where, which)
+        self._follows_resets = facts.weights_are_transferred or settings.on_prefix_reset == "private"
+        self._resets_seen = 0
+        self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
+        self._requests = Requests(fault)
+        self._ids = itertools.count(1)
+        self._plan = StepPlan()
+        self._chunks = Chunks(facts.block_tokens, facts.hash_block_tokens)
+        self._contents = Contents(self._chunks, self.counters)
         self._variants = Variants(
-            f"{instance_id}/{incarnation}",
-            weights_version,
-            "epoch: weight_transfer_config is set" if weights_are_transferred else "",
+            f"{facts.instance_id}/{facts.incarnation}",
+            facts.weights_version,
+            "epoch: weight_transfer_config is set" if facts.weights_are_transferred else "",
             counters=self.counters,
             trusts_uuids=settings.trust_multi_modal_uuids,
         )
-        self._follows_resets = weights_are_transferred or settings.on_prefix_reset == "private"
-        self._resets_seen = 0
-        self._serves = False  # until the pool's hook sees which blocks are allocated
-        self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
-        self._requests: dict[str, RequestState] = {}
-        self._ids = itertools.count(1)
-        self._plan = StepPlan()
-        self._pending = PendingStores(world_size, settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
+        self._pending = PendingStores(facts.world_size, settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
         self._pool = PoolHook(self._allocated)
         self._quarantine = Quarantine(self._pool)
-        self._notices = Notices(instance_id, incarnation, model_name, self._pool, self.counters, unsent=link.refresh)
         self._speed = PrefillSpeed()
         self._sources = Sources()
-        self._engine = engine
-        self._contents = Contents(self._chunks, self.counters)
-        self._announcer = Announcer(
-            instance_id, incarnation, engine.groups, self._pool, self.counters, engine.publishes
-        )
-        self._introduction = Introduction(
-            lambda: DescribeScheduler(
-                instance_id=instance_id,
-                incarnation=incarnation,
-                model_name=model_name,
-                variant=self._variants.epoch,
-                private=self._variants.private,
-                **engine.describe(),
-            )
-        )
+        self._dispatcher = Dispatcher(link, self.counters, self._guarded)
+        self._dispatcher.on_session.append(self._begin_session)
         self._lookups = Lookups(
-            settings,
-            link,
-            instance_id,
-            incarnation,
-            self._chunks,
+            self._dispatcher,
+            self._lookup_of,
             self.counters,
-            new_session=self._begin_session,
-            on_reply=self._on_reply,
+            timeout_seconds=settings.lookup_timeout_ms / 1000,
+            poll_seconds=settings.lookup_poll_ms / 1000,
+            age_seconds=settings.lookup_age_ms / 1000,
+        )
+        self._notices = Notices(self._dispatcher, facts, self._pool, self.counters)
+        self._announcer = Announcer(self._dispatcher, facts, self._pool, self.counters)
+        self._introduction = Introduction(
+            self._dispatcher, lambda: facts.describe(self._variants.epoch, self._variants.private)
         )
 
     # ---- lookup -------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
         self._follow_resets()
-        if getattr(request, "resumable", False) and not self._rehashes_sessions:
+        if request.resumable and not self._facts.rehashes_sessions:
             if not self._stale_hashes:
                 log.warning(
                     "a streaming session, for which vLLM before 0.32 keeps hashes of dropped tokens: no more stores"
@@ -166,17 +143,34 @@ class SchedulerHalf:
         variant = self._variants.of(request)
         if variant is None:
             return  # it runs without cache
-        state = RequestState(request, variant)
+        state = RequestState(request=request, variant=variant)
         self._requests[request.request_id] = state
-        if not _computes_all(request):
+        usable = self._dispatcher.usable() is not None
+        if usable and self._chunks.hashed(request) and not request.skip_reading_prefix_cache:
             self._lookups.send(state)
+
+    def _lookup_of(self, state: RequestState) -> Lookup:
+        request = state.request
+        chunks = min(self._chunks.hashed(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
+        return Lookup(
+            instance_id=self._facts.instance_id,
+            incarnation=self._facts.incarnation,
+            request_id=request.request_id,
+            chunk_blocks=self._chunks.blocks,
+            keys=self._chunks.keys(request, 0, chunks),
+            variant=state.variant,
+            tokens=request.num_tokens,
+            traceparent=traceparent(request),
+        )
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM: (tokens beyond `local_tokens` to load, asynchronously); (None, False) = not known yet."""
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
         state = self._requests.get(request.request_id)
-        if state is None or state.give_up or not self._serves or _computes_all(request):
+        if state is None or state.give_up or not self._serves or not self._chunks.hashed(request):
+            return 0, False
+        if request.skip_reading_prefix_cache:  # every token must be computed; vLLM before 0.31 queries all the same
             return 0, False
         if state.admitted:  # it was preempted since: look up again, more may be stored by now
             state.admitted = False
@@ -187,7 +181,7 @@ class SchedulerHalf:
         state.not_loaded = "lookup_timeout" if state.timed_out else ""
         if tokens <= 0:
             return 0, False
-        if self._whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
+        if self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
             state.not_loaded = "whole_prompts_only"
         elif not self._is_current(state):
             state.not_loaded = "weights_changed"
@@ -243,24 +237,22 @@ class SchedulerHalf:
     def plan_step(self, output: SchedulerOutput) -> None:
         """Add this step's stores to the plan, and send what the block pool did. Ends a scheduler pass."""
         self._guarded("resets", self._follow_resets)
-        self._guarded("answers", self._lookups.receive)
+        self._guarded("answers", self._dispatcher.receive)
         self._lookups.next_pass()
-        session = self._lookups.usable()
         may_store = (
             self._serves
-            and session is not None
+            and self._dispatcher.usable() is not None
             and self._pool.clears >= self._clears_awaited
             and not self._stale_hashes
         )
         prompt_tokens = 0
-        for state, before, computed in self._scheduled(output):
+        for state, before, computed in self._requests.scheduled(output):
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
             if may_store and not state.lost:
-                self._guarded("stores of a request", self._plan_store, state, computed, output)
-        if session is not None:
-            self._guarded("reports of blocks", self._notices.send_blocks, session)
-            self._guarded("introduction", self._introduction.send, session)
-        self._guarded("question for events", self._announcer.request_events, session)
+                self._guarded("stores of a request", self._plan_stores, state, output, computed)
+        self._guarded("reports of blocks", self._notices.send_blocks)
+        self._guarded("introduction", self._introduction.send)
+        self._guarded("question for events", self._announcer.request_events)
         self._guarded("prefill speed", self._speed.planned, prompt_tokens)
 
     def step_ended(self) -> None:
@@ -279,85 +271,39 @@ class SchedulerHalf:
         plan.idle = idle
         return plan
 
-    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestState, int, int]]:
-        """The requests of this step, with the tokens computed before and after it; keeps tables and cursors true."""
-        scheduled = output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            if (state := self._requests.get(new.req_id)) is not None:
-                self._follow_tables(state, new.block_ids, anew=True)
-                yield state, new.num_computed_tokens, new.num_computed_tokens + scheduled[new.req_id]
-        cached = output.scheduled_cached_reqs
-        for request_id, computed, blocks in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            if (state := self._requests.get(request_id)) is not None:
-                if request_id in cached.resumed_req_ids:
-                    state.stored_chunks = 0
-                self._follow_tables(state, blocks, anew=request_id in cached.resumed_req_ids)
-                yield state, computed, computed + scheduled[request_id]
-
-    def _follow_tables(self, state: RequestState, blocks: Tables | None, anew: bool) -> None:
-        """Add `blocks` to the request's tables, or replace them. One missed block shifts all later ones."""
-        state.lost = state.lost and not anew
-        if anew:
-            state.tables = ()
-        if blocks is None:
+    def _plan_stores(self, state: RequestState, output: SchedulerOutput, computed: int) -> None:
+        """Store the chunks that this step completes."""
+        tables = tables_of(state, output)
+        first, end = state.stored_chunks, self._completed(state.request, tables, computed)
+        if first >= end or not self._is_current(state):
             return
-        try:
-            tables = state.tables or [[] for _ in blocks]
-            state.tables = [[*table, *more] for table, more in zip(tables, blocks, strict=True)]
-        except Exception as error:
-            state.lost = True
-            self._fault("tables of a request", error)
-
-    def _plan_store(self, state: RequestState, computed: int, output: SchedulerOutput) -> None:
-        """Store the chunks that this step completes. Hashes exist for confirmed tokens only, so rejected drafts never count."""
-        request = state.request
-        tables = self._tables(state, output)
-        blocks = min((len(table) for table in tables), default=0)
-        tokens = min(
-            computed, blocks * self._chunks.block_tokens, len(request.block_hashes) * self._chunks.hash_block_tokens
-        )
-        if self._holds_back_tail and tokens >= request.num_tokens:
-            tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
-        end = tokens // self._chunks.tokens
-        if state.stored_chunks >= end or not self._is_current(state):
-            return
-        per_chunk = self._chunks.blocks
         most = max(1, min(MAX_CHUNKS, _STORE_TOKENS // self._chunks.tokens))
-        first = state.stored_chunks
-        while first < end:
-            # Chunks with null blocks (a window moved on) split the range.
-            last, limit = first, min(end, first + most)
-            while last < limit and not any(NULL_BLOCK in t[last * per_chunk : (last + 1) * per_chunk] for t in tables):
-                last += 1
-            if last > first:
-                self._add_store(state, first, last, by_position(tables, first * per_chunk, last * per_chunk))
-                first = last
-            else:
-                self.counters["chunks_left_by_window"] += 1
-                first += 1
-        state.stored_chunks = max(state.stored_chunks, end)
+        for begin, last in whole_ranges(tables, self._chunks.blocks, first, end, most):
+            self._add_store(state, begin, last, tables)
+            first += last - begin
+        self.counters["chunks_left_by_window"] += end - first
+        state.stored_chunks = end
 
-    def _tables(self, state: RequestState, output: SchedulerOutput) -> Tables:
-        block_state: Any = getattr(output, "kv_connector_block_state", None)
-        if not hasattr(block_state, "get_block_ids"):  # 0.29 has tables there too, but only of requests with new blocks
-            return state.tables
-        tables: Tables | None = block_state.get_block_ids(state.request.request_id)
-        return tables if tables is not None else ()
+    def _completed(self, request: Request, tables: Tables, computed: int) -> int:
+        """How many chunks are complete. Hashes exist for confirmed tokens only, so rejected drafts never count."""
+        blocks = min((len(table) for table in tables), default=0)
+        hashed = len(request.block_hashes) * self._chunks.hash_block_tokens
+        tokens = min(computed, blocks * self._chunks.block_tokens, hashed)
+        if self._facts.holds_back_tail and tokens >= request.num_tokens:
+            tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
+        return tokens // self._chunks.tokens
 
-    def _add_store(self, state: RequestState, first: int, last: int, block_ids: list[int]) -> None:
+    def _add_store(self, state: RequestState, first: int, last: int, tables: Tables) -> None:
         store_id = next(self._ids)
-        keys = self._chunks.keys(state.request, first, last)
-        contents = self._contents.of(state.request, first, last) if self._sends_contents else None
+        block_ids = by_position(tables, first * self._chunks.blocks, last * self._chunks.blocks)
         store = StoreSpec(
-            store_id,
-            state.request.request_id,
-            state.variant,
-            self._chunks.blocks,
-            keys,
-            pack_blocks(block_ids),
-            contents,
+            store_id=store_id,
+            request_id=state.request.request_id,
+            variant=state.variant,
+            chunk_blocks=self._chunks.blocks,
+            keys=self._chunks.keys(state.request, first, last),
+            block_ids=pack_blocks(block_ids),
+            contents=self._contents.of(state.request, first, last) if self._sends_contents else None,
         )
         # First guarded, then planned: no store may read blocks that are not guarded.
         self._pending.add(store_id, block_ids)
@@ -366,8 +312,8 @@ class SchedulerHalf:
 
     @property
     def _sends_contents(self) -> bool:
-        session = self._lookups.usable()
-        return session is not None and (session.hello.kv_events or self._engine.publishes)
+        hello = self._dispatcher.usable()
+        return hello is not None and (hello.kv_events or self._facts.publishes)
 
     def _allocated(self, block_id: int) -> None:
         """Pool hook: the block will be overwritten, so every store that still reads it must end first."""
@@ -432,10 +378,8 @@ class SchedulerHalf:
         prompt = self._sources.ended(request)
         if state is not None:
             self._lookups.drop_question(state)
-        session = self._lookups.usable()
-        if session is not None:
-            why = "computes_all" if _computes_all(request) else state.not_loaded if state is not None else ""
-            self._notices.end_request(session, request.request_id, self._speed.tokens_per_second, prompt, why)
+        why = "computes_all" if request.skip_reading_prefix_cache else state.not_loaded if state is not None else ""
+        self._notices.end_request(request.request_id, self._speed.tokens_per_second, prompt, why)
 
     def reset_cache(self) -> bool:
         """vLLM reports that the weights may have changed. It resets its own blocks first, if it can."""
@@ -495,26 +439,18 @@ class SchedulerHalf:
         try:
             self._link.stop()
         finally:
-            self._lookups.close()
+            self._dispatcher.close()
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _begin_session(self) -> None:
-        """Another daemon than before, or none: lookups and their answers are void."""
+    def _begin_session(self, hello: HelloReply | None) -> None:
+        """Lookups and their answers are void."""
+        self._chunks.resize(hello.chunk_tokens if hello is not None else 0)
         for state in self._requests.values():
-            state.lookup = None
+            state.number = None
             state.hit_chunks = None
             state.stored_chunks = 0
-        self._notices.begin_session()
-        self._introduction.again()
-        self._guarded("beginning of events", self._announcer.begin_session)
-
-    def _on_reply(self, number: int, reply: Reply) -> None:
-        if isinstance(reply, Error):
-            self._notices.refused(number, reply)
-            self._introduction.refused(number, reply)
-        self._guarded("events", self._announcer.receive_reply, number, reply)
 
     def _is_current(self, state: RequestState) -> bool:
         """Whether the request still computes with the weights that its variant names: a LoRA's files may be replaced."""
-        return getattr(state.request, "lora_request", None) is None or self._variants.of(state.request) == state.variant
+        return state.request.lora_request is None or self._variants.of(state.request) == state.variant

@@ -7,7 +7,6 @@ import random
 import shutil
 import tempfile
 from array import array
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,27 +14,21 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
-from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm import announcer as module
 from kvserver.adapters.vllm.announcer import MOST_BLOCKS, WITHDRAW_SECONDS, Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
+from peer import Peer as DaemonPeer
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from kvserver.protocol import (
-    PROTOCOL_VERSION,
     Error,
     ErrorCode,
-    HelloReply,
     KVBlocks,
     KVEventsTaken,
     KVGroup,
     Reply,
     TakeKVEvents,
-    decode_request,
-    encode,
 )
-from kvserver.protocol.client import Channel
 
 GROUPS = (KVGroup("full_attention"), KVGroup("sliding_window", 128))
 TOKENS = 4  # of a block
@@ -95,54 +88,43 @@ class Clock:
 class Stage:
     """An announcer between a consumer and a peer whose answers a test gives."""
 
-    def __init__(self, folder: Path, clock: Clock) -> None:
+    def __init__(self, folder: Path, clock: Clock, publishes: bool = True) -> None:
         self.clock = clock
         self.hook = PoolHook(lambda block_id: None)
-        self.counters: Counter[str] = Counter()
-        self.announcer = Announcer("i", "n", GROUPS, self.hook, self.counters, publishes=True)
         self.consumer = Consumer()
-        self._endpoint = f"ipc://{folder}/peer"
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(self._endpoint)
-        self.session: Session | None = None
+        self._peer = DaemonPeer(folder)
+        self._peer.listen()
+        facts = SimpleNamespace(instance_id="i", incarnation="n", groups=GROUPS, publishes=publishes)
+        self.announcer = Announcer(self._peer.dispatcher, facts, self.hook, self._peer.counters)
         self.asked: list[TakeKVEvents] = []
-        self._frames: list[tuple[bytes, bytes]] = []  # of these
+        self._frames: list[Any] = []  # of these
         self.connect()
 
     def connect(self) -> None:
         """A new session, with no question on its way."""
-        self.hang_up()
-        self.session = Session(HelloReply(PROTOCOL_VERSION, "0", "boot", 64, "", ""), Channel(self._endpoint))
-        assert self.session.channel.wait_writable(5)
-        self.announcer.begin_session()
+        assert self._peer.link.connect().wait_writable(5)
+        self._peer.dispatcher.usable()
 
     def hang_up(self) -> None:
-        if self.session is not None:
-            self.session.channel.close()
-            self.session = None
-            self.announcer.begin_session()
+        self._peer.link.session = None
+        self._peer.dispatcher.usable()
 
     def end_pass(self, seconds: float = 1.0) -> bool:
         """Whether it asked the peer. Time passes before."""
         self.clock.now += seconds
-        self.announcer.request_events(self.session)
-        if not self._router.poll(20 if self.session is not None else 0):
+        self.announcer.request_events()
+        received = self._peer.receive(0.02 if self._peer.link.session is not None else 0)
+        if received is None:
             return False
-        identity, number, raw = self._router.recv_multipart()
-        request = decode_request(raw)
+        frames, request = received
         assert isinstance(request, TakeKVEvents)
         self.asked.append(request)
-        self._frames.append((identity, number))
+        self._frames.append(frames)
         return True
 
     def answer(self, reply: Reply, which: int = -1) -> None:
         """To the last question, or an earlier one."""
-        self._router.send_multipart([*self._frames[which], encode(reply)])
-        assert self.session is not None
-        assert self.session.channel.wait(5)
-        for number, got in self.session.channel.receive():
-            self.announcer.receive_reply(number, got)
+        self._peer.reply(self._frames[which], reply)
 
     def deliver(self, *events: KVBlocks, follow: int = 7, whole: bool = False, more: bool = False) -> None:
         """One question and its answer, with these events."""
@@ -157,8 +139,7 @@ class Stage:
         return events
 
     def close(self) -> None:
-        self.hang_up()
-        self._context.destroy(linger=0)
+        self._peer.close()
 
 
 @pytest.fixture
@@ -219,29 +200,14 @@ def test_a_prompts_start_has_no_parent(stage):
     assert stage.step()[0].parent_block_hash is None
 
 
-def test_fields_that_this_vllm_does_not_have_are_left_out(stage, monkeypatch):
-    class Older(msgspec.Struct, tag="BlockStored"):
-        block_hashes: list[Any]
-        parent_block_hash: Any
-        token_ids: list[int]
-        block_size: int
-        lora_id: int | None
-        medium: str | None
-
-    monkeypatch.setattr(module, "BlockStored", Older)
-    monkeypatch.setitem(module._FIELDS, Older, set(Older.__struct_fields__))
-    stage.deliver(chunk(5))
-    (event,) = stage.announcer.drain_events()
-    assert event == Older([block_hash(5, i) for i in range(3)], block_hash(5, -1), list(range(5, 17)), 4, None, "CPU")
-
-
 # ---- when it is asked -------------------------------------------------------------------------
 
 
-def test_an_engine_without_kv_events_asks_nothing(stage):
-    stage.announcer = Announcer("i", "n", GROUPS, stage.hook, stage.counters, publishes=False)
+def test_an_engine_without_kv_events_asks_nothing(tmp_path):
+    stage = Stage(tmp_path, Clock(), publishes=False)
     assert not stage.end_pass()
     assert stage.step() == []
+    stage.close()
 
 
 def test_one_question_at_a_time_and_a_pause_behind_each_answer(stage):
@@ -326,12 +292,22 @@ def test_media_and_groups_are_distinguished(stage):
     assert stage.consumer.has("STORAGE") == stage.consumer.has("CPU", 1) == hashes_of(1)
 
 
-def test_an_answer_of_an_earlier_session_is_ignored(stage):
+def test_an_answer_that_comes_too_late_is_ignored(stage):
     assert stage.end_pass()
-    stage.announcer.begin_session()
-    stage.answer(KVEventsTaken(follow=7, cursor=1, events=[chunk(1)], whole=False))
+    assert stage.end_pass(WITHDRAW_SECONDS + 1), "it asks from the start again"
+    stage.answer(KVEventsTaken(follow=7, cursor=1, events=[chunk(1)], whole=False), which=0)
     assert stage.step() == []
-    stage.deliver(chunk(1), follow=8)
+    stage.answer(KVEventsTaken(follow=8, cursor=1, events=[chunk(2)], whole=False))
+    assert len(stage.step()) == 1
+    assert stage.consumer.has() == hashes_of(2)
+
+
+def test_a_new_session_is_asked_from_the_start(stage):
+    stage.deliver(chunk(1))
+    stage.step()
+    assert stage.end_pass()
+    stage.connect()
+    stage.deliver(chunk(1), chunk(2), follow=7)
     assert stage.asked[-1].follow == 0
     assert len(stage.step()) == 1
 

@@ -4,68 +4,63 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import zmq
-from kvserver.adapters.common.link import Session
 from kvserver.adapters.vllm.blockpool import MAX_RECORDS
 from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.sources import Prompt
+from peer import Peer
 from replay import Churn, Replay
 from support.daemon import wait_until
 
-from kvserver.protocol import (
-    PROTOCOL_VERSION,
-    Error,
-    ErrorCode,
-    HelloReply,
-    ReportBlockAllocations,
-    decode_request,
-)
-from kvserver.protocol.client import Channel
+from kvserver.protocol import Error, ErrorCode, ReportBlockAllocations
 
 
 class Talk:
     """Reports about a pool over a channel to a socket that only listens, or does not yet."""
 
     def __init__(self, folder: Path, churn: Churn, listens: bool = True) -> None:
-        self.counters: Counter[str] = Counter()
-        self.notices = Notices("i", "n", "m", churn.hook, self.counters)
-        self.numbers: list[int] = []  # of the messages
+        self._peer = Peer(folder)
+        self.counters = self._peer.counters
+        facts = SimpleNamespace(instance_id="i", incarnation="n", model_name="m")
+        self.notices = Notices(self._peer.dispatcher, facts, churn.hook, self.counters)
         self.messages: list[ReportBlockAllocations] = []
-        self._endpoint = f"ipc://{folder}/ear"
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self.session = Session(HelloReply(PROTOCOL_VERSION, "0", "boot", 64, "", ""), Channel(self._endpoint))
+        self._frames: list[Any] = []  # of these
+        self.channel = self._peer.link.connect()
         if listens:
             self.listen()
 
     def listen(self) -> None:
-        self._router.bind(self._endpoint)
-        assert self.session.channel.wait_writable(5)
+        self._peer.listen()
+        assert self.channel.wait_writable(5)
+
+    def reconnect(self) -> None:
+        self.channel = self._peer.link.connect()
+        assert self.channel.wait_writable(5)
 
     def end_pass(self) -> None:
         """And wait until what was sent has been received."""
-        self.notices.send_blocks(self.session)
+        self.notices.send_blocks()
         while len(self.messages) < self.counters["notices"]:
-            assert self._router.poll(5000)
-            _, number, raw = self._router.recv_multipart()
-            self.numbers.append(int.from_bytes(number, "little"))
-            self.messages.append(decode_request(raw))
+            received = self._peer.receive(5)
+            assert received is not None
+            self._frames.append(received[0])
+            self.messages.append(received[1])
 
     def wait_received(self, count: int) -> None:
         """End passes until so many messages have arrived."""
         wait_until(lambda: self.end_pass() or len(self.messages) >= count, 5)
         assert len(self.messages) == count
 
-    def refuse(self, number: int) -> None:
-        self.notices.refused(number, Error(code=ErrorCode.REPORT_GAP.value, message="of the test"))
+    def refuse(self, which: int) -> None:
+        """One of the messages."""
+        self._peer.reply(self._frames[which], Error(code=ErrorCode.REPORT_GAP.value, message="of the test"))
 
     def close(self) -> None:
-        self.session.channel.close()
-        self._context.destroy(linger=0)
+        self._peer.close()
 
 
 @pytest.fixture
@@ -91,9 +86,9 @@ def test_a_refusal_from_before_the_full_state_requests_no_other(make_talk):
     for family in range(3):
         churn.begin(family, 1)
         talk.end_pass()
-    talk.refuse(talk.numbers[1])
+    talk.refuse(1)
     talk.wait_received(4)
-    talk.refuse(talk.numbers[2])
+    talk.refuse(2)
     churn.begin(3, 1)
     talk.end_pass()
     assert [report.payload.full for report in talk.messages] == [True, False, False, True, False]
@@ -107,7 +102,7 @@ def test_a_daemon_that_always_wants_another_full_state_gets_few(make_talk):
     for _ in range(100):
         churn.pool.get_new_blocks(1)
         talk.end_pass()
-        talk.refuse(talk.numbers[-1])
+        talk.refuse(-1)
     assert talk.counters["full_states"] < 50
     assert all(report.payload.full for report in talk.messages), "it could make nothing of other reports"
 
@@ -126,13 +121,14 @@ def test_what_could_not_be_sent_is_in_a_full_state(make_talk):
     assert churn.agrees(Replay().apply_reports([report]))
 
 
-def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(make_talk):
+def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(make_talk, monkeypatch):
     churn = Churn(0)
     talk = make_talk(churn)
     churn.begin(1, 1)
     talk.end_pass()
-    deaf = make_talk(Churn(1), listens=False).session
-    talk.notices.end_request(deaf, "r", 0.0, Prompt())
+    with monkeypatch.context() as full:
+        full.setattr(talk.channel, "send", lambda message: None)
+        talk.notices.end_request("r", 0.0, Prompt())
     talk.wait_received(2)
     assert [(report.sequence, report.payload.full) for report in talk.messages] == [(0, True), (2, True)]
 
@@ -178,7 +174,7 @@ def test_each_session_begins_with_a_full_state(make_talk):
     for family in range(3):
         churn.begin(family, 2)
         talk.end_pass()
-    talk.notices.begin_session()
+    talk.reconnect()
     talk.wait_received(4)
     assert [report.payload.full for report in talk.messages] == [True, False, False, True]
     assert [report.sequence for report in talk.messages] == [0, 1, 2, 3]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.vllm import description
-from kvserver.adapters.vllm.description import Engine as Description
+from kvserver.adapters.common import introduction
+from kvserver.adapters.vllm.facts import engine_facts
 from modelless import BLOCK, configure, prompt
 from support.daemon import wait_until
 from vllm.config.kv_events import KVEventsConfig
@@ -70,7 +70,7 @@ def test_it_describes_itself_again_where_it_was_refused(make_daemon, make_tap, m
 
 def test_it_describes_itself_again_from_time_to_time(make_daemon, make_tap, make_engine, monkeypatch):
     """The daemon forgets it with its workers, which may register anew while the scheduler is not notified."""
-    monkeypatch.setattr(description, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(introduction, "_AGAIN_SECONDS", 0.01)
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) > 2, 20)
@@ -92,17 +92,17 @@ def test_it_describes_itself_to_each_daemon(make_daemon, make_tap, make_engine):
 
 def described(folder, **options):
     config, caches = configure(folder, "ipc:///nowhere", **options)
-    return Description(config, caches).describe()
+    return engine_facts(config, caches, "i", "n", "m").describe("variant", "")
 
 
 @pytest.mark.parametrize(("value", "form"), [("1", "int"), ("0", "bytes")])
 def test_the_form_of_hashes_is_that_of_the_engines_own_events(model_folder, monkeypatch, value, form):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", value)
-    assert described(model_folder)["hash_form"] == form
+    assert described(model_folder).hash_form == form
 
 
 def test_a_window_is_described(model_folder):
-    assert described(model_folder, window=40)["groups"] == (KVGroup("sliding_window", 40),)
+    assert described(model_folder, window=40).groups == (KVGroup("sliding_window", 40),)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_a_window_is_described(model_folder):
 def test_the_engines_own_events_are_described_by_where_to_connect(model_folder, endpoint, replay, expected):
     adjust = with_events(publisher="zmq", endpoint=endpoint, replay_endpoint=replay, topic="kv")
     sent = described(model_folder, adjust=adjust)
-    assert (sent["events_endpoint"], sent["events_replay_endpoint"]) == expected
-    assert sent["events_topic"] == ("kv" if expected[0] else "")
+    assert (sent.events_endpoint, sent.events_replay_endpoint) == expected
+    assert sent.events_topic == ("kv" if expected[0] else "")
 
 
 def test_each_data_parallel_rank_has_ports_of_its_own(model_folder):
@@ -130,9 +130,9 @@ def test_each_data_parallel_rank_has_ports_of_its_own(model_folder):
         config.parallel_config.data_parallel_index = 2
 
     sent = described(model_folder, adjust=adjust)
-    assert sent["events_endpoint"] == "tcp://127.0.0.1:5559"
-    assert sent["events_replay_endpoint"] == "tcp://127.0.0.1:6002"
+    assert sent.events_endpoint == "tcp://127.0.0.1:5559"
+    assert sent.events_replay_endpoint == "tcp://127.0.0.1:6002"
 
 
 def test_an_engine_that_publishes_nothing_has_no_events(model_folder):
-    assert described(model_folder, adjust=with_events(publisher="null"))["events_endpoint"] == ""
+    assert described(model_folder, adjust=with_events(publisher="null")).events_endpoint == ""

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from kvserver.adapters.vllm import connector
+from kvserver.adapters.vllm import facts
 from model_folder import write_lora
 from modelless import Answer, Engine, prompt
 from support.daemon import wait_until
@@ -166,7 +166,7 @@ def test_an_end_states_why_nothing_was_loaded_of_what_was_found(
     if why == "lookup_timeout":
         tap.edit = late
     else:
-        monkeypatch.setattr(connector, "whole_prompts_only", lambda config: True)
+        monkeypatch.setattr(facts, "whole_prompts_only", lambda config: True)
     warm = make_engine(tap.endpoint)
     assert warm.generate("warm", prompt(1, length)).external == 0
     wait_until(lambda: len(tap.of(EndRequest)) == 2)

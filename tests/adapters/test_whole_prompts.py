@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kvserver.adapters.vllm import connector
+from kvserver.adapters.vllm import facts
 from kvserver.adapters.vllm.support import whole_prompts_only
 from modelless import prompt
 
@@ -14,7 +14,7 @@ CHUNK = 64
 
 @pytest.mark.parametrize(("length", "external"), [(2 * CHUNK + 1, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK - 1)])
 def test_a_hit_that_leaves_one_token_is_taken(make_daemon, make_engine, monkeypatch, length, external):
-    monkeypatch.setattr(connector, "whole_prompts_only", lambda config: True)
+    monkeypatch.setattr(facts, "whole_prompts_only", lambda config: True)
     daemon = make_daemon()
     make_engine(daemon).generate("cold", prompt(1, length))
     assert make_engine(daemon).generate("warm", prompt(1, length)).external == external
@@ -24,7 +24,7 @@ def test_a_hit_that_leaves_one_token_is_taken(make_daemon, make_engine, monkeypa
 def test_a_hit_that_leaves_more_is_a_miss(make_daemon, make_engine, monkeypatch, length):
     daemon = make_daemon()
     make_engine(daemon).generate("cold", prompt(1, length))
-    monkeypatch.setattr(connector, "whole_prompts_only", lambda config: True)
+    monkeypatch.setattr(facts, "whole_prompts_only", lambda config: True)
     assert make_engine(daemon).generate("warm", prompt(1, length)).external == 0
 
 

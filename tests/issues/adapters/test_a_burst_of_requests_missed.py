@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kvserver.adapters.vllm.lookups import MOST_IN_FLIGHT
+from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
 from modelless import Engine, prompt
 from support.daemon import Daemon, wait_until
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvserver.adapters.vllm.lookups import MOST_IN_FLIGHT
+from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
 from modelless import prompt
 from support.daemon import wait_until
 

@@ -6,8 +6,8 @@ import copy
 import dataclasses
 
 import pytest
+from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.vllm.announcer import Announcer
-from kvserver.adapters.vllm.description import Introduction
 from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.speed import PrefillSpeed
 from modelless import Engine, prompt

@@ -1,0 +1,118 @@
+"""The engine as its configuration describes it, for the scheduler half and for routers.
+
+Owns: the reading of vLLM's configuration. Refuses to know: how it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvserver.adapters.vllm.settings import PREFIX
+from kvserver.adapters.vllm.support import hash_block_tokens, rehashes_sessions, whole_prompts_only
+from vllm.distributed import kv_events
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+
+from kvserver.protocol import DescribeScheduler, HashForm, KVGroup
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    instance_id: str
+    incarnation: str
+    model_name: str
+    world_size: int
+    block_tokens: int
+    hash_block_tokens: int
+    hash_algorithm: str
+    groups: tuple[KVGroup, ...]
+    publishes: bool  # KV events of its own
+    events: tuple[str, str, str]  # endpoint, replay endpoint and topic of these, if other processes can subscribe
+    holds_back_tail: bool  # a draft model rewrites its KV of the last position
+    whole_prompts_only: bool  # the engine cannot prefill after a hit, only decode
+    rehashes_sessions: bool
+    weights_are_transferred: bool
+    weights_version: Callable[[], str]  # as configured at present
+
+    def describe(self, variant: str, private: str) -> DescribeScheduler:
+        """REQUIRES: called in the scheduler's process after the engine core was built, where vLLM sets the start of hashes."""
+        endpoint, replay_endpoint, topic = self.events
+        return DescribeScheduler(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            model_name=self.model_name,
+            variant=variant,
+            private=private,
+            hash_form=hash_form(),
+            hash_algorithm=self.hash_algorithm,
+            hash_start=kv_cache_utils.NONE_HASH,
+            hash_block_tokens=self.hash_block_tokens,
+            groups=self.groups,
+            events_endpoint=endpoint,
+            events_replay_endpoint=replay_endpoint,
+            events_topic=topic,
+        )
+
+
+def engine_facts(
+    vllm_config: Any, kv_cache_config: Any, instance_id: str, incarnation: str, model_name: str
+) -> EngineFacts:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    method = str(getattr(vllm_config.speculative_config, "method", "") or "")
+    events_config = vllm_config.kv_events_config
+    publishes = events_config is not None and events_config.enable_kv_cache_events
+    return EngineFacts(
+        instance_id=instance_id,
+        incarnation=incarnation,
+        model_name=model_name,
+        world_size=vllm_config.parallel_config.world_size,
+        block_tokens=specs[0].block_size,
+        hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        groups=tuple(_group(spec) for spec in specs),
+        publishes=publishes,
+        events=_events_of(vllm_config) if publishes else ("", "", ""),
+        holds_back_tail="eagle" in method or "mtp" in method,
+        whole_prompts_only=whole_prompts_only(vllm_config),
+        rehashes_sessions=rehashes_sessions(),
+        weights_are_transferred=vllm_config.weight_transfer_config is not None,
+        weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
+    )
+
+
+def hash_form() -> HashForm:
+    """The form in which the engine's KV events name blocks, also where they are off."""
+    return "int" if isinstance(kv_cache_utils.maybe_convert_block_hash(bytes(32)), int) else "bytes"
+
+
+def _group(spec: Any) -> KVGroup:
+    kind = kv_cache_interface.get_kv_cache_spec_kind(spec)
+    return KVGroup(str(kind.value), kv_cache_interface.get_kv_cache_spec_sliding_window(spec))
+
+
+def _events_of(vllm_config: Any) -> tuple[str, str, str]:
+    """Where processes of this machine can subscribe to the engine's own KV events, and request missed ones; their topic.
+
+    vLLM listens at an address with a wildcard only; from another it connects to a subscriber. With port 0, only vLLM's
+    publisher knows the port. In both cases no other process can subscribe.
+    """
+    config = vllm_config.kv_events_config
+    if config.publisher != "zmq":
+        return "", "", ""
+    rank = vllm_config.parallel_config.data_parallel_index
+    offset = kv_events.ZmqEventPublisher.offset_endpoint_port
+    endpoint = offset(config.endpoint, rank) or ""
+    replay_endpoint = offset(config.replay_endpoint, rank) or ""
+    if not ("*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")) or endpoint.endswith(":0"):
+        return "", "", ""
+    return local(endpoint), "" if replay_endpoint.endswith(":0") else local(replay_endpoint), config.topic
+
+
+def local(endpoint: str) -> str:
+    """How to connect from this machine to what listens at the address."""
+    for wildcard, address in (("//*:", "//127.0.0.1:"), ("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
+        endpoint = endpoint.replace(wildcard, address)
+    return endpoint

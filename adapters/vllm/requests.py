@@ -1,0 +1,83 @@
+"""The requests that the scheduler half knows, and their blocks.
+
+Owns: a small state per request, and the following of block tables where vLLM sends differences. Refuses to know: lookups,
+loads and stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvserver.adapters.common.lookups import Question
+from kvserver.adapters.common.specs import LoadSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+# A request's block ids by KV cache group; the n-th of each belong to the same tokens.
+Tables: TypeAlias = Sequence[list[int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestState(Question):
+    request: Request
+    variant: str
+    local_tokens: int = 0  # what vLLM had itself when the hit was reported to it
+    load: LoadSpec | None = None
+    admitted: bool = False  # vLLM has placed it
+    give_up: bool = False  # a load failed: compute the rest
+    stored_chunks: int = 0  # chunks before this one were stored or found
+    tables: Tables = ()  # for vLLM before 0.30
+    lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
+    not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
+
+
+class Requests(dict[str, RequestState]):
+    """By request id."""
+
+    def __init__(self, fault: Callable[[str, Exception], None]) -> None:
+        """`fault` counts and logs an exception: (where, which)."""
+        super().__init__()
+        self._fault = fault
+
+    def scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestState, int, int]]:
+        """The requests of this step, with the tokens computed before and after it; keeps tables and cursors true."""
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            if (state := self.get(new.req_id)) is not None:
+                self._follow_tables(state, new.block_ids, anew=True)
+                yield state, new.num_computed_tokens, new.num_computed_tokens + scheduled[new.req_id]
+        cached = output.scheduled_cached_reqs
+        for request_id, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            if (state := self.get(request_id)) is not None:
+                if request_id in cached.resumed_req_ids:
+                    state.stored_chunks = 0
+                self._follow_tables(state, blocks, anew=request_id in cached.resumed_req_ids)
+                yield state, computed, computed + scheduled[request_id]
+
+    def _follow_tables(self, state: RequestState, blocks: Tables | None, anew: bool) -> None:
+        """Add `blocks` to the request's tables, or replace them. One missed block shifts all later ones."""
+        state.lost = state.lost and not anew
+        if anew:
+            state.tables = ()
+        if blocks is None:
+            return
+        try:
+            tables = state.tables or [[] for _ in blocks]
+            state.tables = [[*table, *more] for table, more in zip(tables, blocks, strict=True)]
+        except Exception as error:
+            state.lost = True
+            self._fault("tables of a request", error)
+
+
+def tables_of(state: RequestState, output: SchedulerOutput) -> Tables:
+    block_state: Any = getattr(output, "kv_connector_block_state", None)
+    if not hasattr(block_state, "get_block_ids"):  # 0.29 has tables there too, but only of requests with new blocks
+        return state.tables
+    tables: Tables | None = block_state.get_block_ids(state.request.request_id)
+    return tables if tables is not None else ()
