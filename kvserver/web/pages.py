@@ -226,34 +226,16 @@ class _Handler(BaseHTTPRequestHandler):
     # ---- answering it -----------------------------------------------------------------------------
 
     def do_GET(self) -> None:
-        pages = {
-            "/": self._page,
-            "/status": self._status,
-            "/instances": self._instances,
-            "/metrics": self._metrics,
-            "/livez": self._livez,
-            "/readyz": self._readyz,
-            "/config": self._config,
-            "/kv/snapshot": self._kv_snapshot,
-            "/explain": self._explain,
-        }
-        self._run(pages.get(self._page_name))
-
-    def do_POST(self) -> None:
-        self._run({"/kv/match": self._match, "/cache/clear": self._clear}.get(self.path))
-
-    def _run(self, page: Callable[[], None] | None) -> None:
+        page = _PAGES.get(f"{self.command} {self._page_name if self.command == 'GET' else self.path}")
         if page is None:
-            self._send(
-                404,
-                f"no page {self.path}; there are /, /status, /instances, /metrics, /explain, /livez, /readyz, /config, /kv/snapshot, "
-                "POST /cache/clear, POST /kv/match\n",
-            )
+            self._send(404, f"no page {self.path}; there are {', '.join(_PAGES)}\n")
             return
         try:
-            page()
+            page(self)
         except TimeoutError as error:
             self._send(503, f"{error}\n")
+
+    do_POST = do_GET
 
     def _status(self) -> None:
         self._send(200, json.dumps(self.server.snapshot()[0]), "application/json")
@@ -277,7 +259,9 @@ class _Handler(BaseHTTPRequestHandler):
         if reason := self.server.cut_off_reason("zmq"):
             self._send(503, f"KV events are not published any more: {reason}\n")
         elif self.server.enter(self._visit, Phase.ANSWERING, snapshot_page.MOST_SECONDS):
-            snapshot_page.answer(self, self.server.make_kv_snapshot)
+            refused = snapshot_page.answer(self, self.server.make_kv_snapshot)
+            if refused is not None:
+                self._send(refused[0], json.dumps(refused[1]) + "\n", "application/json")
 
     def _explain(self) -> None:
         code, body = explain_page.answer(
@@ -323,3 +307,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("http %s: " + format, self.address_string(), *args)
+
+
+_PAGES: dict[str, Callable[[_Handler], None]] = {
+    "GET /": _Handler._page,
+    "GET /status": _Handler._status,
+    "GET /instances": _Handler._instances,
+    "GET /metrics": _Handler._metrics,
+    "GET /explain": _Handler._explain,
+    "GET /livez": _Handler._livez,
+    "GET /readyz": _Handler._readyz,
+    "GET /config": _Handler._config,
+    "GET /kv/snapshot": _Handler._kv_snapshot,
+    "POST /cache/clear": _Handler._clear,
+    "POST /kv/match": _Handler._match,
+}

@@ -9,10 +9,8 @@ Owns: the headers and the framing. Refuses to know: the contents of the body.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -27,42 +25,32 @@ _NAMES = ("model", "form", "topic")
 _MEDIA: dict[str, Encoding] = {"application/x-ndjson": "json", "application/msgpack": "msgpack"}
 
 
-def answer(handler: BaseHTTPRequestHandler, make: MakeSnapshot | None) -> None:
-    """`make` is None if no KV events are published."""
+def answer(handler: BaseHTTPRequestHandler, make: MakeSnapshot | None) -> tuple[int, dict[str, Any]] | None:
+    """None if the snapshot was sent; else HTTP code and JSON to send. `make` is None if no KV events are published."""
     asked = parse_qs(urlsplit(handler.path).query)
     if make is None:
-        return _refuse(handler, HTTPStatus.NOT_FOUND, {"error": "no KV events are published: set --kv-events-endpoint"})
+        return 404, {"error": "no KV events are published: set --kv-events-endpoint"}
     if unknown := sorted(set(asked) - set(_NAMES)):
-        return _refuse(handler, HTTPStatus.BAD_REQUEST, {"error": f"unknown {unknown}; there are {list(_NAMES)}"})
+        return 400, {"error": f"unknown {unknown}; there are {list(_NAMES)}"}
     media = "application/msgpack" if "msgpack" in handler.headers.get("Accept", "") else "application/x-ndjson"
     gzip = "gzip" in handler.headers.get("Accept-Encoding", "")
     try:
         snapshot = make(*(asked.get(name, [""])[0] for name in _NAMES))
         with snapshot_parts(snapshot, _MEDIA[media], gzip) as parts:
             _stream(handler, parts, media, gzip)
+            return None
     except NotOneTopic as error:
-        code = HTTPStatus.BAD_REQUEST if error.several else HTTPStatus.NOT_FOUND
-        text = "name one of several streams or topics" if error.several else "there is no such stream or topic"
-        _refuse(handler, code, {"error": text, "streams": error.known})
+        if error.several:
+            return 400, {"error": "name one of several streams or topics", "streams": error.known}
+        return 404, {"error": "there is no such stream or topic", "streams": error.known}
     except Busy:
-        _refuse(handler, HTTPStatus.SERVICE_UNAVAILABLE, {"error": "too many snapshots at once"})
-
-
-def _refuse(handler: BaseHTTPRequestHandler, code: HTTPStatus, what: dict[str, Any]) -> None:
-    body = json.dumps(what).encode() + b"\n"
-    handler.send_response(code)
-    handler.send_header("Content-Type", "application/json")
-    handler.send_header("Content-Length", str(len(body)))
-    if code == HTTPStatus.SERVICE_UNAVAILABLE:
-        handler.send_header("Retry-After", "1")
-    handler.end_headers()
-    handler.wfile.write(body)
+        return 503, {"error": "too many snapshots at once"}
 
 
 def _stream(handler: BaseHTTPRequestHandler, parts: Iterable[bytes], media: str, gzip: bool) -> None:
     chunked = handler.request_version != "HTTP/1.0"  # HTTP/1.0 ends a body by closing the connection
     handler.close_connection = True  # also if the body is cut off
-    handler.send_response(HTTPStatus.OK)
+    handler.send_response(200)
     handler.send_header("Content-Type", media)
     if gzip:
         handler.send_header("Content-Encoding", "gzip")
