@@ -34,6 +34,7 @@ from kvserver.routing import KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import MSGPACK
 from kvserver.server import Server
+from kvserver.telemetry import Explain
 from kvserver.web.pages import StatusPages
 
 HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16
@@ -98,7 +99,15 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
         for first in range(0, len(blocks), MOST_CHUNKS):
             chunks = tuple(KVChunk(block) for block in blocks[first : first + MOST_CHUNKS])
             index.observe(KVStored(1, 0, Tier.L1, namespace_prefix(number % engines), chunks))
-    pages = StatusPages(("127.0.0.1", 0), cast(Server, SimpleNamespace()), {}, MatchPages(index, _no_load))
+    pages = StatusPages(
+        ("127.0.0.1", 0),
+        cast(Server, SimpleNamespace()),
+        lambda *of: [],
+        Explain(),
+        int,
+        {},
+        MatchPages(index, _no_load),
+    )
     os.write(write, str(pages.port).encode())
     pages.serve_forever()
     os._exit(0)

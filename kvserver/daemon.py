@@ -12,7 +12,6 @@ import os
 import resource
 import secrets
 import signal
-import time
 from types import FrameType
 from typing import NoReturn
 
@@ -20,9 +19,10 @@ from kvserver import __version__
 from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
 from kvserver.config import Configuration, Placement, Settings, read_token, set_up_logging
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
+from kvserver.parts import Parts
 from kvserver.protocol import ConfigError
 from kvserver.routing import MatchPages
-from kvserver.server import Disconnect, Endpoint, Handlers, Lifelines, Observability, Server
+from kvserver.server import Endpoint, Lifelines, Server
 from kvserver.web.pages import StatusPages
 
 log = logging.getLogger("kvserver")
@@ -44,12 +44,11 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
         boot_id, token = secrets.token_hex(8), secrets.token_hex(16)
         lifelines = Lifelines(endpoint.fd_path, token)
         devices, cache, placement = _make_l1(settings, chosen, hardware)
-        observability = Observability(settings, boot_id)
-        handlers = Handlers(settings, boot_id, token, cache, devices, lifelines, observability, placement=placement)
-        server = Server(handlers, endpoint.router, stops_when_lost=True)
-        pages = _make_pages(configuration, server, observability, http_token)
+        parts = Parts(settings, boot_id, token, cache, devices, lifelines, placement)
+        server = parts.make_server(endpoint.router, stops_when_lost=True)
+        pages = _make_pages(configuration, parts, server, http_token)
         _stop_on_signals(server)
-        observability.start(pages.families)
+        parts.observability.start(pages.families)
         pages.start()
         _freeze_garbage()
         print(
@@ -58,10 +57,10 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
             flush=True,
         )
         server.run()
-        drained, lost = _drain(server), devices.lost
+        drained, lost = parts.upkeep.drain(), devices.lost
         if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended
-        observability.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))
+        parts.observability.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))
         if lost:
             _exit_lost(lost, endpoint)
         pages.close()
@@ -108,16 +107,17 @@ def _make_l1(settings: Settings, chosen: tuple[int, Placement], hardware: Hardwa
     return devices, Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]()), placement
 
 
-def _make_pages(
-    configuration: Configuration, server: Server, observability: Observability, http_token: str
-) -> StatusPages:
-    settings = configuration.settings
+def _make_pages(configuration: Configuration, parts: Parts, server: Server, http_token: str) -> StatusPages:
+    settings, observability = configuration.settings, parts.observability
     try:
         pages = StatusPages(
             (settings.http_host, settings.http_port),
             server,
+            observability.families,
+            observability.explain,
+            parts.upkeep.clear_l1,
             configuration.table(),
-            MatchPages(observability.index, lambda: server.call(server.handlers.instances_status)),
+            MatchPages(observability.index, lambda: server.call(parts.instances_status)),
             observability.publisher.snapshot if observability.publisher is not None else None,
             observability.observers.cut_off_reason,
             http_token,
@@ -154,21 +154,6 @@ def _freeze_garbage() -> None:
 
 
 # ---- end ----------------------------------------------------------------------------------------
-
-
-def _drain(server: Server, deadline_seconds: float = 5.0) -> bool:
-    """End every copy before memory goes away: cancelled ones stop at their next block. False if some did not."""
-    handlers = server.handlers
-    deadline = time.monotonic() + deadline_seconds
-    for worker in list(handlers.instances.by_registration.values()):
-        handlers.workers.close_worker(worker, Disconnect.STOPPED)
-    while (handlers.tickets.open_tickets or handlers.stores.waiting) and time.monotonic() < deadline:
-        handlers.complete_tickets()
-        handlers.step()
-        time.sleep(0.001)
-    if handlers.tickets.open_tickets:
-        log.error("%d copies did not end within %.0f s", handlers.tickets.open_tickets, deadline_seconds)
-    return handlers.tickets.open_tickets == 0
 
 
 def _exit_lost(lost: str, endpoint: Endpoint) -> NoReturn:

@@ -30,7 +30,7 @@ INSTANCES, WORKERS, L1_LOOKUPS = (
     "kvserver/server/workers.py",
     "kvserver/server/lookups.py",
 )
-EXPLAIN = "kvserver/telemetry/explain.py"
+EXPLAIN, UPKEEP = "kvserver/telemetry/explain.py", "kvserver/server/upkeep.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/common/copies.py"
 ENDINGS = "adapters/common/endings.py"
@@ -504,7 +504,7 @@ SERVER = (
     # ---- requests -----------------------------------------------------------------------------
     Mutant(
         "a copy meant for the last daemon is taken",
-        HANDLERS, "Handlers._check_boot", "if boot_id != self.boot_id:", "if False:",
+        HANDLERS, "Handlers._check_boot", "if boot_id != self.hello.boot_id:", "if False:",
         ("daemon/test_bad_input.py::test_the_reply_to_messages_for_another_boot_demands_a_new_registration",),
     ),
     Mutant(
@@ -514,22 +514,22 @@ SERVER = (
     ),
     Mutant(
         "a hit is reported although the device is lost",
-        L1_LOOKUPS, "L1Lookups.answer", "if namespace is None or self._devices.lost:", "if namespace is None:",
+        L1_LOOKUPS, "L1Lookups.answer", "if namespace is None or self.devices.lost:", "if namespace is None:",
         ("daemon/test_device_loss.py",),
     ),
     Mutant(
         "a disconnected instance is never forgotten",
-        HANDLERS, "Handlers.tick", "self.instances.forget_departed(self._clock())", "pass",
+        WORKERS, "Workers.tick", "self._instances.forget_departed(self._clock())", "pass",
         ("model/test_departures.py",),
     ),
     Mutant(
         "a worker whose memory was taken away stays",
-        HANDLERS, "Handlers._complete", "self.workers.close_worker(worker, Disconnect.DIED)", "pass",
+        UPKEEP, "Upkeep._complete", "self.workers.close_worker(worker, Disconnect.DIED)", "pass",
         ("daemon/test_failures.py::test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing",),
     ),
     Mutant(
         "the ticket of an ended copy keeps the memory mapped",
-        HANDLERS, "Handlers._complete", "worker.tickets.discard(completion.number)", "pass",
+        UPKEEP, "Upkeep._complete", "worker.tickets.discard(completion.number)", "pass",
         ("daemon/test_failures.py::test_unregister_with_copies_in_flight_is_answered_when_the_memory_is_unmapped",),
     ),
     # ---- who is connected ---------------------------------------------------------------------

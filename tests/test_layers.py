@@ -28,6 +28,7 @@ ORDER = [
     "kv_events",
     "routing",
     "server",
+    "parts",
     "web",
     "cli",
     "daemon",
@@ -50,8 +51,8 @@ ADAPTERS_MAY = {"_native", "protocol", "__version__"}
 DEFERRED = {
     *(("__main__", "daemon"), ("__main__", "cli.doctor")),  # so that `kvserver status` starts fast
     *(
-        ("server.observability", "telemetry.otlp"),
-        ("server.observability", "telemetry.tracing"),
+        ("parts", "telemetry.otlp"),
+        ("parts", "telemetry.tracing"),
     ),  # a daemon without a collector
 }
 MAY_PICKLE = {"routing.block_hashes": {"pickle.dumps"}}  # nothing is unpickled

@@ -1,10 +1,36 @@
 """The event loop and what it does for each request: the one thread that owns all state."""
 
+from kvserver.server.copies import Copies
 from kvserver.server.endpoint import Endpoint
 from kvserver.server.handlers import Handlers
-from kvserver.server.instances import Disconnect
+from kvserver.server.instances import Instances
 from kvserver.server.lifeline import Lifelines
+from kvserver.server.loads import Loads
+from kvserver.server.lookups import L1Lookups
 from kvserver.server.loop import Server
-from kvserver.server.observability import Observability
+from kvserver.server.reports import EngineReports
+from kvserver.server.resync import Resync
+from kvserver.server.status import instance_status, loop_status
+from kvserver.server.stores import Stores
+from kvserver.server.tickets import Ticket
+from kvserver.server.upkeep import Upkeep
+from kvserver.server.workers import Workers
 
-__all__ = ["Disconnect", "Endpoint", "Handlers", "Lifelines", "Observability", "Server"]
+__all__ = [
+    "Copies",
+    "Endpoint",
+    "EngineReports",
+    "Handlers",
+    "Instances",
+    "L1Lookups",
+    "Lifelines",
+    "Loads",
+    "Resync",
+    "Server",
+    "Stores",
+    "Ticket",
+    "Upkeep",
+    "Workers",
+    "instance_status",
+    "loop_status",
+]

@@ -6,6 +6,7 @@ Owns: the checks of a lookup, and what is counted of it. Refuses to know: what i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvserver.cache import Cache, LookupOutcome, MissReason
 from kvserver.copy import Devices
@@ -15,44 +16,36 @@ from kvserver.server.copy_checks import check_chunk, chunk_count
 from kvserver.server.instances import Instance, Instances
 
 
+@dataclass
 class L1Lookups:
-    def __init__(
-        self,
-        cache: Cache,
-        devices: Devices,
-        instances: Instances,
-        lease_seconds: float,
-        clock: Callable[[], float],
-        bus: Bus,
-    ) -> None:
-        self._cache = cache
-        self._devices = devices
-        self._instances = instances
-        self._lease_seconds = lease_seconds
-        self._clock = clock
-        self._bus = bus
+    cache: Cache
+    devices: Devices
+    instances: Instances
+    lease_seconds: float
+    clock: Callable[[], float]
+    bus: Bus
 
     def answer(self, request: Lookup) -> LookupReply:
-        began_ns = int(self._clock() * 1e9)
-        instance = self._instances.instance(request.instance_id, request.incarnation)
+        began_ns = int(self.clock() * 1e9)
+        instance = self.instances.instance(request.instance_id, request.incarnation)
         chunks = chunk_count(request.keys)
         spec = instance.any_worker().spec
         check_chunk(request.chunk_blocks, spec)
         namespace = instance.namespace_of(request.variant)
-        if namespace is None or self._devices.lost:  # a hit that cannot be loaded only costs the engine
+        if namespace is None or self.devices.lost:  # a hit that cannot be loaded only costs the engine
             missed = ((MissReason.UNAVAILABLE, chunks),)
-            why = self._devices.lost or instance.ranks_text
+            why = self.devices.lost or instance.ranks_text
             outcome = LookupOutcome(chunks, 0, missed, request.keys[:KEY_BYTES], unavailable=why)
         else:
             owner = (request.instance_id, request.request_id)
-            outcome = self._cache.lookup(namespace, request.keys, owner, self._clock() + self._lease_seconds)
+            outcome = self.cache.lookup(namespace, request.keys, owner, self.clock() + self.lease_seconds)
         chunk_tokens = spec.chunk_blocks * spec.block_tokens
         _count(instance, outcome, chunk_tokens, request.tokens)
         ended = LookupEnded(
-            int(self._clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, began_ns,
+            int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, began_ns,
             request.keys, outcome, chunk_tokens, namespace or b"", request.tokens, request.traceparent,
         )  # fmt: skip
-        self._bus.publish(ended, len(request.keys))
+        self.bus.publish(ended, len(request.keys))
         return LookupReply(hit_chunks=outcome.hit_chunks)
 
 

@@ -3,7 +3,8 @@
 One turn: end the tickets that completed, answer a bounded number of requests, serve the `.fd`
 connections, run calls from other threads, keep time. Nothing in a turn blocks.
 
-Owns: the ROUTER socket, frames, replies, the poll. Refuses to know: what requests mean (`handlers`).
+Owns: the ROUTER socket, frames, replies, the poll. Refuses to know: what requests mean (`handlers`), and what
+else there is to do in a turn (`upkeep`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 import zmq
 
 from kvserver import __version__
-from kvserver.events import ErrorSent
+from kvserver.events import Bus, ErrorSent
 from kvserver.protocol import (
     MOST_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -39,14 +40,14 @@ from kvserver.protocol import (
     encode,
 )
 from kvserver.server.handlers import Handlers
+from kvserver.server.lifeline import Lifelines
+from kvserver.server.upkeep import Upkeep
 from kvserver.telemetry import LOOP, UNREADABLE, Rpc
 
 log = logging.getLogger(__name__)
 
 REQUESTS_PER_TURN = 64  # before completions are looked at again
 _IDLE_POLL_MS = 1000
-_QUIET_SECONDS = 0.25  # without a message, before the accounting is audited
-_AUDIT_SECONDS = 10.0  # at most so often while messages come
 _LAG_WINDOW_SECONDS = 10.0  # /status shows the longest turn of the last one to two windows
 _NO_REQUEST_ID = bytes(REQUEST_ID_BYTES)
 T = TypeVar("T")
@@ -74,16 +75,22 @@ class Server:
 
     def __init__(
         self,
-        handlers: Handlers,
         router: zmq.Socket[bytes],
+        handlers: Handlers,
+        upkeep: Upkeep,
+        lifelines: Lifelines,
+        bus: Bus,
+        make_status: Callable[[], dict[str, Any]],
         stops_when_lost: bool = False,
     ) -> None:
-        """`stops_when_lost`: run() returns when a device is lost, as after stop()."""
-        self.handlers = handlers
+        """`make_status`: `/status`, but for what is known here. `stops_when_lost`: run() returns when a device is lost."""
+        self._handlers = handlers
+        self._upkeep = upkeep
+        self._lifelines = lifelines
+        self._bus = bus
+        self._make_status = make_status
         self._stops_when_lost = stops_when_lost
         self.rpc = Rpc()
-        self.audits = 0  # of the accounting
-        self.unbalanced = 0  # audits that failed
         self.undelivered = 0  # replies to peers that had disconnected or did not read
         self._router = router
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -96,8 +103,6 @@ class Server:
         self._turns = Histogram(WAIT_SECONDS)
         self._lag = [0.0, 0.0]  # longest turn of the last lag window and of the present one
         self._lag_window_began = time.monotonic()
-        self._audited = False  # since the last message
-        self._audit_after = 0.0
 
     # ---- from any thread ----------------------------------------------------------------------
 
@@ -131,30 +136,24 @@ class Server:
         return time.monotonic() - self._last_turn
 
     @property
-    def lost_device(self) -> str:
-        """Why nothing can be copied any more; empty while it can."""
-        return self.handlers.devices.lost
-
-    @property
     def failure(self) -> str:
         """Why this daemon should get no traffic; empty while all is well."""
-        if lost := self.lost_device:
+        if lost := self._upkeep.lost_device:
             return f"the device is lost: {lost}"
-        return self.handlers.bus.failure
+        return self._bus.failure
 
     # ---- the loop -----------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until stop()."""
         poller = zmq.Poller()
-        lifelines = self.handlers.lifelines
         poller.register(self._router, zmq.POLLIN)
-        for fd in (self._wake_read, lifelines.listener_fd):
+        for fd in (self._wake_read, self._lifelines.listener_fd):
             poller.register(fd, zmq.POLLIN)
         watched: set[int] = set()
         more = False
         while not self._stopping:
-            wanted = {*lifelines.connection_fds(), *self.handlers.tickets.completion_fds}
+            wanted = {*self._lifelines.connection_fds(), *self._upkeep.completion_fds}
             for fd in watched ^ wanted:
                 if fd in watched:
                     poller.unregister(fd)
@@ -165,18 +164,18 @@ class Server:
             ready = dict(poller.poll(0 if more else _IDLE_POLL_MS))
             turn_began = time.monotonic()
             # Completions first: a lookup that follows a store's end must find its chunks.
-            self.handlers.complete_tickets()
-            if self._stops_when_lost and self.lost_device:
+            self._upkeep.complete_tickets()
+            if self._stops_when_lost and self._upkeep.lost_device:
                 self._stopping = True
             more = self._serve_requests()
-            if lifelines.listener_fd in ready:
-                self._guarded(lifelines.accept)
+            if self._lifelines.listener_fd in ready:
+                self._guarded(self._lifelines.accept)
             for fd in watched & ready.keys():
                 self._guarded(self._read_lifeline, fd)
             if self._wake_read in ready:
                 self._run_calls()
-            more |= bool(self._guarded(self.handlers.step))
-            self._audit_if_quiet(turn_began - waited_since, idle=not ready)
+            more |= bool(self._guarded(self._upkeep.step))
+            self._guarded(self._upkeep.audit_if_quiet, turn_began - waited_since, not ready)
             self._keep_time(turn_began)
 
     def _guarded(self, part: Callable[..., T], *arguments: Any) -> T | None:
@@ -220,7 +219,7 @@ class Server:
             if isinstance(request, Status):
                 call.respond(StatusReply(status=self.snapshot()))
             else:
-                self.handlers.handle(request, call.respond)
+                self._handlers.handle(request, call.respond)
         except KVServerError as error:
             call.respond(Error(code=error.code.value, message=error.message))
         except Exception as error:
@@ -232,7 +231,7 @@ class Server:
         """Send without waiting: a peer that disconnected or does not read loses its replies, and no other peer does."""
         if isinstance(reply, Error):
             self.rpc.error(reply.code, call.type_name)
-            self.handlers.bus.publish(ErrorSent(time.monotonic_ns(), call.type_name, reply.code))
+            self._bus.publish(ErrorSent(time.monotonic_ns(), call.type_name, reply.code))
             log.debug("%s: %s: %s", call.type_name, reply.code, reply.message)
         self.rpc.observe(call.type_name, time.monotonic() - call.started)
         try:
@@ -241,11 +240,11 @@ class Server:
             self.undelivered += 1
 
     def _read_lifeline(self, fd: int) -> None:
-        if fd not in self.handlers.lifelines.connection_fds():
+        if fd not in self._lifelines.connection_fds():
             return  # closed earlier in this turn
-        ended = self.handlers.lifelines.read(fd)
+        ended = self._lifelines.read(fd)
         if ended is not None:
-            self.handlers.workers.lifeline_ended(ended)
+            self._upkeep.lifeline_ended(ended)
 
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -264,27 +263,8 @@ class Server:
         self._turns.observe(now - turn_began)
         if now - self._last_tick >= 1.0:
             self._last_tick = now
-            self._guarded(self.handlers.tick)
+            self._guarded(self._upkeep.tick)
             gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
-
-    def _audit_if_quiet(self, waited_seconds: float, idle: bool) -> None:
-        """Once after each activity, and now and then beside engines that send something every second."""
-        self._audited = self._audited and idle
-        quiet = waited_seconds >= _QUIET_SECONDS and (idle or time.monotonic() >= self._audit_after)
-        if quiet and not self._audited:
-            self._audited = self._guarded(self._audit) is not False  # not again in each idle turn
-            if self._audited:
-                self.audits += 1
-                self._audit_after = time.monotonic() + _AUDIT_SECONDS
-
-    def _audit(self) -> bool:
-        """Accounting that does not balance is a bug of ours: logged loudly, but no reason to end engines' cache."""
-        try:
-            return self.handlers.audit_if_idle()
-        except AssertionError as error:
-            self.unbalanced += 1
-            log.critical("the daemon's accounting does not balance, which is a bug: %s", error)
-            return True
 
     # ---- status -------------------------------------------------------------------------------
 
@@ -292,23 +272,19 @@ class Server:
         """`/status`, built in the loop thread."""
         status = {
             "version": __version__,
-            "boot_id": self.handlers.boot_id,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "ready": not self.failure,
             "protocol_version": PROTOCOL_VERSION,
             "loop_lag_seconds": max(self._lag),
             "loop_turns": self._turns.status(),
-            "metrics_sample_rate": self.handlers.settings.metrics_sample_rate,
-            **self.handlers.status(),
+            **self._make_status(),
         }
         demands = self.rpc.of_code(
             ErrorCode.REPORT_GAP
         )  # no fault: it requests the full state of an engine older than this daemon
         status["totals"]["errors"] = sum(self.rpc.errors.values()) - demands
         status["totals"]["undelivered_replies"] = self.undelivered
-        status["books"]["audits"] = self.audits
-        status["books"]["unbalanced"] = self.unbalanced
-        refused = self.rpc.refused_registrations() + self.handlers.lifelines.refused
+        refused = self.rpc.refused_registrations() + self._lifelines.refused
         status["refused_registrations"] = dict(refused)
         return status
 

@@ -11,8 +11,33 @@ from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copy import Devices, Tickets
 from kvserver.server.instances import Counts, Departed, Disconnect, Instance, Instances
+from kvserver.server.lifeline import Lifelines
 from kvserver.server.tickets import Ticket
+from kvserver.server.upkeep import Upkeep
 from kvserver.server.workers import Workers
+
+
+def loop_status(
+    cache: Cache,
+    placement: Placement,
+    devices: Devices,
+    tickets: Tickets[Ticket],
+    instances: Instances,
+    workers: Workers,
+    upkeep: Upkeep,
+    lifelines: Lifelines,
+    now: float,
+) -> dict[str, Any]:
+    """Of the loop's parts, all but the instances."""
+    return {
+        "l1": l1_status(cache, placement),
+        "l2": [],
+        "gpus": devices.status(),
+        "connects": connects_status(instances),
+        "departed": [departed_status(departed, now) for departed in instances.departed.values()],
+        "totals": totals_status(instances),
+        "books": accounting_status(cache, tickets, workers, upkeep, len(lifelines)),
+    }
 
 
 def l1_status(cache: Cache, placement: Placement) -> dict[str, Any]:
@@ -54,7 +79,9 @@ def totals_status(instances: Instances) -> dict[str, Any]:
     }
 
 
-def accounting_status(cache: Cache, tickets: Tickets[Ticket], workers: Workers, attachments: int) -> dict[str, Any]:
+def accounting_status(
+    cache: Cache, tickets: Tickets[Ticket], workers: Workers, upkeep: Upkeep, attachments: int
+) -> dict[str, Any]:
     """What must balance: with nothing in flight and no worker connected all but the pages are 0."""
     return {
         "tickets": tickets.open_tickets,
@@ -64,6 +91,8 @@ def accounting_status(cache: Cache, tickets: Tickets[Ticket], workers: Workers, 
         "attachments": attachments,
         "free_pages": cache.pool.unused_pages,
         "used_pages": cache.pool.used_pages,
+        "audits": upkeep.audits,
+        "unbalanced": upkeep.unbalanced,
     }
 
 

@@ -233,6 +233,20 @@ class Workers:
             self._tickets.cancel_copy(number)
         self.unmap_if_idle(worker)
 
+    def close_all(self, reason: Disconnect) -> None:
+        for worker in list(self._instances.by_registration.values()):
+            self.close_worker(worker, reason)
+
+    def tick(self) -> None:
+        """Close silent connections, and forget instances that departed long ago."""
+        self._lifelines.close_silent()
+        self._instances.forget_departed(self._clock())
+
+    def audit(self) -> None:
+        """Assert that the mappings are those of the workers. REQUIRES: no ticket is open."""
+        expected = sum(len(worker.mappings) for worker in self._instances.by_registration.values())
+        assert self.mappings == expected, f"{self.mappings} mappings are open, workers have {expected}"
+
     def lifeline_ended(self, lifeline: Lifeline) -> None:
         """The worker's process died, or closed its connection."""
         worker = self._instances.by_registration.get(lifeline.registration or 0)

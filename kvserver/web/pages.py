@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from kvserver import __version__
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
-from kvserver.telemetry import Family
+from kvserver.telemetry import Explain, Family
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
 from kvserver.web import explain_page, snapshot_page
@@ -47,21 +47,27 @@ class StatusPages(Connections):
         self,
         address: tuple[str, int],
         server: Server,
+        make_families: Callable[[dict[str, Any], dict[str, Any]], list[Family]],
+        explain: Explain,
+        clear_l1: Callable[[], int],
         settings: Mapping[str, Any] = {},
         match: MatchPages | None = None,
         make_kv_snapshot: snapshot_page.MakeSnapshot | None = None,
         cut_off_reason: Callable[[str], str] = lambda observer: "",
         token: str = "",
     ) -> None:
-        """`settings`: shown by `/config`. `match` and `make_kv_snapshot` are None if the daemon keeps no index or publishes no
-        KV events. `cut_off_reason` of an observer: why its pages cannot answer, or "". `token`: clients must send it."""
+        """`make_families` of (status, rpc counters), from any thread. `clear_l1` removes all chunks, in the loop's. `settings`:
+        shown by `/config`. `match` and `make_kv_snapshot` are None if the daemon keeps no index or publishes no KV events. `cut_off_reason` of an observer: why its pages cannot answer, or "". `token`: clients must send it."""
         super().__init__(address, _Handler)
         self.access = Access(str(self.server_address[0]), address[0], token)
         self.kvserver = server
+        self.explain = explain
+        self.clear_l1 = clear_l1
         self.settings = settings
         self.match = match
         self.make_kv_snapshot = make_kv_snapshot
         self.cut_off_reason = cut_off_reason
+        self._make_families = make_families
         self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._thread = threading.Thread(target=self.serve, name="http", daemon=True)
 
@@ -97,8 +103,7 @@ class StatusPages(Connections):
     def families_of(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
         """All families of the daemon; from any thread."""
         match = self.match.families() if self.match else []
-        watched = self.kvserver.handlers.observability.families(status, rpc)
-        return [*watched, *self.connections_families(), *match, *process_families()]
+        return [*self._make_families(status, rpc), *self.connections_families(), *match, *process_families()]
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` in the loop. TimeoutError if it did not start in time; then it never runs."""
@@ -264,9 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(refused[0], json.dumps(refused[1]) + "\n", "application/json")
 
     def _explain(self) -> None:
-        code, body = explain_page.answer(
-            self.server.kvserver.handlers.observability.explain, self.path.partition("?")[2]
-        )
+        code, body = explain_page.answer(self.server.explain, self.path.partition("?")[2])
         self._send(code, body, "application/json")
 
     def _metrics(self) -> None:
@@ -283,7 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(self.server.settings, indent=2) + "\n", "application/json")
 
     def _clear(self) -> None:
-        chunks = self.server.ask(self.server.kvserver.handlers.clear)
+        chunks = self.server.ask(self.server.clear_l1)
         self._send(200, json.dumps({"chunks": chunks}), "application/json")
 
     def _page(self) -> None:

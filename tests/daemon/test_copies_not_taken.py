@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from support.daemon import fetch
-from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
 from support.worker import Worker, make_keys
 
 from kvserver._native import CpuDevice, HostRegion, State
 from kvserver.copy import Devices
 from kvserver.protocol import Retrieved, Stored
-from kvserver.web.pages import StatusPages
 
 
 class Full:
@@ -39,42 +38,42 @@ def device() -> Full:
 
 
 @pytest.fixture
-def pages(device: Full) -> Iterator[StatusPages]:
+def running(device: Full) -> Iterator[Running]:
     devices: Any = device
-    with running_server(Devices(devices)) as pages:
-        yield pages
+    with running_server(Devices(devices)) as running:
+        yield running
 
 
 @pytest.fixture
-def worker(pages: StatusPages) -> Iterator[Worker]:
-    with Worker(pages.kvserver.handlers.settings.endpoint) as worker:
+def worker(running: Running) -> Iterator[Worker]:
+    with Worker(running.endpoint) as worker:
         yield worker
 
 
-def accounting(pages: StatusPages) -> dict[str, int]:
-    found: dict[str, int] = json.loads(fetch(f"http://127.0.0.1:{pages.port}/status")[1])["books"]
+def accounting(running: Running) -> dict[str, int]:
+    found: dict[str, int] = json.loads(fetch(f"http://127.0.0.1:{running.pages.port}/status")[1])["books"]
     return found
 
 
-def test_a_store_that_is_not_taken_leaves_no_pages(device: Full, pages: StatusPages, worker: Worker) -> None:
+def test_a_store_that_is_not_taken_leaves_no_pages(device: Full, running: Running, worker: Worker) -> None:
     keys = make_keys(2)
     device.full = True
     operation = worker.begin_store(keys, worker.blocks_for(2))
     assert operation.reply().code == "internal"
     assert operation.state == State.FAILED
     assert worker.lookup(keys) == 0
-    assert accounting(pages)["pins"] == accounting(pages)["tickets"] == accounting(pages)["used_pages"] == 0
+    assert accounting(running)["pins"] == accounting(running)["tickets"] == accounting(running)["used_pages"] == 0
     device.full = False
     assert worker.store(keys, worker.blocks_for(2)) == Stored(stored=2, skipped=0)
 
 
-def test_a_load_that_is_not_taken_leaves_its_chunks_free(device: Full, pages: StatusPages, worker: Worker) -> None:
+def test_a_load_that_is_not_taken_leaves_its_chunks_free(device: Full, running: Running, worker: Worker) -> None:
     keys = make_keys(2)
     worker.store(keys, worker.blocks_for(2))
     device.full = True
     operation = worker.begin_load(keys, worker.blocks_for(2, first=20))
     assert operation.reply().code == "internal"
     assert operation.state == State.FAILED
-    assert accounting(pages)["pins"] == accounting(pages)["tickets"] == 0
+    assert accounting(running)["pins"] == accounting(running)["tickets"] == 0
     device.full = False
     assert worker.load(keys, worker.blocks_for(2, first=20)) == Retrieved(chunks=2)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.daemon import fetch, wait_until
-from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
 from support.simulators import FakeDevice
 from support.worker import Worker, make_keys
 
@@ -17,7 +17,6 @@ from kvserver._native import HostRegion, State
 from kvserver.copy import Devices
 from kvserver.protocol import Error, Retrieved, Stored
 from kvserver.protocol.client import RequestFailed
-from kvserver.web.pages import StatusPages
 
 REASON = "Xid 79: the GPU has fallen off the bus"
 
@@ -25,10 +24,10 @@ REASON = "Xid 79: the GPU has fallen off the bus"
 class Machine:
     """A server over a fake device that copies on while `stepping` is set."""
 
-    def __init__(self, device: FakeDevice, pages: StatusPages) -> None:
+    def __init__(self, device: FakeDevice, running: Running) -> None:
         self.device = device
-        self.pages = pages
-        self.endpoint = pages.kvserver.handlers.settings.endpoint
+        self.port = running.pages.port
+        self.endpoint = running.endpoint
         self.stepping = threading.Event()
         self.over = threading.Event()
         self.stepping.set()
@@ -48,7 +47,7 @@ class Machine:
         assert worker.words.state(word) == State.RUNNING
 
     def get(self, path: str) -> tuple[int, str]:
-        return fetch(f"http://127.0.0.1:{self.pages.port}{path}")
+        return fetch(f"http://127.0.0.1:{self.port}{path}")
 
     @property
     def status(self) -> dict:
@@ -58,8 +57,8 @@ class Machine:
 @pytest.fixture
 def machine() -> Iterator[Machine]:
     device = FakeDevice(HostRegion(L1_BYTES), PAGE_BYTES)
-    with running_server(Devices(device)) as pages:
-        machine = Machine(device, pages)
+    with running_server(Devices(device)) as running:
+        machine = Machine(device, running)
         try:
             yield machine
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import mortal_gpus
 from support.daemon import GPUS, Daemon, fetch, wait_until
-from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
 from support.simulators import FakeGpu
 from support.worker import Worker, make_keys
 
@@ -19,7 +19,6 @@ from kvserver.config.settings import MiB
 from kvserver.copy import Devices, GpuRules
 from kvserver.protocol import Error, Reply, Stored
 from kvserver.protocol.client import RequestFailed
-from kvserver.web.pages import StatusPages
 
 REASON = mortal_gpus.REASON
 
@@ -27,16 +26,16 @@ REASON = mortal_gpus.REASON
 class Machine:
     """A server over a simulated GPU."""
 
-    def __init__(self, gpu: FakeGpu, pages: StatusPages) -> None:
+    def __init__(self, gpu: FakeGpu, running: Running) -> None:
         self.gpu = gpu
-        self.pages = pages
-        self.endpoint = pages.kvserver.handlers.settings.endpoint
+        self.port = running.pages.port
+        self.endpoint = running.endpoint
 
     def worker(self, gpu: str = GPUS[0]) -> Worker:
         return Worker(self.endpoint, gpu=gpu)
 
     def get(self, path: str) -> tuple[int, str]:
-        return fetch(f"http://127.0.0.1:{self.pages.port}{path}")
+        return fetch(f"http://127.0.0.1:{self.port}{path}")
 
     @property
     def status(self) -> dict:
@@ -47,9 +46,9 @@ class Machine:
 def serving(gpu: FakeGpu, pin: bool) -> Iterator[Machine]:
     region = HostRegion(L1_BYTES)
     rules = GpuRules(lambda _: gpu, pin=pin)
-    with running_server(Devices(CpuDevice(region, PAGE_BYTES, 2), region, PAGE_BYTES, rules)) as pages:
+    with running_server(Devices(CpuDevice(region, PAGE_BYTES, 2), region, PAGE_BYTES, rules)) as running:
         try:
-            yield Machine(gpu, pages)
+            yield Machine(gpu, running)
         finally:
             gpu.resume()
     assert gpu.faults == []

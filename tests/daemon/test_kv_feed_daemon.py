@@ -214,17 +214,17 @@ def test_a_daemon_whose_settings_cannot_be_met_does_not_start(tmp_path, words, r
 
 def test_the_servers_loop_resyncs_when_its_bus_had_to_drop_chunks():
     region = HostRegion(L1_BYTES)
-    with running_server(Devices(CpuDevice(region, PAGE_BYTES, 2))) as pages:
-        handlers = pages.kvserver.handlers
-        with Worker(handlers.settings.endpoint) as worker:
+    with running_server(Devices(CpuDevice(region, PAGE_BYTES, 2))) as running:
+        parts = running.parts
+        with Worker(running.endpoint) as worker:
             store(worker, prompt(0, 2))
             follower = follow(worker)
             wait_for(follower, prompt(0, 2).hashes)
 
             def lose() -> None:
-                handlers.cache.clear_namespaces()  # and no event reports it
-                handlers.bus.lost_chunks = True
+                parts.cache.clear_namespaces()  # and no event reports it
+                parts.bus.lost_chunks = True
 
-            pages.ask(lose)
+            running.pages.ask(lose)
             wait_for(follower, [])
-            assert handlers.observability.hub.status()["recounts"] == 1
+            assert parts.observability.hub.status()["recounts"] == 1

@@ -348,9 +348,9 @@ class Dies:
 
 
 def test_readyz_fails_when_the_event_thread_has_died():
-    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as pages:
+    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as (parts, _, pages):
         assert pages.not_ready() is None
-        bus = pages.kvserver.handlers.bus
+        bus = parts.bus
         bus.subscribers = (Dies(),)
         pages.ask(lambda: bus.publish(ErrorSent(time.monotonic_ns(), "Lookup", "internal")))
         assert "event thread" in wait_until(pages.not_ready)

@@ -431,11 +431,14 @@ def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(mo
     monkeypatch.setattr(http, "STUCK_SECONDS", 1.2)  # an idle loop turns once a second
     monkeypatch.setattr(http, "LOOP_DEADLINE_SECONDS", 0.2)
     release = threading.Event()
-    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as pages, contextlib.ExitStack() as at_end:
+    with (
+        running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as (_, server, pages),
+        contextlib.ExitStack() as at_end,
+    ):
         at_end.callback(release.set)  # whatever fails below
         assert get(pages, "/readyz") == (200, "ready\n")
         assert get(pages, "/status")[0] == 200
-        pages.kvserver.call(release.wait)
+        server.call(release.wait)
         _, reason = wait_until(lambda: (found := get(pages, "/readyz"))[0] == 503 and found)
         assert "the event loop has not turned for" in reason
         assert get(pages, "/livez") == (200, "alive\n")

@@ -22,11 +22,11 @@ def device() -> FakeDevice:
 
 @pytest.fixture
 def endpoint(device: FakeDevice) -> Iterator[str]:
-    with running_server(Devices(device)) as pages:
+    with running_server(Devices(device)) as running:
         try:
-            yield pages.kvserver.handlers.settings.endpoint
+            yield running.endpoint
         finally:
-            wait_until(lambda: device.release_all() or not len(pages.kvserver.handlers.lifelines), what="all unmapped")
+            wait_until(lambda: device.release_all() or not len(running.parts.lifelines), what="all unmapped")
 
 
 def test_a_rank_that_is_registered_but_not_mapped_keeps_the_others_from_storing(

@@ -13,16 +13,11 @@ from kvserver._native import CpuDevice, HostRegion
 from kvserver.copy import Devices
 
 
-@pytest.mark.parametrize(
-    "part", ["handlers.tick", "handlers.step", "handlers.audit_if_idle", "handlers.lifelines.accept"]
-)
+@pytest.mark.parametrize("part", ["upkeep.tick", "upkeep.step", "upkeep.audit_if_idle", "lifelines.accept"])
 def test_the_loop_goes_on_and_the_fault_is_counted(monkeypatch, caplog, part):
-    *owners, name = part.split(".")
-    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as pages:
-        server = pages.kvserver
-        owner = server
-        for attribute in owners:
-            owner = getattr(owner, attribute)
+    owner_name, name = part.split(".")
+    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as running:
+        server, owner = running.server, getattr(running.parts, owner_name)
         right, faults = getattr(owner, name), []
 
         def raise_once():
@@ -34,7 +29,7 @@ def test_the_loop_goes_on_and_the_fault_is_counted(monkeypatch, caplog, part):
         raise_once.__name__ = name
         errors = server.rpc.errors["internal", "loop"]
         monkeypatch.setattr(owner, name, raise_once)
-        worker = Worker(server.handlers.settings.endpoint)  # connects, registers: the loop turns
+        worker = Worker(running.endpoint)  # connects, registers: the loop turns
         try:
             wait_until(lambda: faults)
             wait_until(lambda: server.rpc.errors["internal", "loop"] == errors + 1)

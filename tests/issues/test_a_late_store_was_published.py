@@ -70,8 +70,8 @@ def test_one_ranks_late_store_keeps_a_chunk_of_all_ranks_from_being_found(make_d
 def hands() -> Iterator[tuple[FakeDevice, Worker]]:
     """A device that moves only as the test orders, and a worker of its server."""
     device = FakeDevice(HostRegion(L1_BYTES), PAGE_BYTES)
-    with running_server(Devices(device)) as pages:
-        endpoint = pages.kvserver.handlers.settings.endpoint
+    with running_server(Devices(device)) as running:
+        endpoint = running.endpoint
         worker = Worker(endpoint, connect_now=False)
         worker.attach()
         registering = worker.send(worker.registration())

@@ -144,10 +144,13 @@ def test_when_every_thread_answers_a_probe_still_gets_through(monkeypatch: pytes
     """Pages wait for a loop that hangs. A loop that hangs needs a function that hangs in it, so this runs in our own process."""
     monkeypatch.setattr(pages_module, "LOOP_DEADLINE_SECONDS", 30.0)
     release = threading.Event()
-    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as pages, contextlib.ExitStack() as at_end:
+    with (
+        running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as (_, server, pages),
+        contextlib.ExitStack() as at_end,
+    ):
         at_end.callback(release.set)  # whatever fails below
         url = f"http://127.0.0.1:{pages.port}"
-        pages.kvserver.call(release.wait)
+        server.call(release.wait)
         asking = [threading.Thread(target=fetch, args=(f"{url}/status", "GET", 60.0)) for _ in range(64)]
         for thread in asking:
             thread.start()

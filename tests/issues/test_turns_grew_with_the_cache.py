@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.daemon import wait_until
-from support.server import running_server
+from support.server import Running, running_server
 from support.worker import Geometry, Worker, make_keys
 
 from kvserver._native import CpuDevice, HostRegion
@@ -19,14 +19,12 @@ from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.copy import Devices
 from kvserver.protocol import Clear, Cleared, EndRequest, Plane, Stored
 from kvserver.protocol.client import Client
-from kvserver.server import Handlers, Server
-from kvserver.server.stores import Stores
-from kvserver.web.pages import StatusPages
+from kvserver.server import Handlers, Server, Stores, Upkeep
 
 PAGE = 64  # bytes; a chunk takes one
 BATCH = 256  # chunks in one message
 FEW, MANY = 6144, 24576
-PARTS = {part.__code__ for part in (Handlers.complete_tickets, Handlers.handle, Handlers.step, Stores.step)}
+PARTS = {part.__code__ for part in (Upkeep.complete_tickets, Handlers.handle, Upkeep.step, Stores.step)}
 
 
 class Turns:
@@ -62,14 +60,14 @@ class Turns:
 class Rig:
     """A server whose L1 has room for so many chunks, all of them stored by `filler`, and another engine."""
 
-    def __init__(self, pages: StatusPages, turns: Turns, chunks: int) -> None:
+    def __init__(self, running: Running, turns: Turns, chunks: int) -> None:
         self.turns = turns
         self.chunks = chunks
-        self.cache: Cache = pages.kvserver.handlers.cache
-        self.call = pages.kvserver.call
-        self.workers = pages.kvserver.handlers.workers
-        self.instances = pages.kvserver.handlers.instances
-        self.endpoint = pages.kvserver.handlers.settings.endpoint
+        self.cache: Cache = running.parts.cache
+        self.call = running.server.call
+        self.workers = running.parts.workers
+        self.instances = running.parts.instances
+        self.endpoint = running.endpoint
         self.filler = self.engine(16, BATCH)
         self.other = self.engine(16, 1)
         self.keys = make_keys(chunks, "filler")
@@ -99,8 +97,8 @@ def rig(chunks: int, **settings: Any) -> Iterator[Rig]:
     devices = Devices(CpuDevice(HostRegion(chunks * PAGE), PAGE, 1))
     threading.settrace(turns.trace)
     try:
-        with running_server(devices, chunks * PAGE, PAGE, **settings) as pages:
-            found = Rig(pages, turns, chunks)
+        with running_server(devices, chunks * PAGE, PAGE, **settings) as running:
+            found = Rig(running, turns, chunks)
             try:
                 yield found
             finally:

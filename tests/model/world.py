@@ -1,4 +1,4 @@
-"""Engines, their memory and requests around real Handlers over a fake device, and the checks of each step."""
+"""Engines, their memory and requests around the real parts over a fake device, and the checks of each step."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import POLICIES, Cache, Chunk, PagePool, fingerprint, with_variant
 from kvserver.config import Settings
 from kvserver.copy import Devices
+from kvserver.parts import Parts
 from kvserver.protocol import (
     Attach,
     Attached,
@@ -49,7 +50,7 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
-from kvserver.server import Handlers, Lifelines, Observability
+from kvserver.server import Lifelines
 
 from .plain import Entry, Name, Plain
 from .watched_device import Side, WatchedDevice
@@ -239,12 +240,9 @@ class World:
         self.cache = Cache(PagePool(pages * PAGE_BYTES, PAGE_BYTES), POLICIES["lru"]())
         self.lifelines = Lifelines(str(folder / "fd"), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
-        self.observability = Observability(settings, "boot")
-        self.observability.start(list)
         devices = Devices(self.device)
-        self.handlers = Handlers(
-            settings, "boot", "token", self.cache, devices, self.lifelines, self.observability, clock=lambda: self.now
-        )
+        self.parts = Parts(settings, "boot", "token", self.cache, devices, self.lifelines, clock=lambda: self.now)
+        self.parts.observability.start(list)
         self.engines = [
             Engine("llama-0", LLAMA),
             Engine("llama-1", LLAMA),
@@ -281,7 +279,7 @@ class World:
     def ask(self, request: Request, call: Call) -> None:
         """As the server does: an error that is raised is the reply."""
         try:
-            self.handlers.handle(request, call.respond)
+            self.parts.handlers.handle(request, call.respond)
         except KVServerError as error:
             call.respond(Error(code=error.code.value, message=error.message))
 
@@ -333,7 +331,7 @@ class World:
         self.pending.append((rank, call))
 
     def registered_incarnation(self, engine: Engine) -> str:
-        return self.handlers.instances.by_id[engine.instance_id].incarnation
+        return self.parts.instances.by_id[engine.instance_id].incarnation
 
     def hang_up(self, rank: Rank) -> None:
         """The process dies; the server has not noticed yet."""
@@ -353,7 +351,7 @@ class World:
             ended = self.lifelines.read(fd)
             assert ended is not None
             registration = ended.registration
-            self.handlers.workers.lifeline_ended(ended)
+            self.parts.workers.lifeline_ended(ended)
             for rank in self.ranks():
                 if registration is not None and rank.registration == registration and rank.state == "open":
                     self.closed(rank)
@@ -363,7 +361,7 @@ class World:
         """A worker that died while its memory was mapped has left the server's table."""
         for rank, _ in self.pending:
             if rank.state == "mapping":
-                instance = self.handlers.instances.by_id.get(rank.engine.instance_id)
+                instance = self.parts.instances.by_id.get(rank.engine.instance_id)
                 if instance is None or rank.number not in instance.workers:
                     assert rank.connection is None, "a living worker was dropped"
                     self.closed(rank)
@@ -598,8 +596,8 @@ class World:
 
     def complete_copies(self) -> None:
         self.device.drained = []
-        self.handlers.complete_tickets()
-        self.handlers.stores.step()
+        self.parts.upkeep.complete_tickets()
+        self.parts.stores.step()
         self.faults[:] = [fault for fault in self.faults if "the device is lost" not in fault]
         for ticket, outcome in self.device.drained:
             operation = self.operations.pop(ticket, None)
@@ -672,7 +670,7 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.handlers.tick()
+        self.parts.upkeep.tick()
         self.plain.end_leases(lambda _, deadline: deadline <= self.now)
 
     # ---- checks -------------------------------------------------------------------------------
@@ -696,11 +694,11 @@ class World:
                     self.look_at_words(rank)
                     self.notice_server_hung_up(rank)
             self.watch_lifelines()
-            moving = self.handlers.tickets.open_tickets > 0
-        while self.handlers.step():
+            moving = self.parts.tickets.open_tickets > 0
+        while self.parts.upkeep.step():
             pass
         self.check()
-        assert self.handlers.audit_if_idle(), "nothing is in flight, and yet it is not idle"
+        assert self.parts.upkeep.audit_if_idle(), "nothing is in flight, and yet it is not idle"
         for call in self.calls:
             assert call.reply is not None, "a request without its reply"
             assert call.kind is None or isinstance(call.reply, call.kind), call.reply
@@ -740,16 +738,16 @@ class World:
                 self.hang_up(rank)
         self.watch_lifelines()
         self.come_to_rest()
-        assert self.handlers.workers.mappings == 0
+        assert self.parts.workers.mappings == 0
         assert len(self.lifelines) == 0
         assert self.cache.lease_count == 0
-        assert not self.handlers.instances.by_id
+        assert not self.parts.instances.by_id
         self.clear(None)
-        while self.handlers.step():
+        while self.parts.upkeep.step():
             pass
         assert self.cache.pool.used_pages == 0
         self.lifelines.shut()
-        self.observability.close(list)
+        self.parts.observability.close(list)
         logging.getLogger("kvserver").removeHandler(self._watcher)
 
 

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -17,16 +17,27 @@ from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.config import Settings
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
-from kvserver.server import Handlers, Lifelines, Observability, Server
+from kvserver.parts import Parts
+from kvserver.server import Lifelines, Server
 from kvserver.web.pages import StatusPages
 
 L1_BYTES, PAGE_BYTES = MiB, 4096
 
 
+class Running(NamedTuple):
+    parts: Parts
+    server: Server
+    pages: StatusPages
+
+    @property
+    def endpoint(self) -> str:
+        return self.parts.settings.endpoint
+
+
 @contextlib.contextmanager
 def running_server(
     devices: Devices, l1_bytes: int = L1_BYTES, page_bytes: int = PAGE_BYTES, **changes: Any
-) -> Iterator[StatusPages]:
+) -> Iterator[Running]:
     """Its loop runs in a thread. `changes`: of its settings. REQUIRES: the devices have that L1."""
     folder = Path(tempfile.mkdtemp(prefix="kvs-"))
     context = zmq.Context()
@@ -36,17 +47,17 @@ def running_server(
     lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
     cache = Cache(PagePool(l1_bytes, page_bytes), LeastRecentlyUsed())
     settings = Settings(**{"endpoint": endpoint, "chunk_tokens": 64, **changes})
-    observability = Observability(settings, "boot")
-    handlers = Handlers(settings, "boot", "token", cache, devices, lifelines, observability)
-    pages = StatusPages(("127.0.0.1", 0), Server(handlers, router))
-    loop = threading.Thread(target=pages.kvserver.run)
+    parts = Parts(settings, "boot", "token", cache, devices, lifelines)
+    server, observability = parts.make_server(router), parts.observability
+    pages = StatusPages(("127.0.0.1", 0), server, observability.families, observability.explain, parts.upkeep.clear_l1)
+    loop = threading.Thread(target=server.run)
     observability.start(pages.families)
     loop.start()
     pages.start()
     try:
-        yield pages
+        yield Running(parts, server, pages)
     finally:
-        pages.kvserver.stop()
+        server.stop()
         loop.join()
         observability.close(list)
         pages.close()

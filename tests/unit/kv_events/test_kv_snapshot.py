@@ -19,6 +19,7 @@ from support.kv_publisher import Published, from_snapshot
 from kvserver.kv_events import snapshot, snapshot_parts
 from kvserver.kv_events.types import Tier
 from kvserver.server import Server
+from kvserver.telemetry import Explain
 from kvserver.web.pages import StatusPages
 
 HERE = namespace_prefix("weights")
@@ -37,7 +38,9 @@ def published() -> Iterator[Published]:
 
 @pytest.fixture
 def pages(published: Published) -> Iterator[StatusPages]:
-    made = StatusPages(("127.0.0.1", 0), cast(Server, None))  # this page asks no loop
+    made = StatusPages(
+        ("127.0.0.1", 0), cast(Server, None), lambda status, rpc: [], Explain(), int
+    )  # this page asks no loop
     made.make_kv_snapshot = published.publisher.snapshot
     made.start()
     yield made

@@ -18,6 +18,7 @@ from kvserver.protocol import DescribeScheduler
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import JSON, MSGPACK, RecentEngineStats
+from kvserver.telemetry import Explain
 from kvserver.web.pages import StatusPages
 
 PREFIX, START = b"r" * 64, b"s" * 32
@@ -97,7 +98,7 @@ def served() -> Iterator[StatusPages]:
         rpc=SimpleNamespace(snapshot=dict),
         seconds_since_turn=0.0,
     )
-    served = StatusPages(("127.0.0.1", 0), server)  # type: ignore[arg-type]
+    served = StatusPages(("127.0.0.1", 0), server, lambda status, rpc: [], Explain(), int)  # type: ignore[arg-type]
     served.start()
     yield served
     served.close()

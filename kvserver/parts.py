@@ -1,6 +1,7 @@
-"""All that observes the events of one daemon: the bus and its subscribers, the observers of KV events, OTLP.
+"""The parts of one daemon, made and connected: those of the loop, and all that observes its events.
 
-Owns: how they are made, started and ended, and their metrics. Refuses to know: what each makes of events.
+Owns: which part gets which other, how observers start and end, and what all parts show of themselves (`/status`, metrics).
+Refuses to know: what a part does, sockets, the process (`daemon`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvserver.config import Settings, parse_otlp_endpoint, parse_size
+import zmq
+
+from kvserver import __version__
+from kvserver.cache import Cache
+from kvserver.config import Placement, Settings, parse_otlp_endpoint, parse_size
+from kvserver.copy import Devices, Tickets
 from kvserver.events import Bus, Subscriber
 from kvserver.kv_events import (
     Feed,
@@ -20,13 +26,32 @@ from kvserver.kv_events import (
     make_publisher,
     publisher_families,
 )
+from kvserver.protocol import PROTOCOL_VERSION, HelloReply
 from kvserver.routing import make_index
+from kvserver.server import (
+    Copies,
+    EngineReports,
+    Handlers,
+    Instances,
+    L1Lookups,
+    Lifelines,
+    Loads,
+    Resync,
+    Server,
+    Stores,
+    Ticket,
+    Upkeep,
+    Workers,
+    instance_status,
+    loop_status,
+)
 from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, Kind, all_families
 
 if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
     from kvserver.telemetry.tracing import Traces
 
+_NO_PLACEMENT = Placement()
 _LAST_EVENTS_SECONDS = 2.0  # for the events that are queued when the daemon stops
 
 
@@ -135,3 +160,83 @@ class Observability:
     def discard(self) -> None:
         """Instead of start() and close(), where the daemon cannot start."""
         self.observers.close()
+
+
+class Parts:
+    """What `observability`, `handlers` and `upkeep` are made of, by name. All but `observability` is of the loop's thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        boot_id: str,
+        token: str,
+        cache: Cache,
+        devices: Devices,
+        lifelines: Lifelines,
+        placement: Placement = _NO_PLACEMENT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """ConfigError if an exporter or observer of the settings cannot be made. `placement`: of L1."""
+        self.settings = settings
+        self.boot_id = boot_id
+        self.cache = cache
+        self.devices = devices
+        self.lifelines = lifelines
+        self._placement = placement
+        self._clock = clock
+        self.observability = observability = Observability(settings, boot_id)
+        self.bus = bus = observability.bus
+        self.instances = instances = Instances()
+        self.tickets: Tickets[Ticket] = Tickets(devices)
+        copies = Copies(cache.pool, self.tickets, instances, clock, bus)
+        self.stores, loads = Stores(cache, copies, bus), Loads(cache, copies, bus)
+        self.workers = Workers(settings, cache, self.tickets, instances, lifelines, clock, bus)
+        self.upkeep = Upkeep(
+            cache, devices, self.tickets, self.stores, loads, self.workers, Resync(cache.index, bus, clock), clock, bus
+        )
+        self.handlers = Handlers(
+            HelloReply(
+                protocol_version=PROTOCOL_VERSION,
+                server_version=__version__,
+                boot_id=boot_id,
+                chunk_tokens=settings.chunk_tokens,
+                fd_path=lifelines.path,
+                token=token,
+                traces=observability.traces is not None,
+                kv_events=observability.wants_contents,
+                lease_seconds=settings.lease_seconds,
+            ),
+            instances,
+            self.workers,
+            L1Lookups(cache, devices, instances, settings.lease_seconds, clock, bus),
+            self.stores,
+            loads,
+            EngineReports(cache, instances, clock, bus, observability.block_lifecycle.unapplied),
+            self.upkeep,
+            observability.feed,
+        )
+
+    def make_server(self, router: zmq.Socket[bytes], stops_when_lost: bool = False) -> Server:
+        return Server(router, self.handlers, self.upkeep, self.lifelines, self.bus, self.status, stops_when_lost)
+
+    def status(self) -> dict[str, Any]:
+        """`/status`, but for what the server knows. From the loop's thread."""
+        return {
+            "boot_id": self.boot_id,
+            "metrics_sample_rate": self.settings.metrics_sample_rate,
+            **loop_status(
+                self.cache, self._placement, self.devices, self.tickets, self.instances, self.workers, self.upkeep,
+                self.lifelines,
+                self._clock(),
+            ),
+            "instances": self.instances_status(),
+            "events": self.bus.status(),
+            **self.observability.status(),
+        }  # fmt: skip
+
+    def instances_status(self) -> list[dict[str, Any]]:
+        now, l0 = self._clock(), self.observability.block_lifecycle
+        return [
+            instance_status(instance, self.devices, l0.status(instance.instance_id), now)
+            for instance in self.instances.by_id.values()
+        ]

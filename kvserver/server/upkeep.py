@@ -1,0 +1,164 @@
+"""What a turn of the loop does beside requests: it completes tickets, goes on with work that was left, keeps time, audits.
+
+Owns: the order of that work. Refuses to know: requests (`handlers`), the poll (`loop`). Runs in the loop's thread; nothing
+here blocks, but drain().
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvserver._native import Outcome
+from kvserver.cache import Cache
+from kvserver.copy import Completion, Devices, Tickets
+from kvserver.events import Bus, L1Cleared
+from kvserver.server.instances import Disconnect
+from kvserver.server.lifeline import Lifeline
+from kvserver.server.loads import Loads
+from kvserver.server.resync import Resync
+from kvserver.server.stores import Stores
+from kvserver.server.tickets import LoadTicket, MapTicket, StoreTicket, Ticket, UnmapTicket
+from kvserver.server.workers import Workers
+
+log = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 0.25  # without a message, before the accounting is audited
+_AUDIT_SECONDS = 10.0  # at most so often while messages come
+_AUDIT_CHUNKS = 4096  # counting more would hold up the loop
+
+
+@dataclass
+class Upkeep:
+    cache: Cache
+    devices: Devices
+    tickets: Tickets[Ticket]
+    stores: Stores
+    loads: Loads
+    workers: Workers
+    resync: Resync
+    clock: Callable[[], float]
+    bus: Bus
+    audits: int = 0  # of the accounting
+    unbalanced: int = 0  # audits that failed
+    _logged_loss: str = ""
+    _work_left: bool = False  # the last step() left something to do
+    _audited: bool = False  # since the last message
+    _audit_after: float = 0.0
+
+    @property
+    def lost_device(self) -> str:
+        """Why nothing can be copied any more; empty while it can."""
+        return self.devices.lost
+
+    # ---- completions --------------------------------------------------------------------------
+
+    @property
+    def completion_fds(self) -> list[int]:
+        """Readable when tickets have completed."""
+        return self.tickets.completion_fds
+
+    def complete_tickets(self) -> None:
+        """Complete every ticket whose copy or mapping has ended. Never raises: a fault in one ticket stops no other."""
+        self._log_loss()
+        for ticket, completion in self.tickets.drain_completions():
+            try:
+                self._complete(ticket, completion)
+            except Exception:
+                log.exception("internal error while completing a %s", type(ticket).__name__)
+
+    def _log_loss(self) -> None:
+        lost = self.devices.lost
+        if lost and lost != self._logged_loss:
+            log.critical("the device is lost: %s; no lookup hits from now on, restart this daemon", lost)
+        self._logged_loss = lost
+
+    def _complete(self, ticket: Ticket, completion: Completion) -> None:
+        if isinstance(ticket, UnmapTicket):
+            self.workers.unmapped(ticket, completion)
+            return
+        worker = ticket.worker
+        worker.tickets.discard(completion.number)
+        match ticket:
+            case MapTicket():
+                self.workers.mapped(ticket, completion)
+            case StoreTicket():
+                self.stores.ended(ticket, completion)
+            case LoadTicket():
+                self.loads.ended(ticket, completion)
+        if completion.outcome == Outcome.MEMORY_LOST:
+            log.warning("worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what)
+            self.workers.close_worker(worker, Disconnect.DIED)
+        self.workers.unmap_if_idle(worker)
+
+    def lifeline_ended(self, lifeline: Lifeline) -> None:
+        """Its connection was closed: the worker's process died, or ended it."""
+        self.workers.lifeline_ended(lifeline)
+
+    # ---- time ---------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Once a second or so: expire leases and departed instances, close silent connections, note what has been pinned."""
+        self.devices.update_pinned_pages(self.cache.pool)
+        self.workers.tick()
+        self.cache.expire_leases(self.clock())
+
+    def step(self) -> bool:
+        """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
+        more = self.cache.step() | self.resync.step()
+        for worker in self.stores.step():
+            self.workers.unmap_if_idle(worker)
+        self._work_left = more or self.stores.waiting > 0
+        return self._work_left
+
+    def clear_l1(self, base: bytes = b"") -> int:
+        """Remove all chunks of the namespaces whose id begins with `base`; returns their number."""
+        chunks = self.cache.clear_namespaces(base)
+        self.bus.publish(L1Cleared(int(self.clock() * 1e9), base, chunks))
+        log.info("%d chunks cleared from L1", chunks)
+        return chunks
+
+    # ---- accounting ---------------------------------------------------------------------------
+
+    def audit_if_quiet(self, waited_seconds: float, idle: bool) -> None:
+        """Audit once after each activity, and now and then beside engines that send something every second."""
+        self._audited = self._audited and idle
+        if self._audited or waited_seconds < _QUIET_SECONDS or not (idle or time.monotonic() >= self._audit_after):
+            return
+        self._audited = True  # also if it fails: not again in each idle turn
+        try:
+            self._audited = self.audit_if_idle()
+        except AssertionError as error:  # a bug of ours, but no reason to end engines' cache
+            self.unbalanced += 1
+            log.critical("the daemon's accounting does not balance, which is a bug: %s", error)
+        if self._audited:
+            self.audits += 1
+            self._audit_after = time.monotonic() + _AUDIT_SECONDS
+
+    def audit_if_idle(self) -> bool:
+        """Assert the accounting when nothing is in flight and L1 is small enough to count; True if it was asserted.
+
+        REQUIRES: step() was the last call.
+        """
+        if self._work_left or self.tickets.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
+            return False
+        self.cache.audit()
+        assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
+        self.workers.audit()
+        return True
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def drain(self, deadline_seconds: float = 5.0) -> bool:
+        """End every copy before memory goes away: cancelled ones stop at their next block. False if some did not."""
+        deadline = time.monotonic() + deadline_seconds
+        self.workers.close_all(Disconnect.STOPPED)
+        while (self.tickets.open_tickets or self.stores.waiting) and time.monotonic() < deadline:
+            self.complete_tickets()
+            self.step()
+            time.sleep(0.001)
+        if self.tickets.open_tickets:
+            log.error("%d copies did not end within %.0f s", self.tickets.open_tickets, deadline_seconds)
+        return self.tickets.open_tickets == 0
