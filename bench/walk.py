@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
 NATIVE = "_native"
-SETTLE_SECONDS = 0.12  # until the events of an operation were handled; an idle daemon audits after 0.25 s
+HANDLED_SECONDS = 0.12  # until the events of an operation were handled; an idle daemon audits after 0.25 s
 COPYING_THREADS = "submit_copy"  # the native call that hands a copy to them; the end returns through an eventfd
 
 
@@ -185,12 +185,12 @@ def drive(endpoint: str, folder: Path, rounds: int) -> Windows:
 
     def step() -> None:
         engine.step()
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(HANDLED_SECONDS)
 
     def second_half(plan: Any) -> None:
         """The scheduler's part of the step is done, and its reports are sent: the rest is the end of the store."""
         engine.before_step = lambda plan: None
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(HANDLED_SECONDS)
         engine.after_step = lambda plan: rest.__exit__(None, None, None)
         rest.__enter__()
 
@@ -225,10 +225,10 @@ def drive(endpoint: str, folder: Path, rounds: int) -> Windows:
         parameters = SamplingParams(max_tokens=1)
         prompt = [next(tokens) % 1000 for _ in range(5 * BLOCK)]
         request = Request(f"looked up {number}", prompt, parameters, None, block_hasher=engine._hasher)
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(HANDLED_SECONDS)
         with windows.open("lookup"):
             connector.on_new_request(request)
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(HANDLED_SECONDS)
             found = connector.get_num_new_matched_tokens(request, 0)
         assert found == (0, False), found
         connector.request_finished(request, [])
