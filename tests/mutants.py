@@ -987,7 +987,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "loads of a step with a fault are not answered for",
-        CONNECTOR, "KVServerConnector.start_load_kv", "self.worker.answer_for_loads(plan)", "pass",
+        CONNECTOR, "KVServerConnector.start_load_kv", "worker.answer_for_loads(plan)", "pass",
         ("adapters/test_refusals.py::test_a_fault_before_a_load_begins_fails_that_load_and_no_other",),
     ),
     # ---- whether the cache is on --------------------------------------------------------------

@@ -3,6 +3,6 @@
 `link` keeps the connection to the daemon in a thread of its own. `planes` and `memory` turn tensors into planes and
 registered memory, which `host_memory` or `cuda_memory` (with `cuda_driver`) hand over by the contract in `exporter`.
 `specs` describe one load and one store; `send_queue` sends their messages once the engine's own work on the blocks is
-done; `copies` is the state word of a copy in flight, and `endings` what follows from it. `cache_status` is whether an
+done; `copies` is the state word of a copy in flight, and `endings` what follows from it; `faults` are exceptions that are kept from the engine. `cache_status` is whether an
 engine has its cache, and why not.
 """

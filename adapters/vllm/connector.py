@@ -7,14 +7,15 @@ decided. For vLLM 0.27.1 and later.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from kvserver.adapters.common.cache_status import SCHEDULER, STARTING, CacheStatus
 from kvserver.adapters.common.exporter import CannotShare, MakeExporter
+from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.planes import UnsupportedLayout
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
@@ -54,25 +55,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvserver")
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
-def fenced(default: Any = None) -> Callable[[F], F]:
+def fenced(default: Any = None, half: str = "") -> Callable[[Callable[..., R]], Callable[..., R]]:
     """An exception in the method is counted, logged once per place and kind, and the method returns `default`.
 
-    Every method of vLLM's interface is fenced or cannot raise: one that raises ends the engine.
+    Every method of vLLM's interface is fenced or cannot raise: one that raises ends the engine. A method of one `half`,
+    "scheduler" or "worker", receives it as its first argument; without that half it returns `default`.
     """
 
-    def decorate(method: F) -> F:
+    def decorate(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
         def call(self: KVServerConnector, *args: Any, **kwargs: Any) -> Any:
             try:
-                return method(self, *args, **kwargs)
+                if not half:
+                    return method(self, *args, **kwargs)
+                if (found := getattr(self, half)) is not None:
+                    return method(self, found, *args, **kwargs)
             except Exception as error:
-                self._fault(method.__name__, error)
-                return default() if callable(default) else default
+                self.faults.count(method.__name__, error)
+            return default() if callable(default) else default
 
-        return call  # type: ignore[return-value]
+        if half:
+            own, _, *others = inspect.signature(method).parameters.values()
+            call.__signature__ = inspect.Signature([own, *others])  # type: ignore[attr-defined]
+        return call
 
     return decorate
 
@@ -87,7 +95,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.errors: Counter[str] = Counter()
+        self.faults = Faults()
+        self.errors = self.faults.counts
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self._settings = AdapterSettings()
@@ -107,13 +116,6 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._off: CacheStatus | None = CacheStatus("setup_failed", "see the engine's log")  # why there is no link
         self._set_up(role)
 
-    def _fault(self, where: str, error: Exception) -> None:
-        """REQUIRES: called while `error` is handled."""
-        kind = f"{where}: {type(error).__name__}"
-        self.errors[kind] += 1
-        if self.errors[kind] == 1:
-            log.exception("kvserver connector: a fault in %s; further ones are only counted", where)
-
     @fenced()
     def _set_up(self, role: KVConnectorRole) -> None:
         transfer = self._config.kv_transfer_config
@@ -125,7 +127,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if hasattr(config, "kv_load_failure_policy"):
                 config.kv_load_failure_policy = self._settings.load_failure_policy
         if role == KVConnectorRole.WORKER:
-            self.worker = WorkerHalf(self._settings, DirectSendQueue(), self._fault)
+            self.worker = WorkerHalf(self._settings, DirectSendQueue(), self.faults)
         if self._refusal is not None:
             self._runs_without("unsupported", self._refusal)
         elif role == KVConnectorRole.WORKER:
@@ -144,7 +146,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         link = Link(self._settings.endpoint, "scheduler")
         link.start(self._settings.connect_timeout_ms / 1000)
-        return SchedulerHalf(self._settings, link, facts, self._fault)
+        return SchedulerHalf(self._settings, link, facts, self.faults.count)
 
     def _model_name(self) -> str:
         return served_name(self._config.model_config)
@@ -167,7 +169,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         self._registration = registration
         link, rank = made
-        self.worker = WorkerHalf(self._settings, self.make_send_queue(), self._fault, rank, link)
+        self.worker = WorkerHalf(self._settings, self.make_send_queue(), self.faults, rank, link)
         self._off = None
         link.start(self._settings.connect_timeout_ms / 1000)
 
@@ -211,21 +213,19 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.worker.attach(made[0])
             made[0].start(self._settings.connect_timeout_ms / 1000)
 
-    @fenced()
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self.worker is not None and isinstance(kv_connector_metadata, StepPlan):
-            self.worker.end_overwritten_stores(kv_connector_metadata)
+    @fenced(half="worker")
+    def handle_preemptions(self, worker: WorkerHalf, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, StepPlan):
+            worker.end_overwritten_stores(kv_connector_metadata)
 
-    @fenced()
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        if self.worker is None:
-            return
+    @fenced(half="worker")
+    def start_load_kv(self, worker: WorkerHalf, forward_context: ForwardContext, **kwargs: Any) -> None:
         plan = self._plan()
         self._has_computed |= not plan.idle
         try:
-            self.worker.start_loads(plan)
+            worker.start_loads(plan)
         finally:
-            self.worker.answer_for_loads(plan)
+            worker.answer_for_loads(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -233,15 +233,13 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         return
 
-    @fenced()
-    def wait_for_save(self) -> None:
-        if self.worker is None:
-            return
+    @fenced(half="worker")
+    def wait_for_save(self, worker: WorkerHalf) -> None:
         plan = self._plan()
         try:
-            self.worker.start_stores(plan)
+            worker.start_stores(plan)
         finally:
-            self.worker.answer_for_stores(plan)
+            worker.answer_for_stores(plan)
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()
@@ -255,23 +253,19 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         finished, failed = self._finished()
         return TransferResults(finished_recving=finished, failed_recving=failed)
 
-    @fenced(lambda: (set(), set()))
-    def _finished(self) -> tuple[set[str], set[str]]:
-        if self.worker is None:
-            return set(), set()
-        try:
-            self.worker.poll(idle=self._plan().idle)
-        except Exception as error:
-            self._fault("poll", error)  # ended copies are reported all the same
-        return self.worker.take_finished()
+    @fenced(lambda: (set(), set()), "worker")
+    def _finished(self, worker: WorkerHalf) -> tuple[set[str], set[str]]:
+        with self.faults.guarded("poll"):  # ended copies are reported all the same
+            worker.poll(idle=self._plan().idle)
+        return worker.take_finished()
 
-    @fenced(set)
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_invalid_blocks() if self.worker is not None else set()
+    @fenced(set, "worker")
+    def get_block_ids_with_load_errors(self, worker: WorkerHalf) -> set[int]:
+        return worker.take_invalid_blocks()
 
-    @fenced()
-    def build_connector_worker_meta(self) -> StepReport | None:
-        return self.worker.take_report() if self.worker is not None else None
+    @fenced(half="worker")
+    def build_connector_worker_meta(self, worker: WorkerHalf) -> StepReport | None:
+        return worker.take_report()
 
     # ---- statistics: of either half, and in vLLM's front end ---------------------------------
 
@@ -296,60 +290,56 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ---- scheduler side -----------------------------------------------------------------------
 
-    @fenced()
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        if self.scheduler is None:
-            return
+    @fenced(half="scheduler")
+    def bind_gpu_block_pool(self, scheduler: SchedulerHalf, gpu_block_pool: BlockPool) -> None:
         if self._settings.load_failure_policy == "recompute" and fails_requests():
-            half, self.scheduler = self.scheduler, None
+            self.scheduler = None
             self._runs_without(
                 "unsupported",
                 "a failed load would end its request, and the kv_transfer_config that sets this cannot be changed from here; set its "
                 'kv_load_failure_policy to "recompute"',
             )
-            half.shut()
-            return
-        self.scheduler.bind_pool(gpu_block_pool)
+            scheduler.shut()
+        else:
+            scheduler.bind_pool(gpu_block_pool)
 
-    @fenced()
-    def on_new_request(self, request: Request) -> None:
-        if self.scheduler is not None:
-            self.scheduler.new_request(request)
+    @fenced(half="scheduler")
+    def on_new_request(self, scheduler: SchedulerHalf, request: Request) -> None:
+        scheduler.new_request(request)
 
-    @fenced((0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self.scheduler is None:
-            return 0, False
-        return self.scheduler.matched_tokens(request, num_computed_tokens)
+    @fenced((0, False), "scheduler")
+    def get_num_new_matched_tokens(
+        self, scheduler: SchedulerHalf, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return scheduler.matched_tokens(request, num_computed_tokens)
 
-    @fenced()
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if self.scheduler is not None:
-            self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+    @fenced(half="scheduler")
+    def update_state_after_alloc(
+        self, scheduler: SchedulerHalf, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @fenced(StepPlan)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._stepped = True
+        idle = scheduler_output.total_num_scheduled_tokens == 0
         if self.scheduler is None:
-            return StepPlan(idle=scheduler_output.total_num_scheduled_tokens == 0)
-        self._plan_stores(scheduler_output)
-        return self.scheduler.take_plan(idle=scheduler_output.total_num_scheduled_tokens == 0)
-
-    @fenced()
-    def _plan_stores(self, scheduler_output: SchedulerOutput) -> None:
-        if self.scheduler is not None:
+            return StepPlan(idle=idle)
+        with self.faults.guarded("_plan_stores"):
             self.scheduler.plan_step(scheduler_output)
+        return self.scheduler.take_plan(idle)
 
-    @fenced()
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    @fenced(half="scheduler")
+    def update_connector_output(self, scheduler: SchedulerHalf, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
-        if self.scheduler is not None and isinstance(report, StepReport):
-            self.scheduler.worker_report(report)
+        if isinstance(report, StepReport):
+            scheduler.worker_report(report)
 
-    @fenced((False, None))
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self.scheduler is not None:
-            self.scheduler.request_finished(request)
+    @fenced((False, None), "scheduler")
+    def request_finished(
+        self, scheduler: SchedulerHalf, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        scheduler.request_finished(request)
         return False, None
 
     def request_finished_all_groups(
@@ -368,16 +358,12 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         return self.scheduler.reset_cache() if self.scheduler is not None else True
 
-    @fenced(tuple)
-    def take_events(self) -> Iterable[KVCacheEvent]:
+    @fenced(tuple, "scheduler")
+    def take_events(self, scheduler: SchedulerHalf) -> Iterable[KVCacheEvent]:
         """vLLM calls it once in each step, after it has processed the step's outputs."""
-        if self.scheduler is None:
-            return ()
-        try:
-            self.scheduler.step_ended()
-        except Exception as error:
-            self._fault("the end of a step", error)
-        return self.scheduler.drain_events()
+        with self.faults.guarded("the end of a step"):
+            scheduler.step_ended()
+        return scheduler.drain_events()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         """Workers send none; vLLM's own raises for pipeline parallel."""

@@ -13,17 +13,17 @@ plan is answered for, each copy in flight is checked. A fault in one copy is tha
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.endings import Action, load_action, store_action
+from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Link, Session
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
@@ -56,19 +56,16 @@ class WorkerHalf:
         self,
         settings: AdapterSettings,
         send_queue: SendQueue,
-        fault: Callable[[str, Exception], None],
+        faults: Faults,
         rank: Rank = Rank(),
         link: Link | None = None,
     ) -> None:
-        """`link` is None when this worker runs without cache; it still reports the end of every load it is given.
-
-        `fault` counts and logs an exception: (where, which).
-        """
+        """`link` is None when this worker runs without cache; it still reports the end of every load it is given."""
         self.counters: Counter[str] = Counter()
         self.stats = KVServerStats()
         self._settings = settings
         self._send_queue = send_queue
-        self._fault = fault
+        self._faults = faults
         self._rank = rank
         self._link = link
         self._leaving: list[Link] = []  # after detach(), until the server has closed its mappings
@@ -93,7 +90,7 @@ class WorkerHalf:
         finally:
             # Cancelling needs the state words only. A store that went on would publish what this step's forward writes.
             for copy in waiting:
-                with self._guarded("cancelling a store"):
+                with self._faults.guarded("cancelling a store"):
                     self.counters["stores_cancelled_for_reuse"] += copy.cancel()
 
     def _wait_for(self, stores: list[Copy]) -> None:
@@ -109,7 +106,7 @@ class WorkerHalf:
     def start_loads(self, plan: StepPlan) -> None:
         for load_id in plan.abort_loads:
             if (aborted := self._copies.get(load_id)) is not None:
-                with self._guarded("aborting a load"):
+                with self._faults.guarded("aborting a load"):
                     aborted.cancel()
         for load in plan.loads:
             if load.keys:
@@ -119,7 +116,7 @@ class WorkerHalf:
         """Fail the loads of this step that start_loads did not begin: their requests wait for them."""
         for load in plan.loads:
             if load.load_id not in self._copies:
-                with self._guarded("failing a load"):
+                with self._faults.guarded("failing a load"):
                     self._load_failed(load)
 
     def start_stores(self, plan: StepPlan) -> None:
@@ -140,7 +137,7 @@ class WorkerHalf:
 
     def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> None:
         """Arm a word and send. If that fails, there is no copy in flight, and the caller must report the end all the same."""
-        with self._guarded(f"beginning of a {_kind(spec)}"):
+        with self._faults.guarded(f"beginning of a {_kind(spec)}"):
             session = self._usable()
             if session is None or session.words is None or not self._free_words:
                 self.counters["unsent"] += 1
@@ -159,7 +156,7 @@ class WorkerHalf:
         try:
             return self._send_queue.post(self._message(copy))
         except Exception as error:
-            self._fault(f"beginning of a {_kind(copy.spec)}", error)
+            self._faults.count(f"beginning of a {_kind(copy.spec)}", error)
             return not copy.move(State.PENDING, State.CANCELLED)  # the message was sent all the same, and the copy runs
 
     def _message(self, copy: Copy) -> Message:
@@ -186,14 +183,14 @@ class WorkerHalf:
         """Check every copy in flight. A fault in one copy or in the link keeps no other copy from its end."""
         if not self._copies:
             return
-        with self._guarded("receiving answers"):
+        with self._faults.guarded("receiving answers"):
             self._usable()
             self._receive()
             if idle:
                 self._wait_idle()
         now = time.monotonic()
         for copy in list(self._copies.values()):
-            with self._guarded(_looking(copy)):
+            with self._faults.guarded(_looking(copy)):
                 self._act(copy, self._look(copy, now))
 
     def _wait_idle(self) -> None:
@@ -212,7 +209,7 @@ class WorkerHalf:
                 action = self._action(copy, copy.state(), now, timed_out=True)
             return action
         except Exception as error:
-            self._fault(_looking(copy), error)
+            self._faults.count(_looking(copy), error)
             return self._action(copy, State.RUNNING, now, timed_out=True)
 
     def _action(self, copy: Copy, state: State, now: float, timed_out: bool) -> Action:
@@ -291,7 +288,7 @@ class WorkerHalf:
         if self._session is None or self._link is None:
             return
         for sequence, answer in self._send_queue.receive():
-            with self._guarded("an answer"):
+            with self._faults.guarded("an answer"):
                 self._answered(self._copies.get(sequence), answer)
 
     def _answered(self, copy: Copy | None, answer: Reply | NotSent) -> None:
@@ -316,7 +313,7 @@ class WorkerHalf:
     def _not_sent(self, answer: NotSent) -> None:
         self.counters[f"not_sent_{answer.reason}"] += 1
         if answer.error is not None:
-            with self._guarded("waiting for the engine's own work"):
+            with self._faults.guarded("waiting for the engine's own work"):
                 raise answer.error
 
     def _refused(self, error: Error) -> None:
@@ -355,14 +352,14 @@ class WorkerHalf:
         not, the memory may be freed unless a load may still write. May be called again.
         """
         for copy in self._copies.values():
-            with self._guarded("cancelling a copy"):
+            with self._faults.guarded("cancelling a copy"):
                 copy.cancel()
         if self._link is not None:
             self._leaving.append(self._link)
             self._link = None
         deadline = time.monotonic() + seconds
         for link in list(self._leaving):
-            with self._guarded("ending the connection"):
+            with self._faults.guarded("ending the connection"):
                 if link.stop(max(0, deadline - time.monotonic())):
                     self._leaving.remove(link)
         self._adopt(None)
@@ -386,14 +383,6 @@ class WorkerHalf:
             self._send_queue.close()
 
     # ---- inside -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _guarded(self, where: str) -> Iterator[None]:
-        """A fault in the block is counted and logged, and the caller goes on."""
-        try:
-            yield
-        except Exception as error:
-            self._fault(where, error)
 
     def _usable(self) -> Session | None:
         """The session to send to; adopts a new one when the link has it."""

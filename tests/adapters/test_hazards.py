@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.vllm import support
@@ -16,14 +17,14 @@ from kvserver._native import pack_blocks
 @pytest.mark.parametrize("fails_requests", [False, True])
 def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests, monkeypatch):
     """Its blocks before 0.30, since then the request. Either way the request's load is over, once."""
-    faults = []
+    faults = Faults()
     if not fails_requests:
         monkeypatch.setattr(support, "TransferResults", None)
-    worker = WorkerHalf(AdapterSettings(), DirectSendQueue(), lambda *fault: faults.append(fault))
+    worker = WorkerHalf(AdapterSettings(), DirectSendQueue(), faults)
     plan = StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, pack_blocks([5, 6, 7, 8]), 0)])
     worker.start_loads(plan)
     worker.answer_for_loads(plan)
     assert worker.take_finished() == ({"r"}, {"r"} if fails_requests else set())
     assert worker.take_invalid_blocks() == (set() if fails_requests else {5, 6, 7, 8})
     assert worker.take_finished() == (set(), set())
-    assert faults == []
+    assert not faults.counts
