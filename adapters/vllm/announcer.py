@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from kvserver.adapters.common.announced import AnnouncedBlocks
 from kvserver.adapters.common.dispatcher import Dispatcher
-from kvserver.adapters.vllm.announced import AnnouncedBlocks
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.facts import EngineFacts, hash_form
 from vllm.distributed.kv_events import BlockRemoved, BlockStored

@@ -168,7 +168,7 @@ class PoolHook:
         for block in self._pool.blocks if self._pool is not None else ():
             number = block.block_id
             owners = block.ref_cnt - self._pins[number] if self._pins else block.ref_cnt
-            if number != NULL_BLOCK and (owners > 0 or _holds_content(block)):
+            if number != NULL_BLOCK and (owners > 0 or block.block_hash is not None):
                 found.append(_PRESENT | number)
                 found.extend([_OWNED | number] * owners)
         return found
@@ -234,7 +234,7 @@ class PoolHook:
 
     def on_block_evicted(self, block: KVCacheBlock) -> None:
         """vLLM also calls it for every block that it allocates: a block without content is recycled, not evicted."""
-        if getattr(block, "block_hash", True) is not None:  # _holds_content(), without the call
+        if block.block_hash is not None:
             now = self._clock()
             if now >= self._next_mark:
                 self._mark(now)
@@ -251,8 +251,3 @@ class PoolHook:
         self._append(_CLEARED)
         if self._inner is not None:
             self._inner.reset()
-
-
-def _holds_content(block: KVCacheBlock) -> bool:
-    """Whether the block has a hash; assumed where a vLLM names the field differently."""
-    return getattr(block, "block_hash", True) is not None

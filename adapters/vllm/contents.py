@@ -25,7 +25,6 @@ log = logging.getLogger("vllm.kvserver")
 _HASH_BYTES = range(8, 33)
 _LONGEST_NAME = 512  # as the protocol has it
 _MOST_EXTRA_KEYS = 1 << 20  # bytes in one message
-_extra_keys_of = getattr(kv_cache_utils, "generate_block_hash_extra_keys", None)
 _as_published = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # older ones publish what they hash
 _encoder = msgspec.msgpack.Encoder()
 
@@ -49,13 +48,13 @@ class Contents:
                 log.warning("no KV event names some chunks, since their contents cannot be described: %r", error)
             return None
 
-    def _describe(self, request: Request, first: int, last: int) -> ChunkContents:
+    def _describe(self, request: Any, first: int, last: int) -> ChunkContents:
         """The contents of blocks [first, last)."""
         block_tokens = self._chunks.block_tokens
-        if getattr(request, "prompt_embeds", None) is not None:
+        if request.prompt_embeds is not None:
             raise CannotDescribe("a prompt of embeddings has no token ids")
         hashes = self._chunks.block_hashes(request, first, last)
-        lora_name = str(getattr(getattr(request, "lora_request", None), "lora_name", ""))
+        lora_name = request.lora_request.lora_name if request.lora_request is not None else ""
         if len(hashes[0]) not in _HASH_BYTES or len(lora_name) > _LONGEST_NAME:
             raise CannotDescribe(f"hashes of {len(hashes[0])} bytes, LoRA {lora_name[:50]!r}")
         tokens = array("I", request.all_token_ids[first * block_tokens : last * block_tokens])
@@ -70,14 +69,13 @@ class Contents:
 
     def _extra_keys(self, request: Any, first: int, last: int) -> bytes:
         """What the hashes cover besides tokens, block by block."""
-        covered = [getattr(request, name, None) for name in ("lora_request", "mm_features", "cache_salt")]
-        if not any(covered) or _extra_keys_of is None:
+        if not (request.lora_request or request.mm_features or request.cache_salt):
             return b""
         block_tokens = self._chunks.block_tokens
         found: list[Any] = []
         item = 0  # of the multimodal ones
         for start in range(first * block_tokens, last * block_tokens, block_tokens):
-            keys, item = _extra_keys_of(request, start, start + block_tokens, item)
+            keys, item = kv_cache_utils.generate_block_hash_extra_keys(request, start, start + block_tokens, item)
             found.append(keys)
         if not any(found):
             return b""

@@ -22,6 +22,7 @@ from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.lookups import Lookups
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.common.speed import PrefillSpeed
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
@@ -33,7 +34,6 @@ from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.requests import Requests, RequestState, Tables, tables_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
-from kvserver.adapters.vllm.speed import PrefillSpeed
 from kvserver.adapters.vllm.variants import Variants
 
 from kvserver._native import pack_blocks
@@ -197,7 +197,6 @@ class SchedulerHalf:
         self._guarded("sources of a prompt", self._sources.placed, request, external_tokens)
         state = self._requests.get(request.request_id)
         if state is not None:
-            state.tables = [list(table) for table in tables]
             state.admitted = True
         if external_tokens <= 0:
             return

@@ -9,14 +9,14 @@ Unlike vLLM's, tokens of a load that failed count as computed: they were.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """The fields of EndRequest with the same names."""
 
@@ -29,11 +29,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class _Account:
-    prompt: int = 0
-    local: int = 0
-    loaded: int = 0
-    loads: int = 0
-    failed: int = 0
+    prompt: Prompt = field(default_factory=Prompt)
     asked: int | None = None  # local tokens in vLLM's query, until vLLM places the request
     loading: int | None = None  # tokens of the prompt that the load under way brings, if it ends well
 
@@ -53,16 +49,17 @@ class Sources:
         account = self._accounts.get(request.request_id)
         if account is None:
             return
+        prompt = account.prompt
         if account.loading is not None:
-            account.loads += 1
-            account.loaded += account.loading
+            prompt.loads += 1
+            prompt.loaded_tokens += account.loading
             account.loading = None
         brings = 0
         if account.asked is not None and request.num_preemptions <= 0:
-            account.prompt = request.num_prompt_tokens
-            account.local = min(account.asked, account.prompt)
-            account.loaded = 0
-            brings = min(external_tokens, account.prompt - account.local)
+            prompt.prompt_tokens = request.num_prompt_tokens
+            prompt.local_tokens = min(account.asked, prompt.prompt_tokens)
+            prompt.loaded_tokens = 0
+            brings = min(external_tokens, prompt.prompt_tokens - prompt.local_tokens)
         account.asked = None
         if external_tokens > 0:
             account.loading = brings
@@ -71,18 +68,13 @@ class Sources:
         """The load failed on one rank; other ranks may report the same later."""
         account = self._accounts.get(request_id)
         if account is not None and account.loading is not None:
-            account.loads += 1
-            account.failed += 1
+            account.prompt.loads += 1
+            account.prompt.failed_loads += 1
             account.loading = None
 
     def ended(self, request: Request) -> Prompt:
-        account = self._accounts.pop(request.request_id, None)
-        if account is None:
-            return Prompt()
-        found = Prompt(account.prompt, account.local, account.loaded, account.loads, account.failed)
-        return found if _has_output(request) else replace(found, prompt_tokens=0, local_tokens=0, loaded_tokens=0)
-
-
-def _has_output(request: Request) -> bool:
-    """vLLM counts the prefill with the first output; before 0.28 only after it ended the request."""
-    return request.num_output_tokens > 0 or getattr(request, "prefill_stats", request) is None
+        """vLLM counts the prefill with the first output; before 0.28 only after it ended the request."""
+        found = self._accounts.pop(request.request_id, _Account()).prompt
+        if request.num_output_tokens > 0 or request.prefill_stats is None:
+            return found
+        return replace(found, prompt_tokens=0, local_tokens=0, loaded_tokens=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.vllm.speed import FLOOR_TOKENS, PrefillSpeed
+from kvserver.adapters.common.speed import FLOOR_TOKENS, PrefillSpeed
 
 
 def test_the_speed_is_that_of_the_latest_steps_smoothed():

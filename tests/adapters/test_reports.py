@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kvserver.adapters.vllm.speed import FLOOR_TOKENS
+from kvserver.adapters.common.speed import FLOOR_TOKENS
 from modelless import Engine, prompt
 from replay import Churn, Replay, timed
 from support.daemon import Daemon, wait_until

@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 from kvserver.adapters.common.introduction import Introduction
+from kvserver.adapters.common.speed import PrefillSpeed
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.notices import Notices
-from kvserver.adapters.vllm.speed import PrefillSpeed
 from modelless import Engine, prompt
 from support.daemon import wait_until
 
