@@ -53,8 +53,8 @@ class Served:
         raise RuntimeError("L1 was not pinned")
 
     def _unpinned_bytes(self) -> int:
-        (gpu,) = self.worker.client.ask(Status(), StatusReply).status["gpus"]
-        return int(gpu["store"]["unpinned_bytes"])
+        (gpu,) = self.worker.client.ask(Status(), StatusReply).status.gpus
+        return gpu.store.unpinned_bytes
 
     def store(self) -> float:
         """GB/s, from the send to the reply. The chunks of the store before are forgotten first."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from kvserver import __version__
 from kvserver.cache import Cache
@@ -26,7 +28,7 @@ from kvserver.kv_events import (
     make_publisher,
     publisher_families,
 )
-from kvserver.protocol import PROTOCOL_VERSION, HelloReply
+from kvserver.protocol import PROTOCOL_VERSION, DaemonStatus, HelloReply, InstanceStatus, KVEventsStatus, OtlpStatus
 from kvserver.routing import make_index
 from kvserver.server import (
     Copies,
@@ -45,7 +47,7 @@ from kvserver.server import (
     instance_status,
     loop_status,
 )
-from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, Kind, all_families
+from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, RpcCounts, all_families
 
 if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
@@ -88,41 +90,15 @@ class Observability:
             subscribers.append(self.traces)
         self.bus = Bus(subscribers, idle=self.observers.tick)
 
-    def families(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
+    def families(self, status: DaemonStatus, rpc: RpcCounts) -> list[Family]:
         """All metric families of the daemon. From any thread."""
         more = [
             family
-            for each in (self.block_lifecycle, self.chunk_lifecycle, self.hub, self.observers, self.index)
+            for each in (self.block_lifecycle, self.chunk_lifecycle, self.hub, self.index)
             for family in each.families()
         ]
         published = publisher_families(self.publisher.status() if self.publisher is not None else None)
-        return all_families(status, rpc, [*more, *published, *self._otlp_families()])
-
-    def _otlp_families(self) -> list[Family]:
-        sent = Family(
-            "kvserver_otlp_sent",
-            "Exports of all metrics, and spans of traces, that the OTLP collector accepted, by signal.",
-            Kind.COUNTER,
-            ("signal",),
-        )
-        failed = Family(
-            "kvserver_otlp_failed",
-            "Exports of all metrics, and spans of traces, that did not reach the OTLP collector, by signal.",
-            Kind.COUNTER,
-            ("signal",),
-        )
-        for signal, sender in (("metrics", self._sender), ("traces", self.traces)):
-            became = sender.status() if sender is not None else {"sent": 0, "failed": 0}
-            sent.add(became["sent"], signal)
-            failed.add(became["failed"], signal)
-        traces = self.traces.status() if self.traces is not None else {"spans": 0, "forgotten": 0}
-        spans = Family("kvserver_trace_spans", "Spans of traced requests that ended.", Kind.COUNTER)
-        forgotten = Family(
-            "kvserver_trace_forgotten_requests",
-            "Traced requests that were forgotten before they ended: too many were open.",
-            Kind.COUNTER,
-        )
-        return [sent, failed, spans.add(traces["spans"]), forgotten.add(traces["forgotten"])]
+        return all_families(status, rpc, [*more, *published])
 
     @property
     def wants_contents(self) -> bool:
@@ -131,15 +107,11 @@ class Observability:
         observed = bool(settings.kv_events_endpoint or settings.kv_events_file) or self.observers.foreign
         return settings.kv_events == "on" or observed
 
-    def status(self) -> dict[str, Any]:
-        """The parts of `/status` about exporters and observers."""
-        found: dict[str, Any] = {
-            "kv_events": {**self.hub.status(), "observers": self.observers.status()},
-            "explain": self.explain.status(),
-        }
-        if self._sender is not None and self.traces is not None:
-            found |= {"otlp": self._sender.status(), "traces": self.traces.status()}
-        return found
+    def kv_events_status(self) -> KVEventsStatus:
+        return replace(self.hub.status(), observers=self.observers.status())
+
+    def otlp_status(self) -> OtlpStatus | UnsetType:
+        return self._sender.status() if self._sender is not None else UNSET
 
     def start(self, read: Callable[[], list[Family]]) -> None:
         """`read` returns the present families, from any thread; it may be slow."""
@@ -219,22 +191,27 @@ class Parts:
     def make_server(self, router: zmq.Socket[bytes], stops_when_lost: bool = False) -> Server:
         return Server(router, self.handlers, self.upkeep, self.lifelines, self.bus, self.status, stops_when_lost)
 
-    def status(self) -> dict[str, Any]:
-        """`/status`, but for what the server knows. From the loop's thread."""
-        return {
-            "boot_id": self.boot_id,
-            "metrics_sample_rate": self.settings.metrics_sample_rate,
-            **loop_status(
-                self.cache, self._placement, self.devices, self.tickets, self.instances, self.workers, self.upkeep,
-                self.lifelines,
-                self._clock(),
-            ),
-            "instances": self.instances_status(),
-            "events": self.bus.status(),
-            **self.observability.status(),
-        }  # fmt: skip
+    def status(self) -> DaemonStatus:
+        """`/status`, but for what the server and the pages know. From the loop's thread."""
+        observability = self.observability
+        of_loop = loop_status(
+            self.cache, self._placement, self.devices, self.tickets, self.instances, self.workers, self.upkeep,
+            self.lifelines,
+            self._clock(),
+        )  # fmt: skip
+        return replace(
+            of_loop,
+            boot_id=self.boot_id,
+            metrics_sample_rate=self.settings.metrics_sample_rate,
+            instances=self.instances_status(),
+            events=self.bus.status(),
+            kv_events=observability.kv_events_status(),
+            explain=observability.explain.status(),
+            otlp=observability.otlp_status(),
+            traces=observability.traces.status() if observability.traces is not None else UNSET,
+        )
 
-    def instances_status(self) -> list[dict[str, Any]]:
+    def instances_status(self) -> list[InstanceStatus]:
         now, l0 = self._clock(), self.observability.block_lifecycle
         return [
             instance_status(instance, self.devices, l0.status(instance.instance_id), now)

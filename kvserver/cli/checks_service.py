@@ -20,9 +20,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvserver import __version__
 from kvserver.cli.checks import Finding, Machine, ok, problem, warning
 from kvserver.config import Settings, bearer, read_token
+from kvserver.protocol import DaemonStatus
 from kvserver.protocol.client import Client, RequestFailed, has_listener
 
 OLDEST_VLLM = (0, 24)
@@ -136,12 +139,13 @@ def _who_serves(host: str, port: int, token: str) -> str:
     try:
         request = urllib.request.Request(f"http://{where}:{port}/status", headers=bearer(token))
         with urllib.request.urlopen(request, timeout=2) as answer:
-            return f", boot {json.load(answer)['boot_id']}"
+            boot_id = msgspec.json.decode(answer.read(), type=DaemonStatus).boot_id
+            return f", boot {boot_id}" if boot_id else ""
     except urllib.error.HTTPError as error:
         with error:
             ours = (error.headers.get("Server") or "").startswith("kvserver/")
             return f", which answers {error.code}: see --http-token-file" if ours else ""
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, msgspec.MsgspecError):
         return ""
 
 

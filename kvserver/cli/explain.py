@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     }
     path = "/explain?" + urlencode({name: value for name, value in query.items() if value is not None})
     try:
-        found = http_client.get(http_client.request_of(arguments, path))
+        found = http_client.get(http_client.request_of(arguments, path), dict[str, Any])
     except http_client.NoAnswer as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -10,10 +10,13 @@ import json
 import os
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from kvserver.config import bearer, read_token
 
+T = TypeVar("T")
 _ANSWER_SECONDS = 5
 
 
@@ -45,17 +48,16 @@ def request_of(arguments: argparse.Namespace, path: str) -> urllib.request.Reque
     return urllib.request.Request(f"http://{arguments.http_host}:{arguments.http_port}{path}", headers=headers)
 
 
-def get(request: urllib.request.Request) -> dict[str, Any]:
+def get(request: urllib.request.Request, form: type[T]) -> T:
     """The JSON of a page. NoAnswer if there is none."""
     url = request.full_url
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            return msgspec.json.decode(answer.read(), type=form)
     except urllib.error.HTTPError as error:
         with error:
             raise NoAnswer(f"{url} answers {error.code}: {_reason(error)}") from None
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (urllib.error.URLError, OSError, ValueError, msgspec.MsgspecError) as error:
         raise NoAnswer(f"no daemon answers at {url}: {error}; see --http-host and --http-port") from None
 
 

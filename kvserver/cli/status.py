@@ -13,8 +13,12 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET
+from msgspec.structs import asdict
+
 from kvserver.cli import http_client
 from kvserver.cli.terminal import columns, show
+from kvserver.protocol import DaemonStatus, GpuStatus, InstanceStatus, L1Status
 
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
@@ -72,37 +76,38 @@ def _seconds(text: str) -> float:
 
 def _look(request: urllib.request.Request, as_json: bool, indent: int | None = 2) -> tuple[str, int]:
     try:
-        status = http_client.get(request)
+        if as_json:  # also keys that this version does not know
+            return json.dumps(http_client.get(request, dict[str, Any]), indent=indent), 0
+        return table(http_client.get(request, DaemonStatus)), 0
     except http_client.NoAnswer as error:
         return str(error), error.exit_code
-    return json.dumps(status, indent=indent) if as_json else table(status), 0
 
 
-def table(status: dict[str, Any]) -> str:
+def table(status: DaemonStatus) -> str:
     """The state of the daemon, the use of L1, the instances and their benefit."""
-    l1, totals = status["l1"], status["totals"]
+    l1, totals = status.l1, status.totals
     lines = [
-        f"kvserver {status['version']}  {'ready' if status['ready'] else 'NOT READY'}  "
-        f"up {duration(status['uptime_seconds'])}  boot {status['boot_id']}",
-        f"L1     {bar(l1['used_bytes'], l1['size_bytes'])} {size(l1['used_bytes'])} of {size(l1['size_bytes'])}, "
-        f"{l1['chunks']} chunks, {l1['evictions']} evicted ({l1['policy']})",
-        _prompts(totals["prompt_tokens"]),
-        f"moved  {size(totals['stored_bytes'])} stored, {size(totals['loaded_bytes'])} loaded, "
-        f"{totals['failed_stores']} failed stores, {totals['failed_loads']} failed loads, {totals['errors']} errors",
+        f"kvserver {status.version}  {'ready' if status.ready else 'NOT READY'}  "
+        f"up {duration(status.uptime_seconds)}  boot {status.boot_id}",
+        f"L1     {bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}, "
+        f"{l1.chunks} chunks, {l1.evictions} evicted ({l1.policy})",
+        _prompts(totals.prompt_tokens),
+        f"moved  {size(totals.stored_bytes)} stored, {size(totals.loaded_bytes)} loaded, "
+        f"{totals.failed_stores} failed stores, {totals.failed_loads} failed loads, {totals.errors} errors",
     ]
-    lines += [_gpu(gpu, l1) for gpu in status["gpus"]]
-    if "stale_seconds" in status:
+    lines += [_gpu(gpu, l1) for gpu in status.gpus]
+    if status.stale_seconds is not UNSET:
         lines.append(
-            f"STALE  the event loop has not answered for {status['stale_seconds']:.1f} s; this is its last status"
+            f"STALE  the event loop has not answered for {status.stale_seconds:.1f} s; this is its last status"
         )
-    if unbalanced := status["books"]["unbalanced"]:
-        counts = ", ".join(f"{name} {count}" for name, count in status["books"].items() if name != "unbalanced")
+    if unbalanced := status.books.unbalanced:
+        counts = ", ".join(f"{name} {count}" for name, count in asdict(status.books).items() if name != "unbalanced")
         lines.append(
             f"AUDIT  the accounting did not balance in {unbalanced} audits, please report it with the log: {counts}"
         )
     lines.append("")
-    if status["instances"]:
-        sources = _sources(totals["prompt_tokens"])
+    if status.instances:
+        sources = _sources(totals.prompt_tokens)
         lines += columns(
             [
                 (
@@ -110,61 +115,61 @@ def table(status: dict[str, Any]) -> str:
                     *(_NAMES[source] for source in sources),
                     *("stored", "loaded", "failed", "seen"),
                 ),
-                *(_row(instance, sources) for instance in status["instances"]),
+                *(_row(instance, sources) for instance in status.instances),
             ]
         )
         lines += [
-            f"PRIVATE  {instance['instance_id']} shares KV with no other engine: {instance['private']}"
-            for instance in status["instances"]
-            if instance.get("private")
+            f"PRIVATE  {instance.instance_id} shares KV with no other engine: {instance.private}"
+            for instance in status.instances
+            if instance.private
         ]
     else:
         lines.append("no engine is connected")
     return "\n".join(lines)
 
 
-def _gpu(gpu: dict[str, Any], l1: dict[str, Any]) -> str:
+def _gpu(gpu: GpuStatus, l1: L1Status) -> str:
     """Mapped memory, bytes by way of copying, and the pinned share of L1."""
-    if gpu["lost"]:
-        return f"GPU    {gpu['device']} is LOST: {gpu['lost']}"
+    if gpu.lost:
+        return f"GPU    {gpu.device} is LOST: {gpu.lost}"
     ways = [
-        f"{done} {size(gpu[lane]['dma_bytes'])} by DMA, {size(gpu[lane]['staged_bytes'])} staged"
-        for lane, done in (("store", "stored"), ("load", "loaded"))
+        f"{done} {size(copied.dma_bytes)} by DMA, {size(copied.staged_bytes)} staged"
+        for done, copied in (("stored", gpu.store), ("loaded", gpu.load))
     ]
-    pinned = rate(l1["pinned_bytes"], l1["size_bytes"])
-    return f"GPU    {gpu['device']}: {size(gpu['mapped_bytes'])} mapped; {'; '.join(ways)}; L1 {pinned} pinned"
+    pinned = rate(l1.pinned_bytes, l1.size_bytes)
+    return f"GPU    {gpu.device}: {size(gpu.mapped_bytes)} mapped; {'; '.join(ways)}; L1 {pinned} pinned"
 
 
 def _sources(tokens: dict[str, int]) -> list[str]:
     """The sources of prompt tokens; L2 only if it supplied any."""
-    return [source for source in _NAMES if source != "l2" or tokens["l2"]]
+    return [source for source in _NAMES if source != "l2" or tokens.get("l2")]
 
 
 def _prompts(tokens: dict[str, int]) -> str:
     """The sources of prompt tokens. Tokens from L0 are no benefit of the daemon: the engines had them."""
     total = sum(tokens.values())
-    shares = ", ".join(f"{rate(tokens[source], total)} {_NAMES[source]}" for source in _sources(tokens))
+    shares = ", ".join(f"{rate(tokens.get(source, 0), total)} {_NAMES[source]}" for source in _sources(tokens))
     return f"prompts {total} tokens: {shares}" if total else "prompts none reported yet"
 
 
-def _row(instance: dict[str, Any], sources: Sequence[str]) -> tuple[str, ...]:
+def _row(instance: InstanceStatus, sources: Sequence[str]) -> tuple[str, ...]:
     """A row with shares of prompt tokens. WAITING: not all ranks are registered and agree, so the instance has no cache."""
-    counts, workers, load = instance["requests"], instance["workers"], instance["load"]
-    total = sum(counts["prompt_tokens"].values())
-    reported = load is not None and not load["stale"]
-    seen = max((worker["last_seen_seconds"] for worker in workers), default=0.0)
-    ranks = f"{len(workers)}/{instance['world_size']}"
+    counts, workers = instance.requests, instance.workers
+    load = None if instance.load is None or instance.load.stale else instance.load
+    total = sum(counts.prompt_tokens.values())
+    seen = max((worker.last_seen_seconds for worker in workers), default=0.0)
+    ranks = f"{len(workers)}/{instance.world_size}"
     return (
-        instance["instance_id"],
-        instance["model_name"],
-        ranks if instance["namespace"] else f"{ranks} WAITING",
-        str(load["running"]) if reported else "-",
-        str(load["waiting"]) if reported else "-",
+        instance.instance_id,
+        instance.model_name,
+        ranks if instance.namespace else f"{ranks} WAITING",
+        str(load.running) if load is not None else "-",
+        str(load.waiting) if load is not None else "-",
         str(total),
-        *(rate(counts["prompt_tokens"][source], total) for source in sources),
-        size(counts["stored_bytes"]),
-        size(counts["loaded_bytes"]),
-        str(counts["failed_stores"] + counts["failed_loads"]),
+        *(rate(counts.prompt_tokens.get(source, 0), total) for source in sources),
+        size(counts.stored_bytes),
+        size(counts.loaded_bytes),
+        str(counts.failed_stores + counts.failed_loads),
         f"{duration(seen)} ago",
     )
 

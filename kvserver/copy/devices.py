@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvserver._native import (
     CpuDevice,
@@ -34,7 +33,18 @@ from kvserver._native import (
 )
 from kvserver.cache import PagePool
 from kvserver.config import gpu_cpus, parse_gpus
-from kvserver.protocol import ConfigError, CudaIpc, CudaVmmFabric, CudaVmmFd, ErrorCode, KVServerError, Memory, SharedFd
+from kvserver.protocol import (
+    ConfigError,
+    CudaIpc,
+    CudaVmmFabric,
+    CudaVmmFd,
+    DirectionStatus,
+    ErrorCode,
+    GpuStatus,
+    KVServerError,
+    Memory,
+    SharedFd,
+)
 
 log = logging.getLogger(__name__)
 
@@ -211,20 +221,17 @@ class Devices:
 
     # ---- status ---------------------------------------------------------------------------------
 
-    def status(self) -> list[dict[str, Any]]:
-        return [self._gpu_status(device) for device in self.gpus.values()]
-
-    def _gpu_status(self, device: GpuDevice) -> dict[str, Any]:
-        ways = {}
-        for name, direction in (("store", Direction.STORE), ("load", Direction.LOAD)):
-            dma, staged, unpinned, staging = device.counts(direction)
-            ways[name] = {
-                "dma_bytes": dma,
-                "staged_bytes": staged,
-                "unpinned_bytes": unpinned,
-                "staging_bytes": staging,
-            }
-        return {"device": device.gpu.uuid, "lost": device.lost, "mapped_bytes": device.mapped_bytes, **ways}
+    def status(self) -> list[GpuStatus]:
+        return [
+            GpuStatus(
+                device=device.gpu.uuid,
+                lost=device.lost,
+                mapped_bytes=device.mapped_bytes,
+                store=DirectionStatus(*device.counts(Direction.STORE)),
+                load=DirectionStatus(*device.counts(Direction.LOAD)),
+            )
+            for device in self.gpus.values()
+        ]
 
 
 def _memlock() -> str:

@@ -29,7 +29,7 @@ from kvserver.events.types import (
     WorkerDisconnected,
     WorkerRegistered,
 )
-from kvserver.protocol import WAIT_SECONDS, Histogram
+from kvserver.protocol import WAIT_SECONDS, EventsStatus, Histogram, SubscriberStatus
 
 log = logging.getLogger(__name__)
 
@@ -93,20 +93,20 @@ class Bus(Runner[Event]):
         """Why events are no longer handled; empty while they are."""
         return f"the event thread handles no more events: {self.reason}" if self.reason else ""
 
-    def status(self) -> dict[str, Any]:
-        return {
-            "published": sum(self.published.values()),
-            "dropped": sum(self.dropped.values()),
-            "published_types": dict(self.published),
-            "dropped_types": dict(self.dropped),
-            "queue_depth": self.queued,
-            "lag_seconds": round(self.lag_seconds, 6),
-            "waits": self._waits.status(),
-            "subscribers": [
-                {"name": s.name, "errors": self.errors[s.name], "last_error": self._last_errors.get(s.name, "")}
+    def status(self) -> EventsStatus:
+        return EventsStatus(
+            published=sum(self.published.values()),
+            dropped=sum(self.dropped.values()),
+            published_types=dict(self.published),
+            dropped_types=dict(self.dropped),
+            queue_depth=self.queued,
+            lag_seconds=round(self.lag_seconds, 6),
+            waits=self._waits.snapshot(),
+            subscribers=[
+                SubscriberStatus(name=s.name, errors=self.errors[s.name], last_error=self._last_errors.get(s.name, ""))
                 for s in self.subscribers
             ],
-        }
+        )
 
     def close(self, seconds: float = 5.0) -> None:
         """Handle the queued events, for at most `seconds`, then close the subscribers in reverse order."""

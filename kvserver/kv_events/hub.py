@@ -41,7 +41,7 @@ from kvserver.kv_events.types import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, KVEventsStatus
 from kvserver.telemetry import Family, Kind
 
 _MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be
@@ -128,16 +128,16 @@ class Hub:
                     found += part
             return self._number, found
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> KVEventsStatus:
         """Read without the lock, as families(): the loop calls this and must not wait for a snapshot."""
-        return {
-            "events": self._number,
-            "chunks": self._chunks,
-            "described_chunks": self._described,
-            "state_bytes": self._bytes,
-            "unannounced": {reason.value: self._unannounced[reason] for reason in Unannounced},
-            "recounts": self._resyncs,
-        }
+        return KVEventsStatus(
+            events=self._number,
+            chunks=self._chunks,
+            described_chunks=self._described,
+            state_bytes=self._bytes,
+            unannounced={reason.value: self._unannounced[reason] for reason in Unannounced},
+            recounts=self._resyncs,
+        )
 
     def families(self) -> list[Family]:
         published = Family(

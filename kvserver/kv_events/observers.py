@@ -23,7 +23,6 @@ from kvserver.kv_events.types import (
     ObserverContext,
 )
 from kvserver.protocol import ConfigError
-from kvserver.telemetry import Family, Kind
 
 log = logging.getLogger(__name__)
 
@@ -81,19 +80,6 @@ class Observers:
     def status(self) -> list[dict[str, Any]]:
         failed = [{"name": name, "state": "failed", "reason": why} for name, why in self._failed.items()]
         return [each.status() for each in self._observed] + failed
-
-    def families(self) -> list[Family]:
-        up = Family(
-            "kvserver_kv_event_observer_up",
-            "1 while an observer receives KV events, 0 after it was cut off or could not be made.",
-            Kind.GAUGE,
-            ("observer",),
-        )
-        for each in self._observed:
-            up.add(int(not each.reason), each.name)
-        for name in self._failed:
-            up.add(0, name)
-        return [up]
 
     def start(self) -> None:
         for each in self._observed:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 # Times that KV stays in one place: the buckets of vLLM's own KV cache residency histograms.
 RESIDENCY_SECONDS = (
@@ -33,12 +33,11 @@ def bounded(value: str, known: Collection[str], most: int = MOST_MODELS) -> str:
     return value if value in known or len(known) < most else OTHER
 
 
-@dataclass(slots=True)
-class Buckets:
+class Buckets(msgspec.Struct, frozen=True):
     """The counts of one histogram: `counts[i]` for (bounds[i-1], bounds[i]], the last one beyond all bounds."""
 
-    counts: list[int]
-    sum: float
+    counts: list[int] = []
+    sum: float = 0.0
 
 
 class Histogram:
@@ -60,11 +59,3 @@ class Histogram:
 
     def snapshot(self) -> Buckets:
         return Buckets(list(self._counts), self._sum)
-
-    def status(self) -> dict[str, Any]:
-        """The snapshot for `/status`; buckets() reads it."""
-        return {"counts": list(self._counts), "sum": self._sum}
-
-
-def buckets(status: dict[str, Any]) -> Buckets:
-    return Buckets(list(status["counts"]), status["sum"])

@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args
+from typing import Annotated, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -49,6 +49,7 @@ from kvserver.protocol.fields import (
 )
 from kvserver.protocol.planes import Plane
 from kvserver.protocol.routing import ChunkContents, DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
+from kvserver.protocol.status import DaemonStatus
 
 PROTOCOL_VERSION = 4
 OLDEST_PROTOCOL_VERSION = 3  # that the server speaks: it registers a ModelIdentity instead of counted fields
@@ -349,7 +350,7 @@ class Cleared(Message):
 
 
 class StatusReply(Message):
-    status: dict[str, Any]
+    status: DaemonStatus
 
 
 class Error(Message):

@@ -18,7 +18,6 @@ Owns: both forms and their limits. Refuses to know: sockets, the loop. Engine st
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.kv_events import ReaderConnected
-from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
+from kvserver.protocol import WAIT_SECONDS, EngineStatus, Histogram, InstanceStatus, Label, Name, Text
 from kvserver.routing.block_hashes import ALGORITHMS, hash_blocks
 from kvserver.routing.prefix_index import KVIndex, Match
 from kvserver.telemetry import Family, Kind
@@ -41,7 +40,7 @@ _MOST_IDS = 1024
 _HASHING_AT_ONCE = 2  # requests that hash tokens; others wait, so that the loop gets the interpreter
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Status: TypeAlias = dict[str, Any]
+Answer: TypeAlias = dict[str, Any]
 
 
 class BadQuery(Exception):
@@ -76,20 +75,22 @@ _json, _msgpack = msgspec.json.Decoder(_JsonQuery), msgspec.msgpack.Decoder(_Msg
 class RecentEngineStats:
     """The latest engine stats. Never waits for the loop."""
 
-    def __init__(self, ask: Callable[[], Future[list[Status]]], every_seconds: float = ENGINE_STATS_SECONDS) -> None:
+    def __init__(
+        self, ask: Callable[[], Future[list[InstanceStatus]]], every_seconds: float = ENGINE_STATS_SECONDS
+    ) -> None:
         self._ask = ask
         self._every_seconds = every_seconds
         self._lock = threading.Lock()
-        self._asked: Future[list[Status]] | None = None
+        self._asked: Future[list[InstanceStatus]] | None = None
         self._asked_at = float("-inf")
-        self._last: dict[str, Any] = {}
+        self._last: dict[str, EngineStatus | None] = {}
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, EngineStatus | None]:
         """Engine stats by instance id."""
         with self._lock:
             if self._asked is not None and self._asked.done():
                 if not self._asked.cancelled() and self._asked.exception() is None:
-                    self._last = {one["instance_id"]: one.get("load") for one in self._asked.result()}
+                    self._last = {one.instance_id: one.load for one in self._asked.result()}
                 self._asked = None
             if self._asked is None and time.monotonic() - self._asked_at >= self._every_seconds:
                 self._asked, self._asked_at = self._ask(), time.monotonic()
@@ -99,7 +100,7 @@ class RecentEngineStats:
 class MatchPages:
     """Any thread may call."""
 
-    def __init__(self, index: KVIndex, ask: Callable[[], Future[list[Status]]]) -> None:
+    def __init__(self, index: KVIndex, ask: Callable[[], Future[list[InstanceStatus]]]) -> None:
         """`ask` requests the instances of `/status` from the loop."""
         self._index = index
         self._engine_stats = RecentEngineStats(ask)
@@ -128,16 +129,25 @@ class MatchPages:
         text = "Time that the daemon took to answer POST /kv/match, also queries that it refused."
         return [Family("kvserver_kv_match_seconds", text, Kind.HISTOGRAM, bounds=WAIT_SECONDS).add(seconds)]
 
-    def instances(self, status: Sequence[Status]) -> bytes:
+    def instances(self, status: Sequence[InstanceStatus]) -> bytes:
         """`status`: /status's instances."""
-        return json.dumps({"instances": [self._instance(one) for one in status]}).encode()
+        return msgspec.json.encode({"instances": [self._instance(one) for one in status]})
 
-    def _instance(self, status: Status) -> Status:
-        names = ("instance_id", "model_name", "namespace", "world_size", "block_tokens", "chunk_tokens", "l0_source")
-        known = self._index.instance(status["instance_id"]) or {}
-        return {name: status[name] for name in names} | {"load": status.get("load"), **known}
+    def _instance(self, status: InstanceStatus) -> Answer:
+        names = (
+            "instance_id",
+            "model_name",
+            "namespace",
+            "world_size",
+            "block_tokens",
+            "chunk_tokens",
+            "l0_source",
+            "load",
+        )
+        known = self._index.instance(status.instance_id) or {}
+        return {name: getattr(status, name) for name in names} | known
 
-    def _answer(self, query: _JsonQuery | _MsgpackQuery) -> Status:
+    def _answer(self, query: _JsonQuery | _MsgpackQuery) -> Answer:
         if (query.block_hashes is None) == (query.tokens is None):
             raise BadQuery(400, "bad_query", "give either block_hashes or tokens")
         engines = self._index.known_engines(query.model, query.instance_ids)
@@ -147,7 +157,7 @@ class MatchPages:
         matched = self._index.match(engines, hashes, hash_bytes)
         return self._found(zip(engines, matched, [len(hashes) // hash_bytes] * len(engines), strict=True))
 
-    def _match_tokens(self, engines: list[ReaderConnected], query: _Query, tokens: list[int]) -> Status:
+    def _match_tokens(self, engines: list[ReaderConnected], query: _Query, tokens: list[int]) -> Answer:
         if not query.model:
             raise BadQuery(400, "bad_query", "tokens need a model")
         if bool(query.lora_name) != bool(query.lora_path):
@@ -170,7 +180,7 @@ class MatchPages:
             ]
         return self._found(found) | {"skipped": [{"instance_id": name, "reason": why} for name, why in skipped.items()]}
 
-    def _found(self, found: Any) -> Status:
+    def _found(self, found: Any) -> Answer:
         stats = self._engine_stats.read()
         return {
             "instances": [

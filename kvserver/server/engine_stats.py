@@ -12,9 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from kvserver.protocol import EngineLoad
+from kvserver.protocol import EngineLoad, EngineStatus
 
 TOTALS = (
     "preemptions",
@@ -60,7 +58,7 @@ class EngineStats:
         self._front_ends[report.front_end] = _FrontEnd(report, now, rates)
         return growth
 
-    def status(self, incarnation: str, now: float) -> dict[str, Any] | None:
+    def status(self, incarnation: str, now: float) -> EngineStatus | None:
         """None if this incarnation has not reported. `stale` stats are those of the last reports."""
         front_ends = self._of_incarnation(incarnation).values()
         if not front_ends:
@@ -68,15 +66,20 @@ class EngineStats:
         newest = max(front_ends, key=lambda front_end: front_end.report.as_of_ns).report
         last = max(front_ends, key=lambda front_end: front_end.at)
         age = now - last.at
-        stats = msgspec.structs.asdict(newest)
-        return {
-            **{name: stats[name] for name in ("running", "waiting", "deferred", "kv_cache_usage")},
-            **{name: sum(getattr(front_end.report, name) for front_end in front_ends) for name in TOTALS},
-            **{f"{n}_per_second": round(sum(front_end.rates[n] for front_end in front_ends), 3) for n in _RATES},
-            "interval_seconds": last.report.interval_seconds,
-            "age_seconds": round(age, 3),
-            "stale": age > _STALE_INTERVALS * last.report.interval_seconds,
+        shown: dict[str, Any] = {
+            name: sum(getattr(front_end.report, name) for front_end in front_ends) for name in TOTALS
         }
+        shown |= {f"{n}_per_second": round(sum(front_end.rates[n] for front_end in front_ends), 3) for n in _RATES}
+        return EngineStatus(
+            running=newest.running,
+            waiting=newest.waiting,
+            deferred=newest.deferred,
+            kv_cache_usage=newest.kv_cache_usage,
+            interval_seconds=last.report.interval_seconds,
+            age_seconds=round(age, 3),
+            stale=age > _STALE_INTERVALS * last.report.interval_seconds,
+            **shown,
+        )
 
     def _of_incarnation(self, incarnation: str) -> dict[int, _FrontEnd]:
         return {

@@ -13,6 +13,8 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvserver._native import Device, Mapping, PlaneTable, WordMapping
 from kvserver.cache import MissReason, check_agreement, counted, fingerprint, private_reason, with_variant
 from kvserver.events import InstanceDescribed
@@ -23,6 +25,7 @@ from kvserver.protocol import (
     ErrorCode,
     KVServerError,
     RegisterWorker,
+    RequestCounts,
     block_bytes,
     group_count,
 )
@@ -34,44 +37,12 @@ from kvserver.telemetry import Benefit, LoadWaits
 _MAX_VARIANTS = 4096  # per instance, remembered digests
 
 
-@dataclass(slots=True)
-class Counts:
-    """What an instance requested and got. Tokens count only whole chunks."""
-
-    lookups: int = 0
-    hits: int = 0
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-    stores: int = 0
-    loads: int = 0
-    stored_chunks: int = 0
-    loaded_chunks: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    store_nanos: int = 0
-    load_nanos: int = 0
-    failed_stores: int = 0
-    failed_loads: int = 0
-    avoided_chunks: int = 0  # that stores did not copy: L1 had them or was receiving them
-    starved_chunks: int = 0  # that stores did not copy: L1 had no space
-    saved_tokens: int = 0  # whose KV was loaded instead of computed
-    saved_seconds: float = 0.0  # that the engine would have needed for them, at the speed it reported
-    block_records: int = 0
-    ended_requests: int = 0
-    sequence_gaps: int = 0
-    engine_preemptions: int = 0  # these: growth of the totals that the engine reported
-    engine_prompt_tokens: int = 0
-    engine_generation_tokens: int = 0
-    engine_prefix_queries: int = 0
-    engine_prefix_hits: int = 0
-    engine_external_queries: int = 0
-    engine_external_hits: int = 0
-    engine_finished_requests: int = 0
-    missed_tokens: Counter[MissReason] = field(default_factory=Counter)
-    benefit: Benefit = field(default_factory=Benefit)
+class Counts(RequestCounts):
+    missed_tokens: Counter[MissReason] = msgspec.field(default_factory=Counter)
+    benefit: Benefit = msgspec.field(default_factory=Benefit)
 
     def add(self, other: Counts) -> None:
-        for name in self.__slots__:
+        for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 

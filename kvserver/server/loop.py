@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import zmq
+from msgspec.structs import replace
 
 from kvserver import __version__
 from kvserver.events import Bus, ErrorSent
@@ -29,6 +30,7 @@ from kvserver.protocol import (
     PROTOCOL_VERSION,
     REQUEST_ID_BYTES,
     WAIT_SECONDS,
+    DaemonStatus,
     Error,
     ErrorCode,
     Histogram,
@@ -80,7 +82,7 @@ class Server:
         upkeep: Upkeep,
         lifelines: Lifelines,
         bus: Bus,
-        make_status: Callable[[], dict[str, Any]],
+        make_status: Callable[[], DaemonStatus],
         stops_when_lost: bool = False,
     ) -> None:
         """`make_status`: `/status`, but for what is known here. `stops_when_lost`: run() returns when a device is lost."""
@@ -268,25 +270,24 @@ class Server:
 
     # ---- status -------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
-        """`/status`, built in the loop thread."""
-        status = {
-            "version": __version__,
-            "uptime_seconds": round(time.monotonic() - self._started, 3),
-            "ready": not self.failure,
-            "protocol_version": PROTOCOL_VERSION,
-            "loop_lag_seconds": max(self._lag),
-            "loop_turns": self._turns.status(),
-            **self._make_status(),
-        }
+    def snapshot(self) -> DaemonStatus:
+        """`/status`, made in the loop thread."""
+        status = self._make_status()
         demands = self.rpc.of_code(
             ErrorCode.REPORT_GAP
         )  # no fault: it requests the full state of an engine older than this daemon
-        status["totals"]["errors"] = sum(self.rpc.errors.values()) - demands
-        status["totals"]["undelivered_replies"] = self.undelivered
-        refused = self.rpc.refused_registrations() + self._lifelines.refused
-        status["refused_registrations"] = dict(refused)
-        return status
+        errors = sum(self.rpc.errors.values()) - demands
+        return replace(
+            status,
+            version=__version__,
+            uptime_seconds=round(time.monotonic() - self._started, 3),
+            ready=not self.failure,
+            protocol_version=PROTOCOL_VERSION,
+            loop_lag_seconds=max(self._lag),
+            loop_turns=self._turns.snapshot(),
+            totals=replace(status.totals, errors=errors, undelivered_replies=self.undelivered),
+            refused_registrations=dict(self.rpc.refused_registrations() + self._lifelines.refused),
+        )
 
 
 def _pipe() -> tuple[int, int]:

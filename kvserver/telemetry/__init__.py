@@ -4,7 +4,7 @@ Not exported here: `otlp` and `tracing`, which only a daemon with a collector lo
 which load the Prometheus client.
 """
 
-from kvserver.telemetry.benefit import MOST, Benefit, LoadWaits
+from kvserver.telemetry.benefit import MOST, PHASES, Benefit, LoadWaits
 from kvserver.telemetry.block_lifecycle import BlockLifecycle
 from kvserver.telemetry.chunk_lifecycle import ChunkLifecycle
 from kvserver.telemetry.explain import Explain
@@ -12,11 +12,12 @@ from kvserver.telemetry.explain_facts import Facts
 from kvserver.telemetry.explain_text import advice, verdict
 from kvserver.telemetry.families import Family, Kind
 from kvserver.telemetry.metrics import all_families
-from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc
+from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc, RpcCounts
 
 __all__ = [
     "LOOP",
     "MOST",
+    "PHASES",
     "UNREADABLE",
     "Benefit",
     "BlockLifecycle",
@@ -27,6 +28,7 @@ __all__ = [
     "Kind",
     "LoadWaits",
     "Rpc",
+    "RpcCounts",
     "advice",
     "all_families",
     "verdict",

@@ -8,7 +8,6 @@ A prompt's tokens come from L0 (the engine's own prefix cache), L1, L2, or were 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 from kvserver.protocol import WAIT_SECONDS, Histogram
 
@@ -67,16 +66,6 @@ class Benefit:
         """One rank's copy, done. `waited_seconds`: from its request's arrival to its end."""
         self.durations[direction, "copy"].observe(device_seconds)
         self.durations[direction, "queue"].observe(max(0.0, waited_seconds - device_seconds))
-
-    def status(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": dict(self.prompt_tokens),
-            "request_loads": dict(self.request_loads),
-            "prefill_seconds_gained": self.gained_seconds,
-            "prefill_seconds_lost": self.lost_seconds,
-            "hit_ratio": self.hit_ratio.status(),
-            **{f"{d}_duration": {phase: self.durations[d, phase].status() for phase in PHASES} for d in DIRECTIONS},
-        }
 
 
 class LoadWaits:

@@ -15,10 +15,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from operator import attrgetter
-from typing import Any, NamedTuple
 
-from kvserver._native import BlockLifetimes, LifetimeMetrics, LifetimeSnapshot
+from kvserver._native import BlockLifetimes, LifetimeHistogram, LifetimeMetrics, LifetimeSnapshot
 from kvserver.events import BlockReport, Event, InstanceDisconnected, InstanceRegistered, RequestEnded
 from kvserver.protocol import (
     DEPARTED_SECONDS,
@@ -26,57 +24,40 @@ from kvserver.protocol import (
     RESIDENCY_SECONDS,
     Buckets,
     ExactRecords,
+    L0Status,
     ReportedBlocks,
 )
-from kvserver.telemetry.families import Family, Kind
+from kvserver.telemetry.families import Family, Kind, Metric, families_of
 from kvserver.telemetry.request_blocks import RequestBlocks
 
 LABELS = ("instance_id", "model_name")
 
 
-class BlockMetrics(NamedTuple):
-    """Of one instance and model, at one moment, except for what the event thread does between two fields."""
-
-    lifetimes: LifetimeSnapshot
-    report_gaps: int
-    records: int
-    out_of_sync: bool
-
-    @property
-    def tracked_blocks(self) -> int:
-        return self.lifetimes.active_blocks + self.lifetimes.released_blocks
-
-
-# Where a value is in BlockMetrics, and the HELP text of its metric, which is named by _name().
-_COUNTERS = {
-    "lifetimes.allocations": "L0 blocks that the engine allocated.",
-    "lifetimes.reuses": "Accesses of L0 blocks that no request owned: hits in the engine's prefix cache.",
-    "lifetimes.shared_accesses": "Accesses of L0 blocks that another request owned.",
-    "lifetimes.evictions": "Lifetimes of L0 blocks that ended by eviction of cached content.",
-    "lifetimes.recycled": "Lifetimes of L0 blocks that were never cached and ended when the block was allocated again.",
-    "lifetimes.cleared": "Lifetimes of L0 blocks that ended when the engine cleared its prefix cache.",
-    "lifetimes.lost": "Lifetimes of L0 blocks whose end was not reported: a gap in the reports, or the engine restarted or died.",
-    "report_gaps": "Gaps in the sequence of the engine's reports about L0 blocks.",
-    "records": "Records about L0 blocks that the daemon received from the engine.",
-}
-_GAUGES = {
-    "lifetimes.active_blocks": "L0 blocks that requests own.",
-    "lifetimes.released_blocks": "L0 blocks that no request owns and whose content the engine can still use.",
-    "tracked_blocks": "L0 blocks that requests own or whose content the engine can still use.",
-    "out_of_sync": "1 while the L0 gauges of an engine are too low: reports were lost and its full state has not arrived.",
-}
-_HISTOGRAMS = {
-    "lifetimes.lifetime": "Time from the allocation of an L0 block to the eviction or recycling of its content.",
-    "lifetimes.idle_before_evict": "Time from the last release of an L0 block to the end of its content; 0 if a request still owned it.",
-    "lifetimes.since_last_access": "Time from the last access or the allocation of an L0 block to the end of its content.",
-    "lifetimes.reuse_gap": "Time between two accesses of an L0 block, the first counted from its allocation.",
-}
-_PLAIN = [(Kind.COUNTER, *row) for row in _COUNTERS.items()] + [(Kind.GAUGE, *row) for row in _GAUGES.items()]
+_PLAIN: tuple[Metric[L0Status], ...] = (
+    Metric("kvserver_l0_allocations", "L0 blocks that the engine allocated.", Kind.COUNTER, lambda of: of.allocations),
+    Metric("kvserver_l0_reuses", "Accesses of L0 blocks that no request owned: hits in the engine's prefix cache.", Kind.COUNTER, lambda of: of.reuses),
+    Metric("kvserver_l0_shared_accesses", "Accesses of L0 blocks that another request owned.", Kind.COUNTER, lambda of: of.shared_accesses),
+    Metric("kvserver_l0_evictions", "Lifetimes of L0 blocks that ended by eviction of cached content.", Kind.COUNTER, lambda of: of.evictions),
+    Metric("kvserver_l0_recycled", "Lifetimes of L0 blocks that were never cached and ended when the block was allocated again.", Kind.COUNTER, lambda of: of.recycled),
+    Metric("kvserver_l0_cleared", "Lifetimes of L0 blocks that ended when the engine cleared its prefix cache.", Kind.COUNTER, lambda of: of.cleared),
+    Metric("kvserver_l0_lost", "Lifetimes of L0 blocks whose end was not reported: a gap in the reports, or the engine restarted or died.", Kind.COUNTER, lambda of: of.lost),
+    Metric("kvserver_l0_report_gaps", "Gaps in the sequence of the engine's reports about L0 blocks.", Kind.COUNTER, lambda of: of.report_gaps),
+    Metric("kvserver_l0_records", "Records about L0 blocks that the daemon received from the engine.", Kind.COUNTER, lambda of: of.records),
+    Metric("kvserver_l0_active_blocks", "L0 blocks that requests own.", Kind.GAUGE, lambda of: of.active_blocks),
+    Metric("kvserver_l0_released_blocks", "L0 blocks that no request owns and whose content the engine can still use.", Kind.GAUGE, lambda of: of.released_blocks),
+    Metric("kvserver_l0_tracked_blocks", "L0 blocks that requests own or whose content the engine can still use.", Kind.GAUGE, lambda of: of.tracked_blocks),
+    Metric("kvserver_l0_unsure", "1 while the L0 gauges of an engine are too low: reports were lost and its full state has not arrived.", Kind.GAUGE, lambda of: +of.unsure),
+)  # fmt: skip
+_HISTOGRAMS: tuple[Metric[LifetimeSnapshot], ...] = (
+    Metric("kvserver_l0_block_lifetime_seconds", "Time from the allocation of an L0 block to the eviction or recycling of its content.", Kind.HISTOGRAM, lambda of: _buckets(of.lifetime), bounds=RESIDENCY_SECONDS),
+    Metric("kvserver_l0_block_idle_before_evict_seconds", "Time from the last release of an L0 block to the end of its content; 0 if a request still owned it.", Kind.HISTOGRAM, lambda of: _buckets(of.idle_before_evict), bounds=RESIDENCY_SECONDS),
+    Metric("kvserver_l0_block_since_last_access_seconds", "Time from the last access or the allocation of an L0 block to the end of its content.", Kind.HISTOGRAM, lambda of: _buckets(of.since_last_access), bounds=RESIDENCY_SECONDS),
+    Metric("kvserver_l0_block_reuse_gap_seconds", "Time between two accesses of an L0 block, the first counted from its allocation.", Kind.HISTOGRAM, lambda of: _buckets(of.reuse_gap), bounds=RESIDENCY_SECONDS),
+)  # fmt: skip
 
 
-def _name(path: str) -> str:
-    """The public name, in `/status` and in metrics."""
-    return "unsure" if path == "out_of_sync" else path.rpartition(".")[2]
+def _buckets(times: LifetimeHistogram) -> Buckets:
+    return Buckets(times.counts, times.sum)
 
 
 class _Instance:
@@ -93,8 +74,23 @@ class _Instance:
         self.pools: dict[int, BlockLifetimes] = {}
         self.request_blocks: RequestBlocks | None = None  # of the one pool of a reported source
 
-    def read(self) -> BlockMetrics:
-        return BlockMetrics(self.metrics.read(), self.report_gaps, self.records, self.out_of_sync)
+    def status(self, found: LifetimeSnapshot) -> L0Status:
+        """At one moment, except for what the event thread does between two fields."""
+        return L0Status(
+            allocations=found.allocations,
+            reuses=found.reuses,
+            shared_accesses=found.shared_accesses,
+            evictions=found.evictions,
+            recycled=found.recycled,
+            cleared=found.cleared,
+            lost=found.lost,
+            report_gaps=self.report_gaps,
+            records=self.records,
+            active_blocks=found.active_blocks,
+            released_blocks=found.released_blocks,
+            tracked_blocks=found.active_blocks + found.released_blocks,
+            unsure=self.out_of_sync,
+        )
 
     def lose_track(self) -> None:
         for lifetimes in self.pools.values():
@@ -201,33 +197,20 @@ class BlockLifecycle:
 
     # ---- from any thread ----------------------------------------------------------------------
 
-    def status(self, instance_id: str) -> dict[str, Any]:
-        """What `/status` shows of an instance; nothing if it is not registered."""
+    def status(self, instance_id: str) -> L0Status:
+        """What `/status` shows of an instance; zeros if it is not registered."""
         instance = self._present.get(instance_id)
-        if instance is None:
-            return {}
-        found = instance.read()
-        return {_name(path): attrgetter(path)(found) for _, path, _ in _PLAIN}
+        return instance.status(instance.metrics.read()) if instance is not None else L0Status()
 
     def families(self) -> list[Family]:
         self._expire()
         with self._lock:
             instances = list(self._instances.items())
-        found = [(labels, instance.read()) for labels, instance in instances]
-        families = []
-        for kind, path, text in _PLAIN:
-            plain = Family(f"kvserver_l0_{_name(path)}", text, kind, LABELS)
-            for labels, metrics in found:
-                plain.add(int(attrgetter(path)(metrics)), *labels)
-            families.append(plain)
-        for path, text in _HISTOGRAMS.items():
-            name = f"kvserver_l0_block_{_name(path)}_seconds"
-            histogram = Family(name, text, Kind.HISTOGRAM, LABELS, bounds=RESIDENCY_SECONDS)
-            for labels, metrics in found:
-                of = attrgetter(path)(metrics)
-                histogram.add(Buckets(of.counts, of.sum), *labels)
-            families.append(histogram)
-        return families
+        found = [(instance, instance.metrics.read(), labels) for labels, instance in instances]
+        return [
+            *families_of(_PLAIN, [(instance.status(read), labels) for instance, read, labels in found], LABELS),
+            *families_of(_HISTOGRAMS, [(read, labels) for _, read, labels in found], LABELS),
+        ]
 
     def _expire(self) -> None:
         """Forget instances that disconnected long ago, or before MOST_DEPARTED others."""

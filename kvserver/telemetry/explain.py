@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -32,7 +31,7 @@ from kvserver.events import (
     NamespaceFormed,
     RequestEnded,
 )
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, ExplainStatus
 from kvserver.telemetry.differences import Difference, Differences
 from kvserver.telemetry.explain_facts import MOST_RANKS, Facts, RankLoad, Request, facts_of
 
@@ -108,15 +107,15 @@ class Explain:
 
         return self._facts(sorted(ring, key=badness, reverse=True)[:most])
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ExplainStatus:
         with self._lock:
             oldest_ns = self._ring[0].began_ns if self._ring else self._clock_ns()
-            return {
-                "requests": len(self._ring),
-                "most_requests": self._most_requests,
-                "bytes": self._bytes + self._evicted_bytes + self._differences.bytes,
-                "oldest_seconds": round((self._clock_ns() - oldest_ns) * 1e-9, 3),
-            }
+            return ExplainStatus(
+                requests=len(self._ring),
+                most_requests=self._most_requests,
+                bytes=self._bytes + self._evicted_bytes + self._differences.bytes,
+                oldest_seconds=round((self._clock_ns() - oldest_ns) * 1e-9, 3),
+            )
 
     def attributes(self, instance_id: str, request_id: str) -> Mapping[str, str | int | list[str]]:
         """Of the newest request of that id, for its span."""

@@ -1,36 +1,30 @@
-"""All metric families of one snapshot: what every exporter sends.
+"""All metric families of one status: what every exporter sends.
 
 Owns: that each name is there once and from the start. Refuses to know: where the status comes from, and how exporters send the
-families. Works on a snapshot, in any thread.
+families. Works on a status that does not change, in any thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+from kvserver.protocol import DaemonStatus
 from kvserver.telemetry.families import Family
-from kvserver.telemetry.metrics_benefit import benefit_families
 from kvserver.telemetry.metrics_daemon import daemon_families
 from kvserver.telemetry.metrics_instances import instance_families
+from kvserver.telemetry.rpc_counts import RpcCounts
 
 
-def all_families(
-    status: dict[str, Any],
-    rpc: dict[str, Any],
-    more: Iterable[Family] = (),
-) -> list[Family]:
-    """All of one snapshot, also those without points yet; each name is there once.
+def all_families(status: DaemonStatus, rpc: RpcCounts, more: Iterable[Family] = ()) -> list[Family]:
+    """All of one status, also those without points yet; each name is there once.
 
     `more`: families of other modules; one that is known already adds its points. Instances that disconnected lately are still
     shown.
     """
     found: dict[str, Family] = {}
-    rows = {(row["instance_id"], row["model_name"]): row for row in (*status["departed"], *status["instances"])}
     for family in (
         *daemon_families(status, rpc),
-        *instance_families(status["instances"], list(rows.values())),
-        *benefit_families(list(rows.values())),
+        *instance_families(status.instances, status.departed),
         *more,
     ):
         known = found.setdefault(family.name, family)

@@ -1,179 +1,96 @@
-"""Metric families of the daemon itself: its loop, L1, GPUs, requests by type, what is open, and events.
+"""Metrics of the daemon itself: its loop, L1, GPUs, requests by type, what is open, events, exporters and status pages.
 
-Owns: names and help texts of these families; their values come from a status snapshot.
+Owns: names and help texts of these metrics; their values come from a status.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeVar
 
-from kvserver import __version__
-from kvserver.protocol import CONNECTION_REFUSED, WAIT_SECONDS, Buckets, ErrorCode, buckets
-from kvserver.telemetry.families import Family, Kind
-from kvserver.telemetry.rpc_counts import TYPES
+from msgspec import UNSET, UnsetType
 
-_STATUS = (  # name, help, kind, path in the status
-    ("kvserver_ready", "1 while the daemon should receive traffic, 0 while it should not, as /readyz answers.", Kind.GAUGE, "ready"),
-    ("kvserver_loop_lag_seconds", "Longest turn of the daemon's event loop in the last 10 to 20 seconds.", Kind.GAUGE, "loop_lag_seconds"),
-    ("kvserver_metrics_sample_rate", "Share of block and chunk lifetimes that the lifetime histograms of L0 and L1 sample.", Kind.GAUGE, "metrics_sample_rate"),
-    ("kvserver_l1_size_bytes", "Memory that L1 has for chunks.", Kind.GAUGE, "l1.size_bytes"),
-    ("kvserver_l1_used_bytes", "Memory of L1 that chunks occupy.", Kind.GAUGE, "l1.used_bytes"),
-    ("kvserver_l1_pinned_bytes", "Memory of L1 that is pinned for GPUs.", Kind.GAUGE, "l1.pinned_bytes"),
-    ("kvserver_l1_chunks", "Chunks in L1, also chunks that stores are filling.", Kind.GAUGE, "l1.chunks"),
-    ("kvserver_l1_evicted_chunks", "Chunks evicted from L1, each once for all ranks.", Kind.COUNTER, "l1.evictions"),
-    ("kvserver_l1_evicted_bytes", "Memory of L1 that evicted chunks had occupied.", Kind.COUNTER, "l1.evicted_bytes"),
-    ("kvserver_l1_cleared_chunks", "Chunks that requests to clear the cache removed from L1.", Kind.COUNTER, "l1.cleared_chunks"),
-    ("kvserver_instances_connected", "Engine instances whose first worker registered.", Kind.COUNTER, "connects.connected"),
-    ("kvserver_tickets", "Copies, mappings and unmappings of memory that are in flight.", Kind.GAUGE, "books.tickets"),
-    ("kvserver_leases", "Requests whose lookup protects chunks of L1 from eviction.", Kind.GAUGE, "books.leases"),
-    ("kvserver_pins", "Pins of chunks in L1 by stores and loads that have not ended.", Kind.GAUGE, "books.pins"),
-    ("kvserver_accounting_failures", "Audits of the daemon's accounting that found a contradiction, which is a bug.", Kind.COUNTER, "books.unbalanced"),
-    ("kvserver_undelivered_replies", "Replies that could not be sent: the peer had disconnected or did not read.", Kind.COUNTER, "totals.undelivered_replies"),
-    ("kvserver_events_queue_depth", "Events in the daemon's queue; an event that carries bytes counts once more for every 4 KiB.", Kind.GAUGE, "events.queue_depth"),
-    ("kvserver_events_lag_seconds", "Longest time that an event of the event thread's last round waited in the queue.", Kind.GAUGE, "events.lag_seconds"),
+from kvserver.protocol import (
+    CONNECTION_REFUSED,
+    WAIT_SECONDS,
+    DaemonStatus,
+    DirectionStatus,
+    ErrorCode,
+    GpuStatus,
+    ModelStatus,
+    OtlpStatus,
+    PagesStatus,
+    TracesStatus,
+)
+from kvserver.telemetry.families import Family, Kind, Metric, families_of
+from kvserver.telemetry.rpc_counts import TYPES, RpcCounts
+
+P = TypeVar("P")
+_REFUSALS = dict.fromkeys((*(code.value for code in ErrorCode), CONNECTION_REFUSED), 0)
+_INTERNAL = {(ErrorCode.INTERNAL.value, name): 0 for name in TYPES}  # so that the first one is an increase
+_DAEMON: tuple[Metric[DaemonStatus], ...] = (
+    Metric("kvserver_ready", "1 while the daemon should receive traffic, 0 while it should not, as /readyz answers.", Kind.GAUGE, lambda of: +of.ready),
+    Metric("kvserver_loop_lag_seconds", "Longest turn of the daemon's event loop in the last 10 to 20 seconds.", Kind.GAUGE, lambda of: of.loop_lag_seconds),
+    Metric("kvserver_metrics_sample_rate", "Share of block and chunk lifetimes that the lifetime histograms of L0 and L1 sample.", Kind.GAUGE, lambda of: of.metrics_sample_rate),
+    Metric("kvserver_l1_size_bytes", "Memory that L1 has for chunks.", Kind.GAUGE, lambda of: of.l1.size_bytes),
+    Metric("kvserver_l1_used_bytes", "Memory of L1 that chunks occupy.", Kind.GAUGE, lambda of: of.l1.used_bytes),
+    Metric("kvserver_l1_pinned_bytes", "Memory of L1 that is pinned for GPUs.", Kind.GAUGE, lambda of: of.l1.pinned_bytes),
+    Metric("kvserver_l1_chunks", "Chunks in L1, also chunks that stores are filling.", Kind.GAUGE, lambda of: of.l1.chunks),
+    Metric("kvserver_l1_evicted_chunks", "Chunks evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.l1.evictions),
+    Metric("kvserver_l1_evicted_bytes", "Memory of L1 that evicted chunks had occupied.", Kind.COUNTER, lambda of: of.l1.evicted_bytes),
+    Metric("kvserver_l1_cleared_chunks", "Chunks that requests to clear the cache removed from L1.", Kind.COUNTER, lambda of: of.l1.cleared_chunks),
+    Metric("kvserver_instances_connected", "Engine instances whose first worker registered.", Kind.COUNTER, lambda of: of.connects.connected),
+    Metric("kvserver_tickets", "Copies, mappings and unmappings of memory that are in flight.", Kind.GAUGE, lambda of: of.books.tickets),
+    Metric("kvserver_leases", "Requests whose lookup protects chunks of L1 from eviction.", Kind.GAUGE, lambda of: of.books.leases),
+    Metric("kvserver_pins", "Pins of chunks in L1 by stores and loads that have not ended.", Kind.GAUGE, lambda of: of.books.pins),
+    Metric("kvserver_accounting_failures", "Audits of the daemon's accounting that found a contradiction, which is a bug.", Kind.COUNTER, lambda of: of.books.unbalanced),
+    Metric("kvserver_undelivered_replies", "Replies that could not be sent: the peer had disconnected or did not read.", Kind.COUNTER, lambda of: of.totals.undelivered_replies),
+    Metric("kvserver_events_queue_depth", "Events in the daemon's queue; an event that carries bytes counts once more for every 4 KiB.", Kind.GAUGE, lambda of: of.events.queue_depth),
+    Metric("kvserver_events_lag_seconds", "Longest time that an event of the event thread's last round waited in the queue.", Kind.GAUGE, lambda of: of.events.lag_seconds),
+    Metric("kvserver_loop_turn_seconds", "Duration of each turn of the daemon's event loop.", Kind.HISTOGRAM, lambda of: of.loop_turns, bounds=WAIT_SECONDS),
+    Metric("kvserver_events_wait_seconds", "Time that each event waited in the daemon's queue for the event thread.", Kind.HISTOGRAM, lambda of: of.events.waits, bounds=WAIT_SECONDS),
+    Metric("kvserver_build_info", "Always 1; the label is the daemon's version.", Kind.GAUGE, lambda of: {of.version: 1}, ("version",)),
+    Metric("kvserver_instances", "Engine instances that are registered now.", Kind.GAUGE, lambda of: len(of.instances)),
+    Metric("kvserver_instances_disconnected", "Engine instances whose last worker ended, by how.", Kind.COUNTER, lambda of: of.connects.disconnected, ("reason",)),
+    Metric("kvserver_refused_registrations", "Attempts of workers to register that the daemon refused, by error code; each retry of an engine counts.", Kind.COUNTER, lambda of: _REFUSALS | of.refused_registrations, ("reason",)),
+    Metric("kvserver_events_published", "Events that the daemon's loop queued, by type.", Kind.COUNTER, lambda of: of.events.published_types, ("type",)),
+    Metric("kvserver_events_dropped", "Events that the daemon dropped because its queue was full, by type.", Kind.COUNTER, lambda of: of.events.dropped_types, ("type",)),
+    Metric("kvserver_events_subscriber_errors", "Events that a subscriber inside the daemon failed to handle, by subscriber.", Kind.COUNTER, lambda of: {one.name: one.errors for one in of.events.subscribers}, ("subscriber",)),
+    Metric("kvserver_kv_event_observer_up", "1 while an observer receives KV events, 0 after it was cut off or could not be made.", Kind.GAUGE, lambda of: {one["name"]: +(one["state"] == "running") for one in of.kv_events.observers}, ("observer",)),
+    Metric("kvserver_otlp_sent", "Exports of all metrics, and spans of traces, that the OTLP collector accepted, by signal.", Kind.COUNTER, lambda of: {"metrics": _or(of.otlp, OtlpStatus()).sent, "traces": _or(of.traces, TracesStatus()).sent}, ("signal",)),
+    Metric("kvserver_otlp_failed", "Exports of all metrics, and spans of traces, that did not reach the OTLP collector, by signal.", Kind.COUNTER, lambda of: {"metrics": _or(of.otlp, OtlpStatus()).failed, "traces": _or(of.traces, TracesStatus()).failed}, ("signal",)),
+    Metric("kvserver_trace_spans", "Spans of traced requests that ended.", Kind.COUNTER, lambda of: _or(of.traces, TracesStatus()).spans),
+    Metric("kvserver_trace_forgotten_requests", "Traced requests that were forgotten before they ended: too many were open.", Kind.COUNTER, lambda of: _or(of.traces, TracesStatus()).forgotten),
+    Metric("kvserver_http_connections", "Open connections to the daemon's status pages.", Kind.GAUGE, lambda of: _or(of.http, PagesStatus()).connections),
+    Metric("kvserver_http_refused", "Requests and connections to the daemon's status pages that were refused or given up, by reason.", Kind.COUNTER, lambda of: _or(of.http, PagesStatus()).refused, ("reason",)),
 )  # fmt: skip
-_L1_MODELS = (  # name, help, kind, key of the model
-    ("kvserver_l1_model_used_bytes", "Memory of L1 that chunks of a model occupy.", Kind.GAUGE, "used_bytes"),
-    ("kvserver_l1_model_chunks", "Chunks of a model in L1, also chunks that stores are filling.", Kind.GAUGE, "chunks"),
-    ("kvserver_l1_never_loaded_chunks", "Chunks of a model evicted from L1 that no engine had ever loaded.", Kind.COUNTER, "never_loaded"),
-    ("kvserver_l1_model_evicted_chunks", "Chunks of a model evicted from L1, each once for all ranks.", Kind.COUNTER, "evictions"),
+_L1_MODEL: tuple[Metric[ModelStatus], ...] = (
+    Metric("kvserver_l1_model_used_bytes", "Memory of L1 that chunks of a model occupy.", Kind.GAUGE, lambda of: of.used_bytes),
+    Metric("kvserver_l1_model_chunks", "Chunks of a model in L1, also chunks that stores are filling.", Kind.GAUGE, lambda of: of.chunks),
+    Metric("kvserver_l1_never_loaded_chunks", "Chunks of a model evicted from L1 that no engine had ever loaded.", Kind.COUNTER, lambda of: of.never_loaded),
+    Metric("kvserver_l1_model_evicted_chunks", "Chunks of a model evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.evictions),
+)  # fmt: skip
+_GPU: tuple[Metric[GpuStatus], ...] = (
+    Metric("kvserver_gpu_mapped_bytes", "Memory of engines on a GPU that the daemon has mapped.", Kind.GAUGE, lambda of: of.mapped_bytes),
+    Metric("kvserver_gpu_copied_bytes", "Bytes copied between L1 and a GPU, by direction and by way: each run by DMA, or gathered by a kernel.", Kind.COUNTER, lambda of: _by_way("store", of.store) | _by_way("load", of.load), ("direction", "way")),
+    Metric("kvserver_gpu_unpinned_bytes", "Bytes copied between a GPU and parts of L1 that were not pinned, which is slower.", Kind.COUNTER, lambda of: {"store": of.store.unpinned_bytes, "load": of.load.unpinned_bytes}, ("direction",)),
+)  # fmt: skip
+_RPC: tuple[Metric[RpcCounts], ...] = (
+    Metric("kvserver_rpc_seconds", "Time from the arrival of a request at the daemon to its reply, by type of request.", Kind.HISTOGRAM, lambda of: of.times, ("type",), bounds=WAIT_SECONDS),
+    Metric("kvserver_rpc_errors", "Errors that the daemon replied, and internal errors beside requests, by error code and type of request.", Kind.COUNTER, lambda of: _INTERNAL | of.errors, ("reason", "type")),
 )  # fmt: skip
 
-_WAITS = (  # name, help, path in the status of a histogram
-    ("kvserver_loop_turn_seconds", "Duration of each turn of the daemon's event loop.", "loop_turns"),
-    ("kvserver_events_wait_seconds", "Time that each event waited in the daemon's queue for the event thread.", "events.waits"),
-)  # fmt: skip
+
+def daemon_families(status: DaemonStatus, rpc: RpcCounts) -> Iterable[Family]:
+    yield from families_of(_DAEMON, [(status, ())])
+    yield from families_of(_L1_MODEL, [(model, (name,)) for name, model in status.l1.models.items()], ("model_name",))
+    yield from families_of(_GPU, [(gpu, (gpu.device,)) for gpu in status.gpus], ("device",))
+    yield from families_of(_RPC, [(rpc, ())])
 
 
-def daemon_families(status: dict[str, Any], rpc: dict[str, Any]) -> Iterable[Family]:
-    for name, text, kind, path in _STATUS:
-        yield Family(name, text, kind).add(+_at(status, path))  # a bool is exported as 0 or 1
-    for name, text, path in _WAITS:
-        yield Family(name, text, Kind.HISTOGRAM, bounds=WAIT_SECONDS).add(buckets(_at(status, path)))
-    yield Family("kvserver_build_info", "Always 1; the label is the daemon's version.", Kind.GAUGE, ("version",)).add(
-        1, __version__
-    )
-    yield from _models(status["l1"]["models"])
-    yield from _connects(status)
-    yield from _gpus(status["gpus"])
-    yield from _rpcs(rpc)
-    yield from _events(status["events"])
+def _by_way(direction: str, of: DirectionStatus) -> dict[tuple[str, str], int]:
+    return {(direction, "dma"): of.dma_bytes, (direction, "staged"): of.staged_bytes}
 
 
-def _at(status: dict[str, Any], path: str) -> Any:
-    value: Any = status
-    for key in path.split("."):
-        value = value[key]
-    return value
-
-
-def _models(models: dict[str, dict[str, int]]) -> Iterable[Family]:
-    for name, text, kind, key in _L1_MODELS:
-        family = Family(name, text, kind, ("model_name",))
-        for model_name, of_model in models.items():
-            family.add(of_model[key], model_name)
-        yield family
-
-
-def _connects(status: dict[str, Any]) -> Iterable[Family]:
-    yield Family("kvserver_instances", "Engine instances that are registered now.", Kind.GAUGE).add(
-        len(status["instances"])
-    )
-    disconnected = Family(
-        "kvserver_instances_disconnected",
-        "Engine instances whose last worker ended, by how.",
-        Kind.COUNTER,
-        ("reason",),
-    )
-    for reason, count in status["connects"]["disconnected"].items():
-        disconnected.add(count, reason)
-    yield disconnected
-    refused = Family(
-        "kvserver_refused_registrations",
-        "Attempts of workers to register that the daemon refused, by error code; each retry of an engine counts.",
-        Kind.COUNTER,
-        ("reason",),
-    )
-    reasons = (*(code.value for code in ErrorCode), CONNECTION_REFUSED)
-    counts = dict.fromkeys(reasons, 0) | status["refused_registrations"]
-    for reason, count in counts.items():
-        refused.add(count, reason)
-    yield refused
-
-
-def _gpus(gpus: list[dict[str, Any]]) -> Iterable[Family]:
-    mapped = Family(
-        "kvserver_gpu_mapped_bytes", "Memory of engines on a GPU that the daemon has mapped.", Kind.GAUGE, ("device",)
-    )
-    copied = Family(
-        "kvserver_gpu_copied_bytes",
-        "Bytes copied between L1 and a GPU, by direction and by way: each run by DMA, or gathered by a kernel.",
-        Kind.COUNTER,
-        ("device", "direction", "way"),
-    )
-    unpinned = Family(
-        "kvserver_gpu_unpinned_bytes",
-        "Bytes copied between a GPU and parts of L1 that were not pinned, which is slower.",
-        Kind.COUNTER,
-        ("device", "direction"),
-    )
-    for gpu in gpus:
-        mapped.add(gpu["mapped_bytes"], gpu["device"])
-        for direction in ("store", "load"):
-            lane = gpu[direction]
-            for way in ("dma", "staged"):
-                copied.add(lane[f"{way}_bytes"], gpu["device"], direction, way)
-            unpinned.add(lane["unpinned_bytes"], gpu["device"], direction)
-    yield from (mapped, copied, unpinned)
-
-
-def _rpcs(rpc: dict[str, Any]) -> Iterable[Family]:
-    times = Family(
-        "kvserver_rpc_seconds",
-        "Time from the arrival of a request at the daemon to its reply, by type of request.",
-        Kind.HISTOGRAM,
-        ("type",),
-        bounds=WAIT_SECONDS,
-    )
-    for name, counts in rpc["times"].items():
-        times.add(Buckets(counts, rpc["seconds"][name]), name)
-    yield times
-    errors = Family(
-        "kvserver_rpc_errors",
-        "Errors that the daemon replied, and internal errors beside requests, by error code and type of request.",
-        Kind.COUNTER,
-        ("reason", "type"),
-    )
-    never = dict.fromkeys(
-        ((ErrorCode.INTERNAL.value, name) for name in TYPES), 0
-    )  # so that the first one is an increase
-    for labels, count in {**never, **rpc["errors"]}.items():
-        errors.add(count, *labels)
-    yield errors
-
-
-def _events(events: dict[str, Any]) -> Iterable[Family]:
-    published = Family(
-        "kvserver_events_published", "Events that the daemon's loop queued, by type.", Kind.COUNTER, ("type",)
-    )
-    dropped = Family(
-        "kvserver_events_dropped",
-        "Events that the daemon dropped because its queue was full, by type.",
-        Kind.COUNTER,
-        ("type",),
-    )
-    for name, count in events["published_types"].items():
-        published.add(count, name)
-        dropped.add(events["dropped_types"].get(name, 0), name)
-    yield published
-    yield dropped
-    errors = Family(
-        "kvserver_events_subscriber_errors",
-        "Events that a subscriber inside the daemon failed to handle, by subscriber.",
-        Kind.COUNTER,
-        ("subscriber",),
-    )
-    for subscriber in events["subscribers"]:
-        errors.add(subscriber["errors"], subscriber["name"])
-    yield errors
+def _or(part: P | UnsetType, default: P) -> P:
+    return default if part is UNSET else part

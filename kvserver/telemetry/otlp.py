@@ -43,7 +43,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
 from kvserver.config import OtlpEndpoint
-from kvserver.protocol import Buckets, ConfigError
+from kvserver.protocol import Buckets, ConfigError, OtlpStatus
 from kvserver.telemetry.families import Family, Kind
 
 log = logging.getLogger(__name__)
@@ -113,9 +113,6 @@ class Delivery:
             log.info("%s reach the collector again", self._what)
         self._down = not ok
         return ok
-
-    def status(self) -> dict[str, Any]:
-        return {"sent": self.sent, "failed": self.failed, "last_error": self.last_error}
 
 
 # ---- exporters --------------------------------------------------------------------------------
@@ -196,8 +193,9 @@ class OtlpMetrics:
         self._thread.join(CLOSE_SECONDS)
         self._exporter.shutdown(timeout_millis=100)
 
-    def status(self) -> dict[str, Any]:
-        return {"endpoint": self._endpoint.base, **self._delivery.status()}
+    def status(self) -> OtlpStatus:
+        sent = self._delivery
+        return OtlpStatus(endpoint=self._endpoint.base, sent=sent.sent, failed=sent.failed, last_error=sent.last_error)
 
     def _run(self) -> None:
         self._delivery.attempt(self._send)

@@ -5,11 +5,11 @@ Owns: how long requests took and which errors were sent. Written by the loop thr
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import get_args
 
-from kvserver.protocol import WAIT_SECONDS, ErrorCode, Request
+from kvserver.protocol import WAIT_SECONDS, Buckets, ErrorCode, Histogram, Request
 
 REQUESTS = tuple(kind.__name__ for kind in get_args(Request))
 UNREADABLE = "unreadable"  # a message that is no request
@@ -18,20 +18,26 @@ TYPES = (*REQUESTS, UNREADABLE, LOOP)
 _REGISTERING = ("Hello", "RegisterWorker")
 
 
+@dataclass(frozen=True, slots=True)
+class RpcCounts:
+    """At one moment: times by type of request, errors by code and type."""
+
+    times: dict[str, Buckets]
+    errors: dict[tuple[str, str], int]
+
+
 class Rpc:
     """How long requests took from their arrival to their reply, and which errors were sent, both by TYPES."""
 
     def __init__(self) -> None:
-        self.times: dict[str, list[int]] = {}  # type -> counts per bucket, the last one is +Inf
-        self.seconds: Counter[str] = Counter()
+        self._times: dict[str, Histogram] = {}
         self.errors: Counter[tuple[str, str]] = Counter()  # by code and type
 
     def observe(self, type_name: str, seconds: float) -> None:
-        buckets = self.times.get(type_name)
-        if buckets is None:
-            buckets = self.times[type_name] = [0] * (len(WAIT_SECONDS) + 1)
-        buckets[bisect_left(WAIT_SECONDS, seconds)] += 1
-        self.seconds[type_name] += seconds  # type: ignore[assignment]
+        times = self._times.get(type_name)
+        if times is None:
+            times = self._times[type_name] = Histogram(WAIT_SECONDS)
+        times.observe(seconds)
 
     def error(self, code: str, type_name: str) -> None:
         self.errors[code, type_name] += 1
@@ -47,9 +53,5 @@ class Rpc:
                 refused[code] += count
         return refused
 
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "times": {name: list(counts) for name, counts in self.times.items()},
-            "seconds": dict(self.seconds),
-            "errors": dict(self.errors),
-        }
+    def snapshot(self) -> RpcCounts:
+        return RpcCounts({name: times.snapshot() for name, times in self._times.items()}, dict(self.errors))

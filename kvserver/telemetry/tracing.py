@@ -16,7 +16,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from opentelemetry.sdk.environment_variables import OTEL_TRACES_SAMPLER
 from opentelemetry.sdk.resources import Resource
@@ -29,6 +28,7 @@ from opentelemetry.util.types import Attributes
 
 from kvserver import __version__
 from kvserver.events import CopyEnded, CopyRefused, Event, InstanceDisconnected, LookupEnded, RequestEnded
+from kvserver.protocol import TracesStatus
 from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Delivery
 
 _USUAL_SAMPLER = ParentBased(TraceIdRatioBased(0.01))
@@ -95,13 +95,16 @@ class Traces:
         ending.start()
         ending.join(CLOSE_SECONDS)
 
-    def status(self) -> dict[str, Any]:
-        return {
-            "requests": len(self._requests),
-            "forgotten": self.forgotten,
-            "spans": self._spans,
-            **self._delivery.status(),
-        }
+    def status(self) -> TracesStatus:
+        sent = self._delivery
+        return TracesStatus(
+            requests=len(self._requests),
+            forgotten=self.forgotten,
+            spans=self._spans,
+            sent=sent.sent,
+            failed=sent.failed,
+            last_error=sent.last_error,
+        )
 
     # ---- inside -------------------------------------------------------------------------------
 

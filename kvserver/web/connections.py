@@ -23,7 +23,7 @@ from enum import Enum
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from kvserver.telemetry import Family, Kind
+from kvserver.protocol import PagesStatus
 
 log = logging.getLogger(__name__)
 
@@ -89,25 +89,12 @@ class Connections(ThreadingHTTPServer):
             logging.WARNING if first else logging.DEBUG, "status pages: a request or connection was refused: %s", reason
         )
 
-    # ---- measurements ---------------------------------------------------------------------------
+    # ---- status ---------------------------------------------------------------------------------
 
-    def connections_status(self) -> dict[str, Any]:
+    def status(self) -> PagesStatus:
         with self._changed:
             answering = sum(visit.phase is Phase.ANSWERING for visit in self._visits.values())
-            return {"connections": len(self._visits), "answering": answering, "refused": dict(self._refused)}
-
-    def connections_families(self) -> list[Family]:
-        status = self.connections_status()
-        open_ = Family("kvserver_http_connections", "Open connections to the daemon's status pages.", Kind.GAUGE)
-        refused = Family(
-            "kvserver_http_refused",
-            "Requests and connections to the daemon's status pages that were refused or given up, by reason.",
-            Kind.COUNTER,
-            ("reason",),
-        )
-        for reason, count in status["refused"].items():
-            refused.add(count, reason)
-        return [open_.add(status["connections"]), refused]
+            return PagesStatus(connections=len(self._visits), answering=answering, refused=dict(self._refused))
 
     # ---- in the thread that accepts -------------------------------------------------------------
 

@@ -16,6 +16,9 @@ import json
 from typing import Any
 from urllib.parse import parse_qsl
 
+import msgspec
+
+from kvserver.protocol import ExplainStatus
 from kvserver.telemetry import Explain, Facts, advice, verdict
 
 MOST_REQUESTS = 100  # in one answer
@@ -30,7 +33,7 @@ class BadParameter(Exception):
     """Becomes a 400."""
 
 
-def answer(explain: Explain, query: str) -> tuple[int, str]:
+def answer(explain: Explain, query: str) -> tuple[int, str | bytes]:
     """HTTP code and JSON."""
     try:
         given = _parameters(query)
@@ -46,17 +49,18 @@ def answer(explain: Explain, query: str) -> tuple[int, str]:
         if not found:
             return 404, _error("unknown_request", _unknown(client_id, remembered))
     order = _BY_TOKENS if client_id is None else _BY_ID
-    return 200, json.dumps({"order": order, "requests": [_shown(facts) for facts in found], "remembered": remembered})
+    shown = {"order": order, "requests": [_shown(facts) for facts in found], "remembered": remembered}
+    return 200, msgspec.json.encode(shown)
 
 
 def _shown(facts: Facts) -> dict[str, Any]:
     return {"verdict": verdict(facts), "advice": advice(facts), **facts}
 
 
-def _unknown(client_id: str, remembered: dict[str, Any]) -> str:
+def _unknown(client_id: str, remembered: ExplainStatus) -> str:
     return (
-        f"no request {client_id!r} is remembered; {remembered['requests']:,} are, of at most {remembered['most_requests']:,}, the "
-        f"oldest from {remembered['oldest_seconds']:.0f} s ago. Requests of engines that are not registered with this daemon are never remembered"
+        f"no request {client_id!r} is remembered; {remembered.requests:,} are, of at most {remembered.most_requests:,}, the "
+        f"oldest from {remembered.oldest_seconds:.0f} s ago. Requests of engines that are not registered with this daemon are never remembered"
     )
 
 

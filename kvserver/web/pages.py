@@ -22,10 +22,14 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
 
+import msgspec
+from msgspec.structs import replace
+
 from kvserver import __version__
+from kvserver.protocol import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
-from kvserver.telemetry import Explain, Family
+from kvserver.telemetry import Explain, Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
 from kvserver.web import explain_page, snapshot_page
@@ -47,7 +51,7 @@ class StatusPages(Connections):
         self,
         address: tuple[str, int],
         server: Server,
-        make_families: Callable[[dict[str, Any], dict[str, Any]], list[Family]],
+        make_families: Callable[[DaemonStatus, RpcCounts], list[Family]],
         explain: Explain,
         clear_l1: Callable[[], int],
         settings: Mapping[str, Any] = {},
@@ -56,7 +60,7 @@ class StatusPages(Connections):
         cut_off_reason: Callable[[str], str] = lambda observer: "",
         token: str = "",
     ) -> None:
-        """`make_families` of (status, rpc counters), from any thread. `clear_l1` removes all chunks, in the loop's. `settings`:
+        """`make_families` of (status, counts of requests), from any thread. `clear_l1` removes all chunks, in the loop's. `settings`:
         shown by `/config`. `match` and `make_kv_snapshot` are None if the daemon keeps no index or publishes no KV events. `cut_off_reason` of an observer: why its pages cannot answer, or "". `token`: clients must send it."""
         super().__init__(address, _Handler)
         self.access = Access(str(self.server_address[0]), address[0], token)
@@ -68,7 +72,7 @@ class StatusPages(Connections):
         self.make_kv_snapshot = make_kv_snapshot
         self.cut_off_reason = cut_off_reason
         self._make_families = make_families
-        self._last: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._last: tuple[DaemonStatus, RpcCounts] | None = None
         self._thread = threading.Thread(target=self.serve, name="http", daemon=True)
 
     @property
@@ -82,8 +86,8 @@ class StatusPages(Connections):
         self.shutdown()
         self.server_close()
 
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(status, rpc counters), fresh if the loop answers in time, else the last ones. TimeoutError if there are none."""
+    def snapshot(self) -> tuple[DaemonStatus, RpcCounts]:
+        """(status, counts of requests), fresh if the loop answers in time, else the last ones. TimeoutError if there are none."""
         server = self.kvserver
         try:
             status, rpc = self.ask(lambda: (server.snapshot(), server.rpc.snapshot()))
@@ -91,19 +95,19 @@ class StatusPages(Connections):
             if self._last is None:
                 raise
             status, rpc = self._last
-            status = {**status, "ready": False, "stale_seconds": round(server.seconds_since_turn, 3)}
+            status = replace(status, ready=False, stale_seconds=round(server.seconds_since_turn, 3))
         else:
             self._last = status, rpc
-        return {**status, "http": self.connections_status()}, rpc
+        return replace(status, http=self.status()), rpc
 
     def families(self) -> list[Family]:
         """The metrics of a snapshot()."""
         return self.families_of(*self.snapshot())
 
-    def families_of(self, status: dict[str, Any], rpc: dict[str, Any]) -> list[Family]:
+    def families_of(self, status: DaemonStatus, rpc: RpcCounts) -> list[Family]:
         """All families of the daemon; from any thread."""
         match = self.match.families() if self.match else []
-        return [*self._make_families(status, rpc), *self.connections_families(), *match, *process_families()]
+        return [*self._make_families(status, rpc), *match, *process_families()]
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` in the loop. TimeoutError if it did not start in time; then it never runs."""
@@ -243,14 +247,13 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def _status(self) -> None:
-        self._send(200, json.dumps(self.server.snapshot()[0]), "application/json")
+        self._send(200, msgspec.json.encode(self.server.snapshot()[0]), "application/json")
 
     def _instances(self) -> None:
-        instances = self.server.snapshot()[0]["instances"]
+        instances = self.server.snapshot()[0].instances
         match = self.server.match
-        self._send(
-            200, match.instances(instances) if match else json.dumps({"instances": instances}), "application/json"
-        )
+        shown = match.instances(instances) if match else msgspec.json.encode({"instances": instances})
+        self._send(200, shown, "application/json")
 
     def _match(self) -> None:
         if reason := self.server.cut_off_reason("index"):
@@ -290,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps({"chunks": chunks}), "application/json")
 
     def _page(self) -> None:
-        text = html.escape(json.dumps(self.server.snapshot()[0], indent=2))
+        text = html.escape(msgspec.json.format(msgspec.json.encode(self.server.snapshot()[0])).decode())
         self._send(200, f"<!doctype html><title>kvserver</title><h1>kvserver</h1><pre>{text}</pre>\n", "text/html")
 
     def _send(self, code: int, body: str | bytes, content_type: str = "text/plain; charset=utf-8") -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from kvserver.adapters.vllm.canonical import Refused, canonical
@@ -22,6 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core import kv_cache_utils
 
 from kvserver.cli.status import table
+from kvserver.protocol import DaemonStatus
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)
@@ -561,7 +563,9 @@ def test_a_private_engine_finds_its_own_and_reports_why_it_shares_nothing(make_d
     assert reasons == {
         "weights: load_format dummy does not take them from the model's files; kvserver.model_version may name them"
     }
-    assert "shares KV with no other engine: weights: load_format dummy" in table(daemon.status())
+    assert "shares KV with no other engine: weights: load_format dummy" in table(
+        msgspec.convert(daemon.status(), DaemonStatus)
+    )
 
 
 def test_weights_that_have_a_name_are_shared(make_daemon, make_engine):

@@ -227,4 +227,4 @@ def test_the_servers_loop_resyncs_when_its_bus_had_to_drop_chunks():
 
             running.pages.ask(lose)
             wait_for(follower, [])
-            assert parts.observability.hub.status()["recounts"] == 1
+            assert parts.observability.hub.status().recounts == 1

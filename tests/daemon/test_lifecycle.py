@@ -354,4 +354,4 @@ def test_readyz_fails_when_the_event_thread_has_died():
         bus.subscribers = (Dies(),)
         pages.ask(lambda: bus.publish(ErrorSent(time.monotonic_ns(), "Lookup", "internal")))
         assert "event thread" in wait_until(pages.not_ready)
-        assert pages.snapshot()[0]["ready"] is False
+        assert pages.snapshot()[0].ready is False

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import KVSERVER, Daemon, fetch, wait_until
@@ -24,7 +25,7 @@ from kvserver.config import available_memory
 from kvserver.config.capacity import choose_l1_bytes
 from kvserver.config.settings import GiB, MiB
 from kvserver.copy import Devices
-from kvserver.protocol import PROTOCOL_VERSION, ConfigError, Lookup, Status, StatusReply, encode
+from kvserver.protocol import PROTOCOL_VERSION, ConfigError, DaemonStatus, Lookup, Status, StatusReply, encode
 from kvserver.web import pages as http
 
 
@@ -266,8 +267,9 @@ def test_status_over_the_socket_is_the_same_as_over_http(daemon, worker):
     worker.round_trip()
     status = daemon.status()
     over_socket = worker.ask(Status(), StatusReply).status
-    assert (over_socket["l1"], over_socket["l2"]) == (status["l1"], status["l2"])
-    assert over_socket["instances"][0]["requests"] == status["instances"][0]["requests"]
+    over_http = msgspec.convert(status, DaemonStatus)
+    assert (over_socket.l1, over_socket.l2) == (over_http.l1, over_http.l2)
+    assert over_socket.instances[0].requests == over_http.instances[0].requests
 
 
 FAMILIES = {

@@ -10,10 +10,19 @@ import signal
 import subprocess
 
 import pytest
+from msgspec.structs import replace
 from support.daemon import KVSERVER, wait_until
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol import EndRequest
+from kvserver.protocol import (
+    AccountingStatus,
+    DaemonStatus,
+    DirectionStatus,
+    EndRequest,
+    GpuStatus,
+    L1Status,
+    TotalsStatus,
+)
 
 
 @contextlib.contextmanager
@@ -150,26 +159,20 @@ def test_a_watch_of_no_sensible_interval_is_refused(seconds):
 
 
 def status_with(**changes):
-    return {
-        "version": "1", "ready": True, "uptime_seconds": 90061, "boot_id": "b",
-        "l1": {"size_bytes": 4096, "used_bytes": 1024, "pinned_bytes": 1024, "chunks": 1, "evictions": 0, "policy": "lru"},
-        "gpus": [],
-        "totals": {"lookup_tokens": 0, "hit_tokens": 0, "stored_bytes": 0, "loaded_bytes": 0, "failed_stores": 0,
-                   "failed_loads": 0, "errors": 0, "prompt_tokens": {"l0": 0, "l1": 0, "l2": 0, "computed": 0}},
-        "books": {"unbalanced": 0, "tickets": 3}, "instances": [],
-    } | changes  # fmt: skip
+    l1 = L1Status(size_bytes=4096, used_bytes=1024, pinned_bytes=1024, chunks=1, policy="lru")
+    return replace(DaemonStatus(version="1", ready=True, uptime_seconds=90061, boot_id="b", l1=l1), **changes)
 
 
 def test_the_accounting_is_shown_only_when_it_does_not_balance():
     assert "AUDIT" not in cli_status.table(status_with())
     assert "AUDIT  the accounting did not balance in 2 audits" in cli_status.table(
-        status_with(books={"unbalanced": 2, "tickets": 3})
+        status_with(books=AccountingStatus(unbalanced=2, tickets=3))
     )
 
 
 def test_l2_is_shown_where_something_came_from_there():
     tokens = {"l0": 1, "l1": 1, "l2": 2, "computed": 4}
-    shown = cli_status.table(status_with(totals=status_with()["totals"] | {"prompt_tokens": tokens}))
+    shown = cli_status.table(status_with(totals=TotalsStatus(prompt_tokens=tokens)))
     assert "prompts 8 tokens: 12.5% L0, 12.5% L1, 25.0% L2, 50.0% computed" in shown
 
 
@@ -186,9 +189,9 @@ def test_numbers_are_shown_as_people_read_them():
 
 
 def test_a_gpu_has_a_line_that_states_which_way_its_bytes_went():
-    lane = {"dma_bytes": 2048, "staged_bytes": 0}
-    gpu = {"device": "GPU-0", "lost": "", "mapped_bytes": 1 << 20, "store": lane, "load": {**lane, "staged_bytes": 3}}
-    lost = {**gpu, "device": "GPU-1", "lost": "Xid 79"}
+    store, load = DirectionStatus(dma_bytes=2048), DirectionStatus(dma_bytes=2048, staged_bytes=3)
+    gpu = GpuStatus(device="GPU-0", mapped_bytes=1 << 20, store=store, load=load)
+    lost = replace(gpu, device="GPU-1", lost="Xid 79")
     lines = cli_status.table(status_with(gpus=[gpu, lost])).splitlines()
     assert (
         "GPU    GPU-0: 1.0 MiB mapped; stored 2.0 KiB by DMA, 0 B staged; loaded 2.0 KiB by DMA, 3 B staged; L1 25.0% pinned"

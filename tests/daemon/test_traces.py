@@ -67,7 +67,7 @@ def test_spans_arrive_with_their_parents_times_and_attributes(collector: Callabl
         assert labels_of(request).items() >= {"instance_id": "e", "model_name": "m", "request_id": "r"}.items()
         assert {a.key: a.value.int_value for a in spans["load"].attributes}["device_ns"] == 60
         assert collected.resources()[0]["service.instance.id"] == "boot"
-        assert (traces.status()["sent"], traces.status()["failed"]) == (4, 0)
+        assert (traces.status().sent, traces.status().failed) == (4, 0)
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
@@ -80,8 +80,8 @@ def test_a_collector_that_is_not_there_holds_up_nothing(scheme: str, fault: str)
         began = time.monotonic()
         traces.close()
         assert time.monotonic() - began < 12
-        wait_until(lambda: traces.status()["failed"] == 4, 30)
-        assert traces.status()["sent"] == 0
+        wait_until(lambda: traces.status().failed == 4, 30)
+        assert traces.status().sent == 0
 
 
 # ---- a daemon ---------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def families():
         stop.set()
     return [Family(f"kvserver_{n}", "Text.", Kind.COUNTER, ("label",)).add(n, "x") for n in range(100)]
 def failed():
-    return sender.status()["failed"]
+    return sender.status().failed
 sender = otlp.OtlpMetrics(parse_otlp_endpoint(sys.argv[1]), otlp.resource("boot"))
 gc.collect()
 gc.freeze()

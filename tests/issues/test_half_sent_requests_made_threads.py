@@ -156,12 +156,12 @@ def test_when_every_thread_answers_a_probe_still_gets_through(monkeypatch: pytes
             thread.start()
             at_end.callback(thread.join)
         at_end.callback(release.set)
-        wait_until(lambda: pages.connections_status()["answering"] == 64)
+        wait_until(lambda: pages.status().answering == 64)
         code, body = fetch(f"{url}/status")
         assert (code, json.loads(body)["error"]) == (503, "busy")
         for _ in range(3):
             assert fetch(f"{url}/livez") == (200, "alive\n")
-        assert pages.connections_status()["refused"] == {"busy": 1}, "no client that is being answered is thrown out"
+        assert pages.status().refused == {"busy": 1}, "no client that is being answered is thrown out"
 
 
 def test_a_head_without_end_is_refused(daemon: Daemon) -> None:

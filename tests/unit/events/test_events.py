@@ -12,7 +12,7 @@ from support.daemon import wait_until
 
 from kvserver.events import BlockReport, Bus, ErrorSent, Event, L1Cleared, WorkerDisconnected
 from kvserver.events.types import TYPES
-from kvserver.protocol import ExactRecords
+from kvserver.protocol import ExactRecords, SubscriberStatus
 
 
 class Collects:
@@ -86,7 +86,7 @@ def test_every_subscriber_gets_every_event_in_order(make_bus: Any) -> None:
 def test_without_subscribers_nothing_is_queued(make_bus: Any) -> None:
     bus = make_bus()
     assert bus.publish(error())
-    assert bus.status()["published"] == bus.status()["queue_depth"] == 0
+    assert bus.status().published == bus.status().queue_depth == 0
 
 
 def test_a_full_queue_drops_and_counts_by_type_and_publish_does_not_wait(make_bus: Any) -> None:
@@ -98,7 +98,7 @@ def test_a_full_queue_drops_and_counts_by_type_and_publish_does_not_wait(make_bu
     assert not bus.publish(L1Cleared(time.monotonic_ns(), b"", 0))
     assert bus.dropped["ErrorSent"] == 15
     assert bus.dropped["L1Cleared"] == 1
-    assert bus.status()["queue_depth"] == 10
+    assert bus.status().queue_depth == 10
     disconnected = WorkerDisconnected(time.monotonic_ns(), "i", "m", 0, True)
     assert bus.publish(disconnected), "the end of a connection is never dropped"
     slow.gate.set()
@@ -125,9 +125,9 @@ def test_a_subscriber_that_raises_is_counted_and_named_and_harms_no_other(make_b
         bus.publish(error(n))
     assert bus.flush()
     assert len(before.events) == len(after.events) == len(raises.events) == 3
-    rows = {row["name"]: row for row in bus.status()["subscribers"]}
-    assert rows["raises"] == {"name": "raises", "errors": 3, "last_error": "ValueError: cannot take ErrorSent"}
-    assert rows["before"]["errors"] == rows["after"]["errors"] == 0
+    rows = {row.name: row for row in bus.status().subscribers}
+    assert rows["raises"] == SubscriberStatus(name="raises", errors=3, last_error="ValueError: cannot take ErrorSent")
+    assert rows["before"].errors == rows["after"].errors == 0
     assert bus.failure == ""
 
 
@@ -175,6 +175,6 @@ def test_the_wait_of_every_event_is_counted(make_bus: Any) -> None:
     bus.publish(WorkerDisconnected(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
     bus.publish(error())
     assert bus.flush()
-    waits = bus.status()["waits"]
-    assert sum(waits["counts"]) == 2
-    assert 3.0 <= waits["sum"] < 30
+    waits = bus.status().waits
+    assert sum(waits.counts) == 2
+    assert 3.0 <= waits.sum < 30

@@ -48,17 +48,17 @@ class WitnessedHub:
 
     @property
     def unannounced(self) -> dict[str, int]:
-        found: dict[str, int] = self.hub.status()["unannounced"]
+        found = self.hub.status().unannounced
         return {reason: count for reason, count in found.items() if count}
 
     def check(self) -> None:
         """The state, the status and the published events agree."""
         number, chunks = self.hub.snapshot(b"")
         status, held = self.hub.status(), list(self.witness.resident.values())
-        assert number == len(self.witness.events) == status["events"]
+        assert number == len(self.witness.events) == status.events
         assert sorted(map(id, chunks)) == sorted(map(id, held))
-        assert status["chunks"] == len(held)
-        assert status["described_chunks"] == sum(chunk.description is not None for chunk in held)
+        assert status.chunks == len(held)
+        assert status.described_chunks == sum(chunk.description is not None for chunk in held)
 
 
 @pytest.fixture
@@ -203,17 +203,17 @@ def test_chunks_beyond_the_memory_count_as_undescribed_and_those_evicted_make_ro
     for at in range(100):
         world.described(one, at, at + 1)
         world.stored(one.keys[at : at + 1])
-        assert world.hub.status()["state_bytes"] <= 20_000
+        assert world.hub.status().state_bytes <= 20_000
     world.check()
-    described = world.hub.status()["described_chunks"]
+    described = world.hub.status().described_chunks
     assert 30 < described < 60
     assert world.unannounced == {"memory": 100 - described}
     world.evicted(one.keys)
-    assert world.hub.status()["state_bytes"] == 0
+    assert world.hub.status().state_bytes == 0
     world.described(one, 0, 5)
     world.stored(one.keys[:5])
     world.check()
-    assert world.hub.status()["described_chunks"] == 5
+    assert world.hub.status().described_chunks == 5
 
 
 def test_descriptions_of_chunks_that_never_become_ready_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,10 +229,10 @@ def test_descriptions_of_chunks_that_never_become_ready_are_forgotten(monkeypatc
 def test_descriptions_that_wait_use_a_quarter_of_the_memory_at_most() -> None:
     one, world = Prompt(range(8 * 100)), WitnessedHub(memory_bytes=20_000)
     world.described(one)
-    assert 2_000 < world.hub.status()["state_bytes"] <= 5_000
+    assert 2_000 < world.hub.status().state_bytes <= 5_000
     world.stored(one.keys)
     world.check()
-    assert world.unannounced == {"memory": 100 - world.hub.status()["described_chunks"]}
+    assert world.unannounced == {"memory": 100 - world.hub.status().described_chunks}
 
 
 def test_readers_are_published_when_they_are_described_and_when_they_disconnect(world: WitnessedHub) -> None:
@@ -289,7 +289,7 @@ def test_a_resync_publishes_only_what_was_missed(world: WitnessedHub) -> None:
     world.resynced(ResyncPart.END)
     assert {key for _, key in world.witness.resident} == set(one.keys[3:6])
     assert all(chunk.description is not None for chunk in world.witness.resident.values())
-    assert world.hub.status()["recounts"] == 1
+    assert world.hub.status().recounts == 1
 
 
 def test_a_resync_that_begins_again_forgets_nothing(world: WitnessedHub) -> None:
@@ -340,7 +340,7 @@ def test_random_events_agree_with_a_plain_set(seed: int) -> None:
                     agrees = True
         if agrees:
             assert set(world.witness.resident) == model
-    assert world.hub.status()["recounts"] > 3
+    assert world.hub.status().recounts > 3
     world.check()
     world.hub.handle(L1Cleared(1, b"", 0))
     world.check()

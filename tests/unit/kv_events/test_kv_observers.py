@@ -20,7 +20,8 @@ from kvserver.config import Settings
 from kvserver.events import ChunksStored
 from kvserver.kv_events import Hub, ObserverContext, Observers, make_lines
 from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
-from kvserver.protocol import ConfigError
+from kvserver.protocol import ConfigError, DaemonStatus, KVEventsStatus
+from kvserver.telemetry import Rpc, all_families
 
 HERE = b"n" * 32
 OWN = {"mine", "direct"}
@@ -70,8 +71,10 @@ def kept(name: str = "keeps") -> list[Any]:
 
 
 def up(observers: Observers) -> dict[str, float | Any]:
-    (family,) = observers.families()
-    return {labels[0]: value for labels, value in family.points if labels[0] not in OWN}
+    status = DaemonStatus(kv_events=KVEventsStatus(observers=observers.status()))
+    families = {family.name: family for family in all_families(status, Rpc().snapshot())}
+    points = families["kvserver_kv_event_observer_up"].points
+    return {labels[0]: value for labels, value in points if labels[0] not in OWN}
 
 
 def test_every_event_is_handed_over_in_order_in_one_thread_of_the_observer(make: Make) -> None:

@@ -17,6 +17,7 @@ from kvserver.protocol import (
     ChunkContents,
     Clear,
     Cleared,
+    DaemonStatus,
     DescribeScheduler,
     EndRequest,
     EngineLoad,
@@ -30,6 +31,7 @@ from kvserver.protocol import (
     KVEventsTaken,
     KVGroup,
     KVServerError,
+    L1Status,
     Lookup,
     LookupReply,
     ModelIdentity,
@@ -120,7 +122,7 @@ REPLIES = [
     Stored(stored=1, skipped=2, starved=3),
     Retrieved(chunks=1),
     Cleared(chunks=4),
-    StatusReply(status={"l1": {"chunks": 1}}),
+    StatusReply(status=DaemonStatus(l1=L1Status(chunks=1))),
     KVEventsTaken(
         follow=1, cursor=2, events=[KVBlocks(True, "CPU", 32, bytes(32), 0, 16, bytes(32), bytes(64))], whole=True
     ),

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import to_builtins
 
 from kvserver.kv_events.types import KVChunk, KVStored, ReaderConnected, Tier
-from kvserver.protocol import DescribeScheduler
+from kvserver.protocol import DaemonStatus, DescribeScheduler, EngineStatus, InstanceStatus
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import JSON, MSGPACK, RecentEngineStats
@@ -23,17 +24,17 @@ from kvserver.web.pages import StatusPages
 
 PREFIX, START = b"r" * 64, b"s" * 32
 TOKENS = list(range(1000, 1200))
-LOAD = {"running": 3, "waiting": 1}
-INSTANCE = {
-    "instance_id": "engine",
-    "model_name": "model",
-    "namespace": "00",
-    "world_size": 1,
-    "block_tokens": 16,
-    "chunk_tokens": 64,
-    "l0_source": "none",
-    "load": LOAD,
-}
+LOAD = EngineStatus(running=3, waiting=1)
+INSTANCE = InstanceStatus(
+    instance_id="engine",
+    model_name="model",
+    namespace="00",
+    world_size=1,
+    block_tokens=16,
+    chunk_tokens=64,
+    l0_source="none",
+    load=LOAD,
+)
 
 
 def reader_of(name: str = "engine", **more: Any) -> ReaderConnected:
@@ -55,7 +56,7 @@ class Pages:
         served.match = MatchPages(self.index, self._ask)
         self.connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
 
-    def _ask(self) -> Future[list[dict[str, Any]]]:
+    def _ask(self) -> Future[list[InstanceStatus]]:
         self.asked += 1
         return _done([INSTANCE])
 
@@ -94,7 +95,7 @@ def _done(value: Any) -> Future[Any]:
 def served() -> Iterator[StatusPages]:
     server = SimpleNamespace(
         call=lambda function: _done(function()),
-        snapshot=lambda: {"instances": [INSTANCE]},
+        snapshot=lambda: DaemonStatus(instances=[INSTANCE]),
         rpc=SimpleNamespace(snapshot=dict),
         seconds_since_turn=0.0,
     )
@@ -137,7 +138,7 @@ def test_an_answer_names_the_instance_and_how_busy_it_is(pages):
     pages.ask(block_hashes=[])
     (found,) = pages.ask(block_hashes=[])["instances"]
     assert (found["instance_id"], found["model_name"]) == ("engine", "model")
-    assert (found["block_tokens"], found["chunk_tokens"], found["load"]) == (16, 64, LOAD)
+    assert (found["block_tokens"], found["chunk_tokens"], found["load"]) == (16, 64, to_builtins(LOAD))
     assert pages.asked == 1, "engine stats are requested once in a while only"
 
 
@@ -259,7 +260,12 @@ def test_instances_are_shown_with_load_and_cache(pages):
     pages.connection.request("GET", "/instances")
     answer = pages.connection.getresponse()
     (found,) = json.loads(answer.read())["instances"]
-    assert (answer.status, found["load"], found["world_size"], found["l0_source"]) == (200, LOAD, 1, "none")
+    assert (answer.status, found["load"], found["world_size"], found["l0_source"]) == (
+        200,
+        to_builtins(LOAD),
+        1,
+        "none",
+    )
     assert (found["incarnation"], found["l0"]["blocks"], found["l1"]["chunks"]) == ("1", 0, 3)
 
 

@@ -25,15 +25,15 @@ def test_the_stats_are_those_of_the_last_message_and_have_an_age() -> None:
     stats.add_report(message(running=2, waiting=3, deferred=1, kv_cache_usage=0.5, prompt_tokens=7), 10.0)
     status = stats.status("a", 12.5)
     assert status is not None
-    assert (status["running"], status["waiting"], status["deferred"], status["kv_cache_usage"]) == (2, 3, 1, 0.5)
-    assert (status["prompt_tokens"], status["age_seconds"], status["stale"]) == (7, 2.5, False)
+    assert (status.running, status.waiting, status.deferred, status.kv_cache_usage) == (2, 3, 1, 0.5)
+    assert (status.prompt_tokens, status.age_seconds, status.stale) == (7, 2.5, False)
 
 
 def test_stats_are_stale_after_three_of_the_intervals_they_name() -> None:
     stats = EngineStats()
     stats.add_report(message(interval_seconds=2), 10.0)
     ages = {seconds: stats.status("a", 10.0 + seconds) for seconds in (6.0, 6.1)}
-    assert [status["stale"] for status in ages.values() if status] == [False, True]
+    assert [status.stale for status in ages.values() if status] == [False, True]
 
 
 def test_rates_are_of_the_last_two_messages() -> None:
@@ -44,8 +44,8 @@ def test_rates_are_of_the_last_two_messages() -> None:
     second = stats.status("a", 12.0)
     assert first is not None
     assert second is not None
-    assert (first["prompt_tokens_per_second"], first["generation_tokens_per_second"]) == (0, 0)
-    assert (second["prompt_tokens_per_second"], second["generation_tokens_per_second"]) == (250, 5)
+    assert (first.prompt_tokens_per_second, first.generation_tokens_per_second) == (0, 0)
+    assert (second.prompt_tokens_per_second, second.generation_tokens_per_second) == (250, 5)
 
 
 def test_messages_at_one_moment_have_no_rate() -> None:
@@ -54,7 +54,7 @@ def test_messages_at_one_moment_have_no_rate() -> None:
         stats.add_report(message(prompt_tokens=tokens), 10.0)
     status = stats.status("a", 10.0)
     assert status is not None
-    assert status["prompt_tokens_per_second"] == 0
+    assert status.prompt_tokens_per_second == 0
 
 
 def test_totals_grow_by_the_difference_from_the_message_before() -> None:
@@ -72,7 +72,7 @@ def test_totals_that_fell_began_anew_and_nothing_is_negative() -> None:
     assert stats.add_report(message(prompt_tokens=3), 2.0)["prompt_tokens"] == 3
     status = stats.status("a", 2.0)
     assert status is not None
-    assert status["prompt_tokens_per_second"] == 3
+    assert status.prompt_tokens_per_second == 3
 
 
 def test_a_new_incarnation_begins_with_its_first_message() -> None:
@@ -83,7 +83,7 @@ def test_a_new_incarnation_begins_with_its_first_message() -> None:
     assert stats.add_report(message(incarnation="b", prompt_tokens=120), 2.0)["prompt_tokens"] == 120
     status = stats.status("b", 2.0)
     assert status is not None
-    assert status["prompt_tokens"] == 120
+    assert status.prompt_tokens == 120
     assert stats.status("a", 2.0) is None
 
 
@@ -94,5 +94,5 @@ def test_front_ends_add_up_and_the_newest_message_of_the_scheduler_counts() -> N
     stats.add_report(message(front_end=1, running=7, as_of_ns=100, prompt_tokens=22), 2.5)
     status = stats.status("a", 2.5)
     assert status is not None
-    assert (status["running"], status["prompt_tokens"], status["prompt_tokens_per_second"]) == (5, 32, 2)
-    assert status["age_seconds"] == 0
+    assert (status.running, status.prompt_tokens, status.prompt_tokens_per_second) == (5, 32, 2)
+    assert status.age_seconds == 0

@@ -185,4 +185,4 @@ def test_random_runs_with_a_tiny_queue_end_with_what_the_cache_holds(make_loop: 
         loop.catch_up()
         loop.check()
     assert sum(loop.bus.dropped.values()) > 100
-    assert loop.hub.status()["recounts"] > 1
+    assert loop.hub.status().recounts > 1

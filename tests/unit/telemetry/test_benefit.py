@@ -6,10 +6,17 @@ import random
 
 import pytest
 
+from kvserver.protocol import RequestsStatus
+from kvserver.server.instances import Counts
+from kvserver.server.status import requests_status
 from kvserver.telemetry import MOST, Benefit, LoadWaits
 from kvserver.telemetry.benefit import RATIO_BUCKETS, SOURCES
 
 SECOND = 1_000_000_000
+
+
+def shown(benefit: Benefit) -> RequestsStatus:
+    return requests_status(Counts(benefit=benefit))
 
 
 def test_the_sources_add_up_to_the_prompts() -> None:
@@ -20,18 +27,18 @@ def test_the_sources_add_up_to_the_prompts() -> None:
         local = source.randrange(prompt)
         benefit.request_ended(prompt, local, source.randrange(prompt - local), 0, 0)
         prompts += prompt
-    tokens = benefit.status()["prompt_tokens"]
+    tokens = shown(benefit).prompt_tokens
     assert tuple(tokens) == SOURCES
     assert sum(tokens.values()) == prompts
-    assert sum(benefit.status()["hit_ratio"]["counts"]) == 1000
+    assert sum(shown(benefit).hit_ratio.counts) == 1000
 
 
 def test_a_request_of_an_unknown_prompt_has_no_hit_ratio_but_loads() -> None:
     benefit = Benefit()
     benefit.request_ended(0, 0, 0, 3, 1)
-    status = benefit.status()
-    assert sum(status["hit_ratio"]["counts"]) == sum(status["prompt_tokens"].values()) == 0
-    assert status["request_loads"] == {"done": 2, "failed": 1}
+    status = shown(benefit)
+    assert sum(status.hit_ratio.counts) == sum(status.prompt_tokens.values()) == 0
+    assert status.request_loads == {"done": 2, "failed": 1}
 
 
 @pytest.mark.parametrize(
@@ -40,16 +47,16 @@ def test_a_request_of_an_unknown_prompt_has_no_hit_ratio_but_loads() -> None:
 def test_the_hit_ratio_is_what_was_not_computed(local: int, loaded: int, bound: float) -> None:
     benefit = Benefit()
     benefit.request_ended(100, local, loaded, 1, 0)
-    ratios = benefit.status()["hit_ratio"]
-    assert ratios["counts"][RATIO_BUCKETS.index(bound)] == 1
-    assert ratios["sum"] == pytest.approx((local + loaded) / 100)
+    ratios = shown(benefit).hit_ratio
+    assert ratios.counts[RATIO_BUCKETS.index(bound)] == 1
+    assert ratios.sum == pytest.approx((local + loaded) / 100)
 
 
 def test_totals_stay_in_64_bits() -> None:
     benefit = Benefit()
     benefit.request_ended(MOST, 0, MOST, 0, 0)
     benefit.request_ended(MOST, 0, MOST, 0, 0)
-    assert benefit.status()["prompt_tokens"]["l1"] == MOST
+    assert shown(benefit).prompt_tokens["l1"] == MOST
 
 
 @pytest.mark.parametrize(
@@ -67,17 +74,17 @@ def test_net_seconds_are_split_by_their_sign(
 ) -> None:
     benefit = Benefit()
     benefit.load_ended(tokens, waited, speed)
-    status = benefit.status()
-    assert (status["prefill_seconds_gained"], status["prefill_seconds_lost"]) == (gained, lost)
+    status = shown(benefit)
+    assert (status.prefill_seconds_gained, status.prefill_seconds_lost) == (gained, lost)
 
 
 def test_a_copy_is_queued_for_as_long_as_it_is_not_copied() -> None:
     benefit = Benefit()
     benefit.copied("load", 2.0, 0.5)
     benefit.copied("store", 0.1, 0.2)  # two threads measured the whole and the copy
-    status = benefit.status()
-    assert (status["load_duration"]["queue"]["sum"], status["load_duration"]["copy"]["sum"]) == (1.5, 0.5)
-    assert (status["store_duration"]["queue"]["sum"], status["store_duration"]["copy"]["sum"]) == (0.0, 0.2)
+    status = shown(benefit)
+    assert (status.load_duration["queue"].sum, status.load_duration["copy"].sum) == (1.5, 0.5)
+    assert (status.store_duration["queue"].sum, status.store_duration["copy"].sum) == (0.0, 0.2)
 
 
 def test_two_instances_add_up_and_stay_what_they_were() -> None:
@@ -86,12 +93,12 @@ def test_two_instances_add_up_and_stay_what_they_were() -> None:
         benefit.request_ended(prompt, 10, 20, 2, 1)
         benefit.load_ended(100, 1.0, 10.0)
         benefit.copied("load", 2.0, 0.5)
-    both = (one + other).status()
-    assert both["prompt_tokens"] == {"l0": 20, "l1": 40, "l2": 0, "computed": 90}
-    assert both["request_loads"] == {"done": 2, "failed": 2}
-    assert both["prefill_seconds_gained"] == 18.0
-    assert sum(both["hit_ratio"]["counts"]) == sum(both["load_duration"]["copy"]["counts"]) == 2
-    assert sum(one.status()["prompt_tokens"].values()) == 100
+    both = shown(one + other)
+    assert both.prompt_tokens == {"l0": 20, "l1": 40, "l2": 0, "computed": 90}
+    assert both.request_loads == {"done": 2, "failed": 2}
+    assert both.prefill_seconds_gained == 18.0
+    assert sum(both.hit_ratio.counts) == sum(both.load_duration["copy"].counts) == 2
+    assert sum(shown(one).prompt_tokens.values()) == 100
 
 
 def test_a_request_waits_for_its_slowest_rank() -> None:

@@ -83,9 +83,9 @@ def test_a_hundred_thousand_requests_use_no_more_memory_than_the_stated_bound() 
     finally:
         tracemalloc.stop()
     status = engine.explain.status()
-    assert status["requests"] == status["most_requests"] == 8192
-    assert status["bytes"] <= MOST_BYTES
-    assert used <= status["bytes"], "the counted bytes cover the used bytes"
+    assert status.requests == status.most_requests == 8192
+    assert status.bytes <= MOST_BYTES
+    assert used <= status.bytes, "the counted bytes cover the used bytes"
 
 
 def test_long_ids_and_many_ranks_count_and_the_oldest_are_forgotten() -> None:
@@ -96,8 +96,8 @@ def test_long_ids_and_many_ranks_count_and_the_oldest_are_forgotten() -> None:
         for rank in range(MOST_RANKS):
             engine.load(request, rank)
     status = engine.explain.status()
-    assert status["bytes"] <= MOST_BYTES
-    assert 100 < status["requests"] < 1000
+    assert status.bytes <= MOST_BYTES
+    assert 100 < status.requests < 1000
     assert engine.explain.find_requests("00000", 10) == []
     assert engine.of("01499")["unlisted_loads"] == 0
 
@@ -110,7 +110,7 @@ def test_evicted_keys_are_bounded_and_the_last_ones_kept() -> None:
     engine.explain.handle(ChunksEvicted(engine.now, NAMESPACE, bytes(32) + key))
     engine.now += 3 * SECOND
     engine.lookup(missed=((MissReason.EVICTED, 4),), missing_key=key)
-    assert engine.explain.status()["bytes"] <= MOST_EVICTED_BYTES + MOST_BYTES
+    assert engine.explain.status().bytes <= MOST_EVICTED_BYTES + MOST_BYTES
     missing = engine.of()["missing"]
     assert missing is not None
     assert missing["evicted_seconds_before"] == pytest.approx(3, abs=0.1)

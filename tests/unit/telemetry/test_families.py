@@ -6,60 +6,45 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver.cache import MissReason
 from kvserver.events import Bus
-from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
+from kvserver.protocol import (
+    WAIT_SECONDS,
+    Buckets,
+    DaemonStatus,
+    DepartedStatus,
+    EventsStatus,
+    Histogram,
+    InstanceStatus,
+    L1Status,
+    RequestsStatus,
+    SubscriberStatus,
+)
 from kvserver.server.instances import Counts, Instances
-from kvserver.server.status import connects_status, counts_status
+from kvserver.server.status import connects_status, requests_status
 from kvserver.telemetry import Family, Kind, Rpc, all_families
 from kvserver.telemetry.prometheus import render
 
 LABELS = ("instance_id", "model_name")
 
 
-def row(instance_id: str, model_name: str = "m", **values: Any) -> dict[str, Any]:
-    """One of `status["instances"]`."""
-    return {
-        "instance_id": instance_id,
-        "model_name": model_name,
-        "world_size": 1,
-        "l0_source": "exact",
-        "block_tokens": 16,
-        "chunk_tokens": 256,
-        "workers": [{"device": "cpu"}],
-        "private": "",
-        "prefill_tokens_per_second": 0.0,
-        "load": None,
-        "requests": counts_status(Counts()) | values,
-    }
+def row(instance_id: str, model_name: str = "m", **values: Any) -> InstanceStatus:
+    requests = msgspec.structs.replace(requests_status(Counts()), **values)
+    return InstanceStatus(instance_id=instance_id, model_name=model_name, requests=requests)
 
 
-def status(
-    *instances: dict[str, Any], events: dict[str, Any] | None = None, departed: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
-    keys = ("size_bytes", "used_bytes", "pinned_bytes", "chunks", "evictions", "evicted_bytes", "cleared_chunks")
-    return {
-        "l1": {key: number for number, key in enumerate(keys)} | {"models": {}},
-        "gpus": [],
-        "loop_lag_seconds": 0.25,
-        "loop_turns": Histogram(WAIT_SECONDS).status(),
-        "metrics_sample_rate": 0.125,
-        "events": events or Bus().status(),
-        "instances": list(instances),
-        "departed": list(departed),
-        "ready": True,
-        "connects": connects_status(Instances()),
-        "refused_registrations": {},
-        "books": {"tickets": 1, "leases": 2, "pins": 3, "unbalanced": 0},
-        "totals": {"undelivered_replies": 0},
-    }
+def departed(instance_id: str, model_name: str = "m", **values: Any) -> DepartedStatus:
+    return DepartedStatus(instance_id=instance_id, model_name=model_name, requests=RequestsStatus(**values))
 
 
-def made(*instances: dict[str, Any], more: Sequence[Family] = (), **options: Any) -> dict[str, Family]:
-    families = all_families(status(*instances, **options), Rpc().snapshot(), more)
+def made(*instances: InstanceStatus, more: Sequence[Family] = (), **others: Any) -> dict[str, Family]:
+    fresh = {"loop_turns": Histogram(WAIT_SECONDS).snapshot(), "events": Bus().status()}
+    status = DaemonStatus(instances=list(instances), connects=connects_status(Instances()), **{**fresh, **others})
+    families = all_families(status, Rpc().snapshot(), more)
     assert len({family.name for family in families}) == len(families), "a family is there twice"
     return {family.name: family for family in families}
 
@@ -128,8 +113,8 @@ def test_a_family_cannot_be_of_two_kinds() -> None:
 
 
 def test_disconnected_instances_are_reported_until_they_are_back() -> None:
-    departed = [row("a", lookups=100), row("b", lookups=2), row("a", "other model", lookups=1)]
-    family = made(row("a", lookups=5), departed=departed)["kvserver_lookup_requests"]
+    before = [departed("a", lookups=100), departed("b", lookups=2), departed("a", "other model", lookups=1)]
+    family = made(row("a", lookups=5), departed=before)["kvserver_lookup_requests"]
     assert sorted(family.points) == [(("a", "m"), 5), (("a", "other model"), 1), (("b", "m"), 2)]
 
 
@@ -156,7 +141,7 @@ def test_each_instance_reports_what_it_got_from_l1(name: str, key: str) -> None:
 
 
 def test_missed_tokens_are_reported_by_reason_and_begin_at_zero() -> None:
-    missed = {**counts_status(Counts())["missed_tokens"], "evicted": 256}
+    missed = {**requests_status(Counts()).missed_tokens, "evicted": 256}
     family = made(row("a", missed_tokens=missed))["kvserver_lookup_missed_tokens"]
     assert family.labels == ("instance_id", "model_name", "reason")
     by_reason = {labels[2]: value for labels, value in family.points}
@@ -165,7 +150,7 @@ def test_missed_tokens_are_reported_by_reason_and_begin_at_zero() -> None:
 
 
 def test_l1_and_the_sample_rate_are_reported() -> None:
-    found = made()
+    found = made(l1=L1Status(evicted_bytes=5, cleared_chunks=6), metrics_sample_rate=0.125)
     assert found["kvserver_l1_evicted_bytes"].points == [((), 5)]
     assert found["kvserver_l1_cleared_chunks"].points == [((), 6)]
     assert found["kvserver_metrics_sample_rate"].points == [((), 0.125)]
@@ -174,17 +159,15 @@ def test_l1_and_the_sample_rate_are_reported() -> None:
 def test_events_are_reported_by_type_and_subscriber() -> None:
     waits = Histogram(WAIT_SECONDS)
     waits.observe(2.0)
-    events = {
-        "published": 5,
-        "dropped": 1,
-        "published_types": {"BlockReport": 5, "CopyBegan": 0},
-        "dropped_types": {"BlockReport": 1},
-        "queue_depth": 4,
-        "lag_seconds": 0.5,
-        "waits": waits.status(),
-        "subscribers": [{"name": "l0", "errors": 2, "last_error": "ValueError"}],
-    }
-    families = all_families(status(events=events), Rpc().snapshot())
+    events = EventsStatus(
+        published_types={"BlockReport": 5, "CopyBegan": 0},
+        dropped_types={"BlockReport": 1, "CopyBegan": 0},
+        queue_depth=4,
+        lag_seconds=0.5,
+        waits=waits.snapshot(),
+        subscribers=[SubscriberStatus(name="l0", errors=2, last_error="ValueError")],
+    )
+    families = made(events=events).values()
     found = {labels: value for labels, value in samples(*families).items() if labels[0].startswith("kvserver_events_")}
     waits = {name: found.pop(name) for name in list(found) if name[0].startswith("kvserver_events_wait_seconds_")}
     assert waits["kvserver_events_wait_seconds_bucket", (("le", "2.5"),)] == 1

@@ -1,4 +1,4 @@
-"""The Prometheus form of a snapshot."""
+"""The Prometheus form of a status."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvserver import __version__
 from kvserver.events import Bus
-from kvserver.protocol import WAIT_SECONDS, ErrorCode, Histogram
+from kvserver.protocol import (
+    WAIT_SECONDS,
+    AccountingStatus,
+    ConnectsStatus,
+    DaemonStatus,
+    DirectionStatus,
+    ErrorCode,
+    GpuStatus,
+    Histogram,
+    InstanceStatus,
+    L1Status,
+    ModelStatus,
+    TotalsStatus,
+    WorkerStatus,
+)
 from kvserver.server.instances import Counts
-from kvserver.server.status import counts_status
+from kvserver.server.status import requests_status
 from kvserver.telemetry import Rpc, all_families
 from kvserver.telemetry.prometheus import render
 
+COUNTS = Counts()
 FROM_THE_START = {
     "kvserver_lookup_requests": "counter",
     "kvserver_lookup_tokens": "counter",
@@ -70,62 +84,34 @@ FROM_THE_START = {
 }
 
 
-def instance(instance_id: str, requests: dict[str, Any] | None = None, **values: Any) -> dict[str, Any]:
-    """One of `status["instances"]`."""
-    row = {
-        "instance_id": instance_id,
-        "model_name": "m",
-        "world_size": 2,
-        "l0_source": "exact",
-        "block_tokens": 16,
-        "chunk_tokens": 256,
-        "workers": [{"device": "cpu"}],
-        "private": "",
-        "prefill_tokens_per_second": 0.0,
-        "load": None,
-        "requests": counts_status(Counts()) | (requests or {}),
+def instance(instance_id: str, counts: Counts = COUNTS, **values: Any) -> InstanceStatus:
+    shown = {"world_size": 2, "l0_source": "exact", "block_tokens": 16, "chunk_tokens": 256, **values}
+    return InstanceStatus(instance_id=instance_id, model_name="m", requests=requests_status(counts), **shown)
+
+
+def status(*instances: InstanceStatus) -> DaemonStatus:
+    models = {
+        "m": ModelStatus(used_bytes=400, chunks=2, evictions=7, never_loaded=4),
+        "n": ModelStatus(used_bytes=200, chunks=1),
     }
-    return row | values
+    store = DirectionStatus(dma_bytes=1, staged_bytes=2, unpinned_bytes=3)
+    load = DirectionStatus(dma_bytes=4, staged_bytes=5, unpinned_bytes=6)
+    return DaemonStatus(
+        version="1.2",
+        l1=L1Status(size_bytes=1000, used_bytes=600, pinned_bytes=500, chunks=3, evictions=7, models=models),
+        gpus=[GpuStatus(device="GPU-0", mapped_bytes=70, store=store, load=load)],
+        loop_lag_seconds=0.25,
+        loop_turns=Histogram(WAIT_SECONDS).snapshot(),
+        events=Bus().status(),
+        connects=ConnectsStatus(connected=5, disconnected={"died": 2, "unregistered": 1}),
+        refused_registrations={"ranks_disagree": 3, "connection_refused": 1},
+        books=AccountingStatus(tickets=11, leases=12, pins=13, unbalanced=14),
+        totals=TotalsStatus(undelivered_replies=15),
+        instances=list(instances),
+    )
 
 
-def status(*instances: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "l1": {
-            "size_bytes": 1000,
-            "used_bytes": 600,
-            "chunks": 3,
-            "evictions": 7,
-            "pinned_bytes": 500,
-            "evicted_bytes": 70,
-            "cleared_chunks": 2,
-            "models": {
-                "m": {"used_bytes": 400, "chunks": 2, "evictions": 7, "never_loaded": 4},
-                "n": {"used_bytes": 200, "chunks": 1, "evictions": 0, "never_loaded": 0},
-            },
-        },
-        "gpus": [
-            {
-                "device": "GPU-0",
-                "mapped_bytes": 70,
-                "store": {"dma_bytes": 1, "staged_bytes": 2, "unpinned_bytes": 3},
-                "load": {"dma_bytes": 4, "staged_bytes": 5, "unpinned_bytes": 6},
-            }
-        ],
-        "loop_lag_seconds": 0.25,
-        "loop_turns": Histogram(WAIT_SECONDS).status(),
-        "metrics_sample_rate": 0.01,
-        "events": Bus().status(),
-        "departed": [],
-        "ready": True,
-        "connects": {"connected": 5, "disconnected": {"died": 2, "unregistered": 1}},
-        "refused_registrations": {"ranks_disagree": 3, "connection_refused": 1},
-        "books": {"tickets": 11, "leases": 12, "pins": 13, "unbalanced": 14},
-        "totals": {"undelivered_replies": 15},
-        "instances": list(instances),
-    }
-
-
-def families(status: dict[str, Any], rpc: Rpc) -> dict[str, Any]:
+def families(status: DaemonStatus, rpc: Rpc) -> dict[str, Any]:
     text = render(all_families(status, rpc.snapshot())).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -154,7 +140,7 @@ def test_l1_and_build_are_reported() -> None:
     assert value(found["kvserver_l1_chunks"]) == 3
     assert value(found["kvserver_l1_evicted_chunks"], "_total") == 7
     assert value(found["kvserver_loop_lag_seconds"]) == 0.25
-    assert value(found["kvserver_build_info"], version=__version__) == 1
+    assert value(found["kvserver_build_info"], version="1.2") == 1
 
 
 def test_l1_is_shown_by_model() -> None:
@@ -179,8 +165,8 @@ def test_each_gpu_reports_which_way_its_bytes_went() -> None:
 
 
 def test_each_instance_has_its_own_series_in_base_units() -> None:
-    first = instance("a", {"lookup_tokens": 512, "store_nanos": 1_500_000_000})
-    second = instance('b"\\\n', {"lookup_tokens": 1})
+    first = instance("a", Counts(lookup_tokens=512, store_nanos=1_500_000_000))
+    second = instance('b"\\\n', Counts(lookup_tokens=1))
     found = families(status(first, second), Rpc())
     assert value(found["kvserver_lookup_tokens"], "_total", instance_id="a", model_name="m") == 512
     assert value(found["kvserver_lookup_tokens"], "_total", instance_id='b"\\\n', model_name="m") == 1
@@ -253,7 +239,7 @@ def test_what_is_open_and_what_went_wrong_is_exported() -> None:
 
 
 def test_an_instance_has_labels_for_joins() -> None:
-    gpu = [{"device": "GPU-1"}, {"device": "GPU-2"}]
+    gpu = [WorkerStatus(device="GPU-1"), WorkerStatus(device="GPU-2")]
     found = families(status(instance("a"), instance("b", workers=gpu, prefill_tokens_per_second=2e4)), Rpc())
     info = {"model_name": "m", "world_size": "2", "l0_source": "exact", "block_tokens": "16", "chunk_tokens": "256"}
     assert value(found["kvserver_instance_info"], instance_id="a", device="cpu", **info) == 1
@@ -276,5 +262,5 @@ def test_a_snapshot_does_not_change_with_what_comes_later() -> None:
     snapshot = rpc.snapshot()
     rpc.observe("Lookup", 0.001)
     rpc.error("late", "Lookup")
-    assert sum(snapshot["times"]["Lookup"]) == 1
-    assert snapshot["errors"] == {}
+    assert sum(snapshot.times["Lookup"].counts) == 1
+    assert snapshot.errors == {}

@@ -13,6 +13,7 @@ from support.daemon import wait_until
 
 from kvserver.cache import LookupOutcome
 from kvserver.events import Bus, CopyBegan, CopyEnded, InstanceDisconnected, LookupEnded, RequestEnded
+from kvserver.protocol import SubscriberStatus
 from kvserver.telemetry.otlp import resource
 from kvserver.telemetry.tracing import Traces
 
@@ -170,7 +171,7 @@ def test_as_many_requests_are_traced_as_the_rate_states(
     it = story(rate=rate, most_requests=2000)
     for number in range(2000):
         it.lookup(f"r{number}")
-    traced = it.traces.status()["requests"]
+    traced = it.traces.status().requests
     assert least <= traced <= most, "further than 5 standard deviations from 500, or from 20 where none is given"
     assert it.traces.forgotten == 0
 
@@ -230,7 +231,7 @@ def test_the_requests_of_an_engine_that_goes_end_with_it(story: Callable[..., St
     it.lookup("its own")
     it.lookup("another's", at=1, engine="other")
     it.traces.handle(InstanceDisconnected(T0 + 30, "e", "m", "i", died=True))
-    assert it.traces.status()["requests"] == 1
+    assert it.traces.status().requests == 1
     its_own = next(span for span in it.spans() if span.attributes.get("request_id") == "its own")
     assert its_own.end_time - its_own.start_time == 30
     assert its_own.status.status_code is StatusCode.ERROR
@@ -241,7 +242,7 @@ def test_of_requests_that_never_end_the_oldest_is_forgotten_and_counted(story: C
     it = story(most_requests=3)
     for number in range(5):
         it.lookup(f"r{number}", at=10 * number)
-    assert (it.traces.status()["requests"], it.traces.forgotten) == (3, 2)
+    assert (it.traces.status().requests, it.traces.forgotten) == (3, 2)
     it.end("r0")
     it.end("r4", at=100)
     ended = {span.attributes["request_id"] for span in it.spans() if span.name == "request"}
@@ -253,7 +254,7 @@ def test_requests_that_have_ended_are_not_counted_as_forgotten(story: Callable[.
     for number in range(50):
         it.lookup(f"r{number}")
         it.end(f"r{number}")
-    assert (it.traces.status()["requests"], it.traces.forgotten) == (3, 0)
+    assert (it.traces.status().requests, it.traces.forgotten) == (3, 0)
     assert len(it.spans()) == 100
 
 
@@ -270,8 +271,8 @@ def test_the_collectors_failures_are_counted_and_harm_no_request(story: Callable
     it.end()
     assert it.spans() == []
     status = it.traces.status()
-    assert (status["spans"], status["sent"], status["failed"]) == (2, 0, 2)
-    assert status["last_error"] == "ConnectionError: no collector is there"
+    assert (status.spans, status.sent, status.failed) == (2, 0, 2)
+    assert status.last_error == "ConnectionError: no collector is there"
 
 
 def test_traces_follow_a_bus(story: Callable[..., Story]) -> None:
@@ -281,7 +282,7 @@ def test_traces_follow_a_bus(story: Callable[..., Story]) -> None:
     bus.publish(LookupEnded(T0 + 5, "e", "m", "r", T0, b"", LookupOutcome(4, 3), 256, traceparent=SAMPLED))
     bus.publish(RequestEnded(T0 + 9, "e", "m", "r"))
     assert bus.flush()
-    assert it.traces.status()["spans"] == 2
+    assert it.traces.status().spans == 2
     bus.close()
     wait_until(lambda: len(it.kept.spans) == 2)
-    assert bus.status()["subscribers"] == [{"name": "traces", "errors": 0, "last_error": ""}]
+    assert bus.status().subscribers == [SubscriberStatus(name="traces")]

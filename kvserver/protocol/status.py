@@ -1,0 +1,316 @@
+"""What a daemon shows of itself: `/status`, `/metrics` and `kvserver status` read one `DaemonStatus`.
+
+The names of the fields are the keys of `/status`, which are public. All have defaults, and keys that are not known here are
+ignored: the status of an older or newer daemon is read as far as both know it. A status does not change once it is made.
+
+Owns: the structs. Refuses to know: who fills them in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+
+from kvserver.protocol.measurements import Buckets
+
+# ---- L1 and GPUs --------------------------------------------------------------------------------
+
+
+class ModelStatus(Struct, frozen=True, kw_only=True):
+    """Of one model in L1."""
+
+    used_bytes: int = 0
+    chunks: int = 0
+    evictions: int = 0
+    never_loaded: int = 0  # of the evicted chunks
+
+
+class L1Status(Struct, frozen=True, kw_only=True):
+    size_bytes: int = 0
+    used_bytes: int = 0
+    pinned_bytes: int = 0
+    page_bytes: int = 0
+    chunks: int = 0  # also those that stores are filling
+    evictions: int = 0
+    evicted_bytes: int = 0
+    cleared_chunks: int = 0
+    models: dict[str, ModelStatus] = {}
+    policy: str = ""
+    huge_pages: str = ""
+    numa_nodes: list[int] = []
+
+
+class DirectionStatus(Struct, frozen=True):
+    """Bytes that a GPU copied in one direction."""
+
+    dma_bytes: int = 0
+    staged_bytes: int = 0
+    unpinned_bytes: int = 0  # between the GPU and parts of L1 that were not pinned
+    staging_bytes: int = 0  # the staging buffer's size
+
+
+class GpuStatus(Struct, frozen=True, kw_only=True):
+    device: str = ""  # its UUID
+    lost: str = ""  # why nothing can be copied any more
+    mapped_bytes: int = 0
+    store: DirectionStatus = DirectionStatus()
+    load: DirectionStatus = DirectionStatus()
+
+
+# ---- instances ----------------------------------------------------------------------------------
+
+
+class WorkerStatus(Struct, frozen=True, kw_only=True):
+    rank: int = 0
+    device: str = ""  # "cpu", or the UUID of a GPU
+    mapped_bytes: int = 0
+    planes: int = 0
+    block_bytes: int = 0
+    num_blocks: int = 0
+    pid: int = 0
+    tickets: int = 0
+    last_seen_seconds: float = 0.0
+
+
+class RequestCounts(Struct):
+    """What an instance requested and got. Tokens count only whole chunks. The daemon counts in such a struct; a status has a copy."""
+
+    lookups: int = 0
+    hits: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    stores: int = 0
+    loads: int = 0
+    stored_chunks: int = 0
+    loaded_chunks: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    store_nanos: int = 0
+    load_nanos: int = 0
+    failed_stores: int = 0
+    failed_loads: int = 0
+    avoided_chunks: int = 0  # that stores did not copy: L1 had them or was receiving them
+    starved_chunks: int = 0  # that stores did not copy: L1 had no space
+    saved_tokens: int = 0  # whose KV was loaded instead of computed
+    saved_seconds: float = 0.0  # that the engine would have needed for them, at the speed it reported
+    block_records: int = 0
+    ended_requests: int = 0
+    sequence_gaps: int = 0
+    engine_preemptions: int = 0  # these: growth of the totals that the engine reported
+    engine_prompt_tokens: int = 0
+    engine_generation_tokens: int = 0
+    engine_prefix_queries: int = 0
+    engine_prefix_hits: int = 0
+    engine_external_queries: int = 0
+    engine_external_hits: int = 0
+    engine_finished_requests: int = 0
+
+
+class RequestsStatus(RequestCounts, frozen=True, kw_only=True):  # type: ignore[misc]  # msgspec lets a struct freeze
+    missed_tokens: dict[str, int] = {}  # of lookups, by the reason why each chunk was missing
+    prompt_tokens: dict[str, int] = {}  # by source
+    request_loads: dict[str, int] = {}  # by outcome
+    prefill_seconds_gained: float = 0.0
+    prefill_seconds_lost: float = 0.0
+    hit_ratio: Buckets = Buckets()
+    store_duration: dict[str, Buckets] = {}  # by phase
+    load_duration: dict[str, Buckets] = {}
+
+
+class L0Status(Struct, frozen=True, kw_only=True):
+    """Blocks of an instance, from its reports."""
+
+    allocations: int = 0
+    reuses: int = 0
+    shared_accesses: int = 0
+    evictions: int = 0
+    recycled: int = 0
+    cleared: int = 0
+    lost: int = 0
+    report_gaps: int = 0
+    records: int = 0
+    active_blocks: int = 0
+    released_blocks: int = 0
+    tracked_blocks: int = 0
+    unsure: bool = False  # out of sync: reports were lost and the full state has not arrived
+    refused_reports: int = 0  # of the other source
+    source: str = ""  # "exact" or "reported", once it has reported
+
+
+class EngineStatus(Struct, frozen=True, kw_only=True):
+    """The stats of an engine, as it reported them; totals count from its start."""
+
+    running: int = 0
+    waiting: int = 0
+    deferred: int = 0
+    kv_cache_usage: float = 0.0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    finished_requests: int = 0
+    prompt_tokens_per_second: float = 0.0
+    generation_tokens_per_second: float = 0.0
+    interval_seconds: float = 0.0  # between two reports
+    age_seconds: float = 0.0
+    stale: bool = False
+
+
+class InstanceStatus(Struct, frozen=True, kw_only=True):
+    instance_id: str = ""
+    model_name: str = ""
+    namespace: str = ""  # empty until all ranks are registered and agree
+    private: str = ""  # why it shares KV with no other instance
+    world_size: int = 0
+    l0_source: str = ""
+    l0: L0Status = L0Status()
+    workers: list[WorkerStatus] = []
+    prefill_tokens_per_second: float = 0.0
+    block_tokens: int = 0
+    chunk_tokens: int = 0
+    requests: RequestsStatus = RequestsStatus()
+    load: EngineStatus | None = None  # if it has reported
+
+
+class DepartedStatus(Struct, frozen=True, kw_only=True):
+    """An instance that disconnected: what its series in /metrics still show."""
+
+    instance_id: str = ""
+    model_name: str = ""
+    gone_seconds: float = 0.0
+    requests: RequestsStatus = RequestsStatus()
+
+
+class ConnectsStatus(Struct, frozen=True, kw_only=True):
+    """Of instances, since the daemon began."""
+
+    connected: int = 0
+    disconnected: dict[str, int] = {}  # by reason
+
+
+# ---- the daemon ---------------------------------------------------------------------------------
+
+
+class TotalsStatus(Struct, frozen=True, kw_only=True):
+    """Of all instances, also those that are forgotten."""
+
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    failed_stores: int = 0
+    failed_loads: int = 0
+    prompt_tokens: dict[str, int] = {}  # by source
+    errors: int = 0
+    undelivered_replies: int = 0
+
+
+class AccountingStatus(Struct, frozen=True, kw_only=True):
+    """What must balance: with nothing in flight and no worker connected all but the pages and audits are 0."""
+
+    tickets: int = 0
+    pins: int = 0
+    leases: int = 0
+    mappings: int = 0
+    attachments: int = 0
+    free_pages: int = 0
+    used_pages: int = 0
+    audits: int = 0
+    unbalanced: int = 0  # audits that failed
+
+
+class SubscriberStatus(Struct, frozen=True, kw_only=True):
+    name: str = ""
+    errors: int = 0
+    last_error: str = ""
+
+
+class EventsStatus(Struct, frozen=True, kw_only=True):
+    """The daemon's own events, from the loop to its subscribers."""
+
+    published: int = 0
+    dropped: int = 0
+    published_types: dict[str, int] = {}
+    dropped_types: dict[str, int] = {}
+    queue_depth: int = 0
+    lag_seconds: float = 0.0
+    waits: Buckets = Buckets()
+    subscribers: list[SubscriberStatus] = []
+
+
+class KVEventsStatus(Struct, frozen=True, kw_only=True):
+    """The events that are published to routers and engines."""
+
+    events: int = 0
+    chunks: int = 0
+    described_chunks: int = 0
+    state_bytes: int = 0
+    unannounced: dict[str, int] = {}  # chunks, by reason
+    recounts: int = 0
+    observers: list[dict[str, Any]] = []  # name, state, reason, and what each shows of itself
+
+
+class ExplainStatus(Struct, frozen=True, kw_only=True):
+    requests: int = 0  # remembered
+    most_requests: int = 0
+    bytes: int = 0
+    oldest_seconds: float = 0.0
+
+
+class SentStatus(Struct, frozen=True, kw_only=True):
+    """What an exporter sent to its collector."""
+
+    sent: int = 0
+    failed: int = 0
+    last_error: str = ""
+
+
+class OtlpStatus(SentStatus, frozen=True, kw_only=True):
+    endpoint: str = ""
+
+
+class TracesStatus(SentStatus, frozen=True, kw_only=True):
+    requests: int = 0  # traced and not ended
+    forgotten: int = 0
+    spans: int = 0
+
+
+class PagesStatus(Struct, frozen=True, kw_only=True):
+    """The connections to the status pages."""
+
+    connections: int = 0
+    answering: int = 0
+    refused: dict[str, int] = {}  # by reason
+
+
+class DaemonStatus(Struct, frozen=True, kw_only=True):
+    """Made in the loop's thread, but for the last two fields. A field that is UNSET is no key of `/status`."""
+
+    version: str = ""
+    boot_id: str = ""
+    uptime_seconds: float = 0.0
+    ready: bool = False
+    protocol_version: int = 0
+    loop_lag_seconds: float = 0.0  # the longest turn of late
+    loop_turns: Buckets = Buckets()
+    metrics_sample_rate: float = 0.0
+    l1: L1Status = L1Status()
+    l2: list[Any] = []
+    gpus: list[GpuStatus] = []
+    instances: list[InstanceStatus] = []
+    connects: ConnectsStatus = ConnectsStatus()
+    departed: list[DepartedStatus] = []
+    totals: TotalsStatus = TotalsStatus()
+    events: EventsStatus = EventsStatus()
+    kv_events: KVEventsStatus = KVEventsStatus()
+    explain: ExplainStatus = ExplainStatus()
+    otlp: OtlpStatus | UnsetType = UNSET  # with a collector
+    traces: TracesStatus | UnsetType = UNSET
+    books: AccountingStatus = AccountingStatus()
+    refused_registrations: dict[str, int] = {}  # by error code
+    stale_seconds: float | UnsetType = UNSET  # since the loop's last turn, if it does not answer
+    http: PagesStatus | UnsetType = UNSET
