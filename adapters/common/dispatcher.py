@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
+from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Link, Session
 
 from kvserver.protocol import Error, ErrorCode, HelloReply, Reply, Request
@@ -30,14 +31,13 @@ OnReply: TypeAlias = Callable[[Reply], None]
 
 
 class Dispatcher:
-    def __init__(self, link: Link, counters: Counter[str], guarded: Callable[..., None]) -> None:
-        """guarded(where, callback, ...) calls the callback, and counts and logs its exception."""
+    def __init__(self, link: Link, counters: Counter[str], faults: Faults) -> None:
         self.on_session: list[Callable[[HelloReply | None], None]] = []  # another daemon than before, or none
         self.on_refusal: list[Callable[[int, Error], None]] = []  # any message was refused: its number
         self.replied_at = 0.0
         self._link = link
         self._counters = counters
-        self._guarded = guarded
+        self._faults = faults
         self._session: Session | None = None
         self._on_reply: dict[int, OnReply] = {}  # by message number
 
@@ -48,7 +48,8 @@ class Dispatcher:
             self.close()
             self._session = current
             for begin in self.on_session:
-                self._guarded("a new session", begin, current.hello if current is not None else None)
+                with self._faults.guarded("a new session"):
+                    begin(current.hello if current is not None else None)
         return usable.hello if usable is not None and usable is current else None
 
     def send(self, message: Request, on_reply: OnReply | None = None) -> int | None:
@@ -75,11 +76,13 @@ class Dispatcher:
             self._link.breaker.answered()
             self.replied_at = time.monotonic()
             if (on_reply := self._on_reply.pop(number, None)) is not None:
-                self._guarded("an answer", on_reply, reply)
+                with self._faults.guarded("an answer"):
+                    on_reply(reply)
             if isinstance(reply, Error):
                 self._note_refusal(reply)
                 for refused in self.on_refusal:
-                    self._guarded("an answer", refused, number, reply)
+                    with self._faults.guarded("an answer"):
+                        refused(number, reply)
 
     def wait(self, seconds: float) -> bool:
         """Wait at most `seconds`, and at least a millisecond, for a reply. True if one has arrived."""

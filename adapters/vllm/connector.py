@@ -146,7 +146,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         link = Link(self._settings.endpoint, "scheduler")
         link.start(self._settings.connect_timeout_ms / 1000)
-        return SchedulerHalf(self._settings, link, facts, self.faults.count)
+        return SchedulerHalf(self._settings, link, facts, self.faults)
 
     def _model_name(self) -> str:
         return served_name(self._config.model_config)

@@ -6,10 +6,11 @@ loads and stores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.lookups import Question
 from kvserver.adapters.common.specs import LoadSpec
 
@@ -38,10 +39,9 @@ class RequestState(Question):
 class Requests(dict[str, RequestState]):
     """By request id."""
 
-    def __init__(self, fault: Callable[[str, Exception], None]) -> None:
-        """`fault` counts and logs an exception: (where, which)."""
+    def __init__(self, faults: Faults) -> None:
         super().__init__()
-        self._fault = fault
+        self._faults = faults
 
     def scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestState, int, int]]:
         """The requests of this step, with the tokens computed before and after it; keeps tables and cursors true."""
@@ -72,7 +72,7 @@ class Requests(dict[str, RequestState]):
             state.tables = [[*table, *more] for table, more in zip(tables, blocks, strict=True)]
         except Exception as error:
             state.lost = True
-            self._fault("tables of a request", error)
+            self._faults.count("tables of a request", error)
 
 
 def tables_of(state: RequestState, output: SchedulerOutput) -> Tables:

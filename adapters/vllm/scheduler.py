@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
+from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.lookups import Lookups
@@ -83,20 +84,17 @@ def traceparent(request: Request) -> str:
 
 
 class SchedulerHalf:
-    def __init__(
-        self, settings: AdapterSettings, link: Link, facts: EngineFacts, fault: Callable[[str, Exception], None]
-    ) -> None:
-        """`fault` counts and logs an exception: (where, which)."""
+    def __init__(self, settings: AdapterSettings, link: Link, facts: EngineFacts, faults: Faults) -> None:
         self.counters: Counter[str] = Counter()
         self._link = link
         self._facts = facts
-        self._fault = fault
+        self._faults = faults
         self._serves = False  # until the pool's hook sees which blocks are allocated
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
         self._follows_resets = facts.weights_are_transferred or settings.on_prefix_reset == "private"
         self._resets_seen = 0
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
-        self._requests = Requests(fault)
+        self._requests = Requests(faults)
         self._ids = itertools.count(1)
         self._plan = StepPlan()
         self._chunks = Chunks(facts.block_tokens, facts.hash_block_tokens)
@@ -113,7 +111,7 @@ class SchedulerHalf:
         self._quarantine = Quarantine(self._pool)
         self._speed = PrefillSpeed()
         self._sources = Sources()
-        self._dispatcher = Dispatcher(link, self.counters, self._guarded)
+        self._dispatcher = Dispatcher(link, self.counters, faults)
         self._dispatcher.on_session.append(self._begin_session)
         self._lookups = Lookups(
             self._dispatcher,
@@ -208,7 +206,7 @@ class SchedulerHalf:
             state.stored_chunks = max(state.stored_chunks, state.hit_chunks or 0)
         except Exception as error:
             # The request waits for this load now, so it must be planned all the same: without keys it fails.
-            self._fault("planning of a load", error)
+            self._faults.count("planning of a load", error)
             every = pack_blocks([block_id for table in tables for block_id in table])
             load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)
         self._plan.loads.append(load)
@@ -361,11 +359,8 @@ class SchedulerHalf:
             state.stored_chunks = 0
 
     def _guarded(self, where: str, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """A fault in `act` is counted and logged, and the caller goes on."""
-        try:
+        with self._faults.guarded(where):
             act(*args, **kwargs)
-        except Exception as error:
-            self._fault(where, error)
 
     # ---- end of requests, cache resets, shutdown ----------------------------------------------
 

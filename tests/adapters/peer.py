@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 from kvserver.adapters.common.dispatcher import Dispatcher
+from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Breaker, Session
 
 from kvserver.protocol import PROTOCOL_VERSION, HelloReply, Reply, Request, decode_request, encode
@@ -42,7 +43,8 @@ class Peer:
         self.counters: Counter[str] = Counter()
         self.endpoint = f"ipc://{folder}/peer"
         self.link = SetLink(self.endpoint)
-        self.dispatcher = Dispatcher(self.link, self.counters, self._call)
+        self._faults = Faults()
+        self.dispatcher = Dispatcher(self.link, self.counters, self._faults)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
 
@@ -65,6 +67,4 @@ class Peer:
     def close(self) -> None:
         self.dispatcher.close()
         self._context.destroy(linger=0)
-
-    def _call(self, where: str, act: Any, *args: Any) -> None:
-        act(*args)
+        assert not self._faults.counts
