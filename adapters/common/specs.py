@@ -17,7 +17,7 @@ class LoadSpec:
     """Fill `block_ids` from the chunks `keys`, leaving out the first `skip_blocks` positions of the first chunk.
 
     Ids, here and in a store, are [position][KV cache group], packed by pack_blocks(); a null block of a load is
-    left out.
+    left out. `load_id` and `store_id` are of one count: no two copies of an engine have the same.
     """
 
     load_id: int

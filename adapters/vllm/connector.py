@@ -20,7 +20,6 @@ from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.planes import UnsupportedLayout
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
 from kvserver.adapters.vllm.facts import engine_facts
-from kvserver.adapters.vllm.identity import served_name
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
@@ -32,7 +31,6 @@ from kvserver.adapters.vllm.support import (
     TransferResults,
     unsupported,
 )
-from kvserver.adapters.vllm.watch import incarnation
 from kvserver.adapters.vllm.worker import Rank, WorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -102,10 +100,6 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = AdapterSettings()
         self._config = vllm_config
         self._caches_config = kv_cache_config
-        # engine_id already carries the data-parallel rank; the config's own id is new in each incarnation of
-        # an engine and the same in all its processes.
-        self._instance_id = str(vllm_config.kv_transfer_config.engine_id)
-        self._incarnation = incarnation(vllm_config)
         self._registration: RankRegistration | None = None  # None: this worker is not registered, or the scheduler
         rank = f"rank {vllm_config.parallel_config.rank}"
         self._stats_reporter = StatsReporter(SCHEDULER if role == KVConnectorRole.SCHEDULER else rank)
@@ -141,15 +135,10 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log.warning("kvserver: this engine runs without cache: %s", why)
 
     def _make_scheduler(self) -> SchedulerHalf:
-        facts = engine_facts(
-            self._config, self._caches_config, self._instance_id, self._incarnation, self._model_name()
-        )
+        facts = engine_facts(self._config, self._caches_config)
         link = Link(self._settings.endpoint, "scheduler")
         link.start(self._settings.connect_timeout_ms / 1000)
         return SchedulerHalf(self._settings, link, facts, self.faults)
-
-    def _model_name(self) -> str:
-        return served_name(self._config.model_config)
 
     @property
     def requires_kv_delivery(self) -> bool:

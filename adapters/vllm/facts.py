@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvserver.adapters.vllm.identity import served_name
 from kvserver.adapters.vllm.settings import PREFIX
 from kvserver.adapters.vllm.support import hash_block_tokens, rehashes_sessions, whole_prompts_only
+from kvserver.adapters.vllm.watch import incarnation
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -56,18 +58,16 @@ class EngineFacts:
         )
 
 
-def engine_facts(
-    vllm_config: Any, kv_cache_config: Any, instance_id: str, incarnation: str, model_name: str
-) -> EngineFacts:
+def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     method = str(getattr(vllm_config.speculative_config, "method", "") or "")
     events_config = vllm_config.kv_events_config
     publishes = events_config is not None and events_config.enable_kv_cache_events
     return EngineFacts(
-        instance_id=instance_id,
-        incarnation=incarnation,
-        model_name=model_name,
+        instance_id=str(vllm_config.kv_transfer_config.engine_id),  # it has the data-parallel rank already
+        incarnation=incarnation(vllm_config),
+        model_name=served_name(vllm_config.model_config),
         world_size=vllm_config.parallel_config.world_size,
         block_tokens=specs[0].block_size,
         hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),

@@ -35,6 +35,7 @@ def instance_id(config: Any, engine_index: int) -> str:
 
 
 def incarnation(config: Any) -> str:
+    """The configuration's own id is new at each start of an engine, and the same in all its processes."""
     return str(config.instance_id) or str(config.kv_transfer_config.engine_id)
 
 

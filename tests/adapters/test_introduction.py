@@ -92,7 +92,7 @@ def test_it_describes_itself_to_each_daemon(make_daemon, make_tap, make_engine):
 
 def described(folder, **options):
     config, caches = configure(folder, "ipc:///nowhere", **options)
-    return engine_facts(config, caches, "i", "n", "m").describe("variant", "")
+    return engine_facts(config, caches).describe("variant", "")
 
 
 @pytest.mark.parametrize(("value", "form"), [("1", "int"), ("0", "bytes")])
