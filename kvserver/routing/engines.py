@@ -24,6 +24,8 @@ from kvserver.routing.engine_subscription import EngineSubscription, Socket, unr
 
 log = logging.getLogger(__name__)
 
+_CLOSE_SECONDS = 2.0  # for the turn of the thread that is under way
+
 
 class EngineEvents:
     """REQUIRES: follow_engine(), forget_engine() and close() are not called at once; the rest may be called from any thread."""
@@ -70,7 +72,9 @@ class EngineEvents:
         if self._thread is not None:
             self._orders.put(None)
             self._wake()
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive():
+                return  # it still uses the pipe
         os.close(self._read_wake)
         os.close(self._write_wake)
 
