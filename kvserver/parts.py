@@ -135,7 +135,7 @@ class Observability:
 
 
 class Parts:
-    """What `observability`, `handlers` and `upkeep` are made of, by name. All but `observability` is of the loop's thread."""
+    """The parts by name. All but `observability` belong to the thread of the server's loop."""
 
     def __init__(
         self,
@@ -196,8 +196,7 @@ class Parts:
         observability = self.observability
         of_loop = loop_status(
             self.cache, self._placement, self.devices, self.tickets, self.instances, self.workers, self.upkeep,
-            self.lifelines,
-            self._clock(),
+            self.lifelines, self._clock(),
         )  # fmt: skip
         return replace(
             of_loop,

@@ -273,9 +273,8 @@ class Server:
     def snapshot(self) -> DaemonStatus:
         """`/status`, made in the loop thread."""
         status = self._make_status()
-        demands = self.rpc.of_code(
-            ErrorCode.REPORT_GAP
-        )  # no fault: it requests the full state of an engine older than this daemon
+        # No fault: it requests the full state of an engine older than this daemon.
+        demands = self.rpc.of_code(ErrorCode.REPORT_GAP)
         errors = sum(self.rpc.errors.values()) - demands
         return replace(
             status,
