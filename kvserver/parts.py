@@ -28,7 +28,15 @@ from kvserver.kv_events import (
     make_publisher,
     publisher_families,
 )
-from kvserver.protocol import PROTOCOL_VERSION, DaemonStatus, HelloReply, InstanceStatus, KVEventsStatus, OtlpStatus
+from kvserver.protocol import (
+    PROTOCOL_VERSION,
+    DaemonStatus,
+    HelloReply,
+    InstanceStatus,
+    KVEventsStatus,
+    OtlpStatus,
+    PublisherStatus,
+)
 from kvserver.routing import make_index
 from kvserver.server import (
     Copies,
@@ -97,7 +105,7 @@ class Observability:
             for each in (self.block_lifecycle, self.chunk_lifecycle, self.hub, self.index)
             for family in each.families()
         ]
-        published = publisher_families(self.publisher.status() if self.publisher is not None else None)
+        published = publisher_families(self.publisher.status() if self.publisher is not None else PublisherStatus())
         return all_families(status, rpc, [*more, *published])
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvserver.kv_events.descriptions import extra_keys_of
 from kvserver.kv_events.ledger import Ledger
@@ -29,7 +29,7 @@ from kvserver.kv_events.types import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
+from kvserver.protocol import FeedStatus, FollowerStatus, KVBlocks, KVEventsTaken, TakeKVEvents
 
 log = logging.getLogger(__name__)
 
@@ -97,21 +97,19 @@ class Feed:
                     self._readers.pop(event.instance_id, None)
                     self._forget(event.instance_id)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> FeedStatus:
         with self._lock:
-            return {
-                "beginnings": self._beginnings,
-                "followers": [
-                    {
-                        "instance_id": instance_id,
-                        "follow": cursor.number,
-                        "whole": cursor.whole,
-                        "queued_chunks": cursor.queued,
-                        "unbalanced_blocks": cursor.unbalanced,
-                    }
-                    for instance_id, cursor in self._cursors.items()
-                ],
-            }
+            followers = [
+                FollowerStatus(
+                    instance_id=instance_id,
+                    follow=cursor.number,
+                    whole=cursor.whole,
+                    queued_chunks=cursor.queued,
+                    unbalanced_blocks=cursor.unbalanced,
+                )
+                for instance_id, cursor in self._cursors.items()
+            ]
+            return FeedStatus(beginnings=self._beginnings, followers=followers)
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)

@@ -148,19 +148,7 @@ class Hub:
         )
         for kind in (KVStored, KVRemoved, ReaderConnected, ReaderDisconnected):
             published.add(self._published[kind], str(kind.__struct_config__.tag))
-        missing = Family(
-            "kvserver_kv_events_unannounced_chunks",
-            "Chunks that became READY and could not be published as KV events, by reason.",
-            Kind.COUNTER,
-            ("reason",),
-        )
-        for reason in Unannounced:
-            missing.add(self._unannounced[reason], reason.value)
-        described = Family(
-            "kvserver_kv_events_described_chunks", "Chunks of L1 that are READY and whose tokens are known.", Kind.GAUGE
-        )
-        state = Family("kvserver_kv_events_state_bytes", "Memory that the descriptions of chunks use.", Kind.GAUGE)
-        return [published, missing, described.add(self._described), state.add(self._bytes)]
+        return [published]
 
     # ---- stored -------------------------------------------------------------------------------
 

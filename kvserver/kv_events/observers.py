@@ -13,6 +13,8 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
+
 from kvserver.events import QUEUE_COST, Runner
 from kvserver.kv_events.types import (
     GROUP,
@@ -170,7 +172,7 @@ class _Observed(Runner[KVEvent]):
             return
         self._edges += 1
         if (status := getattr(self._observer, "status", None)) is not None:
-            self._shown = json.loads(json.dumps(dict(status()), allow_nan=False))
+            self._shown = json.loads(json.dumps(dict(msgspec.to_builtins(status(), enc_hook=dict)), allow_nan=False))
         self._edges += 1
         self._shown_at = time.monotonic()
 

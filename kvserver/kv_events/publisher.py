@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from kvserver.config import Settings, parse_events_endpoint, parse_size
 from kvserver.kv_events.resident import ResidentChunks
@@ -25,8 +26,8 @@ from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
 from kvserver.kv_events.stream_sockets import StreamSockets
 from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderConnected, Tier
 from kvserver.kv_events.wire import Form
-from kvserver.protocol import KVGroup
-from kvserver.telemetry import Family, Kind
+from kvserver.protocol import KVGroup, PublisherStatus, StreamStatus
+from kvserver.telemetry import Family, Kind, Metric, families_of
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,15 @@ class Snapshot:
     groups: tuple[KVGroup, ...]
     chunks: list[tuple[Tier, Description]]
     pending: int
+
+
+_STREAM: tuple[Metric[StreamStatus], ...] = (
+    Metric("kvserver_kv_events_batches", "Batches of KV events that the ZMQ publisher sent.", Kind.COUNTER, lambda of: of.sequence - of.first_sequence + 1),
+    Metric("kvserver_kv_events_held_blocks", "Blocks that the ZMQ publisher announced and has not removed since.", Kind.GAUGE, lambda of: of.held_blocks),
+    Metric("kvserver_kv_events_replayed_batches", "Batches of KV events that the ZMQ publisher sent again on request.", Kind.COUNTER, lambda of: of.replayed_batches),
+    Metric("kvserver_kv_events_subscribers", "Subscriptions to a stream of the ZMQ publisher.", Kind.GAUGE, lambda of: of.subscribers),
+    Metric("kvserver_kv_events_bound", "1 while a stream of the ZMQ publisher is bound to its addresses, 0 while it cannot be.", Kind.GAUGE, lambda of: +(of.state == "bound")),
+)  # fmt: skip
 
 
 class NotOneTopic(LookupError):
@@ -165,34 +175,37 @@ class ZmqPublisher:
                 len(view.waiting),
             )
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> PublisherStatus:
         with self._lock:
-            return {
-                "streams": [self._stream_status(name) for name in self._streams],
-                "refused_streams": self._refused_streams,
-            }
+            streams = [self._stream_status(name) for name in self._streams]
+            return PublisherStatus(streams=streams, refused_streams=self._refused_streams)
 
-    def _stream_status(self, name: tuple[str, str]) -> dict[str, Any]:
+    def _stream_status(self, name: tuple[str, str]) -> StreamStatus:
         stream, sockets = self._streams[name], self._sockets.get(name)
-        return {
-            "model_name": stream.model_name,
-            "hash_form": stream.form,
-            "state": sockets.state if sockets is not None else "starting",
-            "endpoint": sockets.endpoint if sockets is not None else "",
-            "replay_endpoint": sockets.replay_endpoint if sockets is not None else "",
-            "topics": [topic.decode() for topic in stream.topics],
-            "sequence": stream.next_sequence - 1,
-            "first_sequence": stream.first_sequence,
-            "buffered_batches": len(stream.buffer),
-            "buffered_bytes": stream.buffered_bytes,
-            "held_blocks": stream.announced_blocks,
-            "pending_chunks": stream.pending,
-            "unbalanced_blocks": stream.unbalanced,
-            "state_bytes": stream.state_bytes,
-            "subscribers": sockets.subscriptions if sockets is not None else 0,
-            "replayed_batches": sockets.replayed if sockets is not None else 0,
-            "bad_requests": sockets.bad_requests if sockets is not None else 0,
-        }
+        shown = StreamStatus(
+            model_name=stream.model_name,
+            hash_form=stream.form,
+            topics=[topic.decode() for topic in stream.topics],
+            sequence=stream.next_sequence - 1,
+            first_sequence=stream.first_sequence,
+            buffered_batches=len(stream.buffer),
+            buffered_bytes=stream.buffered_bytes,
+            held_blocks=stream.announced_blocks,
+            pending_chunks=stream.pending,
+            unbalanced_blocks=stream.unbalanced,
+            state_bytes=stream.state_bytes,
+        )
+        if sockets is None:
+            return shown
+        return replace(
+            shown,
+            state=sockets.state,
+            endpoint=sockets.endpoint,
+            replay_endpoint=sockets.replay_endpoint,
+            subscribers=sockets.subscriptions,
+            replayed_batches=sockets.replayed,
+            bad_requests=sockets.bad_requests,
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -275,47 +288,14 @@ class ZmqPublisher:
                     sockets.publish(stream.batches_after(sockets.published, len(stream.buffer)))
 
 
-def publisher_families(status: dict[str, Any] | None) -> list[Family]:
-    """The families of a publisher's status(); None if nothing is published."""
-    labels = ("model_name", "hash_form")
-    batches = Family(
-        "kvserver_kv_events_batches", "Batches of KV events that the ZMQ publisher sent.", Kind.COUNTER, labels
-    )
-    blocks = Family(
-        "kvserver_kv_events_held_blocks",
-        "Blocks that the ZMQ publisher announced and has not removed since.",
-        Kind.GAUGE,
-        labels,
-    )
-    replayed = Family(
-        "kvserver_kv_events_replayed_batches",
-        "Batches of KV events that the ZMQ publisher sent again on request.",
-        Kind.COUNTER,
-        labels,
-    )
-    readers = Family(
-        "kvserver_kv_events_subscribers", "Subscriptions to a stream of the ZMQ publisher.", Kind.GAUGE, labels
-    )
-    bound = Family(
-        "kvserver_kv_events_bound",
-        "1 while a stream of the ZMQ publisher is bound to its addresses, 0 while it cannot be.",
-        Kind.GAUGE,
-        labels,
-    )
+def publisher_families(status: PublisherStatus) -> list[Family]:
+    rows = [(stream, (stream.model_name, stream.hash_form)) for stream in status.streams]
     refused = Family(
         "kvserver_kv_events_refused_streams",
         "Engines whose stream of KV events was refused: there were too many streams.",
         Kind.COUNTER,
     )
-    for row in status["streams"] if status is not None else ():
-        name = (row["model_name"], row["hash_form"])
-        batches.add(row["sequence"] - row["first_sequence"] + 1, *name)
-        blocks.add(row["held_blocks"], *name)
-        replayed.add(row["replayed_batches"], *name)
-        readers.add(row["subscribers"], *name)
-        bound.add(int(row["state"] == "bound"), *name)
-    refused.add(status["refused_streams"] if status is not None else 0)
-    return [batches, blocks, replayed, readers, bound, refused]
+    return [*families_of(_STREAM, rows, ("model_name", "hash_form")), refused.add(status.refused_streams)]
 
 
 def _known(stream: Stream) -> dict[str, Any]:

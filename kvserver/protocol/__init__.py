@@ -3,6 +3,14 @@
 from kvserver.protocol.endpoint import default_endpoint, stranger_at
 from kvserver.protocol.errors import CONNECTION_REFUSED, ConfigError, ErrorCode, KVServerError
 from kvserver.protocol.fields import KEY_BYTES, MAX_CHUNKS, Label, Name, Text
+from kvserver.protocol.kv_status import (
+    FeedStatus,
+    FollowerStatus,
+    IndexStatus,
+    KVEventsStatus,
+    PublisherStatus,
+    StreamStatus,
+)
 from kvserver.protocol.measurements import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,
@@ -95,7 +103,6 @@ from kvserver.protocol.status import (
     ExplainStatus,
     GpuStatus,
     InstanceStatus,
-    KVEventsStatus,
     L0Status,
     L1Status,
     ModelStatus,
@@ -160,12 +167,15 @@ __all__ = [
     "EventsStatus",
     "ExactRecords",
     "ExplainStatus",
+    "FeedStatus",
+    "FollowerStatus",
     "GpuStatus",
     "HashForm",
     "Heartbeat",
     "Hello",
     "HelloReply",
     "Histogram",
+    "IndexStatus",
     "InstanceStatus",
     "KVBlocks",
     "KVEventsStatus",
@@ -187,6 +197,7 @@ __all__ = [
     "PagesStatus",
     "Payload",
     "Plane",
+    "PublisherStatus",
     "RegisterWorker",
     "Registered",
     "Released",
@@ -204,6 +215,7 @@ __all__ = [
     "StatusReply",
     "Store",
     "Stored",
+    "StreamStatus",
     "SubscriberStatus",
     "TakeKVEvents",
     "Text",

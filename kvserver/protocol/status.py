@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from kvserver.protocol.kv_status import KVEventsStatus
 from kvserver.protocol.measurements import Buckets
 
 # ---- L1 and GPUs --------------------------------------------------------------------------------
@@ -240,18 +241,6 @@ class EventsStatus(Struct, frozen=True, kw_only=True):
     lag_seconds: float = 0.0
     waits: Buckets = Buckets()
     subscribers: list[SubscriberStatus] = []
-
-
-class KVEventsStatus(Struct, frozen=True, kw_only=True):
-    """The events that are published to routers and engines."""
-
-    events: int = 0
-    chunks: int = 0
-    described_chunks: int = 0
-    state_bytes: int = 0
-    unannounced: dict[str, int] = {}  # chunks, by reason
-    recounts: int = 0
-    observers: list[dict[str, Any]] = []  # name, state, reason, and what each shows of itself
 
 
 class ExplainStatus(Struct, frozen=True, kw_only=True):

@@ -27,12 +27,24 @@ from kvserver.kv_events import (
     ReaderDisconnected,
     Tier,
 )
+from kvserver.protocol import IndexStatus
 from kvserver.routing.engine_stream import FOLLOWING
 from kvserver.routing.engines import EngineEvents
-from kvserver.telemetry import Family, Kind
+from kvserver.telemetry import Family, Kind, Metric, families_of
 
 _KNOWN_BYTES = 8  # the end of a hash
 _NONE = (-1, -1)
+
+
+_INDEX: tuple[Metric[IndexStatus], ...] = (
+    Metric("kvserver_kv_index_blocks", "Blocks and chunks that POST /kv/match can find.", Kind.GAUGE, lambda of: of.blocks),
+    Metric("kvserver_kv_index_bytes", "Memory of the index that answers POST /kv/match.", Kind.GAUGE, lambda of: of.memory_bytes),
+    Metric("kvserver_kv_index_refused_blocks", "Blocks that POST /kv/match cannot find because its index had no space for them.", Kind.COUNTER, lambda of: of.refused_blocks),
+)  # fmt: skip
+_ENGINES: tuple[Metric[dict[str, Any]], ...] = (
+    Metric("kvserver_engine_events_following", "1 while the daemon reads the KV events that an engine publishes itself, 0 if it cannot.", Kind.GAUGE, lambda of: +(of["state"] in FOLLOWING)),
+    Metric("kvserver_engine_events_gaps", "Gaps in an engine's own KV events that no replay filled: what the engine has in L0 is then unknown.", Kind.COUNTER, lambda of: of.get("lost_gaps", 0)),
+)  # fmt: skip
 
 
 class Match(NamedTuple):
@@ -175,55 +187,23 @@ class KVIndex:
         except ValueError:  # closed meanwhile
             return 0
 
-    def status(self) -> dict[str, Any]:
-        return {
-            "blocks": len(self._index),
-            "memory_bytes": self._index.memory_bytes,
-            "most_bytes": self._most_bytes,
-            "refused_blocks": self._index.refused,
-            "dropped_reaches": self._dropped_prefixes,
-            "engines": {
-                engine.instance_id: self._engines.status(engine.instance_id) for engine in self.known_engines()
-            },
-        }
+    def status(self) -> IndexStatus:
+        return IndexStatus(
+            blocks=len(self._index),
+            memory_bytes=self._index.memory_bytes,
+            most_bytes=self._most_bytes,
+            refused_blocks=self._index.refused,
+            dropped_reaches=self._dropped_prefixes,
+            engines={engine.instance_id: self._engines.status(engine.instance_id) for engine in self.known_engines()},
+        )
 
     def families(self) -> list[Family]:
-        blocks = Family("kvserver_kv_index_blocks", "Blocks and chunks that POST /kv/match can find.", Kind.GAUGE)
-        memory = Family("kvserver_kv_index_bytes", "Memory of the index that answers POST /kv/match.", Kind.GAUGE)
-        refused = Family(
-            "kvserver_kv_index_refused_blocks",
-            "Blocks that POST /kv/match cannot find because its index had no space for them.",
-            Kind.COUNTER,
-        )
-        return [
-            blocks.add(len(self._index)),
-            memory.add(self._index.memory_bytes),
-            refused.add(self._index.refused),
-            *self._of_engines(),
-        ]
-
-    def _of_engines(self) -> list[Family]:
-        """The families of engines that publish KV events themselves."""
-        labels = ("instance_id", "model_name")
-        following = Family(
-            "kvserver_engine_events_following",
-            "1 while the daemon reads the KV events that an engine publishes itself, 0 if it cannot.",
-            Kind.GAUGE,
-            labels,
-        )
-        gaps = Family(
-            "kvserver_engine_events_gaps",
-            "Gaps in an engine's own KV events that no replay filled: what the engine has in L0 is then unknown.",
-            Kind.COUNTER,
-            labels,
-        )
-        for engine in self.known_engines():
-            status = self._engines.status(engine.instance_id)
-            if status is not None:
-                name = (engine.instance_id, engine.scheduler.model_name)
-                following.add(int(status["state"] in FOLLOWING), *name)
-                gaps.add(status.get("lost_gaps", 0), *name)
-        return [following, gaps]
+        status = self.status()
+        names = {
+            engine.instance_id: (engine.instance_id, engine.scheduler.model_name) for engine in self.known_engines()
+        }
+        engines = [(of, names[name]) for name, of in status.engines.items() if of is not None and name in names]
+        return [*families_of(_INDEX, [(status, ())]), *families_of(_ENGINES, engines, ("instance_id", "model_name"))]
 
     def close(self) -> None:
         self._engines.close()

@@ -10,7 +10,7 @@ from kvserver.telemetry.chunk_lifecycle import ChunkLifecycle
 from kvserver.telemetry.explain import Explain
 from kvserver.telemetry.explain_facts import Facts
 from kvserver.telemetry.explain_text import advice, verdict
-from kvserver.telemetry.families import Family, Kind
+from kvserver.telemetry.families import Family, Kind, Metric, families_of
 from kvserver.telemetry.metrics import all_families
 from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc, RpcCounts
 
@@ -27,9 +27,11 @@ __all__ = [
     "Family",
     "Kind",
     "LoadWaits",
+    "Metric",
     "Rpc",
     "RpcCounts",
     "advice",
     "all_families",
+    "families_of",
     "verdict",
 ]

@@ -59,7 +59,7 @@ def wait_for(index, blocks):
     while True:
         (match,) = index.match(index.known_engines(), b"".join(BLOCKS), 32)
         if match.l0 == blocks:
-            return index.status()["engines"]["engine"]
+            return index.status().engines["engine"]
         assert time.monotonic() < deadline, (match, blocks, index.status())
         time.sleep(0.01)
 

@@ -63,7 +63,7 @@ def leading(index: KVIndex, name: str = "engine", blocks: list[bytes] = BLOCKS) 
 
 
 def status(index: KVIndex, name: str = "engine") -> dict[str, Any]:
-    return index.status()["engines"][name] or {}
+    return index.status().engines[name] or {}
 
 
 def exported(index: KVIndex, name: str) -> list[Any]:
@@ -283,7 +283,7 @@ def test_an_engine_that_goes_leaves_nothing(index, engine):
     engine.publish(stored(BLOCKS))
     wait_for(index, len(BLOCKS))
     index.observe(ReaderDisconnected(2, 0, "engine", "model"))
-    wait_until(lambda: index.status()["blocks"] == 0)
+    wait_until(lambda: index.status().blocks == 0)
     assert index.instance("engine") is None
 
 
@@ -333,7 +333,7 @@ def test_an_address_that_is_none_is_refused_and_uses_no_place(index, engine, fie
 def test_an_index_that_follows_no_engines_connects_to_none(engine):
     index = KVIndex(64 << 20, follow_engines=False)
     index.observe(connected(engine))
-    assert index.status()["engines"] == {"engine": None}
+    assert index.status().engines == {"engine": None}
     index.close()
 
 

@@ -11,6 +11,7 @@ from kvserver.config import Settings
 from kvserver.kv_events import ObserverContext, Snapshot
 from kvserver.kv_events.publisher import ZmqPublisher, make_publisher
 from kvserver.kv_events.snapshot import snapshot_parts
+from kvserver.protocol import StreamStatus
 
 from .daemon import wait_until
 from .kv_feed import Feed
@@ -29,20 +30,20 @@ class Published:
         self.feed = Feed(made)
         self._subscribers: list[Subscriber] = []
 
-    def _streams(self) -> list[dict[str, Any]]:
-        return self.publisher.status()["streams"]
+    def _streams(self) -> list[StreamStatus]:
+        return self.publisher.status().streams
 
-    def stream(self, number: int = 0) -> dict[str, Any]:
+    def stream(self, number: int = 0) -> StreamStatus:
         """Of the status, when it is bound."""
         return wait_until(
-            lambda: next((row for row in self._streams()[number : number + 1] if row["state"] == "bound"), None),
+            lambda: next((row for row in self._streams()[number : number + 1] if row.state == "bound"), None),
             what="a stream that is bound",
         )
 
     def subscriber(self, topic: str = "kv-events", number: int = 0) -> Subscriber:
         """One that is subscribed: it has the batch that greets it."""
         stream = self.stream(number)
-        made = Subscriber(stream["endpoint"], stream["replay_endpoint"], topic)
+        made = Subscriber(stream.endpoint, stream.replay_endpoint, topic)
         self._subscribers.append(made)
         message = made.receive()
         assert message is not None, "nothing greeted it"
@@ -51,8 +52,8 @@ class Published:
 
     def sequence(self, number: int = 0) -> int:
         """Of the last batch, when all that was published so far is in one."""
-        row = wait_until(lambda: next(iter([r for r in self._streams()[number:] if not r["pending_chunks"]]), None))
-        return self.publisher.snapshot(row["model_name"], row["hash_form"], row["topics"][0]).sequence
+        row = wait_until(lambda: next(iter([r for r in self._streams()[number:] if not r.pending_chunks]), None))
+        return self.publisher.snapshot(row.model_name, row.hash_form, row.topics[0]).sequence
 
     def catch_up(self, *subscribers: Subscriber, number: int = 0) -> None:
         """Let them follow until they have all that was published so far."""

@@ -159,7 +159,7 @@ def test_an_instance_that_is_not_described_yet_receives_nothing(world: World) ->
     ) == KVEventsTaken(follow=7, cursor=3, events=[], whole=False)
     world.reader(incarnation="two")
     assert Follower(world.feed.take_kv_events).ask().events == []
-    assert world.feed.status()["followers"] == []
+    assert world.feed.status().followers == []
 
 
 def test_a_lost_reply_comes_again(world: World) -> None:
@@ -229,7 +229,7 @@ def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
     engine.catch_up()
     world.evict(first.keys)
     world.store(second)
-    assert world.feed.status()["followers"][0]["queued_chunks"] == 0
+    assert world.feed.status().followers[0].queued_chunks == 0
     assert set(engine.blocks) == set(first.hashes)
     engine.catch_up()
     assert engine.follows == [BOOT + 1, BOOT + 2]
@@ -252,7 +252,7 @@ def test_an_event_that_a_snapshot_has_in_it_is_not_counted_again(world: World) -
     engine.catch_up()
     assert set(engine.blocks) == set(one.hashes[2:]) == world.readable_blocks()
     assert [event.stored for event in engine.received] == [True, True, False]
-    assert world.feed.status()["followers"][0]["unbalanced_blocks"] == 0
+    assert world.feed.status().followers[0].unbalanced_blocks == 0
 
 
 def test_another_namespace_prefix_begins_anew(world: World) -> None:
@@ -277,7 +277,7 @@ def test_an_instance_that_went_is_forgotten(world: World) -> None:
     world.store(Prompt(range(16)))
     engine.catch_up()
     world.hub.handle(InstanceDisconnected(1, "engine", "m", "one", True))
-    assert world.feed.status()["followers"] == []
+    assert world.feed.status().followers == []
     assert engine.ask().events == []
 
 
@@ -315,4 +315,4 @@ def test_random_runs_with_lost_replies_end_with_what_can_be_read(seed: int) -> N
                 engine.catch_up()
                 assert set(engine.blocks) == world.readable_blocks(prefixes[engine.instance_id])
                 assert engine.before == set()
-            assert all(row["unbalanced_blocks"] == 0 for row in world.feed.status()["followers"])
+            assert all(row.unbalanced_blocks == 0 for row in world.feed.status().followers)

@@ -23,7 +23,7 @@ def published() -> Iterator[Published]:
     made.feed.reader_connected("a", ONE)
     made.feed.reader_connected("b_dp3", OTHER)
     yield made
-    assert made.publisher.status()["streams"][0]["unbalanced_blocks"] == 0
+    assert made.publisher.status().streams[0].unbalanced_blocks == 0
     made.close()
 
 
@@ -105,7 +105,7 @@ def test_when_an_instance_disconnects_its_topic_alone_is_cleared(published: Publ
     published.catch_up(b)
     a.follow(lambda: a.last > published.boot_micros and not a.blocks.resident)
     assert b.blocks.resident == published.feed.blocks(OTHER)
-    assert published.stream()["topics"] == ["kv@b_dp3@model"]
+    assert published.stream().topics == ["kv@b_dp3@model"]
 
 
 def test_a_subscriber_of_all_topics_soon_sees_a_batch_on_each(published: Published) -> None:

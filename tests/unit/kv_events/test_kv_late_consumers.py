@@ -104,8 +104,8 @@ def test_late_consumers_know_what_those_from_the_start_know(seed: int, publish: 
     published.catch_up(lossy)
     assert (lossy.missed, lossy.blocks.resident) == (0, expected(published))
     assert from_snapshot(published.publisher.snapshot()).resident == expected(published)
-    status = published.publisher.status()["streams"][0]
-    assert (status["held_blocks"], status["unbalanced_blocks"]) == (len(expected(published)), 0)
+    status = published.publisher.status().streams[0]
+    assert (status.held_blocks, status.unbalanced_blocks) == (len(expected(published)), 0)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -22,7 +22,7 @@ from support.kv_subscriber import Subscriber, events_of
 
 from kvserver.kv_events.publisher import publisher_families
 from kvserver.kv_events.types import KVChunk, Tier
-from kvserver.protocol import KVGroup
+from kvserver.protocol import KVGroup, PublisherStatus
 
 HERE = namespace_prefix("weights")
 
@@ -38,7 +38,7 @@ def publish() -> Iterator[Callable[..., Published]]:
     yield make
     for each in made:
         each.close()
-        assert all(row["unbalanced_blocks"] == 0 for row in each.publisher.status()["streams"])
+        assert all(row.unbalanced_blocks == 0 for row in each.publisher.status().streams)
 
 
 @pytest.fixture
@@ -135,23 +135,23 @@ def test_subscribers_that_connect_and_leave_at_once_disturb_no_other(published: 
     published.feed.stored(HERE, chunk("a"))
     published.catch_up(first)
     for _ in range(300):
-        hasty = Subscriber(published.stream()["endpoint"])
+        hasty = Subscriber(published.stream().endpoint)
         hasty.close()
     published.feed.stored(HERE, chunk("b"))
     published.catch_up(first)
     assert [types(payload) for _, _, payload in first.received].count(["AllBlocksCleared"]) == 1
     assert (first.missed, first.blocks.resident) == (0, published.feed.blocks(HERE))
-    wait_until(lambda: published.stream()["subscribers"] == 1)
+    wait_until(lambda: published.stream().subscribers == 1)
 
 
 def test_a_subscriber_receives_its_prefix_only_until_it_unsubscribes(published: Published) -> None:
-    whole, other = published.subscriber(""), Subscriber(published.stream()["endpoint"], topic="other")
+    whole, other = published.subscriber(""), Subscriber(published.stream().endpoint, topic="other")
     kv = published.subscriber("kv")
-    wait_until(lambda: published.stream()["subscribers"] == 3)
+    wait_until(lambda: published.stream().subscribers == 3)
     published.feed.stored(HERE, chunk("a"))
     published.catch_up(whole, kv)
     kv.sub.setsockopt(zmq.UNSUBSCRIBE, b"kv")
-    wait_until(lambda: published.stream()["subscribers"] == 2)
+    wait_until(lambda: published.stream().subscribers == 2)
     published.feed.stored(HERE, chunk("b"))
     published.catch_up(whole)
     assert (len(whole.received), len(kv.received)) == (3, 2)
@@ -169,7 +169,7 @@ def test_a_gap_is_filled_by_a_replay(published: Published) -> None:
         if name in "af":  # the others are lost
             subscriber.accept(message)
     assert (subscriber.missed, subscriber.blocks.resident) == (0, published.feed.blocks(HERE))
-    assert published.stream()["replayed_batches"] >= 4
+    assert published.stream().replayed_batches >= 4
 
 
 def test_a_replay_of_everything_begins_with_the_first_batch(published: Published) -> None:
@@ -218,8 +218,8 @@ def test_a_replay_of_batches_no_longer_kept_begins_with_the_oldest_kept(publish:
         published.feed.stored(HERE, *(chunk(*(f"{i}.{j}.{k}" for k in range(16))) for j in range(250)))
     last = published.sequence()
     row = published.stream()
-    assert row["buffered_bytes"] <= 1 << 20
-    oldest = last - row["buffered_batches"] + 1
+    assert row.buffered_bytes <= 1 << 20
+    oldest = last - row.buffered_batches + 1
     assert oldest > published.boot_micros + 2
     numbers = [number for _, number, _ in subscriber.replay(published.boot_micros)]
     assert numbers == [published.boot_micros, *range(oldest, last + 1)]
@@ -234,7 +234,7 @@ def test_a_client_with_a_req_socket_gets_a_batch_for_each_of_its_requests(
         published.feed.stored(HERE, chunk(name))
         last = published.sequence()
     replay = context.socket(zmq.REQ)
-    replay.connect(published.stream()["replay_endpoint"])
+    replay.connect(published.stream().replay_endpoint)
     numbers: list[int] = []
     while len(numbers) <= last - published.boot_micros:
         replay.send((published.boot_micros + len(numbers)).to_bytes(8, "big"))
@@ -250,10 +250,10 @@ def test_bad_requests_are_counted_and_others_are_answered(
 ) -> None:
     subscriber = published.subscriber()
     bad = context.socket(zmq.DEALER)
-    bad.connect(published.stream()["replay_endpoint"])
+    bad.connect(published.stream().replay_endpoint)
     for frames in ([b"x"], [b"", b"short"], [b"", bytes(8), b"kv", b"more"], [b"", b""], [bytes(8)]):
         bad.send_multipart(frames)
-    wait_until(lambda: published.stream()["bad_requests"] == 5)
+    wait_until(lambda: published.stream().bad_requests == 5)
     assert len(subscriber.replay(0)) == 1
 
 
@@ -277,7 +277,7 @@ def test_a_stopped_subscriber_slows_no_other(publish: Callable[..., Published]) 
     published = publish(kv_events_buffer="256MiB")
     published.feed.reader_connected("engine", HERE)
     subscriber, row = published.subscriber(), published.stream()
-    stopped = stopped_subscriber(row["endpoint"], row["replay_endpoint"])
+    stopped = stopped_subscriber(row.endpoint, row.replay_endpoint)
     try:
         wait_until(lambda: Path(f"/proc/{stopped.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
         for i in range(40):
@@ -285,7 +285,7 @@ def test_a_stopped_subscriber_slows_no_other(publish: Callable[..., Published]) 
             published.catch_up(subscriber)
         assert subscriber.missed == 0
         assert subscriber.blocks.resident == published.feed.blocks(HERE)
-        assert len(subscriber.replay(0)) == published.stream()["buffered_batches"]
+        assert len(subscriber.replay(0)) == published.stream().buffered_batches
         published.publisher.close()  # nor does it delay the end
     finally:
         os.kill(stopped.pid, signal.SIGKILL)
@@ -318,11 +318,11 @@ def test_forms_and_models_have_streams_of_their_own(published: Published) -> Non
     assert integers.blocks.resident == published.feed.blocks(HERE)
     assert raw.blocks.resident == published.feed.blocks(HERE, form="bytes")
     assert other.blocks.resident == published.feed.blocks(namespace_prefix("other"))
-    rows = published.publisher.status()["streams"]
-    assert [(row["model_name"], row["hash_form"]) for row in rows] == [
+    rows = published.publisher.status().streams
+    assert [(row.model_name, row.hash_form) for row in rows] == [
         ("model", "int"), ("model", "bytes"), ("other/model", "int")
     ]  # fmt: skip
-    assert len({row["endpoint"] for row in rows} | {row["replay_endpoint"] for row in rows}) == 6
+    assert len({row.endpoint for row in rows} | {row.replay_endpoint for row in rows}) == 6
 
 
 def test_a_late_instance_brings_blocks_that_are_resident_already(published: Published) -> None:
@@ -351,8 +351,8 @@ def test_there_are_at_most_64_streams(publish: Callable[..., Published]) -> None
     for i in range(70):
         published.feed.reader_connected(f"engine {i}", HERE, model_name=f"model {i}")
     status = published.publisher.status()
-    assert len(status["streams"]) == 64
-    assert status["refused_streams"] == 6
+    assert len(status.streams) == 64
+    assert status.refused_streams == 6
 
 
 def test_each_kv_cache_group_has_events_of_its_own(publish: Callable[..., Published]) -> None:
@@ -378,8 +378,8 @@ def test_addresses_of_further_streams_are_found_by_counting(publish: Callable[..
     for number, model_name in enumerate(("a/b", "a:b", "c")):
         published.feed.reader_connected(f"engine {number}", HERE, model_name=model_name)
     rows = [published.stream(number) for number in range(3)]
-    assert [row["endpoint"].removeprefix(f"ipc://{tmp_path}/") for row in rows] == ["kv", "kv-1", "kv-2"]
-    assert [row["replay_endpoint"].removeprefix(f"ipc://{tmp_path}/") for row in rows] == [
+    assert [row.endpoint.removeprefix(f"ipc://{tmp_path}/") for row in rows] == ["kv", "kv-1", "kv-2"]
+    assert [row.replay_endpoint.removeprefix(f"ipc://{tmp_path}/") for row in rows] == [
         "a_b.int",
         "a_b.int-1",
         "c.int",
@@ -396,9 +396,7 @@ def test_an_address_in_use_is_reported_and_the_snapshot_goes_on(publish: Callabl
         published.feed.reader_connected("engine", HERE)
         published.feed.stored(HERE, chunk("a"))
         state = wait_until(
-            lambda: next(
-                (row["state"] for row in published.publisher.status()["streams"] if row["state"] != "starting"), None
-            )
+            lambda: next((row.state for row in published.publisher.status().streams if row.state != "starting"), None)
         )
         assert state.startswith(f"cannot bind tcp://127.0.0.1:{port}: Address already in use")
         assert len(published.publisher.snapshot().chunks) == 1
@@ -425,7 +423,7 @@ def test_an_ipc_address_that_another_process_serves_is_left_to_it(
     one.stream()
     other = publish(kv_events_endpoint=f"ipc://{tmp_path}/kv")
     other.feed.reader_connected("engine", HERE)
-    wait_until(lambda: "another process serves it" in other.publisher.status()["streams"][0]["state"])
+    wait_until(lambda: "another process serves it" in other.publisher.status().streams[0].state)
     one.subscriber()
 
 
@@ -472,4 +470,4 @@ def test_the_metrics_agree_with_the_status(published: Published) -> None:
     assert found["kvserver_kv_events_subscribers"] == {stream: 1}
     assert found["kvserver_kv_events_bound"] == {stream: 1}
     assert found["kvserver_kv_events_refused_streams"] == {(): 0}
-    assert {family.name for family in publisher_families(None)} == set(found)
+    assert {family.name for family in publisher_families(PublisherStatus())} == set(found)

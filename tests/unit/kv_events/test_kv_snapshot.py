@@ -76,7 +76,7 @@ def test_it_names_the_resident_blocks_and_the_batch_after_which_it_is(pages: Sta
         "model": "model",
         "hash_form": "int",
         "topic": "kv-events",
-        "sequence": published.stream()["sequence"],
+        "sequence": published.stream().sequence,
         "events": 3,
         "pending_chunks": 0,
     }
@@ -108,7 +108,7 @@ def test_chunks_that_wait_to_be_published_are_in_it_once_they_are_published(publ
     last = published.sequence()
     for _, _, payload in subscriber.replay(taken.sequence + 1):
         consumer.apply(payload)  # which fails for a block that is published twice
-    assert published.stream()["sequence"] >= last
+    assert published.stream().sequence >= last
     assert consumer.resident == published.feed.blocks(HERE, elsewhere)
 
 

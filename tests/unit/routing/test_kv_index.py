@@ -142,7 +142,7 @@ def test_namespace_prefixes_without_readers_make_room_for_those_with_readers(ind
     index.observe(reader_of("engine"))
     index.observe(stored(chunk(prompt, 0)))
     assert match(index, prompt).l1 == 4
-    assert index.status()["dropped_reaches"] == 1
+    assert index.status().dropped_reaches == 1
     index.observe(removed(chunk(prompt, 0), namespace=bytes(64)))  # of the dropped namespace prefix
     assert match(index, prompt).l1 == 4
 
@@ -155,7 +155,7 @@ def test_empty_namespace_prefixes_without_readers_are_forgotten(index):
         index.observe(stored(chunk(prompt, 0), namespace=namespace))
         index.observe(removed(chunk(prompt, 0), namespace=namespace))
     index.observe(reader_leaves("engine"))
-    assert (index.status()["dropped_reaches"], index.status()["blocks"]) == (0, 0)
+    assert (index.status().dropped_reaches, index.status().blocks) == (0, 0)
 
 
 def test_memory_is_the_settings_and_what_does_not_fit_is_counted():
@@ -165,8 +165,8 @@ def test_memory_is_the_settings_and_what_does_not_fit_is_counted():
     for prompt in prompts:
         index.observe(stored(*(chunk(prompt, n) for n in range(256))))
     status = index.status()
-    assert status["most_bytes"] == 1 << 20 >= status["memory_bytes"]
-    assert status["refused_blocks"] == 250 * 256 - status["blocks"] > 0
+    assert status.most_bytes == 1 << 20 >= status.memory_bytes
+    assert status.refused_blocks == 250 * 256 - status.blocks > 0
     index.close()
 
 

@@ -1,0 +1,70 @@
+"""What a daemon shows of KV events, in its `/status` (`status`), and what its own observers show there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class KVEventsStatus(Struct, frozen=True, kw_only=True):
+    """The events that are published to routers and engines."""
+
+    events: int = 0
+    chunks: int = 0
+    described_chunks: int = 0
+    state_bytes: int = 0
+    unannounced: dict[str, int] = {}  # chunks, by reason
+    recounts: int = 0
+    observers: list[dict[str, Any]] = []  # name, state, reason, and what each shows of itself
+
+
+class StreamStatus(Struct, frozen=True, kw_only=True):
+    """Of the publisher: one model and form of hashes."""
+
+    model_name: str = ""
+    hash_form: str = ""
+    state: str = "starting"  # "bound", or why it is not
+    endpoint: str = ""
+    replay_endpoint: str = ""
+    topics: list[str] = []
+    sequence: int = 0  # of the last batch
+    first_sequence: int = 0
+    buffered_batches: int = 0
+    buffered_bytes: int = 0
+    held_blocks: int = 0  # announced and not removed since
+    pending_chunks: int = 0
+    unbalanced_blocks: int = 0
+    state_bytes: int = 0
+    subscribers: int = 0
+    replayed_batches: int = 0
+    bad_requests: int = 0
+
+
+class PublisherStatus(Struct, frozen=True, kw_only=True):
+    streams: list[StreamStatus] = []
+    refused_streams: int = 0
+
+
+class IndexStatus(Struct, frozen=True, kw_only=True):
+    blocks: int = 0
+    memory_bytes: int = 0
+    most_bytes: int = 0
+    refused_blocks: int = 0
+    dropped_reaches: int = 0
+    engines: dict[str, Any] = {}  # the streams that engines publish themselves, by instance; None without one
+
+
+class FollowerStatus(Struct, frozen=True, kw_only=True):
+    """An engine that publishes what the feed hands it."""
+
+    instance_id: str = ""
+    follow: int = 0
+    whole: bool = False
+    queued_chunks: int = 0
+    unbalanced_blocks: int = 0
+
+
+class FeedStatus(Struct, frozen=True, kw_only=True):
+    beginnings: int = 0
+    followers: list[FollowerStatus] = []
