@@ -30,8 +30,8 @@ def store(
 
 def models(cache: Cache) -> dict[str, tuple[int, int, int]]:
     """(pages, chunks, evicted chunks) by name."""
-    shown = l1_status(cache, Placement())["models"]
-    return {name: (of["used_bytes"] // PAGE, of["chunks"], of["evictions"]) for name, of in shown.items()}
+    shown = l1_status(cache, Placement()).models
+    return {name: (of.used_bytes // PAGE, of.chunks, of.evictions) for name, of in shown.items()}
 
 
 def test_each_model_has_what_its_engines_stored(cache: Cache) -> None:
@@ -72,7 +72,7 @@ def test_engines_that_share_a_namespace_have_one_model(cache: Cache) -> None:
 
 
 def never_loaded(cache: Cache) -> dict[str, int]:
-    return {name: of["never_loaded"] for name, of in l1_status(cache, Placement())["models"].items()}
+    return {name: of.never_loaded for name, of in l1_status(cache, Placement()).models.items()}
 
 
 def load(cache: Cache, namespace: bytes, keys: list[bytes], copied: bool = True) -> None:

@@ -24,7 +24,7 @@ from support.block_lifetimes import (
 )
 
 from kvserver.events import BlockReport, Bus, InstanceDisconnected, InstanceRegistered
-from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, KVServerError
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, KVServerError, L0Status
 from kvserver.server.report_sync import MAX_POOLS
 from kvserver.telemetry import BlockLifecycle, Kind
 
@@ -257,7 +257,7 @@ def test_an_instance_that_disconnects_loses_its_lifetimes(l0: BlockLifecycle, di
     assert engine.counts() == {"allocations": 2, "lost": 2}
     assert engine.seconds("lifetime") == (0, 0)
     assert not engine.out_of_sync
-    assert l0.status("engine") == {}
+    assert l0.status("engine") == L0Status()
 
 
 def test_metrics_stay_for_a_while_and_then_vanish(l0: BlockLifecycle, clock: Clock) -> None:
@@ -388,8 +388,8 @@ def test_a_report_of_an_unknown_instance_costs_no_other_its_metrics() -> None:
         bus.publish(BlockReport(1, id, "model", exact((1, records))))
     bus.close()
     assert bus.errors["l0"] == 1
-    assert l0.status("b")["released_blocks"] == 1
-    assert not l0.status("b")["unsure"]
+    assert l0.status("b").released_blocks == 1
+    assert not l0.status("b").unsure
 
 
 # ---- what is read ---------------------------------------------------------------------------------
@@ -428,22 +428,10 @@ def test_events_are_counted_in_both_forms(l0: BlockLifecycle) -> None:
 def test_status_shows_how_an_instance_reports_and_its_counts(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5, 6)), (2, released(5)))
-    assert l0.status("engine") == {
-        "unsure": 0,
-        "records": 3,
-        "report_gaps": 0,
-        "allocations": 2,
-        "reuses": 0,
-        "shared_accesses": 0,
-        "evictions": 0,
-        "recycled": 0,
-        "cleared": 0,
-        "lost": 0,
-        "active_blocks": 1,
-        "released_blocks": 1,
-        "tracked_blocks": 2,
-    }
-    assert l0.status("absent") == {}
+    assert l0.status("engine") == L0Status(
+        records=3, allocations=2, active_blocks=1, released_blocks=1, tracked_blocks=2
+    )
+    assert l0.status("absent") == L0Status()
 
 
 def test_closing_changes_no_metric(l0: BlockLifecycle) -> None:
@@ -464,7 +452,7 @@ def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
         nonlocal reads
         while not stop.is_set():
             found = l0.status("engine")
-            if found["allocations"] != found["evictions"] or found["tracked_blocks"]:
+            if found.allocations != found.evictions or found.tracked_blocks:
                 wrong.append(found)
             l0.families()
             reads += 1
