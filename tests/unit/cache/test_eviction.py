@@ -171,7 +171,7 @@ def test_the_cache_evicts_by_any_policy_that_keeps_the_contract() -> None:
     cache = Cache(PagePool(3 * 4096, 4096), LastInFirstOut())
     for key in (b"a", b"b", b"c"):
         cache.finish_store(cache.plan_store(b"n", 1, 0, key.ljust(32), 4096), copied=True)
-    assert cache.lookup(b"n", b"a".ljust(32), ("engine", "request"), 1.0) == 1
+    assert cache.lookup(b"n", b"a".ljust(32), ("engine", "request"), 1.0).hit_chunks == 1
     cache.end_lease(("engine", "request"))  # a use, which changes nothing here
     plan = cache.plan_store(b"n", 1, 0, b"d".ljust(32), 4096)
     cache.finish_store(plan, copied=True)
