@@ -60,7 +60,6 @@ void bind_lifetimes(nb::module_& m) {
                                                          sample_rate, seed);
              }),
              "metrics"_a, "num_blocks"_a, "sample_rate"_a, "seed"_a)
-        .def_prop_ro("num_blocks", &BlockLifetimes::num_blocks)
         .def_prop_ro("requests", &BlockLifetimes::requests)
         .def_prop_ro_static("bytes_per_block",
                             [](nb::handle) { return BlockLifetimes::bytes_per_block(); })

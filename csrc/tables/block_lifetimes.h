@@ -116,7 +116,7 @@ class BlockLifetimes {
     BlockLifetimes(const BlockLifetimes&) = delete;
     BlockLifetimes& operator=(const BlockLifetimes&) = delete;
 
-    // REQUIRES: check_records() with num_blocks().
+    // REQUIRES: check_records() with the pool's num_blocks.
     void apply(std::string_view records, std::string_view marks);
 
     // `blocks` are u32, `contents` u64 names of the content of the first ones: the others are
@@ -140,7 +140,6 @@ class BlockLifetimes {
     // The state of the pool is unknown from here on: all lifetimes are lost, no block has owners.
     void end_all();
 
-    uint64_t num_blocks() const { return num_blocks_; }
     size_t requests() const;  // that own blocks
 
     static size_t bytes_per_block() { return sizeof(Block); }

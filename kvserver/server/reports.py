@@ -59,7 +59,7 @@ class EngineReports:
         if request.instance_id in self._unapplied:
             self._unapplied.discard(request.instance_id)
             reports.lose_states()
-        self._receive(instance, request.sequence)
+        instance.counts.sequence_gaps += instance.reports.receive(request.sequence)
         now = self._clock()
         reports.add_report(source, pool, payload.full, now)
         self._publish(
@@ -82,7 +82,7 @@ class EngineReports:
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)
         failed = min(request.failed_loads, request.loads)
         instance.counts.benefit.request_ended(request.prompt_tokens, local, loaded, request.loads, failed)
-        self._receive(instance, request.sequence)
+        instance.counts.sequence_gaps += instance.reports.receive(request.sequence)
         self._publish(
             instance,
             RequestEnded(
@@ -117,10 +117,6 @@ class EngineReports:
                 f"instance {request.instance_id!r} registered model {instance.model_name!r}, not {request.model_name!r}",
             )
         return instance
-
-    @staticmethod
-    def _receive(instance: Instance, sequence: int) -> None:
-        instance.counts.sequence_gaps += instance.reports.receive(sequence)
 
     def _publish(self, instance: Instance, event: BlockReport | RequestEnded, size: int = 0) -> None:
         instance.reports.gap = False
