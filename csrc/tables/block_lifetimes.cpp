@@ -194,33 +194,24 @@ void BlockLifetimes::forget(Block& block, End how) {
     block.alive = false;
 }
 
-void BlockLifetimes::forget_all(End how) {
+void BlockLifetimes::forget_all(End how, bool owners_too) {
     bool owned = false;
     for (uint64_t id = 0; id < touched_; ++id) {
         Block& block = blocks_[id];
         --gauge(block);
         forget(block, how);
+        if (owners_too && block.owners > 0) block.owners = 0;  // unwritten memory costs nothing
         owned |= block.owners > 0;
         ++gauge(block);
     }
     if (!owned) touched_ = 0;  // nothing more to forget: the next time is cheap
 }
 
-void BlockLifetimes::lose_all() {
-    for (uint64_t id = 0; id < touched_; ++id) {
-        Block& block = blocks_[id];
-        --gauge(block);
-        forget(block, &LifetimeSnapshot::lost);
-        if (block.owners > 0) block.owners = 0;  // memory that was never written costs nothing
-        ++gauge(block);
-    }
-    others_.clear();
-    requests_.clear();
-}
-
 void BlockLifetimes::end_all() {
     const LifetimeMetrics::Writing writing(*shared_);
-    lose_all();
+    forget_all(&LifetimeSnapshot::lost, true);
+    others_.clear();
+    requests_.clear();
 }
 
 // ---- exact ----------------------------------------------------------------------------------
@@ -239,7 +230,7 @@ void BlockLifetimes::apply(std::string_view records, std::string_view marks) {
 }
 
 void BlockLifetimes::step(Record operation, uint32_t id, uint64_t now) {
-    if (operation == Record::kCleared) return forget_all(&LifetimeSnapshot::cleared);
+    if (operation == Record::kCleared) return forget_all(&LifetimeSnapshot::cleared, false);
     if (id == 0 || id >= num_blocks_) return;
     Block& block = touch(id);
     --gauge(block);

@@ -174,8 +174,7 @@ class BlockLifetimes {
     void observe_end(const Block& block, uint64_t now);
     void end(Block& block, End how, uint64_t now);
     void forget(Block& block, End how);
-    void forget_all(End how);
-    void lose_all();
+    void forget_all(End how, bool owners_too);
 
     void own_one(uint64_t request, uint32_t id, uint64_t content, uint64_t now, bool watched);
     bool owned_by(const Block& block, uint32_t id, uint64_t request) const;
