@@ -747,7 +747,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a store's time begins before its step was computed",
-        HAZARDS, "PendingStores.step_ended", "self._seconds, self._ended)", "self._seconds, self._planned)", (WITHOUT_END,),
+        HAZARDS, "PendingStores._is_awaited", "oldest.step <= self._ended", "oldest.step <= self._planned", (WITHOUT_END,),
     ),
     Mutant(
         "a block that is overwritten is still looked after",
