@@ -67,6 +67,7 @@ class LeastRecentlyUsed:
     def pop_chunk(self) -> Chunk | None:
         for end in (self._incomplete, self._used):
             if isinstance(oldest := end.younger, _LruChunk):
+                assert oldest.older is not NOWHERE, "a chunk that is not tracked is in a ring"
                 self.untrack(oldest)
                 return oldest
         return None
