@@ -9,16 +9,15 @@ import time
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import Status, StatusReply
+from kvserver.protocol import AccountingStatus, Status, StatusReply
 
 _BETWEEN_SECONDS = 0.6
 
 
-def accounting(worker: Worker) -> dict[str, int]:
+def accounting(worker: Worker) -> AccountingStatus:
     """Asked as an engine asks: the message itself ends the quiet."""
     time.sleep(_BETWEEN_SECONDS)
-    found: dict[str, int] = worker.ask(Status(), StatusReply).status["books"]
-    return found
+    return worker.ask(Status(), StatusReply).status.books
 
 
 def test_an_engine_that_always_sends_something_does_not_keep_the_daemon_from_audits(make_daemon, make_worker) -> None:
@@ -26,6 +25,6 @@ def test_an_engine_that_always_sends_something_does_not_keep_the_daemon_from_aud
     worker: Worker = make_worker(daemon)
     keys = make_keys(2)
     worker.store(keys, worker.blocks_for(2))
-    first = wait_until(lambda: accounting(worker)["audits"], 20, "an audit")
-    wait_until(lambda: accounting(worker)["audits"] > first, 30, "another one")
-    assert accounting(worker)["unbalanced"] == 0
+    first = wait_until(lambda: accounting(worker).audits, 20, "an audit")
+    wait_until(lambda: accounting(worker).audits > first, 30, "another one")
+    assert accounting(worker).unbalanced == 0
