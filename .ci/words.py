@@ -112,8 +112,10 @@ PUBLIC = {
     "TakeKVEvents": "",
     "avoided_chunks": "",
     "books": "status|protocol",
+    "dropped_reaches": "status",
     "gone_seconds": "status|protocol",
     "held_blocks": "",
+    "recounts": "status",
     "says_detached": "",
     "settle_ms": "settings",
     "standing": "protocol",
@@ -125,9 +127,9 @@ PUBLIC = {
 # A mutex, the GIL and the like are held: with one of these nearby the word is right.
 LOCKS = re.compile(r"(?<![bc])lock|mutex|\bGIL\b|semaphore", re.IGNORECASE)
 
-# Not read: history, results, generated files, the license, and this table with its test.
+# Not read: history, results, generated and recorded files, the license, and this table with its test.
 SKIPPED = re.compile(
-    r"^(?:CHANGELOG\.md|LICENSE|bench/results/.*|deploy/grafana/kvserver\.json|\.ci/words\.py|tests/test_words\.py)$"
+    r"^(?:CHANGELOG\.md|LICENSE|bench/results/.*|deploy/grafana/kvserver\.json|tests/daemon/status_shape\.txt|\.ci/words\.py|tests/test_words\.py)$"
 )
 TEXT = {".yaml", ".yml", ".toml", ".sh", ".conf", ".service", ".cmake", ".txt"}
 TEXT_NAMES = {"Makefile", "CMakeLists.txt", "Dockerfile", "run"}
