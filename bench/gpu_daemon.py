@@ -7,6 +7,7 @@ import time
 from array import array
 from typing import Any
 
+import msgspec
 from gpu_bytes import KvBytes, expect_equal
 from gpu_rig import Board
 from gpu_sizes import Geometry
@@ -14,6 +15,7 @@ from rig import BenchDaemon, BenchWorker, make_keys
 from support.daemon import WITH_SIMULATED
 
 from kvserver.protocol import Clear, Cleared, Status, StatusReply
+from kvserver.protocol.status import DaemonStatus
 
 CHUNK_TOKENS = 256
 
@@ -53,8 +55,8 @@ class Served:
         raise RuntimeError("L1 was not pinned")
 
     def _unpinned_bytes(self) -> int:
-        (gpu,) = self.worker.client.ask(Status(), StatusReply).status.gpus
-        return gpu.store.unpinned_bytes
+        status = msgspec.msgpack.decode(self.worker.client.ask(Status(), StatusReply).status, type=DaemonStatus)
+        return status.gpus[0].store.unpinned_bytes
 
     def store(self) -> float:
         """GB/s, from the send to the reply. The chunks of the store before are forgotten first."""

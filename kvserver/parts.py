@@ -28,15 +28,9 @@ from kvserver.kv_events import (
     make_publisher,
     publisher_families,
 )
-from kvserver.protocol import (
-    PROTOCOL_VERSION,
-    DaemonStatus,
-    HelloReply,
-    InstanceStatus,
-    KVEventsStatus,
-    OtlpStatus,
-    PublisherStatus,
-)
+from kvserver.protocol import PROTOCOL_VERSION, HelloReply
+from kvserver.protocol.kv_status import KVEventsStatus, PublisherStatus
+from kvserver.protocol.status import DaemonStatus, InstanceStatus, OtlpStatus
 from kvserver.routing import make_index
 from kvserver.server import (
     Copies,

@@ -36,8 +36,9 @@ ORDER = [
 ]
 ROOMS = [name for name in ORDER if (PACKAGE / name).is_dir()]
 # Modules that other rooms import by name: what they load is for few.
+STATUS = {"protocol.status", "protocol.kv_status"}  # for the daemon and its readers, never for engines
 BESIDE_THE_FACE = {
-    "protocol.client",
+    *("protocol.client", *STATUS),
     *("telemetry.otlp", "telemetry.tracing", "telemetry.prometheus", "telemetry.metrics_process"),
 }
 NO_FACE = {"web", "cli"}  # rooms that only daemon.py and the command line import
@@ -160,6 +161,7 @@ def test_adapters_import_only_what_engines_may_load() -> None:
     for path in adapter_files():
         for name, _ in imported_modules(path):
             assert room_of(name) in ADAPTERS_MAY | {"adapters"}, f"{path} imports kvserver.{name}"
+            assert name not in STATUS, f"{path} imports kvserver.{name}"
 
 
 def test_what_adapters_have_in_common_knows_no_engine() -> None:
@@ -205,12 +207,14 @@ def test_a_face_loads_no_exporter_no_http_and_no_command(room: str) -> None:
     assert not {name.split(".")[0] for name in loaded} & NEVER_BY_A_FACE
     rooms = {room_of(name.removeprefix("kvserver.")) for name in loaded if name.startswith("kvserver.")}
     assert rooms <= set(ORDER[: ORDER.index(room) + 1])
-    assert not {name.removeprefix("kvserver.") for name in loaded} & BESIDE_THE_FACE
+    beside = BESIDE_THE_FACE if room in ONLY else BESIDE_THE_FACE - STATUS
+    assert not {name.removeprefix("kvserver.") for name in loaded} & beside
 
 
 def test_importing_the_client_loads_nothing_of_the_server() -> None:
-    rooms = {name.split(".")[1] for name in loaded_by("protocol.client") if name.startswith("kvserver.")}
-    assert rooms == {"protocol"}
+    loaded = {name.removeprefix("kvserver.") for name in loaded_by("protocol.client") if name.startswith("kvserver.")}
+    assert {room_of(name) for name in loaded} == {"protocol"}
+    assert not loaded & STATUS
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -25,8 +25,8 @@ import msgspec
 from kvserver import __version__
 from kvserver.cli.checks import Finding, Machine, ok, problem, warning
 from kvserver.config import Settings, bearer, read_token
-from kvserver.protocol import DaemonStatus
 from kvserver.protocol.client import Client, RequestFailed, has_listener
+from kvserver.protocol.status import DaemonStatus
 
 OLDEST_VLLM = (0, 24)
 _HELLO_SECONDS = 2.0

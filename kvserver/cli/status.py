@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from kvserver.cli import http_client
 from kvserver.cli.terminal import columns, show
-from kvserver.protocol import DaemonStatus, GpuStatus, InstanceStatus, L1Status
+from kvserver.protocol.status import DaemonStatus, GpuStatus, InstanceStatus, L1Status
 
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"

@@ -33,18 +33,8 @@ from kvserver._native import (
 )
 from kvserver.cache import PagePool
 from kvserver.config import gpu_cpus, parse_gpus
-from kvserver.protocol import (
-    ConfigError,
-    CudaIpc,
-    CudaVmmFabric,
-    CudaVmmFd,
-    DirectionStatus,
-    ErrorCode,
-    GpuStatus,
-    KVServerError,
-    Memory,
-    SharedFd,
-)
+from kvserver.protocol import ConfigError, CudaIpc, CudaVmmFabric, CudaVmmFd, ErrorCode, KVServerError, Memory, SharedFd
+from kvserver.protocol.status import DirectionStatus, GpuStatus
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from kvserver.events.types import (
     WorkerDisconnected,
     WorkerRegistered,
 )
-from kvserver.protocol import WAIT_SECONDS, EventsStatus, Histogram, SubscriberStatus
+from kvserver.protocol import WAIT_SECONDS, Histogram
+from kvserver.protocol.status import EventsStatus, SubscriberStatus
 
 log = logging.getLogger(__name__)
 

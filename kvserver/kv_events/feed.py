@@ -29,7 +29,8 @@ from kvserver.kv_events.types import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import FeedStatus, FollowerStatus, KVBlocks, KVEventsTaken, TakeKVEvents
+from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
+from kvserver.protocol.kv_status import FeedStatus, FollowerStatus
 
 log = logging.getLogger(__name__)
 

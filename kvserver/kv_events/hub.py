@@ -41,7 +41,8 @@ from kvserver.kv_events.types import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import KEY_BYTES, KVEventsStatus
+from kvserver.protocol import KEY_BYTES
+from kvserver.protocol.kv_status import KVEventsStatus
 from kvserver.telemetry import Family, Kind
 
 _MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be

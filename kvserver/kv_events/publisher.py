@@ -26,7 +26,8 @@ from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
 from kvserver.kv_events.stream_sockets import StreamSockets
 from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderConnected, Tier
 from kvserver.kv_events.wire import Form
-from kvserver.protocol import KVGroup, PublisherStatus, StreamStatus
+from kvserver.protocol import KVGroup
+from kvserver.protocol.kv_status import PublisherStatus, StreamStatus
 from kvserver.telemetry import Family, Kind, Metric, families_of
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,8 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.kv_events import ReaderConnected
-from kvserver.protocol import WAIT_SECONDS, EngineStatus, Histogram, InstanceStatus, Label, Name, Text
+from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
+from kvserver.protocol.status import EngineStatus, InstanceStatus
 from kvserver.routing.block_hashes import ALGORITHMS, hash_blocks
 from kvserver.routing.prefix_index import KVIndex, Match
 from kvserver.telemetry import Family, Kind

@@ -27,7 +27,7 @@ from kvserver.kv_events import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import IndexStatus
+from kvserver.protocol.kv_status import IndexStatus
 from kvserver.routing.engine_stream import FOLLOWING
 from kvserver.routing.engines import EngineEvents
 from kvserver.telemetry import Family, Kind, Metric, families_of

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvserver.protocol import EngineLoad, EngineStatus
+from kvserver.protocol import EngineLoad
+from kvserver.protocol.status import EngineStatus
 
 TOTALS = (
     "preemptions",

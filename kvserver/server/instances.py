@@ -25,10 +25,10 @@ from kvserver.protocol import (
     ErrorCode,
     KVServerError,
     RegisterWorker,
-    RequestCounts,
     block_bytes,
     group_count,
 )
+from kvserver.protocol.status import RequestCounts
 from kvserver.server.engine_stats import EngineStats
 from kvserver.server.lifeline import Lifeline
 from kvserver.server.report_sync import ReportSync

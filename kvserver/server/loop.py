@@ -20,7 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
+from msgspec import Raw
 from msgspec.structs import replace
 
 from kvserver import __version__
@@ -30,7 +32,6 @@ from kvserver.protocol import (
     PROTOCOL_VERSION,
     REQUEST_ID_BYTES,
     WAIT_SECONDS,
-    DaemonStatus,
     Error,
     ErrorCode,
     Histogram,
@@ -41,6 +42,7 @@ from kvserver.protocol import (
     decode_request,
     encode,
 )
+from kvserver.protocol.status import DaemonStatus
 from kvserver.server.handlers import Handlers
 from kvserver.server.lifeline import Lifelines
 from kvserver.server.upkeep import Upkeep
@@ -219,7 +221,7 @@ class Server:
             request = decode_request(frames[2])
             call.type_name = type(request).__name__
             if isinstance(request, Status):
-                call.respond(StatusReply(status=self.snapshot()))
+                call.respond(StatusReply(status=Raw(msgspec.msgpack.encode(self.snapshot()))))
             else:
                 self._handlers.handle(request, call.respond)
         except KVServerError as error:

@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copy import Devices, Tickets
-from kvserver.protocol import (
+from kvserver.protocol.status import (
     AccountingStatus,
     ConnectsStatus,
     DaemonStatus,

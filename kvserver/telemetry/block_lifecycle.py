@@ -18,15 +18,8 @@ from collections.abc import Callable
 
 from kvserver._native import BlockLifetimes, LifetimeHistogram, LifetimeMetrics, LifetimeSnapshot
 from kvserver.events import BlockReport, Event, InstanceDisconnected, InstanceRegistered, RequestEnded
-from kvserver.protocol import (
-    DEPARTED_SECONDS,
-    MOST_DEPARTED,
-    RESIDENCY_SECONDS,
-    Buckets,
-    ExactRecords,
-    L0Status,
-    ReportedBlocks,
-)
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, RESIDENCY_SECONDS, Buckets, ExactRecords, ReportedBlocks
+from kvserver.protocol.status import L0Status
 from kvserver.telemetry.families import Family, Kind, Metric, families_of
 from kvserver.telemetry.request_blocks import RequestBlocks
 

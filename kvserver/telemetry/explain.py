@@ -31,7 +31,8 @@ from kvserver.events import (
     NamespaceFormed,
     RequestEnded,
 )
-from kvserver.protocol import KEY_BYTES, ExplainStatus
+from kvserver.protocol import KEY_BYTES
+from kvserver.protocol.status import ExplainStatus
 from kvserver.telemetry.differences import Difference, Differences
 from kvserver.telemetry.explain_facts import MOST_RANKS, Facts, RankLoad, Request, facts_of
 

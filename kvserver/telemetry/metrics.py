@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvserver.protocol import DaemonStatus
+from kvserver.protocol.status import DaemonStatus
 from kvserver.telemetry.families import Family
 from kvserver.telemetry.metrics_daemon import daemon_families
 from kvserver.telemetry.metrics_instances import instance_families

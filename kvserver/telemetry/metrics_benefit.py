@@ -5,7 +5,7 @@ Owns: names and help texts of these metrics; their values come from a status.
 
 from __future__ import annotations
 
-from kvserver.protocol import RequestsStatus
+from kvserver.protocol.status import RequestsStatus
 from kvserver.telemetry.benefit import COPY_BUCKETS, RATIO_BUCKETS
 from kvserver.telemetry.families import Kind, Metric
 

@@ -10,12 +10,10 @@ from typing import TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from kvserver.protocol import (
-    CONNECTION_REFUSED,
-    WAIT_SECONDS,
+from kvserver.protocol import CONNECTION_REFUSED, WAIT_SECONDS, ErrorCode
+from kvserver.protocol.status import (
     DaemonStatus,
     DirectionStatus,
-    ErrorCode,
     GpuStatus,
     ModelStatus,
     OtlpStatus,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvserver.protocol import DepartedStatus, EngineStatus, InstanceStatus, RequestsStatus
+from kvserver.protocol.status import DepartedStatus, EngineStatus, InstanceStatus, RequestsStatus
 from kvserver.telemetry.families import Family, Kind, Metric, families_of
 from kvserver.telemetry.metrics_benefit import BENEFIT
 

@@ -43,7 +43,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
 from kvserver.config import OtlpEndpoint
-from kvserver.protocol import Buckets, ConfigError, OtlpStatus
+from kvserver.protocol import Buckets, ConfigError
+from kvserver.protocol.status import OtlpStatus
 from kvserver.telemetry.families import Family, Kind
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from opentelemetry.util.types import Attributes
 
 from kvserver import __version__
 from kvserver.events import CopyEnded, CopyRefused, Event, InstanceDisconnected, LookupEnded, RequestEnded
-from kvserver.protocol import TracesStatus
+from kvserver.protocol.status import TracesStatus
 from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Delivery
 
 _USUAL_SAMPLER = ParentBased(TraceIdRatioBased(0.01))

@@ -23,7 +23,7 @@ from enum import Enum
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from kvserver.protocol import PagesStatus
+from kvserver.protocol.status import PagesStatus
 
 log = logging.getLogger(__name__)
 

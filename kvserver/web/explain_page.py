@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from kvserver.protocol import ExplainStatus
+from kvserver.protocol.status import ExplainStatus
 from kvserver.telemetry import Explain, Facts, advice, verdict
 
 MOST_REQUESTS = 100  # in one answer

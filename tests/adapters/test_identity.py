@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core import kv_cache_utils
 
 from kvserver.cli.status import table
-from kvserver.protocol import DaemonStatus
+from kvserver.protocol.status import DaemonStatus
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)

@@ -25,7 +25,8 @@ from kvserver.config import available_memory
 from kvserver.config.capacity import choose_l1_bytes
 from kvserver.config.settings import GiB, MiB
 from kvserver.copy import Devices
-from kvserver.protocol import PROTOCOL_VERSION, ConfigError, DaemonStatus, Lookup, Status, StatusReply, encode
+from kvserver.protocol import PROTOCOL_VERSION, ConfigError, Lookup, Status, StatusReply, encode
+from kvserver.protocol.status import DaemonStatus
 from kvserver.web import pages as http
 
 
@@ -266,7 +267,7 @@ def test_status_counts_what_happened(make_daemon, make_worker):
 def test_status_over_the_socket_is_the_same_as_over_http(daemon, worker):
     worker.round_trip()
     status = daemon.status()
-    over_socket = worker.ask(Status(), StatusReply).status
+    over_socket = msgspec.msgpack.decode(worker.ask(Status(), StatusReply).status, type=DaemonStatus)
     over_http = msgspec.convert(status, DaemonStatus)
     assert (over_socket.l1, over_socket.l2) == (over_http.l1, over_http.l2)
     assert over_socket.instances[0].requests == over_http.instances[0].requests

@@ -14,15 +14,8 @@ from msgspec.structs import replace
 from support.daemon import KVSERVER, wait_until
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol import (
-    AccountingStatus,
-    DaemonStatus,
-    DirectionStatus,
-    EndRequest,
-    GpuStatus,
-    L1Status,
-    TotalsStatus,
-)
+from kvserver.protocol import EndRequest
+from kvserver.protocol.status import AccountingStatus, DaemonStatus, DirectionStatus, GpuStatus, L1Status, TotalsStatus
 
 
 @contextlib.contextmanager

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import AccountingStatus, Status, StatusReply
+from kvserver.protocol import Status, StatusReply
+from kvserver.protocol.status import AccountingStatus, DaemonStatus
 
 _BETWEEN_SECONDS = 0.6
 
@@ -17,7 +19,7 @@ _BETWEEN_SECONDS = 0.6
 def accounting(worker: Worker) -> AccountingStatus:
     """Asked as an engine asks: the message itself ends the quiet."""
     time.sleep(_BETWEEN_SECONDS)
-    return worker.ask(Status(), StatusReply).status.books
+    return msgspec.msgpack.decode(worker.ask(Status(), StatusReply).status, type=DaemonStatus).books
 
 
 def test_an_engine_that_always_sends_something_does_not_keep_the_daemon_from_audits(make_daemon, make_worker) -> None:

@@ -11,7 +11,7 @@ from kvserver.config import Settings
 from kvserver.kv_events import ObserverContext, Snapshot
 from kvserver.kv_events.publisher import ZmqPublisher, make_publisher
 from kvserver.kv_events.snapshot import snapshot_parts
-from kvserver.protocol import StreamStatus
+from kvserver.protocol.kv_status import StreamStatus
 
 from .daemon import wait_until
 from .kv_feed import Feed

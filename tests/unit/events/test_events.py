@@ -12,7 +12,8 @@ from support.daemon import wait_until
 
 from kvserver.events import BlockReport, Bus, ErrorSent, Event, L1Cleared, WorkerDisconnected
 from kvserver.events.types import TYPES
-from kvserver.protocol import ExactRecords, SubscriberStatus
+from kvserver.protocol import ExactRecords
+from kvserver.protocol.status import SubscriberStatus
 
 
 class Collects:

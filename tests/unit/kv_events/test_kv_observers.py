@@ -20,7 +20,9 @@ from kvserver.config import Settings
 from kvserver.events import ChunksStored
 from kvserver.kv_events import Hub, ObserverContext, Observers, make_lines
 from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
-from kvserver.protocol import ConfigError, DaemonStatus, KVEventsStatus
+from kvserver.protocol import ConfigError
+from kvserver.protocol.kv_status import KVEventsStatus
+from kvserver.protocol.status import DaemonStatus
 from kvserver.telemetry import Rpc, all_families
 
 HERE = b"n" * 32

@@ -22,7 +22,8 @@ from support.kv_subscriber import Subscriber, events_of
 
 from kvserver.kv_events.publisher import publisher_families
 from kvserver.kv_events.types import KVChunk, Tier
-from kvserver.protocol import KVGroup, PublisherStatus
+from kvserver.protocol import KVGroup
+from kvserver.protocol.kv_status import PublisherStatus
 
 HERE = namespace_prefix("weights")
 

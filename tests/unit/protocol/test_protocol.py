@@ -17,7 +17,6 @@ from kvserver.protocol import (
     ChunkContents,
     Clear,
     Cleared,
-    DaemonStatus,
     DescribeScheduler,
     EndRequest,
     EngineLoad,
@@ -31,7 +30,6 @@ from kvserver.protocol import (
     KVEventsTaken,
     KVGroup,
     KVServerError,
-    L1Status,
     Lookup,
     LookupReply,
     ModelIdentity,
@@ -56,6 +54,7 @@ from kvserver.protocol import (
     encode,
 )
 from kvserver.protocol import messages as protocol
+from kvserver.protocol.status import DaemonStatus, L1Status
 
 KEYS = bytes(range(KEY_BYTES)) * 2
 COPY: dict[str, Any] = {
@@ -122,7 +121,7 @@ REPLIES = [
     Stored(stored=1, skipped=2, starved=3),
     Retrieved(chunks=1),
     Cleared(chunks=4),
-    StatusReply(status=DaemonStatus(l1=L1Status(chunks=1))),
+    StatusReply(status=msgspec.Raw(msgspec.msgpack.encode(DaemonStatus(l1=L1Status(chunks=1))))),
     KVEventsTaken(
         follow=1, cursor=2, events=[KVBlocks(True, "CPU", 32, bytes(32), 0, 16, bytes(32), bytes(64))], whole=True
     ),

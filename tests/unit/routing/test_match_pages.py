@@ -15,7 +15,8 @@ import pytest
 from msgspec import to_builtins
 
 from kvserver.kv_events.types import KVChunk, KVStored, ReaderConnected, Tier
-from kvserver.protocol import DaemonStatus, DescribeScheduler, EngineStatus, InstanceStatus
+from kvserver.protocol import DescribeScheduler
+from kvserver.protocol.status import DaemonStatus, EngineStatus, InstanceStatus
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import JSON, MSGPACK, RecentEngineStats

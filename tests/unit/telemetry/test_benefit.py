@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvserver.protocol import RequestsStatus
+from kvserver.protocol.status import RequestsStatus
 from kvserver.server.instances import Counts
 from kvserver.server.status import requests_status
 from kvserver.telemetry import MOST, Benefit, LoadWaits

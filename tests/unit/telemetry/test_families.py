@@ -12,13 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver.cache import MissReason
 from kvserver.events import Bus
-from kvserver.protocol import (
-    WAIT_SECONDS,
-    Buckets,
+from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
+from kvserver.protocol.status import (
     DaemonStatus,
     DepartedStatus,
     EventsStatus,
-    Histogram,
     InstanceStatus,
     L1Status,
     RequestsStatus,

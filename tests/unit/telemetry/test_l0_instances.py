@@ -24,7 +24,8 @@ from support.block_lifetimes import (
 )
 
 from kvserver.events import BlockReport, Bus, InstanceDisconnected, InstanceRegistered
-from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, KVServerError, L0Status
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, KVServerError
+from kvserver.protocol.status import L0Status
 from kvserver.server.report_sync import MAX_POOLS
 from kvserver.telemetry import BlockLifecycle, Kind
 

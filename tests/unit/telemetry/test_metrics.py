@@ -8,15 +8,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver.events import Bus
-from kvserver.protocol import (
-    WAIT_SECONDS,
+from kvserver.protocol import WAIT_SECONDS, ErrorCode, Histogram
+from kvserver.protocol.status import (
     AccountingStatus,
     ConnectsStatus,
     DaemonStatus,
     DirectionStatus,
-    ErrorCode,
     GpuStatus,
-    Histogram,
     InstanceStatus,
     L1Status,
     ModelStatus,

@@ -13,7 +13,7 @@ from support.daemon import wait_until
 
 from kvserver.cache import LookupOutcome
 from kvserver.events import Bus, CopyBegan, CopyEnded, InstanceDisconnected, LookupEnded, RequestEnded
-from kvserver.protocol import SubscriberStatus
+from kvserver.protocol.status import SubscriberStatus
 from kvserver.telemetry.otlp import resource
 from kvserver.telemetry.tracing import Traces
 
