@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvserver.events.runner import QUEUE_COST, Runner
 from kvserver.events.types import (
@@ -35,16 +35,16 @@ from kvserver.protocol.status import EventsStatus, SubscriberStatus
 log = logging.getLogger(__name__)
 
 
-class Subscriber(Protocol):
+class Subscriber:
     """Runs in the bus's thread. An exception of one is counted and harms no other."""
 
     name: str
 
-    def handle(self, event: Event) -> None: ...
+    def handle(self, event: Event) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Called once, after the last event; subscribers close in reverse order."""
-        ...
 
 
 _NEVER_DROPPED = {  # few, and later events mean nothing without them

@@ -26,22 +26,35 @@ class _Event(msgspec.Struct, frozen=True, tag=True, gc=False):
     time_ns: int  # when it happened
 
 
+class _OfInstance(_Event, frozen=True):
+    instance_id: str
+    model_name: str
+
+
+class _OfWorker(_OfInstance, frozen=True):
+    rank: int
+
+
+class _OfCopy(_OfWorker, frozen=True):
+    direction: str  # "store" or "load"
+    request_id: str
+
+
+class _OfChunks(_OfInstance, frozen=True):
+    namespace: bytes
+    keys: bytes  # KEY_BYTES each
+
+
 # ---- instances and workers --------------------------------------------------------------------
 
 
-class InstanceRegistered(_Event, frozen=True, tag="InstanceCame"):
-    instance_id: str
-    model_name: str
+class InstanceRegistered(_OfInstance, frozen=True, tag="InstanceCame"):
     incarnation: str
     num_blocks: int
-    block_tokens: int
     has_computed: bool = False  # before it registered: its blocks may have content
 
 
-class InstanceDisconnected(_Event, frozen=True, tag="InstanceGone"):
-    instance_id: str
-    model_name: str
-    incarnation: str
+class InstanceDisconnected(_OfInstance, frozen=True, tag="InstanceGone"):
     died: bool  # its connection ended; False: it unregistered
 
 
@@ -54,37 +67,27 @@ class InstanceDescribed(_Event, frozen=True):
     block_tokens: int
 
 
-class NamespaceFormed(_Event, frozen=True):
+class NamespaceFormed(_OfInstance, frozen=True):
     """All ranks of the instance are registered and agree. `ranks` is what each registered, in rank order."""
 
-    instance_id: str
-    model_name: str
     namespace: bytes  # without a variant
     ranks: tuple[RegisterWorker, ...]
 
 
-class WorkerRegistered(_Event, frozen=True, tag="WorkerCame"):
-    instance_id: str
-    model_name: str
-    rank: int
-    device: str
+class WorkerRegistered(_OfWorker, frozen=True, tag="WorkerCame"):
+    """A rank registered: its memory is not mapped yet."""
 
 
-class WorkerDisconnected(_Event, frozen=True, tag="WorkerGone"):
-    instance_id: str
-    model_name: str
-    rank: int
-    died: bool
+class WorkerDisconnected(_OfWorker, frozen=True, tag="WorkerGone"):
+    """A rank ended: its copies and mappings may not have ended yet."""
 
 
 # ---- requests of engines ----------------------------------------------------------------------
 
 
-class LookupEnded(_Event, frozen=True):
+class LookupEnded(_OfInstance, frozen=True):
     """`time_ns` is the lookup's end. `keys`: of `outcome.chunks` chunks."""
 
-    instance_id: str
-    model_name: str
     request_id: str
     began_ns: int
     keys: bytes
@@ -103,25 +106,13 @@ class LookupEnded(_Event, frozen=True):
         return self.outcome.hit_chunks * self.chunk_tokens
 
 
-class CopyBegan(_Event, frozen=True):
+class CopyBegan(_OfCopy, frozen=True):
     """A store or a load was queued at the device."""
 
-    instance_id: str
-    model_name: str
-    rank: int
-    direction: str  # "store" or "load"
-    request_id: str
-    chunks: int
 
-
-class CopyEnded(_Event, frozen=True):
+class CopyEnded(_OfCopy, frozen=True):
     """`device_ns`: time that the device spent on the copy. `outcome`: "done", or why the copy failed."""
 
-    instance_id: str
-    model_name: str
-    rank: int
-    direction: str
-    request_id: str
     began_ns: int
     chunks: int
     bytes: int
@@ -129,22 +120,15 @@ class CopyEnded(_Event, frozen=True):
     outcome: str
 
 
-class CopyRefused(_Event, frozen=True):
+class CopyRefused(_OfCopy, frozen=True):
     """A store or a load that was not queued at the device: nothing was copied."""
 
-    instance_id: str
-    model_name: str
-    rank: int
-    direction: str
-    request_id: str
     code: str  # an ErrorCode
 
 
-class RequestEnded(_Event, frozen=True):
+class RequestEnded(_OfInstance, frozen=True):
     """Fields as in EndRequest, but consistent: local and loaded tokens together are at most the prompt's."""
 
-    instance_id: str
-    model_name: str
     request_id: str
     gap: bool = False  # as in BlockReport
     prompt_tokens: int = 0
@@ -155,11 +139,9 @@ class RequestEnded(_Event, frozen=True):
     not_loaded: str = ""  # why the engine loaded nothing, if it knows
 
 
-class BlockReport(_Event, frozen=True):
+class BlockReport(_OfInstance, frozen=True):
     """A ReportBlockAllocations. The loop has checked the payload, so nothing in it is wrong."""
 
-    instance_id: str
-    model_name: str
     payload: Payload
     blocks: tuple[bytes, ...] = ()  # of ReportedBlocks: the u32 block ids of each record
     gap: bool = False  # reports or ends of requests before this one were lost: the state of the pools is unknown
@@ -174,14 +156,8 @@ class ErrorSent(_Event, frozen=True):
 # ---- L1 ---------------------------------------------------------------------------------------
 
 
-class ChunksStored(_Event, frozen=True):
-    """Chunks became READY by a store of the instance. `keys`: KEY_BYTES each."""
-
-    instance_id: str
-    model_name: str
-    namespace: bytes
-    keys: bytes
-    chunk_bytes: int  # of one, all ranks
+class ChunksStored(_OfChunks, frozen=True):
+    """Chunks became READY by a store of the instance."""
 
 
 class ChunksDescribed(_Event, frozen=True):
@@ -194,13 +170,8 @@ class ChunksDescribed(_Event, frozen=True):
     contents: ChunkContents
 
 
-class ChunksLoaded(_Event, frozen=True):
+class ChunksLoaded(_OfChunks, frozen=True):
     """Chunks were copied to the instance: an access."""
-
-    instance_id: str
-    model_name: str
-    namespace: bytes
-    keys: bytes
 
 
 class ChunksEvicted(_Event, frozen=True):
@@ -212,7 +183,6 @@ class L1Cleared(_Event, frozen=True):
     """All chunks of the namespaces whose id begins with `namespace` were removed."""
 
     namespace: bytes
-    chunks: int
 
 
 class L1Resynced(_Event, frozen=True, tag="L1Recounted"):

@@ -27,6 +27,7 @@ from kvserver.events import (
     L1Cleared,
     L1Resynced,
     ResyncPart,
+    Subscriber,
 )
 from kvserver.kv_events.descriptions import describe
 from kvserver.kv_events.resident import ResidentChunks
@@ -60,7 +61,7 @@ class Unannounced(enum.Enum):
     MISMATCHED = "mismatched"  # the description does not fit the chunk
 
 
-class Hub:
+class Hub(Subscriber):
     name = "kv_events"
 
     def __init__(self, memory_bytes: int, hand_over: Callable[[KVEvent], None]) -> None:
@@ -99,23 +100,12 @@ class Hub:
                 scheduler = event.description
                 self._readers.add(scheduler.instance_id)
                 with self._lock:
-                    self._publish(
-                        ReaderConnected,
-                        event.time_ns,
-                        scheduler,
-                        event.namespace_prefix,
-                        event.chunk_blocks,
-                        event.block_tokens,
-                    )
+                    shape = event.chunk_blocks, event.block_tokens
+                    self._publish(ReaderConnected, event.time_ns, scheduler, event.namespace_prefix, *shape)
             case InstanceDisconnected() if event.instance_id in self._readers:
                 self._readers.remove(event.instance_id)
                 with self._lock:
                     self._publish(ReaderDisconnected, event.time_ns, event.instance_id, event.model_name)
-            case _:
-                return
-
-    def close(self) -> None:
-        pass
 
     # ---- from any thread ----------------------------------------------------------------------
 

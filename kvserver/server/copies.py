@@ -106,10 +106,9 @@ class Copies:
         ticket.began_ns = self.now_ns()
         self._bus.publish(
             CopyBegan(
-                ticket.began_ns, spec.instance_id, spec.model_name, spec.rank, ticket.direction,
-                request.request_id, len(ticket.chunks),
+                ticket.began_ns, spec.instance_id, spec.model_name, spec.rank, ticket.direction, request.request_id
             )
-        )  # fmt: skip
+        )
 
     def ended(self, ticket: CopyTicket, completion: Completion, copied: bool) -> None:
         """Count and publish the end. `copied`: every byte was copied, and it counts."""

@@ -174,11 +174,8 @@ class Stores:
         if ready := ticket.plan.ready:
             spec = ticket.worker.spec
             keys = b"".join([chunk.key for chunk in ready])
-            chunk_bytes = ready[0].page_count * self._cache.pool.page_bytes
             self._bus.publish(
-                ChunksStored(
-                    self._copies.now_ns(), spec.instance_id, spec.model_name, ticket.namespace, keys, chunk_bytes
-                ),
+                ChunksStored(self._copies.now_ns(), spec.instance_id, spec.model_name, ticket.namespace, keys),
                 len(keys),
             )
 

@@ -116,7 +116,7 @@ class Upkeep:
     def clear_l1(self, base: bytes = b"") -> int:
         """Remove all chunks of the namespaces whose id begins with `base`; returns their number."""
         chunks = self.cache.clear_namespaces(base)
-        self.bus.publish(L1Cleared(int(self.clock() * 1e9), base, chunks))
+        self.bus.publish(L1Cleared(int(self.clock() * 1e9), base))
         log.info("%d chunks cleared from L1", chunks)
         return chunks
 

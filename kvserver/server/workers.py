@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvserver._native import Device, Outcome, PlaneTable, WordMapping
+from kvserver._native import Outcome, PlaneTable, WordMapping
 from kvserver.cache import Cache
 from kvserver.config import Settings
 from kvserver.copy import Completion, Tickets
@@ -88,27 +88,20 @@ class Workers:
         is_first = request.instance_id not in self._instances.by_id
         worker = self._instances.add_worker(request, lifeline, device, memory, WordMapping(fds[-1], request.words * 8))
         worker.last_seen = self._clock()
-        self._publish_registration(request, device, is_first)
+        self._publish_registration(request, is_first)
         self._devices.add_worker(device)
         self.mappings += len(worker.mappings)
         worker.tickets.add(self._tickets.queue_map(device, MapTicket(worker, respond), worker.mappings))
 
-    def _publish_registration(self, spec: RegisterWorker, device: Device, first: bool) -> None:
+    def _publish_registration(self, spec: RegisterWorker, first: bool) -> None:
         now_ns = int(self._clock() * 1e9)
         if first:
             self._bus.publish(
                 InstanceRegistered(
-                    now_ns,
-                    spec.instance_id,
-                    spec.model_name,
-                    spec.incarnation,
-                    spec.num_blocks,
-                    spec.block_tokens,
-                    spec.has_computed,
+                    now_ns, spec.instance_id, spec.model_name, spec.incarnation, spec.num_blocks, spec.has_computed
                 )
             )
-        name = self._devices.name(device)
-        self._bus.publish(WorkerRegistered(now_ns, spec.instance_id, spec.model_name, spec.rank, name))
+        self._bus.publish(WorkerRegistered(now_ns, spec.instance_id, spec.model_name, spec.rank))
 
     def _refused(self, spec: RegisterWorker, error: KVServerError) -> None:
         """Log a refusal, but not again at every attempt of an engine that keeps trying."""
@@ -220,14 +213,12 @@ class Workers:
             return
         worker.closing = True
         spec, now_ns = worker.spec, int(self._clock() * 1e9)
-        died = reason is Disconnect.DIED
         ended = self._instances.remove_worker(worker, self._clock(), reason)
-        self._bus.publish(WorkerDisconnected(now_ns, spec.instance_id, spec.model_name, spec.rank, died))
+        self._bus.publish(WorkerDisconnected(now_ns, spec.instance_id, spec.model_name, spec.rank))
         if ended is not None:
             self._cache.end_leases_of(ended.instance_id)
-            self._bus.publish(
-                InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, ended.incarnation, died)
-            )
+            died = reason is Disconnect.DIED
+            self._bus.publish(InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, died))
             log.info("instance %s disconnected: its last worker ended", ended.instance_id)
         for number in worker.tickets:
             self._tickets.cancel_copy(number)

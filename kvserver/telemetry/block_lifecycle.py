@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from kvserver._native import BlockLifetimes, LifetimeHistogram, LifetimeMetrics, LifetimeSnapshot
-from kvserver.events import BlockReport, Event, InstanceDisconnected, InstanceRegistered, RequestEnded
+from kvserver.events import BlockReport, Event, InstanceDisconnected, InstanceRegistered, RequestEnded, Subscriber
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, RESIDENCY_SECONDS, Buckets, ExactRecords, ReportedBlocks
 from kvserver.protocol.status import L0Status
 from kvserver.telemetry.families import Family, Kind, Metric, families_of
@@ -98,8 +98,8 @@ class _Instance:
         self.out_of_sync = False
 
 
-class BlockLifecycle:
-    """handle() and close() are the event thread's; all else may be called from any thread.
+class BlockLifecycle(Subscriber):
+    """handle() is the event thread's; all else may be called from any thread.
 
     `clock` is CLOCK_MONOTONIC nanoseconds. Every pool draws the key of its sampling from `seed`.
     """
@@ -131,9 +131,6 @@ class BlockLifecycle:
                 self._registered(event)
             case InstanceDisconnected():
                 self._disconnected(event)
-
-    def close(self) -> None:
-        """Nothing to do: the metrics can be read as before."""
 
     def _registered(self, event: InstanceRegistered) -> None:
         self._expire()

@@ -26,6 +26,7 @@ from kvserver.events import (
     InstanceDisconnected,
     InstanceRegistered,
     L1Cleared,
+    Subscriber,
 )
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, Histogram, bounded
 from kvserver.telemetry.families import Family, Kind
@@ -50,9 +51,7 @@ class _Lifetime:
     used_ns: int
 
 
-class ChunkLifecycle:
-    """A subscriber of the bus."""
-
+class ChunkLifecycle(Subscriber):
     name = "l1"
 
     def __init__(self, sample_rate: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -87,8 +86,6 @@ class ChunkLifecycle:
                     self._instances[event.instance_id, event.model_name] = ended_ns
                     if ended_ns:
                         self._forget_instances(ended_ns)
-            case _:
-                return
 
     def families(self) -> list[Family]:
         """All, also when empty."""

@@ -30,6 +30,7 @@ from kvserver.events import (
     LookupEnded,
     NamespaceFormed,
     RequestEnded,
+    Subscriber,
 )
 from kvserver.protocol import KEY_BYTES
 from kvserver.protocol.status import ExplainStatus
@@ -50,9 +51,7 @@ _KIND = re.compile(r"(?:generate-tokens|generative-scoring|[a-z]+)[-_]")
 _ADDED = re.compile(r"(?:[-_]\d+)?(?:-[0-9a-f]{8})?")
 
 
-class Explain:
-    """A subscriber of the bus."""
-
+class Explain(Subscriber):
     name = "explain"
 
     def __init__(
@@ -155,33 +154,22 @@ class Explain:
     # ---- the bus's thread ---------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        match event:
-            case LookupEnded():
-                with self._lock:
+        with self._lock:
+            match event:
+                case LookupEnded():
                     self._looked_up(event)
-            case CopyBegan() | CopyEnded() | CopyRefused():
-                if event.direction == "load":
-                    with self._lock:
-                        self._loading(event)
-            case RequestEnded():
-                with self._lock:
+                case CopyBegan() | CopyEnded() | CopyRefused() if event.direction == "load":
+                    self._loading(event)
+                case RequestEnded():
                     self._ended(event)
-            case ChunksEvicted():
-                with self._lock:
+                case ChunksEvicted():
                     self._chunks_evicted(event)
-            case NamespaceFormed():
-                with self._lock:
+                case NamespaceFormed():
                     first = event.ranks[0]
                     self._chunk_tokens[event.instance_id] = first.chunk_blocks * first.block_tokens
                     self._differences.formed(event)
-            case InstanceDisconnected():
-                with self._lock:
+                case InstanceDisconnected():
                     self._instance_disconnected(event)
-            case _:
-                return
-
-    def close(self) -> None:
-        """Nothing to do: what is remembered can be read until the process ends."""
 
     def _looked_up(self, event: LookupEnded) -> None:
         request = self._open(event) or self._remember(event, event.began_ns)

@@ -27,7 +27,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import Attributes
 
 from kvserver import __version__
-from kvserver.events import CopyEnded, CopyRefused, Event, InstanceDisconnected, LookupEnded, RequestEnded
+from kvserver.events import CopyEnded, CopyRefused, Event, InstanceDisconnected, LookupEnded, RequestEnded, Subscriber
 from kvserver.protocol.status import TracesStatus
 from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Delivery
 
@@ -42,9 +42,7 @@ class _Request:
     ended: bool = False  # remembered on, for copies that end late
 
 
-class Traces:
-    """A subscriber of the bus."""
-
+class Traces(Subscriber):
     name = "traces"
 
     def __init__(
@@ -83,8 +81,6 @@ class Traces:
                 for name in [name for name in self._requests if name[0] == event.instance_id]:
                     self._end(name, event.time_ns, "the engine disconnected")
                     del self._requests[name]
-            case _:
-                return
 
     def close(self) -> None:
         """What is open ends here. Sends what waits; gives up after CLOSE_SECONDS."""

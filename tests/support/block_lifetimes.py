@@ -156,14 +156,12 @@ class Engine:
         nothing: Any = Nothing()
         self.connected = True
         self.worker = self.instances.add_worker(spec, nothing, nothing, [], nothing)
-        self.l0.handle(
-            InstanceRegistered(0, *self.names, self.incarnation, self.num_blocks, self.block_tokens, has_computed)
-        )
+        self.l0.handle(InstanceRegistered(0, *self.names, self.incarnation, self.num_blocks, has_computed))
 
     def disconnect(self, died: bool = True) -> None:
         self.instances.remove_worker(self.worker, 0.0)
         self.connected = False
-        self.l0.handle(InstanceDisconnected(0, *self.names, self.incarnation, died))
+        self.l0.handle(InstanceDisconnected(0, *self.names, died))
 
     def restart(self, has_computed: bool = False) -> None:
         """Another process of the same id, which has sent nothing yet."""

@@ -96,11 +96,11 @@ def test_a_full_queue_drops_and_counts_by_type_and_publish_does_not_wait(make_bu
     bus = make_bus(slow, limit=10)
     taken = [bus.publish(error(n)) for n in range(25)]
     assert taken == [True] * 10 + [False] * 15
-    assert not bus.publish(L1Cleared(time.monotonic_ns(), b"", 0))
+    assert not bus.publish(L1Cleared(time.monotonic_ns(), b""))
     assert bus.dropped["ErrorSent"] == 15
     assert bus.dropped["L1Cleared"] == 1
     assert bus.status().queue_depth == 10
-    disconnected = WorkerDisconnected(time.monotonic_ns(), "i", "m", 0, True)
+    disconnected = WorkerDisconnected(time.monotonic_ns(), "i", "m", 0)
     assert bus.publish(disconnected), "the end of a connection is never dropped"
     slow.gate.set()
     assert bus.flush()
@@ -166,14 +166,14 @@ def test_a_subscriber_that_hangs_delays_the_end_only_so_long() -> None:
 
 def test_the_lag_is_from_the_events_time_until_it_was_taken(make_bus: Any) -> None:
     bus = make_bus(Collects())
-    bus.publish(WorkerDisconnected(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
+    bus.publish(WorkerDisconnected(time.monotonic_ns() - 3_000_000_000, "i", "m", 0))
     assert bus.flush()
     assert 3.0 <= wait_until(lambda: bus.lag_seconds) < 30
 
 
 def test_the_wait_of_every_event_is_counted(make_bus: Any) -> None:
     bus = make_bus(Collects())
-    bus.publish(WorkerDisconnected(time.monotonic_ns() - 3_000_000_000, "i", "m", 0, True))
+    bus.publish(WorkerDisconnected(time.monotonic_ns() - 3_000_000_000, "i", "m", 0))
     bus.publish(error())
     assert bus.flush()
     waits = bus.status().waits

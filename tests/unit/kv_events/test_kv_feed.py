@@ -49,7 +49,7 @@ class World:
         self, prompt: Prompt, namespace: bytes = PREFIX, first: int = 0, last: int | None = None, **of: Any
     ) -> None:
         self.hub.handle(prompt.described(namespace, first, last, **of))
-        self.hub.handle(ChunksStored(1, "other", "m", namespace, b"".join(prompt.keys[first:last]), 10))
+        self.hub.handle(ChunksStored(1, "other", "m", namespace, b"".join(prompt.keys[first:last])))
 
     def evict(self, keys: list[bytes], namespace: bytes = PREFIX) -> None:
         self.hub.handle(ChunksEvicted(1, namespace, b"".join(keys)))
@@ -143,7 +143,7 @@ def test_only_blocks_that_the_engine_can_read_are_reported(world: World) -> None
 def test_chunks_without_a_description_are_not_reported(world: World) -> None:
     one = Prompt(range(16))
     world.reader()
-    world.hub.handle(ChunksStored(1, "other", "m", PREFIX, one.keys[0], 10))
+    world.hub.handle(ChunksStored(1, "other", "m", PREFIX, one.keys[0]))
     world.store(one, first=1)
     engine = Follower(world.feed.take_kv_events)
     engine.catch_up()
@@ -276,7 +276,7 @@ def test_an_instance_that_went_is_forgotten(world: World) -> None:
     engine = Follower(world.feed.take_kv_events)
     world.store(Prompt(range(16)))
     engine.catch_up()
-    world.hub.handle(InstanceDisconnected(1, "engine", "m", "one", True))
+    world.hub.handle(InstanceDisconnected(1, "engine", "m", True))
     assert world.feed.status().followers == []
     assert engine.ask().events == []
 
@@ -301,7 +301,7 @@ def test_random_runs_with_lost_replies_end_with_what_can_be_read(seed: int) -> N
             case 2:
                 world.evict(chosen.keys[generator.randrange(2) :], namespace)
             case 3 if generator.random() < 0.05:
-                world.hub.handle(L1Cleared(1, generator.choice((b"", namespace)), 0))
+                world.hub.handle(L1Cleared(1, generator.choice((b"", namespace))))
             case 4 if generator.random() < 0.03:
                 prefixes["a"] = generator.choice((PREFIX, OTHER))
                 world.reader("a", prefixes["a"])

@@ -35,7 +35,7 @@ class WitnessedHub:
         self.hub = Hub(memory_bytes, self.witness.observe)
 
     def stored(self, keys: list[bytes], namespace: bytes = HERE, instance: str = "engine") -> None:
-        self.hub.handle(ChunksStored(5, instance, "m", namespace, b"".join(keys), 100))
+        self.hub.handle(ChunksStored(5, instance, "m", namespace, b"".join(keys)))
 
     def evicted(self, keys: list[bytes], namespace: bytes = HERE) -> None:
         self.hub.handle(ChunksEvicted(6, namespace, b"".join(keys)))
@@ -110,11 +110,11 @@ def test_a_clear_removes_all_namespaces_below_it_in_bounded_events(world: Witnes
         world.stored(many.keys, namespace)
     before = len(world.witness.events)
     assert before == 6
-    world.hub.handle(L1Cleared(8, HERE, 0))
+    world.hub.handle(L1Cleared(8, HERE))
     assert {namespace for namespace, _ in world.witness.resident} == {THERE}
     removals = world.witness.events[before:]
     assert all(isinstance(event, KVRemoved) and len(event.chunks) <= MOST_CHUNKS for event in removals)
-    world.hub.handle(L1Cleared(9, b"", 0))
+    world.hub.handle(L1Cleared(9, b""))
     assert world.witness.resident == {}
 
 
@@ -236,11 +236,11 @@ def test_descriptions_that_wait_use_a_quarter_of_the_memory_at_most() -> None:
 
 
 def test_readers_are_published_when_they_are_described_and_when_they_disconnect(world: WitnessedHub) -> None:
-    world.hub.handle(InstanceDisconnected(1, "unknown", "m", "one", True))
+    world.hub.handle(InstanceDisconnected(1, "unknown", "m", True))
     world.hub.handle(InstanceDescribed(2, scheduler(), HERE, 2, 16))
     world.hub.handle(InstanceDescribed(3, scheduler(), THERE, 2, 16))
-    world.hub.handle(InstanceDisconnected(4, "engine", "m", "one", True))
-    world.hub.handle(InstanceDisconnected(5, "engine", "m", "one", True))
+    world.hub.handle(InstanceDisconnected(4, "engine", "m", True))
+    world.hub.handle(InstanceDisconnected(5, "engine", "m", True))
     first, changed, last = world.witness.events
     assert isinstance(first, ReaderConnected)
     assert isinstance(changed, ReaderConnected)
@@ -257,7 +257,7 @@ def test_readers_are_published_when_they_are_described_and_when_they_disconnect(
 
 def test_observers_of_readers_may_use_the_earlier_names(world: WitnessedHub) -> None:
     world.hub.handle(InstanceDescribed(1, scheduler(), HERE, 2, 16))
-    world.hub.handle(InstanceDisconnected(2, "engine", "m", "one", True))
+    world.hub.handle(InstanceDisconnected(2, "engine", "m", True))
     first, last = world.witness.events
     assert isinstance(first, ReaderCame)
     assert first.reach == HERE
@@ -325,7 +325,7 @@ def test_random_events_agree_with_a_plain_set(seed: int) -> None:
                 model -= {(namespace, key) for key in chosen.keys[1:]}
             case 9 if generator.random() < 0.2:
                 base = generator.choice((b"", HERE, namespace))
-                world.hub.handle(L1Cleared(1, base, 0))
+                world.hub.handle(L1Cleared(1, base))
                 model = {name for name in model if not name[0].startswith(base)}
             case 10 if generator.random() < 0.2:  # events were dropped; a resync begins, perhaps once more
                 model = {name for name in model if generator.random() < 0.8} | {(THERE, chosen.keys[0])}
@@ -342,6 +342,6 @@ def test_random_events_agree_with_a_plain_set(seed: int) -> None:
             assert set(world.witness.resident) == model
     assert world.hub.status().recounts > 3
     world.check()
-    world.hub.handle(L1Cleared(1, b"", 0))
+    world.hub.handle(L1Cleared(1, b""))
     world.check()
     assert world.witness.resident == {}

@@ -151,7 +151,7 @@ def test_events_with_descriptions_fill_the_queue_sooner(make: Make) -> None:
     hub = Hub(1 << 30, observers.hand_over)
     long = Prompt(range(64 * 1024), chunk_blocks=1024)
     hub.handle(long.described(HERE))
-    hub.handle(ChunksStored(1, "i", "m", HERE, b"".join(long.keys), 1))
+    hub.handle(ChunksStored(1, "i", "m", HERE, b"".join(long.keys)))
     assert row(observers, "stalls")["state"] == "cut off", "the 16 chunks of one event carry 800 KB"
 
 
@@ -267,7 +267,7 @@ def test_each_event_is_a_line_without_tokens(tmp_path: Path) -> None:
     hub = Hub(1 << 30, observers.hand_over)
     one = Prompt(range(16))
     hub.handle(one.described(HERE, 0, 1))
-    hub.handle(ChunksStored(time.monotonic_ns(), "i", "m", HERE, b"".join(one.keys), 1))
+    hub.handle(ChunksStored(time.monotonic_ns(), "i", "m", HERE, b"".join(one.keys)))
     observers.hand_over(KVRemoved(2, time.monotonic_ns(), Tier.L2, HERE, (KVChunk(bytes(32)),)))
     observers.hand_over(ReaderConnected(3, time.monotonic_ns(), scheduler(), HERE, 2, 4))
     observers.hand_over(ReaderDisconnected(4, time.monotonic_ns(), "engine", "m"))

@@ -60,10 +60,11 @@ class Loop:
         self.cache.finish_store(plan, copied)
         if plan.ready:
             ready = b"".join(chunk.key for chunk in plan.ready)
-            self.bus.publish(ChunksStored(1, "engine", "m", namespace, ready, PAGE), len(ready))
+            self.bus.publish(ChunksStored(1, "engine", "m", namespace, ready), len(ready))
 
     def clear(self, base: bytes) -> None:
-        self.bus.publish(L1Cleared(1, base, self.cache.clear_namespaces(base)))
+        self.cache.clear_namespaces(base)
+        self.bus.publish(L1Cleared(1, base))
         while self.cache.step():
             pass
 

@@ -49,7 +49,7 @@ class Engine:
 
     def load(self, request: str = "r", rank: int = 0, outcome: str = "done", chunks: int = 1) -> None:
         of = ("e", "m", rank, "load", request)
-        self.explain.handle(CopyBegan(self.now + 50, *of, chunks))
+        self.explain.handle(CopyBegan(self.now + 50, *of))
         self.explain.handle(CopyEnded(self.now + 90, *of, self.now + 50, chunks, 4096, 30, outcome))
 
     def end(self, request: str = "r", engine: str = "e", **tokens: Any) -> None:
@@ -148,7 +148,7 @@ def test_requests_of_two_engines_with_one_id_are_apart() -> None:
     engine.end(engine="a", prompt_tokens=9)
     outcomes = {facts["instance_id"]: facts["outcome"] for facts in engine.explain.find_requests("r", 10)}
     assert outcomes == {"a": "miss", "b": "running"}
-    engine.explain.handle(InstanceDisconnected(engine.now, "b", "m", "i", died=True))
+    engine.explain.handle(InstanceDisconnected(engine.now, "b", "m", died=True))
     outcomes = {facts["instance_id"]: facts["outcome"] for facts in engine.explain.find_requests("r", 10)}
     assert outcomes == {"a": "miss", "b": "instance_died"}
 
@@ -172,7 +172,7 @@ def test_a_failed_rank_stays_failed_when_a_later_load_is_done() -> None:
 def test_stores_are_no_loads() -> None:
     engine = Engine()
     engine.lookup(hits=4)
-    engine.explain.handle(CopyBegan(engine.now, "e", "m", 0, "store", "r", 1))
+    engine.explain.handle(CopyBegan(engine.now, "e", "m", 0, "store", "r"))
     engine.explain.handle(CopyRefused(engine.now, "e", "m", 0, "store", "r", "late"))
     assert (engine.of()["loads"], engine.of()["failure"]) == ([], "")
 

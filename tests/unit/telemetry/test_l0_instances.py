@@ -384,7 +384,7 @@ def test_a_report_of_an_unknown_instance_costs_no_other_its_metrics() -> None:
     l0 = BlockLifecycle(1.0)
     bus = Bus([l0])
     bus.start()
-    bus.publish(InstanceRegistered(1, "b", "model", "first", 64, 4))
+    bus.publish(InstanceRegistered(1, "b", "model", "first", 64))
     for id, records in (("b", allocated(5)), ("absent", allocated(5)), ("b", released(5))):
         bus.publish(BlockReport(1, id, "model", exact((1, records))))
     bus.close()
@@ -471,11 +471,11 @@ def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
 
 
 def test_any_number_of_instances_has_series_within_bounds(l0: BlockLifecycle, clock: Clock) -> None:
-    l0.handle(InstanceRegistered(clock.ns, "stays", "m", "x", 8, 16))
+    l0.handle(InstanceRegistered(clock.ns, "stays", "m", "x", 8))
     for number in range(3 * MOST_DEPARTED):
         clock.advance(0.001)
-        l0.handle(InstanceRegistered(clock.ns, f"i{number}", f"m{number}", "x", 8, 16))
-        l0.handle(InstanceDisconnected(clock.ns, f"i{number}", f"m{number}", "x", True))
+        l0.handle(InstanceRegistered(clock.ns, f"i{number}", f"m{number}", "x", 8))
+        l0.handle(InstanceDisconnected(clock.ns, f"i{number}", f"m{number}", True))
     for family in l0.families():
         names = {labels[0] for labels, _ in family.points}
         assert len(family.points) == len(names) == MOST_DEPARTED + 1, family.name

@@ -49,13 +49,13 @@ class World:
         return int(self.now * SECOND)
 
     def registered(self, instance: str, model: str = "m") -> None:
-        self.tracker.handle(InstanceRegistered(self.ns, instance, model, "x", 100, 16))
+        self.tracker.handle(InstanceRegistered(self.ns, instance, model, "x", 100))
 
     def disconnected(self, instance: str, model: str = "m") -> None:
-        self.tracker.handle(InstanceDisconnected(self.ns, instance, model, "x", True))
+        self.tracker.handle(InstanceDisconnected(self.ns, instance, model, True))
 
     def stored(self, *numbers: int, instance: str = "i", namespace: bytes = NS, model: str = "m") -> None:
-        self.tracker.handle(ChunksStored(self.ns, instance, model, namespace, keys(*numbers), 4096))
+        self.tracker.handle(ChunksStored(self.ns, instance, model, namespace, keys(*numbers)))
 
     def loaded(self, *numbers: int, instance: str = "i", namespace: bytes = NS) -> None:
         self.tracker.handle(ChunksLoaded(self.ns, instance, "m", namespace, keys(*numbers)))
@@ -127,11 +127,11 @@ def test_a_clear_ends_lifetimes_without_evictions() -> None:
     world = World()
     world.stored(1, 2)
     world.stored(3, namespace=OTHER)
-    world.tracker.handle(L1Cleared(world.ns, NS[:16], 2))
+    world.tracker.handle(L1Cleared(world.ns, NS[:16]))
     assert world.tracker.tracked == 1
     world.evicted(1, 2)
     assert world.histogram(RESIDENCY) == {}
-    world.tracker.handle(L1Cleared(world.ns, b"", 1))
+    world.tracker.handle(L1Cleared(world.ns, b""))
     assert world.tracker.tracked == 0
 
 

@@ -58,7 +58,7 @@ class Story:
         self, request: str = "r", at: int = 10, outcome: str = "done", direction: str = "load", device_ns: int = 0
     ) -> None:
         of = ("e", "m", 1, direction, request)
-        self.traces.handle(CopyBegan(T0 + at, *of, 2))
+        self.traces.handle(CopyBegan(T0 + at, *of))
         self.traces.handle(CopyEnded(T0 + at + 7, *of, T0 + at, 2, 4096, device_ns, outcome))
 
     def end(self, request: str = "r", at: int = 100, engine: str = "e") -> None:
@@ -230,7 +230,7 @@ def test_the_requests_of_an_engine_that_goes_end_with_it(story: Callable[..., St
     it = story()
     it.lookup("its own")
     it.lookup("another's", at=1, engine="other")
-    it.traces.handle(InstanceDisconnected(T0 + 30, "e", "m", "i", died=True))
+    it.traces.handle(InstanceDisconnected(T0 + 30, "e", "m", died=True))
     assert it.traces.status().requests == 1
     its_own = next(span for span in it.spans() if span.attributes.get("request_id") == "its own")
     assert its_own.end_time - its_own.start_time == 30
