@@ -15,24 +15,3 @@ from kvserver.cache.namespace import (
     with_variant,
 )
 from kvserver.cache.pages import PagePool, page_bytes_for
-
-__all__ = [
-    "POLICIES",
-    "Cache",
-    "Chunk",
-    "Index",
-    "LookupOutcome",
-    "MissReason",
-    "PagePool",
-    "StorePlan",
-    "check_agreement",
-    "counted",
-    "epoch_of",
-    "fingerprint",
-    "fingerprint_parts",
-    "page_bytes_for",
-    "private_reason",
-    "split_keys",
-    "split_namespace",
-    "with_variant",
-]

@@ -15,30 +15,3 @@ from kvserver.config.settings import (
     parse_size,
 )
 from kvserver.config.sources import Configuration, add_flags, field_types, flag, read_configuration, variable
-
-__all__ = [
-    "HUGE_PAGE_BYTES",
-    "Configuration",
-    "GiB",
-    "MiB",
-    "OtlpEndpoint",
-    "Placement",
-    "Settings",
-    "add_flags",
-    "available_memory",
-    "bearer",
-    "choose_l1",
-    "field_types",
-    "flag",
-    "gpu_cpus",
-    "gpu_node",
-    "interleaved_nodes",
-    "parse_events_endpoint",
-    "parse_gpus",
-    "parse_otlp_endpoint",
-    "parse_size",
-    "read_configuration",
-    "read_token",
-    "set_up_logging",
-    "variable",
-]

@@ -3,5 +3,3 @@
 from kvserver.copy.devices import THIS_MACHINE, Devices, GpuRules, Hardware
 from kvserver.copy.l1 import chosen_l1, map_l1
 from kvserver.copy.tickets import Completion, Tickets
-
-__all__ = ["THIS_MACHINE", "Completion", "Devices", "GpuRules", "Hardware", "Tickets", "chosen_l1", "map_l1"]

@@ -23,28 +23,3 @@ from kvserver.kv_events.types import (
     ReaderGone,
     Tier,
 )
-
-__all__ = [
-    "MOST_SNAPSHOT_SECONDS",
-    "Busy",
-    "Encoding",
-    "Feed",
-    "Hub",
-    "KVChunk",
-    "KVEvent",
-    "KVRemoved",
-    "KVStored",
-    "NotOneTopic",
-    "ObserverContext",
-    "Observers",
-    "ReaderCame",
-    "ReaderConnected",
-    "ReaderDisconnected",
-    "ReaderGone",
-    "Snapshot",
-    "Tier",
-    "make_lines",
-    "make_publisher",
-    "publisher_families",
-    "snapshot_parts",
-]

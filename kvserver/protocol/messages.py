@@ -1,9 +1,9 @@
 """The messages between engines and the server.
 
 Frames: `[8-byte request id][msgpack]` over ZMQ DEALER/ROUTER. Every message is a tagged struct (tag
-field `type`, the class name). A request gets exactly one reply, its own or `Error`; a notice
-(`Notice` lists them) is answered only on error. On the Unix socket `HelloReply.fd_path`, beside
-the endpoint, `Attach` hands over file descriptors; that connection is the worker's lifeline.
+field `type`, the class name). A request gets exactly one reply, its own or `Error`; a notice (ReportBlockAllocations,
+EndRequest, Heartbeat, DescribeScheduler, EngineLoad) is answered only on error. On the Unix socket `HelloReply.fd_path`,
+beside the endpoint, `Attach` hands over file descriptors; that connection is the worker's lifeline.
 
 Two forms: Lookup, Store and Retrieve, of which a long prompt needs dozens, are msgpack arrays,
 `[type, field, ...]` in the order of the struct; every other message is a map by field names. Errors name
@@ -30,8 +30,6 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.protocol.errors import ErrorCode, KVServerError
-from kvserver.protocol.fields import KEY_BYTES as KEY_BYTES
-from kvserver.protocol.fields import MAX_CHUNKS as MAX_CHUNKS
 from kvserver.protocol.fields import (
     ArrayMessage,
     Bytes,
@@ -400,7 +398,6 @@ _MapRequest: TypeAlias = (
     | EngineLoad
 )
 Request: TypeAlias = _ArrayRequest | _MapRequest
-Notice = (ReportBlockAllocations, EndRequest, Heartbeat, DescribeScheduler, EngineLoad)
 Reply: TypeAlias = (
     HelloReply
     | Registered

@@ -2,5 +2,3 @@
 
 from kvserver.routing.match import MOST_BODY_BYTES, MatchPages
 from kvserver.routing.prefix_index import KVIndex, make_index
-
-__all__ = ["MOST_BODY_BYTES", "KVIndex", "MatchPages", "make_index"]

@@ -15,22 +15,3 @@ from kvserver.server.stores import Stores
 from kvserver.server.tickets import Ticket
 from kvserver.server.upkeep import Upkeep
 from kvserver.server.workers import Workers
-
-__all__ = [
-    "Copies",
-    "Endpoint",
-    "EngineReports",
-    "Handlers",
-    "Instances",
-    "L1Lookups",
-    "Lifelines",
-    "Loads",
-    "Resync",
-    "Server",
-    "Stores",
-    "Ticket",
-    "Upkeep",
-    "Workers",
-    "instance_status",
-    "loop_status",
-]

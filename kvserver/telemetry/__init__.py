@@ -13,25 +13,3 @@ from kvserver.telemetry.explain_text import advice, verdict
 from kvserver.telemetry.families import Family, Kind, Metric, families_of
 from kvserver.telemetry.metrics import all_families
 from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc, RpcCounts
-
-__all__ = [
-    "LOOP",
-    "MOST",
-    "PHASES",
-    "UNREADABLE",
-    "Benefit",
-    "BlockLifecycle",
-    "ChunkLifecycle",
-    "Explain",
-    "Facts",
-    "Family",
-    "Kind",
-    "LoadWaits",
-    "Metric",
-    "Rpc",
-    "RpcCounts",
-    "advice",
-    "all_families",
-    "families_of",
-    "verdict",
-]

@@ -4,5 +4,3 @@ from kvserver.cache.eviction.lru import LeastRecentlyUsed
 from kvserver.cache.eviction.policy import EvictionPolicy
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed}
-
-__all__ = ["POLICIES", "EvictionPolicy", "LeastRecentlyUsed"]
