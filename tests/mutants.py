@@ -32,7 +32,7 @@ INSTANCES, WORKERS, L1_LOOKUPS = (
 )
 EXPLAIN, UPKEEP = "kvserver/telemetry/explain.py", "kvserver/server/upkeep.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
-WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/vllm/hazards.py", "adapters/common/copies.py"
+WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/common/hazards.py", "adapters/common/copies.py"
 ENDINGS = "adapters/common/endings.py"
 SCHEDULER, REQUESTS = "adapters/vllm/scheduler.py", "adapters/vllm/requests.py"
 DISPATCHER, LOOKUPS, LINK = "adapters/common/dispatcher.py", "adapters/common/lookups.py", "adapters/common/link.py"
@@ -43,7 +43,7 @@ SEND_QUEUE, NOTICES, VARIANTS = "adapters/common/send_queue.py", "adapters/vllm/
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
 NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"
 IDENTITY, CANONICAL = "adapters/vllm/identity.py", "adapters/vllm/canonical.py"
-WEIGHTS = "adapters/vllm/weights.py"
+WEIGHTS = "adapters/common/weights.py"
 
 FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
 DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_file.py"

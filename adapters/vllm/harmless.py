@@ -209,21 +209,6 @@ OTHER_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "
 # Of a Hugging Face configuration: where it came from and who wrote it.
 HARMLESS_OF_HF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 
-# Of a model's folder. config.json counts as hf_config, with what was overridden.
-HARMLESS_FILES = frozenset(
-    [
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "chat_template.json",
-        "tekken.json",
-    ]
-)
-
 
 def is_harmless(config: Any, field: str) -> bool:
     """Whether this field of a configuration object is on the list of its class or of one that it extends."""

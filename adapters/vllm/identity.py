@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import vllm
+from kvserver.adapters.common.weights import NoWeights, file_digest, folder_digest
 from kvserver.adapters.vllm.canonical import (
     Refused,
     canonical,
@@ -31,7 +32,6 @@ from kvserver.adapters.vllm.canonical import (
 )
 from kvserver.adapters.vllm.harmless import HARMLESS_VARIABLES, OTHER_VARIABLES
 from kvserver.adapters.vllm.support import hash_block_tokens
-from kvserver.adapters.vllm.weights import NoWeights, file_digest, folder_digest
 from vllm import envs
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform

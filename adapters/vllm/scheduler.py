@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ParamSpec
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.faults import Faults
+from kvserver.adapters.common.hazards import PendingStores, Quarantine
 from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.lookups import Lookups
@@ -29,7 +30,6 @@ from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.hazards import PendingStores, Quarantine
 from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.requests import Requests, RequestState, Tables, tables_of

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvserver.adapters.common.weights import NoWeights, stamps_of
 from kvserver.adapters.vllm.identity import chain_start, lora_fingerprint
-from kvserver.adapters.vllm.weights import NoWeights, stamps_of
 
 log = logging.getLogger("vllm.kvserver")
 

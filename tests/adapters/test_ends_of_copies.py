@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from kvserver.adapters.common.hazards import Quarantine
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.hazards import Quarantine
 from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from modelless import BLOCK, HEADS, WIDTH, prompt
 from support.daemon import wait_until

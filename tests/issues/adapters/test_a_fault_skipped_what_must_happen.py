@@ -8,10 +8,10 @@ import time
 
 import pytest
 from kvserver.adapters.common.copies import Copy
+from kvserver.adapters.common.hazards import PendingStores
 from kvserver.adapters.common.lookups import Lookups
 from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.hazards import PendingStores
 from kvserver.adapters.vllm.metadata import StepReport
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.stats import KVServerStats

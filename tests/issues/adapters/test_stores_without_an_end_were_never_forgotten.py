@@ -9,7 +9,7 @@ import copy
 import logging
 
 import pytest
-from kvserver.adapters.vllm.hazards import PendingStores
+from kvserver.adapters.common.hazards import PendingStores
 from modelless import prompt
 
 CHUNK = 64

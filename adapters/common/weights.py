@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvserver.adapters.vllm.harmless import HARMLESS_FILES
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npy")
-_WHOLE_SUFFIXES = (".json", ".py")  # small, and read by vLLM: of quantization, processors, remote code
-_SKIPPED_FOLDERS = {"original"}  # as vLLM does
+_WHOLE_SUFFIXES = (".json", ".py")  # small, and read by engines: of quantization, processors, remote code
+_SKIPPED_FOLDERS = {"original"}  # as engines do
+# Files that change no KV, or count elsewhere: config.json as the engine's own configuration, with what was overridden.
+_HARMLESS_FILES = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json"
+    " vocab.json chat_template.json tekken.json"
+)
 _SAMPLE_BYTES = 256
 _SAMPLES_OF_TENSOR = 3
 _SAMPLES_OF_FILE = 4096
@@ -74,12 +77,16 @@ def _file_digest(path: Path, stamp: Stamp) -> str:
 
 
 def _files(folder: Path, deep: bool) -> Iterator[Path]:
-    """What vLLM may read of a folder, in the order of names."""
+    """What an engine may read of a folder, in the order of names."""
     for here, folders, names in os.walk(folder):
         inside = (name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
         folders[:] = sorted(inside) if deep else []
         for name in sorted(names):
-            counts = name.endswith(_WHOLE_SUFFIXES) and name not in HARMLESS_FILES and not name.startswith("tokenizer")
+            counts = (
+                name.endswith(_WHOLE_SUFFIXES)
+                and name not in _HARMLESS_FILES.split()
+                and not name.startswith("tokenizer")
+            )
             if counts or name.endswith(WEIGHT_SUFFIXES):
                 yield Path(here, name)
 

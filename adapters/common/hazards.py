@@ -10,8 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-from kvserver.adapters.vllm.blockpool import PoolHook
+from typing import Protocol
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class PendingStores:
         self._planned += 1
 
     def step_ended(self) -> None:
-        """vLLM has the outputs of the oldest step under way."""
+        """The engine has the outputs of the oldest step under way."""
         self._ended = min(self._ended + 1, self._planned)
         if self._is_awaited():
             self._forget_at.append((self._clock() + self._seconds, self._ended))
@@ -107,10 +106,19 @@ class _Load:
     ranks: int
 
 
+class Pins(Protocol):
+    """The engine's pool of blocks, as far as a quarantine needs it."""
+
+    def pin(self, block_ids: list[int]) -> None:
+        """Keep the pool from allocating the blocks, once more."""
+
+    def unpin(self, block_ids: list[int]) -> None: ...
+
+
 class Quarantine:
     """Blocks of loads that were given up while the server may still write them, kept from reuse by a pin."""
 
-    def __init__(self, pool: PoolHook) -> None:
+    def __init__(self, pool: Pins) -> None:
         self._pool = pool
         self._loads: dict[int, _Load] = {}
 
@@ -119,7 +127,7 @@ class Quarantine:
         return sum(len(load.block_ids) for load in self._loads.values())
 
     def add(self, load_id: int, block_ids: list[int]) -> bool:
-        """One rank reports a load that was given up; True for the first rank, before vLLM frees the blocks."""
+        """One rank reports a load that was given up; True for the first rank, before the engine frees the blocks."""
         held = self._loads.get(load_id)
         if held is not None:
             held.ranks += 1
