@@ -37,7 +37,7 @@ ENDINGS = "adapters/common/endings.py"
 SCHEDULER, REQUESTS = "adapters/vllm/scheduler.py", "adapters/vllm/requests.py"
 DISPATCHER, LOOKUPS, LINK = "adapters/common/dispatcher.py", "adapters/common/lookups.py", "adapters/common/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
-CACHE_STATUS, PROM = "adapters/common/cache_status.py", "adapters/vllm/prom.py"
+CACHE_STATUS, BOARD = "adapters/common/cache_status.py", "adapters/common/board.py"
 SEND_QUEUE, NOTICES, VARIANTS = "adapters/common/send_queue.py", "adapters/vllm/notices.py", "adapters/vllm/variants.py"
 
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
@@ -1008,7 +1008,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a reason that no longer holds stays",
-        PROM, "Board._show", "self._series(index, before[0]).set(0)", "pass",
+        BOARD, "Board._show", "self._series(index, before[0]).set(0)", "pass",
         ("adapters/test_cache_is_on.py::test_the_daemon_of_an_idle_engine_goes_and_comes_back",),
     ),
     Mutant(

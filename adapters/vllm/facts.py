@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvserver.adapters.vllm.identity import served_name
+from kvserver.adapters.vllm.names import incarnation, served_name
 from kvserver.adapters.vllm.settings import PREFIX
 from kvserver.adapters.vllm.support import hash_block_tokens, rehashes_sessions, whole_prompts_only
-from kvserver.adapters.vllm.watch import incarnation
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils

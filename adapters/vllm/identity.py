@@ -101,12 +101,6 @@ class Identity:
         return tuple(Counted(name, found, self.values.get(name, "")) for name, found in sorted(self.counted.items()))
 
 
-def served_name(model: Any) -> str:
-    """The name by which users request the model of this ModelConfig."""
-    served = model.served_model_name
-    return str(served[0] if isinstance(served, list) else served or model.model)
-
-
 def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
     """The identity without the weights, as it is now. Reads no model file."""
     found = Identity()

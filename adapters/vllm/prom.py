@@ -1,26 +1,22 @@
 """vLLM's own Prometheus: `vllm:kvserver_*`, in its front end, with its labels.
 
-Owns: the metrics, and the values of the gauges of an engine's status. Refuses to know: how the daemon is queried (`watch`),
-how reports become a status (`cache_status`), how counts add up (`stats`).
-
-Not seen: the daemon of an idle engine on another machine. The engine's last report counts.
+Owns: the metrics. Refuses to know: how the daemon is queried (`watch`), the gauges of an engine's status (`board`), how counts
+add up (`stats`).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
-from kvserver.adapters.common.cache_status import CacheStatus, EngineCacheStatus, known
+from kvserver.adapters.common.board import Board, Labels
+from kvserver.adapters.common.watch import Watch
+from kvserver.adapters.vllm.names import incarnation, instance_id
 from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import read_settings
 from kvserver.adapters.vllm.stats import COUNTERS, FAULTS, HALVES, QUARANTINED, REFUSED, TIMES
-from kvserver.adapters.vllm.watch import Watch, incarnation, instance_id
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
@@ -31,8 +27,6 @@ log = logging.getLogger("vllm.kvserver")
 _PREFIX = "vllm:kvserver_"
 _OTHER = "other"
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_MOST_DETAILS = 16  # texts of one engine; further ones are left out
-_DETAIL_CHARS = 200
 # Where a fault was kept from the engine: methods of vLLM's interface, and parts of what they do.
 _PLACES = """
     _finished, _plan_stores, _set_up, _unregister, a failed load, a new session, aborting a load, an answer, answers,
@@ -54,68 +48,6 @@ _BY_LABEL = {
         PLACES,
     ),
 }
-
-Labels = Mapping[int, Sequence[object]]  # of each engine
-MakeGauge = Callable[..., Any]  # as prometheus_client.Gauge
-
-
-class Board:
-    """The gauges of whether each engine has its cache.
-
-    Of several front ends each has a board and receives a part of the reports, so the worst value counts.
-    """
-
-    def __init__(self, gauge: MakeGauge, labelnames: Sequence[str], per_engine: Labels, local: bool) -> None:
-        """`local`: all engines are on this machine."""
-        self._lock = threading.Lock()  # the front end's thread and the watch's thread both report
-        self._labels = per_engine
-        self._statuses = {index: EngineCacheStatus(known_here=local) for index in per_engine}
-        self._shown: dict[int, tuple[CacheStatus, bool]] = {}
-        self._details: dict[int, set[str]] = {index: set() for index in per_engine}
-        text = "1 while the engine's cache is on: kvserver answers, and all ranks of the engine are registered with kvserver."
-        made = gauge(_PREFIX + "connected", text, list(labelnames), multiprocess_mode="livemin")
-        self._connected = create_metric_per_engine(made, per_engine)
-        text = "1 while the engine sends nothing to kvserver, since kvserver did not answer in time."
-        made = gauge(_PREFIX + "breaker_open", text, list(labelnames), multiprocess_mode="livemax")
-        self._breaker = create_metric_per_engine(made, per_engine)
-        text = "1 for the reason why the engine runs without cache. No series is 1 while the cache is on."
-        names = [*labelnames, "reason", "detail"]
-        self._why = gauge(_PREFIX + "without_cache_info", text, names, multiprocess_mode="livemax")
-        for index in per_engine:
-            self._show(index)
-
-    def engine_reported(self, index: int, halves: Mapping[str, Sequence[str]]) -> None:
-        """The engine's halves reported with a step."""
-        with self._lock:
-            statuses = {name: CacheStatus(*half) for name, half in halves.items()}
-            self._statuses[index].report_halves(statuses, time.monotonic())
-            self._show(index)
-
-    def daemon_answered(self, index: int, answer: CacheStatus, began: float) -> None:
-        """The daemon answered a query, or failed to."""
-        with self._lock:
-            self._statuses[index].report_answer(answer, began)
-            self._show(index)
-
-    def _show(self, index: int) -> None:
-        status, breaker = self._statuses[index].verdict(), self._statuses[index].breaker_open
-        before, self._shown[index] = self._shown.get(index), (status, breaker)
-        if before == self._shown[index]:
-            return
-        self._connected[index].set(int(status.connected))
-        self._breaker[index].set(int(breaker))
-        if before is not None and before[0] != status and not before[0].connected:
-            self._series(index, before[0]).set(0)
-        if not status.connected:
-            self._series(index, status).set(1)
-
-    def _series(self, index: int, status: CacheStatus) -> Any:
-        """One series of the info metric. Their number is bounded: details contain numbers, and no series is ever removed."""
-        detail, kept = " ".join(status.detail.split())[:_DETAIL_CHARS], self._details[index]
-        if detail not in kept and len(kept) >= _MOST_DETAILS:
-            detail = ""
-        kept.add(detail)
-        return self._why.labels(*self._labels[index], known(status.reason), detail)
 
 
 class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -162,7 +94,7 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 index: {value: made.labels(*labels, value) for value in (*values, _OTHER)}
                 for index, labels in per_engine.items()
             }
-        self._board = Board(gauge, labelnames, per_engine, local)
+        self._board = Board(_PREFIX, gauge, labelnames, per_engine, local)
 
     def _watch(self, config: Any, per_engine: Labels) -> None:
         """Start the thread that queries the daemon. It ends with this object."""

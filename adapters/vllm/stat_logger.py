@@ -1,35 +1,26 @@
 """`KVServerStatLogger`: sends the engine stats to the daemon, from the engine's front end.
 
-Owns: the sums of what vLLM reports, and the thread that sends them. Refuses to know: the connector, which runs in
-other processes; how the daemon uses the stats. Does nothing in an engine without the connector.
-
-vLLM's thread only adds numbers; the sender's thread has the socket. A daemon that is absent, hangs or does not know
-the engine costs the engine nothing.
+Owns: the sums of what vLLM reports. Refuses to know: the connector, which runs in other processes; how the stats are
+sent and used. Does nothing in an engine without the connector. vLLM's thread only adds numbers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 import weakref
 from typing import Any
 
-from kvserver.adapters.common.link import absence
-from kvserver.adapters.vllm.identity import served_name
+from kvserver.adapters.common.engine_stats import send_stats
+from kvserver.adapters.vllm.names import incarnation, instance_id, served_name
 from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import read_settings
-from kvserver.adapters.vllm.watch import incarnation, instance_id
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from kvserver.protocol import EngineLoad, Error
-from kvserver.protocol.client import Channel
+from kvserver.protocol import EngineLoad
 
 log = logging.getLogger("vllm.kvserver")
-
-_CONNECT_SECONDS = 2.0
-_LONGEST_REST = 8  # intervals, for an engine that the daemon does not know
 
 
 class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
@@ -101,21 +92,3 @@ def add_iteration_stats(total: EngineLoad, stats: Any) -> None:
     total.prompt_tokens += stats.num_prompt_tokens
     total.generation_tokens += stats.num_generation_tokens
     total.finished_requests += len(stats.finished_requests)
-
-
-def send_stats(endpoint: str, stats: EngineLoad, stop: threading.Event) -> None:
-    """Send the current `stats` once in each interval, more rarely while the daemon refuses, until `stop` is set."""
-    interval = stats.interval_seconds
-    try:
-        with contextlib.closing(Channel(endpoint)) as channel:
-            while not stop.is_set():
-                if any(isinstance(reply, Error) for _, reply in channel.receive()):
-                    # The daemon does not know the engine yet, or never will.
-                    stats.interval_seconds = min(stats.interval_seconds * 2, interval * _LONGEST_REST, 86400.0)
-                else:
-                    stats.interval_seconds = interval
-                if absence(endpoint) is None and channel.wait_writable(_CONNECT_SECONDS):
-                    channel.send(stats)
-                stop.wait(stats.interval_seconds)
-    except Exception:
-        log.exception("kvserver: the stats of this engine are no longer sent to the daemon")

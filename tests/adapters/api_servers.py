@@ -11,15 +11,15 @@ import tempfile
 
 with tempfile.TemporaryDirectory() as folder:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
+    from kvserver.adapters.common.board import Board
     from kvserver.adapters.common.cache_status import CONNECTED
-    from kvserver.adapters.vllm.prom import Board
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
     for server in ("first", "second"):
         child = os.fork()
         if child == 0:
-            board = Board(Gauge, ["model_name", "engine"], {0: ["m", "0"]}, local=True)
+            board = Board("vllm:kvserver_", Gauge, ["model_name", "engine"], {0: ["m", "0"]}, local=True)
             if server == "first":
                 board.engine_reported(0, {"scheduler": ["unsupported", "so it is"]})
             board.daemon_answered(0, CONNECTED, began=1e18)

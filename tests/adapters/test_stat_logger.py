@@ -6,8 +6,8 @@ import gc
 import threading
 
 import pytest
+from kvserver.adapters.vllm.names import instance_id
 from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
-from kvserver.adapters.vllm.watch import instance_id
 from modelless import configure, prompt
 from support.daemon import wait_until
 from vllm.v1.metrics.loggers import StatLoggerManager, load_stat_logger_plugin_factories

@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from kvserver.adapters.common.cache_status import CacheStatus, from_hello
 from kvserver.adapters.common.link import absence, failure
@@ -22,21 +21,6 @@ _INTERVAL_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 
 Answered = Callable[[int, CacheStatus, float], None]  # (engine index; its status; when the query was sent)
-
-
-def instance_id(config: Any, engine_index: int) -> str:
-    """The id that the engine's own processes use: with data parallelism vLLM appends the rank in them, and only in them.
-
-    A process that is one rank of several by itself (offline) has index 0, and its rank in the configuration.
-    """
-    name, parallel = str(config.kv_transfer_config.engine_id), config.parallel_config
-    rank = engine_index or parallel.data_parallel_rank
-    return f"{name}_dp{rank}" if parallel.data_parallel_size > 1 or rank else name
-
-
-def incarnation(config: Any) -> str:
-    """The configuration's own id is new at each start of an engine, and the same in all its processes."""
-    return str(config.instance_id) or str(config.kv_transfer_config.engine_id)
 
 
 class Watch:

@@ -1,0 +1,39 @@
+"""Sends the engine stats to the daemon, from a thread of the engine's front end.
+
+Owns: the socket, and how often it sends. Refuses to know: who adds the stats up, how the daemon uses them. A daemon that is
+absent, hangs or does not know the engine costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+
+from kvserver.adapters.common.link import absence
+
+from kvserver.protocol import EngineLoad, Error
+from kvserver.protocol.client import Channel
+
+log = logging.getLogger("vllm.kvserver")
+
+_CONNECT_SECONDS = 2.0
+_LONGEST_REST = 8  # intervals, for an engine that the daemon does not know
+
+
+def send_stats(endpoint: str, stats: EngineLoad, stop: threading.Event) -> None:
+    """Send the current `stats` once in each interval, more rarely while the daemon refuses, until `stop` is set."""
+    interval = stats.interval_seconds
+    try:
+        with contextlib.closing(Channel(endpoint)) as channel:
+            while not stop.is_set():
+                if any(isinstance(reply, Error) for _, reply in channel.receive()):
+                    # The daemon does not know the engine yet, or never will.
+                    stats.interval_seconds = min(stats.interval_seconds * 2, interval * _LONGEST_REST, 86400.0)
+                else:
+                    stats.interval_seconds = interval
+                if absence(endpoint) is None and channel.wait_writable(_CONNECT_SECONDS):
+                    channel.send(stats)
+                stop.wait(stats.interval_seconds)
+    except Exception:
+        log.exception("kvserver: the stats of this engine are no longer sent to the daemon")
