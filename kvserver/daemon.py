@@ -41,10 +41,9 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
     endpoint = Endpoint(settings.endpoint)
     try:
         endpoint.bind()
-        boot_id, token = secrets.token_hex(8), secrets.token_hex(16)
-        lifelines = Lifelines(endpoint.fd_path, token)
+        lifelines = Lifelines(endpoint.fd_path, secrets.token_hex(16))
         devices, cache, placement = _make_l1(settings, chosen, hardware)
-        parts = Parts(settings, boot_id, token, cache, devices, lifelines, placement)
+        parts = Parts(settings, cache, devices, lifelines, placement)
         server = parts.make_server(endpoint.router, stops_when_lost=True)
         pages = _make_pages(configuration, parts, server, http_token)
         _stop_on_signals(server)
@@ -53,7 +52,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
         _freeze_garbage()
         print(
             f"kvserver {__version__} ready: endpoint {settings.endpoint}, http http://{settings.http_host}:{pages.port}, "
-            f"L1 {cache.pool.pages * cache.pool.page_bytes} bytes, chunks of {settings.chunk_tokens} tokens, boot {boot_id}",
+            f"L1 {cache.pool.pages * cache.pool.page_bytes} bytes, chunks of {settings.chunk_tokens} tokens, boot {parts.boot_id}",
             flush=True,
         )
         server.run()
@@ -123,7 +122,7 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
             http_token,
         )
     except OSError as error:
-        observability.discard()
+        observability.observers.close()
         taken = error.errno == errno.EADDRINUSE
         hint = "port 0 chooses a free one" if taken else "give an address of this machine and a port you may use"
         raise ConfigError(

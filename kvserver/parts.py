@@ -6,12 +6,13 @@ Refuses to know: what a part does, sockets, the process (`daemon`).
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import zmq
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvserver import __version__
@@ -29,8 +30,8 @@ from kvserver.kv_events import (
     publisher_families,
 )
 from kvserver.protocol import PROTOCOL_VERSION, HelloReply
-from kvserver.protocol.kv_status import KVEventsStatus, PublisherStatus
-from kvserver.protocol.status import DaemonStatus, InstanceStatus, OtlpStatus
+from kvserver.protocol.kv_status import PublisherStatus
+from kvserver.protocol.status import AccountingStatus, DaemonStatus, InstanceStatus
 from kvserver.routing import make_index
 from kvserver.server import (
     Copies,
@@ -46,8 +47,11 @@ from kvserver.server import (
     Ticket,
     Upkeep,
     Workers,
+    connects_status,
+    departed_status,
     instance_status,
-    loop_status,
+    l1_status,
+    totals_status,
 )
 from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, RpcCounts, all_families
 
@@ -60,7 +64,7 @@ _LAST_EVENTS_SECONDS = 2.0  # for the events that are queued when the daemon sto
 
 
 class Observability:
-    """REQUIRES: start() before close(), both once; or discard()."""
+    """REQUIRES: start() before close(), both once; or observers.close()."""
 
     def __init__(self, settings: Settings, boot_id: str) -> None:
         """ConfigError if an exporter or observer of the settings cannot be made."""
@@ -69,13 +73,13 @@ class Observability:
         self.chunk_lifecycle = ChunkLifecycle(settings.metrics_sample_rate)
         self.explain = Explain()
         self.traces: Traces | None = None
-        self._sender: OtlpMetrics | None = None
+        self.sender: OtlpMetrics | None = None
         endpoint = parse_otlp_endpoint(settings.otlp_endpoint)
         if endpoint is not None:  # its imports cost time and memory: only a daemon with a collector pays
             from kvserver.telemetry import otlp, tracing
 
             sender = otlp.resource(boot_id)
-            self._sender = otlp.OtlpMetrics(endpoint, sender)
+            self.sender = otlp.OtlpMetrics(endpoint, sender)
             self.traces = tracing.Traces(otlp.span_exporter(endpoint), sender, attributes=self.explain.attributes)
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
         boot_micros = time.time_ns() // 1000
@@ -109,18 +113,12 @@ class Observability:
         observed = bool(settings.kv_events_endpoint or settings.kv_events_file) or self.observers.foreign
         return settings.kv_events == "on" or observed
 
-    def kv_events_status(self) -> KVEventsStatus:
-        return replace(self.hub.status(), observers=self.observers.status())
-
-    def otlp_status(self) -> OtlpStatus | UnsetType:
-        return self._sender.status() if self._sender is not None else UNSET
-
     def start(self, read: Callable[[], list[Family]]) -> None:
         """`read` returns the present families, from any thread; it may be slow."""
         self.observers.start()
         self.bus.start()
-        if self._sender is not None:
-            self._sender.start(read)
+        if self.sender is not None:
+            self.sender.start(read)
 
     def close(self, read: Callable[[], list[Family]]) -> None:
         """Handle and send what is queued, for a few seconds at most. `read` is called after the events were handled."""
@@ -128,12 +126,8 @@ class Observability:
         last = read()
         self.bus.close(_LAST_EVENTS_SECONDS)
         self.observers.close()
-        if self._sender is not None:
-            self._sender.close(last)
-
-    def discard(self) -> None:
-        """Instead of start() and close(), where the daemon cannot start."""
-        self.observers.close()
+        if self.sender is not None:
+            self.sender.close(last)
 
 
 class Parts:
@@ -142,8 +136,6 @@ class Parts:
     def __init__(
         self,
         settings: Settings,
-        boot_id: str,
-        token: str,
         cache: Cache,
         devices: Devices,
         lifelines: Lifelines,
@@ -152,13 +144,13 @@ class Parts:
     ) -> None:
         """ConfigError if an exporter or observer of the settings cannot be made. `placement`: of L1."""
         self.settings = settings
-        self.boot_id = boot_id
+        self.boot_id = secrets.token_hex(8)
         self.cache = cache
         self.devices = devices
         self.lifelines = lifelines
         self._placement = placement
         self._clock = clock
-        self.observability = observability = Observability(settings, boot_id)
+        self.observability = observability = Observability(settings, self.boot_id)
         self.bus = bus = observability.bus
         self.instances = instances = Instances()
         self.tickets: Tickets[Ticket] = Tickets(devices)
@@ -172,10 +164,10 @@ class Parts:
             HelloReply(
                 protocol_version=PROTOCOL_VERSION,
                 server_version=__version__,
-                boot_id=boot_id,
+                boot_id=self.boot_id,
                 chunk_tokens=settings.chunk_tokens,
                 fd_path=lifelines.path,
-                token=token,
+                token=lifelines.token,
                 traces=observability.traces is not None,
                 kv_events=observability.wants_contents,
                 lease_seconds=settings.lease_seconds,
@@ -193,23 +185,41 @@ class Parts:
     def make_server(self, router: zmq.Socket[bytes], stops_when_lost: bool = False) -> Server:
         return Server(router, self.handlers, self.upkeep, self.lifelines, self.bus, self.status, stops_when_lost)
 
-    def status(self) -> DaemonStatus:
-        """`/status`, but for what the server and the pages know. From the loop's thread."""
-        observability = self.observability
-        of_loop = loop_status(
-            self.cache, self._placement, self.devices, self.tickets, self.instances, self.workers, self.upkeep,
-            self.lifelines, self._clock(),
-        )  # fmt: skip
-        return replace(
-            of_loop,
+    def status(self, server: Server) -> DaemonStatus:
+        """`/status`, but for what the pages know. From the loop's thread."""
+        observability, now = self.observability, self._clock()
+        return DaemonStatus(
+            version=__version__,
             boot_id=self.boot_id,
+            uptime_seconds=round(time.monotonic() - server.started, 3),
+            ready=not server.failure,
+            protocol_version=PROTOCOL_VERSION,
+            loop_lag_seconds=server.lag_seconds,
+            loop_turns=server.turns.snapshot(),
             metrics_sample_rate=self.settings.metrics_sample_rate,
+            l1=l1_status(self.cache, self._placement),
+            gpus=self.devices.status(),
             instances=self.instances_status(),
+            connects=connects_status(self.instances),
+            departed=[departed_status(departed, now) for departed in self.instances.departed.values()],
+            totals=totals_status(self.instances, server.rpc),
             events=self.bus.status(),
-            kv_events=observability.kv_events_status(),
+            kv_events=replace(observability.hub.status(), observers=observability.observers.status()),
             explain=observability.explain.status(),
-            otlp=observability.otlp_status(),
+            otlp=observability.sender.status() if observability.sender is not None else UNSET,
             traces=observability.traces.status() if observability.traces is not None else UNSET,
+            books=AccountingStatus(
+                tickets=self.tickets.open_tickets,
+                pins=self.cache.pins,
+                leases=self.cache.lease_count,
+                mappings=self.workers.mappings,
+                attachments=len(self.lifelines),
+                free_pages=self.cache.pool.unused_pages,
+                used_pages=self.cache.pool.used_pages,
+                audits=self.upkeep.audits,
+                unbalanced=self.upkeep.unbalanced,
+            ),
+            refused_registrations=dict(server.rpc.refused_registrations() + self.lifelines.refused),
         )
 
     def instances_status(self) -> list[InstanceStatus]:

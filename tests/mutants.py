@@ -461,7 +461,7 @@ SERVER = (
     ),
     Mutant(
         "any token will do",
-        LIFELINE, "Lifelines._attach", "if decode_attach(raw).token != self._token:", "if not decode_attach(raw).token:",
+        LIFELINE, "Lifelines._attach", "if decode_attach(raw).token != self.token:", "if not decode_attach(raw).token:",
         ("daemon/test_bad_input.py::test_a_wrong_token_is_refused",),
     ),
     Mutant(

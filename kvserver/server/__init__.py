@@ -10,7 +10,7 @@ from kvserver.server.lookups import L1Lookups
 from kvserver.server.loop import Server
 from kvserver.server.reports import EngineReports
 from kvserver.server.resync import Resync
-from kvserver.server.status import instance_status, loop_status
+from kvserver.server.status import connects_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.server.stores import Stores
 from kvserver.server.tickets import Ticket
 from kvserver.server.upkeep import Upkeep

@@ -80,7 +80,7 @@ class Lifelines:
 
     def __init__(self, path: str, token: str) -> None:
         self.path = path
-        self._token = token
+        self.token = token
         self._lifelines: dict[int, Lifeline] = {}
         self._by_fd: dict[int, Lifeline] = {}
         self._next = 0
@@ -172,7 +172,7 @@ class Lifelines:
         try:
             if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
                 raise KVServerError(ErrorCode.TOO_LARGE, f"Attach takes at most {MAX_FDS} descriptors")
-            if decode_attach(raw).token != self._token:
+            if decode_attach(raw).token != self.token:
                 raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; send Hello again")
         except KVServerError as error:
             self.refused[error.code.value] += 1

@@ -23,13 +23,10 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 from msgspec import Raw
-from msgspec.structs import replace
 
-from kvserver import __version__
 from kvserver.events import Bus, ErrorSent
 from kvserver.protocol import (
     MOST_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
     REQUEST_ID_BYTES,
     WAIT_SECONDS,
     Error,
@@ -84,10 +81,10 @@ class Server:
         upkeep: Upkeep,
         lifelines: Lifelines,
         bus: Bus,
-        make_status: Callable[[], DaemonStatus],
+        make_status: Callable[[Server], DaemonStatus],
         stops_when_lost: bool = False,
     ) -> None:
-        """`make_status`: `/status`, but for what is known here. `stops_when_lost`: run() returns when a device is lost."""
+        """`make_status`: called in the loop's thread. `stops_when_lost`: run() returns when a device is lost."""
         self._handlers = handlers
         self._upkeep = upkeep
         self._lifelines = lifelines
@@ -95,16 +92,15 @@ class Server:
         self._make_status = make_status
         self._stops_when_lost = stops_when_lost
         self.rpc = Rpc()
-        self.undelivered = 0  # replies to peers that had disconnected or did not read
         self._router = router
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if hasattr(os, "eventfd") else None
         self._wake_read, self._wake_write = (self._wake, self._wake) if self._wake is not None else _pipe()
         self._stopping = False
-        self._started = time.monotonic()
+        self.started = time.monotonic()
+        self.turns = Histogram(WAIT_SECONDS)
         self._last_tick = 0.0
         self._last_turn = time.monotonic()
-        self._turns = Histogram(WAIT_SECONDS)
         self._lag = [0.0, 0.0]  # longest turn of the last lag window and of the present one
         self._lag_window_began = time.monotonic()
 
@@ -145,6 +141,10 @@ class Server:
         if lost := self._upkeep.lost_device:
             return f"the device is lost: {lost}"
         return self._bus.failure
+
+    @property
+    def lag_seconds(self) -> float:
+        return max(self._lag)
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Server:
         try:
             self._router.send_multipart([call.peer, call.request_id, encode(reply)], zmq.NOBLOCK)
         except zmq.ZMQError:
-            self.undelivered += 1
+            self.rpc.undelivered += 1
 
     def _read_lifeline(self, fd: int) -> None:
         if fd not in self._lifelines.connection_fds():
@@ -264,31 +264,15 @@ class Server:
             self._lag_window_began = now
             self._lag = [self._lag[1], 0.0]
         self._lag[1] = max(self._lag[1], now - turn_began)
-        self._turns.observe(now - turn_began)
+        self.turns.observe(now - turn_began)
         if now - self._last_tick >= 1.0:
             self._last_tick = now
             self._guarded(self._upkeep.tick)
             gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
 
-    # ---- status -------------------------------------------------------------------------------
-
     def snapshot(self) -> DaemonStatus:
-        """`/status`, made in the loop thread."""
-        status = self._make_status()
-        # No fault: it requests the full state of an engine older than this daemon.
-        demands = self.rpc.of_code(ErrorCode.REPORT_GAP)
-        errors = sum(self.rpc.errors.values()) - demands
-        return replace(
-            status,
-            version=__version__,
-            uptime_seconds=round(time.monotonic() - self._started, 3),
-            ready=not self.failure,
-            protocol_version=PROTOCOL_VERSION,
-            loop_lag_seconds=max(self._lag),
-            loop_turns=self._turns.snapshot(),
-            totals=replace(status.totals, errors=errors, undelivered_replies=self.undelivered),
-            refused_registrations=dict(self.rpc.refused_registrations() + self._lifelines.refused),
-        )
+        """`/status`, but for what the pages know. From the loop's thread."""
+        return self._make_status(self)
 
 
 def _pipe() -> tuple[int, int]:

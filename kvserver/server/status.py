@@ -9,11 +9,9 @@ from msgspec.structs import asdict, replace
 
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
-from kvserver.copy import Devices, Tickets
+from kvserver.copy import Devices
 from kvserver.protocol.status import (
-    AccountingStatus,
     ConnectsStatus,
-    DaemonStatus,
     DepartedStatus,
     InstanceStatus,
     L0Status,
@@ -24,33 +22,7 @@ from kvserver.protocol.status import (
     WorkerStatus,
 )
 from kvserver.server.instances import Counts, Departed, Disconnect, Instance, Instances
-from kvserver.server.lifeline import Lifelines
-from kvserver.server.tickets import Ticket
-from kvserver.server.upkeep import Upkeep
-from kvserver.server.workers import Workers
-from kvserver.telemetry import PHASES
-
-
-def loop_status(
-    cache: Cache,
-    placement: Placement,
-    devices: Devices,
-    tickets: Tickets[Ticket],
-    instances: Instances,
-    workers: Workers,
-    upkeep: Upkeep,
-    lifelines: Lifelines,
-    now: float,
-) -> DaemonStatus:
-    """Of the loop's parts, all but the instances."""
-    return DaemonStatus(
-        l1=l1_status(cache, placement),
-        gpus=devices.status(),
-        connects=connects_status(instances),
-        departed=[departed_status(departed, now) for departed in instances.departed.values()],
-        totals=totals_status(instances),
-        books=accounting_status(cache, tickets, workers, upkeep, len(lifelines)),
-    )
+from kvserver.telemetry import PHASES, Rpc
 
 
 def l1_status(cache: Cache, placement: Placement) -> L1Status:
@@ -79,7 +51,7 @@ def l1_status(cache: Cache, placement: Placement) -> L1Status:
     )
 
 
-def totals_status(instances: Instances) -> TotalsStatus:
+def totals_status(instances: Instances, rpc: Rpc) -> TotalsStatus:
     totals = instances.totals()
     return TotalsStatus(
         lookup_tokens=totals.lookup_tokens,
@@ -89,22 +61,8 @@ def totals_status(instances: Instances) -> TotalsStatus:
         failed_stores=totals.failed_stores,
         failed_loads=totals.failed_loads,
         prompt_tokens=totals.benefit.prompt_tokens,
-    )
-
-
-def accounting_status(
-    cache: Cache, tickets: Tickets[Ticket], workers: Workers, upkeep: Upkeep, attachments: int
-) -> AccountingStatus:
-    return AccountingStatus(
-        tickets=tickets.open_tickets,
-        pins=cache.pins,
-        leases=cache.lease_count,
-        mappings=workers.mappings,
-        attachments=attachments,
-        free_pages=cache.pool.unused_pages,
-        used_pages=cache.pool.used_pages,
-        audits=upkeep.audits,
-        unbalanced=upkeep.unbalanced,
+        errors=rpc.faults,
+        undelivered_replies=rpc.undelivered,
     )
 
 

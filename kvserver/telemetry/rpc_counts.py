@@ -32,6 +32,7 @@ class Rpc:
     def __init__(self) -> None:
         self._times: dict[str, Histogram] = {}
         self.errors: Counter[tuple[str, str]] = Counter()  # by code and type
+        self.undelivered = 0  # replies to peers that had disconnected or did not read
 
     def observe(self, type_name: str, seconds: float) -> None:
         times = self._times.get(type_name)
@@ -42,8 +43,10 @@ class Rpc:
     def error(self, code: str, type_name: str) -> None:
         self.errors[code, type_name] += 1
 
-    def of_code(self, code: ErrorCode) -> int:
-        return sum(count for (sent, _), count in self.errors.items() if sent == code.value)
+    @property
+    def faults(self) -> int:
+        """All errors but REPORT_GAP, which requests the full state of an engine older than this daemon."""
+        return sum(count for (code, _), count in self.errors.items() if code != ErrorCode.REPORT_GAP.value)
 
     def refused_registrations(self) -> Counter[str]:
         """Errors that answered a registration or what comes before it, by code."""

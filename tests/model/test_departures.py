@@ -20,9 +20,9 @@ def test_a_disconnected_instance_is_shown_for_five_minutes_of_the_servers_clock(
     world.hang_up(engine.ranks[0])
     world.watch_lifelines()
     world.pass_time(DEPARTED_SECONDS - 1)
-    (departed,) = world.parts.status().departed
-    assert (departed.instance_id, departed.requests.lookups) == (engine.instance_id, 1)
+    (departed,) = world.parts.instances.departed.values()
+    assert (departed.instance_id, departed.counts.lookups) == (engine.instance_id, 1)
     world.pass_time(2)
-    assert world.parts.status().departed == []
-    assert world.parts.status().totals.lookup_tokens > 0, "sums forget nothing"
+    assert not world.parts.instances.departed
+    assert world.parts.instances.totals().lookup_tokens > 0, "sums forget nothing"
     world.end()

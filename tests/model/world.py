@@ -241,7 +241,7 @@ class World:
         self.lifelines = Lifelines(str(folder / "fd"), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
         devices = Devices(self.device)
-        self.parts = Parts(settings, "boot", "token", self.cache, devices, self.lifelines, clock=lambda: self.now)
+        self.parts = Parts(settings, self.cache, devices, self.lifelines, clock=lambda: self.now)
         self.parts.observability.start(list)
         self.engines = [
             Engine("llama-0", LLAMA),
@@ -375,7 +375,7 @@ class World:
 
     def unregister(self, rank: Rank) -> None:
         call = Call(Unregistered if rank.state == "open" else Error)
-        self.ask(UnregisterWorker(boot_id="boot", registration=rank.registration), call)
+        self.ask(UnregisterWorker(boot_id=self.parts.boot_id, registration=rank.registration), call)
         if rank.state != "open":
             assert call.error == ErrorCode.STALE_REGISTRATION.value
             return
@@ -440,7 +440,7 @@ class World:
 
     def wire(self, operation: Operation, variant: str, **changes: Any) -> dict[str, Any]:
         return {
-            "boot_id": "boot",
+            "boot_id": self.parts.boot_id,
             "registration": operation.rank.registration,
             "chunk_blocks": operation.rank.engine.model.chunk_blocks,
             "keys": b"".join(key for _, key in operation.names),

@@ -47,7 +47,7 @@ def running_server(
     lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
     cache = Cache(PagePool(l1_bytes, page_bytes), LeastRecentlyUsed())
     settings = Settings(**{"endpoint": endpoint, "chunk_tokens": 64, **changes})
-    parts = Parts(settings, "boot", "token", cache, devices, lifelines)
+    parts = Parts(settings, cache, devices, lifelines)
     server, observability = parts.make_server(router), parts.observability
     pages = StatusPages(("127.0.0.1", 0), server, observability.families, observability.explain, parts.upkeep.clear_l1)
     loop = threading.Thread(target=server.run)
