@@ -9,6 +9,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from kvserver.adapters.common.settings import PREFIX
+
 from kvserver.config import Settings
 from kvserver.config.sources import flag, markdown_table
 
@@ -24,7 +26,7 @@ def adapter_table() -> str:
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where its annotations are looked up
     spec.loader.exec_module(module)
-    return markdown_table(module.AdapterSettings, "key", lambda field: module.PREFIX + field)
+    return markdown_table(module.AdapterSettings, "key", lambda field: PREFIX + field)
 
 
 TABLES = {

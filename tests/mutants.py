@@ -32,7 +32,7 @@ INSTANCES, WORKERS, L1_LOOKUPS = (
 )
 EXPLAIN, UPKEEP = "kvserver/telemetry/explain.py", "kvserver/server/upkeep.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
-WORKER, HAZARDS, COPIES = "adapters/vllm/worker.py", "adapters/common/hazards.py", "adapters/common/copies.py"
+WORKER, HAZARDS, COPIES = "adapters/common/worker.py", "adapters/common/hazards.py", "adapters/common/copies.py"
 ENDINGS = "adapters/common/endings.py"
 SCHEDULER, REQUESTS = "adapters/vllm/scheduler.py", "adapters/vllm/requests.py"
 DISPATCHER, LOOKUPS, LINK = "adapters/common/dispatcher.py", "adapters/common/lookups.py", "adapters/common/link.py"

@@ -1,7 +1,7 @@
 """The vLLM adapter; `kv_connector_module_path` of `--kv-transfer-config` names this package.
 
 The walk: `connector` is vLLM's interface and keeps exceptions out of the engine; `scheduler` decides what to look up,
-load and store; `worker` begins the copies and watches their state words. In `adapters.common`, `dispatcher` sends the
+load and store. In `adapters.common`, `worker` begins the copies and watches their state words, `dispatcher` sends the
 scheduler's messages and passes on the replies, `send_queue` sends the copies' messages once the engine's own work on
 their blocks is done, and `link` keeps the connection to the daemon in a thread of its own. A `registration` is made of
 `planes` and `memory` there and of `identity` here; `notices` reports what the block pool did, and `announcer` publishes

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvserver.adapters.vllm.metadata import NULL_BLOCK
+from kvserver.adapters.common.steps import NULL_BLOCK
 
 from kvserver.protocol import (
     MARK,

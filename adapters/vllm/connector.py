@@ -19,23 +19,26 @@ from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.planes import UnsupportedLayout
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
+from kvserver.adapters.common.settings import read_settings
+from kvserver.adapters.common.stats import StatsReporter
+from kvserver.adapters.common.steps import StepPlan, StepReport
+from kvserver.adapters.common.worker import Rank, WorkerHalf
 from kvserver.adapters.vllm.facts import engine_facts
-from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from kvserver.adapters.vllm.settings import AdapterSettings, read_settings
-from kvserver.adapters.vllm.stats import HOST, KVServerStats, StatsReporter
+from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.stats import HOST, KVServerStats
 from kvserver.adapters.vllm.support import (
     TransferResults,
     unsupported,
 )
-from kvserver.adapters.vllm.worker import Rank, WorkerHalf
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -51,7 +54,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.kvserver")
-
+KVConnectorMetadata.register(StepPlan)
+KVConnectorWorkerMetadata.register(StepReport)
 
 R = TypeVar("R")
 
@@ -113,7 +117,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @fenced()
     def _set_up(self, role: KVConnectorRole) -> None:
         transfer = self._config.kv_transfer_config
-        self._settings = read_settings(transfer.kv_connector_extra_config)
+        self._settings = read_settings(AdapterSettings, transfer.kv_connector_extra_config)
         outer = outer_transfer(transfer)
         self._refusal = unsupported(self._config, self._caches_config, outer)
         # vLLM reads the policy after it built the connector; its default fails the request.
@@ -121,7 +125,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if hasattr(config, "kv_load_failure_policy"):
                 config.kv_load_failure_policy = self._settings.load_failure_policy
         if role == KVConnectorRole.WORKER:
-            self.worker = WorkerHalf(self._settings, DirectSendQueue(), self.faults)
+            self.worker = self._make_worker(DirectSendQueue())
         if self._refusal is not None:
             self._runs_without("unsupported", self._refusal)
         elif role == KVConnectorRole.WORKER:
@@ -144,6 +148,10 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         return False  # a cache: what it drops is a miss, never lost output
 
+    def _make_worker(self, send_queue: SendQueue, link: Link | None = None, rank: Rank | None = None) -> WorkerHalf:
+        fails = TransferResults is not None
+        return WorkerHalf(self._settings, send_queue, self.faults, rank or Rank(), link, fails_requests=fails)
+
     # ---- worker side --------------------------------------------------------------------------
 
     @fenced()
@@ -157,10 +165,9 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if (made := self._make_link(registration)) is None:
             return
         self._registration = registration
-        link, rank = made
-        self.worker = WorkerHalf(self._settings, self.make_send_queue(), self.faults, rank, link)
+        self.worker = self._make_worker(self.make_send_queue(), *made)
         self._off = None
-        link.start(self._settings.connect_timeout_ms / 1000)
+        made[0].start(self._settings.connect_timeout_ms / 1000)
 
     def _make_link(self, registration: RankRegistration) -> tuple[Link, Rank] | None:
         try:
@@ -261,11 +268,12 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @fenced()
     def get_kv_connector_stats(self) -> KVServerStats | None:
         half = self.worker or self.scheduler
-        stats = (self.worker.stats.drain() if self.worker is not None else None) or KVServerStats()
         quarantined = self.scheduler.quarantined_blocks if self.scheduler is not None else 0
         status = self._off or (half.cache_status if half is not None else STARTING)
-        self._stats_reporter.report(stats, half.counters if half is not None else {}, self.errors, status, quarantined)
-        return stats.drain()
+        counters = half.counters if half is not None else {}
+        data = self._stats_reporter.report(counters, self.errors, status, quarantined)
+        data |= self.worker.take_seconds() if self.worker is not None else {}
+        return KVServerStats(data) if data else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVServerStats:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvserver.adapters.common.settings import PREFIX
 from kvserver.adapters.vllm.names import incarnation, served_name
-from kvserver.adapters.vllm.settings import PREFIX
 from kvserver.adapters.vllm.support import hash_block_tokens, rehashes_sessions, whole_prompts_only
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface

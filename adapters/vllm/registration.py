@@ -14,12 +14,12 @@ import torch
 from kvserver.adapters.common.exporter import MakeExporter
 from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, Link, Registration
 from kvserver.adapters.common.memory import share
+from kvserver.adapters.common.worker import WORDS, Rank
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, check_invariance
 from kvserver.adapters.vllm.identity import config_identity, with_weights
 from kvserver.adapters.vllm.names import incarnation, served_name
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.support import blocks_come_first, replicated
-from kvserver.adapters.vllm.worker import WORDS, Rank
 
 from kvserver.protocol import HelloReply, RegisterWorker
 

@@ -25,12 +25,12 @@ from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.lookups import Lookups
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.speed import PrefillSpeed
+from kvserver.adapters.common.steps import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
 from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.requests import Requests, RequestState, Tables, tables_of
 from kvserver.adapters.vllm.settings import AdapterSettings

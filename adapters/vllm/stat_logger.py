@@ -13,9 +13,10 @@ import weakref
 from typing import Any
 
 from kvserver.adapters.common.engine_stats import send_stats
+from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.vllm.names import incarnation, instance_id, served_name
 from kvserver.adapters.vllm.nesting import extra_config
-from kvserver.adapters.vllm.settings import read_settings
+from kvserver.adapters.vllm.settings import AdapterSettings
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvserver.protocol import EngineLoad
@@ -37,7 +38,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
         extra = extra_config(config.kv_transfer_config)
         if extra is None:
             return
-        settings = read_settings(extra)
+        settings = read_settings(AdapterSettings, extra)
         if not settings.load_interval_ms:
             return
         self.stats = EngineLoad(

@@ -25,8 +25,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.vllm import KVServerConnector
-from kvserver.adapters.vllm.metadata import StepPlan
 from late_gpu import LateGpu
 from vllm.config import (
     CacheConfig,

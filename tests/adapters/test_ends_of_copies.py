@@ -10,9 +10,9 @@ import pytest
 import torch
 from kvserver.adapters.common.hazards import Quarantine
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from modelless import BLOCK, HEADS, WIDTH, prompt
 from support.daemon import wait_until
 from vllm.v1.core.block_pool import BlockPool

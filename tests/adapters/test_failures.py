@@ -138,7 +138,7 @@ def test_cleared_between_lookup_and_load(stored, make_engine, asynchronous):
 
     engine.before_step = clear
     engine.generate("warm", TOKENS)
-    assert engine.worker.worker.counters["failed_loads"] == 1
+    assert engine.worker.worker.counters["load_failures"] == 1
     assert make_engine(daemon).generate("again", TOKENS).external == 4 * CHUNK
 
 

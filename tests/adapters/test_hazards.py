@@ -5,22 +5,19 @@ from __future__ import annotations
 import pytest
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.send_queue import DirectSendQueue
+from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec
-from kvserver.adapters.vllm import support
-from kvserver.adapters.vllm.metadata import StepPlan
-from kvserver.adapters.vllm.settings import AdapterSettings
-from kvserver.adapters.vllm.worker import WorkerHalf
+from kvserver.adapters.common.steps import StepPlan
+from kvserver.adapters.common.worker import WorkerHalf
 
 from kvserver._native import pack_blocks
 
 
 @pytest.mark.parametrize("fails_requests", [False, True])
-def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests, monkeypatch):
+def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests):
     """Its blocks before 0.30, since then the request. Either way the request's load is over, once."""
     faults = Faults()
-    if not fails_requests:
-        monkeypatch.setattr(support, "TransferResults", None)
-    worker = WorkerHalf(AdapterSettings(), DirectSendQueue(), faults)
+    worker = WorkerHalf(CommonSettings(), DirectSendQueue(), faults, fails_requests=fails_requests)
     plan = StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, pack_blocks([5, 6, 7, 8]), 0)])
     worker.start_loads(plan)
     worker.answer_for_loads(plan)

@@ -134,7 +134,7 @@ def test_a_store_whose_blocks_are_reused_is_never_sent(make_daemon, make_engine,
     other = engine.add("other", prompt(2, 4 * CHUNK + 50), count=3)
     engine.run(until=lambda: other.finish_reason is not None)
     assert any(plan.overwritten_stores for plan in engine.plans)
-    assert counted(engine, "stores_cancelled_for_reuse") == 1
+    assert counted(engine, "cancelled_stores") == 1
     gpu.release()
     engine.run()
     assert first.keys not in {message.keys for message in sent}
@@ -152,7 +152,7 @@ def test_a_step_waits_for_a_store_whose_work_is_done_in_time(make_daemon, make_e
     engine.before_step = lambda plan: gpu.release() if plan.overwritten_stores else None
     engine.run()
     assert other.right
-    assert counted(engine, "stores_cancelled_for_reuse") == 0
+    assert counted(engine, "cancelled_stores") == 0
     assert make_engine(daemon).generate("warm", TOKENS).external == 4 * CHUNK
 
 

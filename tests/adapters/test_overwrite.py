@@ -6,7 +6,7 @@ import time
 
 import pytest
 from kvserver.adapters.common.specs import ids_of
-from kvserver.adapters.vllm.worker import WorkerHalf
+from kvserver.adapters.common.worker import WorkerHalf
 from modelless import Engine, prompt
 
 CHUNK = 64
@@ -39,7 +39,7 @@ def test_a_store_is_cancelled_before_its_blocks_are_overwritten(make_daemon, mak
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=23, extra={"kvserver.settle_ms": 1})
     overwrite(engine)
     assert any(plan.overwritten_stores for plan in engine.plans)
-    assert engine.worker.worker.counters["stores_cancelled_for_reuse"] > 0
+    assert engine.worker.worker.counters["cancelled_stores"] > 0
     assert make_engine(daemon).generate("warm", FIRST).external == 0
     assert make_engine(daemon).generate("warm", OTHER).external > 0
 
@@ -49,7 +49,7 @@ def test_a_store_that_ends_in_time_is_kept(make_daemon, make_engine, asynchronou
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=23, extra={"kvserver.settle_ms": 10_000})
     overwrite(engine)
     assert any(plan.overwritten_stores for plan in engine.plans)
-    assert engine.worker.worker.counters["stores_cancelled_for_reuse"] == 0
+    assert engine.worker.worker.counters["cancelled_stores"] == 0
     assert make_engine(daemon).generate("warm", FIRST).external == 4 * CHUNK - 1
 
 
@@ -86,7 +86,7 @@ def test_stores_of_the_targets_of_a_load_are_ended_too(make_daemon, make_engine)
     engine.run()
     assert other.right
     assert other.external == 4 * CHUNK
-    assert engine.worker.worker.counters["stores_cancelled_for_reuse"] > 0
+    assert engine.worker.worker.counters["cancelled_stores"] > 0
     assert make_engine(daemon).generate("warm", FIRST).external == 0
 
 

@@ -121,7 +121,7 @@ def test_a_random_run_ends_with_right_tokens_and_all_blocks_free(make_daemon, ma
     print(
         f"seed {seed}: {len(engine.answers)} requests, {len(engine.loads)} loads, "
         f"{chaos.loaded} of them loaded, {engine.preemptions} preemptions, "
-        f"{engine.worker.worker.counters['stores_cancelled_for_reuse']} stores cancelled for reuse, "
+        f"{engine.worker.worker.counters['cancelled_stores']} stores cancelled for reuse, "
         f"{engine.connector.scheduler.counters['quarantined_blocks']} blocks quarantined, {chaos.happened}, "
         f"not sent { ({name: n for name, n in engine.worker.worker.counters.items() if name.startswith('not_sent')}) }"
     )

@@ -64,7 +64,7 @@ def test_when_one_rank_fails_to_load_the_request_is_computed(make_daemon, pair, 
     half.start_loads = lambda plan: start(replace(plan, loads=[replace(load, keys=b"") for load in plan.loads]))
     warm.generate("warm", TOKENS)
     assert warm.received == ["warm"]
-    assert (half.counters["failed_loads"], other.counters["loaded"]) == (1, 1)
+    assert (half.counters["load_failures"], other.counters["loaded"]) == (1, 1)
     assert warm.generate("again", TOKENS).local == 3 * CHUNK
 
 
@@ -80,7 +80,7 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert warm.received == ["warm"]
-    assert (first.counters["failed_loads"], second.counters["failed_loads"]) == (0, 1)
+    assert (first.counters["load_failures"], second.counters["load_failures"]) == (0, 1)
     assert warm.free_blocks == warm.num_blocks - 1 - len(ids_of(warm.loads[0]))
     daemon.thaw()
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")

@@ -13,10 +13,10 @@ import pytest
 import torch
 from kvserver.adapters.common import host_memory
 from kvserver.adapters.common.link import Link
+from kvserver.adapters.common.steps import StepPlan
+from kvserver.adapters.common.worker import WORDS, WorkerHalf
 from kvserver.adapters.vllm import support
-from kvserver.adapters.vllm.metadata import StepPlan
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from kvserver.adapters.vllm.worker import WORDS, WorkerHalf
 from modelless import BLOCK, prompt
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
@@ -287,9 +287,9 @@ def test_a_fault_before_a_load_begins_fails_that_load_and_no_other(make_daemon, 
     monkeypatch.setattr(WorkerHalf, "start_loads", faulty)
     assert engine.generate("first", TOKENS).right
     assert len(faults) == 1
-    assert engine.worker.worker.counters["failed_loads"] == 1
+    assert engine.worker.worker.counters["load_failures"] == 1
     assert engine.generate("second", [*TOKENS[:-1], *prompt(99, 2 * CHUNK)]).right
-    assert engine.worker.worker.counters["failed_loads"] == 1
+    assert engine.worker.worker.counters["load_failures"] == 1
 
 
 @pytest.mark.parametrize(

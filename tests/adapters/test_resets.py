@@ -113,4 +113,4 @@ def test_a_load_under_way_at_a_reset_is_given_up(make_daemon, make_engine):
     engine.run()
     assert answer.right
     assert engine.received == ["warm"]
-    assert engine.worker.worker.counters["failed_loads"] == 1
+    assert engine.worker.worker.counters["load_failures"] == 1

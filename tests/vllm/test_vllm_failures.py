@@ -118,7 +118,7 @@ def test_a_daemon_killed_during_a_load(
         daemon.start()
     reply = second.receive()
     assert tokens_of(reply, name) == alone
-    assert second.counters()["worker"]["failed_loads"] > 0
+    assert second.counters()["worker"]["load_failures"] > 0
 
 
 def test_a_daemon_killed_during_a_store(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
@@ -176,7 +176,7 @@ def test_a_daemon_stopped_mid_store_publishes_nothing_of_blocks_that_were_reused
     daemon.freeze()
     assert tokens_of(small.receive(), "store") == alone[0]
     assert [o["tokens"] for o in small.generate(others)] == alone[1:], "with 104 blocks these overwrite all others"
-    assert small.counters()["worker"]["stores_cancelled_for_reuse"] > 0
+    assert small.counters()["worker"]["cancelled_stores"] > 0
     daemon.thaw()
     daemon.wait_for_accounting(tickets=0)
     # Whatever is READY now must be right: another engine uses it.

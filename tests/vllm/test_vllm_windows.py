@@ -143,7 +143,7 @@ def test_a_load_that_ends_with_its_daemon_costs_only_the_hit(engine: Engine, sta
     daemon.kill()
     assert engine.receive()["outputs"][0]["tokens"] == cold["tokens"]
     counters = engine.counters()
-    assert counters["worker"]["failed_loads"] == 1
+    assert counters["worker"]["load_failures"] == 1
     assert (counters["errors"], counters["blocks_in_use"]) == ({}, 0)
     engine.forget()
 

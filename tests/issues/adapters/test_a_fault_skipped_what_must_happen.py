@@ -5,17 +5,17 @@ mixed chunk was published. Here each fenced method meets a fault in its first st
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import pytest
 from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.hazards import PendingStores
 from kvserver.adapters.common.lookups import Lookups
 from kvserver.adapters.common.send_queue import DirectSendQueue
+from kvserver.adapters.common.steps import StepReport
+from kvserver.adapters.common.worker import WorkerHalf
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.metadata import StepReport
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from kvserver.adapters.vllm.stats import KVServerStats
-from kvserver.adapters.vllm.worker import WorkerHalf
 from modelless import prompt
 from support.daemon import wait_until
 from vllm.v1.outputs import KVConnectorOutput
@@ -105,9 +105,14 @@ def test_a_load_that_ended_is_reported_once_though_counting_it_fails(make_daemon
     daemon = make_daemon()
     make_engine(daemon).generate("cold", FIRST)
     engine = make_engine(daemon, may_fail=True)
-    monkeypatch.setattr(KVServerStats, "ended", faulty)
+    monkeypatch.setattr(WorkerHalf, "count_copy", faulty)
     assert engine.generate("warm", FIRST).external == len(FIRST) - 1
     assert engine.received == ["warm"]
+
+
+class Uncountable(Counter[str]):
+    def __setitem__(self, name: str, count: int) -> None:
+        faulty()
 
 
 def test_a_load_that_failed_is_reported_as_failed_though_counting_it_fails(make_daemon, make_engine, monkeypatch):
@@ -115,7 +120,7 @@ def test_a_load_that_failed_is_reported_as_failed_though_counting_it_fails(make_
     daemon = make_daemon()
     make_engine(daemon).generate("cold", FIRST)
     engine = make_engine(daemon, may_fail=True)
-    monkeypatch.setattr(KVServerStats, "add", faulty)
+    monkeypatch.setattr(engine.worker.worker, "counters", Uncountable())
     engine.before_step = lambda plan: daemon.kill() if plan.loads and daemon.running() else None
     engine.generate("warm", FIRST)
     assert engine.received == ["warm"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm import KVServerConnector
-from kvserver.adapters.vllm.metadata import StepPlan, StepReport
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.outputs import KVConnectorOutput
 

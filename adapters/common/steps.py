@@ -1,4 +1,4 @@
-"""What the scheduler half and the worker half send each other, through vLLM, once per step.
+"""What the scheduler half and the worker half send each other, through the engine, once per step.
 
 Owns: the plain records. Refuses to know: how they are made or acted on.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-NULL_BLOCK = 0  # vLLM's id in place of a block that a window has passed
+NULL_BLOCK = 0  # in place of a block that a window has passed
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+class StepPlan:
     """Scheduler to worker."""
 
     loads: list[LoadSpec] = field(default_factory=list)
@@ -27,7 +26,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class StepReport:
     """Worker to scheduler; after aggregate() the lists hold one entry per rank."""
 
     ended_stores: list[int] = field(default_factory=list)
@@ -36,8 +35,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     quarantined: list[tuple[int, list[int]]] = field(default_factory=list)  # (load id, block ids)
     released: list[int] = field(default_factory=list)  # load ids: quarantine is over
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, StepReport)
+    def aggregate(self, other: StepReport) -> StepReport:
         return StepReport(
             self.ended_stores + other.ended_stores,
             self.failed_loads + other.failed_loads,

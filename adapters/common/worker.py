@@ -26,11 +26,9 @@ from kvserver.adapters.common.endings import Action, load_action, store_action
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Link, Session
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
+from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
-from kvserver.adapters.vllm import support
-from kvserver.adapters.vllm.metadata import NULL_BLOCK, StepPlan, StepReport
-from kvserver.adapters.vllm.settings import AdapterSettings
-from kvserver.adapters.vllm.stats import KVServerStats
+from kvserver.adapters.common.steps import NULL_BLOCK, StepPlan, StepReport
 
 from kvserver._native import State
 from kvserver.protocol import Error, Reply, Retrieve, Store, Stored
@@ -54,24 +52,29 @@ class Rank:
 class WorkerHalf:
     def __init__(
         self,
-        settings: AdapterSettings,
+        settings: CommonSettings,
         send_queue: SendQueue,
         faults: Faults,
         rank: Rank = Rank(),
         link: Link | None = None,
+        *,
+        fails_requests: bool = True,
     ) -> None:
-        """`link` is None when this worker runs without cache; it still reports the end of every load it is given."""
+        """`link` is None when this worker runs without cache; it still reports the end of every load it is given.
+
+        `fails_requests`: a failed load fails its whole request, which the engine then begins again, rather than the failed
+        blocks, computed in place. Only that is right where a window's null blocks lie before them, and only then can blocks
+        be kept out of use.
+        """
         self.counters: Counter[str] = Counter()
-        self.stats = KVServerStats()
+        self._seconds: dict[str, list[float]] = {}
         self._settings = settings
         self._send_queue = send_queue
         self._faults = faults
         self._rank = rank
         self._link = link
         self._leaving: list[Link] = []  # after detach(), until the server has closed its mappings
-        # A failed load fails its whole request, which vLLM then begins again, rather than the failed blocks, computed in place.
-        # Only that is right where a window's null blocks lie before them, and only then can blocks be kept out of use.
-        self._fails_requests = support.TransferResults is not None
+        self._fails_requests = fails_requests
         self._session: Session | None = None
         self._free_words: list[int] = []
         self._copies: dict[int, Copy] = {}  # in flight, by the id of its spec, which is its sequence
@@ -91,7 +94,7 @@ class WorkerHalf:
             # Cancelling needs the state words only. A store that went on would publish what this step's forward writes.
             for copy in waiting:
                 with self._faults.guarded("cancelling a store"):
-                    self.counters["stores_cancelled_for_reuse"] += copy.cancel()
+                    self.counters["cancelled_stores"] += copy.cancel()
 
     def _wait_for(self, stores: list[Copy]) -> None:
         if not stores:
@@ -129,7 +132,7 @@ class WorkerHalf:
             if store.store_id not in self._copies:
                 self._report.ended_stores.append(store.store_id)
                 if self._stores_own:
-                    self.stats.add("store_failures")
+                    self.counters["store_failures"] += 1
 
     @property
     def _stores_own(self) -> bool:
@@ -250,20 +253,19 @@ class WorkerHalf:
         self._forget(copy)
         self._report.ended_stores.append(spec.store_id)
         if isinstance(answer, Stored):
-            copied = answer.stored * spec.chunk_blocks * sum(self._rank.group_bytes)
-            self.stats.ended("store", time.monotonic() - copy.began, copied)
+            self.count_copy("store", copy, answer.stored * spec.chunk_blocks * sum(self._rank.group_bytes))
         else:
-            self.stats.add("store_failures")
+            self.counters["store_failures"] += 1
 
     def _load_ended(self, copy: Copy, spec: LoadSpec, action: Action) -> None:
-        """The server no longer writes the load's blocks. First it is forgotten: vLLM dies of a load that ends twice."""
+        """The server no longer writes the load's blocks. First it is forgotten: an engine may die of a load that ends twice."""
         self._forget(copy)
         if action is Action.RELEASE:
             self._report.released.append(spec.load_id)
         elif action is Action.FINISH:
             self._finished.add(spec.request_id)
             self.counters["loaded"] += 1
-            self.stats.ended("load", time.monotonic() - copy.began, self._bytes_of(ids_of(spec)))
+            self.count_copy("load", copy, self._bytes_of(ids_of(spec)))
         else:
             self._load_failed(spec)
 
@@ -280,8 +282,7 @@ class WorkerHalf:
             self._invalid.update(ids_of(spec))
         self._finished.add(spec.request_id)
         self._report.failed_loads.append(spec.request_id)
-        self.counters["failed_loads"] += 1
-        self.stats.add("load_failures")
+        self.counters["load_failures"] += 1
 
     def _receive(self) -> None:
         """Process every answer. A store's answer is its end: only then can its chunks be found."""
@@ -304,6 +305,11 @@ class WorkerHalf:
         if isinstance(answer, Error):
             self._refused(answer)
 
+    def count_copy(self, name: str, copy: Copy, copied: int) -> None:
+        """A load or a store that completed, and its bytes."""
+        self._seconds.setdefault(f"{name}_seconds", []).append(time.monotonic() - copy.began)
+        self.counters[f"{name}_bytes"] += copied
+
     def _bytes_of(self, block_ids: list[int]) -> int:
         """The size of these blocks, given in the order of a copy; null blocks are not copied."""
         sizes = self._rank.group_bytes
@@ -312,6 +318,7 @@ class WorkerHalf:
 
     def _not_sent(self, answer: NotSent) -> None:
         self.counters[f"not_sent_{answer.reason}"] += 1
+        self.counters["unsent"] += answer.reason != "cancelled"
         if answer.error is not None:
             with self._faults.guarded("waiting for the engine's own work"):
                 raise answer.error
@@ -321,7 +328,7 @@ class WorkerHalf:
         if self.counters[f"refused_{error.code}"] == 1:
             log.warning("kvserver refused or ended a copy: %s: %s", error.code, error.message)
 
-    # ---- what vLLM collects -------------------------------------------------------------------
+    # ---- what the engine collects ----------------------------------------------------------------
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """(requests whose loads are over, those of them that failed as a whole); each exactly once."""
@@ -332,6 +339,11 @@ class WorkerHalf:
     def take_invalid_blocks(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
         return invalid
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """How long each copy took that completed since the last call, by "load_seconds" and "store_seconds"."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def take_report(self) -> StepReport | None:
         if not self._report:

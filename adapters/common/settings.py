@@ -1,0 +1,85 @@
+"""What an operator may set in any engine, and how an engine's extra configuration is read.
+
+Owns: the keys, their defaults and costs. Refuses to know: who uses them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvserver.protocol import default_endpoint
+
+PREFIX = "kvserver."
+
+
+class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Field `load_timeout_ms` is the key `kvserver.load_timeout_ms`."""
+
+    endpoint: Annotated[
+        str,
+        Meta(
+            description="The daemon's endpoint. Default: the endpoint of a daemon that the same user started with defaults."
+        ),
+    ] = ""
+    lookup_timeout_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long a request may wait for the answer to its lookup, over several scheduler passes. After that the lookup is a miss.",
+        ),
+    ] = 100.0
+    lookup_poll_ms: Annotated[
+        float, Meta(gt=0, description="How long the scheduler waits for lookups in one pass, all requests together.")
+    ] = 1.0
+    lookup_age_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How old the answer to a lookup may be when the engine admits the request. The lookup is sent again if the answer is older than this, or than half the daemon's lease.",
+        ),
+    ] = 1_000.0
+    load_timeout_ms: Annotated[
+        float, Meta(gt=0, description="After this time a load is cancelled, and the engine computes the tokens.")
+    ] = 10_000.0
+    store_timeout_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="After this time a store is cancelled. Until a store has ended, an idle engine keeps stepping to receive the report of its end.",
+        ),
+    ] = 10_000.0
+    settle_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long a worker step waits for stores whose blocks are about to be overwritten, before it cancels the stores.",
+        ),
+    ] = 20.0
+    connect_timeout_ms: Annotated[
+        float, Meta(gt=0, description="How long the engine's start waits for its registration with the daemon.")
+    ] = 5_000.0
+    unregister_timeout_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long sleep mode waits for the daemon to close its mappings of the KV cache. After that sleep fails if a load may still write; if none may, sleep goes on and the GPU memory is free once the daemon has closed its mappings.",
+        ),
+    ] = 5_000.0
+
+
+S = TypeVar("S", bound=CommonSettings)
+
+
+def read_settings(kind: type[S], extra_config: dict[str, Any]) -> S:
+    """The adapter's settings among an engine's extra configuration; msgspec.ValidationError or ValueError names the key."""
+    known = {field.name for field in msgspec.structs.fields(kind)}
+    values = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(
+            f"unknown keys {[PREFIX + key for key in unknown]}; known are {sorted(PREFIX + k for k in known)}"
+        )
+    settings = msgspec.convert(values, kind, strict=False)
+    return settings if settings.endpoint else msgspec.structs.replace(settings, endpoint=default_endpoint())

@@ -1,0 +1,110 @@
+"""What the halves report to the engine's metrics and log: the counters, and how those of ranks and halves add up.
+
+A report is a dict that the engine carries as JSON or msgpack: a number for each counter, by label where it has one, a list of
+seconds for each kind of copy; and how the halves are. Refuses to know: when an event is to be counted, and the metrics made of the
+counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from kvserver.adapters.common.cache_status import CacheStatus
+
+HALVES = "halves"  # by name: whether it has a daemon, and why not
+QUARANTINED = "quarantined_blocks"
+REFUSED = "refused"  # by error code
+FAULTS = "faults"  # by place
+COUNTERS = {
+    "lookups": "Lookups sent to kvserver.",
+    "lookup_hits": "Lookups that found at least one chunk.",
+    "lookup_timeouts": "Lookups that were not answered in time.",
+    "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only, since its weights may have changed.",
+    "replaced_lora_requests": "Times that a request was kept from the cache, since the files of its LoRA were replaced.",
+    "load_bytes": "Bytes loaded from kvserver, by all ranks.",
+    "load_failures": "Loads that failed, by all ranks; the engine computes those tokens itself.",
+    "store_bytes": "Bytes stored in kvserver, by all ranks, without chunks that were already stored.",
+    "store_failures": "Stores that did not complete, by all ranks.",
+    "cancelled_stores": "Stores that were cancelled since the engine needed the blocks, by all ranks.",
+    "unsent": "Loads, stores and notices that could not be sent to kvserver: no connection, or its queue was full.",
+}
+TIMES = {
+    "load_seconds": "Duration of each load of one rank, measured by the rank.",
+    "store_seconds": "Duration of each store of one rank, measured by the rank.",
+}
+_REPEAT_SECONDS = 1.0  # a half reports an unchanged status again: each report reaches one of the front ends
+
+
+class StatsReporter:
+    """Reports of one half: remembers what was reported so far."""
+
+    def __init__(self, half: str) -> None:
+        self._half = half
+        self._counted: dict[str, int] = {}
+        self._faults: dict[str, int] = {}
+        self._status: CacheStatus | None = None
+        self._again_at = 0.0
+        self._quarantined = 0
+
+    def report(
+        self, counters: Mapping[str, int], errors: Mapping[str, int], status: CacheStatus, quarantined: int
+    ) -> dict[str, Any]:
+        """What is new: by how much counts have grown, and how the half is. `errors`: by "place: kind"."""
+        data: dict[str, Any] = {}
+        for name, more in _grown(counters, self._counted).items():
+            if name in COUNTERS:
+                data[name] = more
+            elif name.startswith("refused_"):
+                data.setdefault(REFUSED, {})[name.removeprefix("refused_")] = more
+        for kind, more in _grown(errors, self._faults).items():
+            places = data.setdefault(FAULTS, Counter())
+            places[kind.rsplit(": ", 1)[0]] += more
+        if quarantined != self._quarantined:
+            self._quarantined = data[QUARANTINED] = quarantined
+        now = time.monotonic()
+        if status != self._status or now >= self._again_at:
+            self._status, self._again_at = status, now + _REPEAT_SECONDS
+            data[HALVES] = {self._half: list(status)}
+        return data
+
+
+def added(mine: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two reports as one. `other` is of another half, or newer."""
+    data = dict(mine)
+    for name, value in other.items():
+        if name not in mine or name == QUARANTINED:
+            data[name] = value
+        elif name == HALVES:
+            data[name] = {**mine[name], **value}
+        elif isinstance(value, dict):
+            data[name] = dict(Counter(mine[name]) + Counter(value))
+        else:
+            data[name] = mine[name] + value
+    return data
+
+
+def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
+    """For a line of the engine's log: sums, and of copies their number."""
+    line: dict[str, int | float] = {}
+    if HALVES in data:
+        line["connected"] = int(all(CacheStatus(*half).connected for half in data[HALVES].values()))
+    for name in (*COUNTERS, QUARANTINED, REFUSED, FAULTS, *TIMES):
+        if name in TIMES and name in data:
+            line[name.replace("_seconds", "s")] = len(data[name])
+            line[name] = round(sum(data[name]), 4)
+        elif name in data:
+            value = data[name]
+            line[name] = sum(value.values()) if isinstance(value, dict) else value
+    return line
+
+
+def _grown(counters: Mapping[str, int], before: dict[str, int]) -> dict[str, int]:
+    """By how much each counter has grown since `before`, which is updated. Called in every step of the engine."""
+    if counters == before:
+        return {}
+    more = {name: count - before.get(name, 0) for name, count in counters.items() if count != before.get(name, 0)}
+    before.update(counters)
+    return more
