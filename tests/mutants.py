@@ -380,12 +380,12 @@ SERVER = (
     ),
     Mutant(
         "a store that was whole after its deadline is published",
-        STORES, "Stores.ended", "completion.done and self._copies.now_ns() > ticket.request.deadline_ns", "False",
+        STORES, "Stores.ended", "completion.done and time.monotonic_ns() > ticket.request.deadline_ns", "False",
         ("issues/test_a_late_store_was_published.py",),
     ),
     Mutant(
         "a copy that is late as it comes is begun",
-        SERVER_COPIES, "Copies.namespace_of", "if request.deadline_ns <= self._clock() * 1e9:", "if False:",
+        SERVER_COPIES, "Copies.namespace_of", "if request.deadline_ns <= time.monotonic_ns():", "if False:",
         ("daemon/test_bad_input.py::test_nothing_is_evicted_for_a_store_whose_deadline_has_passed",),
     ),
     Mutant(
@@ -415,17 +415,17 @@ SERVER = (
     ),
     Mutant(
         "the server takes every rank's copy of what all of them hold",
-        INSTANCES, "Worker.__init__", "self.stores = self.slot == spec.rank", "self.stores = True",
+        INSTANCES, "Worker.__post_init__", "self.stores = self.slot == spec.rank", "self.stores = True",
         ("daemon/test_replicated.py",),
     ),
     Mutant(
         "a store that cannot be queued keeps its slots pinned",
-        STORES, "Stores._copy", "            self._cache.finish_store(plan, copied=False)\n", "",
+        STORES, "Stores._copy", "            self.cache.finish_store(plan, copied=False)\n", "",
         ("daemon/test_copies_not_taken.py",),
     ),
     Mutant(
         "a load that cannot be queued keeps its chunks pinned",
-        LOADS, "Loads._copy", "            self._cache.finish_load(found, copied=False)\n", "",
+        LOADS, "Loads._copy", "            self.cache.finish_load(found, copied=False)\n", "",
         ("daemon/test_copies_not_taken.py",),
     ),
     Mutant(
@@ -519,7 +519,7 @@ SERVER = (
     ),
     Mutant(
         "a disconnected instance is never forgotten",
-        WORKERS, "Workers.tick", "self._instances.forget_departed(self._clock())", "pass",
+        WORKERS, "Workers.tick", "self.instances.forget_departed(time.monotonic())", "pass",
         ("model/test_departures.py",),
     ),
     Mutant(
@@ -563,11 +563,11 @@ SERVER = (
     ),
     Mutant(
         "the copies of a disconnected worker go on",
-        WORKERS, "Workers.close_worker", "self._tickets.cancel_copy(number)", "pass", ("daemon/test_failures.py",),
+        WORKERS, "Workers.close_worker", "self.tickets.cancel_copy(number)", "pass", ("daemon/test_failures.py",),
     ),
     Mutant(
         "the leases of a disconnected engine stay",
-        WORKERS, "Workers.close_worker", "self._cache.end_leases_of(ended.instance_id)", "pass", ("daemon/test_failures.py",),
+        WORKERS, "Workers.close_worker", "self.cache.end_leases_of(ended.instance_id)", "pass", ("daemon/test_failures.py",),
     ),
 )  # fmt: skip
 

@@ -6,7 +6,8 @@ evicted (`cache`), and what else a store (`stores`) or a load (`loads`) does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from dataclasses import dataclass
 
 from kvserver._native import Outcome
 from kvserver.cache import PagePool
@@ -26,74 +27,60 @@ _FAILURES = {
 }
 
 
+@dataclass
 class Copies:
-    def __init__(
-        self, pool: PagePool, tickets: Tickets[Ticket], instances: Instances, clock: Callable[[], float], bus: Bus
-    ) -> None:
-        self._pool = pool
-        self._tickets = tickets
-        self._instances = instances
-        self._clock = clock
-        self._bus = bus
-
-    def now_ns(self) -> int:
-        return int(self._clock() * 1e9)
+    pool: PagePool
+    tickets: Tickets[Ticket]
+    instances: Instances
+    bus: Bus
 
     # ---- before the copy ----------------------------------------------------------------------
 
     def worker_of(self, request: Store | Retrieve) -> Worker:
         """KVServerError unless the request names a registered worker and one of its state words."""
-        worker = self._instances.worker(request.registration)
+        worker = self.instances.worker(request.registration)
         if request.word >= worker.spec.words:
             raise KVServerError(
                 ErrorCode.BAD_MESSAGE, f"state word {request.word} of a page of {worker.spec.words} words"
             )
-        worker.last_seen = self._clock()
+        worker.last_seen = time.monotonic()
         return worker
 
     def namespace_of(self, request: Store | Retrieve, worker: Worker) -> bytes:
         """KVServerError unless the request is in time, its chunks have the size of the worker's, and all ranks are registered."""
         check_chunk(request.chunk_blocks, worker.spec)
-        if request.deadline_ns <= self._clock() * 1e9:
+        if request.deadline_ns <= time.monotonic_ns():
             raise KVServerError(ErrorCode.LATE, "the request's deadline had passed before the server read it")
-        instance = self._instances.instance_of(worker)
+        instance = self.instances.instance_of(worker)
         namespace = instance.namespace_of(request.variant)
         if namespace is None:
-            raise KVServerError(
-                ErrorCode.NOT_READY,
-                f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} are registered",
-            )
+            raise KVServerError(ErrorCode.NOT_READY, instance.ranks_text)
         return namespace
 
     def refuse(self, request: Store | Retrieve, worker: Worker, error: Exception) -> None:
         """Fail the state word of a copy that does not begin: the engine sees at once that nothing is copied."""
-        spec = worker.spec
         code = error.code if isinstance(error, KVServerError) else ErrorCode.INTERNAL
         direction = (StoreTicket if isinstance(request, Store) else LoadTicket).direction
-        self._bus.publish(
-            CopyRefused(
-                self.now_ns(), spec.instance_id, spec.model_name, spec.rank, direction, request.request_id, code.value
-            )
-        )
+        now_ns = time.monotonic_ns()
+        self.bus.publish(CopyRefused(now_ns, *worker.identity, direction, request.request_id, code.value))
         worker.words.fail_word(request.word, request.sequence)
-        counts = self.counts_of(worker)
         if isinstance(request, Store):
-            counts.failed_stores += 1
+            self.counts_of(worker).failed_stores += 1
         else:
-            counts.failed_loads += 1
-            self._count_wait(worker, request.request_id, self.now_ns(), 0)
+            self.counts_of(worker).failed_loads += 1
+            self._count_wait(worker, request.request_id, now_ns, 0)
 
     # ---- the copy -----------------------------------------------------------------------------
 
     def submit(self, ticket: CopyTicket, skip: int = 0, chunks: list[int] | None = None) -> None:
         """Queue the copy of the ticket's chunks; `chunks` has the number of each in the request, if not all are copied."""
         request, worker, spec = ticket.request, ticket.worker, ticket.worker.spec
-        number = self._tickets.queue_copy(
+        number = self.tickets.queue_copy(
             worker.device,
             ticket,
             blocks=ticket.blocks,
             extents=b"".join([chunk.slot(worker.slot) for chunk in ticket.chunks]),
-            pages_per_slot=self._pool.pages_for(worker.slot_bytes),
+            pages_per_slot=self.pool.pages_for(worker.slot_bytes),
             blocks_per_slot=spec.chunk_blocks,
             skip=skip,
             chunks=chunks,
@@ -103,20 +90,16 @@ class Copies:
             deadline_nanos=request.deadline_ns,
         )
         worker.tickets.add(number)
-        ticket.began_ns = self.now_ns()
-        self._bus.publish(
-            CopyBegan(
-                ticket.began_ns, spec.instance_id, spec.model_name, spec.rank, ticket.direction, request.request_id
-            )
-        )
+        ticket.began_ns = time.monotonic_ns()
+        self.bus.publish(CopyBegan(ticket.began_ns, *worker.identity, ticket.direction, request.request_id))
 
     def ended(self, ticket: CopyTicket, completion: Completion, copied: bool) -> None:
         """Count and publish the end. `copied`: every byte was copied, and it counts."""
-        spec, request_id = ticket.worker.spec, ticket.request.request_id
-        self._bus.publish(
+        now_ns, request_id = time.monotonic_ns(), ticket.request.request_id
+        self.bus.publish(
             CopyEnded(
-                self.now_ns(), spec.instance_id, spec.model_name, spec.rank, ticket.direction, request_id,
-                ticket.began_ns, len(ticket.chunks), completion.bytes, completion.nanos, completion.outcome.name.lower(),
+                now_ns, *ticket.worker.identity, ticket.direction, request_id, ticket.began_ns, len(ticket.chunks),
+                completion.bytes, completion.nanos, completion.outcome.name.lower(),
             )
         )  # fmt: skip
         counts = self.counts_of(ticket.worker)
@@ -126,7 +109,7 @@ class Copies:
         else:
             counts.failed_stores += not copied
         if copied:
-            waited = (self.now_ns() - ticket.arrived_ns) * 1e-9
+            waited = (now_ns - ticket.arrived_ns) * 1e-9
             counts.benefit.copied(ticket.direction, waited, completion.nanos * 1e-9)
             self._count_copied(counts, ticket, completion)
 
@@ -134,7 +117,7 @@ class Copies:
 
     def counts_of(self, worker: Worker) -> Counts:
         """Of the worker's instance, also after it disconnected."""
-        return self._instances.counts_of(worker.spec)
+        return self.instances.counts_of(worker.spec)
 
     def _count_copied(self, counts: Counts, ticket: CopyTicket, completion: Completion) -> None:
         if isinstance(ticket, StoreTicket):
@@ -147,18 +130,18 @@ class Copies:
         counts.load_nanos += completion.nanos
         if ticket.worker.spec.rank == 0:  # the ranks of an engine save the same prefill
             counts.saved_tokens += ticket.tokens
-            instance = self._instances.by_id.get(ticket.worker.spec.instance_id)
+            instance = self.instances.by_id.get(ticket.worker.spec.instance_id)
             if instance is not None and instance.prefill_speed:
                 counts.saved_seconds += ticket.tokens / instance.prefill_speed
 
     def _count_wait(self, worker: Worker, request_id: str, arrived_ns: int, tokens: int) -> None:
         """A load ended on this rank, having brought the KV of so many tokens."""
         spec = worker.spec
-        instance = self._instances.by_id.get(spec.instance_id)
+        instance = self.instances.by_id.get(spec.instance_id)
         if instance is None:
             return
         waits = instance.load_waits
-        whole = waits.ended(request_id, spec.rank, instance.world_size, arrived_ns, self.now_ns(), tokens)
+        whole = waits.ended(request_id, spec.rank, instance.world_size, arrived_ns, time.monotonic_ns(), tokens)
         if whole is not None:
             instance.counts.benefit.load_ended(*whole, instance.prefill_speed)
 

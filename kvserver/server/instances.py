@@ -10,6 +10,7 @@ agree. A worker that is closing takes no new requests; its memory is unmapped wh
 from __future__ import annotations
 
 import enum
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -26,7 +27,6 @@ from kvserver.protocol import (
     KVServerError,
     RegisterWorker,
     block_bytes,
-    group_count,
 )
 from kvserver.protocol.status import RequestCounts
 from kvserver.server.engine_stats import EngineStats
@@ -46,34 +46,29 @@ class Counts(RequestCounts):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+@dataclass(eq=False)
 class Worker:
-    """One rank. `table` is None until its memory was mapped."""
+    """One rank."""
 
-    def __init__(
-        self,
-        registration: int,
-        spec: RegisterWorker,
-        lifeline: Lifeline,
-        device: Device,
-        memory: list[Mapping],
-        words: WordMapping,
-    ) -> None:
-        self.registration = registration
-        self.spec = spec
-        self.lifeline = lifeline
-        self.device = device  # that copies for the worker
-        self.memory = memory
-        self.words = words
-        self.table: PlaneTable | None = None
-        self.tickets: set[int] = set()
-        self.waiting = 0  # stores that have no ticket yet, for their plans are not complete
-        self.closing = False
-        self.unmapping = False
-        self.last_seen = 0.0
-        self.groups = group_count(spec.planes)
+    registration: int
+    spec: RegisterWorker
+    lifeline: Lifeline
+    device: Device  # that copies for the worker
+    memory: list[Mapping]
+    words: WordMapping
+    table: PlaneTable | None = None  # None until its memory was mapped
+    tickets: set[int] = field(default_factory=set)
+    waiting: int = 0  # stores that have no ticket yet, for their plans are not complete
+    closing: bool = False
+    unmapping: bool = False
+    last_seen: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
         self.slot_bytes = block_bytes(spec.planes) * spec.chunk_blocks
         self.slot = 0 if spec.replicated else spec.rank  # which of a chunk's slots has this rank's bytes
         self.stores = self.slot == spec.rank
+        self.identity = spec.instance_id, spec.model_name, spec.rank  # as events about a rank begin
 
     @property
     def mappings(self) -> list[Mapping]:
@@ -188,14 +183,9 @@ class Instances:
         check_agreement(instance.any_worker().spec, spec)
 
     def add_worker(
-        self,
-        spec: RegisterWorker,
-        lifeline: Lifeline,
-        device: Device,
-        memory: list[Mapping],
-        words: WordMapping,
+        self, spec: RegisterWorker, lifeline: Lifeline, device: Device, memory: list[Mapping], words: WordMapping
     ) -> Worker:
-        """REQUIRES: check(spec) passed."""
+        """REQUIRES: check_registration(spec) passed."""
         instance = self.by_id.get(spec.instance_id)
         if instance is None:
             instance = Instance(spec.instance_id, spec.incarnation, spec.model_name, spec.world_size)

@@ -94,8 +94,7 @@ class Server:
         self.rpc = Rpc()
         self._router = router
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if hasattr(os, "eventfd") else None
-        self._wake_read, self._wake_write = (self._wake, self._wake) if self._wake is not None else _pipe()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self.started = time.monotonic()
         self.turns = Histogram(WAIT_SECONDS)
@@ -111,8 +110,7 @@ class Server:
         self.wake()
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake already
-            os.write(self._wake_write, b"\1\0\0\0\0\0\0\0")
+        os.eventfd_write(self._wake, 1)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` in the loop thread, unless the future is cancelled before its turn."""
@@ -152,7 +150,7 @@ class Server:
         """Until stop()."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        for fd in (self._wake_read, self._lifelines.listener_fd):
+        for fd in (self._wake, self._lifelines.listener_fd):
             poller.register(fd, zmq.POLLIN)
         watched: set[int] = set()
         more = False
@@ -176,7 +174,7 @@ class Server:
                 self._guarded(self._lifelines.accept)
             for fd in watched & ready.keys():
                 self._guarded(self._read_lifeline, fd)
-            if self._wake_read in ready:
+            if self._wake in ready:
                 self._run_calls()
             more |= bool(self._guarded(self._upkeep.step))
             self._guarded(self._upkeep.audit_if_quiet, turn_began - waited_since, not ready)
@@ -252,7 +250,7 @@ class Server:
 
     def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
+            os.eventfd_read(self._wake)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._calls.get_nowait()()
@@ -273,8 +271,3 @@ class Server:
     def snapshot(self) -> DaemonStatus:
         """`/status`, but for what the pages know. From the loop's thread."""
         return self._make_status(self)
-
-
-def _pipe() -> tuple[int, int]:
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    return read, write

@@ -5,8 +5,10 @@ Owns: their checks and their sequence. Refuses to know: what follows from them (
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvserver._native import check_records, unpack_blocks
 from kvserver.cache import Cache
@@ -33,21 +35,13 @@ _LEAST_SPEED = 0.001  # tokens a second; a speed beyond these is not used: times
 _MOST_SPEED = 1e12
 
 
+@dataclass
 class EngineReports:
-    def __init__(
-        self,
-        cache: Cache,
-        instances: Instances,
-        clock: Callable[[], float],
-        bus: Bus,
-        unapplied: set[str],
-    ) -> None:
-        """`unapplied`: the event thread adds instances whose report it could not apply; they are removed here."""
-        self._cache = cache
-        self._instances = instances
-        self._clock = clock
-        self._bus = bus
-        self._unapplied = unapplied
+    cache: Cache
+    instances: Instances
+    bus: Bus
+    unapplied: set[str]  # the event thread adds instances whose report it could not apply; they are removed here
+    clock_ns: Callable[[], int] = time.monotonic_ns
 
     def add_block_report(self, request: ReportBlockAllocations) -> None:
         instance = self._reporter(request)
@@ -56,20 +50,20 @@ class EngineReports:
         reports.check(source, pool)
         count, size, blocks = checked(payload, instance.any_worker().spec.num_blocks)
         instance.counts.block_records += count
-        if request.instance_id in self._unapplied:
-            self._unapplied.discard(request.instance_id)
+        if request.instance_id in self.unapplied:
+            self.unapplied.discard(request.instance_id)
             reports.lose_states()
-        instance.counts.sequence_gaps += instance.reports.receive(request.sequence)
-        now = self._clock()
-        reports.add_report(source, pool, payload.full, now)
+        instance.counts.sequence_gaps += reports.receive(request.sequence)
+        now_ns = self.clock_ns()
+        reports.add_report(source, pool, payload.full, now_ns * 1e-9)
         self._publish(
             instance,
             BlockReport(
-                self._now_ns(), instance.instance_id, instance.model_name, payload, blocks, reports.gap, reports.in_sync
+                now_ns, instance.instance_id, instance.model_name, payload, blocks, reports.gap, reports.in_sync
             ),
             size,
         )
-        if reports.demands(now):
+        if reports.demands(now_ns * 1e-9):
             raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")
 
     def end_request(self, request: EndRequest) -> None:
@@ -77,7 +71,7 @@ class EngineReports:
         instance.counts.ended_requests += 1
         if _LEAST_SPEED <= request.prefill_tokens_per_second <= _MOST_SPEED:
             instance.prefill_speed = request.prefill_tokens_per_second
-        self._cache.end_lease((request.instance_id, request.request_id))
+        self.cache.end_lease((request.instance_id, request.request_id))
         local = min(request.local_tokens, request.prompt_tokens)
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)
         failed = min(request.failed_loads, request.loads)
@@ -86,7 +80,7 @@ class EngineReports:
         self._publish(
             instance,
             RequestEnded(
-                self._now_ns(), instance.instance_id, instance.model_name, request.request_id, instance.reports.gap,
+                self.clock_ns(), instance.instance_id, instance.model_name, request.request_id, instance.reports.gap,
                 request.prompt_tokens, local, loaded, request.loads, failed, request.not_loaded,
             ),
         )  # fmt: skip
@@ -94,23 +88,20 @@ class EngineReports:
     def describe_scheduler(self, request: DescribeScheduler) -> None:
         instance = self._reporter(request)
         if instance.namespace is None:
-            raise KVServerError(
-                ErrorCode.NOT_READY,
-                f"{len(instance.workers)} of {instance.world_size} ranks of {instance.instance_id!r} are registered; send DescribeScheduler when all are",
-            )
+            raise KVServerError(ErrorCode.NOT_READY, f"{instance.ranks_text}; send DescribeScheduler when all are")
         instance.description = request
-        if (event := instance.described(self._now_ns())) is not None:
-            self._bus.publish(event)
+        if (event := instance.described(self.clock_ns())) is not None:
+            self.bus.publish(event)
 
     def add_engine_stats(self, request: EngineLoad) -> None:
         instance = self._reporter(request)
-        for name, grown in instance.engine_stats.add_report(request, self._clock()).items():
+        for name, grown in instance.engine_stats.add_report(request, self.clock_ns() * 1e-9).items():
             total = f"engine_{name}"
             setattr(instance.counts, total, min(getattr(instance.counts, total) + grown, MOST))
 
     def _reporter(self, request: ReportBlockAllocations | EndRequest | DescribeScheduler | EngineLoad) -> Instance:
         """Identity is in the message and must be the registered one: metrics of two models never mix."""
-        instance = self._instances.instance(request.instance_id, request.incarnation)
+        instance = self.instances.instance(request.instance_id, request.incarnation)
         if request.model_name != instance.model_name:
             raise KVServerError(
                 ErrorCode.UNKNOWN_INSTANCE,
@@ -120,11 +111,8 @@ class EngineReports:
 
     def _publish(self, instance: Instance, event: BlockReport | RequestEnded, size: int = 0) -> None:
         instance.reports.gap = False
-        if not self._bus.publish(event, size):
+        if not self.bus.publish(event, size):
             instance.reports.lose()
-
-    def _now_ns(self) -> int:
-        return int(self._clock() * 1e9)
 
 
 def checked(payload: Payload, num_blocks: int) -> tuple[int, int, tuple[bytes, ...]]:

@@ -6,7 +6,9 @@ thread, a slice a turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvserver.cache import Index
 from kvserver.events import Bus, L1Resynced, ResyncPart
@@ -14,26 +16,25 @@ from kvserver.events import Bus, L1Resynced, ResyncPart
 SLICE = 1024  # chunks looked at in one turn
 
 
+@dataclass
 class Resync:
-    def __init__(self, index: Index, bus: Bus, clock: Callable[[], float]) -> None:
-        self._index = index
-        self._bus = bus
-        self._clock = clock
-        self._slices: Iterator[tuple[bytes, bytes]] | None = None  # while a resync runs
+    index: Index
+    bus: Bus
+    _slices: Iterator[tuple[bytes, bytes]] | None = None  # while a resync runs
 
     def step(self) -> bool:
         """Go on if there are chunks to publish, and space for them; True if there is more to do at once.
 
         An event about chunks that is dropped meanwhile makes the resync start over.
         """
-        if self._bus.lost_chunks:
+        if self.bus.lost_chunks:
             self._slices = None
         elif self._slices is None:
             return False
-        if not self._bus.half_empty:
+        if not self.bus.half_empty:
             return False
         if self._slices is None:
-            self._bus.lost_chunks = False
+            self.bus.lost_chunks = False
             self._slices = self._walk()
             return self._publish(ResyncPart.BEGIN)
         found = next(self._slices, None)
@@ -44,12 +45,12 @@ class Resync:
         return self._publish(ResyncPart.SLICE, *found)
 
     def _publish(self, part: ResyncPart, namespace: bytes = b"", keys: bytes = b"") -> bool:
-        return self._bus.publish(L1Resynced(int(self._clock() * 1e9), part, namespace, keys), len(keys))
+        return self.bus.publish(L1Resynced(time.monotonic_ns(), part, namespace, keys), len(keys))
 
     def _walk(self) -> Iterator[tuple[bytes, bytes]]:
         """Namespaces and keys of what is READY when each slice is taken."""
-        for id in self._index.namespace_ids():
-            namespace = self._index.find_namespace(id)
+        for id in self.index.namespace_ids():
+            namespace = self.index.find_namespace(id)
             chunks = list(namespace.chunks.values()) if namespace is not None else []
             while chunks:
                 yield id, b"".join([chunk.key for chunk in chunks[-SLICE:] if chunk.ready and not chunk.detached])

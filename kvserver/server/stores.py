@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict, deque
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvserver._native import Outcome
 from kvserver.cache import Cache, StorePlan
@@ -21,15 +22,15 @@ log = logging.getLogger(__name__)
 STEPS_PER_TURN = 2048  # of all stores' plans together (see StorePlan.steps), in one turn of the loop
 
 
+@dataclass
 class Stores:
-    def __init__(self, cache: Cache, copies: Copies, bus: Bus) -> None:
-        self._cache = cache
-        self._copies = copies
-        self._bus = bus
-        self._steps = STEPS_PER_TURN  # that are left in this turn
-        # Stores whose plan takes more than one turn. Each ends when the plan is complete, at its deadline or when its
-        # worker closes, whose memory stays mapped until then.
-        self._waiting: deque[StoreTicket] = deque()
+    cache: Cache
+    copies: Copies
+    bus: Bus
+    _steps: int = STEPS_PER_TURN  # that are left in this turn
+    # Stores whose plan takes more than one turn. Each ends when the plan is complete, at its deadline or when its worker
+    # closes, whose memory stays mapped until then.
+    _waiting: deque[StoreTicket] = field(default_factory=deque)
 
     @property
     def waiting(self) -> int:
@@ -40,19 +41,19 @@ class Stores:
 
     def begin(self, request: Store, respond: Respond) -> None:
         """Queue the copy, or raise KVServerError after failing its state word. REQUIRES: the boot id was checked."""
-        worker = self._copies.worker_of(request)
+        worker = self.copies.worker_of(request)
         try:
             self._plan(request, respond, worker)
         except Exception as error:
-            self._copies.refuse(request, worker, error)
+            self.copies.refuse(request, worker, error)
             raise
 
     def _plan(self, request: Store, respond: Respond, worker: Worker) -> None:
-        namespace = self._copies.namespace_of(request, worker)
+        namespace = self.copies.namespace_of(request, worker)
         blocks = store_blocks(request, worker)
-        self._copies.counts_of(worker).stores += 1
+        self.copies.counts_of(worker).stores += 1
         plan = self._plan_chunks(request, worker, namespace)
-        ticket = StoreTicket(request, respond, worker, namespace, blocks, plan, self._copies.now_ns())
+        ticket = StoreTicket(request, respond, worker, namespace, blocks, plan, time.monotonic_ns())
         if plan.complete:
             self._copy(ticket)
         else:
@@ -65,7 +66,7 @@ class Stores:
         spec = worker.spec
         steps = 0 if self._waiting else self._steps  # none overtakes another
         slots = 1 if spec.replicated else spec.world_size
-        plan = self._cache.plan_store(
+        plan = self.cache.plan_store(
             namespace, slots, worker.slot, request.keys, worker.slot_bytes, steps, spec.model_name
         )
         self._steps = plan.steps if steps else self._steps
@@ -94,11 +95,11 @@ class Stores:
         """Whether the plan is complete. KVServerError if the store should end."""
         if ticket.worker.closing:
             raise KVServerError(ErrorCode.CANCELLED, "the worker disconnected before the copy began")
-        if ticket.request.deadline_ns <= self._copies.now_ns():
+        if ticket.request.deadline_ns <= time.monotonic_ns():
             raise KVServerError(
                 ErrorCode.LATE, "the store's deadline passed while chunks were evicted to make space for it"
             )
-        self._cache.extend_plan(ticket.plan, self._steps)
+        self.cache.extend_plan(ticket.plan, self._steps)
         self._steps = ticket.plan.steps
         self._publish_evictions(ticket.plan)
         return ticket.plan.complete
@@ -106,8 +107,8 @@ class Stores:
     def _end_waiting(self, ticket: StoreTicket, error: Exception) -> None:
         if not ticket.plan.complete:
             self._publish_evictions(ticket.plan)
-            self._cache.finish_store(ticket.plan, copied=False)
-        self._copies.refuse(ticket.request, ticket.worker, error)
+            self.cache.finish_store(ticket.plan, copied=False)
+        self.copies.refuse(ticket.request, ticket.worker, error)
         if not isinstance(error, KVServerError):
             log.error("internal error while a store was planned", exc_info=error)
             error = KVServerError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
@@ -118,7 +119,7 @@ class Stores:
     def _copy(self, ticket: StoreTicket) -> None:
         """Copy the chunks of the complete plan, or answer that there is nothing to copy."""
         request, worker, plan = ticket.request, ticket.worker, ticket.plan
-        counts = self._copies.counts_of(worker)
+        counts = self.copies.counts_of(worker)
         counts.starved_chunks += plan.no_space
         counts.avoided_chunks += plan.skipped if worker.stores else 0
         self._publish_contents(ticket)
@@ -127,9 +128,9 @@ class Stores:
             ticket.respond(_stored(plan))
             return
         try:
-            self._copies.submit(ticket, chunks=plan.positions)
+            self.copies.submit(ticket, chunks=plan.positions)
         except BaseException:
-            self._cache.finish_store(plan, copied=False)
+            self.cache.finish_store(plan, copied=False)
             raise
 
     def ended(self, ticket: StoreTicket, completion: Completion) -> None:
@@ -137,13 +138,13 @@ class Stores:
 
         The last byte was copied before now, whatever stopped this process in between. REQUIRES: nothing else publishes.
         """
-        if completion.done and self._copies.now_ns() > ticket.request.deadline_ns:
+        if completion.done and time.monotonic_ns() > ticket.request.deadline_ns:
             completion = replace(
                 completion, outcome=Outcome.LATE, what="the store's deadline had passed when its last byte was copied"
             )
         copied = completion.done and not ticket.worker.closing
-        self._cache.finish_store(ticket.plan, copied)
-        self._copies.ended(ticket, completion, copied)
+        self.cache.finish_store(ticket.plan, copied)
+        self.copies.ended(ticket, completion, copied)
         self._publish_ready(ticket)
         ticket.respond(_stored(ticket.plan) if copied else failure(completion))
 
@@ -156,15 +157,15 @@ class Stores:
             evicted[namespace].append(key)
         plan.evicted.clear()
         for namespace, keys in evicted.items():
-            self._bus.publish(ChunksEvicted(self._copies.now_ns(), namespace, b"".join(keys)), len(keys) * KEY_BYTES)
+            self.bus.publish(ChunksEvicted(time.monotonic_ns(), namespace, b"".join(keys)), len(keys) * KEY_BYTES)
 
     def _publish_contents(self, ticket: StoreTicket) -> None:
         contents, spec = ticket.request.contents, ticket.worker.spec
         if contents is not None:
             size = len(contents.hashes) + len(contents.tokens) + len(contents.extra_keys)
-            self._bus.publish(
+            self.bus.publish(
                 ChunksDescribed(
-                    self._copies.now_ns(), spec.instance_id, ticket.namespace, ticket.request.keys, spec.block_tokens,
+                    time.monotonic_ns(), spec.instance_id, ticket.namespace, ticket.request.keys, spec.block_tokens,
                     contents,
                 ),
                 size,
@@ -172,11 +173,10 @@ class Stores:
 
     def _publish_ready(self, ticket: StoreTicket) -> None:
         if ready := ticket.plan.ready:
-            spec = ticket.worker.spec
+            instance_id, model_name, _ = ticket.worker.identity
             keys = b"".join([chunk.key for chunk in ready])
-            self._bus.publish(
-                ChunksStored(self._copies.now_ns(), spec.instance_id, spec.model_name, ticket.namespace, keys),
-                len(keys),
+            self.bus.publish(
+                ChunksStored(time.monotonic_ns(), instance_id, model_name, ticket.namespace, keys), len(keys)
             )
 
 

@@ -9,12 +9,13 @@ its memory is unmapped, and only then its connection is closed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from dataclasses import dataclass, field
 
 from kvserver._native import Outcome, PlaneTable, WordMapping
 from kvserver.cache import Cache
 from kvserver.config import Settings
-from kvserver.copy import Completion, Tickets
+from kvserver.copy import Completion, Devices, Tickets
 from kvserver.events import (
     Bus,
     InstanceDisconnected,
@@ -47,61 +48,46 @@ _MAX_REFUSALS = 256  # engines
 _MAX_TEXT = 1000
 
 
+@dataclass
 class Workers:
-    def __init__(
-        self,
-        settings: Settings,
-        cache: Cache,
-        tickets: Tickets[Ticket],
-        instances: Instances,
-        lifelines: Lifelines,
-        clock: Callable[[], float],
-        bus: Bus,
-    ) -> None:
-        self._bus = bus
-        self.mappings = 0  # open mappings of engine memory
-        self._settings = settings
-        self._cache = cache
-        self._tickets = tickets
-        self._devices = tickets.devices
-        self._instances = instances
-        self._lifelines = lifelines
-        self._clock = clock
-        self._waiting: dict[int, Respond] = {}  # by registration: answers UnregisterWorker
-        self._last_refusal = ""
-        self._refusals: dict[
-            tuple[str, str], KVServerError
-        ] = {}  # the last refusal of each engine whose ranks are not all registered
+    settings: Settings
+    cache: Cache
+    devices: Devices
+    tickets: Tickets[Ticket]
+    instances: Instances
+    lifelines: Lifelines
+    bus: Bus
+    mappings: int = 0  # open mappings of engine memory
+    _waiting: dict[int, Respond] = field(default_factory=dict)  # by registration: answers UnregisterWorker
+    _last_refusal: str = ""
+    # The last refusal of each engine whose ranks are not all registered, by instance id and incarnation.
+    _refusals: dict[tuple[str, str], KVServerError] = field(default_factory=dict)
 
     def register(self, request: RegisterWorker, respond: Respond) -> None:
         """Begin to map the worker's memory; the reply follows when that is done. KVServerError if the worker may not register."""
-        lifeline = self._lifelines.unused(request.attachment)
+        lifeline = self.lifelines.unused(request.attachment)
         try:
-            self._instances.check_registration(request)
+            self.instances.check_registration(request)
             self._check_geometry(request, len(lifeline.fds))
-            device = self._devices.device_for(request.memory)
+            device = self.devices.device_for(request.memory)
         except KVServerError as error:
             self._refused(request, error)
             raise
         fds = lifeline.claim()
-        memory = [self._devices.make_mapping(device, m, fds) for m in request.memory]
-        is_first = request.instance_id not in self._instances.by_id
-        worker = self._instances.add_worker(request, lifeline, device, memory, WordMapping(fds[-1], request.words * 8))
-        worker.last_seen = self._clock()
-        self._publish_registration(request, is_first)
-        self._devices.add_worker(device)
-        self.mappings += len(worker.mappings)
-        worker.tickets.add(self._tickets.queue_map(device, MapTicket(worker, respond), worker.mappings))
-
-    def _publish_registration(self, spec: RegisterWorker, first: bool) -> None:
-        now_ns = int(self._clock() * 1e9)
-        if first:
-            self._bus.publish(
+        memory = [self.devices.make_mapping(device, m, fds) for m in request.memory]
+        is_first = request.instance_id not in self.instances.by_id
+        worker = self.instances.add_worker(request, lifeline, device, memory, WordMapping(fds[-1], request.words * 8))
+        now_ns, (instance_id, model_name, _) = time.monotonic_ns(), worker.identity
+        if is_first:
+            self.bus.publish(
                 InstanceRegistered(
-                    now_ns, spec.instance_id, spec.model_name, spec.incarnation, spec.num_blocks, spec.has_computed
+                    now_ns, instance_id, model_name, request.incarnation, request.num_blocks, request.has_computed
                 )
             )
-        self._bus.publish(WorkerRegistered(now_ns, spec.instance_id, spec.model_name, spec.rank))
+        self.bus.publish(WorkerRegistered(now_ns, *worker.identity))
+        self.devices.add_worker(device)
+        self.mappings += len(worker.mappings)
+        worker.tickets.add(self.tickets.queue_map(device, MapTicket(worker, respond), worker.mappings))
 
     def _refused(self, spec: RegisterWorker, error: KVServerError) -> None:
         """Log a refusal, but not again at every attempt of an engine that keeps trying."""
@@ -119,11 +105,10 @@ class Workers:
             return "", ""
         error = self._refusals.get((instance_id, incarnation))
         try:
-            instance = self._instances.instance(instance_id, incarnation)
+            instance = self.instances.instance(instance_id, incarnation)
             if instance.namespace is not None:
                 return REGISTERED, ""
-            ranks = f"{len(instance.workers)} of {instance.world_size} ranks of {instance_id!r} are registered"
-            error = error or KVServerError(ErrorCode.NOT_READY, ranks)
+            error = error or KVServerError(ErrorCode.NOT_READY, instance.ranks_text)
         except KVServerError as unknown:
             error = error or unknown
         return error.code.value, error.message[:_MAX_TEXT]
@@ -136,11 +121,11 @@ class Workers:
                 f"{fds} descriptors arrived with Attach: memory must name each of 0 to {fds - 2} once, "
                 "the last one is the state word page",
             )
-        expected = max(1, self._settings.chunk_tokens // request.block_tokens)
+        expected = max(1, self.settings.chunk_tokens // request.block_tokens)
         if request.chunk_blocks != expected:
             raise KVServerError(
                 ErrorCode.BAD_PLANES,
-                f"chunk_blocks is {request.chunk_blocks}; {self._settings.chunk_tokens} chunk tokens over blocks of "
+                f"chunk_blocks is {request.chunk_blocks}; {self.settings.chunk_tokens} chunk tokens over blocks of "
                 f"{request.block_tokens} make {expected}",
             )
         for number, plane in enumerate(request.planes):
@@ -150,7 +135,7 @@ class Workers:
                 )
         group_count(request.planes)
         slot_bytes = expected * block_bytes(request.planes)
-        pool = self._cache.pool
+        pool = self.cache.pool
         if pool.pages_for(slot_bytes) > pool.pages:
             raise KVServerError(
                 ErrorCode.TOO_LARGE,
@@ -161,11 +146,8 @@ class Workers:
     def mapped(self, ticket: MapTicket, completion: Completion) -> None:
         worker = ticket.worker
         if worker.closing:
-            ticket.respond(
-                Error(
-                    code=ErrorCode.CANCELLED.value, message="the worker's connection ended while its memory was mapped"
-                )
-            )
+            message = "the worker's connection ended while its memory was mapped"
+            ticket.respond(Error(code=ErrorCode.CANCELLED.value, message=message))
             return
         try:
             if not completion.done:
@@ -181,19 +163,18 @@ class Workers:
             ticket.respond(Error(code=error.code.value, message=error.message))
             self.close_worker(worker, Disconnect.REFUSED)
             return
-        self._devices.mark_found(worker.device)
-        instance = self._instances.instance_of(worker)
+        self.devices.mark_found(worker.device)
+        now_ns = time.monotonic_ns()
+        instance = self.instances.instance_of(worker)
         instance.refresh_namespace()
         if instance.namespace is not None:
             self._refusals.pop((instance.instance_id, instance.incarnation), None)
             ranks = tuple(instance.workers[rank].spec for rank in range(instance.world_size))
-            self._bus.publish(
-                NamespaceFormed(
-                    int(self._clock() * 1e9), instance.instance_id, instance.model_name, instance.namespace, ranks
-                )
+            self.bus.publish(
+                NamespaceFormed(now_ns, instance.instance_id, instance.model_name, instance.namespace, ranks)
             )
-        if (described := instance.described(int(self._clock() * 1e9))) is not None:
-            self._bus.publish(described)
+        if (described := instance.described(now_ns)) is not None:
+            self.bus.publish(described)
         log.info(
             "worker %s/%d of %d registered: %d planes, %d blocks of %d bytes",
             worker.spec.instance_id, worker.spec.rank, worker.spec.world_size,
@@ -203,7 +184,7 @@ class Workers:
         ticket.respond(Registered(registration=worker.registration, namespace=namespace))
 
     def unregister(self, request: UnregisterWorker, respond: Respond) -> None:
-        worker = self._instances.worker(request.registration)
+        worker = self.instances.worker(request.registration)
         self._waiting[worker.registration] = respond
         self.close_worker(worker, Disconnect.UNREGISTERED)
 
@@ -212,35 +193,35 @@ class Workers:
         if worker.closing:
             return
         worker.closing = True
-        spec, now_ns = worker.spec, int(self._clock() * 1e9)
-        ended = self._instances.remove_worker(worker, self._clock(), reason)
-        self._bus.publish(WorkerDisconnected(now_ns, spec.instance_id, spec.model_name, spec.rank))
+        now_ns = time.monotonic_ns()
+        ended = self.instances.remove_worker(worker, time.monotonic(), reason)
+        self.bus.publish(WorkerDisconnected(now_ns, *worker.identity))
         if ended is not None:
-            self._cache.end_leases_of(ended.instance_id)
+            self.cache.end_leases_of(ended.instance_id)
             died = reason is Disconnect.DIED
-            self._bus.publish(InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, died))
+            self.bus.publish(InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, died))
             log.info("instance %s disconnected: its last worker ended", ended.instance_id)
         for number in worker.tickets:
-            self._tickets.cancel_copy(number)
+            self.tickets.cancel_copy(number)
         self.unmap_if_idle(worker)
 
     def close_all(self, reason: Disconnect) -> None:
-        for worker in list(self._instances.by_registration.values()):
+        for worker in list(self.instances.by_registration.values()):
             self.close_worker(worker, reason)
 
     def tick(self) -> None:
         """Close silent connections, and forget instances that departed long ago."""
-        self._lifelines.close_silent()
-        self._instances.forget_departed(self._clock())
+        self.lifelines.close_silent()
+        self.instances.forget_departed(time.monotonic())
 
     def audit(self) -> None:
         """Assert that the mappings are those of the workers. REQUIRES: no ticket is open."""
-        expected = sum(len(worker.mappings) for worker in self._instances.by_registration.values())
+        expected = sum(len(worker.mappings) for worker in self.instances.by_registration.values())
         assert self.mappings == expected, f"{self.mappings} mappings are open, workers have {expected}"
 
     def lifeline_ended(self, lifeline: Lifeline) -> None:
         """The worker's process died, or closed its connection."""
-        worker = self._instances.by_registration.get(lifeline.registration or 0)
+        worker = self.instances.by_registration.get(lifeline.registration or 0)
         if worker is not None:
             log.info("worker %s/%d: connection ended", worker.spec.instance_id, worker.spec.rank)
             self.close_worker(worker, Disconnect.DIED)
@@ -249,7 +230,7 @@ class Workers:
         if worker.closing and not worker.tickets and not worker.waiting and not worker.unmapping:
             worker.unmapping = True
             worker.table = None
-            self._tickets.queue_unmap(worker.device, UnmapTicket(worker), worker.mappings)
+            self.tickets.queue_unmap(worker.device, UnmapTicket(worker), worker.mappings)
 
     def unmapped(self, ticket: UnmapTicket, completion: Completion) -> None:
         worker = ticket.worker
@@ -259,8 +240,8 @@ class Workers:
                 worker.spec.instance_id, worker.spec.rank, completion.what,
             )  # fmt: skip
         self.mappings -= len(worker.mappings)
-        self._devices.remove_worker(worker.device)
-        self._lifelines.detach(worker.lifeline)
+        self.devices.remove_worker(worker.device)
+        self.lifelines.detach(worker.lifeline)
         respond = self._waiting.pop(worker.registration, None)
         if respond is not None:
             respond(Unregistered())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -49,7 +48,7 @@ class Loop:
         self.witness, self.gated = Witness(), Gated()
         self.hub = Hub(1 << 30, self.witness.observe)
         self.bus = Bus([self.gated, self.hub], limit)
-        self.resync = Resync(self.cache.index, self.bus, time.monotonic)
+        self.resync = Resync(self.cache.index, self.bus)
         self.bus.start()
 
     def store(self, namespace: bytes, keys: list[bytes], copied: bool = True) -> None:
