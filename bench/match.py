@@ -28,13 +28,14 @@ import msgspec
 from common import percentile, table
 
 from kvserver._native import PrefixIndex
+from kvserver.config import Settings
 from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderConnected, Tier
+from kvserver.parts import Observability
 from kvserver.protocol import DescribeScheduler
 from kvserver.routing import KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import MSGPACK
 from kvserver.server import Server
-from kvserver.telemetry import Explain
 from kvserver.web.pages import StatusPages
 
 HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16
@@ -102,11 +103,9 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
     pages = StatusPages(
         ("127.0.0.1", 0),
         cast(Server, SimpleNamespace()),
-        lambda *of: [],
-        Explain(),
-        int,
-        {},
+        Observability(Settings(), "boot"),
         MatchPages(index, _no_load),
+        int,
     )
     os.write(write, str(pages.port).encode())
     pages.serve_forever()

@@ -112,13 +112,10 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
         pages = StatusPages(
             (settings.http_host, settings.http_port),
             server,
-            observability.families,
-            observability.explain,
+            observability,
+            MatchPages(observability.index, lambda: server.call(parts.instances_status)),
             parts.upkeep.clear_l1,
             configuration.table(),
-            MatchPages(observability.index, lambda: server.call(parts.instances_status)),
-            observability.publisher.snapshot if observability.publisher is not None else None,
-            observability.observers.cut_off_reason,
             http_token,
         )
     except OSError as error:

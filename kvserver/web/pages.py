@@ -26,10 +26,11 @@ import msgspec
 from msgspec.structs import replace
 
 from kvserver import __version__
+from kvserver.parts import Observability
 from kvserver.protocol.status import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Server
-from kvserver.telemetry import Explain, Family, RpcCounts
+from kvserver.telemetry import Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
 from kvserver.web import explain_page, snapshot_page
@@ -51,27 +52,23 @@ class StatusPages(Connections):
         self,
         address: tuple[str, int],
         server: Server,
-        make_families: Callable[[DaemonStatus, RpcCounts], list[Family]],
-        explain: Explain,
+        observability: Observability,
+        match: MatchPages,
         clear_l1: Callable[[], int],
         settings: Mapping[str, Any] = {},
-        match: MatchPages | None = None,
-        make_kv_snapshot: snapshot_page.MakeSnapshot | None = None,
-        cut_off_reason: Callable[[str], str] = lambda observer: "",
         token: str = "",
     ) -> None:
-        """`make_families` of (status, counts of requests), from any thread. `clear_l1` removes all chunks, in the loop's. `settings`:
-        shown by `/config`. `match` and `make_kv_snapshot` are None if the daemon keeps no index or publishes no KV events. `cut_off_reason` of an observer: why its pages cannot answer, or "". `token`: clients must send it."""
+        """`clear_l1` is called in the loop's thread. `settings`: shown by `/config`. `token`: clients must send it."""
         super().__init__(address, _Handler)
         self.access = Access(str(self.server_address[0]), address[0], token)
         self.kvserver = server
-        self.explain = explain
+        self.match = match
         self.clear_l1 = clear_l1
         self.settings = settings
-        self.match = match
-        self.make_kv_snapshot = make_kv_snapshot
-        self.cut_off_reason = cut_off_reason
-        self._make_families = make_families
+        self.explain = observability.explain
+        self.make_kv_snapshot = observability.publisher.snapshot if observability.publisher is not None else None
+        self.cut_off_reason = observability.observers.cut_off_reason
+        self._make_families = observability.families
         self._last: tuple[DaemonStatus, RpcCounts] | None = None
         self._thread = threading.Thread(target=self.serve, name="http", daemon=True)
 
@@ -106,8 +103,7 @@ class StatusPages(Connections):
 
     def families_of(self, status: DaemonStatus, rpc: RpcCounts) -> list[Family]:
         """All families of the daemon; from any thread."""
-        match = self.match.families() if self.match else []
-        return [*self._make_families(status, rpc), *match, *process_families()]
+        return [*self._make_families(status, rpc), *self.match.families(), *process_families()]
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` in the loop. TimeoutError if it did not start in time; then it never runs."""
@@ -251,15 +247,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _instances(self) -> None:
         instances = self.server.snapshot()[0].instances
-        match = self.server.match
-        shown = match.instances(instances) if match else msgspec.json.encode({"instances": instances})
-        self._send(200, shown, "application/json")
+        self._send(200, self.server.match.instances(instances), "application/json")
 
     def _match(self) -> None:
         if reason := self.server.cut_off_reason("index"):
             self._send(503, f"the index is not up to date: {reason}\n")
-        elif self.server.match is None:
-            self._send(503, "this daemon keeps no index of blocks\n")
         else:
             self._send(*self.server.match.match(self._body, self.headers.get_content_type()))
 

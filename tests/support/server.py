@@ -18,6 +18,7 @@ from kvserver.config import Settings
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
 from kvserver.parts import Parts
+from kvserver.routing import MatchPages
 from kvserver.server import Lifelines, Server
 from kvserver.web.pages import StatusPages
 
@@ -49,7 +50,8 @@ def running_server(
     settings = Settings(**{"endpoint": endpoint, "chunk_tokens": 64, **changes})
     parts = Parts(settings, cache, devices, lifelines)
     server, observability = parts.make_server(router), parts.observability
-    pages = StatusPages(("127.0.0.1", 0), server, observability.families, observability.explain, parts.upkeep.clear_l1)
+    match = MatchPages(observability.index, lambda: server.call(parts.instances_status))
+    pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep.clear_l1)
     loop = threading.Thread(target=server.run)
     observability.start(pages.families)
     loop.start()

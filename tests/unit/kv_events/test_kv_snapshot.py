@@ -16,10 +16,12 @@ from support.daemon import wait_until
 from support.kv_feed import chunk, named, namespace_prefix
 from support.kv_publisher import Published, from_snapshot
 
+from kvserver.config import Settings
 from kvserver.kv_events import snapshot, snapshot_parts
 from kvserver.kv_events.types import Tier
+from kvserver.parts import Observability
+from kvserver.routing import MatchPages
 from kvserver.server import Server
-from kvserver.telemetry import Explain
 from kvserver.web.pages import StatusPages
 
 HERE = namespace_prefix("weights")
@@ -38,13 +40,14 @@ def published() -> Iterator[Published]:
 
 @pytest.fixture
 def pages(published: Published) -> Iterator[StatusPages]:
-    made = StatusPages(
-        ("127.0.0.1", 0), cast(Server, None), lambda status, rpc: [], Explain(), int
-    )  # this page asks no loop
-    made.make_kv_snapshot = published.publisher.snapshot
+    observability = Observability(Settings(), "boot")
+    observability.publisher = published.publisher
+    match = cast(MatchPages, None)
+    made = StatusPages(("127.0.0.1", 0), cast(Server, None), observability, match, int)  # this page asks no loop
     made.start()
     yield made
     made.close()
+    observability.observers.close()
 
 
 def get(pages: StatusPages, query: str = "", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:

@@ -14,13 +14,14 @@ import msgspec
 import pytest
 from msgspec import to_builtins
 
+from kvserver.config import Settings
 from kvserver.kv_events.types import KVChunk, KVStored, ReaderConnected, Tier
+from kvserver.parts import Observability
 from kvserver.protocol import DescribeScheduler
 from kvserver.protocol.status import DaemonStatus, EngineStatus, InstanceStatus
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import JSON, MSGPACK, RecentEngineStats
-from kvserver.telemetry import Explain
 from kvserver.web.pages import StatusPages
 
 PREFIX, START = b"r" * 64, b"s" * 32
@@ -100,10 +101,13 @@ def served() -> Iterator[StatusPages]:
         rpc=SimpleNamespace(snapshot=dict),
         seconds_since_turn=0.0,
     )
-    served = StatusPages(("127.0.0.1", 0), server, lambda status, rpc: [], Explain(), int)  # type: ignore[arg-type]
+    observability = Observability(Settings(), "boot")
+    match = MatchPages(observability.index, Future)
+    served = StatusPages(("127.0.0.1", 0), server, observability, match, int)  # type: ignore[arg-type]
     served.start()
     yield served
     served.close()
+    observability.observers.close()
 
 
 @pytest.fixture
