@@ -38,7 +38,11 @@ SCHEDULER, REQUESTS = "adapters/vllm/scheduler.py", "adapters/vllm/requests.py"
 DISPATCHER, LOOKUPS, LINK = "adapters/common/dispatcher.py", "adapters/common/lookups.py", "adapters/common/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
 CACHE_STATUS, BOARD = "adapters/common/cache_status.py", "adapters/common/board.py"
-SEND_QUEUE, NOTICES, VARIANTS = "adapters/common/send_queue.py", "adapters/vllm/notices.py", "adapters/vllm/variants.py"
+SEND_QUEUE, NOTICES, VARIANTS = (
+    "adapters/common/send_queue.py",
+    "adapters/common/notices.py",
+    "adapters/vllm/variants.py",
+)
 
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
 NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"

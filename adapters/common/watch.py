@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from kvserver.adapters.common.cache_status import CacheStatus, from_hello
 from kvserver.adapters.common.link import absence, failure
+from kvserver.adapters.common.notices import EngineNames
 
 from kvserver.protocol.client import Client
 
@@ -26,8 +27,8 @@ Answered = Callable[[int, CacheStatus, float], None]  # (engine index; its statu
 class Watch:
     """start() once; ends some seconds after `stop` is set."""
 
-    def __init__(self, endpoint: str, engines: Mapping[int, tuple[str, str]], answered: Answered) -> None:
-        """`engines`: instance id and incarnation by index."""
+    def __init__(self, endpoint: str, engines: Mapping[int, EngineNames], answered: Answered) -> None:
+        """`engines`: by index."""
         self.stop = threading.Event()
         self._endpoint = endpoint
         self._engines = dict(engines)
@@ -60,7 +61,7 @@ class Watch:
                 self._client = self._client or Client(self._endpoint, _ANSWER_SECONDS)
                 for index, names in self._engines.items():
                     began = time.monotonic()
-                    reply = self._client.hello("watch", *names)
+                    reply = self._client.hello("watch", names.instance_id, names.incarnation)
                     self._answered(index, from_hello(reply.standing, reply.standing_text), began)
                 return
         except Exception as error:

@@ -4,8 +4,8 @@ The walk: `connector` is vLLM's interface and keeps exceptions out of the engine
 load and store. In `adapters.common`, `worker` begins the copies and watches their state words, `dispatcher` sends the
 scheduler's messages and passes on the replies, `send_queue` sends the copies' messages once the engine's own work on
 their blocks is done, and `link` keeps the connection to the daemon in a thread of its own. A `registration` is made of
-`planes` and `memory` there and of `identity` here; `notices` reports what the block pool did, and `announcer` publishes
-the daemon's tiers on the engine's own KV events.
+`planes` and `memory` there and of `identity` here; `notices` there report what the block pool did, and `announcer`
+requests the daemon's tiers, which are published as `events`.
 """
 
 from kvserver.adapters.vllm.connector import KVServerConnector

@@ -13,9 +13,9 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvserver.adapters.common.notices import Records
 from kvserver.adapters.common.steps import NULL_BLOCK
 
 from kvserver.protocol import (
@@ -44,14 +44,6 @@ _EVICTED = RECORD_EVICTED << RECORD_OPERATION_SHIFT
 _CLEARED = RECORD_CLEARED << RECORD_OPERATION_SHIFT
 _PRESENT = RECORD_PRESENT << RECORD_OPERATION_SHIFT
 _OWNED = RECORD_OWNED << RECORD_OPERATION_SHIFT
-
-
-@dataclass(frozen=True)
-class Records:
-    """The fields of ExactRecords with the same names."""
-
-    records: bytes
-    marks: bytes
 
 
 class PoolHook:

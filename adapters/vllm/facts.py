@@ -6,11 +6,12 @@ Owns: the reading of vLLM's configuration. Refuses to know: how it is used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.settings import PREFIX
-from kvserver.adapters.vllm.names import incarnation, served_name
+from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.support import hash_block_tokens, rehashes_sessions, whole_prompts_only
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
@@ -21,9 +22,7 @@ from kvserver.protocol import DescribeScheduler, HashForm, KVGroup
 
 @dataclass(frozen=True)
 class EngineFacts:
-    instance_id: str
-    incarnation: str
-    model_name: str
+    names: EngineNames
     world_size: int
     block_tokens: int
     hash_block_tokens: int
@@ -41,9 +40,7 @@ class EngineFacts:
         """REQUIRES: called in the scheduler's process after the engine core was built, where vLLM sets the start of hashes."""
         endpoint, replay_endpoint, topic = self.events
         return DescribeScheduler(
-            instance_id=self.instance_id,
-            incarnation=self.incarnation,
-            model_name=self.model_name,
+            **asdict(self.names),
             variant=variant,
             private=private,
             hash_form=hash_form(),
@@ -64,9 +61,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     events_config = vllm_config.kv_events_config
     publishes = events_config is not None and events_config.enable_kv_cache_events
     return EngineFacts(
-        instance_id=str(vllm_config.kv_transfer_config.engine_id),  # it has the data-parallel rank already
-        incarnation=incarnation(vllm_config),
-        model_name=served_name(vllm_config.model_config),
+        names=names_of(vllm_config),
         world_size=vllm_config.parallel_config.world_size,
         block_tokens=specs[0].block_size,
         hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),

@@ -15,7 +15,7 @@ from kvserver.adapters.common.board import Board, Labels
 from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.common.stats import COUNTERS, FAULTS, HALVES, QUARANTINED, REFUSED, TIMES
 from kvserver.adapters.common.watch import Watch
-from kvserver.adapters.vllm.names import incarnation, instance_id
+from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import AdapterSettings
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
@@ -102,7 +102,7 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         extra = extra_config(config.kv_transfer_config)
         if extra is None or self._board is None:
             return
-        engines = {index: (instance_id(config, index), incarnation(config)) for index in per_engine}
+        engines = {index: names_of(config, index) for index in per_engine}
         watch = Watch(read_settings(AdapterSettings, extra).endpoint, engines, self._board.daemon_answered)
         weakref.finalize(self, watch.stop.set)
         watch.start()

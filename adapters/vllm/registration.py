@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from kvserver.adapters.common.memory import share
 from kvserver.adapters.common.worker import WORDS, Rank
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, check_invariance
 from kvserver.adapters.vllm.identity import config_identity, with_weights
-from kvserver.adapters.vllm.names import incarnation, served_name
+from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.support import blocks_come_first, replicated
 
@@ -66,9 +67,7 @@ class RankRegistration:
         def message(hello: HelloReply, attachment: int) -> RegisterWorker:
             self._add_weights()
             return RegisterWorker(
-                instance_id=str(self._config.kv_transfer_config.engine_id),
-                incarnation=incarnation(self._config),
-                model_name=served_name(self._config.model_config),
+                **asdict(names_of(self._config)),
                 rank=rank.number,
                 world_size=parallel.world_size,
                 attachment=attachment,

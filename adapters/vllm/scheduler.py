@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, ParamSpec
 
+from kvserver.adapters.common.announcer import Announcer
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.faults import Faults
@@ -23,15 +24,15 @@ from kvserver.adapters.common.hazards import PendingStores, Quarantine
 from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.lookups import Lookups
+from kvserver.adapters.common.notices import Notices
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.speed import PrefillSpeed
 from kvserver.adapters.common.steps import NULL_BLOCK, StepPlan, StepReport
-from kvserver.adapters.vllm.announcer import Announcer
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.contents import Contents
+from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.notices import Notices
 from kvserver.adapters.vllm.requests import Requests, RequestState, Tables, tables_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
@@ -100,7 +101,7 @@ class SchedulerHalf:
         self._chunks = Chunks(facts.block_tokens, facts.hash_block_tokens)
         self._contents = Contents(self._chunks, self.counters)
         self._variants = Variants(
-            f"{facts.instance_id}/{facts.incarnation}",
+            f"{facts.names.instance_id}/{facts.names.incarnation}",
             facts.weights_version,
             "epoch: weight_transfer_config is set" if facts.weights_are_transferred else "",
             counters=self.counters,
@@ -121,8 +122,10 @@ class SchedulerHalf:
             poll_seconds=settings.lookup_poll_ms / 1000,
             age_seconds=settings.lookup_age_ms / 1000,
         )
-        self._notices = Notices(self._dispatcher, facts, self._pool, self.counters)
-        self._announcer = Announcer(self._dispatcher, facts, self._pool, self.counters)
+        self._notices = Notices(self._dispatcher, facts.names, self._pool, self.counters)
+        self._announcer = Announcer(
+            self._dispatcher, facts.names, TierEvents(facts.groups), facts.publishes, self.counters
+        )
         self._introduction = Introduction(
             self._dispatcher, lambda: facts.describe(self._variants.epoch, self._variants.private)
         )
@@ -151,8 +154,8 @@ class SchedulerHalf:
         request = state.request
         chunks = min(self._chunks.hashed(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
         return Lookup(
-            instance_id=self._facts.instance_id,
-            incarnation=self._facts.incarnation,
+            instance_id=self._facts.names.instance_id,
+            incarnation=self._facts.names.incarnation,
             request_id=request.request_id,
             chunk_blocks=self._chunks.blocks,
             keys=self._chunks.keys(request, 0, chunks),
@@ -259,7 +262,7 @@ class SchedulerHalf:
 
     def drain_events(self) -> Iterable[KVCacheEvent]:
         """Events of the daemon's tiers for vLLM to publish behind the step's own events."""
-        return self._announcer.drain_events()
+        return self._announcer.drain_events(self._pool.clears)
 
     def take_plan(self, idle: bool) -> StepPlan:
         """The plan, complete or not: a load in it must reach the worker, which alone can end the load."""

@@ -12,19 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvserver.adapters.common.notices import Prompt
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-@dataclass(slots=True)
-class Prompt:
-    """The fields of EndRequest with the same names."""
-
-    prompt_tokens: int = 0
-    local_tokens: int = 0
-    loaded_tokens: int = 0
-    loads: int = 0
-    failed_loads: int = 0
 
 
 @dataclass(slots=True)

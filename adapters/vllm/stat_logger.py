@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 import weakref
+from dataclasses import asdict
 from typing import Any
 
 from kvserver.adapters.common.engine_stats import send_stats
 from kvserver.adapters.common.settings import read_settings
-from kvserver.adapters.vllm.names import incarnation, instance_id, served_name
+from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.nesting import extra_config
 from kvserver.adapters.vllm.settings import AdapterSettings
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -42,9 +43,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
         if not settings.load_interval_ms:
             return
         self.stats = EngineLoad(
-            instance_id=instance_id(config, engine_index),
-            incarnation=incarnation(config),
-            model_name=served_name(config.model_config),
+            **asdict(names_of(config, engine_index)),
             interval_seconds=settings.load_interval_ms / 1000,
             running=0,
             waiting=0,

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvserver.adapters.vllm.blockpool import PoolHook, Records
+from kvserver.adapters.common.notices import Records
+from kvserver.adapters.vllm.blockpool import PoolHook
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool

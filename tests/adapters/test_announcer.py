@@ -14,9 +14,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvserver.adapters.vllm import announcer as module
-from kvserver.adapters.vllm.announcer import MOST_BLOCKS, WITHDRAW_SECONDS, Announcer
+from kvserver.adapters.common import announcer as module
+from kvserver.adapters.common.announcer import MOST_BLOCKS, WITHDRAW_SECONDS, Announcer
+from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.vllm.blockpool import PoolHook
+from kvserver.adapters.vllm.events import TierEvents
 from peer import Peer as DaemonPeer
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -94,8 +96,8 @@ class Stage:
         self.consumer = Consumer()
         self._peer = DaemonPeer(folder)
         self._peer.listen()
-        facts = SimpleNamespace(instance_id="i", incarnation="n", groups=GROUPS, publishes=publishes)
-        self.announcer = Announcer(self._peer.dispatcher, facts, self.hook, self._peer.counters)
+        names = EngineNames("i", "n", "m")
+        self.announcer = Announcer(self._peer.dispatcher, names, TierEvents(GROUPS), publishes, self._peer.counters)
         self.asked: list[TakeKVEvents] = []
         self._frames: list[Any] = []  # of these
         self.connect()
@@ -134,7 +136,7 @@ class Stage:
 
     def step(self) -> list[Any]:
         """What one step hands to vLLM."""
-        events = self.announcer.drain_events()
+        events = self.announcer.drain_events(self.hook.clears)
         self.consumer.read(events)
         return events
 

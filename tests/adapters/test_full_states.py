@@ -5,13 +5,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvserver.adapters.common.notices import EngineNames, Notices, Prompt
 from kvserver.adapters.vllm.blockpool import MAX_RECORDS
-from kvserver.adapters.vllm.notices import Notices
-from kvserver.adapters.vllm.sources import Prompt
 from peer import Peer
 from replay import Churn, Replay
 from support.daemon import wait_until
@@ -25,8 +23,7 @@ class Talk:
     def __init__(self, folder: Path, churn: Churn, listens: bool = True) -> None:
         self._peer = Peer(folder)
         self.counters = self._peer.counters
-        facts = SimpleNamespace(instance_id="i", incarnation="n", model_name="m")
-        self.notices = Notices(self._peer.dispatcher, facts, churn.hook, self.counters)
+        self.notices = Notices(self._peer.dispatcher, EngineNames("i", "n", "m"), churn.hook, self.counters)
         self.messages: list[ReportBlockAllocations] = []
         self._frames: list[Any] = []  # of these
         self.channel = self._peer.link.connect()

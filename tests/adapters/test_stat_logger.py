@@ -6,7 +6,7 @@ import gc
 import threading
 
 import pytest
-from kvserver.adapters.vllm.names import instance_id
+from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
 from modelless import configure, prompt
 from support.daemon import wait_until
@@ -202,4 +202,4 @@ def test_an_engine_has_the_id_that_its_own_processes_have(model_folder, size, ra
     config, _ = configure(model_folder, "ipc:///nobody", engine_id="e")
     config.parallel_config.data_parallel_size = size
     config.parallel_config.data_parallel_rank = rank
-    assert instance_id(config, index) == name
+    assert names_of(config, index).instance_id == name

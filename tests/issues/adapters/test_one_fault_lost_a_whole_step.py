@@ -6,10 +6,10 @@ import copy
 import dataclasses
 
 import pytest
+from kvserver.adapters.common.announcer import Announcer
 from kvserver.adapters.common.introduction import Introduction
+from kvserver.adapters.common.notices import Notices
 from kvserver.adapters.common.speed import PrefillSpeed
-from kvserver.adapters.vllm.announcer import Announcer
-from kvserver.adapters.vllm.notices import Notices
 from modelless import Engine, prompt
 from support.daemon import wait_until
 

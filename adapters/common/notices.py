@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from kvserver.adapters.common.dispatcher import Dispatcher
-from kvserver.adapters.vllm.blockpool import PoolHook, Records
-from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.sources import Prompt
 
 from kvserver.protocol import EndRequest, Error, ErrorCode, ExactRecords, HelloReply, ReportBlockAllocations
 
@@ -24,14 +21,51 @@ _LOST = {ErrorCode.REPORT_GAP.value, ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode
 _REST = 50  # times the duration of a full state: a daemon that always requests another costs 2% of the engine's thread
 
 
+@dataclass(frozen=True)
+class EngineNames:
+    instance_id: str
+    incarnation: str  # of this start of the engine
+    model_name: str
+
+
+@dataclass(frozen=True)
+class Records:
+    """The fields of ExactRecords with the same names."""
+
+    records: bytes
+    marks: bytes
+
+
+class RecordedPool(Protocol):
+    """The engine's pool of blocks, and what happened to them since the last drain."""
+
+    lost: bool  # records were dropped: the daemon needs a full state
+
+    @property
+    def has_records(self) -> bool: ...
+
+    def drain_records(self) -> Records:
+        """The records since the last call. REQUIRES: not `lost`."""
+
+    def drain_full_state(self) -> list[Records]:
+        """Records that build the pool's present state from an empty pool; one message each."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """Where the tokens of a prompt came from: the fields of EndRequest with the same names."""
+
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    loads: int = 0
+    failed_loads: int = 0
+
+
 class Notices:
-    def __init__(self, dispatcher: Dispatcher, facts: EngineFacts, pool: PoolHook, counters: Counter[str]) -> None:
+    def __init__(self, dispatcher: Dispatcher, names: EngineNames, pool: RecordedPool, counters: Counter[str]) -> None:
         self._dispatcher = dispatcher
-        self._sender: dict[str, Any] = {
-            "instance_id": facts.instance_id,
-            "incarnation": facts.incarnation,
-            "model_name": facts.model_name,
-        }
+        self._sender = asdict(names)
         self._pool = pool
         self._counters = counters
         self._sequence = 0
