@@ -1,6 +1,6 @@
 """Applies the KV events of one engine in order: which blocks are in its own memory, and whether all are known.
 
-Owns: the sequence, and lost batches. Refuses to know: sockets, and where the blocks are kept.
+Owns: the sequence, and lost batches. Refuses to know: sockets.
 
 Batches are numbered from 0. A missing batch may be replayed. If it cannot, all known blocks are dropped, since blocks that
 the missing batch removed would be found for ever. A number seen before, with a later time, is of another engine at the
@@ -10,36 +10,51 @@ found until the engine clears its cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import time
+from typing import Any
 
+from kvserver._native import PrefixIndex
 from kvserver.routing.engine_wire import Change, EngineBatch, decode
 
 FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that is being read
 
 
-class Blocks(Protocol):
-    """Where blocks are kept, with 8 bytes of each hash."""
+class EngineBlocks:
+    """An engine's blocks in the index, with 8 bytes of each hash. Keeps nothing if the index has no free owner."""
 
-    def add(self, hashes: bytes) -> None: ...
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self.owner = index.add_owner()
 
-    def remove(self, hashes: bytes) -> None: ...
+    def add(self, hashes: bytes) -> None:
+        if self.owner >= 0:
+            self._index.add_blocks(self.owner, hashes, 8)
 
-    def clear(self) -> None: ...
+    def remove(self, hashes: bytes) -> None:
+        if self.owner >= 0:
+            self._index.remove_blocks(self.owner, hashes, 8)
+
+    def clear(self) -> None:
+        if self.owner >= 0:
+            self._index.clear_owner(self.owner)
+
+    def close(self) -> None:
+        if self.owner >= 0:
+            self._index.remove_owner(self.owner)
+            self.owner = -1
 
 
 class EngineStream:
-    def __init__(self, blocks: Blocks, group: int, clock: Callable[[], float]) -> None:
+    def __init__(self, blocks: EngineBlocks, group: int) -> None:
         self._blocks = blocks
         self._group = group
-        self._clock = clock
         self._last: int | None = None
         self._last_time = 0.0
         self._incomplete_since: float | None = None
         self._batches = 0
         self._restarts = 0
         self._lost_gaps = 0
-        self._malformed = 0
+        self.malformed = 0
 
     @property
     def next(self) -> int:
@@ -62,19 +77,16 @@ class EngineStream:
             self._lose()
         self._last = number
         if batch is None:
-            self.count_malformed()
+            self.malformed += 1
             self._lose()
         else:
             self._apply_changes(batch)
         return True
 
-    def count_malformed(self) -> None:
-        self._malformed += 1
-
     def _apply_changes(self, batch: EngineBatch) -> None:
         self._last_time = batch.time
         self._batches += 1
-        self._malformed += batch.malformed
+        self.malformed += batch.malformed
         for change, hashes in batch.changes:
             if change is Change.STORED:
                 self._blocks.add(hashes)
@@ -86,16 +98,16 @@ class EngineStream:
 
     def _lose(self) -> None:
         self._blocks.clear()
-        self._incomplete_since = self._clock()
+        self._incomplete_since = time.monotonic()
 
     def status(self) -> dict[str, Any]:
         since = self._incomplete_since
         return {
             "state": "waiting" if self._last is None else "complete" if since is None else "incomplete",
-            "incomplete_seconds": round(self._clock() - since, 3) if since is not None else None,
+            "incomplete_seconds": round(time.monotonic() - since, 3) if since is not None else None,
             "sequence": self._last,
             "batches": self._batches,
-            "malformed": self._malformed,
+            "malformed": self.malformed,
             "lost_gaps": self._lost_gaps,
             "restarts": self._restarts,
         }

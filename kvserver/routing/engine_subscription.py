@@ -16,7 +16,7 @@ import zmq
 
 from kvserver._native import PrefixIndex
 from kvserver.protocol import DescribeScheduler
-from kvserver.routing.engine_stream import EngineStream
+from kvserver.routing.engine_stream import EngineBlocks, EngineStream
 
 _MESSAGES_PER_TURN = 32
 _MOST_BYTES = 16 << 20  # of a message; vLLM's have about 8 bytes for each token of a step
@@ -44,31 +44,6 @@ def unreadable(endpoint: str) -> str:
     return f"{endpoint!r} is neither ipc nor tcp on a loopback address"
 
 
-class EngineBlocks:
-    """An engine's blocks in the index. Keeps nothing if the index has no free owner."""
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-        self.owner = index.add_owner()
-
-    def add(self, hashes: bytes) -> None:
-        if self.owner >= 0:
-            self._index.add_blocks(self.owner, hashes, 8)
-
-    def remove(self, hashes: bytes) -> None:
-        if self.owner >= 0:
-            self._index.remove_blocks(self.owner, hashes, 8)
-
-    def clear(self) -> None:
-        if self.owner >= 0:
-            self._index.clear_owner(self.owner)
-
-    def close(self) -> None:
-        if self.owner >= 0:
-            self._index.remove_owner(self.owner)
-            self.owner = -1
-
-
 class EngineSubscription:
     """REQUIRES: one thread calls everything except status(), which only reads."""
 
@@ -78,7 +53,7 @@ class EngineSubscription:
         self.blocks = EngineBlocks(index)
         kinds = [group.kind for group in scheduler.groups]
         group = kinds.index("full_attention") if "full_attention" in kinds else 0
-        self._stream = EngineStream(self.blocks, group, time.monotonic)
+        self._stream = EngineStream(self.blocks, group)
         self._context = context
         self._topic = scheduler.events_topic.encode()
         self._replay_endpoint = scheduler.events_replay_endpoint
@@ -93,12 +68,7 @@ class EngineSubscription:
 
     def _socket(self, kind: int, messages: int) -> Socket:
         socket = self._context.socket(kind)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.RCVHWM, messages),
-            (zmq.MAXMSGSIZE, _MOST_BYTES),
-            (zmq.IPV6, 1),
-        ):
+        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, messages), (zmq.MAXMSGSIZE, _MOST_BYTES), (zmq.IPV6, 1)):
             socket.setsockopt(option, value)
         return socket
 
@@ -129,7 +99,7 @@ class EngineSubscription:
             if frames is None:
                 return False
             if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
-                self._stream.count_malformed()
+                self._stream.malformed += 1
             elif frames[0] == self._topic:
                 number, payload = int.from_bytes(frames[1], "big"), frames[2]
                 if not self._stream.apply_batch(number, payload, final=not self._replay_endpoint):
@@ -155,7 +125,7 @@ class EngineSubscription:
                 return False
             self._replay_ends = now + _REPLAY_SECONDS
             if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:  # older engines send no topic
-                self._stream.count_malformed()
+                self._stream.malformed += 1
             elif frames[-2] == _REPLAY_END:
                 self._end_replay(replay)
                 return True

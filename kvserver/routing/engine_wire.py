@@ -39,10 +39,8 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
     group_idx: int | None = None
 
 
-class _Removed(msgspec.Struct, tag="BlockRemoved"):
-    block_hashes: Hashes
-    medium: str | None = None
-    group_idx: int | None = None
+class _Removed(_Stored, tag="BlockRemoved"):
+    pass
 
 
 class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
@@ -105,7 +103,7 @@ def _changes(raw: Raw, group: int) -> list[tuple[Change, bytes]]:
         return [(Change.CLEARED, b"")]
     if event.medium not in (None, "GPU") or event.group_idx not in (None, group):
         return []
-    change = Change.STORED if isinstance(event, (_Stored, _StoredArray)) else Change.REMOVED
+    change = Change.REMOVED if isinstance(event, (_Removed, _RemovedArray)) else Change.STORED
     return [(change, _last_bytes(event.block_hashes or []))]
 
 

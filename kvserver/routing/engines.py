@@ -35,9 +35,7 @@ class EngineEvents:
         self._subscriptions: dict[str, EngineSubscription] = {}  # changed by the thread only
         self._refused: dict[str, str] = {}
         self._orders: queue.SimpleQueue[tuple[str, DescribeScheduler | None] | None] = queue.SimpleQueue()
-        self._read_wake, self._write_wake = os.pipe()
-        for end in (self._read_wake, self._write_wake):
-            os.set_blocking(end, False)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
 
     def follow_engine(self, scheduler: DescribeScheduler) -> None:
@@ -71,23 +69,18 @@ class EngineEvents:
     def close(self) -> None:
         if self._thread is not None:
             self._orders.put(None)
-            self._wake()
+            os.eventfd_write(self._wake, 1)
             self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():
-                return  # it still uses the pipe
-        os.close(self._read_wake)
-        os.close(self._write_wake)
+                return  # it still uses the eventfd
+        os.close(self._wake)
 
     def _order(self, instance_id: str, scheduler: DescribeScheduler | None) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="engine-events", daemon=True)
             self._thread.start()
         self._orders.put((instance_id, scheduler))
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the thread is awake already
-            os.write(self._write_wake, b"\1")
+        os.eventfd_write(self._wake, 1)
 
     # ---- the thread ---------------------------------------------------------------------------
 
@@ -99,9 +92,7 @@ class EngineEvents:
             waits = [f.waits_for(now) for f in self._subscriptions.values() if not f.failure]
             until = min((end for _, end in waits), default=now + 1.0)
             sockets = [(socket, zmq.POLLIN) for socket, _ in waits if socket is not None]
-            zmq.zmq_poll(
-                [(self._read_wake, zmq.POLLIN), *sockets], 0 if more else max(0, int((until - now) * 1000) + 1)
-            )
+            zmq.zmq_poll([(self._wake, zmq.POLLIN), *sockets], 0 if more else max(0, int((until - now) * 1000) + 1))
             now = time.monotonic()
             more = False
             for subscription in self._subscriptions.values():
@@ -114,18 +105,15 @@ class EngineEvents:
         try:
             return subscription.read_turn(now)
         except Exception as error:
-            self._fail(subscription, error)
+            subscription.failure = f"{type(error).__name__}: {error}"
+            subscription.close()
+            log.exception("stopped reading the KV events of %s", subscription.scheduler.instance_id)
             return False
-
-    def _fail(self, subscription: EngineSubscription, error: Exception) -> None:
-        subscription.failure = f"{type(error).__name__}: {error}"
-        subscription.close()
-        log.exception("stopped reading the KV events of %s", subscription.scheduler.instance_id)
 
     def _obey(self, context: zmq.Context[Socket]) -> bool:
         """Carry out the queued orders. False: end the thread."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self._read_wake, 4096)
+            os.eventfd_read(self._wake)
         while not self._orders.empty():
             order = self._orders.get()
             if order is None:
@@ -147,13 +135,9 @@ class EngineEvents:
             subscription.connect()
         except zmq.ZMQError as error:
             subscription.close()
-            log.warning(
-                "cannot subscribe to the KV events of %s at %s: %s",
-                scheduler.instance_id,
-                scheduler.events_endpoint,
-                error,
-            )
-            self._refused[scheduler.instance_id] = str(error)
+            name, at = scheduler.instance_id, scheduler.events_endpoint
+            log.warning("cannot subscribe to the KV events of %s at %s: %s", name, at, error)
+            self._refused[name] = str(error)
         else:
             self._subscriptions[scheduler.instance_id] = subscription
 

@@ -25,7 +25,6 @@ from kvserver.telemetry.request_blocks import RequestBlocks
 
 LABELS = ("instance_id", "model_name")
 
-
 _PLAIN: tuple[Metric[L0Status], ...] = (
     Metric("kvserver_l0_allocations", "L0 blocks that the engine allocated.", Kind.COUNTER, lambda of: of.allocations),
     Metric("kvserver_l0_reuses", "Accesses of L0 blocks that no request owned: hits in the engine's prefix cache.", Kind.COUNTER, lambda of: of.reuses),
@@ -165,7 +164,11 @@ class BlockLifecycle(Subscriber):
             return
         payload = event.payload
         pool = payload.pool if isinstance(payload, ExactRecords) else 0
-        lifetimes = instance.pools[pool] if pool in instance.pools else self._new_pool(instance, pool)
+        lifetimes = instance.pools.get(pool)
+        if lifetimes is None:
+            lifetimes = instance.pools[pool] = BlockLifetimes(
+                instance.metrics, instance.num_blocks, self._sample_rate, self._seeds.getrandbits(64)
+            )
         if payload.full:
             lifetimes.end_all()
             instance.request_blocks = None
@@ -178,12 +181,6 @@ class BlockLifecycle(Subscriber):
         else:
             instance.records += len(payload.records) // 4
             lifetimes.apply(payload.records, payload.marks)
-
-    def _new_pool(self, instance: _Instance, pool: int) -> BlockLifetimes:
-        seed = self._seeds.getrandbits(64)
-        lifetimes = BlockLifetimes(instance.metrics, instance.num_blocks, self._sample_rate, seed)
-        instance.pools[pool] = lifetimes
-        return lifetimes
 
     # ---- from any thread ----------------------------------------------------------------------
 

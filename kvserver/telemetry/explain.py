@@ -76,18 +76,11 @@ class Explain(Subscriber):
 
     def find_requests(self, client_id: str, most: int) -> list[Facts]:
         """The requests that a client knows by this id, or by the beginning of one, newest first."""
-        found: list[Request] = []
-        begun: list[Request] = []
         with self._lock:
             ring = list(self._ring)
-        for request in reversed(ring):
-            match _fit(request.request_id, client_id):
-                case None:
-                    continue
-                case True:
-                    found.append(request)
-                case False:
-                    begun.append(request)
+        fits = [(_fit(request.request_id, client_id), request) for request in reversed(ring)]
+        found = [request for whole, request in fits if whole]
+        begun = [request for whole, request in fits if whole is False]
         return self._facts((found or begun)[:most])
 
     def worst(self, seconds: float, most: int, instance_id: str = "") -> list[Facts]:
@@ -97,9 +90,11 @@ class Explain(Subscriber):
         """
         since_ns = self._clock_ns() - int(seconds * 1e9)
         with self._lock:
-            ring = [request for request in reversed(self._ring) if request.began_ns >= since_ns]
-        if instance_id:
-            ring = [request for request in ring if request.instance_id == instance_id]
+            ring = [
+                request
+                for request in reversed(self._ring)
+                if request.began_ns >= since_ns and instance_id in ("", request.instance_id)
+            ]
 
         def badness(request: Request) -> tuple[int, int]:
             tokens = request.tokens()

@@ -32,6 +32,7 @@ OUTCOMES = {
     "instance_left": "the engine unregistered before it reported the request's end",
 }
 _DONE = "done"
+_SHORT = 16  # of a namespace in hex
 
 
 class Tokens(TypedDict):
@@ -191,14 +192,7 @@ class Request:
         if computed is not None:
             avoidable = min(max(0, computed - 1), avoidable + max(0, min(found, prompt - 1) - had))
         return Tokens(
-            prompt=prompt,
-            looked_up=looked_up,
-            found=found,
-            l0=l0,
-            l1=l1,
-            l2=0,
-            computed=computed,
-            avoidable=avoidable,
+            prompt=prompt, looked_up=looked_up, found=found, l0=l0, l1=l1, l2=0, computed=computed, avoidable=avoidable
         )
 
     def outcome(self, tokens: Tokens) -> str:
@@ -227,7 +221,12 @@ def facts_of(
     request: Request, now_ns: int, evicted_before: float | None = None, differs: Difference | None = None
 ) -> Facts:
     """`evicted_before`: how long before its lookup the first missing chunk was evicted."""
-    tokens, missing = request.tokens(), request.missing
+    tokens, lookup, waited = request.tokens(), request.lookup, request.load_began_ns - request.began_ns
+    first_missing = None
+    if request.missing is not None:
+        chunk, reason = request.missing
+        token = chunk * request.chunk_tokens
+        first_missing = Missing(chunk=chunk, token=token, reason=reason.value, evicted_seconds_before=evicted_before)
     slowest = max(request.loads.values(), key=lambda load: load.nanos, default=None)
     timed = slowest.shown() if slowest is not None and slowest.nanos else None
     return Facts(
@@ -240,23 +239,14 @@ def facts_of(
         not_loaded=request.ended.not_loaded if request.ended is not None else "",
         tokens=tokens,
         chunk_tokens=request.chunk_tokens,
-        missing=Missing(
-            chunk=missing[0],
-            token=missing[0] * request.chunk_tokens,
-            reason=missing[1].value,
-            evicted_seconds_before=evicted_before,
-        )
-        if missing is not None
-        else None,
+        missing=first_missing,
         missed_tokens=request.missed_tokens(),
-        unavailable=request.lookup.outcome.unavailable if request.lookup is not None else "",
-        namespace=request.lookup.namespace.hex()[:_SHORT] if request.lookup is not None else "",
+        unavailable=lookup.outcome.unavailable if lookup is not None else "",
+        namespace=lookup.namespace.hex()[:_SHORT] if lookup is not None else "",
         differs=differs,
         waits=Waits(
             lookups=request.lookups,
-            first_lookup_to_load_seconds=(request.load_began_ns - request.began_ns) * 1e-9
-            if request.load_began_ns
-            else None,
+            first_lookup_to_load_seconds=waited * 1e-9 if request.load_began_ns else None,
             load_seconds=timed["seconds"] if timed else None,
             load_queue_seconds=timed["queue_seconds"] if timed else None,
             load_copy_seconds=timed["copy_seconds"] if timed else None,
@@ -264,6 +254,3 @@ def facts_of(
         loads=[load.shown() for _, load in sorted(request.loads.items())],
         unlisted_loads=request.unlisted_loads,
     )
-
-
-_SHORT = 16  # of a namespace in hex

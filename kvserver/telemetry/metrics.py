@@ -22,11 +22,7 @@ def all_families(status: DaemonStatus, rpc: RpcCounts, more: Iterable[Family] = 
     shown.
     """
     found: dict[str, Family] = {}
-    for family in (
-        *daemon_families(status, rpc),
-        *instance_families(status.instances, status.departed),
-        *more,
-    ):
+    for family in (*daemon_families(status, rpc), *instance_families(status.instances, status.departed), *more):
         known = found.setdefault(family.name, family)
         if known is not family:
             assert (known.kind, known.labels, known.bounds) == (family.kind, family.labels, family.bounds), family.name

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvserver.protocol.status import DepartedStatus, EngineStatus, InstanceStatus, RequestsStatus
+from kvserver.telemetry.benefit import COPY_BUCKETS, RATIO_BUCKETS
 from kvserver.telemetry.families import Family, Kind, Metric, families_of
-from kvserver.telemetry.metrics_benefit import BENEFIT
 
 _MOST_REASON = 200  # characters of a text that an engine wrote
 _INSTANCE = ("instance_id", "model_name")
@@ -38,6 +38,13 @@ _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_engine_external_query_tokens", "Tokens that the engine requested from its KV connector.", Kind.COUNTER, lambda of: of.engine_external_queries),
     Metric("kvserver_engine_external_hit_tokens", "Tokens that the engine's KV connector found.", Kind.COUNTER, lambda of: of.engine_external_hits),
     Metric("kvserver_lookup_missed_tokens", "Tokens that lookups requested and did not find, by the reason why each chunk was missing.", Kind.COUNTER, lambda of: of.missed_tokens, ("reason",)),
+    Metric("kvserver_prompt_tokens", "Prompt tokens by source: the engine's own prefix cache (l0), loaded from L1 or L2, or computed.", Kind.COUNTER, lambda of: of.prompt_tokens, ("source",)),
+    Metric("kvserver_request_loads", "Loads of requests, each once for all ranks; failed if it failed on any rank.", Kind.COUNTER, lambda of: of.request_loads, ("outcome",)),
+    Metric("kvserver_prefill_seconds_gained", "Prefill time that loads spared the engine, less the time the loads took, of loads faster than computing.", Kind.COUNTER, lambda of: of.prefill_seconds_gained),
+    Metric("kvserver_prefill_seconds_lost", "Time that loads took beyond the prefill time they spared, of loads slower than computing and failed ones.", Kind.COUNTER, lambda of: of.prefill_seconds_lost),
+    Metric("kvserver_request_hit_ratio", "Share of each request's prompt tokens that the engine did not compute.", Kind.HISTOGRAM, lambda of: of.hit_ratio, bounds=RATIO_BUCKETS),
+    Metric("kvserver_store_duration_seconds", "Time of completed stores at the daemon, by rank: waiting (queue), and copying by the device (copy).", Kind.HISTOGRAM, lambda of: of.store_duration, ("phase",), COPY_BUCKETS),
+    Metric("kvserver_load_duration_seconds", "Time of completed loads at the daemon, by rank: waiting (queue), and copying by the device (copy).", Kind.HISTOGRAM, lambda of: of.load_duration, ("phase",), COPY_BUCKETS),
 )  # fmt: skip
 _IDENTITY: tuple[Metric[InstanceStatus], ...] = (
     Metric("kvserver_instance_info", "Always 1 for a registered engine instance; the labels describe it, for joins.", Kind.GAUGE, lambda of: {_facts(of): 1}, ("world_size", "l0_source", "block_tokens", "chunk_tokens", "device")),
@@ -60,7 +67,7 @@ def instance_families(registered: Sequence[InstanceStatus], departed: Sequence[D
     """A registered instance continues the series of its earlier incarnation."""
     rows = {_labels(row): row.requests for row in departed} | {_labels(row): row.requests for row in registered}
     yield from families_of(_IDENTITY, [(row, _labels(row)) for row in registered], _INSTANCE)
-    yield from families_of((*_REQUESTS, *BENEFIT), [(of, labels) for labels, of in rows.items()], _INSTANCE)
+    yield from families_of(_REQUESTS, [(of, labels) for labels, of in rows.items()], _INSTANCE)
     reported = [(row.load, _labels(row)) for row in registered if row.load is not None and not row.load.stale]
     yield from families_of(_ENGINE, reported, _INSTANCE)
 

@@ -26,25 +26,18 @@ class _Collector:
 
 
 def _metric(family: Family) -> Metric:
-    match family.kind:
-        case Kind.COUNTER:
-            counter = CounterMetricFamily(family.name, family.help, labels=family.labels)
-            for labels, value in family.points:
-                counter.add_metric(labels, cast(float, value))
-            return counter
-        case Kind.GAUGE:
-            gauge = GaugeMetricFamily(family.name, family.help, labels=family.labels)
-            for labels, value in family.points:
-                gauge.add_metric(labels, cast(float, value))
-            return gauge
-        case Kind.HISTOGRAM:
-            histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
-            bounds = [*map(repr, family.bounds), "+Inf"]
-            for labels, value in family.points:
-                assert isinstance(value, Buckets)
-                below = list(zip(bounds, accumulate(value.counts), strict=True))
-                histogram.add_metric(labels, below, value.sum)
-            return histogram
+    if family.kind is not Kind.HISTOGRAM:
+        of_kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+        numbers = of_kind(family.name, family.help, labels=family.labels)
+        for labels, value in family.points:
+            numbers.add_metric(labels, cast(float, value))
+        return numbers
+    histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+    bounds = [*map(repr, family.bounds), "+Inf"]
+    for labels, value in family.points:
+        assert isinstance(value, Buckets)
+        histogram.add_metric(labels, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+    return histogram
 
 
 def render(families: Iterable[Family]) -> bytes:

@@ -67,7 +67,8 @@ class RequestBlocks:
         """`block_ids`: of each record, u32. With `full` the payload is the full state. ValueError: too many requests."""
         for record, blocks in zip(payload.records, block_ids, strict=True):
             if isinstance(record, Released):
-                self._release(record, blocks, payload.time_ns)
+                if (owner := self._requests.get(record.request_id)) is not None:
+                    self._lifetimes.release_blocks(owner.number, blocks, payload.time_ns)
                 continue
             request = self._request(record.request_id)
             contents = self._contents(request, record, payload.block_tokens)
@@ -78,10 +79,6 @@ class RequestBlocks:
     def end(self, request_id: str, time_ns: int) -> None:
         if (request := self._requests.pop(request_id, None)) is not None:
             self._lifetimes.end_request(request.number, time_ns)
-
-    def _release(self, record: Released, blocks: bytes, time_ns: int) -> None:
-        if (request := self._requests.get(record.request_id)) is not None:
-            self._lifetimes.release_blocks(request.number, blocks, time_ns)
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
