@@ -12,6 +12,7 @@ import sys
 from kvserver import __version__
 from kvserver.cli import explain as cli_explain
 from kvserver.cli import status as cli_status
+from kvserver.cli.http_client import NoAnswer
 from kvserver.config import add_flags, read_configuration
 from kvserver.protocol import ConfigError
 
@@ -39,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"kvserver: {error}", file=sys.stderr)
         return 2
+    except NoAnswer as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     except BrokenPipeError:  # `kvserver status --watch | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails too
         return 0

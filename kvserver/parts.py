@@ -68,7 +68,6 @@ class Observability:
 
     def __init__(self, settings: Settings, boot_id: str) -> None:
         """ConfigError if an exporter or observer of the settings cannot be made."""
-        self._settings = settings
         self.block_lifecycle = BlockLifecycle(settings.metrics_sample_rate)
         self.chunk_lifecycle = ChunkLifecycle(settings.metrics_sample_rate)
         self.explain = Explain()
@@ -90,6 +89,10 @@ class Observability:
         self.observers = Observers(
             context, {"zmq": self.publisher, "lines": lines}, {"index": self.index, "feed": self.feed}
         )
+        # Whether an engine's stores should describe the contents of their blocks:
+        self.needs_contents = settings.kv_events == "on" or bool(
+            settings.kv_events_endpoint or settings.kv_events_file or self.observers.foreign
+        )
         # Each event reaches `explain` before the traces, whose spans show what it knows.
         subscribers: list[Subscriber] = [self.block_lifecycle, self.chunk_lifecycle, self.hub, self.explain]
         if self.traces is not None:
@@ -105,13 +108,6 @@ class Observability:
         ]
         published = publisher_families(self.publisher.status() if self.publisher is not None else PublisherStatus())
         return all_families(status, rpc, [*more, *published])
-
-    @property
-    def wants_contents(self) -> bool:
-        """Whether engines should describe with each store the contents of its blocks."""
-        settings = self._settings
-        observed = bool(settings.kv_events_endpoint or settings.kv_events_file) or self.observers.foreign
-        return settings.kv_events == "on" or observed
 
     def start(self, read: Callable[[], list[Family]]) -> None:
         """`read` returns the present families, from any thread; it may be slow."""
@@ -167,7 +163,7 @@ class Parts:
                 fd_path=lifelines.path,
                 token=lifelines.token,
                 traces=observability.traces is not None,
-                kv_events=observability.wants_contents,
+                kv_events=observability.needs_contents,
                 lease_seconds=settings.lease_seconds,
             ),
             instances,

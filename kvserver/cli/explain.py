@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from typing import Any
 from urllib.parse import urlencode
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 if no daemon answers or the request is not remembered."""
+    """NoAnswer if no daemon answers or the request is not remembered."""
     by_id = arguments.request_id is not None
     query = {
         "request_id": arguments.request_id,
@@ -42,11 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
         "limit": arguments.limit or (None if arguments.json else 1 if by_id else 3),
     }
     path = "/explain?" + urlencode({name: value for name, value in query.items() if value is not None})
-    try:
-        found = http_client.get(http_client.request_of(arguments, path), dict[str, Any])
-    except http_client.NoAnswer as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    found = http_client.get(http_client.request_of(arguments, path), dict[str, Any])
     print(json.dumps(found, indent=2) if arguments.json else text(found))
     return 0
 

@@ -40,25 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0, or 1 if no daemon answers. A watch continues through a daemon's restart; Ctrl-C ends it with 0."""
-    try:
-        request = http_client.request_of(arguments, "/status")
-    except http_client.NoAnswer as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    """NoAnswer if no daemon answers; a watch continues through a daemon's restart, and Ctrl-C ends it."""
+    request = http_client.request_of(arguments, "/status")
     if arguments.watch is None:
-        text, code = _look(request, arguments.json)
-        if code:
-            print(text, file=sys.stderr)
-        else:
-            show(text)
-        return code
+        show(_look(request, arguments.json))
+        return 0
     in_place = sys.stdout.isatty() and not arguments.json
     try:
         if in_place:
             sys.stdout.write(_ERASE_SCREEN)
         while True:
-            text, _ = _look(request, arguments.json, indent=None)
+            try:
+                text = _look(request, arguments.json, indent=None)
+            except http_client.NoAnswer as error:
+                text = str(error)
             stamp = "" if arguments.json else time.strftime("%H:%M:%S") + "  "
             sys.stdout.write(_HOME_AND_ERASE_BELOW if in_place else "")
             show(stamp + text + ("" if arguments.json or in_place else "\n"))
@@ -74,13 +69,10 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _look(request: urllib.request.Request, as_json: bool, indent: int | None = 2) -> tuple[str, int]:
-    try:
-        if as_json:  # also keys that this version does not know
-            return json.dumps(http_client.get(request, dict[str, Any]), indent=indent), 0
-        return table(http_client.get(request, DaemonStatus)), 0
-    except http_client.NoAnswer as error:
-        return str(error), error.exit_code
+def _look(request: urllib.request.Request, as_json: bool, indent: int | None = 2) -> str:
+    if as_json:  # also keys that this version does not know
+        return json.dumps(http_client.get(request, dict[str, Any]), indent=indent)
+    return table(http_client.get(request, DaemonStatus))
 
 
 def table(status: DaemonStatus) -> str:
