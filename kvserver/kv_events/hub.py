@@ -15,7 +15,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from kvserver.events import (
     ChunksDescribed,
@@ -44,13 +44,16 @@ from kvserver.kv_events.types import (
 )
 from kvserver.protocol import KEY_BYTES
 from kvserver.protocol.kv_status import KVEventsStatus
-from kvserver.telemetry import Family, Kind
+from kvserver.telemetry import Family, Kind, Metric, families_of
 
 _MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be
 _COPIED = 4096  # chunks at a time, between which other threads may run
 
 _Name: TypeAlias = tuple[bytes, bytes]  # namespace, key
 _T = TypeVar("_T")
+_PUBLISHED: tuple[Metric[Counter[type[KVEvent]]], ...] = (
+    Metric("kvserver_kv_events", "KV events that the daemon published to its observers, by type.", Kind.COUNTER, lambda of: {kind.__struct_config__.tag: of[kind] for kind in get_args(KVEvent)}, ("type",)),
+)  # fmt: skip
 
 
 class Unannounced(enum.Enum):
@@ -131,15 +134,7 @@ class Hub(Subscriber):
         )
 
     def families(self) -> list[Family]:
-        published = Family(
-            "kvserver_kv_events",
-            "KV events that the daemon published to its observers, by type.",
-            Kind.COUNTER,
-            ("type",),
-        )
-        for kind in (KVStored, KVRemoved, ReaderConnected, ReaderDisconnected):
-            published.add(self._published[kind], str(kind.__struct_config__.tag))
-        return [published]
+        return list(families_of(_PUBLISHED, [(self._published, ())]))
 
     # ---- stored -------------------------------------------------------------------------------
 

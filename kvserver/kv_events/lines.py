@@ -65,11 +65,8 @@ def _fields(event: KVEvent) -> dict[str, Any]:
 
 
 def _chunks(event: KVStored | KVRemoved) -> dict[str, Any]:
-    return {
-        "tier": event.tier.value,
-        "namespace": event.namespace.hex(),
-        "chunks": [_chunk(chunk) for chunk in event.chunks],
-    }
+    chunks = [_chunk(chunk) for chunk in event.chunks]
+    return {"tier": event.tier.value, "namespace": event.namespace.hex(), "chunks": chunks}
 
 
 def _chunk(chunk: KVChunk) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-from msgspec.structs import replace
 
 from kvserver.config import Settings, parse_events_endpoint, parse_size
 from kvserver.kv_events.resident import ResidentChunks
@@ -67,6 +66,9 @@ _STREAM: tuple[Metric[StreamStatus], ...] = (
     Metric("kvserver_kv_events_subscribers", "Subscriptions to a stream of the ZMQ publisher.", Kind.GAUGE, lambda of: of.subscribers),
     Metric("kvserver_kv_events_bound", "1 while a stream of the ZMQ publisher is bound to its addresses, 0 while it cannot be.", Kind.GAUGE, lambda of: +(of.state == "bound")),
 )  # fmt: skip
+_PUBLISHER: tuple[Metric[PublisherStatus], ...] = (
+    Metric("kvserver_kv_events_refused_streams", "Engines whose stream of KV events was refused: there were too many streams.", Kind.COUNTER, lambda of: of.refused_streams),
+)  # fmt: skip
 
 
 class NotOneTopic(LookupError):
@@ -96,7 +98,8 @@ class ZmqPublisher:
         self._closing = False
         self._sleeps = False  # the thread waits, maybe longer than BATCH_SECONDS: wake it
         self._failure = ""
-        self._sockets: dict[tuple[str, str], StreamSockets] = {}  # changed by the thread only
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: dict[tuple[str, str], StreamSockets] = {}  # of all streams; used by the thread only
         self._next_beat = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         _warn_of_readers(settings)
@@ -140,7 +143,8 @@ class ZmqPublisher:
             if len(self._streams) >= MOST_STREAMS:
                 self._refused_streams += 1
                 return
-            self._streams[name] = Stream(scheduler.model_name, form, self._options, self._resident)
+            stream = self._streams[name] = Stream(scheduler.model_name, form, self._options, self._resident)
+            self._sockets[name] = StreamSockets(self._context, stream, len(self._sockets), self._urls)
         self._instances[scheduler.instance_id] = name
         self._streams[name].reader_connected(scheduler.instance_id, event.namespace_prefix, scheduler.groups)
 
@@ -166,15 +170,9 @@ class ZmqPublisher:
             stream, view = views[0]
             stream.close_batch()
             return Snapshot(
-                stream.model_name,
-                stream.form,
-                view.topic.decode(),
-                stream.next_sequence - 1,
-                self._boot_id,
-                stream.groups,
-                view.announced(),
-                len(view.waiting),
-            )
+                stream.model_name, stream.form, view.topic.decode(), stream.next_sequence - 1, self._boot_id,
+                stream.groups, view.announced(), len(view.waiting),
+            )  # fmt: skip
 
     def status(self) -> PublisherStatus:
         with self._lock:
@@ -182,8 +180,8 @@ class ZmqPublisher:
             return PublisherStatus(streams=streams, refused_streams=self._refused_streams)
 
     def _stream_status(self, name: tuple[str, str]) -> StreamStatus:
-        stream, sockets = self._streams[name], self._sockets.get(name)
-        shown = StreamStatus(
+        stream, sockets = self._streams[name], self._sockets[name]
+        return StreamStatus(
             model_name=stream.model_name,
             hash_form=stream.form,
             topics=[topic.decode() for topic in stream.topics],
@@ -195,11 +193,6 @@ class ZmqPublisher:
             pending_chunks=stream.pending,
             unbalanced_blocks=stream.unbalanced,
             state_bytes=stream.state_bytes,
-        )
-        if sockets is None:
-            return shown
-        return replace(
-            shown,
             state=sockets.state,
             endpoint=sockets.endpoint,
             replay_endpoint=sockets.replay_endpoint,
@@ -217,11 +210,10 @@ class ZmqPublisher:
     # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         try:
-            while (wait := self._turn(context, poller)) is not None:
+            while (wait := self._turn(poller)) is not None:
                 self._sleeps = self._sleeps and wait > BATCH_SECONDS
                 poller.poll(math.ceil(wait * 1000))
                 with contextlib.suppress(BlockingIOError):
@@ -234,23 +226,20 @@ class ZmqPublisher:
             with self._lock:
                 self._sleeps = False
                 os.close(self._wake)
-            for sockets in self._sockets.values():
-                sockets.close(_LAST_LINGER_MS)
-            context.term()  # waits for the sockets to linger
+                for sockets in self._sockets.values():
+                    sockets.close(_LAST_LINGER_MS)
+            self._context.term()  # waits for the sockets to linger
 
-    def _turn(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> float | None:
+    def _turn(self, poller: zmq.Poller) -> float | None:
         """Serve every stream once. Returns the most seconds until the next turn; None ends the thread."""
         with self._lock:
             if self._closing:
                 return None
             self._sleeps = True  # events from now on wake it
-            streams = dict(self._streams)
+            streams = [(stream, self._sockets[name]) for name, stream in self._streams.items()]
         waits = [_IDLE_SECONDS]
-        for name, stream in streams.items():
-            if name not in self._sockets:
-                self._sockets[name] = StreamSockets(context, stream, len(self._sockets), self._urls)
-            sockets = self._sockets[name]
-            taken = {url for other in self._sockets.values() for url in (other.endpoint, other.replay_endpoint)}
+        for stream, sockets in streams:
+            taken = {url for _, other in streams for url in (other.endpoint, other.replay_endpoint)}
             for socket in sockets.open(taken):
                 poller.register(socket, zmq.POLLIN)
             waits.append(self._serve(stream, sockets))
@@ -285,18 +274,13 @@ class ZmqPublisher:
         with self._lock:
             for name, stream in self._streams.items():
                 stream.announce_end()
-                if sockets := self._sockets.get(name):
-                    sockets.publish(stream.batches_after(sockets.published, len(stream.buffer)))
+                sockets = self._sockets[name]
+                sockets.publish(stream.batches_after(sockets.published, len(stream.buffer)))
 
 
 def publisher_families(status: PublisherStatus) -> list[Family]:
     rows = [(stream, (stream.model_name, stream.hash_form)) for stream in status.streams]
-    refused = Family(
-        "kvserver_kv_events_refused_streams",
-        "Engines whose stream of KV events was refused: there were too many streams.",
-        Kind.COUNTER,
-    )
-    return [*families_of(_STREAM, rows, ("model_name", "hash_form")), refused.add(status.refused_streams)]
+    return [*families_of(_STREAM, rows, ("model_name", "hash_form")), *families_of(_PUBLISHER, [(status, ())])]
 
 
 def _known(stream: Stream) -> dict[str, Any]:
