@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except NoAnswer as error:
         print(error, file=sys.stderr)
-        return error.exit_code
+        return 1
     except BrokenPipeError:  # `kvserver status --watch | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails too
         return 0

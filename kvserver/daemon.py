@@ -36,7 +36,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
     settings = configuration.settings
     set_up_logging(settings)
     _raise_descriptor_limit()
-    http_token = _http_token(settings)
+    http_token = read_token(settings.http_token_file)
     chosen = chosen_l1(settings)
     endpoint = Endpoint(settings.endpoint)
     try:
@@ -80,13 +80,6 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
 def _raise_descriptor_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker brings up to 251 descriptors
-
-
-def _http_token(settings: Settings) -> str:
-    try:
-        return read_token(settings.http_token_file)
-    except ValueError as error:
-        raise ConfigError(f"--http-token-file {settings.http_token_file}: {error}") from None
 
 
 def _make_l1(settings: Settings, chosen: tuple[int, Placement], hardware: Hardware) -> tuple[Devices, Cache, Placement]:

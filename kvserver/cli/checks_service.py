@@ -25,6 +25,7 @@ import msgspec
 from kvserver import __version__
 from kvserver.cli.checks import Finding, Machine, ok, problem, warning
 from kvserver.config import Settings, bearer, read_token
+from kvserver.protocol import ConfigError
 from kvserver.protocol.client import Client, RequestFailed, has_listener
 from kvserver.protocol.status import DaemonStatus
 
@@ -111,9 +112,9 @@ def http_port(machine: Machine) -> Finding:
     host, port = machine.settings.http_host, machine.settings.http_port
     try:
         token = read_token(machine.settings.http_token_file)
-    except ValueError as error:
+    except ConfigError as error:
         return problem(
-            f"--http-token-file {machine.settings.http_token_file}: {error}",
+            str(error),
             f"(umask 077; openssl rand -hex 32 >{shlex.quote(machine.settings.http_token_file)})",
         )
     if port == 0:

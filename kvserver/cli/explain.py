@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
         "limit": arguments.limit or (None if arguments.json else 1 if by_id else 3),
     }
     path = "/explain?" + urlencode({name: value for name, value in query.items() if value is not None})
-    found = http_client.get(http_client.request_of(arguments, path), dict[str, Any])
+    found = http_client.get(arguments, path, dict[str, Any])
     print(json.dumps(found, indent=2) if arguments.json else text(found))
     return 0
 

@@ -21,11 +21,7 @@ _ANSWER_SECONDS = 5
 
 
 class NoAnswer(Exception):
-    """The line to print. `exit_code`: 1 if the daemon failed, 2 if the arguments are wrong."""
-
-    def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(f"kvserver: {message}")
-        self.exit_code = exit_code
+    """The line to print."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,26 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def request_of(arguments: argparse.Namespace, path: str) -> urllib.request.Request:
-    """NoAnswer if the token file cannot be read."""
-    try:
-        headers = bearer(read_token(arguments.http_token_file))
-    except ValueError as error:
-        raise NoAnswer(f"--http-token-file {arguments.http_token_file}: {error}", exit_code=2) from None
-    return urllib.request.Request(f"http://{arguments.http_host}:{arguments.http_port}{path}", headers=headers)
-
-
-def get(request: urllib.request.Request, form: type[T]) -> T:
-    """The JSON of a page. NoAnswer if there is none."""
-    url = request.full_url
+def get(arguments: argparse.Namespace, path: str, form: type[T]) -> T:
+    """The JSON of a page. NoAnswer if there is none, ConfigError if the token file cannot be read."""
+    url = f"http://{arguments.http_host}:{arguments.http_port}{path}"
+    request = urllib.request.Request(url, headers=bearer(read_token(arguments.http_token_file)))
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
             return msgspec.json.decode(answer.read(), type=form)
     except urllib.error.HTTPError as error:
         with error:
-            raise NoAnswer(f"{url} answers {error.code}: {_reason(error)}") from None
+            raise NoAnswer(f"kvserver: {url} answers {error.code}: {_reason(error)}") from None
     except (urllib.error.URLError, OSError, ValueError, msgspec.MsgspecError) as error:
-        raise NoAnswer(f"no daemon answers at {url}: {error}; see --http-host and --http-port") from None
+        raise NoAnswer(f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port") from None
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """NoAnswer if no daemon answers; a watch continues through a daemon's restart, and Ctrl-C ends it."""
-    request = http_client.request_of(arguments, "/status")
     if arguments.watch is None:
-        show(_look(request, arguments.json))
+        show(_look(arguments))
         return 0
     in_place = sys.stdout.isatty() and not arguments.json
     try:
@@ -51,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
             sys.stdout.write(_ERASE_SCREEN)
         while True:
             try:
-                text = _look(request, arguments.json, indent=None)
+                text = _look(arguments, indent=None)
             except http_client.NoAnswer as error:
                 text = str(error)
             stamp = "" if arguments.json else time.strftime("%H:%M:%S") + "  "
@@ -69,10 +67,10 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _look(request: urllib.request.Request, as_json: bool, indent: int | None = 2) -> str:
-    if as_json:  # also keys that this version does not know
-        return json.dumps(http_client.get(request, dict[str, Any]), indent=indent)
-    return table(http_client.get(request, DaemonStatus))
+def _look(arguments: argparse.Namespace, indent: int | None = 2) -> str:
+    if arguments.json:  # also keys that this version does not know
+        return json.dumps(http_client.get(arguments, "/status", dict[str, Any]), indent=indent)
+    return table(http_client.get(arguments, "/status", DaemonStatus))
 
 
 def table(status: DaemonStatus) -> str:

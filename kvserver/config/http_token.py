@@ -9,6 +9,8 @@ import os
 import re
 import stat
 
+from kvserver.protocol import ConfigError
+
 LEAST_CHARACTERS = 16
 _MOST_BYTES = 4096
 _NOT_FOR = stat.S_IRWXO | stat.S_IWGRP  # the group may read: Kubernetes hands secrets to users other than root this way
@@ -17,14 +19,18 @@ _NOT_FOR = stat.S_IRWXO | stat.S_IWGRP  # the group may read: Kubernetes hands s
 def read_token(path: str) -> str:
     """The token in the file, without surrounding white space; "" for an empty path.
 
-    ValueError with the reason if the file has no valid token; the text never contains the file's content.
+    ConfigError with the reason if the file has no valid token; the text never contains the file's content.
     """
-    if not path:
-        return ""
     try:
-        raw = _read(path)
+        return _token(_read(path)) if path else ""
     except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror or error}") from None
+        reason = f"cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        reason = str(error)
+    raise ConfigError(f"--http-token-file {path}: {reason}")
+
+
+def _token(raw: bytes) -> str:
     token = raw.decode("ascii", "replace").strip()
     if len(token) < LEAST_CHARACTERS or len(raw) > _MOST_BYTES:
         raise ValueError(
