@@ -23,7 +23,7 @@ class AnnouncedBlocks:
         self._announced = _no_hashes()  # since begin_resync()
         self._before: list[
             HashCounts
-        ] = []  # announced earlier and not confirmed since; a hash is in one of all these sets
+        ] = []  # announced earlier, not confirmed since; a hash is in one of all these sets
         self._cursor = 0  # in the first of `_before`
 
     def __len__(self) -> int:

@@ -58,9 +58,8 @@ class Announcer:
         self._number: int | None = None  # of the request in flight
         self._asked_at = 0.0
         self._ask_after = 0.0
-        self._failing_since: float | None = (
-            None  # when the first of the requests in a row failed: not sent, not answered or refused
-        )
+        # When the first of the requests in a row failed: not sent, not answered or refused.
+        self._failing_since: float | None = None
         self._daemon_lost = False  # the daemon's blocks cannot be read
         self._pending: deque[KVBlocks] = deque()
         self._whole = False  # this follow is complete: blocks that it did not name are no longer in the tier

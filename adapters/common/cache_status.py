@@ -31,12 +31,8 @@ REASONS = {
     "other": "a reason that this version does not know",
 }
 CONNECTED_REASON = "connected"
-_LASTING = (
-    "setup_failed",
-    "unsupported",
-    "cannot_share",
-    "fault",
-)  # only the engine itself knows these, and only the engine ends them
+# Only the engine itself knows these, and only the engine ends them.
+_LASTING = ("setup_failed", "unsupported", "cannot_share", "fault")
 _ABSENT = ("unknown_instance", "not_ready")
 
 

@@ -89,10 +89,8 @@ class Lookups(Generic[Q]):
 
     def _send_now(self, question: Q) -> bool:
         """Send a lookup that waits; False if the queue is full. Then a pass sends no other until an answer has arrived."""
-        if (
-            self._dispatcher.usable() is None or self._full or id(question) not in self._waiting
-        ):  # void with its session
-            return False
+        if self._dispatcher.usable() is None or self._full or id(question) not in self._waiting:
+            return False  # also where the question was dropped with its session
         number = None
         if len(self._in_flight) < MOST_IN_FLIGHT:
             number = self._dispatcher.send(self._message(question), partial(self._answered, question))
@@ -111,9 +109,7 @@ class Lookups(Generic[Q]):
         now = time.monotonic()
         if question.hit_chunks is not None and now - question.answered_at <= self._longest_age:
             return True
-        if (
-            question.number is None and id(question) not in self._waiting
-        ):  # the answer is old, or void since a preemption
+        if question.number is None and id(question) not in self._waiting:  # the answer is old, or void by a preemption
             self.send(question)
         question.deadline = question.deadline or now + self._timeout_seconds
         self._receive_for(question)

@@ -43,25 +43,26 @@ class StatsReporter:
 
     def __init__(self, half: str) -> None:
         self._half = half
-        self._counted: dict[str, int] = {}
-        self._faults: dict[str, int] = {}
+        self._counted: Counter[str] = Counter()  # as of the last report
+        self._faults: Counter[str] = Counter()
         self._status: CacheStatus | None = None
         self._again_at = 0.0
         self._quarantined = 0
 
     def report(
-        self, counters: Mapping[str, int], errors: Mapping[str, int], status: CacheStatus, quarantined: int
+        self, counters: Counter[str], errors: Counter[str], status: CacheStatus, quarantined: int
     ) -> dict[str, Any]:
         """What is new: by how much counts have grown, and how the half is. `errors`: by "place: kind"."""
         data: dict[str, Any] = {}
-        for name, more in _grown(counters, self._counted).items():
+        for name, more in (counters - self._counted).items():
             if name in COUNTERS:
                 data[name] = more
             elif name.startswith("refused_"):
                 data.setdefault(REFUSED, {})[name.removeprefix("refused_")] = more
-        for kind, more in _grown(errors, self._faults).items():
+        for kind, more in (errors - self._faults).items():
             places = data.setdefault(FAULTS, Counter())
             places[kind.rsplit(": ", 1)[0]] += more
+        self._counted, self._faults = counters.copy(), errors.copy()
         if quarantined != self._quarantined:
             self._quarantined = data[QUARANTINED] = quarantined
         now = time.monotonic()
@@ -99,12 +100,3 @@ def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
             value = data[name]
             line[name] = sum(value.values()) if isinstance(value, dict) else value
     return line
-
-
-def _grown(counters: Mapping[str, int], before: dict[str, int]) -> dict[str, int]:
-    """By how much each counter has grown since `before`, which is updated. Called in every step of the engine."""
-    if counters == before:
-        return {}
-    more = {name: count - before.get(name, 0) for name, count in counters.items() if count != before.get(name, 0)}
-    before.update(counters)
-    return more

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,10 +31,7 @@ from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.stats import HOST, KVServerStats
-from kvserver.adapters.vllm.support import (
-    TransferResults,
-    unsupported,
-)
+from kvserver.adapters.vllm.support import TransferResults, unsupported
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -270,7 +268,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         half = self.worker or self.scheduler
         quarantined = self.scheduler.quarantined_blocks if self.scheduler is not None else 0
         status = self._off or (half.cache_status if half is not None else STARTING)
-        counters = half.counters if half is not None else {}
+        counters = half.counters if half is not None else Counter()
         data = self._stats_reporter.report(counters, self.errors, status, quarantined)
         data |= self.worker.take_seconds() if self.worker is not None else {}
         return KVServerStats(data) if data else None

@@ -15,21 +15,14 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
 from kvserver.adapters.common.weights import NoWeights, file_digest, folder_digest
-from kvserver.adapters.vllm.canonical import (
-    Refused,
-    canonical,
-    counted_fields,
-    digest,
-    hf_content,
-    is_hf_config,
-)
+from kvserver.adapters.vllm.canonical import Refused, canonical, counted_fields, digest, hf_content, is_hf_config
 from kvserver.adapters.vllm.harmless import HARMLESS_VARIABLES, OTHER_VARIABLES
 from kvserver.adapters.vllm.support import hash_block_tokens
 from vllm import envs
@@ -51,23 +44,10 @@ _LONGEST_VALUE = 100
 _FITTED = "as the model configuration has it"
 
 # Formats that take the weights from the files of the model's folder.
-_FROM_FILES = frozenset(
-    [
-        "auto",
-        "hf",
-        "safetensors",
-        "fastsafetensors",
-        "instanttensor",
-        "pt",
-        "npcache",
-        "mistral",
-        "bitsandbytes",
-        "gguf",
-        "sharded_state",
-        "runai_streamer",
-        "runai_streamer_sharded",
-    ]
-)
+_FROM_FILES = frozenset({
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral", "bitsandbytes", "gguf",
+    "sharded_state", "runai_streamer", "runai_streamer_sharded",
+})  # fmt: skip
 
 
 @dataclass
@@ -123,11 +103,8 @@ def with_weights(found: Identity, vllm_config: Any, model_version: str = "") -> 
         try:
             whole.counted[name] = digest([model_version, weights_of(model, load, model_version)])
         except (NoWeights, OSError) as reason:
-            why = (
-                reason
-                if isinstance(reason, NoWeights)
-                else f"the model's files cannot be read, {type(reason).__name__}"
-            )
+            unreadable = f"the model's files cannot be read, {type(reason).__name__}"
+            why = reason if isinstance(reason, NoWeights) else unreadable
             whole.refuse(f"{name}: {why}; kvserver.model_version may name them")
     return whole
 
@@ -179,7 +156,7 @@ def _config(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def _facts(vllm_config: Any, kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
     yield "vllm", vllm.__version__
     yield "torch", torch.__version__
-    yield "transformers", _version("transformers")
+    yield "transformers", version("transformers")
     yield "device", _device(str(vllm_config.device_config.device_type))
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     yield "kv_cache.groups", [f"{type(spec).__name__} of {spec.block_size}" for spec in groups]
@@ -206,13 +183,6 @@ def _models(vllm_config: Any) -> Iterator[tuple[str, Any, Any]]:
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft is not model:
         yield "draft weights", draft, getattr(speculative, "draft_load_config", None) or load
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _device(device_type: str) -> list[str]:

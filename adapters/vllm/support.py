@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # 0.30 and later: failures are reported per request, which frees its blocks.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
-
 # Kinds of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.
 _NOT_BY_PREFIX = ("Mamba", "Cross", "Encoder", "RSWA")
 
@@ -95,10 +94,8 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     """How many tokens each hash of a request covers more than the one before; with several groups perhaps less than a block."""
     said: int | None = getattr(kv_cache_config, "hash_block_size", None)  # 0.32 and later
     groups = kv_cache_config.kv_cache_groups
-    if said is None and len(groups) == 1:
-        return int(
-            groups[0].kv_cache_spec.block_size
-        )  # vLLM looks at its cache_config, which workers have as of the start
+    if said is None and len(groups) == 1:  # vLLM looks at its cache_config, which workers have as of the start
+        return int(groups[0].kv_cache_spec.block_size)
     return said or int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
