@@ -15,7 +15,7 @@ engine's events, and how the engine publishes them.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -43,14 +43,11 @@ class MakeEvents(Protocol):
 class Announcer:
     """Does nothing unless the engine `publishes` KV events."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, names: EngineNames, make: MakeEvents, publishes: bool, counters: Counter[str]
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, names: EngineNames, make: MakeEvents, publishes: bool) -> None:
         self._dispatcher = dispatcher
         self._names = names
         self._make = make
         self._publishes = publishes
-        self._counters = counters
         self._announced: dict[tuple[int, str, int], AnnouncedBlocks] = {}  # by length of hashes, medium and group
         self._clears = 0  # as of the last step
         self._follow = 0
@@ -148,7 +145,6 @@ class Announcer:
         announced = self._announced[place]
         news = announced.stored(blocks.hashes) if blocks.stored else announced.removed(blocks.hashes)
         for first, last in runs(news):
-            self._counters["announced_blocks" if blocks.stored else "withdrawn_blocks"] += last - first
             if blocks.stored:
                 yield self._make.stored(blocks, first, last)
             else:
@@ -159,9 +155,7 @@ class Announcer:
         """Removal events of blocks that were announced and are no longer in the tier."""
         for place, announced in self._announced.items():
             if most > 0 and (hashes := announced.pop_unconfirmed(most)):
-                gone = len(hashes) // announced.hash_bytes
-                self._counters["withdrawn_blocks"] += gone
-                most -= gone
+                most -= len(hashes) // announced.hash_bytes
                 yield self._make.removed(hashes, *place)
 
 

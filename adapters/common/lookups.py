@@ -15,6 +15,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from kvserver.adapters.common.dispatcher import Dispatcher
+from kvserver.adapters.common.settings import CommonSettings
 
 from kvserver.protocol import HelloReply, Lookup, LookupReply, Reply
 
@@ -40,19 +41,15 @@ class Lookups(Generic[Q]):
         self,
         dispatcher: Dispatcher,
         message: Callable[[Q], Lookup],
+        settings: CommonSettings,
         counters: Counter[str],
-        *,
-        timeout_seconds: float,
-        poll_seconds: float,
-        age_seconds: float,
     ) -> None:
-        """The three times are those of settings `lookup_timeout_ms`, `lookup_poll_ms` and `lookup_age_ms`."""
         self._dispatcher = dispatcher
         self._message = message
         self._counters = counters
-        self._timeout_seconds = timeout_seconds
-        self._poll_seconds = self._poll_left = poll_seconds
-        self._age_seconds = self._longest_age = age_seconds
+        self._timeout_seconds = settings.lookup_timeout_ms / 1000
+        self._poll_seconds = self._poll_left = settings.lookup_poll_ms / 1000
+        self._age_seconds = self._longest_age = settings.lookup_age_ms / 1000
         self._in_flight: set[int] = set()  # numbers
         self._waiting: dict[int, Q] = {}  # for a place in the queue, by id()
         self._full = False  # the queue had no place; an answer may have freed one

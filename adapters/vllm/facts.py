@@ -12,7 +12,7 @@ from typing import Any
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.settings import PREFIX
 from kvserver.adapters.vllm.names import names_of
-from kvserver.adapters.vllm.support import hash_block_tokens, rehashes_sessions, whole_prompts_only
+from kvserver.adapters.vllm.support import hash_block_tokens, whole_prompts_only
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -26,32 +26,15 @@ class EngineFacts:
     world_size: int
     block_tokens: int
     hash_block_tokens: int
-    hash_algorithm: str
     groups: tuple[KVGroup, ...]
     publishes: bool  # KV events of its own
-    events: tuple[str, str, str]  # endpoint, replay endpoint and topic of these, if other processes can subscribe
     holds_back_tail: bool  # a draft model rewrites its KV of the last position
     whole_prompts_only: bool  # the engine cannot prefill after a hit, only decode
-    rehashes_sessions: bool
     weights_are_transferred: bool
     weights_version: Callable[[], str]  # as configured at present
-
-    def describe(self, variant: str, private: str) -> DescribeScheduler:
-        """REQUIRES: called in the scheduler's process after the engine core was built, where vLLM sets the start of hashes."""
-        endpoint, replay_endpoint, topic = self.events
-        return DescribeScheduler(
-            **asdict(self.names),
-            variant=variant,
-            private=private,
-            hash_form=hash_form(),
-            hash_algorithm=self.hash_algorithm,
-            hash_start=kv_cache_utils.NONE_HASH,
-            hash_block_tokens=self.hash_block_tokens,
-            groups=self.groups,
-            events_endpoint=endpoint,
-            events_replay_endpoint=replay_endpoint,
-            events_topic=topic,
-        )
+    # The engine for routers, by (variant, why it is private). REQUIRES: called in the scheduler's process after the
+    # engine core was built, where vLLM sets the start of hashes.
+    describe: Callable[[str, str], DescribeScheduler]
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
@@ -60,20 +43,37 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     method = str(getattr(vllm_config.speculative_config, "method", "") or "")
     events_config = vllm_config.kv_events_config
     publishes = events_config is not None and events_config.enable_kv_cache_events
+    names, groups = names_of(vllm_config), tuple(_group(spec) for spec in specs)
+    hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
+    endpoint, replay_endpoint, topic = _events_of(vllm_config) if publishes else ("", "", "")
+
+    def describe(variant: str, private: str) -> DescribeScheduler:
+        return DescribeScheduler(
+            **asdict(names),
+            variant=variant,
+            private=private,
+            hash_form=hash_form(),
+            hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+            hash_start=kv_cache_utils.NONE_HASH,
+            hash_block_tokens=hash_tokens,
+            groups=groups,
+            events_endpoint=endpoint,
+            events_replay_endpoint=replay_endpoint,
+            events_topic=topic,
+        )
+
     return EngineFacts(
-        names=names_of(vllm_config),
+        names=names,
         world_size=vllm_config.parallel_config.world_size,
         block_tokens=specs[0].block_size,
-        hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
-        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
-        groups=tuple(_group(spec) for spec in specs),
+        hash_block_tokens=hash_tokens,
+        groups=groups,
         publishes=publishes,
-        events=_events_of(vllm_config) if publishes else ("", "", ""),
         holds_back_tail="eagle" in method or "mtp" in method,
         whole_prompts_only=whole_prompts_only(vllm_config),
-        rehashes_sessions=rehashes_sessions(),
         weights_are_transferred=vllm_config.weight_transfer_config is not None,
         weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
+        describe=describe,
     )
 
 

@@ -60,7 +60,6 @@ class Identity:
     counted: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     private: str = ""
-    has_weights: bool = False
 
     def add(self, name: str, value: Any) -> None:
         """Add the digest of a value; a value without one makes the engine private, with the name as the reason."""
@@ -98,7 +97,7 @@ def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
 
 def with_weights(found: Identity, vllm_config: Any, model_version: str = "") -> Identity:
     """The identity with the weights. Reads samples of their files, which may take seconds."""
-    whole = dataclasses.replace(found, counted=dict(found.counted), has_weights=True)
+    whole = dataclasses.replace(found, counted=dict(found.counted))
     for name, model, load in _models(vllm_config):
         try:
             whole.counted[name] = digest([model_version, weights_of(model, load, model_version)])

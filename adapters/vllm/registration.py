@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, Link, Registration
 from kvserver.adapters.common.memory import share
 from kvserver.adapters.common.worker import WORDS, Rank
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, check_invariance
-from kvserver.adapters.vllm.identity import config_identity, with_weights
+from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.support import blocks_come_first, replicated
@@ -65,7 +66,6 @@ class RankRegistration:
         )
 
         def message(hello: HelloReply, attachment: int) -> RegisterWorker:
-            self._add_weights()
             return RegisterWorker(
                 **asdict(names_of(self._config)),
                 rank=rank.number,
@@ -79,8 +79,8 @@ class RankRegistration:
                 chunk_blocks=max(1, hello.chunk_tokens // block_tokens),
                 layout=f"{caches.layout} {backends}",
                 replicated=rank.replicated,
-                counted=self._identity.fields(),
-                private=self._identity.private,
+                counted=self._whole_identity.fields(),
+                private=self._whole_identity.private,
                 has_computed=self._has_computed(),
             )
 
@@ -88,9 +88,10 @@ class RankRegistration:
         registration = Registration(caches.fds, WORDS, message, margin)
         return Link(self._settings.endpoint, f"worker {rank.number}", registration), rank
 
-    def _add_weights(self) -> None:
-        """Add the weights to the identity: read once, in the link's thread, since it may take seconds."""
-        if not self._identity.has_weights:
-            self._identity = with_weights(self._identity, self._config, self._settings.model_version)
-            if self._identity.private:
-                log.warning("kvserver: this engine shares KV with no other: %s", self._identity.private)
+    @cached_property
+    def _whole_identity(self) -> Identity:
+        """With the weights: read once, in the link's thread, since it may take seconds."""
+        whole = with_weights(self._identity, self._config, self._settings.model_version)
+        if whole.private:
+            log.warning("kvserver: this engine shares KV with no other: %s", whole.private)
+        return whole

@@ -36,6 +36,7 @@ from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.requests import Requests, RequestState, Tables, tables_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
+from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
 
 from kvserver._native import pack_blocks
@@ -114,18 +115,9 @@ class SchedulerHalf:
         self._sources = Sources()
         self._dispatcher = Dispatcher(link, self.counters, faults)
         self._dispatcher.on_session.append(self._begin_session)
-        self._lookups = Lookups(
-            self._dispatcher,
-            self._lookup_of,
-            self.counters,
-            timeout_seconds=settings.lookup_timeout_ms / 1000,
-            poll_seconds=settings.lookup_poll_ms / 1000,
-            age_seconds=settings.lookup_age_ms / 1000,
-        )
+        self._lookups = Lookups(self._dispatcher, self._lookup_of, settings, self.counters)
         self._notices = Notices(self._dispatcher, facts.names, self._pool, self.counters)
-        self._announcer = Announcer(
-            self._dispatcher, facts.names, TierEvents(facts.groups), facts.publishes, self.counters
-        )
+        self._announcer = Announcer(self._dispatcher, facts.names, TierEvents(facts.groups), facts.publishes)
         self._introduction = Introduction(
             self._dispatcher, lambda: facts.describe(self._variants.epoch, self._variants.private)
         )
@@ -134,7 +126,7 @@ class SchedulerHalf:
 
     def new_request(self, request: Request) -> None:
         self._follow_resets()
-        if request.resumable and not self._facts.rehashes_sessions:
+        if request.resumable and not rehashes_sessions():
             if not self._stale_hashes:
                 log.warning(
                     "a streaming session, for which vLLM before 0.32 keeps hashes of dropped tokens: no more stores"
@@ -213,7 +205,6 @@ class SchedulerHalf:
             every = pack_blocks([block_id for table in tables for block_id in table])
             load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)
         self._plan.loads.append(load)
-        self.counters["loads"] += 1
 
     def _load_of(self, state: RequestState, tables: Tables, external_tokens: int) -> LoadSpec:
         end = -(-(state.local_tokens + external_tokens) // self._chunks.block_tokens)
@@ -308,7 +299,6 @@ class SchedulerHalf:
         # First guarded, then planned: no store may read blocks that are not guarded.
         self._pending.add(store_id, block_ids)
         self._plan.stores.append(store)
-        self.counters["stores"] += 1
 
     @property
     def _sends_contents(self) -> bool:

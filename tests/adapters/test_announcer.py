@@ -97,7 +97,7 @@ class Stage:
         self._peer = DaemonPeer(folder)
         self._peer.listen()
         names = EngineNames("i", "n", "m")
-        self.announcer = Announcer(self._peer.dispatcher, names, TierEvents(GROUPS), publishes, self._peer.counters)
+        self.announcer = Announcer(self._peer.dispatcher, names, TierEvents(GROUPS), publishes)
         self.asked: list[TakeKVEvents] = []
         self._frames: list[Any] = []  # of these
         self.connect()
