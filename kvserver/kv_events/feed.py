@@ -29,7 +29,7 @@ from kvserver.kv_events.types import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
+from kvserver.protocol import TOKEN_BYTES, KVBlocks, KVEventsTaken, TakeKVEvents
 from kvserver.protocol.kv_status import FeedStatus, FollowerStatus
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ MOST_BYTES = 64 << 10  # in one reply, approximately
 MOST_QUEUED = 1 << 16  # stored or removed chunks; an engine that falls further behind restarts from a snapshot
 _REPLIES_AHEAD = 8  # replies to prepare in advance
 _PART = 64  # chunks prepared at a time; other threads may run in between
-_TOKEN_BYTES = 4
 
 _Change: TypeAlias = tuple[bool, Tier, KVChunk]  # True: stored; False: removed
 
@@ -266,7 +265,7 @@ class _FeedCursor:
 
 
 def _stored_blocks(tier: Tier, of: Description, first: int, last: int, group: int) -> KVBlocks:
-    size, tokens = of.hash_bytes, of.block_tokens * _TOKEN_BYTES
+    size, tokens = of.hash_bytes, of.block_tokens * TOKEN_BYTES
     return KVBlocks(
         stored=True,
         medium=tier.value,

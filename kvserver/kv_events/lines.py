@@ -18,9 +18,7 @@ from kvserver.kv_events.types import (
     ReaderConnected,
     ReaderDisconnected,
 )
-from kvserver.protocol import ConfigError
-
-_TOKEN_BYTES = 4
+from kvserver.protocol import TOKEN_BYTES, ConfigError
 
 
 def make_lines(context: ObserverContext) -> Lines | None:
@@ -73,5 +71,5 @@ def _chunk(chunk: KVChunk) -> dict[str, Any]:
     description = chunk.description
     if description is None:
         return {"key": chunk.key.hex(), "described": False}
-    tokens = len(description.tokens) // _TOKEN_BYTES
+    tokens = len(description.tokens) // TOKEN_BYTES
     return {"key": chunk.key.hex(), "described": True, "blocks": description.blocks, "tokens": tokens}

@@ -2,7 +2,7 @@
 
 from kvserver.protocol.endpoint import default_endpoint, stranger_at
 from kvserver.protocol.errors import CONNECTION_REFUSED, ConfigError, ErrorCode, KVServerError
-from kvserver.protocol.fields import KEY_BYTES, MAX_CHUNKS, Label, Name, Text
+from kvserver.protocol.fields import CONTENT_BYTES, KEY_BYTES, MAX_CHUNKS, TOKEN_BYTES, Label, Name, Text
 from kvserver.protocol.measurements import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,

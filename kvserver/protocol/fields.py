@@ -11,6 +11,8 @@ import msgspec
 from msgspec import Meta
 
 KEY_BYTES = 32
+TOKEN_BYTES = 4  # of a token id, little-endian
+CONTENT_BYTES = 8  # of a content id in a block report
 MAX_CHUNKS = 16384  # keys in one message
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]

@@ -37,6 +37,9 @@ from kvserver.telemetry import Family, Kind
 MOST_BODY_BYTES = 4 << 20
 ENGINE_STATS_SECONDS = 0.5
 JSON, MSGPACK = "application/json", "application/msgpack"
+_OF_INSTANCE = (
+    "instance_id", "model_name", "namespace", "world_size", "block_tokens", "chunk_tokens", "l0_source", "load",
+)  # fmt: skip
 _MOST_IDS = 1024
 _HASHING_AT_ONCE = 2  # requests that hash tokens; others wait, so that the loop gets the interpreter
 
@@ -132,21 +135,11 @@ class MatchPages:
 
     def instances(self, status: Sequence[InstanceStatus]) -> bytes:
         """`status`: /status's instances."""
-        return msgspec.json.encode({"instances": [self._instance(one) for one in status]})
-
-    def _instance(self, status: InstanceStatus) -> Answer:
-        names = (
-            "instance_id",
-            "model_name",
-            "namespace",
-            "world_size",
-            "block_tokens",
-            "chunk_tokens",
-            "l0_source",
-            "load",
-        )
-        known = self._index.instance(status.instance_id) or {}
-        return {name: getattr(status, name) for name in names} | known
+        rows = [
+            {name: getattr(one, name) for name in _OF_INSTANCE} | (self._index.instance(one.instance_id) or {})
+            for one in status
+        ]
+        return msgspec.json.encode({"instances": rows})
 
     def _answer(self, query: _JsonQuery | _MsgpackQuery) -> Answer:
         if (query.block_hashes is None) == (query.tokens is None):

@@ -33,7 +33,6 @@ from kvserver.routing.engines import EngineEvents
 from kvserver.telemetry import Family, Kind, Metric, families_of
 
 _KNOWN_BYTES = 8  # the end of a hash
-_NONE = (-1, -1)
 
 
 _INDEX: tuple[Metric[IndexStatus], ...] = (
@@ -66,7 +65,7 @@ class KVIndex:
         self._follow_engines = follow_engines
         self._lock = threading.Lock()  # of the two below
         self._known: dict[str, ReaderConnected] = {}  # the engines that described themselves
-        self._owners: dict[bytes, tuple[int, int]] = {}  # owners of L1 and L2 by namespace prefix; -1: none
+        self._owners: dict[bytes, dict[Tier, int]] = {}  # in the index, by namespace prefix and tier
         self._dropped_prefixes = 0
 
     # ---- KV events ----------------------------------------------------------------------
@@ -79,7 +78,7 @@ class KVIndex:
                     self._index.add_blocks(owner, _ends(event.chunks), _KNOWN_BYTES)
             case KVRemoved():
                 namespace_prefix = epoch_of(event.namespace)
-                owner = self._owners.get(namespace_prefix, _NONE)[_at(event.tier)]
+                owner = self._owners.get(namespace_prefix, {}).get(event.tier, -1)
                 if owner >= 0:
                     self._index.remove_blocks(owner, _ends(event.chunks), _KNOWN_BYTES)
                     self._forget_if_empty(namespace_prefix)
@@ -106,16 +105,15 @@ class KVIndex:
 
     def _owner(self, namespace_prefix: bytes, tier: Tier) -> int:
         """The owner of a namespace prefix in a tier, opened if needed; -1 if the index has no free owner."""
-        owner = self._owners.get(namespace_prefix, _NONE)[_at(tier)]
+        owner = self._owners.get(namespace_prefix, {}).get(tier, -1)
         if owner >= 0:
             return owner
         owner = self._index.add_owner()
         if owner < 0 and self._drop_unread():
             owner = self._index.add_owner()
         if owner >= 0:
-            l1, l2 = self._owners.get(namespace_prefix, _NONE)
             with self._lock:
-                self._owners[namespace_prefix] = (owner, l2) if tier is Tier.L1 else (l1, owner)
+                self._owners.setdefault(namespace_prefix, {})[tier] = owner
         return owner
 
     def _drop_unread(self) -> bool:
@@ -131,15 +129,14 @@ class KVIndex:
     def _forget_if_empty(self, namespace_prefix: bytes) -> None:
         """Forget a namespace prefix without chunks and engines."""
         read = any(engine.namespace_prefix == namespace_prefix for engine in self._known.values())
-        if not read and not any(self._size_of(owner) for owner in self._owners.get(namespace_prefix, _NONE)):
+        if not read and not any(map(self._size_of, self._owners.get(namespace_prefix, {}).values())):
             self._close(namespace_prefix)
 
     def _close(self, namespace_prefix: bytes) -> None:
         with self._lock:
-            owners = self._owners.pop(namespace_prefix, _NONE)
-        for owner in owners:
-            if owner >= 0:
-                self._index.remove_owner(owner)
+            owners = self._owners.pop(namespace_prefix, {})
+        for owner in owners.values():
+            self._index.remove_owner(owner)
 
     # ---- queries ------------------------------------------------------------------------------
 
@@ -161,7 +158,8 @@ class KVIndex:
 
     def _tiers(self, engine: ReaderConnected) -> tuple[int, int, int, int]:
         with self._lock:
-            l1, l2 = self._owners.get(engine.namespace_prefix, _NONE)
+            owners = self._owners.get(engine.namespace_prefix, {})
+            l1, l2 = owners.get(Tier.L1, -1), owners.get(Tier.L2, -1)
         return self._engines.index_owner(engine.instance_id), l1, l2, engine.chunk_blocks
 
     def instance(self, instance_id: str) -> dict[str, Any] | None:
@@ -207,10 +205,6 @@ class KVIndex:
 
     def close(self) -> None:
         self._engines.close()
-
-
-def _at(tier: Tier) -> int:
-    return 0 if tier is Tier.L1 else 1
 
 
 def _ends(chunks: Sequence[KVChunk]) -> bytes:

@@ -6,6 +6,7 @@ from kvserver._native import BlockIds, Direction
 from kvserver.protocol import (
     KEY_BYTES,
     MOST_EXTRA_KEY_BYTES,
+    TOKEN_BYTES,
     ChunkContents,
     ErrorCode,
     KVServerError,
@@ -14,8 +15,6 @@ from kvserver.protocol import (
     Store,
 )
 from kvserver.server.instances import Worker
-
-_TOKEN_BYTES = 4
 
 
 def chunk_count(keys: bytes) -> int:
@@ -65,7 +64,7 @@ def _block_ids(worker: Worker, direction: Direction, packed: bytes, least: int, 
 
 def _check_contents(contents: ChunkContents, blocks: int, block_tokens: int) -> None:
     """KVServerError(BAD_KEYS) unless there is a hash and a block of tokens for each of the `blocks`."""
-    expected = (blocks * contents.hash_bytes, blocks * block_tokens * _TOKEN_BYTES)
+    expected = (blocks * contents.hash_bytes, blocks * block_tokens * TOKEN_BYTES)
     got = (len(contents.hashes), len(contents.tokens))
     if got != expected or len(contents.parent) not in (0, contents.hash_bytes):
         raise KVServerError(

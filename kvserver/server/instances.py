@@ -89,6 +89,7 @@ class Instance:
     description: DescribeScheduler | None = None
     engine_stats: EngineStats = field(default_factory=EngineStats)
     died: bool = False  # one of its workers died
+    departed_at: float = 0.0  # when its last worker ended
     load_waits: LoadWaits = field(default_factory=LoadWaits)
     _variants: dict[str, bytes] = field(default_factory=dict)
     _published: tuple[DescribeScheduler, bytes] | None = None
@@ -144,24 +145,13 @@ class Disconnect(str, enum.Enum):
     STOPPED = "stopped"  # this daemon stops
 
 
-@dataclass
-class Departed:
-    """What an instance that is no longer registered had requested and got."""
-
-    instance_id: str
-    model_name: str
-    counts: Counts
-    engine_stats: EngineStats
-    departed_at: float
-
-
 class Instances:
     """All of them, by instance id, and all workers by registration number."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Instance] = {}
         self.by_registration: dict[int, Worker] = {}
-        self.departed: dict[tuple[str, str], Departed] = {}  # by id and model, the oldest first
+        self.departed: dict[tuple[str, str], Instance] = {}  # by id and model, the oldest first
         self.connected = 0  # instances whose first worker registered
         self.disconnected: Counter[Disconnect] = Counter()
         self._forgotten = Counts()  # sums over the instances forgotten before
@@ -214,8 +204,8 @@ class Instances:
             return None
         self.disconnected[Disconnect.DIED if instance.died else reason] += 1
         del self.by_id[instance.instance_id]
-        name = (instance.instance_id, instance.model_name)
-        self.departed[name] = Departed(*name, instance.counts, instance.engine_stats, now)
+        instance.departed_at = now
+        self.departed[instance.instance_id, instance.model_name] = instance
         if len(self.departed) > MOST_DEPARTED:
             self._forget(next(iter(self.departed)))
         return instance
@@ -258,10 +248,8 @@ class Instances:
     def totals(self) -> Counts:
         sums = Counts()
         sums.add(self._forgotten)
-        for instance in self.by_id.values():
+        for instance in (*self.by_id.values(), *self.departed.values()):
             sums.add(instance.counts)
-        for departed in self.departed.values():
-            sums.add(departed.counts)
         return sums
 
     @staticmethod

@@ -14,7 +14,9 @@ from kvserver._native import check_records, unpack_blocks
 from kvserver.cache import Cache
 from kvserver.events import BlockReport, Bus, RequestEnded
 from kvserver.protocol import (
+    CONTENT_BYTES,
     MAX_REPORTED_BLOCKS,
+    TOKEN_BYTES,
     DescribeScheduler,
     EndRequest,
     EngineLoad,
@@ -29,8 +31,6 @@ from kvserver.protocol import (
 from kvserver.server.instances import Instance, Instances
 from kvserver.telemetry import MOST
 
-_CONTENT_BYTES = 8
-_TOKEN_BYTES = 4
 _LEAST_SPEED = 0.001  # tokens a second; a speed beyond these is not used: times computed from it would be infinite
 _MOST_SPEED = 1e12
 
@@ -150,11 +150,11 @@ def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int,
 
 
 def _check_owned(record: Owned, block_tokens: int) -> None:
-    most = record.blocks * _CONTENT_BYTES
-    if len(record.contents) % _CONTENT_BYTES or len(record.contents) > most:
+    most = record.blocks * CONTENT_BYTES
+    if len(record.contents) % CONTENT_BYTES or len(record.contents) > most:
         raise ValueError(
-            f"contents of {len(record.contents)} bytes: {_CONTENT_BYTES} for each full block, at most {most}"
+            f"contents of {len(record.contents)} bytes: {CONTENT_BYTES} for each full block, at most {most}"
         )
-    most = record.blocks * block_tokens * _TOKEN_BYTES
-    if len(record.tokens) % _TOKEN_BYTES or len(record.tokens) > most:
-        raise ValueError(f"tokens of {len(record.tokens)} bytes: {_TOKEN_BYTES} for each, at most {most}")
+    most = record.blocks * block_tokens * TOKEN_BYTES
+    if len(record.tokens) % TOKEN_BYTES or len(record.tokens) > most:
+        raise ValueError(f"tokens of {len(record.tokens)} bytes: {TOKEN_BYTES} for each, at most {most}")

@@ -21,7 +21,7 @@ from kvserver.protocol.status import (
     TotalsStatus,
     WorkerStatus,
 )
-from kvserver.server.instances import Counts, Departed, Disconnect, Instance, Instances
+from kvserver.server.instances import Counts, Disconnect, Instance, Instances
 from kvserver.telemetry import PHASES, Rpc
 
 
@@ -106,7 +106,7 @@ def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: flo
     )
 
 
-def departed_status(departed: Departed, now: float) -> DepartedStatus:
+def departed_status(departed: Instance, now: float) -> DepartedStatus:
     return DepartedStatus(
         instance_id=departed.instance_id,
         model_name=departed.model_name,

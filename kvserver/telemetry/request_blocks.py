@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvserver._native import BlockLifetimes
-from kvserver.protocol import Owned, Released, ReportedBlocks
+from kvserver.protocol import CONTENT_BYTES, TOKEN_BYTES, Owned, Released, ReportedBlocks
 
-CONTENT_BYTES = 8
-TOKEN_BYTES = 4
 MAX_REQUESTS = 1 << 16  # that have not ended, of one instance
 
 
