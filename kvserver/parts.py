@@ -185,7 +185,7 @@ class Parts:
         return DaemonStatus(
             version=__version__,
             boot_id=self.boot_id,
-            uptime_seconds=round(time.monotonic() - server.started, 3),
+            uptime_seconds=round(now - server.started, 3),
             ready=not server.failure,
             protocol_version=PROTOCOL_VERSION,
             loop_lag_seconds=server.lag_seconds,

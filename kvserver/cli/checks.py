@@ -162,8 +162,7 @@ def huge_pages(machine: Machine) -> Finding:
     folder = "sys/kernel/mm/transparent_hugepage/"
     chosen = {name: _bracketed(machine.read(folder + name)) for name in ("enabled", "shmem_enabled")}
     explicit = re.search(r"HugePages_Total:\s*(\d+)", machine.read("proc/meminfo"))
-    shm = next((words[3] for line in _lines(machine, "proc/mounts") if (words := line.split())[1] == "/dev/shm"), "")
-    tmpfs = re.search(r"huge=(\w+)", shm)
+    tmpfs = re.search(r"^\S+ /dev/shm \S+ \S*huge=(\w+)", machine.read("proc/mounts"), re.MULTILINE)
     text = (
         f"transparent ones: {chosen['enabled'] or 'none'} for anonymous memory, {chosen['shmem_enabled'] or 'none'} "
         f"for shared memory, {tmpfs[1] if tmpfs else 'never'} on /dev/shm; explicit ones: {explicit[1] if explicit else 0}"
@@ -198,10 +197,6 @@ def _bracketed(text: str) -> str:
     """The bracketed word in "always [madvise] never"."""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else ""
-
-
-def _lines(machine: Machine, path: str) -> list[str]:
-    return [line for line in machine.read(path).splitlines() if len(line.split()) > 3]
 
 
 # ---- the process and its machine ----------------------------------------------------------------
