@@ -59,8 +59,12 @@ def _fd_path(url: str) -> str:
     """ConfigError if the URL cannot be served."""
     parts = urlsplit(url)
     if parts.scheme == "ipc":
-        _refuse_no_socket_path(url)
-        path = url.removeprefix("ipc://") + ".fd"
+        socket = url.removeprefix("ipc://")
+        if not socket or socket.startswith("@") or socket.endswith("/") or Path(socket).is_dir():
+            raise ConfigError(
+                f"--endpoint {url!r}: name a file that may become a socket, as ipc:///run/kvserver/kv.sock"
+            )
+        path = f"{socket}.fd"
     elif parts.scheme == "tcp":
         _refuse_open_network(url, parts.hostname)
         folder = os.environ.get("XDG_RUNTIME_DIR", f"/tmp/kvserver-{os.getuid()}")
@@ -86,12 +90,6 @@ def _lock(url: str, path: str) -> IO[str]:
     except BlockingIOError:
         raise ConfigError(f"another kvserver already serves {url}; stop it or give --endpoint") from None
     return lock
-
-
-def _refuse_no_socket_path(url: str) -> None:
-    path = url.removeprefix("ipc://")
-    if not path or path.startswith("@") or path.endswith("/") or Path(path).is_dir():
-        raise ConfigError(f"--endpoint {url!r}: name a file that may become a socket, as ipc:///run/kvserver/kv.sock")
 
 
 def _port(url: str) -> int:

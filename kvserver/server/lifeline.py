@@ -84,9 +84,7 @@ class Lifelines:
         self._lifelines: dict[int, Lifeline] = {}
         self._by_fd: dict[int, Lifeline] = {}
         self._next = 0
-        self.refused: Counter[str] = (
-            Counter()
-        )  # connections, by the code of the Error that ended them or CONNECTION_REFUSED
+        self.refused: Counter[str] = Counter()  # connections, by the Error that ended them or CONNECTION_REFUSED
         self._listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )

@@ -185,7 +185,7 @@ class Server:
         try:
             return part(*arguments)
         except Exception:
-            self.rpc.error(ErrorCode.INTERNAL.value, LOOP)
+            self.rpc.errors[ErrorCode.INTERNAL.value, LOOP] += 1
             log.exception("internal error in the loop, in %s", part.__name__)
             return None
 
@@ -232,7 +232,7 @@ class Server:
     def send(self, call: Call, reply: Reply) -> None:
         """Send without waiting: a peer that disconnected or does not read loses its replies, and no other peer does."""
         if isinstance(reply, Error):
-            self.rpc.error(reply.code, call.type_name)
+            self.rpc.errors[reply.code, call.type_name] += 1
             self._bus.publish(ErrorSent(time.monotonic_ns(), call.type_name, reply.code))
             log.debug("%s: %s: %s", call.type_name, reply.code, reply.message)
         self.rpc.observe(call.type_name, time.monotonic() - call.started)

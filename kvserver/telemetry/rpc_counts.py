@@ -5,8 +5,9 @@ Owns: how long requests took and which errors were sent. Written by the loop thr
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 from kvserver.protocol import WAIT_SECONDS, Buckets, ErrorCode, Histogram, Request
@@ -30,18 +31,12 @@ class Rpc:
     """How long requests took from their arrival to their reply, and which errors were sent, both by TYPES."""
 
     def __init__(self) -> None:
-        self._times: dict[str, Histogram] = {}
+        self._times: defaultdict[str, Histogram] = defaultdict(partial(Histogram, WAIT_SECONDS))
         self.errors: Counter[tuple[str, str]] = Counter()  # by code and type
         self.undelivered = 0  # replies to peers that had disconnected or did not read
 
     def observe(self, type_name: str, seconds: float) -> None:
-        times = self._times.get(type_name)
-        if times is None:
-            times = self._times[type_name] = Histogram(WAIT_SECONDS)
-        times.observe(seconds)
-
-    def error(self, code: str, type_name: str) -> None:
-        self.errors[code, type_name] += 1
+        self._times[type_name].observe(seconds)
 
     @property
     def faults(self) -> int:

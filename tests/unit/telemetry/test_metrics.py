@@ -190,7 +190,7 @@ def test_request_times_fall_into_cumulative_buckets() -> None:
 def test_errors_are_counted_by_reason_and_type() -> None:
     rpc = Rpc()
     for code, type_name in (("late", "Store"), ("late", "Store"), ("late", "Retrieve"), ("bad_message", "unreadable")):
-        rpc.error(code, type_name)
+        rpc.errors[code, type_name] += 1
     family = families(status(), rpc)["kvserver_rpc_errors"]
     assert value(family, "_total", reason="late", type="Store") == 2
     assert value(family, "_total", reason="late", type="Retrieve") == 1
@@ -213,7 +213,7 @@ def test_errors_that_answer_a_registration_are_refusals() -> None:
         ("too_large", "Store"),
         ("bad_message", "unreadable"),
     ):
-        rpc.error(code, type_name)
+        rpc.errors[code, type_name] += 1
     assert rpc.refused_registrations() == {"version_mismatch": 1, "too_large": 2}
 
 
@@ -259,6 +259,6 @@ def test_a_snapshot_does_not_change_with_what_comes_later() -> None:
     rpc.observe("Lookup", 0.001)
     snapshot = rpc.snapshot()
     rpc.observe("Lookup", 0.001)
-    rpc.error("late", "Lookup")
+    rpc.errors["late", "Lookup"] += 1
     assert sum(snapshot.times["Lookup"].counts) == 1
     assert snapshot.errors == {}
