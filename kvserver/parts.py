@@ -136,6 +136,7 @@ class Parts:
         devices: Devices,
         lifelines: Lifelines,
         placement: Placement = _NO_PLACEMENT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """ConfigError if an exporter or observer of the settings cannot be made. `placement`: of L1."""
         self.settings = settings
@@ -144,15 +145,16 @@ class Parts:
         self.devices = devices
         self.lifelines = lifelines
         self._placement = placement
+        self._clock = clock
         self.observability = observability = Observability(settings, self.boot_id)
         self.bus = bus = observability.bus
         self.instances = instances = Instances()
         self.tickets: Tickets[Ticket] = Tickets(devices)
-        copies = Copies(cache.pool, self.tickets, instances, bus)
+        copies = Copies(cache.pool, self.tickets, instances, bus, clock)
         self.stores, loads = Stores(cache, copies, bus), Loads(cache, copies, bus)
-        self.workers = Workers(settings, cache, devices, self.tickets, instances, lifelines, bus)
+        self.workers = Workers(settings, cache, devices, self.tickets, instances, lifelines, bus, clock)
         self.upkeep = Upkeep(
-            cache, devices, self.tickets, self.stores, loads, self.workers, Resync(cache.index, bus), bus
+            cache, devices, self.tickets, self.stores, loads, self.workers, Resync(cache.index, bus), bus, clock
         )
         self.handlers = Handlers(
             HelloReply(
@@ -168,10 +170,10 @@ class Parts:
             ),
             instances,
             self.workers,
-            L1Lookups(cache, devices, instances, settings.lease_seconds, bus),
+            L1Lookups(cache, devices, instances, settings.lease_seconds, bus, clock),
             self.stores,
             loads,
-            EngineReports(cache, instances, bus, observability.block_lifecycle.unapplied),
+            EngineReports(cache, instances, bus, observability.block_lifecycle.unapplied, clock),
             self.upkeep,
             observability.feed,
         )
@@ -181,7 +183,7 @@ class Parts:
 
     def status(self, server: Server) -> DaemonStatus:
         """`/status`, but for what the pages know. From the loop's thread."""
-        observability, now = self.observability, time.monotonic()
+        observability, now = self.observability, self._clock()
         return DaemonStatus(
             version=__version__,
             boot_id=self.boot_id,
@@ -217,7 +219,7 @@ class Parts:
         )
 
     def instances_status(self) -> list[InstanceStatus]:
-        now, l0 = time.monotonic(), self.observability.block_lifecycle
+        now, l0 = self._clock(), self.observability.block_lifecycle
         return [
             instance_status(instance, self.devices, l0.status(instance.instance_id), now)
             for instance in self.instances.by_id.values()

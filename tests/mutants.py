@@ -384,12 +384,12 @@ SERVER = (
     ),
     Mutant(
         "a store that was whole after its deadline is published",
-        STORES, "Stores.ended", "completion.done and time.monotonic_ns() > ticket.request.deadline_ns", "False",
+        STORES, "Stores.ended", "completion.done and self.copies.now_ns() > ticket.request.deadline_ns", "False",
         ("issues/test_a_late_store_was_published.py",),
     ),
     Mutant(
         "a copy that is late as it comes is begun",
-        SERVER_COPIES, "Copies.namespace_of", "if request.deadline_ns <= time.monotonic_ns():", "if False:",
+        SERVER_COPIES, "Copies.namespace_of", "if request.deadline_ns <= self.now_ns():", "if False:",
         ("daemon/test_bad_input.py::test_nothing_is_evicted_for_a_store_whose_deadline_has_passed",),
     ),
     Mutant(
@@ -523,7 +523,7 @@ SERVER = (
     ),
     Mutant(
         "a disconnected instance is never forgotten",
-        WORKERS, "Workers.tick", "self.instances.forget_departed(time.monotonic())", "pass",
+        WORKERS, "Workers.tick", "self.instances.forget_departed(self.clock())", "pass",
         ("model/test_departures.py",),
     ),
     Mutant(

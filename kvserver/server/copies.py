@@ -7,6 +7,7 @@ evicted (`cache`), and what else a store (`stores`) or a load (`loads`) does.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvserver._native import Outcome
@@ -33,6 +34,10 @@ class Copies:
     tickets: Tickets[Ticket]
     instances: Instances
     bus: Bus
+    clock: Callable[[], float] = time.monotonic
+
+    def now_ns(self) -> int:
+        return int(self.clock() * 1e9)
 
     # ---- before the copy ----------------------------------------------------------------------
 
@@ -43,13 +48,13 @@ class Copies:
             raise KVServerError(
                 ErrorCode.BAD_MESSAGE, f"state word {request.word} of a page of {worker.spec.words} words"
             )
-        worker.last_seen = time.monotonic()
+        worker.last_seen = self.clock()
         return worker
 
     def namespace_of(self, request: Store | Retrieve, worker: Worker) -> bytes:
         """KVServerError unless the request is in time, its chunks have the size of the worker's, and all ranks are registered."""
         check_chunk(request.chunk_blocks, worker.spec)
-        if request.deadline_ns <= time.monotonic_ns():
+        if request.deadline_ns <= self.now_ns():
             raise KVServerError(ErrorCode.LATE, "the request's deadline had passed before the server read it")
         instance = self.instances.instance_of(worker)
         namespace = instance.namespace_of(request.variant)
@@ -61,7 +66,7 @@ class Copies:
         """Fail the state word of a copy that does not begin: the engine sees at once that nothing is copied."""
         code = error.code if isinstance(error, KVServerError) else ErrorCode.INTERNAL
         direction = (StoreTicket if isinstance(request, Store) else LoadTicket).direction
-        now_ns = time.monotonic_ns()
+        now_ns = self.now_ns()
         self.bus.publish(CopyRefused(now_ns, *worker.identity, direction, request.request_id, code.value))
         worker.words.fail_word(request.word, request.sequence)
         if isinstance(request, Store):
@@ -90,12 +95,12 @@ class Copies:
             deadline_nanos=request.deadline_ns,
         )
         worker.tickets.add(number)
-        ticket.began_ns = time.monotonic_ns()
+        ticket.began_ns = self.now_ns()
         self.bus.publish(CopyBegan(ticket.began_ns, *worker.identity, ticket.direction, request.request_id))
 
     def ended(self, ticket: CopyTicket, completion: Completion, copied: bool) -> None:
         """Count and publish the end. `copied`: every byte was copied, and it counts."""
-        now_ns, request_id = time.monotonic_ns(), ticket.request.request_id
+        now_ns, request_id = self.now_ns(), ticket.request.request_id
         self.bus.publish(
             CopyEnded(
                 now_ns, *ticket.worker.identity, ticket.direction, request_id, ticket.began_ns, len(ticket.chunks),
@@ -141,7 +146,7 @@ class Copies:
         if instance is None:
             return
         waits = instance.load_waits
-        whole = waits.ended(request_id, spec.rank, instance.world_size, arrived_ns, time.monotonic_ns(), tokens)
+        whole = waits.ended(request_id, spec.rank, instance.world_size, arrived_ns, self.now_ns(), tokens)
         if whole is not None:
             instance.counts.benefit.load_ended(*whole, instance.prefill_speed)
 

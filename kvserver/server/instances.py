@@ -10,7 +10,6 @@ agree. A worker that is closing takes no new requests; its memory is unmapped wh
 from __future__ import annotations
 
 import enum
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -61,7 +60,7 @@ class Worker:
     waiting: int = 0  # stores that have no ticket yet, for their plans are not complete
     closing: bool = False
     unmapping: bool = False
-    last_seen: float = field(default_factory=time.monotonic)
+    last_seen: float = 0.0
 
     def __post_init__(self) -> None:
         spec = self.spec

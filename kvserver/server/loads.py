@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from kvserver.cache import Cache
@@ -33,7 +32,7 @@ class Loads:
     def _copy(self, request: Retrieve, respond: Respond, worker: Worker) -> None:
         namespace = self.copies.namespace_of(request, worker)
         blocks = load_blocks(request, worker)
-        arrived_ns = time.monotonic_ns()
+        arrived_ns = self.copies.now_ns()
         found = self.cache.plan_load(namespace, request.keys)
         self.copies.counts_of(worker).loads += 1
         ticket = LoadTicket(request, respond, worker, namespace, blocks, found, arrived_ns)
@@ -53,6 +52,6 @@ class Loads:
         if rank == 0:  # the ranks of an engine load the same chunks
             keys = ticket.request.keys
             self.bus.publish(
-                ChunksLoaded(time.monotonic_ns(), instance_id, model_name, ticket.namespace, keys), len(keys)
+                ChunksLoaded(self.copies.now_ns(), instance_id, model_name, ticket.namespace, keys), len(keys)
             )
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))

@@ -6,6 +6,7 @@ Owns: the checks of a lookup, and what is counted of it. Refuses to know: what i
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvserver.cache import Cache, LookupOutcome, MissReason
@@ -23,9 +24,10 @@ class L1Lookups:
     instances: Instances
     lease_seconds: float
     bus: Bus
+    clock: Callable[[], float] = time.monotonic
 
     def answer(self, request: Lookup) -> LookupReply:
-        began_ns = time.monotonic_ns()
+        began_ns = int(self.clock() * 1e9)
         instance = self.instances.instance(request.instance_id, request.incarnation)
         chunks = chunk_count(request.keys)
         spec = instance.any_worker().spec
@@ -37,11 +39,11 @@ class L1Lookups:
             outcome = LookupOutcome(chunks, 0, missed, request.keys[:KEY_BYTES], unavailable=why)
         else:
             owner = (request.instance_id, request.request_id)
-            outcome = self.cache.lookup(namespace, request.keys, owner, time.monotonic() + self.lease_seconds)
+            outcome = self.cache.lookup(namespace, request.keys, owner, self.clock() + self.lease_seconds)
         chunk_tokens = spec.chunk_blocks * spec.block_tokens
         _count(instance, outcome, chunk_tokens, request.tokens)
         ended = LookupEnded(
-            time.monotonic_ns(), instance.instance_id, instance.model_name, request.request_id, began_ns,
+            int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, began_ns,
             request.keys, outcome, chunk_tokens, namespace or b"", request.tokens, request.traceparent,
         )  # fmt: skip
         self.bus.publish(ended, len(request.keys))

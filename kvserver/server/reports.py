@@ -41,7 +41,7 @@ class EngineReports:
     instances: Instances
     bus: Bus
     unapplied: set[str]  # the event thread adds instances whose report it could not apply; they are removed here
-    clock_ns: Callable[[], int] = time.monotonic_ns
+    clock: Callable[[], float] = time.monotonic
 
     def add_block_report(self, request: ReportBlockAllocations) -> None:
         instance = self._reporter(request)
@@ -54,16 +54,16 @@ class EngineReports:
             self.unapplied.discard(request.instance_id)
             reports.lose_states()
         instance.counts.sequence_gaps += reports.receive(request.sequence)
-        now_ns = self.clock_ns()
-        reports.add_report(source, pool, payload.full, now_ns * 1e-9)
+        now = self.clock()
+        reports.add_report(source, pool, payload.full, now)
         self._publish(
             instance,
             BlockReport(
-                now_ns, instance.instance_id, instance.model_name, payload, blocks, reports.gap, reports.in_sync
+                int(now * 1e9), instance.instance_id, instance.model_name, payload, blocks, reports.gap, reports.in_sync
             ),
             size,
         )
-        if reports.demands(now_ns * 1e-9):
+        if reports.demands(now):
             raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")
 
     def end_request(self, request: EndRequest) -> None:
@@ -80,7 +80,7 @@ class EngineReports:
         self._publish(
             instance,
             RequestEnded(
-                self.clock_ns(), instance.instance_id, instance.model_name, request.request_id, instance.reports.gap,
+                int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, instance.reports.gap,
                 request.prompt_tokens, local, loaded, request.loads, failed, request.not_loaded,
             ),
         )  # fmt: skip
@@ -90,12 +90,12 @@ class EngineReports:
         if instance.namespace is None:
             raise KVServerError(ErrorCode.NOT_READY, f"{instance.ranks_text}; send DescribeScheduler when all are")
         instance.description = request
-        if (event := instance.described(self.clock_ns())) is not None:
+        if (event := instance.described(int(self.clock() * 1e9))) is not None:
             self.bus.publish(event)
 
     def add_engine_stats(self, request: EngineLoad) -> None:
         instance = self._reporter(request)
-        for name, grown in instance.engine_stats.add_report(request, self.clock_ns() * 1e-9).items():
+        for name, grown in instance.engine_stats.add_report(request, self.clock()).items():
             total = f"engine_{name}"
             setattr(instance.counts, total, min(getattr(instance.counts, total) + grown, MOST))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 
@@ -53,7 +52,7 @@ class Stores:
         blocks = store_blocks(request, worker)
         self.copies.counts_of(worker).stores += 1
         plan = self._plan_chunks(request, worker, namespace)
-        ticket = StoreTicket(request, respond, worker, namespace, blocks, plan, time.monotonic_ns())
+        ticket = StoreTicket(request, respond, worker, namespace, blocks, plan, self.copies.now_ns())
         if plan.complete:
             self._copy(ticket)
         else:
@@ -95,7 +94,7 @@ class Stores:
         """Whether the plan is complete. KVServerError if the store should end."""
         if ticket.worker.closing:
             raise KVServerError(ErrorCode.CANCELLED, "the worker disconnected before the copy began")
-        if ticket.request.deadline_ns <= time.monotonic_ns():
+        if ticket.request.deadline_ns <= self.copies.now_ns():
             raise KVServerError(
                 ErrorCode.LATE, "the store's deadline passed while chunks were evicted to make space for it"
             )
@@ -138,7 +137,7 @@ class Stores:
 
         The last byte was copied before now, whatever stopped this process in between. REQUIRES: nothing else publishes.
         """
-        if completion.done and time.monotonic_ns() > ticket.request.deadline_ns:
+        if completion.done and self.copies.now_ns() > ticket.request.deadline_ns:
             completion = replace(
                 completion, outcome=Outcome.LATE, what="the store's deadline had passed when its last byte was copied"
             )
@@ -157,7 +156,7 @@ class Stores:
             evicted[namespace].append(key)
         plan.evicted.clear()
         for namespace, keys in evicted.items():
-            self.bus.publish(ChunksEvicted(time.monotonic_ns(), namespace, b"".join(keys)), len(keys) * KEY_BYTES)
+            self.bus.publish(ChunksEvicted(self.copies.now_ns(), namespace, b"".join(keys)), len(keys) * KEY_BYTES)
 
     def _publish_contents(self, ticket: StoreTicket) -> None:
         contents, spec = ticket.request.contents, ticket.worker.spec
@@ -165,7 +164,7 @@ class Stores:
             size = len(contents.hashes) + len(contents.tokens) + len(contents.extra_keys)
             self.bus.publish(
                 ChunksDescribed(
-                    time.monotonic_ns(), spec.instance_id, ticket.namespace, ticket.request.keys, spec.block_tokens,
+                    self.copies.now_ns(), spec.instance_id, ticket.namespace, ticket.request.keys, spec.block_tokens,
                     contents,
                 ),
                 size,
@@ -176,7 +175,7 @@ class Stores:
             instance_id, model_name, _ = ticket.worker.identity
             keys = b"".join([chunk.key for chunk in ready])
             self.bus.publish(
-                ChunksStored(time.monotonic_ns(), instance_id, model_name, ticket.namespace, keys), len(keys)
+                ChunksStored(self.copies.now_ns(), instance_id, model_name, ticket.namespace, keys), len(keys)
             )
 
 

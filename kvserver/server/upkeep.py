@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvserver._native import Outcome
@@ -39,6 +40,7 @@ class Upkeep:
     workers: Workers
     resync: Resync
     bus: Bus
+    clock: Callable[[], float] = time.monotonic
     audits: int = 0  # of the accounting
     unbalanced: int = 0  # audits that failed
     _logged_loss: str = ""
@@ -101,7 +103,7 @@ class Upkeep:
         """Once a second or so: expire leases and departed instances, close silent connections, note what has been pinned."""
         self.devices.update_pinned_pages(self.cache.pool)
         self.workers.tick()
-        self.cache.expire_leases(time.monotonic())
+        self.cache.expire_leases(self.clock())
 
     def step(self) -> bool:
         """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
@@ -114,7 +116,7 @@ class Upkeep:
     def clear_l1(self, base: bytes = b"") -> int:
         """Remove all chunks of the namespaces whose id begins with `base`; returns their number."""
         chunks = self.cache.clear_namespaces(base)
-        self.bus.publish(L1Cleared(time.monotonic_ns(), base))
+        self.bus.publish(L1Cleared(int(self.clock() * 1e9), base))
         log.info("%d chunks cleared from L1", chunks)
         return chunks
 

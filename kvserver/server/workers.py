@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvserver._native import Outcome, PlaneTable, WordMapping
@@ -57,6 +58,7 @@ class Workers:
     instances: Instances
     lifelines: Lifelines
     bus: Bus
+    clock: Callable[[], float] = time.monotonic
     mappings: int = 0  # open mappings of engine memory
     _waiting: dict[int, Respond] = field(default_factory=dict)  # by registration: answers UnregisterWorker
     _last_refusal: str = ""
@@ -77,7 +79,8 @@ class Workers:
         memory = [self.devices.make_mapping(device, m, fds) for m in request.memory]
         is_first = request.instance_id not in self.instances.by_id
         worker = self.instances.add_worker(request, lifeline, device, memory, WordMapping(fds[-1], request.words * 8))
-        now_ns, (instance_id, model_name, _) = time.monotonic_ns(), worker.identity
+        worker.last_seen = self.clock()
+        now_ns, (instance_id, model_name, _) = int(self.clock() * 1e9), worker.identity
         if is_first:
             self.bus.publish(
                 InstanceRegistered(
@@ -164,7 +167,7 @@ class Workers:
             self.close_worker(worker, Disconnect.REFUSED)
             return
         self.devices.mark_found(worker.device)
-        now_ns = time.monotonic_ns()
+        now_ns = int(self.clock() * 1e9)
         instance = self.instances.instance_of(worker)
         instance.refresh_namespace()
         if instance.namespace is not None:
@@ -193,8 +196,8 @@ class Workers:
         if worker.closing:
             return
         worker.closing = True
-        now_ns = time.monotonic_ns()
-        ended = self.instances.remove_worker(worker, time.monotonic(), reason)
+        now_ns = int(self.clock() * 1e9)
+        ended = self.instances.remove_worker(worker, self.clock(), reason)
         self.bus.publish(WorkerDisconnected(now_ns, *worker.identity))
         if ended is not None:
             self.cache.end_leases_of(ended.instance_id)
@@ -212,7 +215,7 @@ class Workers:
     def tick(self) -> None:
         """Close silent connections, and forget instances that departed long ago."""
         self.lifelines.close_silent()
-        self.instances.forget_departed(time.monotonic())
+        self.instances.forget_departed(self.clock())
 
     def audit(self) -> None:
         """Assert that the mappings are those of the workers. REQUIRES: no ticket is open."""

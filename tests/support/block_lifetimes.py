@@ -137,7 +137,7 @@ class Engine:
         self.instances = Instances()
         bus: Any = self  # publish() is all that is used of it
         cache = Cache(PagePool(1 << 20, 4096), POLICIES["lru"]())
-        self._reports = EngineReports(cache, self.instances, bus, l0.unapplied, lambda: self.now_ns)
+        self._reports = EngineReports(cache, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND)
         self.connect()
 
     def publish(self, event: Event, size: int = 0) -> bool:
