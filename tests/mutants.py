@@ -1007,7 +1007,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "one rank without cache is outvoted by the daemon's answer",
-        CACHE_STATUS, "EngineCacheStatus.verdict", "if half.reason in _LASTING:", "if False:",
+        CACHE_STATUS, "EngineCacheStatus.verdict", "if half.reason in _LASTING}:", "if False}:",
         ("adapters/test_cache_is_on.py::test_a_fault_that_ended_the_use_of_the_cache",),
     ),
     Mutant(

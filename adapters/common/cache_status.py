@@ -105,9 +105,8 @@ class EngineCacheStatus:
     def verdict(self) -> CacheStatus:
         """One refused worker means no cache, so the first half without a daemon decides for all."""
         bad = {name: half for name, half in self.halves.items() if not half.connected}
-        for name, half in bad.items():
-            if half.reason in _LASTING:
-                return _of(name, half)
+        if lasting := {name: half for name, half in bad.items() if half.reason in _LASTING}:
+            return self._by_halves(lasting)
         answer = self._answer
         if answer is None:  # only the engine knows
             return self._by_halves(bad)
@@ -123,9 +122,5 @@ class EngineCacheStatus:
 
     def _by_halves(self, bad: Mapping[str, CacheStatus]) -> CacheStatus:
         for name, half in bad.items():
-            return _of(name, half)
+            return CacheStatus(half.reason, f"{name}: {half.detail}")
         return CONNECTED if self.halves else STARTING
-
-
-def _of(name: str, half: CacheStatus) -> CacheStatus:
-    return CacheStatus(half.reason, f"{name}: {half.detail}")

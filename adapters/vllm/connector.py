@@ -129,18 +129,15 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif role == KVConnectorRole.WORKER:
             self._off = STARTING
         elif role == KVConnectorRole.SCHEDULER:
-            self.scheduler = self._make_scheduler()
+            facts = engine_facts(self._config, self._caches_config)
+            link = Link(self._settings.endpoint, "scheduler")
+            link.start(self._settings.connect_timeout_ms / 1000)
+            self.scheduler = SchedulerHalf(self._settings, link, facts, self.faults)
             self._off = None
 
     def _runs_without(self, reason: str, why: str) -> None:
         self._off = CacheStatus(reason, why)
         log.warning("kvserver: this engine runs without cache: %s", why)
-
-    def _make_scheduler(self) -> SchedulerHalf:
-        facts = engine_facts(self._config, self._caches_config)
-        link = Link(self._settings.endpoint, "scheduler")
-        link.start(self._settings.connect_timeout_ms / 1000)
-        return SchedulerHalf(self._settings, link, facts, self.faults)
 
     @property
     def requires_kv_delivery(self) -> bool:

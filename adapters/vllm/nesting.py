@@ -1,7 +1,7 @@
 """The connector's place in vLLM's configuration: by itself, or inside vLLM's MultiConnector.
 
-Owns: the connector's name in vLLM's registry, and the way to the outer configuration. Refuses to know: what is set or
-refused in it.
+Owns: the connector's name in vLLM's registry, and the way to its own settings and to the outer configuration. Refuses to know:
+what is set or refused in them.
 
 MultiConnector gives each of its connectors a copy of the configuration with a kv_transfer_config of its own, and nothing
 leads back from the copy, while vLLM reads the outer one. But vLLM's constructors call the connector's, so the outer one
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvserver.adapters.common.settings import read_settings
+from kvserver.adapters.vllm.settings import AdapterSettings
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -31,9 +33,10 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, "kvserver.adapters.vllm", NAME)
 
 
-def extra_config(transfer: Any) -> dict[str, Any] | None:
+def own_settings(transfer: Any) -> AdapterSettings | None:
     """The connector's settings in this kv_transfer_config; None if it does not configure the connector."""
-    return _find(transfer.kv_connector, transfer.kv_connector_extra_config) if transfer is not None else None
+    extra = _find(transfer.kv_connector, transfer.kv_connector_extra_config) if transfer is not None else None
+    return read_settings(AdapterSettings, extra) if extra is not None else None
 
 
 def _find(name: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,12 +12,10 @@ from typing import Any
 
 import prometheus_client
 from kvserver.adapters.common.board import Board, Labels
-from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.common.stats import COUNTERS, FAULTS, HALVES, QUARANTINED, REFUSED, TIMES
 from kvserver.adapters.common.watch import Watch
 from kvserver.adapters.vllm.names import names_of
-from kvserver.adapters.vllm.nesting import extra_config
-from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.nesting import own_settings
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
@@ -99,11 +97,11 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def _watch(self, config: Any, per_engine: Labels) -> None:
         """Start the thread that queries the daemon. It ends with this object."""
-        extra = extra_config(config.kv_transfer_config)
-        if extra is None or self._board is None:
+        settings = own_settings(config.kv_transfer_config)
+        if settings is None or self._board is None:
             return
         engines = {index: names_of(config, index) for index in per_engine}
-        watch = Watch(read_settings(AdapterSettings, extra).endpoint, engines, self._board.daemon_answered)
+        watch = Watch(settings.endpoint, engines, self._board.daemon_answered)
         weakref.finalize(self, watch.stop.set)
         watch.start()
 

@@ -14,10 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from kvserver.adapters.common.engine_stats import send_stats
-from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.vllm.names import names_of
-from kvserver.adapters.vllm.nesting import extra_config
-from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.nesting import own_settings
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvserver.protocol import EngineLoad
@@ -36,11 +34,8 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
             log.exception("kvserver: the stats of this engine are not sent to the daemon")
 
     def _set_up(self, config: Any, engine_index: int) -> None:
-        extra = extra_config(config.kv_transfer_config)
-        if extra is None:
-            return
-        settings = read_settings(AdapterSettings, extra)
-        if not settings.load_interval_ms:
+        settings = own_settings(config.kv_transfer_config)
+        if settings is None or not settings.load_interval_ms:
             return
         self.stats = EngineLoad(
             **asdict(names_of(config, engine_index)),
