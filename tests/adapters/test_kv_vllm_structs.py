@@ -101,7 +101,7 @@ class Example:
 
 def test_its_example_of_a_subscriber_follows_and_replays(published: Published) -> None:
     stream = published.stream()
-    example = Example(stream["endpoint"], stream["replay_endpoint"])
+    example = Example(stream.endpoint, stream.replay_endpoint)
     try:
         example.turn()  # the greeting
         for number in range(30):
