@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from support.slots import pages_of
@@ -51,12 +50,11 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
-from kvserver.server import Lifelines, copies, loads, lookups, resync, stores, upkeep, workers
+from kvserver.server import Lifelines
 
 from .plain import Entry, Name, Plain
 from .watched_device import Side, WatchedDevice
 
-CLOCKED = (copies, loads, lookups, resync, stores, upkeep, workers)  # modules that read the world's clock
 WORDS = 128
 CHUNK_TOKENS = 64
 PAGE_BYTES = 32
@@ -243,11 +241,7 @@ class World:
         self.lifelines = Lifelines(str(folder / "fd"), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
         devices = Devices(self.device)
-        self.parts = Parts(settings, self.cache, devices, self.lifelines)
-        clock = SimpleNamespace(monotonic=lambda: self.now, monotonic_ns=lambda: int(self.now * 1e9))
-        for module in CLOCKED:
-            module.time = clock  # until end()
-        self.parts.handlers.reports.clock_ns = clock.monotonic_ns
+        self.parts = Parts(settings, self.cache, devices, self.lifelines, clock=lambda: self.now)
         self.parts.observability.start(list)
         self.engines = [
             Engine("llama-0", LLAMA),
@@ -754,8 +748,6 @@ class World:
         assert self.cache.pool.used_pages == 0
         self.lifelines.shut()
         self.parts.observability.close(list)
-        for module in CLOCKED:
-            module.time = time
         logging.getLogger("kvserver").removeHandler(self._watcher)
 
 
