@@ -35,6 +35,7 @@ from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed,
 
 log = logging.getLogger("vllm.kvserver")
 
+WORDS = 4096  # copies in flight at once
 BREAKER_LIMIT = 3  # timeouts in a row
 _HELLO_SECONDS = 2.0
 _REGISTER_SECONDS = 10.0
@@ -67,7 +68,6 @@ class Registration:
     """
 
     fds: list[int]
-    words: int
     message: Callable[[HelloReply, int], RegisterWorker]
     margin_seconds: float = 0.0
 
@@ -229,7 +229,7 @@ class Link:
                 if self._registration is None:
                     session = Session(hello, Channel(self._endpoint))
                 else:
-                    words = WordPage(self._registration.words)
+                    words = WordPage(WORDS)
                     fds = [*self._registration.fds, words.fd]
                     attachment = Attachment(hello.fd_path, hello.token, fds, _HELLO_SECONDS)
                     message = self._registration.message(hello, attachment.number)

@@ -25,19 +25,16 @@ Answered = Callable[[int, CacheStatus, float], None]  # (engine index; its statu
 
 
 class Watch:
-    """start() once; ends some seconds after `stop` is set."""
+    """Ends some seconds after `stop` is set."""
 
     def __init__(self, endpoint: str, engines: Mapping[int, EngineNames], answered: Answered) -> None:
         """`engines`: by index."""
         self.stop = threading.Event()
         self._endpoint = endpoint
-        self._engines = dict(engines)
+        self._engines = engines
         self._answered = answered
         self._client: Client | None = None
-        self._thread = threading.Thread(target=self._run, name="kvserver-watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._run, name="kvserver-watch", daemon=True).start()
 
     def _run(self) -> None:
         failed = False

@@ -24,7 +24,7 @@ from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.endings import Action, load_action, store_action
 from kvserver.adapters.common.faults import Faults
-from kvserver.adapters.common.link import Link, Session
+from kvserver.adapters.common.link import WORDS, Link, Session
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
@@ -35,7 +35,6 @@ from kvserver.protocol import Error, Reply, Retrieve, Store, Stored
 
 log = logging.getLogger("vllm.kvserver")
 
-WORDS = 4096  # copies in flight at once
 _IDLE_WAIT_SECONDS = 0.001
 _SHUT_SECONDS = 1.0
 

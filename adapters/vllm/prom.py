@@ -103,7 +103,6 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         engines = {index: names_of(config, index) for index in per_engine}
         watch = Watch(settings.endpoint, engines, self._board.daemon_answered)
         weakref.finalize(self, watch.stop.set)
-        watch.start()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         try:

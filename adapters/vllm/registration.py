@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from kvserver.adapters.common.exporter import MakeExporter
-from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, Link, Registration
+from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, WORDS, Link, Registration
 from kvserver.adapters.common.memory import share
-from kvserver.adapters.common.worker import WORDS, Rank
+from kvserver.adapters.common.worker import Rank
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, check_invariance
 from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 from kvserver.adapters.vllm.names import names_of
@@ -85,7 +85,7 @@ class RankRegistration:
             )
 
         margin = GPU_MARGIN_SECONDS if self.on_gpu else 0.0
-        registration = Registration(caches.fds, WORDS, message, margin)
+        registration = Registration(caches.fds, message, margin)
         return Link(self._settings.endpoint, f"worker {rank.number}", registration), rank
 
     @cached_property

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvserver.adapters.common import host_memory
-from kvserver.adapters.common.link import Link
+from kvserver.adapters.common.link import WORDS, Link
 from kvserver.adapters.common.steps import StepPlan
-from kvserver.adapters.common.worker import WORDS, WorkerHalf
+from kvserver.adapters.common.worker import WorkerHalf
 from kvserver.adapters.vllm import support
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from modelless import BLOCK, prompt
