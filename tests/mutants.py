@@ -16,6 +16,7 @@ from pathlib import Path
 from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutated_package
 
 CACHE, INDEX, POOL = "kvserver/cache/cache.py", "kvserver/cache/index.py", "kvserver/cache/pages.py"
+CHUNK = "kvserver/cache/chunk.py"
 EVICTION, MISSES, NAMESPACE = (
     "kvserver/cache/eviction/lru.py",
     "kvserver/cache/misses.py",
@@ -236,11 +237,11 @@ STORES_AND_LOADS = (
     # ---- the index ----------------------------------------------------------------------------
     Mutant(
         "one rank's slot moves the bounds of the others wrongly",
-        INDEX, "Chunk.set_slot", "range(rank, ranks)", "range(rank + 1, ranks)", INDEX_TESTS,
+        CHUNK, "Chunk.set_slot", "range(rank, ranks)", "range(rank + 1, ranks)", INDEX_TESTS,
     ),
     Mutant(
         "chunks of a cleared namespace are not detached",
-        INDEX, "Chunk.detached", "self.namespace.cleared or not self.in_index", "not self.in_index", INDEX_TESTS,
+        CHUNK, "Chunk.detached", "self.namespace.cleared or not self.in_index", "not self.in_index", INDEX_TESTS,
     ),
     Mutant(
         "an emptied namespace stays in memory",

@@ -1,8 +1,9 @@
 """The decisions of L1: which chunks are resident, in which pages, and which are evicted."""
 
 from kvserver.cache.cache import Cache, StorePlan, split_keys
+from kvserver.cache.chunk import Chunk
 from kvserver.cache.eviction import POLICIES
-from kvserver.cache.index import Chunk, Index
+from kvserver.cache.index import Index
 from kvserver.cache.misses import LookupOutcome, MissReason
 from kvserver.cache.namespace import (
     check_agreement,

@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.eviction import EvictionPolicy
-from kvserver.cache.index import Chunk, Index, ModelUse, Namespace
+from kvserver.cache.index import Index
 from kvserver.cache.misses import EvictedKeys, LookupOutcome, MissReason
 from kvserver.cache.pages import PagePool, page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError

@@ -3,8 +3,8 @@
 One turn: end the tickets that completed, answer a bounded number of requests, serve the `.fd`
 connections, run calls from other threads, keep time. Nothing in a turn blocks.
 
-Owns: the ROUTER socket, frames, replies, the poll. Refuses to know: what requests mean (`handlers`), and what
-else there is to do in a turn (`upkeep`).
+Owns: the poll, the ROUTER socket, frames of requests. Refuses to know: what requests mean (`handlers`), how replies are
+sent (`replies`), and what else there is to do in a turn (`upkeep`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import zmq
 from msgspec import Raw
 
-from kvserver.events import Bus, ErrorSent
+from kvserver.events import Bus
 from kvserver.protocol import (
     MOST_MESSAGE_BYTES,
     REQUEST_ID_BYTES,
@@ -33,17 +32,16 @@ from kvserver.protocol import (
     ErrorCode,
     Histogram,
     KVServerError,
-    Reply,
     Status,
     StatusReply,
     decode_request,
-    encode,
 )
 from kvserver.protocol.status import DaemonStatus
 from kvserver.server.handlers import Handlers
 from kvserver.server.lifeline import Lifelines
+from kvserver.server.replies import Call, Replies
 from kvserver.server.upkeep import Upkeep
-from kvserver.telemetry import LOOP, UNREADABLE, Rpc
+from kvserver.telemetry import LOOP
 
 log = logging.getLogger(__name__)
 
@@ -52,23 +50,6 @@ _IDLE_POLL_MS = 1000
 _LAG_WINDOW_SECONDS = 10.0  # /status shows the longest turn of the last one to two windows
 _NO_REQUEST_ID = bytes(REQUEST_ID_BYTES)
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Call:
-    """One request on its way to exactly one reply."""
-
-    server: Server
-    peer: bytes
-    request_id: bytes
-    started: float
-    type_name: str = UNREADABLE
-    answered: bool = False
-
-    def respond(self, reply: Reply) -> None:
-        assert not self.answered, f"a second reply to {self.type_name}"
-        self.answered = True
-        self.server.send(self, reply)
 
 
 class Server:
@@ -91,8 +72,9 @@ class Server:
         self._bus = bus
         self._make_status = make_status
         self._stops_when_lost = stops_when_lost
-        self.rpc = Rpc()
         self._router = router
+        self._replies = Replies(router, bus)
+        self.rpc = self._replies.rpc
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -202,7 +184,7 @@ class Server:
     def _serve(self, frames: list[bytes]) -> None:
         """One message: whatever happens becomes its one reply."""
         has_id = len(frames) >= 2 and len(frames[1]) == REQUEST_ID_BYTES
-        call = Call(self, frames[0], frames[1] if has_id else _NO_REQUEST_ID, time.monotonic())
+        call = Call(self._replies, frames[0], frames[1] if has_id else _NO_REQUEST_ID, time.monotonic())
         try:
             if len(frames) != 3 or not has_id:
                 sizes = [len(frame) for frame in frames[1:9]]
@@ -228,18 +210,6 @@ class Server:
             log.exception("internal error while answering %s", call.type_name)
             if not call.answered:
                 call.respond(Error(code=ErrorCode.INTERNAL.value, message=f"{type(error).__name__}: {error}"))
-
-    def send(self, call: Call, reply: Reply) -> None:
-        """Send without waiting: a peer that disconnected or does not read loses its replies, and no other peer does."""
-        if isinstance(reply, Error):
-            self.rpc.errors[reply.code, call.type_name] += 1
-            self._bus.publish(ErrorSent(time.monotonic_ns(), call.type_name, reply.code))
-            log.debug("%s: %s: %s", call.type_name, reply.code, reply.message)
-        self.rpc.observe(call.type_name, time.monotonic() - call.started)
-        try:
-            self._router.send_multipart([call.peer, call.request_id, encode(reply)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            self.rpc.undelivered += 1
 
     def _read_lifeline(self, fd: int) -> None:
         if fd not in self._lifelines.connection_fds():

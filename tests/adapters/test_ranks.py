@@ -69,13 +69,13 @@ def test_when_one_rank_fails_to_load_the_request_is_computed(make_daemon, pair, 
 
 
 def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_daemon, pair):
-    daemon = make_daemon(copy_delay_us=SLOW, copy_threads=1)
+    daemon = make_daemon(copy_delay_us=2 * SLOW, copy_threads=1)
     pair(daemon).generate("cold", TOKENS)
-    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 1500})
+    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 2500})
     first, second = (runner.connector.worker for runner in warm.runners)
     answer = warm.add("warm", TOKENS)
-    warm.run(until=lambda: first.counters["loaded"] == 1)
-    warm.run(until=lambda: warm.runners[1].kv[0][ids_of(warm.loads[0])].any())
+    warm.run(until=lambda: bool(warm.loads))
+    wait_until(lambda: warm.runners[1].kv[0][ids_of(warm.loads[0])].any(), what="the second rank's copy has begun")
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
@@ -91,7 +91,8 @@ def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_da
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200})
     answer = warm.add("warm", TOKENS)
-    warm.run(until=lambda: bool(warm.loads) and warm.runners[0].kv[0][ids_of(warm.loads[0])].any())
+    warm.run(until=lambda: bool(warm.loads))
+    wait_until(lambda: warm.runners[0].kv[0][ids_of(warm.loads[0])].any(), what="a copy has begun")
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
@@ -106,7 +107,8 @@ def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon)
     answer = warm.add("warm", TOKENS)
-    warm.run(until=lambda: bool(warm.loads) and warm.runners[0].kv[0][ids_of(warm.loads[0])].any())
+    warm.run(until=lambda: bool(warm.loads))
+    wait_until(lambda: warm.runners[0].kv[0][ids_of(warm.loads[0])].any(), what="a copy has begun")
     daemon.kill()
     warm.run()
     assert answer.right

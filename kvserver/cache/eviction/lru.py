@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias, cast
 
-from kvserver.cache.index import Chunk, Namespace
+from kvserver.cache.chunk import Chunk, Namespace
 
 
 class _End:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvserver.cache.index import Chunk, Namespace
+from kvserver.cache.chunk import Chunk, Namespace
 
 
 class EvictionPolicy(Protocol):

@@ -1,0 +1,55 @@
+"""The way of a reply: from the part that answers a request to the socket, at once or when a ticket ends.
+
+Owns: sending on the ROUTER socket, and the counts of requests. Refuses to know: how requests are read, and what they mean.
+Runs in the loop's thread; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from kvserver.events import Bus, ErrorSent
+from kvserver.protocol import Error, Reply, encode
+from kvserver.telemetry import UNREADABLE, Rpc
+
+log = logging.getLogger(__name__)
+
+
+class Replies:
+    def __init__(self, router: zmq.Socket[bytes], bus: Bus) -> None:
+        self.rpc = Rpc()
+        self._router = router
+        self._bus = bus
+
+    def send(self, call: Call, reply: Reply) -> None:
+        """Send without waiting: a peer that disconnected or does not read loses its replies, and no other peer does."""
+        if isinstance(reply, Error):
+            self.rpc.errors[reply.code, call.type_name] += 1
+            self._bus.publish(ErrorSent(time.monotonic_ns(), call.type_name, reply.code))
+            log.debug("%s: %s: %s", call.type_name, reply.code, reply.message)
+        self.rpc.observe(call.type_name, time.monotonic() - call.started)
+        try:
+            self._router.send_multipart([call.peer, call.request_id, encode(reply)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.rpc.undelivered += 1
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on its way to exactly one reply."""
+
+    replies: Replies
+    peer: bytes
+    request_id: bytes
+    started: float
+    type_name: str = UNREADABLE
+    answered: bool = False
+
+    def respond(self, reply: Reply) -> None:
+        assert not self.answered, f"a second reply to {self.type_name}"
+        self.answered = True
+        self.replies.send(self, reply)
