@@ -776,12 +776,12 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a new session keeps the answers of the last one",
-        SCHEDULER, "SchedulerHalf._begin_session", "            state.hit_chunks = None\n", "",
+        SCHEDULER, "SchedulerHalf._begin_session", "            state.answer = None\n", "",
         ("adapters/test_waiting_requests.py::test_what_the_last_daemon_had_is_not_loaded_from_the_next_one",),
     ),
     Mutant(
         "after a reset the old answers count",
-        SCHEDULER, "SchedulerHalf._begin_epoch", "            state.hit_chunks = None\n", "",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "            state.answer = None\n", "",
         ("adapters/test_waiting_requests.py::test_what_the_old_weights_made_is_not_loaded_after_a_reset",),
     ),
     Mutant(
@@ -839,7 +839,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a preempted request keeps its old answer",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "            state.hit_chunks = None\n", "",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "            state.answer = None\n", "",
         ("adapters/test_reuse.py::test_preempted_requests_go_on_and_load_what_they_had_stored",),
     ),
     Mutant(
@@ -880,7 +880,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "every request waits its own time for its answer",
-        LOOKUPS, "Lookups.answered", "self._poll_left -= time.monotonic() - began", "pass",
+        LOOKUPS, "Lookups._wait", "self._poll_left -= time.monotonic() - began", "pass",
         ("adapters/test_failures.py::test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker_is_open",),
     ),
     Mutant(

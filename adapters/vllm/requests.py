@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Tables: TypeAlias = Sequence[list[int]]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestState(Question):
     request: Request
     variant: str

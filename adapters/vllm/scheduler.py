@@ -96,6 +96,7 @@ class SchedulerHalf:
         self._follows_resets = facts.weights_are_transferred or settings.on_prefix_reset == "private"
         self._resets_seen = 0
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
+        self._sends_contents = False  # with stores, in this session
         self._requests = Requests(faults)
         self._ids = itertools.count(1)
         self._plan = StepPlan()
@@ -115,7 +116,7 @@ class SchedulerHalf:
         self._sources = Sources()
         self._dispatcher = Dispatcher(link, self.counters, faults)
         self._dispatcher.on_session.append(self._begin_session)
-        self._lookups = Lookups(self._dispatcher, self._lookup_of, settings, self.counters)
+        self._lookups = Lookups(self._dispatcher, settings, self.counters)
         self._notices = Notices(self._dispatcher, facts.names, self._pool, self.counters)
         self._announcer = Announcer(self._dispatcher, facts.names, TierEvents(facts.groups), facts.publishes)
         self._introduction = Introduction(
@@ -140,7 +141,7 @@ class SchedulerHalf:
         self._requests[request.request_id] = state
         usable = self._dispatcher.usable() is not None
         if usable and self._chunks.hashed(request) and not request.skip_reading_prefix_cache:
-            self._lookups.send(state)
+            self._lookups.send(state, self._lookup_of(state))
 
     def _lookup_of(self, state: RequestState) -> Lookup:
         request = state.request
@@ -167,11 +168,13 @@ class SchedulerHalf:
             return 0, False
         if state.admitted:  # it was preempted since: look up again, more may be stored by now
             state.admitted = False
-            state.hit_chunks = None
-        if not self._lookups.answered(state):
+            state.answer = None
+        if self._lookups.must_send(state):
+            self._lookups.send(state, self._lookup_of(state))
+        if (answer := self._lookups.answer_to(state)) is None:
             return None, False
-        tokens = min((state.hit_chunks or 0) * self._chunks.tokens, request.num_tokens - 1) - local_tokens
-        state.not_loaded = "lookup_timeout" if state.timed_out else ""
+        tokens = min(answer.hit_chunks * self._chunks.tokens, request.num_tokens - 1) - local_tokens
+        state.not_loaded = "lookup_timeout" if answer.timed_out else ""
         if tokens <= 0:
             return 0, False
         if self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
@@ -198,7 +201,7 @@ class SchedulerHalf:
                 raise LookupError("a load for a request that was never seen")
             load = self._load_of(state, tables, external_tokens)
             state.load = load
-            state.stored_chunks = max(state.stored_chunks, state.hit_chunks or 0)
+            state.stored_chunks = max(state.stored_chunks, state.answer.hit_chunks if state.answer else 0)
         except Exception as error:
             # The request waits for this load now, so it must be planned all the same: without keys it fails.
             self._faults.count("planning of a load", error)
@@ -299,11 +302,6 @@ class SchedulerHalf:
         # First guarded, then planned: no store may read blocks that are not guarded.
         self._pending.add(store_id, block_ids)
         self._plan.stores.append(store)
-
-    @property
-    def _sends_contents(self) -> bool:
-        hello = self._dispatcher.usable()
-        return hello is not None and (hello.kv_events or self._facts.publishes)
 
     def _allocated(self, block_id: int) -> None:
         """Pool hook: the block will be overwritten, so every store that still reads it must end first."""
@@ -414,7 +412,7 @@ class SchedulerHalf:
                 self._plan.abort_loads.append(state.load.load_id)
             self._lookups.drop_question(state)
             state.variant = self._variants.of(state.request) or state.variant  # if None it is no longer current
-            state.hit_chunks = None
+            state.answer = None
             state.stored_chunks = 0
         self._serves = serves
 
@@ -433,9 +431,9 @@ class SchedulerHalf:
     def _begin_session(self, hello: HelloReply | None) -> None:
         """Lookups and their answers are void."""
         self._chunks.resize(hello.chunk_tokens if hello is not None else 0)
+        self._sends_contents = hello is not None and (hello.kv_events or self._facts.publishes)
         for state in self._requests.values():
-            state.number = None
-            state.hit_chunks = None
+            state.answer = None
             state.stored_chunks = 0
 
     def _is_current(self, state: RequestState) -> bool:
