@@ -589,7 +589,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a null block is quarantined",
-        WORKER, "WorkerHalf._act", "[i for i in ids_of(spec) if i != NULL_BLOCK]", "ids_of(spec)",
+        WORKER, "WorkerHalf._look", "[i for i in ids_of(spec) if i != NULL_BLOCK]", "ids_of(spec)",
         ("adapters/test_ends_of_copies.py::test_the_null_block_is_not_quarantined",),
     ),
     Mutant(
@@ -599,7 +599,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "stores that a fault kept from beginning are not answered for",
-        WORKER, "WorkerHalf.answer_for_stores", "self._report.ended_stores.append(store.store_id)", "pass",
+        WORKER, "WorkerHalf.answer_for_stores", "self._report.ended_stores.append(store.copy_id)", "pass",
         ("issues/adapters/test_a_fault_skipped_what_must_happen.py",),
     ),
     Mutant(
@@ -639,7 +639,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "quarantined blocks are not released when the load is over",
-        WORKER, "WorkerHalf._load_ended", "self._report.released.append(spec.load_id)", "pass",
+        WORKER, "WorkerHalf._load_ended", "self._report.released.append(spec.copy_id)", "pass",
         ("adapters/test_failures.py::test_stopped_during_a_load",),
     ),
     Mutant(
@@ -649,7 +649,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "a load that is refused waits for its deadline",
-        WORKER, "WorkerHalf._answered", "copy.move(State.PENDING, State.CANCELLED)", "pass",
+        WORKER, "WorkerHalf._receive", "copy.move(State.PENDING, State.CANCELLED)", "pass",
         ("adapters/test_failures.py::test_a_load_that_is_refused_is_over_at_once",),
     ),
     Mutant(
@@ -791,7 +791,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a load under way at a reset is used",
-        SCHEDULER, "SchedulerHalf._begin_epoch", "self._plan.abort_loads.append(state.load.load_id)", "pass",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "self._plan.abort_loads.append(state.load.copy_id)", "pass",
         ("adapters/test_resets.py",),
     ),
     Mutant(
@@ -859,7 +859,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "the load of an aborted request goes on",
-        SCHEDULER, "SchedulerHalf.request_finished", "self._plan.abort_loads.append(state.load.load_id)", "pass",
+        SCHEDULER, "SchedulerHalf.request_finished", "self._plan.abort_loads.append(state.load.copy_id)", "pass",
         ("adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",),
     ),
     Mutant(

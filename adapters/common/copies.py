@@ -21,7 +21,6 @@ class Copy:
     spec: StoreSpec | LoadSpec
     session: Session
     word: int
-    sequence: int
     began: float
     deadline: float
     quarantined: bool = False
@@ -33,7 +32,7 @@ class Copy:
 
     def move(self, from_: State, to: State) -> bool:
         assert self.session.words is not None
-        return self.session.words.move(self.word, self.sequence, from_, to)
+        return self.session.words.move(self.word, self.spec.copy_id, from_, to)
 
     @property
     def open(self) -> bool:

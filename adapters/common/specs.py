@@ -7,40 +7,40 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvserver._native import unpack_blocks
 from kvserver.protocol import ChunkContents
 
 
 @dataclass(slots=True)
-class LoadSpec:
-    """Fill `block_ids` from the chunks `keys`, leaving out the first `skip_blocks` positions of the first chunk.
+class CopySpec:
+    """Block ids are [position][KV cache group], packed by pack_blocks(). No two copies of an engine have the same `copy_id`."""
 
-    Ids, here and in a store, are [position][KV cache group], packed by pack_blocks(); a null block of a load is
-    left out. `load_id` and `store_id` are of one count: no two copies of an engine have the same.
-    """
-
-    load_id: int
+    kind: ClassVar[str]
+    copy_id: int
     request_id: str
     variant: str
     chunk_blocks: int
     keys: bytes
     block_ids: bytes
+
+
+@dataclass(slots=True)
+class LoadSpec(CopySpec):
+    """Fill `block_ids`, but for null blocks, from the chunks `keys`; skip the first `skip_blocks` positions of the first chunk."""
+
+    kind = "load"
     skip_blocks: int
 
 
 @dataclass(slots=True)
-class StoreSpec:
+class StoreSpec(CopySpec):
     """Copy whole chunks out after this step's forward."""
 
-    store_id: int
-    request_id: str
-    variant: str
-    chunk_blocks: int
-    keys: bytes
-    block_ids: bytes
+    kind = "store"
     contents: ChunkContents | None = None  # sent by rank 0
 
 
-def ids_of(spec: LoadSpec | StoreSpec) -> list[int]:
+def ids_of(spec: CopySpec) -> list[int]:
     return array("I", unpack_blocks(spec.block_ids, 1 << 32)).tolist()

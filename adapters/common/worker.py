@@ -117,7 +117,7 @@ class WorkerHalf:
     def answer_for_loads(self, plan: StepPlan) -> None:
         """Fail the loads of this step that start_loads did not begin: their requests wait for them."""
         for load in plan.loads:
-            if load.load_id not in self._copies:
+            if load.copy_id not in self._copies:
                 with self._faults.guarded("failing a load"):
                     self._load_failed(load)
 
@@ -128,8 +128,8 @@ class WorkerHalf:
     def answer_for_stores(self, plan: StepPlan) -> None:
         """Report the stores of this step that start_stores did not begin: the scheduler half guards their blocks."""
         for store in plan.stores:
-            if store.store_id not in self._copies:
-                self._report.ended_stores.append(store.store_id)
+            if store.copy_id not in self._copies:
+                self._report.ended_stores.append(store.copy_id)
                 if self._stores_own:
                     self.counters["store_failures"] += 1
 
@@ -139,27 +139,24 @@ class WorkerHalf:
 
     def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> None:
         """Arm a word and send. If that fails, there is no copy in flight, and the caller must report the end all the same."""
-        with self._faults.guarded(f"beginning of a {_kind(spec)}"):
+        with self._faults.guarded(f"beginning of a {spec.kind}"):
             session = self._usable()
             if session is None or session.words is None or not self._free_words:
                 self.counters["unsent"] += 1
                 return
             now = time.monotonic()
-            sequence = spec.load_id if isinstance(spec, LoadSpec) else spec.store_id
-            copy = Copy(spec, session, self._free_words.pop(), sequence, now, now + timeout_ms / 1000)
-            session.words.arm(copy.word, sequence)
-            if self._posted(copy):
-                self._copies[sequence] = copy
-            else:
-                self._free_words.append(copy.word)
-                self.counters["unsent"] += 1
-
-    def _posted(self, copy: Copy) -> bool:
-        try:
-            return self._send_queue.post(self._message(copy))
-        except Exception as error:
-            self._faults.count(f"beginning of a {_kind(copy.spec)}", error)
-            return not copy.move(State.PENDING, State.CANCELLED)  # the message was sent all the same, and the copy runs
+            copy = Copy(spec, session, self._free_words.pop(), now, now + timeout_ms / 1000)
+            session.words.arm(copy.word, spec.copy_id)
+            sent = False
+            try:
+                sent = self._send_queue.post(self._message(copy))
+            finally:
+                # What cannot be cancelled runs: the message was sent, and then the queue raised.
+                if sent or not copy.move(State.PENDING, State.CANCELLED):
+                    self._copies[spec.copy_id] = copy
+                else:
+                    self._free_words.append(copy.word)
+                    self.counters["unsent"] += 1
 
     def _message(self, copy: Copy) -> Message:
         spec = copy.spec
@@ -170,7 +167,7 @@ class WorkerHalf:
             "keys": spec.keys,
             "block_ids": spec.block_ids,
             "word": copy.word,
-            "sequence": copy.sequence,
+            "sequence": spec.copy_id,
             "deadline_ns": int(copy.deadline * 1e9),
             "variant": spec.variant,
         }
@@ -192,8 +189,8 @@ class WorkerHalf:
                 self._wait_idle()
         now = time.monotonic()
         for copy in list(self._copies.values()):
-            with self._faults.guarded(_looking(copy)):
-                self._act(copy, self._look(copy, now))
+            with self._faults.guarded(f"looking at a {copy.spec.kind}"):
+                self._look(copy, now)
 
     def _wait_idle(self) -> None:
         if self._session is None or self._link is None or self._link.breaker.open:
@@ -202,57 +199,54 @@ class WorkerHalf:
             self._send_queue.wait(_IDLE_WAIT_SECONDS)
             self._receive()
 
-    def _look(self, copy: Copy, now: float) -> Action:
-        """What to do with a copy, which is cancelled first if it is late. What cannot be looked at may be running."""
+    def _look(self, copy: Copy, now: float) -> None:
+        """Report the copy's end if it has ended; cancel it if it is late, and look again."""
+        spec = copy.spec
         try:
-            action = self._action(copy, copy.state(), now, copy.timed_out)
-            if action is Action.TIME_OUT:
-                self._time_out(copy)
-                action = self._action(copy, copy.state(), now, timed_out=True)
-            return action
+            state = copy.state()
         except Exception as error:
-            self._faults.count(_looking(copy), error)
-            return self._action(copy, State.RUNNING, now, timed_out=True)
-
-    def _action(self, copy: Copy, state: State, now: float, timed_out: bool) -> Action:
+            self._faults.count(f"looking at a {spec.kind}", error)
+            state = State.RUNNING  # perhaps it is
         ended, late = copy.session.ended.is_set(), now - copy.deadline
-        if isinstance(copy.spec, StoreSpec):
-            return store_action(state, session_ended=ended, seconds_late=late, timed_out=timed_out)
-        return load_action(
-            state,
-            session_ended=ended,
-            seconds_late=late,
-            timed_out=timed_out,
-            quarantined=copy.quarantined,
-            may_quarantine=self._fails_requests,
-        )
+        if isinstance(spec, StoreSpec):
+            action = store_action(state, session_ended=ended, seconds_late=late, timed_out=copy.timed_out)
+        else:
+            action = load_action(
+                state,
+                session_ended=ended,
+                seconds_late=late,
+                timed_out=copy.timed_out,
+                quarantined=copy.quarantined,
+                may_quarantine=self._fails_requests,
+            )
+        if action is Action.WAIT:
+            return
+        if action is Action.TIME_OUT:
+            self._time_out(copy)
+            self._look(copy, now)
+        elif isinstance(spec, StoreSpec):
+            self._store_ended(copy, spec, None)
+        elif action is Action.QUARANTINE:
+            copy.quarantined = True
+            self._report.quarantined.append((spec.copy_id, [i for i in ids_of(spec) if i != NULL_BLOCK]))
+            self._load_failed(spec)
+        else:
+            self._load_ended(copy, spec, action)
 
     def _time_out(self, copy: Copy) -> None:
-        copy.cancel()
         copy.timed_out = True
-        if self._link is None or self._send_queue.is_queued(copy.sequence):
+        copy.cancel()
+        if self._link is None or self._send_queue.is_queued(copy.spec.copy_id):
             return  # the message was never sent
         self.counters["timeouts"] += 1
         self._link.breaker.timed_out()
 
-    def _act(self, copy: Copy, action: Action) -> None:
-        spec = copy.spec
-        if isinstance(spec, StoreSpec):
-            if action is not Action.WAIT:
-                self._store_ended(copy, spec, None)
-        elif action is Action.QUARANTINE:
-            copy.quarantined = True
-            self._report.quarantined.append((spec.load_id, [i for i in ids_of(spec) if i != NULL_BLOCK]))
-            self._load_failed(spec)
-        elif action is not Action.WAIT:
-            self._load_ended(copy, spec, action)
-
     def _store_ended(self, copy: Copy, spec: StoreSpec, answer: Reply | NotSent | None) -> None:
         """The blocks may be overwritten: the server publishes nothing that it reads from now on."""
         self._forget(copy)
-        self._report.ended_stores.append(spec.store_id)
+        self._report.ended_stores.append(spec.copy_id)
         if isinstance(answer, Stored):
-            self.count_copy("store", copy, answer.stored * spec.chunk_blocks * sum(self._rank.group_bytes))
+            self.count_copy(copy, answer.stored * spec.chunk_blocks * sum(self._rank.group_bytes))
         else:
             self.counters["store_failures"] += 1
 
@@ -260,16 +254,16 @@ class WorkerHalf:
         """The server no longer writes the load's blocks. First it is forgotten: an engine may die of a load that ends twice."""
         self._forget(copy)
         if action is Action.RELEASE:
-            self._report.released.append(spec.load_id)
+            self._report.released.append(spec.copy_id)
         elif action is Action.FINISH:
             self._finished.add(spec.request_id)
             self.counters["loaded"] += 1
-            self.count_copy("load", copy, self._bytes_of(ids_of(spec)))
+            self.count_copy(copy, self._bytes_of(ids_of(spec)))
         else:
             self._load_failed(spec)
 
     def _forget(self, copy: Copy) -> None:
-        del self._copies[copy.sequence]
+        del self._copies[copy.spec.copy_id]
         if copy.session is self._session:
             self._free_words.append(copy.word)
 
@@ -287,27 +281,25 @@ class WorkerHalf:
         """Process every answer. A store's answer is its end: only then can its chunks be found."""
         if self._session is None or self._link is None:
             return
-        for sequence, answer in self._send_queue.receive():
+        for copy_id, answer in self._send_queue.receive():
             with self._faults.guarded("an answer"):
-                self._answered(self._copies.get(sequence), answer)
+                copy = self._copies.get(copy_id)
+                if copy is not None and isinstance(copy.spec, StoreSpec):
+                    self._store_ended(copy, copy.spec, answer)
+                elif copy is not None and isinstance(answer, Error):
+                    # Refused before the server knew the word: the worker must end the copy.
+                    copy.move(State.PENDING, State.CANCELLED)
+                if isinstance(answer, NotSent):
+                    self._not_sent(answer)
+                else:
+                    self._link.breaker.answered()
+                if isinstance(answer, Error):
+                    self._refused(answer)
 
-    def _answered(self, copy: Copy | None, answer: Reply | NotSent) -> None:
-        if copy is not None and isinstance(copy.spec, StoreSpec):
-            self._store_ended(copy, copy.spec, answer)
-        elif copy is not None and isinstance(answer, Error):
-            # Refused before the server knew the word: the worker must end the copy.
-            copy.move(State.PENDING, State.CANCELLED)
-        if isinstance(answer, NotSent):
-            self._not_sent(answer)
-        elif self._link is not None:
-            self._link.breaker.answered()
-        if isinstance(answer, Error):
-            self._refused(answer)
-
-    def count_copy(self, name: str, copy: Copy, copied: int) -> None:
+    def count_copy(self, copy: Copy, copied: int) -> None:
         """A load or a store that completed, and its bytes."""
-        self._seconds.setdefault(f"{name}_seconds", []).append(time.monotonic() - copy.began)
-        self.counters[f"{name}_bytes"] += copied
+        self._seconds.setdefault(f"{copy.spec.kind}_seconds", []).append(time.monotonic() - copy.began)
+        self.counters[f"{copy.spec.kind}_bytes"] += copied
 
     def _bytes_of(self, block_ids: list[int]) -> int:
         """The size of these blocks, given in the order of a copy; null blocks are not copied."""
@@ -408,11 +400,3 @@ class WorkerHalf:
         self._send_queue.adopt(session)
         self._session = session
         self._free_words = list(range(WORDS)) if session is not None else []
-
-
-def _kind(spec: LoadSpec | StoreSpec) -> str:
-    return "load" if isinstance(spec, LoadSpec) else "store"
-
-
-def _looking(copy: Copy) -> str:
-    return f"looking at a {_kind(copy.spec)}"

@@ -217,7 +217,7 @@ class SchedulerHalf:
         per_chunk = self._chunks.blocks
         first_chunk, last_chunk = first // per_chunk, -(-end // per_chunk)
         return LoadSpec(
-            load_id=next(self._ids),
+            copy_id=next(self._ids),
             request_id=state.request.request_id,
             variant=state.variant,
             chunk_blocks=per_chunk,
@@ -288,10 +288,9 @@ class SchedulerHalf:
         return tokens // self._chunks.tokens
 
     def _add_store(self, state: RequestState, first: int, last: int, tables: Tables) -> None:
-        store_id = next(self._ids)
         block_ids = by_position(tables, first * self._chunks.blocks, last * self._chunks.blocks)
         store = StoreSpec(
-            store_id=store_id,
+            copy_id=next(self._ids),
             request_id=state.request.request_id,
             variant=state.variant,
             chunk_blocks=self._chunks.blocks,
@@ -300,7 +299,7 @@ class SchedulerHalf:
             contents=self._contents.of(state.request, first, last) if self._sends_contents else None,
         )
         # First guarded, then planned: no store may read blocks that are not guarded.
-        self._pending.add(store_id, block_ids)
+        self._pending.add(store.copy_id, block_ids)
         self._plan.stores.append(store)
 
     def _allocated(self, block_id: int) -> None:
@@ -359,7 +358,7 @@ class SchedulerHalf:
         """Also of requests that ran without cache: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
         if state is not None and state.load is not None:
-            self._plan.abort_loads.append(state.load.load_id)  # a no-op unless it still runs
+            self._plan.abort_loads.append(state.load.copy_id)  # a no-op unless it still runs
         prompt = self._sources.ended(request)
         if state is not None:
             self._lookups.drop_question(state)
@@ -409,7 +408,7 @@ class SchedulerHalf:
             )
         for state in self._requests.values():
             if state.load is not None:
-                self._plan.abort_loads.append(state.load.load_id)
+                self._plan.abort_loads.append(state.load.copy_id)
             self._lookups.drop_question(state)
             state.variant = self._variants.of(state.request) or state.variant  # if None it is no longer current
             state.answer = None

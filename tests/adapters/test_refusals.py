@@ -280,7 +280,7 @@ def test_a_fault_before_a_load_begins_fails_that_load_and_no_other(make_daemon, 
 
     def faulty(self, plan):
         if plan.loads and not faults:
-            faults.append(plan.loads[0].load_id)
+            faults.append(plan.loads[0].copy_id)
             raise ZeroDivisionError("a fault of ours")
         return real(self, plan)
 
@@ -338,7 +338,7 @@ def test_messages_that_find_no_room_use_no_state_words_up(make_daemon, make_engi
     (store, *_) = engine.stores
     with monkeypatch.context() as full:
         full.setattr(Channel, "send", lambda self, request: None)
-        every = [dataclasses.replace(store, store_id=10_000 + number) for number in range(WORDS + 1)]
+        every = [dataclasses.replace(store, copy_id=10_000 + number) for number in range(WORDS + 1)]
         engine.worker.worker.start_stores(StepPlan(stores=every))
     other = prompt(7, 4 * CHUNK + 3)
     engine.generate("second", other)

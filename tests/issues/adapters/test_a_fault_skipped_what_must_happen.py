@@ -149,7 +149,7 @@ def test_a_load_whose_request_ended_is_aborted_whatever_else_fails(make_daemon, 
     monkeypatch.setattr(Lookups, "drop_question", faulty)
     engine.abort("warm")
     engine.run()
-    assert [plan.abort_loads for plan in engine.plans if plan.abort_loads] == [[engine.loads[0].load_id]]
+    assert [plan.abort_loads for plan in engine.plans if plan.abort_loads] == [[engine.loads[0].copy_id]]
 
 
 def test_sleep_waits_for_the_daemon_though_a_cancel_fails(make_daemon, make_engine, monkeypatch):
