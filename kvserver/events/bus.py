@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from kvserver.events.runner import QUEUE_COST, Runner
 from kvserver.events.types import (
@@ -58,41 +57,54 @@ _NEVER_DROPPED = {  # few, and later events mean nothing without them
 _OF_CHUNKS = (ChunksStored, ChunksEvicted, L1Cleared, L1Resynced)  # without all of these, what L1 has is not known
 
 
-class Bus(Runner[Event]):
+class Bus:
     """REQUIRES: one thread publishes; start() before close(), both once."""
 
     def __init__(
         self, subscribers: Sequence[Subscriber] = (), limit: int = QUEUE_COST, idle: Callable[[], None] = lambda: None
     ) -> None:
-        """The thread calls `idle` after all queued events, and once a second."""
-        super().__init__("events", limit)
+        """The thread calls `idle` once a second."""
         self.subscribers = tuple(subscribers)
         self.published = dict.fromkeys(NAMES.values(), 0)
         self.dropped = dict.fromkeys(NAMES.values(), 0)
         self.errors: Counter[str] = Counter()  # exceptions, by subscriber
-        self.lag_seconds = 0.0  # from an event's time until the thread handled it: the longest of the last round
+        self.lag_seconds = 0.0  # from an event's time until the thread handled it: the longest of the last second
         self.lost_chunks = False  # events about chunks were dropped; the resync resets it
         self._waits = Histogram(WAIT_SECONDS)  # from an event's time until the thread handled it, of every event
-        self._lag = 0.0  # the longest of the present round
+        self._lag = 0.0  # the longest since then
         self._last_errors: dict[str, str] = {}
+        self._limit = limit
         self._call_idle = idle
+        self._runner = Runner("events", self._handle, self._idle, limit=limit)
 
     def publish(self, event: Event, size: int = 0) -> bool:
         """Queue the event; False if the queue has no space for it. Never waits. `size`: bytes that the event carries."""
         if not self.subscribers:
             return True
         name = NAMES[type(event)]
-        if self.put(event, size, type(event) in _NEVER_DROPPED):
+        if self._runner.put(event, size, type(event) in _NEVER_DROPPED):
             self.published[name] += 1
             return True
         self.dropped[name] += 1
         self.lost_chunks |= isinstance(event, _OF_CHUNKS)
         return False
 
+    def start(self) -> None:
+        self._runner.start()
+
     @property
     def failure(self) -> str:
         """Why events are no longer handled; empty while they are."""
-        return f"the event thread handles no more events: {self.reason}" if self.reason else ""
+        reason = self._runner.reason
+        return f"the event thread handles no more events: {reason}" if reason else ""
+
+    @property
+    def half_empty(self) -> bool:
+        return self._runner.queued < self._limit // 2
+
+    def flush(self, seconds: float = 5.0) -> bool:
+        """Wait until all events published so far were handled. False if they were not within `seconds`."""
+        return self._runner.flush(seconds)
 
     def status(self) -> EventsStatus:
         return EventsStatus(
@@ -100,7 +112,7 @@ class Bus(Runner[Event]):
             dropped=sum(self.dropped.values()),
             published_types=dict(self.published),
             dropped_types=dict(self.dropped),
-            queue_depth=self.queued,
+            queue_depth=self._runner.queued,
             lag_seconds=round(self.lag_seconds, 6),
             waits=self._waits.snapshot(),
             subscribers=[
@@ -111,10 +123,13 @@ class Bus(Runner[Event]):
 
     def close(self, seconds: float = 5.0) -> None:
         """Handle the queued events, for at most `seconds`, then close the subscribers in reverse order."""
-        self.finish()
-        self.join(time.monotonic() + seconds)
+        self._runner.finish()
+        self._runner.join(time.monotonic() + seconds)
         for subscriber in reversed(self.subscribers):
-            self._call(subscriber, subscriber.close)
+            try:
+                subscriber.close()
+            except Exception as error:
+                self._count_error(subscriber, error)
 
     # ---- the thread ---------------------------------------------------------------------------
 
@@ -123,21 +138,21 @@ class Bus(Runner[Event]):
         self._waits.observe(waited)
         self._lag = max(self._lag, waited)
         for subscriber in self.subscribers:
-            self._call(subscriber, subscriber.handle, event)
+            try:
+                subscriber.handle(event)
+            except Exception as error:
+                self._count_error(subscriber, error)
 
     def _idle(self) -> None:
         if self._lag:
             self.lag_seconds, self._lag = self._lag, 0.0
         self._call_idle()
 
-    def _call(self, subscriber: Subscriber, function: Callable[..., None], *args: Any) -> None:
-        try:
-            function(*args)
-        except Exception as error:
-            self.errors[subscriber.name] += 1
-            self._last_errors[subscriber.name] = f"{type(error).__name__}: {error}"[:500]
-            if self.errors[subscriber.name] == 1:
-                log.exception(
-                    "subscriber %s of events failed; its further errors are only counted (/status, events.subscribers)",
-                    subscriber.name,
-                )
+    def _count_error(self, subscriber: Subscriber, error: Exception) -> None:
+        self.errors[subscriber.name] += 1
+        self._last_errors[subscriber.name] = f"{type(error).__name__}: {error}"[:500]
+        if self.errors[subscriber.name] == 1:
+            log.exception(
+                "subscriber %s of events failed; its further errors are only counted (/status, events.subscribers)",
+                subscriber.name,
+            )

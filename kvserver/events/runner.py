@@ -1,9 +1,9 @@
-"""A bounded queue and the thread that handles its items in order: what the bus is, and each observer of KV events.
+"""A bounded queue and the thread that handles its items in order: the bus has one, and each observer of KV events that is not direct.
 
 Nothing waits for it: put() refuses an item for which the queue has no space. A runner whose handling raises is cut off: it
 drops what is queued and handles no more.
 
-Owns: the queue and the thread. Refuses to know: the items, and what an item that was refused means.
+Owns: the queue, the thread, and how long a call takes. Refuses to know: the items, and what an item that was refused means.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -21,33 +21,33 @@ QUEUE_COST = 1 << 16  # queued items; one that carries bytes counts once more pe
 _COST_BYTES = 4096
 _NAP_SECONDS = 0.01  # lets items gather, so that put() rarely has to wake the thread
 _IDLE_SECONDS = 1.0
+_MOST_A_LOOK = 1.0  # seconds that one look may count as busy: a process that was stopped is not busy meanwhile
 Item = TypeVar("Item")
 
 
 class Runner(Generic[Item]):
     """REQUIRES: one thread calls put(); start() at most once, finish() once."""
 
-    def __init__(self, name: str, limit: int = QUEUE_COST) -> None:
+    def __init__(
+        self,
+        name: str,
+        handle: Callable[[Item], None],
+        idle: Callable[[], None] = lambda: None,
+        end: Callable[[], None] = lambda: None,
+        limit: int = QUEUE_COST,
+    ) -> None:
+        """The thread calls `handle` with each item, `idle` once a second, and `end` after the last item."""
         self.reason = ""  # why items are no longer handled; empty while they are
+        self._handle, self._idle, self._end = handle, idle, end
+        self.handled = 0  # items
         self._limit = limit
+        self._edges = 0  # begins and ends of calls: odd while one runs
+        self._looked_at = (0, 0.0, 0.0)  # edges, time of the look, seconds that the call had run
         self._queue: queue.SimpleQueue[tuple[Item, int] | None] = queue.SimpleQueue()
         self._cost_in = 0  # written by put() only
         self._cost_out = 0  # by the thread only; the difference is what is queued
         self._finishing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    # ---- what a runner is for: called in its thread ---------------------------------------------
-
-    def _handle(self, item: Item) -> None:
-        raise NotImplementedError
-
-    def _idle(self) -> None:
-        """After all queued items, and once a second."""
-
-    def _end(self) -> None:
-        """Once, after the last item."""
-
-    # ---- the queue ------------------------------------------------------------------------------
 
     def put(self, item: Item, size: int = 0, always: bool = False) -> bool:
         """Queue the item, which carries `size` bytes. False if there is no space, unless `always`, or after a cut-off."""
@@ -68,11 +68,15 @@ class Runner(Generic[Item]):
         """The cost of the queued items."""
         return 0 if self.reason else self._cost_in - self._cost_out
 
-    @property
-    def half_empty(self) -> bool:
-        return self.queued < self._limit // 2
+    def busy_seconds(self) -> float:
+        """How long the running call takes. REQUIRES: called once a second, by one thread."""
+        edges, now = self._edges, time.monotonic()
+        before, when, busy = self._looked_at
+        busy = busy + min(now - when, _MOST_A_LOOK) if edges % 2 and edges == before else 0.0
+        self._looked_at = (edges, now, busy)
+        return busy
 
-    def flush(self, seconds: float = 5.0) -> bool:
+    def flush(self, seconds: float) -> bool:
         """Wait until all items put so far were handled. False if they were not within `seconds`."""
         target, deadline = self._cost_in, time.monotonic() + seconds
         while self._cost_out < target:
@@ -85,7 +89,7 @@ class Runner(Generic[Item]):
         if not self.reason:
             self.reason = reason
             log.error("%s: no more events are handled: %s", self._thread.name, reason, exc_info=error)
-        while self._next(wait=False) is not None:
+        while self._next() is not None:
             pass
 
     def finish(self) -> None:
@@ -104,34 +108,33 @@ class Runner(Generic[Item]):
     # ---- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._guarded(self._work)
-        while not self._finishing:
-            self._next(wait=True)
-        self._end()
-
-    def _work(self) -> None:
-        finishing = False
+        seconds, idle_at, finishing = _IDLE_SECONDS, 0.0, False  # idle() is due after the first items
         while not finishing:
             finishing = self._finishing  # before the queue is read: then it has all that was put before finish()
-            entry = self._next(wait=not finishing)
-            while entry is not None and not self.reason:
-                self._handle(entry[0])
-                self._cost_out += entry[1]
-                entry = self._next(wait=False)
-            if not self.reason:
-                self._idle()
+            try:
+                entry = self._next(0.0 if finishing else seconds)
+                while entry is not None and not self.reason:
+                    self._edges += 1
+                    self._handle(entry[0])
+                    self._edges += 1
+                    self.handled += 1
+                    self._cost_out += entry[1]
+                    entry = self._next()
+                if time.monotonic() >= idle_at:
+                    if not self.reason:
+                        self._edges += 1
+                        self._idle()
+                        self._edges += 1
+                    idle_at = time.monotonic() + _IDLE_SECONDS
+            except BaseException as error:
+                self.cut_off(f"it raised {type(error).__name__}: {error}"[:500], error)
+            seconds = max(0.0, idle_at - time.monotonic())
             if not self._finishing:
                 time.sleep(_NAP_SECONDS)
+        self._end()
 
-    def _next(self, wait: bool) -> tuple[Item, int] | None:
+    def _next(self, seconds: float = 0.0) -> tuple[Item, int] | None:
         try:
-            return self._queue.get(wait, _IDLE_SECONDS)
+            return self._queue.get(timeout=seconds)
         except queue.Empty:
             return None
-
-    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        """What it raises cuts the runner off."""
-        try:
-            function(*args)
-        except BaseException as error:
-            self.cut_off(f"it raised {type(error).__name__}: {error}"[:500], error)

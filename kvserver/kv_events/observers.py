@@ -29,8 +29,6 @@ from kvserver.protocol import ConfigError
 log = logging.getLogger(__name__)
 
 STALL_SECONDS = 5.0  # most for one call
-_STATUS_SECONDS = 1.0
-_MOST_A_LOOK = 1.0  # seconds that one look may count as busy: a daemon that was stopped cuts off no observer
 _CLOSE_SECONDS = 2.0  # to handle queued events; the same again for close()
 
 
@@ -49,67 +47,77 @@ class Observers:
         event, so that hand_over() can call them. ConfigError if the settings name an observer that is not installed.
         """
         self._limit, self._stall_seconds = limit, stall_seconds
-        self._observed: list[_Observed] = []
+        self._direct = [_Direct(name, observer) for name, observer in direct.items()]
+        self._threaded: list[_Threaded] = []
         self._failed: dict[str, str] = {}  # why an observer could not be made, by name
         self.foreign = False  # True if any observer is not the daemon's own
         try:
             for name, observer in own.items():
                 self._add(name, observer)
-            self._observed += [_Direct(name, observer, limit) for name, observer in direct.items()]
             self._load(context, {*own, *direct})
         except BaseException:
             self.close()
             raise
 
     def hand_over(self, event: KVEvent) -> None:
-        """Queue the event for every observer. Never waits."""
+        """Hand the event to every observer. Never waits."""
+        for direct in self._direct:
+            direct.observe(event)
         size = 0
         if isinstance(event, KVStored | KVRemoved):
             size = sum(chunk.description.size for chunk in event.chunks if chunk.description is not None)
-        for each in self._observed:
-            if not each.put(event, size):
-                each.cut_off("it did not keep up: its queue was full")
+        for threaded in self._threaded:
+            if not threaded.runner.put(event, size):
+                threaded.runner.cut_off("it did not keep up: its queue was full")
 
     def tick(self) -> None:
         """Look for observers that stall. REQUIRES: called once a second. Never waits."""
-        for each in self._observed:
-            each.tick(self._stall_seconds)
+        for direct in self._direct:
+            direct.tick()
+        for threaded in self._threaded:
+            if threaded.runner.busy_seconds() > self._stall_seconds:
+                threaded.runner.cut_off(f"it stalled: one call took more than {self._stall_seconds:g} s")
 
     def cut_off_reason(self, name: str) -> str:
         """Why the observer receives no more events; "" if it receives them."""
-        return next((each.reason for each in self._observed if each.name == name), "")
+        return next((row["reason"] for row in self.status() if row["name"] == name and row["state"] == "cut off"), "")
 
     def status(self) -> list[dict[str, Any]]:
+        direct = [each.row(each.reason, each.handled, 0) for each in self._direct]
+        threaded = [each.row(each.runner.reason, each.runner.handled, each.runner.queued) for each in self._threaded]
         failed = [{"name": name, "state": "failed", "reason": why} for name, why in self._failed.items()]
-        return [each.status() for each in self._observed] + failed
+        return direct + threaded + failed
 
     def start(self) -> None:
-        for each in self._observed:
-            each.start()
+        for threaded in self._threaded:
+            threaded.runner.start()
 
     def close(self) -> None:
         """Let observers handle their queued events, then close them. Takes a few seconds at most, however they behave."""
-        for each in self._observed:
-            each.finish()
+        runners = [threaded.runner for threaded in self._threaded]
+        for runner in runners:
+            runner.finish()
+        for direct in self._direct:
+            direct.close()
         deadline = time.monotonic() + _CLOSE_SECONDS
-        late = [each for each in self._observed if not each.join(deadline)]
-        for each in late:
-            each.cut_off(f"it had not handled all events within {_CLOSE_SECONDS:g} s at the daemon's end")
-        for each in late:
-            each.join(deadline + _CLOSE_SECONDS)
+        late = [runner for runner in runners if not runner.join(deadline)]
+        for runner in late:
+            runner.cut_off(f"it had not handled all events within {_CLOSE_SECONDS:g} s at the daemon's end")
+        for runner in late:
+            runner.join(deadline + _CLOSE_SECONDS)
 
     # ---- making -------------------------------------------------------------------------------
 
     def _add(self, name: str, observer: KVEventObserver | None) -> None:
         if observer is not None:
-            self._observed.append(_Observed(name, observer, self._limit))
+            self._threaded.append(_Threaded(name, observer, self._limit))
 
     def _load(self, context: ObserverContext, taken: Collection[str]) -> None:
         wanted = [name.strip() for name in context.settings.kv_event_observers.split(",")]
         if wanted == ["none"]:
             return
         found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
-        own = len(self._observed)
+        own = len(self._threaded)
         for name in sorted(found) if wanted == ["all"] else wanted:
             if name not in found:
                 raise ConfigError(
@@ -124,77 +132,71 @@ class Observers:
             except Exception as error:
                 log.exception("the KV events observer %s could not be made and is left out", name)
                 self._failed[name] = f"{type(error).__name__}: {error}"[:500]
-        self.foreign = len(self._observed) > own
+        self.foreign = len(self._threaded) > own
 
 
-class _Observed(Runner[KVEvent]):
-    """One observer, its last status, and how long its running call takes."""
+class _Observed:
+    """One observer and its last status."""
 
-    def __init__(self, name: str, observer: KVEventObserver, limit: int) -> None:
-        super().__init__(f"kv events: {name}", limit)
-        self.name = name
+    def __init__(self, name: str, observer: KVEventObserver) -> None:
+        self._name = name
         self._observer = observer
-        self._handled = 0
-        self._shown: dict[str, Any] = {}  # its last status()
-        self._shown_at = 0.0
-        self._edges = 0  # begins and ends of calls: odd while one runs
-        self._looked_at = (0, 0.0, 0.0)  # edges, time of the look, seconds that the call had run
+        self._shown: dict[str, Any] = {}
 
-    def tick(self, stall_seconds: float) -> None:
-        """Cut the observer off if one call takes too long."""
-        edges, now = self._edges, time.monotonic()
-        before, when, busy = self._looked_at
-        busy = busy + min(now - when, _MOST_A_LOOK) if edges % 2 and edges == before else 0.0
-        self._looked_at = (edges, now, busy)
-        if busy > stall_seconds:
-            self.cut_off(f"it stalled: one call took more than {stall_seconds:g} s")
-
-    def status(self) -> dict[str, Any]:
+    def row(self, reason: str, handled: int, queued: int) -> dict[str, Any]:
+        """Its row in /status."""
         return {
             **self._shown,
-            "name": self.name,
-            "state": "cut off" if self.reason else "running",
-            "reason": self.reason,
-            "handled": self._handled,
-            "queue_depth": self.queued,
+            "name": self._name,
+            "state": "cut off" if reason else "running",
+            "reason": reason,
+            "handled": handled,
+            "queue_depth": queued,
         }
 
-    # ---- in its thread -------------------------------------------------------------------------
-
-    def _handle(self, event: KVEvent) -> None:
-        self._edges += 1
-        self._observer.observe(event)
-        self._edges += 1
-        self._handled += 1
-
-    def _idle(self) -> None:
-        if time.monotonic() - self._shown_at < _STATUS_SECONDS:
-            return
-        self._edges += 1
+    def read_status(self) -> None:
         if (status := getattr(self._observer, "status", None)) is not None:
             self._shown = json.loads(json.dumps(dict(msgspec.to_builtins(status(), enc_hook=dict)), allow_nan=False))
-        self._edges += 1
-        self._shown_at = time.monotonic()
 
-    def _end(self) -> None:
+    def close(self) -> None:
         if (close := getattr(self._observer, "close", None)) is not None:
             try:
                 close()
             except BaseException:
-                log.exception("closing the KV events observer %s failed", self.name)
+                log.exception("closing the KV events observer %s failed", self._name)
+
+
+class _Threaded(_Observed):
+    """One that a runner calls."""
+
+    def __init__(self, name: str, observer: KVEventObserver, limit: int) -> None:
+        super().__init__(name, observer)
+        self.runner = Runner(f"kv events: {name}", observer.observe, self.read_status, self.close, limit)
 
 
 class _Direct(_Observed):
-    """An observer without a thread, called by the one that hands over."""
+    """One that hand_over() and tick() call."""
 
-    def put(self, event: KVEvent, size: int = 0, always: bool = False) -> bool:
+    def __init__(self, name: str, observer: KVEventObserver) -> None:
+        super().__init__(name, observer)
+        self.reason = ""  # why it is not called any more
+        self.handled = 0
+
+    def observe(self, event: KVEvent) -> None:
         if not self.reason:
-            self._guarded(self._handle, event)
-        return not self.reason
+            try:
+                self._observer.observe(event)
+                self.handled += 1
+            except BaseException as error:
+                self._cut_off(error)
 
-    def tick(self, stall_seconds: float) -> None:
+    def tick(self) -> None:
         if not self.reason:
-            self._guarded(self._idle)
+            try:
+                self.read_status()
+            except BaseException as error:
+                self._cut_off(error)
 
-    def start(self) -> None:
-        pass
+    def _cut_off(self, error: BaseException) -> None:
+        self.reason = f"it raised {type(error).__name__}: {error}"[:500]
+        log.error("kv events: %s: no more events are handled: %s", self._name, self.reason, exc_info=error)

@@ -10,54 +10,54 @@ from support.daemon import wait_until
 from kvserver.events import Runner
 
 
-class Keeps(Runner[str]):
-    """Keeps its items; `gate` holds it up, "bad" makes it raise."""
+class Keeps:
+    """Keeps the items of its runner; `gate` holds it up, "bad" makes it raise."""
 
     def __init__(self) -> None:
-        super().__init__("keeps")
         self.items: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
         self.idles = self.ends = 0
-        self.start()
+        self.runner: Runner[str] = Runner("keeps", self.handle, self.idle, self.end)
+        self.runner.start()
 
-    def _handle(self, item: str) -> None:
+    def handle(self, item: str) -> None:
         assert self.gate.wait(10)
         if item == "bad":
             raise KeyError(item)
         self.items.append(item)
 
-    def _idle(self) -> None:
+    def idle(self) -> None:
         self.idles += 1
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self.ends += 1
 
 
 def test_one_that_raises_handles_no_more_and_ends_once() -> None:
     keeps = Keeps()
-    assert keeps.put("one")
-    keeps.put("bad")
-    wait_until(lambda: keeps.reason)
-    assert keeps.reason == "it raised KeyError: 'bad'"
-    assert not keeps.put("two")
-    assert not keeps.put("three", always=True)
-    keeps.finish()
-    assert keeps.join(time.monotonic() + 10)
-    assert (keeps.items, keeps.ends, keeps.queued) == (["one"], 1, 0)
+    assert keeps.runner.put("one")
+    keeps.runner.put("bad")
+    wait_until(lambda: keeps.runner.reason)
+    assert keeps.runner.reason == "it raised KeyError: 'bad'"
+    assert not keeps.runner.put("two")
+    assert not keeps.runner.put("three", always=True)
+    keeps.runner.finish()
+    assert keeps.runner.join(time.monotonic() + 10)
+    assert (keeps.items, keeps.ends, keeps.runner.queued) == (["one"], 1, 0)
 
 
 def test_a_cut_off_drops_what_is_queued_though_the_handling_hangs() -> None:
     keeps = Keeps()
     keeps.gate.clear()
-    assert all(keeps.put(item) for item in ("one", "two", "three"))
-    keeps.cut_off("late")
-    keeps.cut_off("later")
-    assert (keeps.reason, keeps.queued) == ("late", 0)
-    assert not keeps.flush(0.1)
-    keeps.finish()
+    assert all(keeps.runner.put(item) for item in ("one", "two", "three"))
+    keeps.runner.cut_off("late")
+    keeps.runner.cut_off("later")
+    assert (keeps.runner.reason, keeps.runner.queued) == ("late", 0)
+    assert not keeps.runner.flush(0.1)
+    keeps.runner.finish()
     keeps.gate.set()
-    assert keeps.join(time.monotonic() + 10)
+    assert keeps.runner.join(time.monotonic() + 10)
     assert len(keeps.items) <= 1
     assert keeps.ends == 1
 
@@ -65,14 +65,34 @@ def test_a_cut_off_drops_what_is_queued_though_the_handling_hangs() -> None:
 def test_all_that_was_put_before_the_end_is_handled_in_order() -> None:
     for count in range(50):
         keeps, items = Keeps(), [str(n) for n in range(count)]
-        assert all(keeps.put(item) for item in items)
-        keeps.finish()
-        assert keeps.join(time.monotonic() + 10)
+        assert all(keeps.runner.put(item) for item in items)
+        keeps.runner.finish()
+        assert keeps.runner.join(time.monotonic() + 10)
         assert keeps.items == items
 
 
-def test_it_is_idle_now_and_then_without_items_too() -> None:
-    keeps = Keeps()
+def test_it_is_idle_once_a_second_with_and_without_items() -> None:
+    began, keeps = time.monotonic(), Keeps()
     wait_until(lambda: keeps.idles >= 2)
-    keeps.finish()
-    assert keeps.join(time.monotonic() + 10)
+    while keeps.idles < 3:
+        assert keeps.runner.put("one")
+        assert keeps.runner.flush(10)
+    assert len(keeps.items) > 3
+    assert keeps.idles <= 1 + time.monotonic() - began
+    keeps.runner.finish()
+    assert keeps.runner.join(time.monotonic() + 10)
+
+
+def test_the_running_call_is_timed_and_a_pause_between_two_looks_counts_a_second_at_most() -> None:
+    keeps = Keeps()
+    assert keeps.runner.busy_seconds() == 0
+    keeps.gate.clear()
+    assert keeps.runner.put("one")
+    busy = wait_until(keeps.runner.busy_seconds)
+    time.sleep(2)
+    assert busy < keeps.runner.busy_seconds() <= busy + 1
+    keeps.gate.set()
+    assert keeps.runner.flush(10)
+    assert wait_until(lambda: keeps.runner.busy_seconds() == 0)
+    keeps.runner.finish()
+    assert keeps.runner.join(time.monotonic() + 10)
