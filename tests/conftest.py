@@ -10,6 +10,8 @@ from support.daemon import GPUS, Daemon
 from support.leftovers import close_leftovers
 from support.worker import Worker
 
+pytest_plugins = ["support.skips"]
+
 
 @pytest.fixture(autouse=True)
 def leftovers() -> Iterator[None]:

@@ -142,6 +142,7 @@ def test_blocks_of_a_load_stay_the_daemons_while_it_stands_still(make_engine: Ma
             daemon.thaw()
             assert engine.ask("wait_for", "DONE", "FAILED") == "DONE"
         else:
+            # Only a real GPU is so fast: not on the list of support/skips.py.
             pytest.skip("the load was faster than the signal, twenty times")
         time.sleep(0.6)  # past the deadline
         assert engine.ask("state") == "RUNNING", "a deadline ends the engine's wait, not the copy"
