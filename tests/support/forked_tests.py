@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 _SLOW = {
-    "core": ["pytest", "msgspec", "zmq", "prometheus_client", "requests"],
+    "core": ["pytest", "hypothesis.stateful", "msgspec", "zmq", "prometheus_client", "requests"],
     "adapters": ["pytest", "msgspec", "zmq", "torch", "numpy", "vllm.v1.core.sched.async_scheduler"],
 }
 _NOT_APPLIED = 99

@@ -154,7 +154,12 @@ class Tests:
     def __init__(self, venv: str, base: Path) -> None:
         """`base`: a copy of the package, without a mutation."""
         self._seconds = SECONDS[venv]
-        environment = {**os.environ, "PYTHONPATH": str(base), "KVSERVER_BIN": str(ROOT / ".venv/bin/kvserver")}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(base),
+            "KVSERVER_BIN": str(ROOT / ".venv/bin/kvserver"),
+            "KVSERVER_TEST_PROPERTIES": "unshrunk",
+        }
         self._process = subprocess.Popen(
             [_PYTHONS[venv], ROOT / "tests/support/forked_tests.py", venv],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,

@@ -2,135 +2,107 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from collections.abc import Iterable
 
-import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support.properties import examples
 
 from kvserver.cache import POLICIES, Cache, Chunk, Index, PagePool
 from kvserver.cache.eviction import EvictionPolicy
 
-
-@pytest.fixture
-def policy() -> EvictionPolicy:
-    return POLICIES["lru"]()
+NUMBERS = st.integers(0, 1000)
 
 
-class Shelf:
-    """Chunks, and the order in which the policy names them."""
+class Shelf(RuleBasedStateMachine):
+    """Chunks are used, filled, leased, pinned and freed; two lists have those that may be evicted, the oldest first."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.policy = policy
-        self.index = Index(policy.make_chunk)
-        self.made = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: EvictionPolicy = POLICIES["lru"]()
+        self.index = Index(self.policy.make_chunk)
+        self.chunks: list[Chunk] = []
+        self.incomplete: list[Chunk] = []
+        self.used: list[Chunk] = []
+        self.keys = itertools.count()
 
-    def chunk(self, ready: bool = True) -> Chunk:
-        self.made += 1
-        chunk = self.index.add_chunk(self.index.find_or_make_namespace(b"n", 1), self.made.to_bytes(8, "big"))
+    def track(self, chunks: list[Chunk]) -> None:
+        self.policy.track(chunks)
+        for chunk in chunks:
+            if not chunk.leases and not chunk.pins and (chunk.ready or not chunk.detached):
+                self.forget(chunk)
+                (self.used if chunk.ready else self.incomplete).append(chunk)
+
+    def forget(self, chunk: Chunk) -> None:
+        self.incomplete, self.used = (
+            [each for each in order if each is not chunk] for order in (self.incomplete, self.used)
+        )
+
+    def untrack(self, chunk: Chunk) -> None:
+        self.policy.untrack(chunk)
+        self.forget(chunk)
+
+    def chosen(self, number: int) -> Chunk:
+        return self.chunks[number % len(self.chunks)]
+
+    @rule(ready=st.sampled_from([True, True, False]))
+    def store(self, ready: bool) -> None:
+        chunk = self.index.add_chunk(self.index.find_or_make_namespace(b"n", 1), next(self.keys).to_bytes(8, "big"))
         chunk.ready = ready
-        self.policy.track([chunk])
-        return chunk
+        self.chunks.append(chunk)
+        self.track([chunk])
 
-    def chunks(self, count: int) -> list[Chunk]:
-        return [self.chunk() for _ in range(count)]
+    @precondition(lambda self: self.chunks)
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=5))
+    def use(self, numbers: list[int]) -> None:
+        self.track([self.chosen(number) for number in numbers])
 
-    def order(self) -> list[Chunk]:
-        """All, the oldest first; the policy has none of them afterwards."""
-        found = []
-        while (chunk := self.policy.pop_chunk()) is not None:
-            assert not self.policy.tracks(chunk)
-            found.append(chunk)
-        return found
-
-
-def test_the_least_recently_used_leaves_first(policy: EvictionPolicy) -> None:
-    shelf = Shelf(policy)
-    chunks = shelf.chunks(4)
-    assert all(map(policy.tracks, chunks))
-    assert shelf.order() == chunks
-
-
-def test_a_use_moves_a_chunk_to_the_end_of_the_queue(policy: EvictionPolicy) -> None:
-    shelf = Shelf(policy)
-    first, second, third = shelf.chunks(3)
-    policy.track([first])
-    policy.track([first])  # the first is the youngest already
-    assert shelf.order() == [second, third, first]
-
-
-def test_chunks_that_are_used_together_age_in_the_order_given(policy: EvictionPolicy) -> None:
-    shelf = Shelf(policy)
-    first, second, third, fourth = shelf.chunks(4)
-    policy.track([third, first, second])
-    assert shelf.order() == [fourth, third, first, second]
-
-
-def test_a_chunk_that_is_not_ready_leaves_before_all_others(policy: EvictionPolicy) -> None:
-    shelf = Shelf(policy)
-    ready, early, late = shelf.chunk(), shelf.chunk(ready=False), shelf.chunk(ready=False)
-    assert shelf.order() == [early, late, ready]
-
-
-def test_one_that_became_ready_leaves_with_the_others(policy: EvictionPolicy) -> None:
-    shelf = Shelf(policy)
-    became, ready = shelf.chunk(ready=False), shelf.chunk()
-    became.ready = True
-    policy.track([became])
-    assert shelf.order() == [ready, became]
-
-
-def test_leased_and_pinned_chunks_are_left_out_and_tracked_later(policy: EvictionPolicy) -> None:
-    shelf = Shelf(policy)
-    leased, pinned, free = shelf.chunks(3)
-    for chunk in (leased, pinned):
-        policy.untrack(chunk)
-    leased.leases = pinned.pins = 1
-    policy.track([leased, pinned])
-    assert not policy.tracks(leased)
-    assert not policy.tracks(pinned)
-    leased.leases = pinned.pins = 0
-    policy.track([pinned, leased])
-    assert shelf.order() == [free, pinned, leased]
-
-
-def test_what_was_freed_is_never_tracked_again(policy: EvictionPolicy) -> None:
-    shelf = Shelf(policy)
-    removed, alive = shelf.chunks(2)
-    shelf.index.detach_chunk(removed)
-    policy.untrack(removed)
-    removed.ready = False
-    policy.track([removed])  # as the end of its last lease does
-    assert shelf.order() == [alive]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_traces_agree_with_a_list(policy: EvictionPolicy, seed: int) -> None:
-    rng = random.Random(seed)
-    shelf = Shelf(policy)
-    used: list[Chunk] = []
-    incomplete: list[Chunk] = []
-    for step in range(3000):
-        chance = rng.random()
-        if chance < 0.25:
-            chunk = shelf.chunk(ready=rng.random() < 0.9)
-            (used if chunk.ready else incomplete).append(chunk)
-        elif chance < 0.6 and used:
-            together = rng.sample(used, min(len(used), rng.randint(1, 5)))
-            policy.track(together)
-            used = [chunk for chunk in used if chunk not in together] + together
-        elif chance < 0.65 and incomplete:
-            chunk = incomplete.pop(rng.randrange(len(incomplete)))
+    @precondition(lambda self: self.chunks)
+    @rule(number=NUMBERS)
+    def fill(self, number: int) -> None:
+        chunk = self.chosen(number)
+        if not chunk.detached:
             chunk.ready = True
-            policy.track([chunk])
-            used.append(chunk)
-        elif chance < 0.75 and used:
-            chunk = used.pop(rng.randrange(len(used)))
-            policy.untrack(chunk)
-            assert not policy.tracks(chunk)
-        elif used or incomplete:
-            expected = (incomplete or used).pop(0)
-            assert policy.pop_chunk() is expected, f"seed {seed} step {step}"
-    assert shelf.order() == incomplete + used
+            self.track([chunk])
+
+    @precondition(lambda self: self.chunks)
+    @rule(number=NUMBERS, by=st.sampled_from(["leases", "pins"]))
+    def keep_or_release(self, number: int, by: str) -> None:
+        chunk = self.chosen(number)
+        self.untrack(chunk)
+        setattr(chunk, by, 1 - getattr(chunk, by))
+        self.track([chunk])
+
+    @precondition(lambda self: self.chunks)
+    @rule(number=NUMBERS)
+    def clear(self, number: int) -> None:
+        """Leased or not; the end of its last lease uses it once more."""
+        chunk = self.chosen(number)
+        if not chunk.detached:
+            self.index.detach_chunk(chunk)
+            self.untrack(chunk)
+            chunk.ready = False
+
+    @rule()
+    def evict(self) -> None:
+        order = self.incomplete or self.used
+        chunk = self.policy.pop_chunk()
+        assert chunk is (order.pop(0) if order else None)
+
+    @invariant()
+    def what_is_tracked_may_be_evicted(self) -> None:
+        for chunk in self.chunks:
+            assert self.policy.tracks(chunk) == (chunk in self.incomplete or chunk in self.used)
+
+    def teardown(self) -> None:
+        while self.incomplete or self.used:
+            self.evict()
+        self.evict()
+
+
+def test_the_least_recently_used_is_evicted_first_and_what_is_incomplete_before_it() -> None:
+    run_state_machine_as_test(Shelf, settings=examples(100))
 
 
 class LastInFirstOut:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import random
 import struct
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from support.properties import examples
 from support.slots import pages_of
 
 from kvserver.cache import PagePool, page_bytes_for
@@ -19,12 +29,6 @@ def test_fresh_pages_come_in_address_order() -> None:
     pool = PagePool(16 * 4096, 4096)
     assert pages_of(pool.allocate_pages(3) or b"") == [0, 1, 2]
     assert pages_of(pool.allocate_pages(2) or b"") == [3, 4]
-
-
-def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
-    pool = PagePool(4 * 4096, 4096)
-    assert pool.allocate_pages(5) is None
-    assert pool.unused_pages == 4
 
 
 def test_the_rest_of_l1_that_is_no_whole_page_is_left_out() -> None:
@@ -49,62 +53,14 @@ def test_a_large_slot_is_rounded_up_to_its_granularity_and_by_less_than_a_thirty
     assert 0 <= (taken - pages) * 32 < max(pages, 32)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_page_is_ever_in_two_slots(seed: int) -> None:
-    rng = random.Random(seed)
-    pool = PagePool(200 * 4096, 4096)
-    slots: list[bytes] = []
-    for _ in range(3000):
-        if slots and rng.random() < 0.5:
-            pool.free_pages(slots.pop(rng.randrange(len(slots))))
-        elif (slot := pool.allocate_pages(rng.randint(1, 20))) is not None:
-            slots.append(slot)
-        held = [page for slot in slots for page in pages_of(slot)]
-        assert len(held) == len(set(held)) == pool.used_pages
-        assert pool.unused_pages + pool.used_pages == pool.pages == 200
-        assert all(0 <= page < 200 for page in held)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_slot_is_refused_only_when_too_few_pages_are_free(seed: int) -> None:
-    rng = random.Random(seed)
-    pool = PagePool(1000 * 4096, 4096)
-    slots: list[bytes] = []
-    for _ in range(5000):
-        count = rng.choice([1, 3, 40, 100, 300])
-        slot = pool.allocate_pages(count)
-        assert (slot is None) == (sum(len(pages_of(s)) for s in slots) + count > 1000)
-        if slot is not None:
-            assert len(pages_of(slot)) == count
-            slots.append(slot)
-        else:
-            pool.free_pages(slots.pop(rng.randrange(len(slots))))
-
-
-def test_what_is_free_side_by_side_is_one_extent_again() -> None:
-    pool = PagePool(100 * 4096, 4096)
-    slots = [pool.allocate_pages(10) or b"" for _ in range(10)]
-    random.Random(1).shuffle(slots)
-    for slot in slots:
-        pool.free_pages(slot)
-    assert list(extents(pool.allocate_pages(100) or b"")) == [(0, 100)]
-
-
-def test_slots_may_be_freed_together() -> None:
-    pool = PagePool(100 * 4096, 4096)
-    pool.free_pages(b"".join(pool.allocate_pages(7) or b"" for _ in range(14)))
-    assert pool.unused_pages == 100
-
-
-def test_slots_of_one_size_are_one_extent_each_whatever_was_freed() -> None:
-    rng = random.Random(1)
-    pool = PagePool(10_007 * 4096, 4096)
-    slots = []
-    while (slot := pool.allocate_pages(48)) is not None:
-        slots.append(slot)
-    for _ in range(20_000):
-        if slots and rng.random() < 0.5:
-            pool.free_pages(slots.pop(rng.randrange(len(slots))))
+@given(choices=st.lists(st.integers(0, 1000), max_size=200))
+@examples(50)
+def test_slots_of_one_size_are_one_extent_each_whatever_was_freed(choices: list[int]) -> None:
+    pool = PagePool(1007 * 4096, 4096)
+    slots = [pool.allocate_pages(48) or b"" for _ in range(20)]
+    for choice in choices:
+        if slots and choice % 2:
+            pool.free_pages(slots.pop(choice % len(slots)))
         elif (slot := pool.allocate_pages(48)) is not None:
             assert len(list(extents(slot))) == 1
             slots.append(slot)
@@ -168,32 +124,6 @@ def test_a_larger_l1_never_gets_smaller_pages() -> None:
 # ---- what is pinned, and what is not yet --------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_pool_that_is_all_pinned_allocates_like_one_that_never_is(seed: int) -> None:
-    rng = random.Random(seed)
-    pools = [PagePool(1000 * 4096, 4096) for _ in range(2)]
-    pools[1].mark_pinned(1000)
-    slots: list[bytes] = []
-    for _ in range(3000):
-        if slots and rng.random() < 0.45:
-            slot = slots.pop(rng.randrange(len(slots)))
-            for pool in pools:
-                pool.free_pages(slot)
-            continue
-        count = rng.choice([1, 7, 48, 200])
-        first, second = (pool.allocate_pages(count) for pool in pools)
-        assert first == second
-        slots += [first] if first else []
-    assert pools[0].pinned_pages == 0
-
-
-def test_pages_that_are_not_pinned_are_used_last() -> None:
-    pool = PagePool(100 * 4096, 4096)
-    pool.mark_pinned(30)
-    taken = [list(extents(pool.allocate_pages(10) or b"")) for _ in range(5)]
-    assert taken == [[(0, 10)], [(10, 10)], [(20, 10)], [(30, 10)], [(40, 10)]]
-
-
 def test_a_slot_is_gathered_from_pinned_pages_before_an_unpinned_one_is_used() -> None:
     pool = PagePool(100 * 4096, 4096)
     slots = [pool.allocate_pages(10) or b"" for _ in range(5)]
@@ -223,18 +153,6 @@ def test_a_large_slot_has_no_small_pinned_extent_while_large_unpinned_ones_are_f
     taken = [count for _, count in extents(pool.allocate_pages(992) or b"")]
     assert taken[0] == 976
     assert sum(taken) == 992
-
-
-def test_free_pages_are_one_extent_again_once_pinning_has_passed_them() -> None:
-    pool = PagePool(100 * 4096, 4096)
-    slots = [pool.allocate_pages(10) or b"" for _ in range(10)]
-    pool.mark_pinned(35)
-    for slot in slots:
-        pool.free_pages(slot)  # one slot spans both parts
-    for pages in (36, 36, 99, 100):
-        pool.mark_pinned(pages)
-    assert pool.pinned_pages == pool.pages
-    assert list(extents(pool.allocate_pages(100) or b"")) == [(0, 100)]
 
 
 def test_pinning_never_goes_back_or_past_the_end() -> None:
@@ -284,6 +202,13 @@ class Model:
         pages = pages_of(slot)
         assert len(pages) == len(set(pages)) == count
         assert self.free.issuperset(pages)
+        if granularity(count) == 1:
+            self.check_place(count, slot, near, far)
+        self.free.difference_update(pages)
+
+    def check_place(self, count: int, slot: bytes, near: list[int], far: list[int]) -> None:
+        """Check that it is the best fit of the pinned extents `near`, else of the others, `far`."""
+        pages = pages_of(slot)
         whole = len(list(extents(slot))) == 1
         if sum(near) >= count:
             assert max(pages) < self.pinned
@@ -296,7 +221,6 @@ class Model:
         if whole:
             part = near if pages[0] < self.pinned else far
             assert self.extent_of(pages[0]) == min(size for size in part if size >= count), "not the best fit"
-        self.free.difference_update(pages)
 
     def extent_of(self, page: int) -> int:
         """Pages of the free extent that begins with `page`."""
@@ -305,32 +229,54 @@ class Model:
         return next((last for last in range(page, limit) if last not in self.free), limit) - page
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_long_run_with_pinning_at_any_moment_agrees_with_the_plain_model(seed: int) -> None:
-    rng = random.Random(seed)
-    pages = rng.choice([60, 300])
-    pool, model = PagePool(pages * 4096, 4096), Model(pages)
-    slots: list[bytes] = []
-    for _ in range(1500):
-        chance = rng.random()
-        if chance < 0.01:
-            model.pinned = rng.randint(model.pinned, min(pages, model.pinned + pages // 5))
-            pool.mark_pinned(model.pinned)
-        elif slots and chance < 0.5:
-            slot = slots.pop(rng.randrange(len(slots)))
-            pool.free_pages(slot)
-            model.free.update(pages_of(slot))
-        else:
-            count = rng.choice([1, 2, 5, 13, 40])
-            slot_or_none = pool.allocate_pages(count)
-            model.check_allocation(count, slot_or_none)
-            slots += [slot_or_none] if slot_or_none else []
-        assert pool.unused_pages == len(model.free)
-        assert pool.unused_pages + pool.used_pages == pool.pages == pages
-    for slot in slots:
-        pool.free_pages(slot)
-    pool.mark_pinned(pages)
-    assert list(extents(pool.allocate_pages(pages) or b"")) == [(0, pages)], "nothing is lost"
+class Slots(RuleBasedStateMachine):
+    """Slots are allocated and freed, and pages pinned, at any moment. The twins: nothing of one is pinned, all of the other."""
+
+    @initialize(pages=st.sampled_from([20, 60, 300, 1000]))
+    def start(self, pages: int) -> None:
+        self.pool, *self.twins = (PagePool(pages * 4096, 4096) for _ in range(3))
+        self.twins[1].mark_pinned(pages)
+        self.model = Model(pages)
+        self.slots: list[tuple[bytes, bytes]] = []
+
+    @rule(count=st.integers(1, 50) | st.sampled_from([100, 300]))
+    def allocate(self, count: int) -> None:
+        slot, *twins = (pool.allocate_pages(count) for pool in (self.pool, *self.twins))
+        self.model.check_allocation(count, slot)
+        assert twins[0] == twins[1]
+        assert (slot is None) == (twins[0] is None)
+        if slot is not None and twins[0] is not None:
+            self.slots.append((slot, twins[0]))
+
+    @precondition(lambda self: self.slots)
+    @rule(chosen=st.lists(st.integers(0, 1000), min_size=1, max_size=3))
+    def free(self, chosen: list[int]) -> None:
+        freed = [self.slots.pop(number % len(self.slots)) for number in chosen[: len(self.slots)]]
+        slots, twins = (b"".join(each) for each in zip(*freed, strict=True))
+        self.pool.free_pages(slots)
+        for twin in self.twins:
+            twin.free_pages(twins)
+        self.model.free.update(pages_of(slots))
+
+    @rule(more=st.integers(0, 100))
+    def pin(self, more: int) -> None:
+        self.model.pinned = min(self.model.pages, self.model.pinned + more * self.model.pages // 500)
+        self.pool.mark_pinned(self.model.pinned)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.pool.unused_pages == self.twins[0].unused_pages == len(self.model.free)
+        assert self.pool.unused_pages + self.pool.used_pages == self.pool.pages == self.model.pages
+
+    def teardown(self) -> None:
+        while self.slots:
+            self.free([0])
+        self.pool.mark_pinned(self.pool.pages)
+        assert list(extents(self.pool.allocate_pages(self.pool.pages) or b"")) == [(0, self.pool.pages)], "some is lost"
+
+
+def test_slots_agree_with_the_plain_model_whatever_is_allocated_freed_and_pinned() -> None:
+    run_state_machine_as_test(Slots, settings=examples(60, steps=100))
 
 
 def test_pinning_a_large_l1_piece_by_piece_leaves_one_extent() -> None:

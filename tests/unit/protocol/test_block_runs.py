@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.properties import damaged, examples
 from support.worker import ids, packed
 
 from kvserver._native import pack_blocks, unpack_blocks
 
 TOP = 2**32 - 1
-LISTS: dict[str, list[int]] = {
-    "nothing": [],
-    "the null block": [0],
-    "the largest id": [TOP],
-    "both ends": [TOP, 0, TOP],
-    "ascending": [*range(1, 129)],
-    "descending": [*range(500, 300, -1)],
-    "descending to 0": [*range(5, -1, -1)],
-    "ascending to the largest": [*range(TOP - 5, TOP + 1)],
-    "one id many times": [7] * 50,
-    "up and down": [1, 2, 3, 2, 1, 0, 1, 2],
-}
+
+
+def run(first: int, length: int, step: int) -> list[int]:
+    return [id for at in range(length) if 0 <= (id := first + at * step) <= TOP]
+
+
+IDS = st.integers(0, TOP) | st.integers(0, 200)
+RUNS = st.builds(run, IDS, st.integers(1, 40), st.sampled_from((-1, 0, 1, 2)))
+LISTS = st.lists(RUNS, max_size=12).map(lambda runs: [*itertools.chain(*runs)])
 
 
 def varint(value: int) -> bytes:
@@ -41,35 +41,17 @@ def refused(raw: bytes, most: int = 1000) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("blocks", LISTS.values(), ids=LISTS)
-def test_what_was_packed_comes_back(blocks: list[int]) -> None:
-    assert unpack_blocks(packed(blocks), len(blocks)) == ids(blocks)
-
-
-def pieces(rng: random.Random) -> list[int]:
-    """Runs, single ids and repetitions, anywhere in 32 bits."""
-    blocks: list[int] = []
-    for _ in range(rng.randrange(12)):
-        first, length = rng.randrange(2 ** rng.randint(1, 32)), rng.choice((1, 1, 2, 3, 40))
-        step = rng.choice((-1, 0, 1, 2))
-        blocks += (
-            [at for at in range(first, first + length * step, step or 1) if 0 <= at <= TOP]
-            if step
-            else [first] * length
-        )
-    return blocks
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_list_comes_back_and_uses_no_more_than_five_bytes_an_id(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(1000):
-        blocks = pieces(rng)
-        raw = packed(blocks)
-        assert unpack_blocks(raw, len(blocks)) == ids(blocks)
-        assert len(raw) <= 1 + 5 * len(blocks)
-        if blocks:
-            assert f"more than {len(blocks) - 1} ids" in refused(raw, len(blocks) - 1)
+@given(blocks=LISTS)
+@example(blocks=[TOP, 0, TOP])
+@example(blocks=[*range(5, -1, -1)])
+@example(blocks=[*range(TOP - 5, TOP + 1)])
+@examples(300)
+def test_any_list_comes_back_and_uses_no_more_than_five_bytes_an_id(blocks: list[int]) -> None:
+    raw = packed(blocks)
+    assert unpack_blocks(raw, len(blocks)) == ids(blocks)
+    assert len(raw) <= 1 + 5 * len(blocks)
+    if blocks:
+        assert f"more than {len(blocks) - 1} ids" in refused(raw, len(blocks) - 1)
 
 
 @pytest.mark.parametrize("make", [lambda n: range(9, 9 + n), lambda n: range(9 + n, 9, -1)], ids=["up", "down"])
@@ -114,19 +96,16 @@ def test_as_many_ids_as_may_be_are_taken() -> None:
     assert unpack_blocks(packed(range(1000)), 1000) == ids(range(1000))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_noise_is_refused_or_is_ids_in_bounds(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(20_000):
-        raw = bytearray(
-            rng.choice((packed(pieces(rng)[:50]), rng.randbytes(rng.randrange(40)), b"\1" + rng.randbytes(12)))
-        )
-        if raw and rng.random() < 0.5:
-            raw[rng.randrange(len(raw))] = rng.randrange(256)
-        try:
-            found = unpack_blocks(bytes(raw), 60)
-        except ValueError:
-            continue
-        assert len(found) % 4 == 0
-        assert len(found) <= 4 * 60
-        assert unpack_blocks(packed(array("I", found)), 60) == found
+NOISE = st.binary(max_size=40) | st.binary(max_size=12).map(b"\1".__add__)
+
+
+@given(raw=NOISE | damaged(LISTS.map(lambda blocks: packed(blocks[:50])) | NOISE))
+@examples(500)
+def test_noise_is_refused_or_is_ids_in_bounds(raw: bytes) -> None:
+    try:
+        found = unpack_blocks(raw, 60)
+    except ValueError:
+        return
+    assert len(found) % 4 == 0
+    assert len(found) <= 4 * 60
+    assert unpack_blocks(packed(array("I", found)), 60) == found
