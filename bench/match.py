@@ -35,7 +35,7 @@ from kvserver.protocol import DescribeScheduler
 from kvserver.routing import KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import MSGPACK
-from kvserver.server import Server
+from kvserver.server import Server, Upkeep
 from kvserver.web.pages import StatusPages
 
 HASH_BYTES, CHUNK_BLOCKS, BLOCK_TOKENS = 32, 16, 16
@@ -105,7 +105,7 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
         cast(Server, SimpleNamespace()),
         Observability(Settings(), "boot"),
         MatchPages(index, _no_load),
-        int,
+        cast(Upkeep, None),
     )
     os.write(write, str(pages.port).encode())
     pages.serve_forever()

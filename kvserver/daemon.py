@@ -107,7 +107,7 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
             server,
             observability,
             MatchPages(observability.index, lambda: server.call(parts.instances_status)),
-            parts.upkeep.clear_l1,
+            parts.upkeep,
             configuration.table(),
             http_token,
         )

@@ -75,8 +75,6 @@ def make_worker(gpu: str) -> Iterator[Callable[..., Worker]]:
 def module_daemon(gpu_flags: dict[str, Any]) -> Iterator[Daemon]:
     daemon = Daemon(l1_size="16MiB", **gpu_flags).start()
     yield daemon
-    if daemon.running():
-        daemon.audit()
     daemon.close()
 
 

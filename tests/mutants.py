@@ -537,6 +537,11 @@ SERVER = (
         UPKEEP, "Upkeep._complete", "worker.tickets.discard(completion.number)", "pass",
         ("daemon/test_failures.py::test_unregister_with_copies_in_flight_is_answered_when_the_memory_is_unmapped",),
     ),
+    Mutant(
+        "an audit on request hides that the accounting does not balance",
+        UPKEEP, "Upkeep._audit", "outcome = Audit.UNBALANCED", "pass",
+        ("daemon/test_operation.py::test_an_audit_on_request_states_whether_the_accounting_balances",),
+    ),
     # ---- who is connected ---------------------------------------------------------------------
     Mutant(
         "another live engine of the same id is taken for this one",

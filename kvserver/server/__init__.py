@@ -13,5 +13,5 @@ from kvserver.server.resync import Resync
 from kvserver.server.status import connects_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.server.stores import Stores
 from kvserver.server.tickets import Ticket
-from kvserver.server.upkeep import Upkeep
+from kvserver.server.upkeep import Audit, Upkeep
 from kvserver.server.workers import Workers

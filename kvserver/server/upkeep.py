@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from kvserver._native import Outcome
 from kvserver.cache import Cache
@@ -26,8 +27,13 @@ from kvserver.server.workers import Workers
 log = logging.getLogger(__name__)
 
 _QUIET_SECONDS = 0.25  # without a message, before the accounting is audited
-_AUDIT_SECONDS = 10.0  # at most so often while messages come
 _AUDIT_CHUNKS = 4096  # counting more would hold up the loop
+
+
+class Audit(Enum):
+    BALANCED = "balanced"
+    UNBALANCED = "unbalanced"
+    NOT_COUNTED = "not counted"  # copies or other work are under way, or L1 holds more than _AUDIT_CHUNKS
 
 
 @dataclass
@@ -41,6 +47,7 @@ class Upkeep:
     resync: Resync
     bus: Bus
     clock: Callable[[], float] = time.monotonic
+    audit_seconds: float = 10.0  # at least between two audits while messages come
     audits: int = 0  # of the accounting
     unbalanced: int = 0  # audits that failed
     _logged_loss: str = ""
@@ -128,14 +135,25 @@ class Upkeep:
         if self._audited or waited_seconds < _QUIET_SECONDS or not (idle or time.monotonic() >= self._audit_after):
             return
         self._audited = True  # also if it fails: not again in each idle turn
+        self._audited = self._audit() is not Audit.NOT_COUNTED
+
+    def audit_now(self) -> Audit:
+        """Audit without the wait for quiet. From the loop's thread, at any time."""
+        self.step()
+        return self._audit()
+
+    def _audit(self) -> Audit:
+        outcome = Audit.BALANCED
         try:
-            self._audited = self.audit_if_idle()
+            if not self.audit_if_idle():
+                return Audit.NOT_COUNTED
         except AssertionError as error:  # a bug of ours, but no reason to end engines' cache
+            outcome = Audit.UNBALANCED
             self.unbalanced += 1
             log.critical("the daemon's accounting does not balance, which is a bug: %s", error)
-        if self._audited:
-            self.audits += 1
-            self._audit_after = time.monotonic() + _AUDIT_SECONDS
+        self.audits += 1
+        self._audit_after = time.monotonic() + self.audit_seconds
+        return outcome
 
     def audit_if_idle(self) -> bool:
         """Assert the accounting when nothing is in flight and L1 is small enough to count; True if it was asserted.

@@ -1,5 +1,5 @@
 """The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, `/kv/snapshot`, `/explain`, and the
-commands `POST /cache/clear`, `POST /kv/match`.
+commands `POST /cache/clear`, `POST /audit`, `POST /kv/match`.
 
 A request is read as a whole before it is answered: first its head, which `access` decides on, then its body.
 
@@ -29,7 +29,7 @@ from kvserver import __version__
 from kvserver.parts import Observability
 from kvserver.protocol.status import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
-from kvserver.server import Server
+from kvserver.server import Audit, Server, Upkeep
 from kvserver.telemetry import Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
@@ -54,16 +54,16 @@ class StatusPages(Connections):
         server: Server,
         observability: Observability,
         match: MatchPages,
-        clear_l1: Callable[[], int],
+        upkeep: Upkeep,
         settings: Mapping[str, Any] = {},
         token: str = "",
     ) -> None:
-        """`clear_l1` is called in the loop's thread. `settings`: shown by `/config`. `token`: clients must send it."""
+        """`upkeep` is called in the loop's thread. `settings`: shown by `/config`. `token`: clients must send it."""
         super().__init__(address, _Handler)
         self.access = Access(str(self.server_address[0]), address[0], token)
         self.kvserver = server
         self.match = match
-        self.clear_l1 = clear_l1
+        self.upkeep = upkeep
         self.settings = settings
         self.explain = observability.explain
         self.make_kv_snapshot = observability.publisher.snapshot if observability.publisher is not None else None
@@ -281,8 +281,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(self.server.settings, indent=2) + "\n", "application/json")
 
     def _clear(self) -> None:
-        chunks = self.server.ask(self.server.clear_l1)
+        chunks = self.server.ask(self.server.upkeep.clear_l1)
         self._send(200, json.dumps({"chunks": chunks}), "application/json")
+
+    def _audit(self) -> None:
+        outcome = self.server.ask(self.server.upkeep.audit_now)
+        code = {Audit.BALANCED: 200, Audit.UNBALANCED: 500, Audit.NOT_COUNTED: 503}[outcome]
+        self._send(code, json.dumps({"audit": outcome.value}), "application/json")
 
     def _page(self) -> None:
         text = html.escape(msgspec.json.format(msgspec.json.encode(self.server.snapshot()[0])).decode())
@@ -318,5 +323,6 @@ _PAGES: dict[str, Callable[[_Handler], None]] = {
     "GET /config": _Handler._config,
     "GET /kv/snapshot": _Handler._kv_snapshot,
     "POST /cache/clear": _Handler._clear,
+    "POST /audit": _Handler._audit,
     "POST /kv/match": _Handler._match,
 }

@@ -38,8 +38,6 @@ def slow_module_daemon(device: str, gpu: str, gpu_flags: dict[str, Any]) -> Iter
     if gpu:
         pin_l1(daemon)  # until then one copy at a time
     yield daemon
-    if daemon.running():
-        daemon.audit()
     daemon.close()
 
 

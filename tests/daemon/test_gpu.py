@@ -264,7 +264,6 @@ def slow_module_daemon() -> Iterator[Daemon]:
     daemon = Daemon(l1_size="128MiB", simulated_gpus=2, gpus=GPUS[0], copy_delay_us=SLOW).start()
     pin_l1(daemon)
     yield daemon
-    daemon.audit()
     daemon.close()
 
 

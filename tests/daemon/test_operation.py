@@ -424,9 +424,32 @@ def test_a_daemon_that_was_idle_has_audited_its_accounting_and_serves_on(make_da
     worker = make_worker(daemon)
     worker.round_trip()
     worker.lookup(make_keys(1))
-    daemon.audit()
+    audits = daemon.accounting()["audits"]
+    time.sleep(1.3)  # a request would end the quiet
+    assert daemon.accounting()["audits"] > audits
     assert daemon.http("/readyz") == (200, "ready\n")
     worker.round_trip()
+
+
+def test_an_audit_on_request_states_whether_the_accounting_balances(monkeypatch, caplog):
+    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as (parts, _, pages):
+        assert get(pages, "/audit", "POST") == (200, '{"audit": "balanced"}')
+        monkeypatch.setattr(parts.cache.index, "chunk_count", 1)
+        assert get(pages, "/audit", "POST") == (500, '{"audit": "unbalanced"}')
+        monkeypatch.undo()
+        assert get(pages, "/audit", "POST") == (200, '{"audit": "balanced"}')
+        assert json.loads(get(pages, "/status")[1])["books"]["unbalanced"] == 1
+    assert "the daemon's accounting does not balance" in caplog.text
+
+
+def test_an_audit_on_request_counts_nothing_while_copies_are_in_flight(make_daemon, make_worker):
+    daemon = make_daemon(copy_delay_us=100_000)
+    worker = make_worker(daemon)
+    store = worker.begin_store(make_keys(1), worker.blocks_for(1))
+    daemon.wait_for_accounting(tickets=1)
+    assert daemon.http("/audit", "POST") == (503, '{"audit": "not counted"}')
+    store.reply()
+    daemon.audit()
 
 
 def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(monkeypatch):

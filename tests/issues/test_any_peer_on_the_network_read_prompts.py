@@ -75,7 +75,12 @@ def test_off_loopback_only_probes_and_scrapers_are_answered_even_from_the_machin
         assert ask(network_daemon, path)[0] == 200
         assert ask(network_daemon, path + "?x=1", Host="kvserver:8080")[0] == 200
         assert TOKEN not in ask(network_daemon, path)[1]
-    asked = [(path, "GET") for path in SHUT] + [("/cache/clear", "POST"), ("/metrics", "POST"), ("/kv/match", "POST")]
+    asked = [(path, "GET") for path in SHUT] + [
+        ("/cache/clear", "POST"),
+        ("/audit", "POST"),
+        ("/metrics", "POST"),
+        ("/kv/match", "POST"),
+    ]
     for path, method in asked:
         for headers in (
             {},

@@ -7,9 +7,12 @@ from __future__ import annotations
 import time
 
 import msgspec
-from support.daemon import Daemon, wait_until
+from support.daemon import wait_until
+from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker, make_keys
 
+from kvserver._native import CpuDevice, HostRegion
+from kvserver.copy import Devices
 from kvserver.protocol import Status, StatusReply
 from kvserver.protocol.status import AccountingStatus, DaemonStatus
 
@@ -22,11 +25,12 @@ def accounting(worker: Worker) -> AccountingStatus:
     return msgspec.msgpack.decode(worker.ask(Status(), StatusReply).status, type=DaemonStatus).books
 
 
-def test_an_engine_that_always_sends_something_does_not_keep_the_daemon_from_audits(make_daemon, make_worker) -> None:
-    daemon: Daemon = make_daemon()
-    worker: Worker = make_worker(daemon)
-    keys = make_keys(2)
-    worker.store(keys, worker.blocks_for(2))
-    first = wait_until(lambda: accounting(worker).audits, 20, "an audit")
-    wait_until(lambda: accounting(worker).audits > first, 30, "another one")
-    assert accounting(worker).unbalanced == 0
+def test_an_engine_that_always_sends_something_does_not_keep_the_daemon_from_audits() -> None:
+    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as running:
+        running.parts.upkeep.audit_seconds = 2 * _BETWEEN_SECONDS
+        with Worker(running.endpoint) as worker:
+            keys = make_keys(2)
+            worker.store(keys, worker.blocks_for(2))
+            first = wait_until(lambda: accounting(worker).audits, 20, "an audit")
+            wait_until(lambda: accounting(worker).audits > first, 30, "another one")
+            assert accounting(worker).unbalanced == 0

@@ -170,7 +170,7 @@ class Daemon:
         self.wait_for_accounting(tickets=0, pins=0, leases=0, mappings=0, attachments=0, unbalanced=0)
 
     def clear_and_check(self) -> None:
-        """Between two tests that share it: it runs, and when cleared it holds nothing for any peer."""
+        """Between two tests that share it: it runs, and when cleared it holds nothing for any peer, and its accounting balances."""
         assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
         self.check_gpus()
         assert self.http("/cache/clear", "POST")[0] == 200
@@ -179,17 +179,16 @@ class Daemon:
         assert self.open_memfds() == 0
         assert self.mapped_memfds() == []
         assert all(gpu["mapped_bytes"] == 0 for gpu in self.status()["gpus"])
+        self.audit()
 
     def check_gpus(self) -> None:
         """Simulated GPUs log calls that the contract of csrc/gpu/gpu.h forbids."""
         assert self.process is None or "was misused" not in self.log, self.log[-4000:]
 
     def audit(self) -> None:
-        """Leave it alone until it has audited its accounting again, which it does after a second of quiet."""
-        time.sleep(1.3)  # asking it would end the quiet
-        assert self.running(), f"the daemon died:\n{self.log[-4000:]}"
-        assert self.accounting()["unbalanced"] == 0, self.log[-4000:]
-        self.check_gpus()
+        """Have it audit its accounting, as soon as nothing is in flight."""
+        code, body = wait_until(lambda: (answer := self.http("/audit", "POST"))[0] != 503 and answer, what="an audit")
+        assert (code, json.loads(body)) == (200, {"audit": "balanced"}), self.log[-4000:]
 
     # ---- its process --------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ def running_server(
     parts = Parts(settings, cache, devices, lifelines)
     server, observability = parts.make_server(router), parts.observability
     match = MatchPages(observability.index, lambda: server.call(parts.instances_status))
-    pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep.clear_l1)
+    pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep)
     loop = threading.Thread(target=server.run)
     observability.start(pages.families)
     loop.start()

@@ -21,7 +21,7 @@ from kvserver.kv_events import snapshot, snapshot_parts
 from kvserver.kv_events.types import Tier
 from kvserver.parts import Observability
 from kvserver.routing import MatchPages
-from kvserver.server import Server
+from kvserver.server import Server, Upkeep
 from kvserver.web.pages import StatusPages
 
 HERE = namespace_prefix("weights")
@@ -43,7 +43,8 @@ def pages(published: Published) -> Iterator[StatusPages]:
     observability = Observability(Settings(), "boot")
     observability.publisher = published.publisher
     match = cast(MatchPages, None)
-    made = StatusPages(("127.0.0.1", 0), cast(Server, None), observability, match, int)  # this page asks no loop
+    no_loop, no_upkeep = cast(Server, None), cast(Upkeep, None)
+    made = StatusPages(("127.0.0.1", 0), no_loop, observability, match, no_upkeep)
     made.start()
     yield made
     made.close()

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -22,6 +22,7 @@ from kvserver.protocol.status import DaemonStatus, EngineStatus, InstanceStatus
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks
 from kvserver.routing.match import JSON, MSGPACK, RecentEngineStats
+from kvserver.server import Upkeep
 from kvserver.web.pages import StatusPages
 
 PREFIX, START = b"r" * 64, b"s" * 32
@@ -103,7 +104,7 @@ def served() -> Iterator[StatusPages]:
     )
     observability = Observability(Settings(), "boot")
     match = MatchPages(observability.index, Future)
-    served = StatusPages(("127.0.0.1", 0), server, observability, match, int)  # type: ignore[arg-type]
+    served = StatusPages(("127.0.0.1", 0), server, observability, match, cast(Upkeep, None))  # type: ignore[arg-type]
     served.start()
     yield served
     served.close()
