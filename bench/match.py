@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import http.client
 import os
 import random
@@ -107,6 +108,8 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
         MatchPages(index, _no_load),
         cast(Upkeep, None),
     )
+    gc.freeze()  # as the daemon does
+    gc.disable()
     os.write(write, str(pages.port).encode())
     pages.serve_forever()
     os._exit(0)

@@ -80,11 +80,12 @@ class Observers:
 
     def cut_off_reason(self, name: str) -> str:
         """Why the observer receives no more events; "" if it receives them."""
-        return next((row["reason"] for row in self.status() if row["name"] == name and row["state"] == "cut off"), "")
+        observed: list[_Direct | _Threaded] = [*self._direct, *self._threaded]
+        return next((each.reason for each in observed if each.name == name), "")
 
     def status(self) -> list[dict[str, Any]]:
         direct = [each.row(each.reason, each.handled, 0) for each in self._direct]
-        threaded = [each.row(each.runner.reason, each.runner.handled, each.runner.queued) for each in self._threaded]
+        threaded = [each.row(each.reason, each.runner.handled, each.runner.queued) for each in self._threaded]
         failed = [{"name": name, "state": "failed", "reason": why} for name, why in self._failed.items()]
         return direct + threaded + failed
 
@@ -139,7 +140,7 @@ class _Observed:
     """One observer and its last status."""
 
     def __init__(self, name: str, observer: KVEventObserver) -> None:
-        self._name = name
+        self.name = name
         self._observer = observer
         self._shown: dict[str, Any] = {}
 
@@ -147,7 +148,7 @@ class _Observed:
         """Its row in /status."""
         return {
             **self._shown,
-            "name": self._name,
+            "name": self.name,
             "state": "cut off" if reason else "running",
             "reason": reason,
             "handled": handled,
@@ -163,7 +164,7 @@ class _Observed:
             try:
                 close()
             except BaseException:
-                log.exception("closing the KV events observer %s failed", self._name)
+                log.exception("closing the KV events observer %s failed", self.name)
 
 
 class _Threaded(_Observed):
@@ -172,6 +173,11 @@ class _Threaded(_Observed):
     def __init__(self, name: str, observer: KVEventObserver, limit: int) -> None:
         super().__init__(name, observer)
         self.runner = Runner(f"kv events: {name}", observer.observe, self.read_status, self.close, limit)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not called any more; empty while it is."""
+        return self.runner.reason
 
 
 class _Direct(_Observed):
@@ -199,4 +205,4 @@ class _Direct(_Observed):
 
     def _cut_off(self, error: BaseException) -> None:
         self.reason = f"it raised {type(error).__name__}: {error}"[:500]
-        log.error("kv events: %s: no more events are handled: %s", self._name, self.reason, exc_info=error)
+        log.error("kv events: %s: no more events are handled: %s", self.name, self.reason, exc_info=error)
