@@ -100,8 +100,7 @@ class Breaker:
 
 def absence(endpoint: str) -> CacheStatus | None:
     """Why nothing is to be sent to the endpoint, found without sending."""
-    path = endpoint.removeprefix("ipc://")
-    if path != endpoint and not os.path.exists(path):
+    if not has_listener(endpoint):
         return CacheStatus("no_daemon", f"no kvserver at {endpoint}")
     if stranger := stranger_at(endpoint):
         return CacheStatus("foreign_daemon", stranger)

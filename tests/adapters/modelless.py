@@ -578,7 +578,7 @@ class Engine:
 
     def close(self) -> None:
         ends = [self.scheduler.shutdown, *(runner.connector.shutdown for runner in self.runners)]
-        with ThreadPoolExecutor(len(ends)) as threads:  # each waits a second if the daemon has ended
+        with ThreadPoolExecutor(len(ends)) as threads:  # each waits a second if the daemon hangs
             for done in [threads.submit(end) for end in ends]:
                 done.result()
         if self.gpu is not None:
