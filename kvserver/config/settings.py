@@ -136,8 +136,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="OpenTelemetry collector for metrics and traces: http(s)://host:port for OTLP over HTTP (to "
             "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS. OTEL_EXPORTER_OTLP_HEADERS, "
-            "OTEL_RESOURCE_ATTRIBUTES, OTEL_METRIC_EXPORT_INTERVAL (15000 milliseconds if unset) and "
-            "OTEL_TRACES_SAMPLER apply; without the last, one request in a hundred is traced, and those whose trace "
+            "OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_TIMEOUT (5 seconds if unset), OTEL_METRIC_EXPORT_INTERVAL "
+            "(15000 milliseconds if unset) and OTEL_TRACES_SAMPLER apply; without the last, one request in a hundred is traced, and those whose trace "
             "context is sampled. Without a collector the daemon sends nothing; with one it uses about 12 MB more "
             "(gRPC: 25 MB) and starts 0.25 s later."
         ),

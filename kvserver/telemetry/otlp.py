@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast
 import requests
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.environment_variables import OTEL_METRIC_EXPORT_INTERVAL
+from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_METRIC_EXPORT_INTERVAL
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
     Gauge,
@@ -49,7 +49,6 @@ from kvserver.telemetry.families import Family, Kind
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 5  # for connecting, and for the answer
 CLOSE_SECONDS = 2.0  # for the last values at the end of the daemon
 _UNITS = {"seconds": "s", "bytes": "By"}  # by the last word of a name
 
@@ -131,19 +130,36 @@ class _Session(requests.Session):
 
 
 def metric_exporter(endpoint: OtlpEndpoint) -> MetricExporter:
+    """ConfigError if OTEL_EXPORTER_OTLP_TIMEOUT is invalid; span_exporter() likewise."""
     if endpoint.grpc:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as OverGrpc
 
-        return OverGrpc(endpoint=endpoint.base, insecure=True, timeout=ANSWER_SECONDS)
-    return OTLPMetricExporter(f"{endpoint.base}/v1/metrics", timeout=ANSWER_SECONDS, session=_Session())
+        return OverGrpc(endpoint=endpoint.base, insecure=True, timeout=_answer_seconds())
+    return OTLPMetricExporter(f"{endpoint.base}/v1/metrics", timeout=_answer_seconds(), session=_Session())
 
 
 def span_exporter(endpoint: OtlpEndpoint) -> SpanExporter:
     if endpoint.grpc:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
 
-        return OverGrpc(endpoint=endpoint.base, insecure=True, timeout=ANSWER_SECONDS)
-    return OTLPSpanExporter(f"{endpoint.base}/v1/traces", timeout=ANSWER_SECONDS, session=_Session())
+        return OverGrpc(endpoint=endpoint.base, insecure=True, timeout=_answer_seconds())
+    return OTLPSpanExporter(f"{endpoint.base}/v1/traces", timeout=_answer_seconds(), session=_Session())
+
+
+def _answer_seconds() -> float:
+    """For connecting, and for the answer. In seconds, as OpenTelemetry's own exporters for Python read the variable."""
+    return _from_environment(OTEL_EXPORTER_OTLP_TIMEOUT, 5.0, (0.1, 300), "seconds")
+
+
+def _from_environment(name: str, default: float, bounds: tuple[float, float], unit: str) -> float:
+    text = os.environ.get(name) or str(default)
+    least, most = bounds
+    try:
+        if least <= (number := float(text)) <= most:
+            return number
+    except ValueError:
+        pass
+    raise ConfigError(f"{name} {text!r}: write {least} to {most} {unit}")
 
 
 class CountedSpans(SpanExporter):
@@ -173,11 +189,12 @@ class OtlpMetrics:
     """Sends the families, at once and then every interval, from start() until close()."""
 
     def __init__(self, endpoint: OtlpEndpoint, sender: Resource) -> None:
-        """ConfigError if OTEL_METRIC_EXPORT_INTERVAL is invalid."""
+        """ConfigError if a variable of OpenTelemetry is invalid."""
         self._endpoint = endpoint
         self._exporter = metric_exporter(endpoint)
         self._sender = sender
-        self._interval_seconds = _interval_seconds()
+        millis = _from_environment(OTEL_METRIC_EXPORT_INTERVAL, 15000, (100, 3_600_000), "milliseconds")
+        self._interval_seconds = millis / 1000
         self._starts = _Starts(time.time_ns())
         self._delivery = Delivery("metrics over OTLP")
         self._stop = threading.Event()
@@ -208,16 +225,6 @@ class OtlpMetrics:
         now_ns = time.time_ns()  # before it is read: what is counted meanwhile is not from before a series' start
         data = metrics_data(list(self._read()), self._sender, self._starts, now_ns)
         return self._exporter.export(data) is MetricExportResult.SUCCESS
-
-
-def _interval_seconds() -> float:
-    text = os.environ.get(OTEL_METRIC_EXPORT_INTERVAL) or "15000"
-    try:
-        if 100 <= (millis := float(text)) <= 3_600_000:
-            return millis / 1000
-    except ValueError:
-        pass
-    raise ConfigError(f"{OTEL_METRIC_EXPORT_INTERVAL} {text!r}: write 100 to 3600000 milliseconds")
 
 
 Series: TypeAlias = tuple[str, tuple[str, ...]]  # name and label values

@@ -81,12 +81,20 @@ def test_what_cannot_be_is_refused_in_one_line_that_names_its_flag(name, short_f
     assert told in ended.stderr
 
 
-@pytest.mark.parametrize("interval", ["0", "-1", "often", "nan", "1e9"])
-def test_an_interval_of_exports_that_is_none_is_refused_with_its_variable(interval, short_folder):
-    environ = {**os.environ, "OTEL_METRIC_EXPORT_INTERVAL": interval}
-    ended = serve(short_folder, "--otlp-endpoint", "http://127.0.0.1:1", env=environ)
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        *(
+            ("OTEL_METRIC_EXPORT_INTERVAL", value, "100 to 3600000 milliseconds")
+            for value in ("0", "often", "nan", "1e9")
+        ),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "-1", "0.1 to 300 seconds"),
+    ],
+)
+def test_a_bad_variable_of_opentelemetry_is_refused_with_its_name(name, value, right, short_folder):
+    ended = serve(short_folder, "--otlp-endpoint", "http://127.0.0.1:1", env={**os.environ, name: value})
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"kvserver: OTEL_METRIC_EXPORT_INTERVAL {interval!r}: write 100 to 3600000 milliseconds\n"
+    assert ended.stderr == f"kvserver: {name} {value!r}: write {right}\n"
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

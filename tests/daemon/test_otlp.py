@@ -17,7 +17,7 @@ from support.worker import make_keys
 from kvserver import __version__
 from kvserver.protocol import WAIT_SECONDS, ReportBlockAllocations
 
-OFTEN = {"env": {"OTEL_METRIC_EXPORT_INTERVAL": "100"}}  # milliseconds
+OFTEN = {"env": {"OTEL_METRIC_EXPORT_INTERVAL": "100", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.5"}}  # milliseconds; seconds
 
 
 def prometheus(daemon: Daemon) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def over_http(port: int = 0) -> Iterator[Collected]:
 
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     collected.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
