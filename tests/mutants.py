@@ -56,6 +56,8 @@ RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 EXPLAIN_TESTS = ("unit/telemetry/test_explain.py", "daemon/test_explain.py")
 OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.py"
+HUB, FEED, STREAM = "kvserver/kv_events/hub.py", "kvserver/kv_events/feed.py", "kvserver/kv_events/stream.py"
+CONSUMERS = ("model/test_kv_events.py",)
 CACHE_TESTS = ("unit/cache/test_cache.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
 INDEX_TESTS = ("unit/cache/test_index.py",)
@@ -168,10 +170,7 @@ STORES_AND_LOADS = (
     Mutant(
         "an eviction is not published",
         CACHE, "Cache._evict_chunk", "plan.evicted.append((chunk.namespace.id, chunk.key))", "pass",
-        (
-            "daemon/test_kv_stream.py"
-            "::test_a_subscriber_receives_stores_evictions_and_clears_and_a_late_one_reads_a_snapshot",
-        ),
+        ("daemon/test_kv_stream.py::test_all_consumers_know_what_l1_holds_through_evictions_a_clear_a_halt_a_kill_and_the_end",),
     ),
     Mutant(
         "the end of a used prefix becomes the youngest",
@@ -352,6 +351,37 @@ STORES_AND_LOADS = (
 )  # fmt: skip
 
 SERVER = (
+    # ---- KV events ----------------------------------------------------------------------------
+    Mutant(
+        "a resync publishes again what is known",
+        HUB, "Hub._store", " if key not in known]", "]", CONSUMERS,
+    ),
+    Mutant(
+        "a resync that begins again believes the one before",
+        HUB, "Hub._resync", "self._confirmed = {}", "self._confirmed = self._confirmed or {}", CONSUMERS,
+    ),
+    Mutant(
+        "a follower receives again what its snapshot had",
+        FEED, "_FeedCursor.start", "self._events[0].number <= number", "False", CONSUMERS,
+    ),
+    Mutant(
+        "what happened since the snapshot is lost with its end",
+        FEED, "_FeedCursor._pop", "self.whole = True", "self.whole = True; self.ready.clear()", CONSUMERS,
+    ),
+    Mutant(
+        "a reply that was lost does not come again",
+        FEED, "_FeedCursor.advance", "if (request.cursor if request.follow == self.number else 0) == self._end:", "if True:",
+        CONSUMERS,
+    ),
+    Mutant(
+        "a stream begins without a clear of what an earlier daemon published",
+        STREAM, "Stream._view", "self._add(view, [self._writer.cleared], 0)\n            if", "self._add(view, [], 0)\n            if",
+        CONSUMERS,
+    ),
+    Mutant(
+        "a block that two chunks share is removed with the first of them",
+        "kvserver/kv_events/ledger.py", "Ledger.removed", "return _runs(flags)", "return _runs(bytes([1]) * len(flags))", CONSUMERS,
+    ),
     # ---- copies -------------------------------------------------------------------------------
     Mutant(
         "every rank counts the tokens that a load saved",

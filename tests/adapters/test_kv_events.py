@@ -1,25 +1,18 @@
-"""KV events of an engine without a model: what its stores state, and what it publishes of a daemon that is played.
-
-With the real daemon's answers: test_kv_events_daemon.py.
-"""
+"""KV events of an engine without a model: what its stores state. What it publishes of the daemon: test_kv_events_daemon.py, test_announcer.py."""
 
 from __future__ import annotations
 
-import itertools
 from array import array
-from typing import Any
 
 import pytest
 from kv_events_log import Log, events_on
 from modelless import BLOCK, prompt
-from support.daemon import wait_until
 
-from kvserver.protocol import Error, ErrorCode, KVBlocks, KVEventsTaken, Request, Store, TakeKVEvents
+from kvserver.protocol import Store, TakeKVEvents
 
 CHUNK = 64
 PER_CHUNK = CHUNK // BLOCK
 TOKENS = prompt(1, 5 * CHUNK + 3)
-_follows = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
@@ -96,110 +89,21 @@ def test_a_store_of_a_very_long_prompt_goes_in_parts(make_daemon, make_tap, make
     assert make_engine(daemon).generate("warm", TOKENS).external == 5 * CHUNK
 
 
-# ---- what a daemon holds, by way of the engine ------------------------------------------------
-
-
-class PlayedL1:
-    """Plays the daemon's answers: these blocks are resident, and published once in each follow."""
-
-    def __init__(self, *events: KVBlocks) -> None:
-        self.events = list(events)
-        self.asked: list[TakeKVEvents] = []
-        self.refuses: ErrorCode | None = None
-        self._follow = -1
-
-    def __call__(self, message: Request) -> Any:
-        if not isinstance(message, TakeKVEvents):
-            return None
-        self.asked.append(message)
-        if self.refuses is not None:
-            return Error(code=self.refuses.value, message="of the test")
-        known = message.follow == self._follow
-        if not known:
-            self._follow = next(_follows)
-        events = self.events[message.cursor if known else 0 :]
-        return KVEventsTaken(follow=self._follow, cursor=len(self.events), events=events, whole=True)
-
-
-def some_blocks(seed: int, stored: bool = True) -> KVBlocks:
-    hashes = b"".join(bytes([seed, i]) * 16 for i in range(PER_CHUNK))
-    if not stored:
-        return KVBlocks(False, "CPU", 32, hashes)
-    return KVBlocks(True, "CPU", 32, hashes, 0, BLOCK, b"", array("I", prompt(seed, CHUNK)).tobytes())
-
-
-def named(*seeds: int) -> set[bytes]:
-    return {bytes([seed, i]) * 16 for seed in seeds for i in range(PER_CHUNK)}
-
-
-def step_until(engine, condition) -> None:
-    """An engine that serves short requests."""
-    wait_until(lambda: engine.generate_free("s") and condition(), 20)
-
-
-def test_a_busy_engine_publishes_what_the_daemon_holds(make_daemon, make_tap, make_engine):
-    tap = make_tap(make_daemon())
-    tap.instead = l1 = PlayedL1(some_blocks(1), some_blocks(2))
-    engine = make_engine(tap.endpoint, adjust=events_on)
-    log = Log(engine)
-    step_until(engine, lambda: log.blocks("CPU") == named(1, 2))
-    l1.events += [some_blocks(1, stored=False), some_blocks(3)]
-    step_until(engine, lambda: log.blocks("CPU") == named(2, 3))
-    assert {event.kv_cache_spec_kind for event in log.stored("CPU")} == {"full_attention"}
+# ---- the daemon's events ------------------------------------------------------------------------
 
 
 def test_an_engine_without_kv_events_requests_none(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
-    tap.instead = l1 = PlayedL1(some_blocks(1))
     make_engine(tap.endpoint).generate("r", TOKENS)
-    assert l1.asked == []
+    assert tap.of(Store)
+    assert not tap.of(TakeKVEvents)
 
 
 def test_an_idle_engine_does_not_step_for_events(make_daemon, make_tap, make_engine):
     """They are published at its next step."""
-    tap = make_tap(make_daemon())
-    tap.instead = PlayedL1(some_blocks(1))
+    tap = make_tap(make_daemon(kv_events="on"))
     engine = make_engine(tap.endpoint, adjust=events_on)
     engine.generate("r", TOKENS)
+    assert tap.of(TakeKVEvents)
     assert not engine.connector.has_pending_push_work()
     assert not engine.busy
-
-
-def test_after_the_engine_cleared_its_own_blocks_the_daemons_are_published_again(make_daemon, make_tap, make_engine):
-    tap = make_tap(make_daemon())
-    tap.instead = l1 = PlayedL1(some_blocks(1))
-    engine = make_engine(tap.endpoint, adjust=events_on)
-    log = Log(engine)
-    step_until(engine, lambda: log.blocks("CPU") == named(1))
-    assert engine.scheduler.reset_prefix_cache()
-    l1.events = [some_blocks(2)]
-    step_until(engine, lambda: log.blocks("CPU") == named(2))
-    assert log.clears == 1, "vLLM's own"
-
-
-def test_a_refusal_changes_nothing_at_once(make_daemon, make_tap, make_engine):
-    tap = make_tap(make_daemon())
-    tap.instead = l1 = PlayedL1(some_blocks(1))
-    engine = make_engine(tap.endpoint, adjust=events_on)
-    log = Log(engine)
-    step_until(engine, lambda: log.blocks("CPU") == named(1))
-    l1.refuses, asked = ErrorCode.NOT_READY, len(l1.asked)
-    step_until(engine, lambda: len(l1.asked) > asked)
-    l1.refuses = None
-    l1.events.append(some_blocks(2))
-    step_until(engine, lambda: log.blocks("CPU") == named(1, 2))
-
-
-def test_another_daemon_changes_only_what_is_different(make_daemon, make_tap, make_engine):
-    daemon = make_daemon()
-    tap = make_tap(daemon)
-    tap.instead = PlayedL1(some_blocks(1), some_blocks(2))
-    engine = make_engine(tap.endpoint, adjust=events_on)
-    log = Log(engine)
-    step_until(engine, lambda: log.blocks("CPU") == named(1, 2))
-    before = len(log.stored("CPU"))
-    daemon.kill()
-    tap.instead = PlayedL1(some_blocks(2), some_blocks(3))
-    daemon.start()
-    step_until(engine, lambda: log.blocks("CPU") == named(2, 3))
-    assert len(log.stored("CPU")) == before + 1

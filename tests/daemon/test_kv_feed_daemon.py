@@ -1,4 +1,4 @@
-"""A real daemon reports to engines and observers what L1 holds: through stores, evictions, clears, new weights, restarts."""
+"""What a real daemon reports to engines and observers; that all of them end with what L1 holds is test_kv_stream.py's."""
 
 from __future__ import annotations
 
@@ -45,49 +45,6 @@ def kv_events(daemon: Daemon) -> dict:
     return daemon.status()["kv_events"]
 
 
-def test_an_engine_receives_what_another_stored_and_what_was_evicted_and_cleared(make_daemon, make_worker):
-    daemon = make_daemon(l1_size="1MiB")
-    storing, reading = make_worker(daemon), make_worker(daemon)
-    first = prompt(0, 4)
-    store(storing, first)
-    follower = follow(reading)
-    wait_for(follower, first.hashes)
-    assert {event.medium for event in follower.received} == {"CPU"}
-    assert b"".join(event.tokens for event in follower.received) == first.contents().tokens
-    later: list[Prompt] = []
-    while daemon.status()["l1"]["evictions"] < 3:
-        later.append(prompt(10_000 * (len(later) + 1), 4))
-        store(storing, later[-1])
-    held = [
-        p.hashes[at * 4 : at * 4 + 4] for p in (first, *later) for at, key in enumerate(p.keys) if found(reading, key)
-    ]
-    wait_for(follower, [hash for hashes in held for hash in hashes])
-    assert not set(first.hashes) <= set(follower.blocks)
-    daemon.http("/cache/clear", "POST")
-    wait_for(follower, [])
-    store(reading, first)
-    wait_for(follower, first.hashes)
-    assert len(follower.follows) == 1
-    assert kv_events(daemon)["unannounced"] == {"undescribed": 0, "memory": 0, "mismatched": 0}
-
-
-def found(worker: Worker, key: bytes) -> bool:
-    hits = worker.lookup([key])
-    return hits == 1
-
-
-def test_several_engines_of_one_namespace_each_receive_all(make_daemon, make_worker):
-    daemon = make_daemon()
-    workers = [make_worker(daemon) for _ in range(3)]
-    followers = [follow(worker) for worker in workers]
-    prompts = [prompt(1000 * number, 3) for number in range(3)]
-    for worker, each in zip(workers, prompts, strict=True):
-        store(worker, each)
-    everything = [hash for each in prompts for hash in each.hashes]
-    for follower in followers:
-        wait_for(follower, everything)
-
-
 def test_new_weights_leave_what_was_stored_before_out_of_reach(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)
@@ -129,23 +86,6 @@ def test_the_reply_to_an_engine_that_was_not_described_states_so(daemon, worker)
     assert "send DescribeScheduler first" in error.message
     stranger = TakeKVEvents(instance_id="who", incarnation="one")
     assert worker.error_of(stranger).code == "unknown_instance"
-
-
-def test_after_a_restart_an_engine_begins_anew(make_daemon, make_worker):
-    daemon = make_daemon()
-    worker = make_worker(daemon)
-    follower = follow(worker)
-    old, new = prompt(0, 2), prompt(1000, 2)
-    store(worker, old)
-    wait_for(follower, old.hashes)
-    daemon.kill()
-    daemon.start()
-    again = make_worker(daemon, instance_id=worker.instance_id, incarnation=worker.incarnation)
-    again.send(again.description())
-    follower.drain = lambda message: again.ask(message, KVEventsTaken)
-    store(again, new)
-    wait_for(follower, new.hashes)
-    assert len(set(follower.follows)) == 2
 
 
 # ---- observers --------------------------------------------------------------------------------

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
+from collections.abc import Callable, Iterable
 
 import pytest
 from support.daemon import Daemon, wait_until
 from support.kv_chunks import Prompt
+from support.kv_follower import Follower
 from support.kv_subscriber import Blocks, Subscriber, events_of
 from support.worker import Worker
+
+from kvserver.protocol import KVEventsTaken
 
 Resident = set[tuple[str, int | None, object]]
 
@@ -84,37 +87,93 @@ def follow(subscriber: Subscriber, expected: set[bytes]) -> None:
     subscriber.follow(lambda: names(subscriber.blocks.resident) == expected)
 
 
-def test_a_subscriber_receives_stores_evictions_and_clears_and_a_late_one_reads_a_snapshot(
+class Consumers:
+    """Subscribers of one daemon's stream, and two engines that request events, of which one stores."""
+
+    def __init__(self, daemon: Daemon, audience: Callable[[], Subscriber], make_worker: Callable[..., Worker]) -> None:
+        self.daemon, self.audience, self.make_worker = daemon, audience, make_worker
+        self.subscribers = [audience()]
+        self.workers: list[Worker] = []
+        self.connect(("one", "two"))
+        self.followers = [
+            Follower(
+                lambda ask, at=at: self.workers[at].ask(ask, KVEventsTaken), worker.instance_id, worker.incarnation
+            )
+            for at, worker in enumerate(self.workers)
+        ]
+        self.prompts: list[Prompt] = []
+
+    def connect(self, names: Iterable[str]) -> None:
+        self.workers = [self.make_worker(self.daemon, instance_id=name, incarnation="1") for name in names]
+        for worker in self.workers:
+            worker.send(worker.description(hash_form="bytes"))
+
+    def store(self, prompt: Prompt) -> None:
+        self.prompts.append(prompt)
+        store(self.workers[0], prompt)
+
+    def agree(self) -> set[bytes]:
+        """What all consumers, and a snapshot, know: the blocks that the daemon would load."""
+        expected = found(self.workers[0], self.prompts)
+        for subscriber in self.subscribers:
+            follow(subscriber, expected)
+        for follower in self.followers:
+            wait_until(lambda f=follower: f.step().whole and set(f.blocks) == expected, what="an engine received all")
+            assert follower.before == set(), "what an earlier follow reported was reported again or withdrawn"
+        sequence, late = snapshot(self.daemon)
+        assert names(late.resident) == expected
+        assert sequence >= max(subscriber.last for subscriber in self.subscribers)
+        return expected
+
+
+def test_all_consumers_know_what_l1_holds_through_evictions_a_clear_a_halt_a_kill_and_the_end(
     daemon, audience, make_worker
 ):
-    worker, first = make_worker(daemon), audience()
-    worker.send(worker.description(hash_form="bytes"))
-    prompts = [prompt(1, 2)]
-    store(worker, prompts[0])
-    follow(first, set(prompts[0].hashes))
+    consumers = Consumers(daemon, audience, make_worker)
+    (first,) = consumers.subscribers
+    consumers.store(prompt(1, 2))
+    assert consumers.agree() == set(prompt(1, 2).hashes)
+    for follower in consumers.followers:
+        assert b"".join(event.tokens for event in follower.received) == prompt(1, 2).contents().tokens
+        assert {event.medium for event in follower.received} == {"CPU"}
     while daemon.status()["l1"]["evictions"] < 3:
-        prompts.append(prompt(1, 1000 * len(prompts)))
-        store(worker, prompts[-1])
-    expected = found(worker, prompts)
-    follow(first, expected)
-    sequence, late = snapshot(daemon)
-    assert names(late.resident) == expected
-    assert sequence >= first.last
+        consumers.store(prompt(1, 1000 * len(consumers.prompts)))
+    resident = consumers.agree()
+    assert resident
+    assert not set(prompt(1, 2).hashes) <= resident
     daemon.http("/cache/clear", "POST")
-    follow(first, set())
+    assert consumers.agree() == set()
     kinds = {event["type"] for _, _, payload in first.received[1:] for event in events_of(payload)}
     assert kinds == {"BlockStored", "BlockRemoved"}, "AllBlocksCleared is for the stream's beginning and end"
+    assert [len(follower.follows) for follower in consumers.followers] == [1, 1]
+
+    daemon.freeze()
+    worker, halted = consumers.workers[0], prompt(2)
+    begun = worker.begin_store(halted.keys, worker.blocks_for(4), contents=halted.contents())
+    consumers.subscribers.append(audience())  # which connects to a daemon that does not answer
+    with pytest.raises(TimeoutError):
+        begun.reply(1)
+    daemon.thaw()
+    begun.reply()
+    consumers.prompts.append(halted)
+    consumers.store(prompt(3))
+    assert consumers.agree() == {*prompt(2).hashes, *prompt(3).hashes}
     assert first.missed == 0
 
+    daemon.kill()
+    daemon.start()
+    consumers.connect(("one", "two"))
+    consumers.subscribers.append(audience())
+    consumers.subscribers[-1].last = 0  # as one that has lost its state: all that is kept is requested
+    consumers.store(prompt(4))
+    assert consumers.agree() == set(prompt(4).hashes)
+    assert [len(set(follower.follows)) for follower in consumers.followers] == [2, 2]
+    (stream,) = next(one for one in daemon.status()["kv_events"]["observers"] if one["name"] == "zmq")["streams"]
+    assert stream["unbalanced_blocks"] == 0
 
-def test_a_daemon_that_ends_publishes_that_all_is_cleared(daemon, audience, make_worker):
-    worker, subscriber = make_worker(daemon), audience()
-    worker.send(worker.description(hash_form="bytes"))
-    store(worker, prompt(5))
-    follow(subscriber, set(prompt(5).hashes))
     daemon.terminate()
-    follow(subscriber, set())
-    assert [event["type"] for event in events_of(subscriber.received[-1][2])] == ["AllBlocksCleared"]
+    follow(first, set())
+    assert [event["type"] for event in events_of(first.received[-1][2])] == ["AllBlocksCleared"]
 
 
 def test_chunks_of_engines_that_describe_nothing_are_counted_and_not_announced(daemon, audience, make_worker):
@@ -141,58 +200,3 @@ def test_a_stopped_subscriber_costs_the_daemon_nothing(daemon, audience, make_wo
     status = daemon.status()
     assert status["events"]["dropped"] == 0
     assert all(one["state"] == "running" for one in status["kv_events"]["observers"])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_runs_with_kills_end_with_the_same_blocks_for_old_and_new_consumers(daemon, audience, make_worker, seed):
-    generator = random.Random(seed)
-    prompts = [prompt(*(generator.randrange(4) for _ in range(4)), chunks=generator.randint(1, 4)) for _ in range(25)]
-    first, worker = audience(), make_worker(daemon)
-    worker.send(worker.description(hash_form="bytes"))
-    for step in range(60):
-        chance = generator.random()
-        if chance < 0.85:
-            store(worker, generator.choice(prompts))
-        elif chance < 0.93:
-            daemon.http("/cache/clear", "POST")
-        elif chance < 0.97:
-            first.follow(lambda: first.receive(0) is None or True)
-        else:
-            daemon.kill()
-            daemon.start()
-            worker = make_worker(daemon)
-            worker.send(worker.description(hash_form="bytes"))
-            store(worker, generator.choice(prompts))
-        if step % 20 == 19:
-            expected = found(worker, prompts)
-            follow(first, expected)
-            sequence, late = snapshot(daemon)
-            assert names(late.resident) == expected
-            assert sequence >= first.last
-    newcomer = audience()
-    store(worker, prompt(99))
-    expected = found(worker, [*prompts, prompt(99)])
-    wait_until(lambda: names(snapshot(daemon)[1].resident) == expected)
-    newcomer.last = 0  # as one that has lost its state: all that is kept is requested
-    follow(newcomer, expected)
-    follow(first, expected)
-    (stream,) = next(one for one in daemon.status()["kv_events"]["observers"] if one["name"] == "zmq")["streams"]
-    assert stream["unbalanced_blocks"] == 0
-
-
-def test_a_daemon_that_stood_still_is_followed_on(daemon, audience, make_worker):
-    worker, subscriber = make_worker(daemon), audience()
-    worker.send(worker.description(hash_form="bytes"))
-    store(worker, prompt(1))
-    follow(subscriber, set(prompt(1).hashes))
-    daemon.freeze()
-    keys = prompt(2).keys
-    begun = worker.begin_store(keys, worker.blocks_for(len(keys)), contents=prompt(2).contents())
-    late = audience()  # which connects to a daemon that does not answer
-    with pytest.raises(TimeoutError):
-        begun.reply(1)
-    daemon.thaw()
-    begun.reply()
-    store(worker, prompt(3))
-    for each in (subscriber, late):
-        follow(each, {*prompt(1).hashes, *prompt(2).hashes, *prompt(3).hashes})

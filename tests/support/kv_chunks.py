@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -84,11 +83,6 @@ class Witness:
 
 def prompt(*tokens: int, **options: Any) -> Prompt:
     return Prompt(tokens, **options)
-
-
-def random_prompt(generator: random.Random, chunks: int = 3, kinds: int = 3) -> Prompt:
-    """Prompts that often begin alike, and part anywhere, also inside a chunk."""
-    return Prompt([generator.randrange(kinds) if at % 3 == 0 else 7 for at in range(chunks * 2 * BLOCK_TOKENS)])
 
 
 def extra(*blocks: Any) -> bytes:

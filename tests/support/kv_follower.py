@@ -13,16 +13,10 @@ Drain = Callable[[TakeKVEvents], KVEventsTaken]
 
 
 class Follower:
-    """Asks as an adapter does. `loses`: whether a reply does not arrive."""
+    """Asks as an adapter does."""
 
-    def __init__(
-        self,
-        drain: Drain,
-        instance_id: str = "engine",
-        incarnation: str = "one",
-        loses: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.drain, self.instance_id, self.incarnation, self.loses = drain, instance_id, incarnation, loses
+    def __init__(self, drain: Drain, instance_id: str = "engine", incarnation: str = "one") -> None:
+        self.drain, self.instance_id, self.incarnation = drain, instance_id, incarnation
         self.follow = self.cursor = 0
         self.blocks: dict[bytes, KVBlocks] = {}
         self.received: list[KVBlocks] = []
@@ -37,11 +31,9 @@ class Follower:
             )
         )
 
-    def step(self) -> KVEventsTaken | None:
+    def step(self) -> KVEventsTaken:
         reply = self.ask()
         assert len(reply.events) <= MOST_EVENTS
-        if self.loses():
-            return None
         if reply.follow != self.follow:
             self.follow, self.whole = reply.follow, False
             self.before |= set(self.blocks)
@@ -67,7 +59,7 @@ class Follower:
 
     def catch_up(self) -> None:
         """Until all has been received."""
-        wait_until(lambda: (reply := self.step()) is not None and reply.whole and not (reply.events or reply.more))
+        wait_until(lambda: (reply := self.step()).whole and not (reply.events or reply.more))
 
 
 def split(hashes: bytes, size: int) -> list[bytes]:

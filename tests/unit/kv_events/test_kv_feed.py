@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from typing import Any
 
 import msgspec
 import pytest
 from support.daemon import wait_until
-from support.kv_chunks import Prompt, extra, random_prompt, scheduler
+from support.kv_chunks import Prompt, extra, scheduler
 from support.kv_follower import Follower, split
 
 from kvserver.config import Settings
-from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceDisconnected, L1Cleared
+from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceDisconnected
 from kvserver.kv_events import Feed, Hub, ObserverContext
 from kvserver.kv_events.feed import MOST_BYTES
-from kvserver.kv_events.types import KVEvent
 from kvserver.protocol import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
 
 PREFIX, LORA, OTHER = b"r" * 64, b"r" * 64 + b"lora" * 8, b"o" * 64
@@ -24,23 +21,11 @@ BOOT = 1_700_000_000_000_000
 
 
 class World:
-    """A hub and a feed, which observes every event at once unless it is `behind`."""
+    """A hub, and a feed that observes its events."""
 
     def __init__(self, **options: Any) -> None:
-        self.behind = False
-        self._queued: deque[KVEvent] = deque()
-        self.hub = Hub(1 << 30, self._queue)
+        self.hub = Hub(1 << 30, lambda event: self.feed.observe(event))
         self.feed = Feed(ObserverContext(Settings(), "boot", BOOT, self.hub.snapshot), **options)
-
-    def _queue(self, event: KVEvent) -> None:
-        self._queued.append(event)
-        if not self.behind:
-            self.observe_queued()
-
-    def observe_queued(self, most: int = 1 << 30) -> None:
-        while self._queued and most > 0:
-            self.feed.observe(self._queued.popleft())
-            most -= 1
 
     def reader(self, instance_id: str = "engine", prefix: bytes = PREFIX, **changes: Any) -> None:
         self.hub.handle(InstanceDescribed(1, scheduler(instance_id, **changes), prefix, 2, 4))
@@ -54,10 +39,10 @@ class World:
     def evict(self, keys: list[bytes], namespace: bytes = PREFIX) -> None:
         self.hub.handle(ChunksEvicted(1, namespace, b"".join(keys)))
 
-    def readable_blocks(self, prefix: bytes = PREFIX) -> set[bytes]:
+    def readable_blocks(self) -> set[bytes]:
         """Hashes of all blocks in the chunks that can be read."""
         found: set[bytes] = set()
-        for chunk in self.hub.snapshot(prefix)[1]:
+        for chunk in self.hub.snapshot(PREFIX)[1]:
             assert chunk.description is not None
             found |= set(split(chunk.description.hashes, chunk.description.hash_bytes))
         return found
@@ -128,31 +113,6 @@ def test_each_group_of_the_engine_has_events_of_its_own(world: World) -> None:
     assert found[0].hashes == found[1].hashes
 
 
-def test_only_blocks_that_the_engine_can_read_are_reported(world: World) -> None:
-    mine, tuned, foreign = Prompt(range(8)), Prompt(range(100, 108)), Prompt(range(200, 208))
-    world.reader()
-    engine = Follower(world.feed.take_kv_events)
-    world.store(mine)
-    engine.catch_up()
-    world.store(tuned, LORA)
-    world.store(foreign, OTHER)
-    engine.catch_up()
-    assert set(engine.blocks) == set(mine.hashes + tuned.hashes)
-
-
-def test_chunks_without_a_description_are_not_reported(world: World) -> None:
-    one = Prompt(range(16))
-    world.reader()
-    world.hub.handle(ChunksStored(1, "other", "m", PREFIX, one.keys[0]))
-    world.store(one, first=1)
-    engine = Follower(world.feed.take_kv_events)
-    engine.catch_up()
-    assert set(engine.blocks) == set(one.hashes[2:])
-    world.store(one)  # the first chunk is described now
-    engine.catch_up()
-    assert set(engine.blocks) == set(one.hashes)
-
-
 def test_an_instance_that_is_not_described_yet_receives_nothing(world: World) -> None:
     assert world.feed.take_kv_events(
         TakeKVEvents(instance_id="who", incarnation="one", follow=7, cursor=3)
@@ -166,11 +126,10 @@ def test_a_lost_reply_comes_again(world: World) -> None:
     world.store(Prompt(range(8 * 300)))
     world.reader()
     engine = Follower(world.feed.take_kv_events)
-    wait_until(lambda: engine.step() is not None and engine.received)
+    wait_until(lambda: engine.step() and engine.received)
     lost = wait_until(lambda: (reply := engine.ask()).events and reply)
     assert lost.events
     for reply in (engine.ask(), engine.step()):
-        assert reply is not None
         assert (reply.cursor, reply.events) == (lost.cursor, lost.events)
     engine.catch_up()
     assert set(engine.blocks) == world.readable_blocks()
@@ -210,7 +169,6 @@ def test_replies_are_bounded(world: World) -> None:
 
     def step() -> bool:
         reply = engine.step()
-        assert reply is not None
         sizes.append(sum(len(event.hashes) + len(event.tokens) for event in reply.events))
         return reply.whole and not reply.more
 
@@ -237,24 +195,6 @@ def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
     assert engine.before == set()
 
 
-def test_an_event_that_a_snapshot_has_in_it_is_not_counted_again(world: World) -> None:
-    world.reader()
-    one, removed = Prompt(range(16)), Prompt(range(100, 116))
-    world.store(removed)
-    world.behind = True
-    world.evict(removed.keys)
-    world.store(one)
-    engine = Follower(world.feed.take_kv_events)
-    engine.catch_up()
-    world.observe_queued()
-    world.evict(one.keys[:1])
-    world.observe_queued()
-    engine.catch_up()
-    assert set(engine.blocks) == set(one.hashes[2:]) == world.readable_blocks()
-    assert [event.stored for event in engine.received] == [True, True, False]
-    assert world.feed.status().followers[0].unbalanced_blocks == 0
-
-
 def test_another_namespace_prefix_begins_anew(world: World) -> None:
     world.reader()
     engine = Follower(world.feed.take_kv_events)
@@ -279,40 +219,3 @@ def test_an_instance_that_went_is_forgotten(world: World) -> None:
     world.hub.handle(InstanceDisconnected(1, "engine", "m", True))
     assert world.feed.status().followers == []
     assert engine.ask().events == []
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_runs_with_lost_replies_end_with_what_can_be_read(seed: int) -> None:
-    generator = random.Random(seed)
-    world = World(most_queued=generator.choice((30, 1000)))
-    world.behind = True
-    engines = [Follower(world.feed.take_kv_events, name, loses=lambda: generator.random() < 0.3) for name in ("a", "b")]
-    prefixes = {"a": PREFIX, "b": OTHER}
-    for name, prefix in prefixes.items():
-        world.reader(name, prefix)
-    for step in range(800):
-        chosen = random_prompt(generator, chunks=generator.randint(1, 3), kinds=2)
-        namespace = generator.choice((PREFIX, LORA, OTHER))
-        if generator.random() < 0.1:
-            world.observe_queued(generator.randint(1, 20))
-        match generator.randrange(8):
-            case 0 | 1:
-                world.store(chosen, namespace)
-            case 2:
-                world.evict(chosen.keys[generator.randrange(2) :], namespace)
-            case 3 if generator.random() < 0.05:
-                world.hub.handle(L1Cleared(1, generator.choice((b"", namespace))))
-            case 4 if generator.random() < 0.03:
-                prefixes["a"] = generator.choice((PREFIX, OTHER))
-                world.reader("a", prefixes["a"])
-            case 5 if generator.random() < 0.5:
-                engines[step % 2].follow = 0  # the engine lost its state
-            case _:
-                engines[step % 2].step()
-        if step % 40 == 39:
-            world.observe_queued()
-            for engine in engines:
-                engine.catch_up()
-                assert set(engine.blocks) == world.readable_blocks(prefixes[engine.instance_id])
-                assert engine.before == set()
-            assert all(row.unbalanced_blocks == 0 for row in world.feed.status().followers)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from support.kv_chunks import Prompt, Witness, extra, prompt, random_prompt, scheduler
+from support.kv_chunks import Prompt, Witness, extra, prompt, scheduler
 
 from kvserver.events import (
     ChunksEvicted,
@@ -302,46 +301,3 @@ def test_a_resync_that_begins_again_forgets_nothing(world: WitnessedHub) -> None
     world.resynced(ResyncPart.END)
     assert {key for _, key in world.witness.resident} == set(one.keys[:3])
     assert len(world.witness.events) == 2
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_random_events_agree_with_a_plain_set(seed: int) -> None:
-    generator = random.Random(seed)
-    world = WitnessedHub(memory_bytes=generator.choice((0, 20_000, MANY)))
-    model: set[tuple[bytes, bytes]] = set()
-    resyncing: list[tuple[bytes, bytes]] = []
-    agrees = True  # there was a resync after the last lost event
-    for _ in range(1500):
-        namespace = generator.choice((HERE, HERE + b"lora" * 8, THERE))
-        chosen = random_prompt(generator, chunks=generator.randint(1, 6))
-        match generator.randrange(12):
-            case 0 | 1 | 2:
-                world.described(chosen, namespace=namespace)
-            case 3 | 4 | 5:
-                world.stored(chosen.keys, namespace)
-                model |= {(namespace, key) for key in chosen.keys}
-            case 6 | 7 | 8:
-                world.evicted(chosen.keys[1:], namespace)
-                model -= {(namespace, key) for key in chosen.keys[1:]}
-            case 9 if generator.random() < 0.2:
-                base = generator.choice((b"", HERE, namespace))
-                world.hub.handle(L1Cleared(1, base))
-                model = {name for name in model if not name[0].startswith(base)}
-            case 10 if generator.random() < 0.2:  # events were dropped; a resync begins, perhaps once more
-                model = {name for name in model if generator.random() < 0.8} | {(THERE, chosen.keys[0])}
-                world.resynced(ResyncPart.BEGIN)
-                resyncing, agrees = sorted(model), False
-            case _ if not agrees:
-                for space, key in resyncing[:5]:
-                    world.resynced(ResyncPart.SLICE, [key] if (space, key) in model else [], space)
-                del resyncing[:5]
-                if not resyncing:
-                    world.resynced(ResyncPart.END)
-                    agrees = True
-        if agrees:
-            assert set(world.witness.resident) == model
-    assert world.hub.status().recounts > 3
-    world.check()
-    world.hub.handle(L1Cleared(1, b""))
-    world.check()
-    assert world.witness.resident == {}

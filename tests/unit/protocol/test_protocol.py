@@ -14,6 +14,7 @@ from support.worker import identity, packed, wire_form
 from kvserver.protocol import (
     KEY_BYTES,
     MAX_CHUNKS,
+    PROTOCOL_VERSION,
     Attach,
     Attached,
     ChunkContents,
@@ -147,6 +148,7 @@ def refusal(payload: bytes) -> str:
     with pytest.raises(KVServerError) as caught:
         decode_request(payload)
     assert caught.value.code is ErrorCode.BAD_MESSAGE
+    assert len(caught.value.message) < 2000
     return caught.value.message
 
 
@@ -235,39 +237,45 @@ def test_the_error_for_a_message_in_the_other_form_states_which_form_is_which(me
     assert "`$.type`" in refused
 
 
-ALIEN = {
-    "nothing": b"",
-    "a number": b"\x01",
-    "a list": msgspec.msgpack.encode([1, 2]),
-    "JSON": b'{"type": "Hello", "protocol_version": 1}',
-    "a list that names no type": msgspec.msgpack.encode([None, 1]),
-    "a list of a type that is a map": msgspec.msgpack.encode(["Hello", 1]),
-    "a list of a type that looks like a position": msgspec.msgpack.encode(["`$[" + "9" * 10_000 + "]`"]),
-    "an empty list": msgspec.msgpack.encode([]),
-    "no type": raw(protocol_version=1),
-    "an unknown type": raw(type="Helo", protocol_version=1),
-    "a type that is a number": raw(type=7),
-    "a message within a message": raw(type="_Copy", **COPY),
-    "the never-used byte": b"\xc1" * 50,
-    "text that is not UTF-8": b"\x82\xa4type\xa5Hello\xa6client\xa2\xff\xfe",
-    "an array that claims 4 billion items": b"\xdd\xff\xff\xff\xff",
-    "a map that claims 4 billion items": b"\xdf\xff\xff\xff\xff",
-    "a text that claims 4 gigabytes": b"\x81\xa4type\xdb\xff\xff\xff\xff",
-    "bytes that claim 4 gigabytes": b"\x81\xa4type\xc6\xff\xff\xff\xff",
-    "a hundred thousand nested lists": b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000,
-    "a store of a hundred thousand nested lists": b"\x99\xa5Store" + b"\x91" * 100_000,
-    "a store that is cut off": encode(Store(**COPY))[:-3],
-    "a store whose type is not UTF-8": b"\x99\xa5\xff\xfe\xff\xfe\xff" + bytes(8),
-    "a hundred thousand nested maps": b"\x82\xa4type\xa5Hello\xa1x" + b"\x81\xa1a" * 100_000,
-    "an extension": b"\xc7\x04\x05abcd",
-    "two messages": encode(Status()) * 2,
-    "two stores": encode(Store(**COPY)) * 2,
+FOREIGN = f"not a request of protocol {PROTOCOL_VERSION}"
+ALIEN = {  # and a word of the error
+    "nothing": (b"", "truncated"),
+    "a number": (b"\x01", ""),
+    "a list": (msgspec.msgpack.encode([1, 2]), ""),
+    "JSON": (b'{"type": "Hello", "protocol_version": 1}', FOREIGN),
+    "a list that names no type": (msgspec.msgpack.encode([None, 1]), ""),
+    "a list of a type that is a map": (msgspec.msgpack.encode(["Hello", 1]), "Invalid value 'Hello'"),
+    "a list of a type that looks like a position": (msgspec.msgpack.encode(["`$[" + "9" * 10_000 + "]`"]), ""),
+    "an empty list": (msgspec.msgpack.encode([]), "missing required field `type`"),
+    "no type": (raw(protocol_version=1), "missing required field `type`"),
+    "an unknown type": (raw(type="Helo", protocol_version=1), "Invalid value 'Helo'"),
+    "a type that is a number": (raw(type=7), "Expected `str`"),
+    "a message within a message": (raw(type="_Copy", **COPY), ""),
+    "the never-used byte": (b"\xc1" * 50, FOREIGN),
+    "text that is not UTF-8": (b"\x82\xa4type\xa5Hello\xa6client\xa2\xff\xfe", FOREIGN),
+    "an array that claims 4 billion items": (b"\xdd\xff\xff\xff\xff", ""),
+    "a map that claims 4 billion items": (b"\xdf\xff\xff\xff\xff", ""),
+    "a text that claims 4 gigabytes": (b"\x81\xa4type\xdb\xff\xff\xff\xff", ""),
+    "bytes that claim 4 gigabytes": (b"\x81\xa4type\xc6\xff\xff\xff\xff", ""),
+    "a hundred thousand nested lists": (b"\x82\xa4type\xa5Hello\xa1x" + b"\x91" * 100_000, FOREIGN),
+    "a store of a hundred thousand nested lists": (b"\x99\xa5Store" + b"\x91" * 100_000, ""),
+    "a store that is cut off": (encode(Store(**COPY))[:-3], "truncated"),
+    "a store whose type is not UTF-8": (b"\x99\xa5\xff\xfe\xff\xfe\xff" + bytes(8), ""),
+    "a hundred thousand nested maps": (b"\x82\xa4type\xa5Hello\xa1x" + b"\x81\xa1a" * 100_000, ""),
+    "an extension": (b"\xc7\x04\x05abcd", ""),
+    "two messages": (encode(Status()) * 2, "trailing"),
+    "two stores": (encode(Store(**COPY)) * 2, "trailing"),
+    "a type that is very long": (raw(type="N" * 100_000), "Invalid value 'NNN"),
+    "a list of a type that is very long": (msgspec.msgpack.encode(["N" * 100_000]), "Invalid value 'NNN"),
+    "a pickle": (b"\x80\x04\x95\x0b\x00.", FOREIGN),
+    "HTTP": (b"GET / HTTP/1.1\r\n\r\n", FOREIGN),
+    "a number for text": (raw(type="Hello", protocol_version=1.5), "Expected `int`, got `float`"),
 }
 
 
-@pytest.mark.parametrize("payload", ALIEN.values(), ids=ALIEN)
-def test_what_is_no_message_is_one_typed_error(payload: bytes) -> None:
-    refusal(payload)
+@pytest.mark.parametrize(("payload", "word"), ALIEN.values(), ids=ALIEN)
+def test_what_is_no_message_is_one_typed_error(payload: bytes, word: str) -> None:
+    assert word in refusal(payload)
 
 
 HOSTILE = [
@@ -299,7 +307,13 @@ HOSTILE = [
     ("RegisterWorker", "num_blocks", 1 << 40),
     ("RegisterWorker", "block_tokens", 0),
     ("RegisterWorker", "chunk_blocks", -1),
+    ("RegisterWorker", "planes", [[0, 0, 1, 1]] * 3),
+    ("RegisterWorker", "planes", [{"memory": 0, "offset": 0, "stride_bytes": 0, "run_bytes": 0}]),
+    ("RegisterWorker", "planes", [{"memory": 0, "offset": 1 << 63, "stride_bytes": 0, "run_bytes": 1}]),
     ("RegisterWorker", "identity", {}),
+    ("RegisterWorker", "identity", {"model": "m"}),
+    ("RegisterWorker", "counted", [["dtype"]]),
+    ("RegisterWorker", "counted", [["", "digest"]]),
     ("RegisterWorker", "counted", [["x" * 513, ""]]),
     ("RegisterWorker", "counted", [["name", "digest"]] * 4097),
 ]

@@ -1,0 +1,267 @@
+"""Each consumer of KV events ends with what L1 holds, whatever happens to L1, engines, events, messages and daemons.
+
+One property over stages. A stage is a kind of consumer: engines that request events from a feed and lose replies, and
+subscribers of the publisher from its start, with losses, by a snapshot and by a replay. All outlive their daemons.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.daemon import wait_until
+from support.kv_chunks import Prompt
+from support.kv_feed import chunk
+from support.kv_follower import Follower, split
+from support.kv_loop import Loop
+from support.kv_publisher import Published, from_snapshot
+from support.kv_subscriber import Blocks, Subscriber
+from support.properties import examples
+
+from kvserver.config import Settings
+from kvserver.kv_events import Feed, Hub, ObserverContext
+from kvserver.kv_events.types import KVChunk, KVEvent, KVRemoved, KVStored, Tier
+
+PREFIX, OTHER = b"r" * 64, b"o" * 64
+SPACES = [PREFIX, PREFIX + b"lora" * 8, OTHER]
+ENOUGH = 1 << 30
+BOOT = 1_700_000_000_000_000
+# Prompts that often begin alike, and part anywhere, also inside a chunk; of those that begin with 0 nothing is described.
+PROMPTS = st.lists(st.integers(0, 2), min_size=2, max_size=8).map(lambda of: Prompt([n for n in of for _ in range(4)]))
+
+
+def blocks_of(chunks: list[KVChunk]) -> set[bytes]:
+    described = [each.description for each in chunks if each.description is not None]
+    return {name for each in described for name in split(each.hashes, each.hash_bytes)}
+
+
+class Engines:
+    """Two engines, each of a prefix, that request events. The feed observes an event when it is ordered to."""
+
+    def __init__(self, most_queued: int) -> None:
+        self.most_queued = most_queued
+        self.engines = [Follower(lambda request: self.feed.take_kv_events(request), name) for name in ("a", "b")]
+        self.queued: deque[KVEvent] = deque()
+
+    def start(self, hub: Hub, boot: int) -> None:
+        def snapshot(prefix: bytes) -> tuple[int, list[KVChunk]]:
+            self.observe_queued(2)  # while the feed's worker takes it
+            return hub.snapshot(prefix)
+
+        self.feed = Feed(ObserverContext(Settings(), "boot", boot, snapshot), most_queued=self.most_queued)
+
+    def observe_queued(self, most: int) -> None:
+        while self.queued and most > 0:
+            self.feed.observe(self.queued.popleft())
+            most -= 1
+
+    def check(self, hub: Hub, prefixes: dict[str, bytes]) -> None:
+        self.observe_queued(len(self.queued))
+        for engine in self.engines:
+            engine.catch_up()
+            assert set(engine.blocks) == blocks_of(hub.snapshot(prefixes[engine.instance_id])[1])
+            assert engine.before == set(), "what an earlier follow reported was reported again or withdrawn"
+        assert all(row.unbalanced_blocks == 0 for row in self.feed.status().followers)
+
+    def end(self) -> None:
+        self.queued.clear()
+        self.feed.close()
+
+
+class Subscribers:
+    """Of a publisher that observes L2, too: from the start, with losses, and by a snapshot in the middle."""
+
+    def __init__(self, folder: Path) -> None:
+        self.urls = {f"kv_events{name}_endpoint": f"ipc://{folder}/events{name}" for name in ("", "_replay")}
+        self.subscribers: list[Subscriber] = []
+
+    def start(self, boot: int) -> None:
+        self.published = Published(boot, **self.urls)
+        self.l2: dict[bytes, KVChunk] = {}
+
+    def connect(self) -> Subscriber:
+        """It begins as one that lost its state: all that is kept is replayed."""
+        made = Subscriber(self.urls["kv_events_endpoint"], self.urls["kv_events_replay_endpoint"], "kv-events")
+        made.last = 0
+        return made
+
+    def change_l2(self, name: str) -> None:
+        changed = chunk(f"{name}'s first", f"{name}'s second")
+        kind = KVStored if self.l2.pop(changed.key, None) is None else KVRemoved
+        if kind is KVStored:
+            self.l2[changed.key] = changed
+        self.published.publisher.observe(kind(1, 1, Tier.L2, PREFIX, (changed,)))
+
+    def lose(self, subscriber: Subscriber, messages: int) -> None:
+        while messages and subscriber.receive(1) is not None:
+            messages -= 1
+
+    def check(self, hub: Hub) -> None:
+        self.change_l2("the last")  # shows a gap to a subscriber that lost all
+        chunks = {"CPU": hub.snapshot(b"")[1], Tier.L2.value: list(self.l2.values())}
+        expected = {(medium, None, name) for medium, found in chunks.items() for name in blocks_of(found)}
+        publisher = self.published.publisher
+        sequence = self.published.sequence()
+        by_replay = self.connect()
+        kept = by_replay.replay(0)
+        numbers = [number for _, number, _ in kept]
+        assert numbers == [*range(self.published.boot_micros, max(sequence, numbers[-1]) + 1)]
+        for _, number, payload in kept:
+            by_replay.apply(number, payload)
+        taken = publisher.snapshot()
+        assert from_snapshot(taken).resident == by_replay.blocks.resident == expected
+        by_replay.close()
+        if len(self.subscribers) < 4:
+            late = self.connect()
+            late.blocks, late.last = from_snapshot(taken), taken.sequence
+            self.subscribers.append(late)
+        for each in self.subscribers:
+            each.follow(lambda each=each: each.last >= sequence)
+            assert each.blocks.resident == expected
+        (status,) = publisher.status().streams
+        assert (status.held_blocks, status.unbalanced_blocks) == (len(expected), 0)
+
+    def end(self) -> None:
+        self.published.publisher.close()
+
+
+class World:
+    """One daemon after the other, and consumers that outlive them."""
+
+    def __init__(self, limit: int, memory_bytes: int, most_queued: int) -> None:
+        self.limit, self.memory_bytes, self.boot = limit, memory_bytes, BOOT
+        self.described_keys: set[bytes] = set()
+        self.folder = Path(tempfile.mkdtemp(prefix="kvs-"))
+        self.engines, self.subscribers = Engines(most_queued), Subscribers(self.folder)
+        self.start_daemon()
+        self.subscribers.subscribers += [self.subscribers.connect(), self.subscribers.connect()]
+
+    def start_daemon(self) -> None:
+        self.loop = Loop(self.limit, pages=12, memory_bytes=self.memory_bytes, observe=self.observe)
+        self.engines.start(self.loop.hub, self.boot)
+        self.subscribers.start(self.boot)
+        self.prefixes = {"a": PREFIX, "b": OTHER, "c": PREFIX}  # with c, a reader of each stays
+        for name, prefix in self.prefixes.items():
+            self.loop.reader(name, prefix)
+
+    def observe(self, event: KVEvent) -> None:
+        self.engines.queued.append(event)
+        self.subscribers.published.publisher.observe(event)
+
+    def end_daemon(self) -> None:
+        self.loop.close()
+        self.engines.end()
+        self.subscribers.end()
+
+    def close(self) -> None:
+        self.end_daemon()
+        for each in self.subscribers.subscribers:
+            each.close()
+        shutil.rmtree(self.folder)
+
+    def check(self) -> None:
+        self.loop.catch_up()
+        self.loop.check()
+        if self.limit == self.memory_bytes == ENOUGH:
+            described = {key for (_, key), of in self.loop.witness.resident.items() if of.description is not None}
+            assert described == {key for _, key in self.loop.ready_chunks} & self.described_keys
+        self.engines.check(self.loop.hub, self.prefixes)
+        self.subscribers.check(self.loop.hub)
+
+    # ---- what may happen ------------------------------------------------------------------------
+
+    def store(self, space: bytes, prompt: Prompt, copied: int) -> None:
+        contents = None if prompt.tokens[0] == 0 else prompt
+        self.described_keys |= set(contents.keys) if contents else set()
+        self.loop.store(space, prompt.keys, copied > 0, contents)
+
+    def clear(self, base: bytes) -> None:
+        self.loop.clear(base)
+
+    def turn(self, handled: bool) -> None:
+        """Of the loop, with the events so far handled or still queued."""
+        if handled:
+            self.loop.handle_events()
+        self.loop.resync.step()
+
+    def change_weights(self, prefix: bytes) -> None:
+        self.prefixes["a"] = prefix
+        self.loop.reader("a", prefix)
+
+    def restart(self, lost: int) -> None:
+        self.end_daemon()
+        self.lose_messages(lost)  # the last ones
+        self.boot += 1_000_000
+        self.start_daemon()
+
+    def request(self, number: int, observed: int, arrives: bool) -> None:
+        """The feed observes some events, and its first reply with events is lost; perhaps the next one arrives."""
+        self.engines.observe_queued(observed)
+        engine = self.engines.engines[number]
+        wait_until(lambda: (reply := engine.ask()).events or not reply.more)
+        if arrives:
+            engine.step()
+
+    def forget(self, number: int) -> None:
+        """The engine lost its state, and begins anew: what is prepared waits for its next request."""
+        self.engines.engines[number].follow = 0
+        self.engines.engines[number].ask()
+
+    def change_l2(self, name: str) -> None:
+        self.subscribers.change_l2(name)
+
+    def lose_messages(self, messages: int) -> None:
+        self.subscribers.lose(self.subscribers.subscribers[1], messages)
+
+
+ENGINE = st.integers(0, 1)
+OPERATIONS: dict[str, tuple[int, tuple[st.SearchStrategy[Any], ...]]] = {  # how often, and with what
+    "store": (16, (st.sampled_from(SPACES), PROMPTS, st.integers(0, 4))),
+    "turn": (8, (st.booleans(),)),
+    "request": (10, (ENGINE, st.integers(0, 4), st.booleans())),
+    "lose_messages": (3, (st.integers(1, 5),)),
+    "change_l2": (3, (st.sampled_from("xyz"),)),
+    "clear": (1, (st.sampled_from([b"", *SPACES]),)),
+    "change_weights": (2, (st.sampled_from([PREFIX, OTHER]),)),
+    "forget": (3, (ENGINE,)),
+    "check": (1, ()),
+    "restart": (1, (st.integers(0, 5),)),
+}
+WEIGHTED = st.sampled_from([name for name, (weight, _) in OPERATIONS.items() for _ in range(weight)])
+
+
+@given(
+    limit=st.sampled_from([3, 12, ENOUGH]),
+    memory_bytes=st.sampled_from([2000, ENOUGH, ENOUGH]),
+    most_queued=st.sampled_from([10, 1000]),
+    operations=st.lists(
+        WEIGHTED.flatmap(lambda name: st.tuples(st.just(name), *OPERATIONS[name][1])), min_size=50, max_size=100
+    ),
+)
+@examples(25)
+def test_every_consumer_ends_with_what_l1_holds(
+    limit: int, memory_bytes: int, most_queued: int, operations: list[tuple[Any, ...]]
+) -> None:
+    world = World(limit, memory_bytes, most_queued)
+    try:
+        for name, *arguments in operations:
+            getattr(world, name)(*arguments)
+        world.check()
+    finally:
+        world.close()
+
+
+def test_a_consumer_of_a_repeated_event_fails() -> None:
+    """The check that the subscribers rest on."""
+    event = {"type": "BlockStored", "medium": "CPU", "group_idx": 0, "block_hashes": [1]}
+    blocks = Blocks()
+    blocks.apply_event(event)
+    for consumer, kind in ((blocks, "BlockStored"), (Blocks(), "BlockRemoved")):
+        with pytest.raises(AssertionError):
+            consumer.apply_event({**event, "type": kind})
