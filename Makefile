@@ -3,7 +3,8 @@
 #   make run     the daemon with its defaults (KVSERVER_* apply)
 #   make demo    two real vLLM processes share a cache: cold against warm time to first token
 #   make bench   all benchmarks; LMCache too where KVSERVER_PEER_PYTHON and KVSERVER_PEER_VLLM_PYTHON name it
-#   make test    all tests; those with a real vLLM too, in a venv of its own
+#   make test    the daily tests; those with a real vLLM too, in a venv of its own
+#   make test-long  the tests marked `long`, which `make test` leaves out: before a release, and when their paths change
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
@@ -25,10 +26,14 @@ CPP_SOURCES := $(sort $(shell find csrc tests/native bench/native -name '*.cpp' 
 PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
+# Not in pytest's own settings: a test that is named runs, whatever its marks.
+DAILY := -m "not long"
 # What runs in $(VENV_VLLM).
 ENGINE_TESTS := tests/adapters tests/issues/adapters tests/vllm tests/issues/vllm
+# What runs in $(VENV).
+CORE_TESTS := $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/gpu
 
-.PHONY: run test test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu clean rules FORCE
+.PHONY: run test test-long test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu clean rules FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -47,7 +52,7 @@ test: test-core test-gpu-simulated
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
 test-core: $(VENV)/.installed
-	$(VENV)/bin/$(PYTEST) $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/gpu $(ARGS)
+	$(VENV)/bin/$(PYTEST) $(DAILY) $(CORE_TESTS) $(ARGS)
 
 # Engines there need torch. Without a GPU all is skipped.
 test-gpu:
@@ -61,7 +66,11 @@ bench-gpu:
 
 # The engine tests run in vLLM's own environment and start the daemon of $(VENV).
 test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
-	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST) $(ENGINE_TESTS) $(ARGS)
+	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST) $(DAILY) $(ENGINE_TESTS) $(ARGS)
+
+test-long: $(VENV)/.installed $(VENV_VLLM)/.installed
+	$(VENV)/bin/$(PYTEST) -m long $(CORE_TESTS) $(ARGS)
+	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST) -m long $(ENGINE_TESTS) $(ARGS)
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

@@ -260,7 +260,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("gpus", [("", "", ""), (GPUS[0], "", GPUS[1])], ids=["on the CPU", "on GPUs too"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_random_walk_with_a_real_daemon_agrees_with_a_plain_dict(seed: int, gpus: tuple[str, ...]) -> None:
     daemon = Daemon(l1_size="1MiB", copy_delay_us=50, lease_seconds=2, simulated_gpus=2)
     try:

@@ -28,7 +28,7 @@ def child(order: dict[str, Any]) -> int:
     folder = order["folder"]
     os.environ["PYTHONPATH"] = folder  # of daemons
     sys.path.insert(0, folder)
-    code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *order["tests"]]))
+    code = int(pytest.main(["-x", "-q", "-m", "not long", "-p", "no:cacheprovider", *order["tests"]]))
     ours = [m for name, m in sys.modules.items() if name.partition(".")[0] == "kvserver"]
     elsewhere = [m.__name__ for m in ours if not str(m.__file__).startswith(folder)]
     if not ours or elsewhere:

@@ -55,6 +55,7 @@ def test_the_demo_shows_hits_and_equal_tokens_and_leaves_nothing_behind(folder):
     assert [name for name in os.listdir(folder) if name.startswith("kv")] == []  # torch keeps a folder of its own
 
 
+@pytest.mark.long
 def test_a_demo_that_is_stopped_stops_its_daemon_and_engines(folder):
     demo = subprocess.Popen(
         [*DEMO, *SMALL],

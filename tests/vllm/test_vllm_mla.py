@@ -28,7 +28,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield group
 
 
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.long, id="one rank"), pytest.param(2, id="two ranks")])
 def engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
     return start(engines, request.param)
 

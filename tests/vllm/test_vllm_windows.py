@@ -30,7 +30,10 @@ LOADED_TOKENS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=["groups", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("pure", "hybrid"))],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
