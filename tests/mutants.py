@@ -32,6 +32,7 @@ INSTANCES, WORKERS, L1_LOOKUPS = (
     "kvserver/server/lookups.py",
 )
 EXPLAIN, UPKEEP = "kvserver/telemetry/explain.py", "kvserver/server/upkeep.py"
+STATUS = "kvserver/server/status.py"
 CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/support.py", "adapters/vllm/backends.py"
 WORKER, HAZARDS, COPIES = "adapters/common/worker.py", "adapters/common/hazards.py", "adapters/common/copies.py"
 ENDINGS = "adapters/common/endings.py"
@@ -48,7 +49,7 @@ SEND_QUEUE, NOTICES, VARIANTS = (
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
 NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"
 IDENTITY, CANONICAL = "adapters/vllm/identity.py", "adapters/vllm/canonical.py"
-WEIGHTS = "adapters/common/weights.py"
+WEIGHTS, PLANES = "adapters/common/weights.py", "adapters/common/planes.py"
 
 FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
 DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_file.py"
@@ -285,6 +286,10 @@ STORES_AND_LOADS = (
         "a large slot is gathered from shreds",
         POOL, "_gather", "least = granularity(count)", "least = 1", POOL_TESTS,
     ),
+    Mutant(
+        "a large L1 has more pages than there are numbers",
+        POOL, "page_bytes_for", "page *= 2", "break", POOL_TESTS,
+    ),
     # ---- who leaves ---------------------------------------------------------------------------
     Mutant(
         "a chunk that was used since is evicted by its old place",
@@ -473,6 +478,16 @@ SERVER = (
         WORKERS, "Workers.unmap_if_idle", "and not worker.waiting ", "",
         ("issues/test_turns_grew_with_the_cache.py::test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing",),
     ),
+    Mutant(
+        "copies in flight are not cancelled at the daemon's end",
+        UPKEEP, "Upkeep.drain", "self.workers.close_all(Disconnect.STOPPED)", "pass",
+        ("daemon/test_operation.py::test_sigterm_ends_copies_in_flight_long_before_they_are_done_and_exits_zero",),
+    ),
+    Mutant(
+        "the status shows no memory nodes",
+        STATUS, "", "numa_nodes=list(placement.nodes)", "numa_nodes=[]",
+        ("daemon/test_l1_memory.py::test_l1_may_stay_on_one_node",),
+    ),
     # ---- lifelines ----------------------------------------------------------------------------
     Mutant(
         "there is no limit of connections",
@@ -653,6 +668,11 @@ WORKER_HALF = (
         ("adapters/test_overwrite.py::test_a_store_that_ends_in_time_is_kept",),
     ),
     Mutant(
+        "a step waits for its stores longer than settle_ms",
+        WORKER, "WorkerHalf._wait_for", "self._settings.settle_ms / 1000", "self._settings.settle_ms / 500",
+        ("adapters/test_overwrite.py::test_a_hung_daemon_adds_little_to_each_worker_step_and_nothing_wrong_to_l1",),
+    ),
+    Mutant(
         "a load goes on when its request has ended",
         WORKER, "WorkerHalf.start_loads", "aborted.cancel()", "pass",
         ("adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",),
@@ -775,7 +795,8 @@ WORKER_HALF = (
     ),
     Mutant(
         "a store has ended when the first rank reports it",
-        HAZARDS, "PendingStores.ended", "if store.ranks_left == 0:", "if True:", (WITHOUT_END,),
+        HAZARDS, "PendingStores.ended", "if store.ranks_left == 0:", "if True:",
+        ("adapters/test_ranks.py::test_a_store_counts_as_pending_until_both_ranks_ended_it",),
     ),
     Mutant(
         "a store is forgotten before its deadline",
@@ -854,7 +875,7 @@ SCHEDULER_HALF = (
     Mutant(
         "chunks with a null block are stored",
         SCHEDULER, "whole_ranges", "NULL_BLOCK in t[", "None in t[",
-        ("adapters/test_refusals.py::test_a_chunk_that_a_short_window_left_before_it_was_whole_is_counted_and_not_stored",),
+        ("adapters/test_reuse.py::test_chunks_of_which_a_sliding_window_gave_up_a_block_are_not_stored",),
     ),
     Mutant(
         "a hit leaves no token to compute",
@@ -959,6 +980,11 @@ SCHEDULER_HALF = (
         "block.ref_cnt", ("adapters/test_blockpool.py",),
     ),
     Mutant(
+        "a release of another pool's block is recorded as this pool's",
+        BLOCKPOOL, "PoolHook._releasing", 'and getattr(b, "pool", None) in ours', "",
+        ("adapters/test_blockpool.py::test_blocks_of_another_pool_are_that_pools_to_release",),
+    ),
+    Mutant(
         "an allocation is not reported",
         BLOCKPOOL, "PoolHook.on_block_allocated", "self._append(_ALLOCATED | block.block_id)", "pass",
         ("adapters/test_blockpool.py",),
@@ -1031,6 +1057,16 @@ SCHEDULER_HALF = (
         ("adapters/test_refusals.py::test_a_fault_before_a_load_begins_fails_that_load_and_no_other",),
     ),
     # ---- whether the cache is on --------------------------------------------------------------
+    Mutant(
+        "vLLM does not know that hits are of the host's memory",
+        CONNECTOR, "KVServerConnector", "_cache_hit_source = HOST", "_cache_hit_source = None",
+        ("adapters/test_connector_stats.py::test_vllms_prometheus_has_the_sums",),
+    ),
+    Mutant(
+        "planes of one memory are not in the order of their addresses",
+        PLANES, "in_slot_order", "(piece.plane.memory, piece.plane.offset)", "piece.plane.memory",
+        ("adapters/test_planes.py::test_gathered_through_planes_a_block_is_the_tensors_block",),
+    ),
     Mutant(
         "an engine that is never asked anything never states why it has no cache",
         CONNECTOR, "KVServerConnector.has_pending_push_work", "not self._stepped or ", "",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from kvserver.adapters.common.specs import ids_of
-from modelless import LAYERS, prompt
+from modelless import BLOCK, LAYERS, prompt
 from support.daemon import wait_until
 from vllm.config import ParallelConfig
 
@@ -116,11 +116,17 @@ def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
 
 
 def test_a_store_counts_as_pending_until_both_ranks_ended_it(make_daemon, pair):
-    daemon = make_daemon(copy_delay_us=SLOW)
+    daemon = make_daemon()
     cold = pair(daemon)
-    answer = cold.add("cold", TOKENS, count=1)
-    cold.run(until=lambda: answer.finish_reason is not None)
+    first, second = (runner.connector.worker for runner in cold.runners)
+    poll, second.poll = second.poll, lambda idle: None  # it does not see its stores end
+    cold.add("cold", TOKENS, count=1)
+    block_bytes = daemon.status()["instances"][0]["workers"][0]["block_bytes"]
+    cold.run(until=lambda: first.counters["store_bytes"] == 3 * CHUNK // BLOCK * block_bytes)
+    for _ in range(3):  # what the first rank reported has reached the scheduler half
+        cold.step()
     assert cold.connector.has_pending_push_work()
+    second.poll = poll
     cold.run()
     assert not cold.connector.has_pending_push_work()
     assert daemon.status()["l1"]["chunks"] == 3

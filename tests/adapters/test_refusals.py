@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 import os
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -313,7 +312,10 @@ def test_a_fault_that_stays_is_logged_once_and_the_engine_serves(make_daemon, ma
 def test_a_fault_in_sending_is_counted_and_answered_for(make_daemon, make_engine, monkeypatch, caplog, message):
     daemon = make_daemon()
     make_engine(daemon).generate("cold", TOKENS)
-    engine = make_engine(daemon, may_fail=True)
+    timeouts = dict.fromkeys(
+        ("kvserver.lookup_timeout_ms", "kvserver.load_timeout_ms", "kvserver.store_timeout_ms"), 120_000
+    )
+    engine = make_engine(daemon, may_fail=True, extra=timeouts)
     send = Channel.send
 
     def faulty(self, request):
@@ -322,10 +324,8 @@ def test_a_fault_in_sending_is_counted_and_answered_for(make_daemon, make_engine
         return send(self, request)
 
     monkeypatch.setattr(Channel, "send", faulty)
-    began = time.monotonic()
     for i in range(3):
-        engine.generate(f"r{i}", [*TOKENS, *prompt(i, 2 * CHUNK)])
-    assert time.monotonic() - began < 5, "something waited for its deadline"
+        engine.generate(f"r{i}", [*TOKENS, *prompt(i, 2 * CHUNK)], seconds=60)  # nothing waits for its deadline
     assert len(engine.received) == len(engine.loads)
     assert sum(engine.errors().values()) >= 1
     assert caplog.text.count("further ones are only counted") == len(engine.errors())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import socket
+import sys
+import termios
 import time
 
 import msgspec
@@ -268,10 +271,9 @@ def test_many_repeated_block_ids_do_not_hold_up_the_loop(daemon, make_worker):
     plane = Plane(0, 0, 1, 1)
     worker = make_worker(daemon, geometry=Geometry(2 * count, 16, sizes=(2 * count,), planes=(plane,)))
     blocks = [*range(1, count), count - 1]
-    began = time.monotonic()
-    error = worker.error_of(worker.store_message(make_keys(MAX_CHUNKS), blocks))
+    error = worker.reply_to(worker.send(worker.store_message(make_keys(MAX_CHUNKS), blocks)), 60)
+    assert isinstance(error, Error)
     assert_error(error, "bad_blocks", f"block id {count - 1} is named more than once")
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("length", [0, 1, KEY_BYTES - 1, KEY_BYTES + 1, 5 * KEY_BYTES - 1])
@@ -443,6 +445,12 @@ def connect(hello: HelloReply) -> socket.socket:
     return connection
 
 
+def unread(connection: socket.socket) -> int:
+    """Bytes of sent messages that the other side has not received."""
+    count = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(count, sys.byteorder)
+
+
 def test_a_wrong_token_is_refused(daemon, hello):
     with pytest.raises(RequestFailed, match=r"bad_token: .*send Hello again"):
         Attachment(hello.fd_path, "guessed", [])
@@ -507,6 +515,7 @@ def test_what_comes_after_attach_is_ignored(daemon, worker):
         assert isinstance(decode_attach_reply(connection.recv(4096)), Attached)
         for _ in range(20):
             socket.send_fds(connection, [b"noise"], [fd] * 10)
+        wait_until(lambda: not unread(connection), what="the daemon has read all")
         worker.round_trip()
         wait_until(lambda: daemon.open_memfds() == 3, what="descriptors that no message named are closed")
     finally:
@@ -525,17 +534,6 @@ def test_an_attachment_without_descriptors_cannot_be_registered(daemon, make_wor
     worker = make_worker(daemon, connect_now=False)
     worker.attach([])
     assert_error(worker.error_of(worker.registration()), "bad_memory", "0 descriptors")
-
-
-def test_more_connections_than_the_limit_do_not_stop_the_daemon(daemon, hello, worker):
-    connections = []
-    try:
-        for _ in range(1100):
-            connections.append(connect(hello))
-        worker.round_trip()
-    finally:
-        for connection in connections:
-            connection.close()
 
 
 def test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on(make_daemon, make_worker):

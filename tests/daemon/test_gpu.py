@@ -406,8 +406,15 @@ def test_a_large_l1_serves_while_it_is_being_pinned(make_daemon: MakeDaemon, mak
     daemon = make_daemon(l1_size=2 * GiB, l1_huge_pages="off")
     worker = make_worker(daemon, geometry=WIDE)
     worker.round_trip()
-    while daemon.status()["l1"]["pinned_bytes"] < 2 * GiB:
+    pinned: list[int] = []  # after each round trip
+
+    def served() -> bool:
         worker.round_trip()
+        pinned.append(daemon.status()["l1"]["pinned_bytes"])
+        return pinned[-1] == 2 * GiB
+
+    wait_until(served, 60, "L1 is pinned")
+    assert pinned[0] < 2 * GiB, "no round trip was made before L1 was pinned"
     before = on_gpu(daemon)
     worker.round_trip()
     assert on_gpu(daemon)["load"]["unpinned_bytes"] == before["load"]["unpinned_bytes"]

@@ -136,8 +136,12 @@ def test_all_consumers_know_what_l1_holds_through_evictions_a_clear_a_halt_a_kil
     for follower in consumers.followers:
         assert b"".join(event.tokens for event in follower.received) == prompt(1, 2).contents().tokens
         assert {event.medium for event in follower.received} == {"CPU"}
-    while daemon.status()["l1"]["evictions"] < 3:
+
+    def evicting() -> bool:
         consumers.store(prompt(1, 1000 * len(consumers.prompts)))
+        return daemon.status()["l1"]["evictions"] >= 3
+
+    wait_until(evicting, what="three evictions")
     resident = consumers.agree()
     assert resident
     assert not set(prompt(1, 2).hashes) <= resident

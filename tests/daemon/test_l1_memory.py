@@ -9,29 +9,34 @@ import pytest
 from support.daemon import Daemon
 from support.worker import Worker
 
+from kvserver._native import process_numa_policy
 from kvserver.config import interleaved_nodes
 from kvserver.config.capacity import free_huge_bytes
 from kvserver.config.placement import memory_nodes
 from kvserver.config.settings import MiB
 
 HUGE = 2 * MiB
+THE_KERNEL = "the kernel chooses the nodes"  # in the log where mbind is refused
 Make = Callable[..., Daemon]
 reserved = pytest.mark.skipif(free_huge_bytes(HUGE) < 8 * HUGE, reason="no huge pages: sysctl vm.nr_hugepages=16")
 
 
 def test_status_shows_pages_and_nodes(make_daemon: Make) -> None:
-    l1 = make_daemon(l1_huge_pages="transparent").status()["l1"]
-    nodes = interleaved_nodes()
-    assert l1["huge_pages"] == "transparent"
-    assert l1["numa_nodes"] in ([], nodes if len(nodes) > 1 else [])
-    assert make_daemon(l1_huge_pages="off", l1_numa="off").status()["l1"]["huge_pages"] == "off"
+    daemon = make_daemon(l1_huge_pages="transparent")
+    l1, nodes = daemon.status()["l1"], interleaved_nodes()
+    spread = len(nodes) > 1 and THE_KERNEL not in daemon.log and process_numa_policy()[0] == "default"
+    assert (l1["huge_pages"], l1["numa_nodes"]) == ("transparent", nodes if spread else [])
+    l1 = make_daemon(l1_huge_pages="off", l1_numa="off").status()["l1"]
+    assert (l1["huge_pages"], l1["numa_nodes"]) == ("off", [])
 
 
 def test_l1_may_stay_on_one_node(make_daemon: Make) -> None:
     node = memory_nodes()[0]
     daemon = make_daemon(l1_numa=f"bind:{node}")
-    told = "the kernel chooses the nodes" in daemon.log
-    assert daemon.status()["l1"]["numa_nodes"] == ([] if told else [node])
+    if THE_KERNEL in daemon.log:
+        assert daemon.status()["l1"]["numa_nodes"] == []
+        pytest.skip("this container forbids mbind")
+    assert daemon.status()["l1"]["numa_nodes"] == [node]
 
 
 def test_huge_pages_that_cannot_be_had_are_reported_with_the_command(make_daemon: Make) -> None:

@@ -256,10 +256,10 @@ def test_what_was_evicted_since_counts_as_evicted(make_daemon, make_worker):
     worker = make_worker(daemon)
     old = make_keys(1, "old")
     worker.store(old, worker.blocks_for(1))
-    number = 0
-    while not daemon.status()["l1"]["evictions"]:
-        number += 1
-        worker.store(make_keys(1, number), worker.blocks_for(1))
+    wait_until(
+        lambda: worker.store(make_keys(1), worker.blocks_for(1)) and daemon.status()["l1"]["evictions"],
+        what="an eviction",
+    )
     assert worker.lookup(old) == 0
     assert missed(daemon, worker) == {"evicted": worker.chunk_blocks * 16}
     l1 = daemon.status()["l1"]

@@ -49,6 +49,8 @@ def refused(daemon: Daemon) -> str:
 
 # ---- start and stop ---------------------------------------------------------------------------
 
+ENDS_SECONDS = 20.0  # it takes a tenth of one; a loaded machine may take more
+
 
 def test_the_ready_line_states_where_and_how_large(make_daemon):
     daemon = make_daemon(l1_size="16MiB")
@@ -58,29 +60,26 @@ def test_the_ready_line_states_where_and_how_large(make_daemon):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_an_idle_daemon_within_two_seconds_and_removes_its_sockets(make_daemon, number):
+def test_a_signal_ends_an_idle_daemon_and_removes_its_sockets(make_daemon, number):
     daemon = make_daemon()
     assert all(path.exists() for path in daemon.sockets)
-    began = time.monotonic()
     os.kill(daemon.pid, number)
-    assert daemon.process.wait(10) == 0
-    assert time.monotonic() - began < 2
+    assert daemon.process.wait(ENDS_SECONDS) == 0
     assert not any(path.exists() for path in daemon.sockets)
 
 
-def test_sigterm_with_copies_in_flight_ends_them_and_exits_zero_within_two_seconds(make_daemon, make_worker):
-    daemon = make_daemon(copy_delay_us=50_000)
+def test_sigterm_ends_copies_in_flight_long_before_they_are_done_and_exits_zero(make_daemon, make_worker):
+    daemon = make_daemon(copy_delay_us=200_000)
     worker = make_worker(daemon)
     keys = make_keys(1)
     worker.store(keys, worker.blocks_for(1))
     copies = [
         worker.begin_load(keys, worker.blocks_for(1, first=40)),
-        *(worker.begin_store(make_keys(5), worker.blocks_for(5)) for _ in range(3)),
+        *(worker.begin_store(make_keys(15), worker.blocks_for(15)) for _ in range(10)),  # 60 s with two threads
     ]
-    daemon.wait_for_accounting(tickets=4)
-    began = time.monotonic()
-    assert daemon.terminate() == 0
-    assert time.monotonic() - began < 2
+    daemon.wait_for_accounting(tickets=len(copies))
+    assert daemon.terminate(ENDS_SECONDS) == 0
+    assert "copies did not end" not in daemon.log
     assert not worker.attachment.alive()
     states = [copy.state for copy in copies]
     assert State.FAILED in states

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.daemon import wait_until
 from support.worker import Worker, make_keys
 
 from kvserver.cache import POLICIES, Cache, MissReason, PagePool
@@ -105,10 +106,10 @@ def test_operators_see_each_reason(make_daemon: Any, make_worker: Callable[..., 
     worker = make_worker(daemon)
     keys, tokens = make_keys(40), worker.chunk_blocks * 16
     worker.store(keys[:1], worker.blocks_for(1))
-    number = 0
-    while not daemon.status()["l1"]["evictions"]:
-        number += 1
-        worker.store(make_keys(1, number), worker.blocks_for(1))
+    wait_until(
+        lambda: worker.store(make_keys(1), worker.blocks_for(1)) and daemon.status()["l1"]["evictions"],
+        what="an eviction",
+    )
     assert worker.lookup(keys) == 0
     (instance,) = daemon.status()["instances"]
     missed = {reason: count for reason, count in instance["requests"]["missed_tokens"].items() if count}

@@ -84,7 +84,7 @@ def test_finding_the_repeated_id_of_very_many_does_not_take_long(device: Device)
     blocks[-1] = blocks[-2]
     began = time.monotonic()
     assert f"block id {blocks[-1]} is named" in refused(table, STORE, packed(blocks), count, count)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 @BOTH

