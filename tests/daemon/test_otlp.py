@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client.parser import text_string_to_metric_families
 from support.block_lifetimes import accessed, allocated, evicted, exact, released
-from support.collector import labels_of, over_grpc, over_http, that_hangs, unused_address
+from support.collector import labels_of, over_grpc, over_http, that_hangs, that_is_down
 from support.daemon import Daemon, wait_until
 from support.worker import make_keys
 
@@ -175,20 +175,21 @@ def test_status_shows_what_was_sent(make_daemon):
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_a_collector_that_is_down_costs_a_counted_failure(make_daemon, make_worker, scheme):
-    daemon = make_daemon(otlp_endpoint=f"{scheme}://{unused_address()}", **OFTEN)
-    worker = make_worker(daemon)
+    with that_is_down() as address:
+        daemon = make_daemon(otlp_endpoint=f"{scheme}://{address}", **OFTEN)
+        worker = make_worker(daemon)
 
-    def failed() -> bool:
-        worker.round_trip()
-        return daemon.status()["otlp"]["failed"] >= 2
+        def failed() -> bool:
+            worker.round_trip()
+            return daemon.status()["otlp"]["failed"] >= 2
 
-    wait_until(failed, 30)
-    shown = daemon.status()["otlp"]
-    assert shown["sent"] == 0
-    assert daemon.metric("kvserver_otlp_failed_total", signal="metrics") >= 2
-    assert daemon.metric("kvserver_otlp_sent_total", signal="metrics") == 0
-    assert "refused" in shown["last_error"].lower()
-    stop(daemon)
+        wait_until(failed, 30)
+        shown = daemon.status()["otlp"]
+        assert shown["sent"] == 0
+        assert daemon.metric("kvserver_otlp_failed_total", signal="metrics") >= 2
+        assert daemon.metric("kvserver_otlp_sent_total", signal="metrics") == 0
+        assert "refused" in shown["last_error"].lower()
+        stop(daemon)
     assert daemon.log.count("metrics over OTLP do not reach the collector") == 1, "logged once"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.collector import Collected, labels_of, over_grpc, over_http, that_hangs, unused_address
+from support.collector import Collected, labels_of, over_grpc, over_http, that_hangs, that_is_down
 from support.daemon import wait_until
 from support.worker import Worker, identity, make_keys
 
@@ -78,7 +78,7 @@ def test_a_collector_that_is_not_there_holds_up_nothing(
 ) -> None:
     monkeypatch.setenv(*next(iter(IMPATIENT.items())))
     with contextlib.ExitStack() as at_end:
-        address = unused_address() if fault == "is down" else at_end.enter_context(that_hangs())
+        address = at_end.enter_context(that_is_down() if fault == "is down" else that_hangs())
         traces = traces_to(f"{scheme}://{address}")
         one_request(traces)
         began = time.monotonic()

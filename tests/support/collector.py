@@ -19,6 +19,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as tra
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from .ports import held_port
+
 
 @dataclass
 class Collected:
@@ -135,8 +137,9 @@ def that_hangs() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def unused_address() -> str:
+@contextlib.contextmanager
+def that_is_down() -> Iterator[str]:
     """host:port where no socket listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    held, port = held_port()
+    with held:
+        yield f"127.0.0.1:{port}"

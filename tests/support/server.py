@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import zmq
-
 from kvserver.cache import Cache, PagePool
 from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.config import Settings
@@ -19,7 +17,7 @@ from kvserver.config.settings import MiB
 from kvserver.copy import Devices
 from kvserver.parts import Parts
 from kvserver.routing import MatchPages
-from kvserver.server import Lifelines, Server
+from kvserver.server import Endpoint, Lifelines, Server
 from kvserver.web.pages import StatusPages
 
 L1_BYTES, PAGE_BYTES = MiB, 4096
@@ -41,15 +39,13 @@ def running_server(
 ) -> Iterator[Running]:
     """Its loop runs in a thread. `changes`: of its settings. REQUIRES: the devices have that L1."""
     folder = Path(tempfile.mkdtemp(prefix="kvs-"))
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    endpoint = f"ipc://{folder}/kv.sock"
-    router.bind(endpoint)
-    lifelines = Lifelines(f"{folder}/kv.sock.fd", "token")
+    endpoint = Endpoint(f"ipc://{folder}/kv.sock")
+    endpoint.bind()
+    lifelines = Lifelines(endpoint.fd_path, "token")
     cache = Cache(PagePool(l1_bytes, page_bytes), LeastRecentlyUsed())
-    settings = Settings(**{"endpoint": endpoint, "chunk_tokens": 64, **changes})
+    settings = Settings(**{"endpoint": endpoint.url, "chunk_tokens": 64, **changes})
     parts = Parts(settings, cache, devices, lifelines)
-    server, observability = parts.make_server(router), parts.observability
+    server, observability = parts.make_server(endpoint.router), parts.observability
     match = MatchPages(observability.index, lambda: server.call(parts.instances_status))
     pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep)
     loop = threading.Thread(target=server.run)
@@ -64,5 +60,5 @@ def running_server(
         observability.close(list)
         pages.close()
         lifelines.shut()
-        context.destroy(linger=0)
+        endpoint.close()
         shutil.rmtree(folder)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,15 +17,9 @@ from typing import Any
 from engines import FORGETS, NICE, START_SECONDS, TIMEOUTS, Prompt
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from support.ports import held_port
 
 MODEL = "tiny"
-
-
-def free_port() -> int:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        return port
 
 
 def completion(prompt: Prompt, count: int, **more: Any) -> dict[str, Any]:
@@ -48,7 +41,7 @@ class Server:
         **options: object,
     ) -> None:
         self.engine_id = engine_id
-        self.port = free_port()
+        self._held, self.port = held_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         transfer = {
@@ -144,4 +137,5 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._held.close()
         self._log_file.close()

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from engines import Prompt
-from serving import Server, completion, free_port
+from serving import Server, completion
 from support.daemon import Daemon, fetch, wait_until
+from support.ports import held_port
 
 FILE = Path(__file__).parent.parent.parent / "deploy/router/router.py"
 NAMES = ("one", "two")
@@ -56,11 +57,12 @@ class Router:
     """The example, run as its README describes."""
 
     def __init__(self, daemon: Daemon, servers: dict[str, Server]) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self._held, port = held_port()
+        self.url = f"http://127.0.0.1:{port}"
         engines = [text for name, server in servers.items() for text in ("--engine", f"{name}={server.url}")]
         self.process = subprocess.Popen(
             [
-                *(sys.executable, str(FILE), "--port", self.url.rpartition(":")[2]),
+                *(sys.executable, str(FILE), "--port", str(port)),
                 *("--daemon", f"http://127.0.0.1:{daemon.http_port}", *engines),
             ]
         )
@@ -90,6 +92,7 @@ class Router:
     def close(self) -> None:
         self.process.terminate()
         self.process.wait(10)
+        self._held.close()
 
 
 @pytest.fixture
