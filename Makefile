@@ -17,6 +17,8 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
+# Tests start hundreds of daemons; each would compile its sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
 PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))

@@ -29,7 +29,7 @@ from kvserver.protocol import ConfigError
 log = logging.getLogger(__name__)
 
 STALL_SECONDS = 5.0  # most for one call
-_CLOSE_SECONDS = 2.0  # to handle queued events; the same again for close()
+CLOSE_SECONDS = 2.0  # to handle queued events; the same again for close()
 
 
 class Observers:
@@ -42,11 +42,12 @@ class Observers:
         direct: Mapping[str, KVEventObserver],
         limit: int = QUEUE_COST,
         stall_seconds: float = STALL_SECONDS,
+        close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         """`own`: the daemon's observers by name. `direct`: those that change memory only, for a bounded number of chunks an
         event, so that hand_over() can call them. ConfigError if the settings name an observer that is not installed.
         """
-        self._limit, self._stall_seconds = limit, stall_seconds
+        self._limit, self._stall_seconds, self._close_seconds = limit, stall_seconds, close_seconds
         self._direct = [_Direct(name, observer) for name, observer in direct.items()]
         self._threaded: list[_Threaded] = []
         self._failed: dict[str, str] = {}  # why an observer could not be made, by name
@@ -100,12 +101,12 @@ class Observers:
             runner.finish()
         for direct in self._direct:
             direct.close()
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + self._close_seconds
         late = [runner for runner in runners if not runner.join(deadline)]
         for runner in late:
-            runner.cut_off(f"it had not handled all events within {_CLOSE_SECONDS:g} s at the daemon's end")
+            runner.cut_off(f"it had not handled all events within {self._close_seconds:g} s at the daemon's end")
         for runner in late:
-            runner.join(deadline + _CLOSE_SECONDS)
+            runner.join(deadline + self._close_seconds)
 
     # ---- making -------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ _MOST_REPLAYS = 64
 _MOST_REQUEST_BYTES = 4096  # of a subscription or a replay request; a longer one ends the connection
 _SLICE = 16  # batches replayed, or messages received, in one turn
 _STUCK_SECONDS = 30.0  # without progress; then the replay ends
-_RETRY_SECONDS = 5.0
+RETRY_SECONDS = 5.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -98,7 +98,7 @@ class StreamSockets:
                 socket.close(0)
             if self.state != (state := f"cannot bind {url}: {error}"):
                 log.error("KV events of %s (%s): %s", self._stream.model_name, self._stream.form, state)
-            self.state, self._retry_at = state, time.monotonic() + _RETRY_SECONDS
+            self.state, self._retry_at = state, time.monotonic() + RETRY_SECONDS
             return []
         self._pub, self._router = made[0], made[1] if made[1:] else None
         self.endpoint, *replay = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in made]

@@ -323,7 +323,7 @@ def test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker
     stored, make_engine, caplog, monkeypatch
 ):
     daemon = stored()
-    engine = make_engine(daemon)
+    engine = make_engine(daemon, extra={"kvserver.store_timeout_ms": 500})
     daemon.freeze()
     waited = [0.0]  # seconds, by pass; no answer ends a wait
     wait = Dispatcher.wait

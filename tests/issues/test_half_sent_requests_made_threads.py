@@ -20,10 +20,15 @@ from support.worker import Worker
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
+from kvserver.web import connections as connections_module
 from kvserver.web import pages as pages_module
+from kvserver.web.pages import StatusPages
 
 MOST_THREADS = 100  # of the whole daemon
 HALF = b"POST /cache/clear HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
+BODY = (
+    b"POST /kv/match HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,30 +85,42 @@ def test_half_sent_requests_take_a_bounded_number_of_threads_and_the_pages_answe
     worker.round_trip()
 
 
-def test_a_request_that_is_dripped_is_given_up_after_a_time_for_all_of_it(daemon: Daemon) -> None:
-    before = refused(daemon, "slow")
-    with contextlib.ExitStack() as at_end:
-        (slow,) = connected(daemon, at_end, 1, HALF)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPages]:
+    """The pages of a server in this process, with deadlines of a second."""
+    for module in (connections_module, pages_module):
+        monkeypatch.setattr(module, "REQUEST_SECONDS", 1.0)
+        monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
+    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as running:
+        yield running.pages
+
+
+@pytest.mark.parametrize(
+    ("begins", "drips"),
+    [(HALF, b"x"), (BODY + b"{", b""), (BODY + b"{", b" ")],
+    ids=["head", "body that stops", "body"],
+)
+def test_a_request_that_is_dripped_is_given_up_after_a_time_for_all_of_it(
+    impatient: StatusPages, begins: bytes, drips: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=10) as slow:
+        slow.sendall(begins)
         began = time.monotonic()
 
         def dripped() -> bool:
             with contextlib.suppress(OSError):
-                slow.send(b"x")
-            time.sleep(0.2)
+                slow.send(drips)
+            time.sleep(0.05)
             return not is_open(slow)
 
         wait_until(dripped, 20, "the connection ended although bytes arrived all the time")
-        assert time.monotonic() - began > 4, "a slow network is no attack"
-    assert refused(daemon, "slow") == before + 1
+        assert time.monotonic() - began > 0.9
+    assert impatient.status().refused["slow"] == 1
 
 
-def test_a_body_that_is_dripped_is_given_up_too(daemon: Daemon) -> None:
-    head = b"POST /kv/match HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
-    with contextlib.ExitStack() as at_end:
-        (slow,) = connected(daemon, at_end, 1, head + b"{")
-        began = time.monotonic()
-        wait_until(lambda: not is_open(slow), 20)
-        assert time.monotonic() - began > 4, "a slow network is no attack"
+def test_a_slow_network_is_no_attack() -> None:
+    assert connections_module.REQUEST_SECONDS > 4
+    assert connections_module.ANSWER_SECONDS > 4
 
 
 def test_a_connection_without_a_request_for_long_is_the_first_to_go_and_requests_are_answered(daemon: Daemon) -> None:
@@ -122,20 +139,19 @@ def test_a_connection_without_a_request_for_long_is_the_first_to_go_and_requests
         assert threads(daemon) < MOST_THREADS
 
 
-def test_an_answer_that_is_never_read_is_given_up(daemon: Daemon) -> None:
+def test_an_answer_that_is_never_read_is_given_up(impatient: StatusPages) -> None:
     """Its thread would wait for room in the socket."""
     many = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
-    with contextlib.ExitStack() as at_end:
-        deaf = socket.socket()
-        at_end.enter_context(deaf)
+    livez = f"http://127.0.0.1:{impatient.port}/livez"
+    with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.settimeout(1)
-        deaf.connect(("127.0.0.1", daemon.http_port))
+        deaf.connect(("127.0.0.1", impatient.port))
         with contextlib.suppress(TimeoutError):
             deaf.sendall(many)
-        assert daemon.http("/livez")[0] == 200
-        wait_until(lambda: refused(daemon, "unread") == 1, 60, "the answer was given up")
-    assert daemon.http("/livez")[0] == 200
+        assert fetch(livez)[0] == 200
+        wait_until(lambda: impatient.status().refused == {"unread": 1}, 60, "the answer was given up")
+    assert fetch(livez)[0] == 200
 
 
 def test_when_every_thread_answers_a_probe_still_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,35 +3,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import time
-from collections.abc import Callable
+from pathlib import Path
 
-from support.daemon import Daemon, wait_until
+import pytest
+from support.daemon import wait_until
+from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.worker import Worker
 
+from kvserver._native import CpuDevice, HostRegion
+from kvserver.copy import Devices
 from kvserver.protocol.client import Attachment
+from kvserver.server import lifeline
 
 
-def test_who_does_not_register_is_hung_up_on_and_a_worker_is_not(
-    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
-) -> None:
-    daemon = make_daemon()
-    worker = make_worker(daemon)
-    memory = os.memfd_create("test-unregistered")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.connect(str(daemon.sockets[1]))
-        attached = Attachment(str(daemon.sockets[1]), worker.hello.token, [memory] * 100)
+def unregistered() -> int:
+    """Descriptors of the memory that was never registered: the server is in this process."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += "test-unregistered" in os.readlink(link)
+    return count
+
+
+def test_who_does_not_register_is_hung_up_on_and_a_worker_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lifeline.SILENT_SECONDS > 5, "a slow worker has time"
+    monkeypatch.setattr(lifeline, "SILENT_SECONDS", 2.0)
+    devices = Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))
+    with (
+        running_server(devices) as running,
+        Worker(running.endpoint) as worker,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent,
+    ):
+        memory = os.memfd_create("test-unregistered")
+        path = worker.hello.fd_path
+        silent.connect(path)
+        attached = Attachment(path, worker.hello.token, [memory] * 100)
         os.close(memory)
-        began = time.monotonic()
-        wait_until(lambda: daemon.accounting()["attachments"] == 3)
-        before = daemon.open_memfds()
+        lifelines = running.parts.lifelines
+        wait_until(lambda: len(lifelines) == 3)
+        assert unregistered() == 100
         silent.settimeout(25)
         assert silent.recv(16) == b""
-        assert time.monotonic() - began > 5, "a slow worker has time"
         wait_until(lambda: not attached.alive(), 5)
         attached.close()
-    assert daemon.open_memfds() == before - 100
-    assert daemon.accounting()["attachments"] == 1
-    worker.round_trip()
+        wait_until(lambda: unregistered() == 0)
+        assert len(lifelines) == 1
+        worker.round_trip()

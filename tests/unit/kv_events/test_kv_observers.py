@@ -180,7 +180,7 @@ def test_what_is_queued_is_handed_over_before_the_end_and_each_is_closed(make: M
 
 
 def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
-    observers = make("stalls", "keeps")
+    observers = make("stalls", "keeps", close_seconds=0.3)
     observers.hand_over(stored(1))
     observers.close()
     assert "at the daemon's end" in row(observers, "stalls")["reason"]

@@ -20,6 +20,7 @@ from support.kv_feed import chunk, namespace_prefix
 from support.kv_publisher import Published
 from support.kv_subscriber import Subscriber, events_of
 
+from kvserver.kv_events import stream_sockets
 from kvserver.kv_events.publisher import publisher_families
 from kvserver.kv_events.types import KVChunk, Tier
 from kvserver.protocol import KVGroup
@@ -388,7 +389,10 @@ def test_addresses_of_further_streams_are_found_by_counting(publish: Callable[..
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("kv", "kv-2", "c.int")} == {0o600}
 
 
-def test_an_address_in_use_is_reported_and_the_snapshot_goes_on(publish: Callable[..., Published]) -> None:
+def test_an_address_in_use_is_reported_and_the_snapshot_goes_on(
+    publish: Callable[..., Published], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_sockets, "RETRY_SECONDS", 0.2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
