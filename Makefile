@@ -73,7 +73,7 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
 	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST) $(DAILY) $(ENGINE_TESTS) $(ARGS)
 
 test-long: $(VENV)/.installed $(VENV_VLLM)/.installed
-	$(VENV)/bin/$(PYTEST) -m long $(CORE_TESTS) $(ARGS)
+	KVSERVER_TEST_PROPERTIES=long $(VENV)/bin/$(PYTEST) -m "long or hypothesis" $(CORE_TESTS) $(ARGS)
 	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST) -m long $(ENGINE_TESTS) $(ARGS)
 
 check: $(VENV)/.installed

@@ -176,6 +176,9 @@ class World:
 
     # ---- what may happen ------------------------------------------------------------------------
 
+    def nothing(self) -> None:
+        pass
+
     def store(self, space: bytes, prompt: Prompt, copied: int) -> None:
         contents = None if prompt.tokens[0] == 0 else prompt
         self.described_keys |= set(contents.keys) if contents else set()
@@ -222,6 +225,7 @@ class World:
 
 ENGINE = st.integers(0, 1)
 OPERATIONS: dict[str, tuple[int, tuple[st.SearchStrategy[Any], ...]]] = {  # how often, and with what
+    "nothing": (1, ()),  # to which an operation shrinks
     "store": (16, (st.sampled_from(SPACES), PROMPTS, st.integers(0, 4))),
     "turn": (8, (st.booleans(),)),
     "request": (10, (ENGINE, st.integers(0, 4), st.booleans())),

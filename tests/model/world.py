@@ -747,6 +747,10 @@ class World:
             pass
         assert self.cache.pool.used_pages == 0
         self.lifelines.shut()
+        self.close()
+
+    def close(self) -> None:
+        """Also after a failure."""
         self.parts.observability.close(list)
         logging.getLogger("kvserver").removeHandler(self._watcher)
 

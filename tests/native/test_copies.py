@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.properties import Dice, examples, walks
 from support.worker import Geometry, Memory, awkward
 
 from kvserver._native import NO_BLOCK, Direction, Outcome
@@ -60,15 +63,14 @@ def random_job(rng: random.Random, device: Device, geometry: Geometry) -> Job | 
     return Job(rng.sample(range(geometry.num_blocks), count), pages, pages_per_slot, blocks_per_slot, skip)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_stores_and_loads_of_any_geometry_move_these_bytes_and_no_others(seed: int) -> None:
-    rng = random.Random(seed)
-    random.seed(seed)
-    page_bytes = rng.choice([16, 64, 100, 509, 4096])
-    device = Device(DEVICE_PAGES, page_bytes, threads=rng.randint(1, 4))
+@given(page_bytes=st.sampled_from([16, 64, 100, 509, 4096]), threads=st.integers(1, 4), steps=walks(10))
+@examples(30)
+def test_stores_and_loads_of_any_geometry_move_these_bytes_and_no_others(
+    page_bytes: int, threads: int, steps: list[Dice]
+) -> None:
+    device = Device(DEVICE_PAGES, page_bytes, threads=threads)
     l1 = device.fill_l1()
-    for step in range(25):
-        where = f"seed {seed} step {step}"
+    for rng in steps:
         l0 = L0(device, random_geometry(rng, page_bytes))
         job = random_job(rng, device, l0.geometry)
         if job is None:
@@ -76,17 +78,17 @@ def test_stores_and_loads_of_any_geometry_move_these_bytes_and_no_others(seed: i
         moved = len(job.blocks) * l0.geometry.block_bytes
         image, expected = l0.memory.image(), l1_after_store(l1, job, l0.memory, page_bytes)
         end = device.store(l0, job)
-        assert (end.outcome, end.bytes) == (Outcome.DONE, moved), where
+        assert (end.outcome, end.bytes) == (Outcome.DONE, moved)
         l1 = device.read_l1()
-        assert l1 == expected, where
-        assert l0.memory.image() == image, where
+        assert l1 == expected
+        assert l0.memory.image() == image
 
         l0.memory.fill()
         again = random_job(rng, device, l0.geometry) or job
         wanted = l0_after_load(l1, again, l0.memory, page_bytes)
-        assert device.load(l0, again).outcome == Outcome.DONE, where
-        assert l0.memory.image() == wanted, where
-        assert device.read_l1() == l1, where
+        assert device.load(l0, again).outcome == Outcome.DONE
+        assert l0.memory.image() == wanted
+        assert device.read_l1() == l1
         device.unmap(l0.mappings)
 
 
@@ -160,14 +162,14 @@ def random_groups(rng: random.Random, groups: int) -> Geometry:
     return Geometry(num_blocks, 16, (num_blocks * stride,), tuple(planes))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_groups_over_the_same_bytes_are_copied_block_by_block_and_holes_left_alone(seed: int) -> None:
-    rng = random.Random(seed)
-    random.seed(seed)
-    device = Device(DEVICE_PAGES * 4, rng.choice([64, 509, 4096]), threads=rng.randint(1, 4))
+@given(page_bytes=st.sampled_from([64, 509, 4096]), threads=st.integers(1, 4), steps=walks(8))
+@examples(30)
+def test_groups_over_the_same_bytes_are_copied_block_by_block_and_holes_left_alone(
+    page_bytes: int, threads: int, steps: list[Dice]
+) -> None:
+    device = Device(DEVICE_PAGES * 4, page_bytes, threads=threads)
     l1 = device.fill_l1()
-    for step in range(20):
-        where = f"seed {seed} step {step}"
+    for rng in steps:
         l0 = L0(device, random_groups(rng, rng.randint(2, 4)))
         groups, size = l0.geometry.groups, l0.geometry.block_bytes
         per_slot = rng.randint(1, 3)
@@ -178,16 +180,16 @@ def test_groups_over_the_same_bytes_are_copied_block_by_block_and_holes_left_alo
             continue
         pages = scattered(rng, device.pages, slots * pages_per_slot)
 
-        def blocks(count: int, l0: L0 = l0) -> list[tuple[int, ...]]:
+        def blocks(count: int, l0: L0 = l0, rng: Dice = rng) -> list[tuple[int, ...]]:
             ids = iter(rng.sample(range(l0.geometry.num_blocks), count * l0.geometry.groups))
             return [tuple(next(ids) for _ in range(l0.geometry.groups)) for _ in range(count)]
 
         job = Job(blocks(positions), pages, pages_per_slot, per_slot)
         image, expected = l0.memory.image(), l1_after_store(l1, job, l0.memory, device.page_bytes)
-        assert device.store(l0, job).bytes == positions * size, where
+        assert device.store(l0, job).bytes == positions * size
         l1 = device.read_l1()
-        assert l1 == expected, where
-        assert l0.memory.image() == image, where
+        assert l1 == expected
+        assert l0.memory.image() == image
 
         l0.memory.fill()
         skip = rng.randrange(positions)
@@ -199,10 +201,10 @@ def test_groups_over_the_same_bytes_are_copied_block_by_block_and_holes_left_alo
         again = Job(holed, pages, pages_per_slot, per_slot, skip)
         wanted = l0_after_load(l1, again, l0.memory, device.page_bytes)
         end = device.load(l0, again)
-        assert end.outcome == Outcome.DONE, where
+        assert end.outcome == Outcome.DONE
         assert end.bytes == sum(p.run_bytes for ids in holed for p in l0.geometry.planes if ids[p.group] != NO_BLOCK)
-        assert l0.memory.image() == wanted, where
-        assert device.read_l1() == l1, where
+        assert l0.memory.image() == wanted
+        assert device.read_l1() == l1
         device.unmap(l0.mappings)
 
 

@@ -1,11 +1,12 @@
 """How the properties are tried: the same examples in each run, or with KVSERVER_TEST_PROPERTIES=long many more, drawn anew.
 
-With KVSERVER_TEST_PROPERTIES=unshrunk a failure is reported as it was found. Owns: the profiles of Hypothesis, and damage to bytes. Import it before a test is decorated.
+With KVSERVER_TEST_PROPERTIES=unshrunk a failure is reported as it was found. Owns: the profile of Hypothesis, walks, damage to bytes. Import it before a test is decorated.
 """
 
 from __future__ import annotations
 
 import os
+import random
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -26,8 +27,25 @@ settings.load_profile("kvserver")
 
 
 def examples(count: int, steps: int = 50) -> settings:
-    """So many examples, of a state machine with so many steps each; twenty times as many in a long run."""
-    return settings(max_examples=count * (20 if MODE == "long" else 1), stateful_step_count=steps)
+    """So many examples, of a state machine with so many steps each; ten times as many in a long run."""
+    return settings(max_examples=count * (10 if MODE == "long" else 1), stateful_step_count=steps)
+
+
+class Dice(random.Random):
+    """What one step of a walk draws. A walk is a list of these, so that it shrinks to the steps that matter."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"Dice({self.number})"
+
+
+def walks(most: int) -> st.SearchStrategy[list[Dice]]:
+    """Walks of nearly so many steps. A step of the number 0 is left out, which is how a walk shrinks."""
+    numbers = st.lists(st.integers(0, (1 << 32) - 1), min_size=most, max_size=most)
+    return numbers.map(lambda drawn: [Dice(number) for number in drawn if number])
 
 
 def damaged(wholes: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:

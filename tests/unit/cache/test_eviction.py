@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.properties import examples
@@ -101,6 +102,7 @@ class Shelf(RuleBasedStateMachine):
         self.evict()
 
 
+@pytest.mark.hypothesis
 def test_the_least_recently_used_is_evicted_first_and_what_is_incomplete_before_it() -> None:
     run_state_machine_as_test(Shelf, settings=examples(100))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.properties import Dice, examples, walks
 from support.slots import pages_of, slot_of
 
 from kvserver.cache import Index
@@ -80,12 +81,12 @@ def test_a_chunk_counts_the_pages_of_all_its_ranks() -> None:
     assert chunk.page_count == 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
-def test_a_chunk_keeps_the_slots_of_its_ranks_apart_in_any_order_of_changes(ranks: int) -> None:
-    rng = random.Random(ranks)
+@given(ranks=st.sampled_from([1, 2, 8, 64]), steps=walks(50))
+@examples(30)
+def test_a_chunk_keeps_the_slots_of_its_ranks_apart_in_any_order_of_changes(ranks: int, steps: list[Dice]) -> None:
     chunk = Index().add_chunk(Index().find_or_make_namespace(ONE, ranks), b"a")
     expected: dict[int, list[int]] = {}
-    for _ in range(500):
+    for rng in steps:
         rank = rng.randrange(ranks)
         pages = rng.sample(range(1 << 20), rng.randint(0, 5))
         chunk.set_slot(rank, slot_of(pages))

@@ -276,6 +276,7 @@ class Slots(RuleBasedStateMachine):
         assert list(extents(self.pool.allocate_pages(self.pool.pages) or b"")) == [(0, self.pool.pages)], "some is lost"
 
 
+@pytest.mark.hypothesis
 def test_slots_agree_with_the_plain_model_whatever_is_allocated_freed_and_pinned() -> None:
     run_state_machine_as_test(Slots, settings=examples(60, steps=100))
 

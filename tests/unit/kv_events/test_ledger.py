@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
+
+from hypothesis import given
+from support.properties import examples, walks
 
 from kvserver.kv_events.ledger import Ledger
 from kvserver.kv_events.types import Description
@@ -36,9 +38,11 @@ def test_a_removal_without_a_store_is_counted():
     assert ledger.unbalanced == 2
 
 
-def test_random_chunks_agree_with_a_counter():
-    generator, ledger, model, there = random.Random(7), Ledger(), Counter(), []
-    for _ in range(3000):
+@given(steps=walks(100))
+@examples(20)
+def test_random_chunks_agree_with_a_counter(steps):
+    ledger, model, there = Ledger(), Counter(), []
+    for generator in steps:
         if there and generator.random() < 0.5:
             names = there.pop(generator.randrange(len(there)))
             model.subtract(names)

@@ -6,6 +6,8 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
+from hypothesis import given
+from support.properties import examples, walks
 
 from kvserver.config import Settings
 from kvserver.kv_events import ObserverContext
@@ -180,14 +182,15 @@ def test_what_an_instance_shows_is_what_its_tiers_hold(index):
     assert index.instance("absent") is None
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_events_agree_with_a_plain_model(index, seed):
-    generator = random.Random(seed)
+@given(steps=walks(100))
+@examples(20)
+def test_random_events_agree_with_a_plain_model(steps):
+    index = KVIndex(64 << 20, follow_engines=True)
     prompts = [prompt_of(n) for n in range(3)]
     prompts += [prompt[:18] + prompt_of(9)[18:] for prompt in prompts]
     held = defaultdict(Counter)  # by namespace and tier: keys
     readers = {}
-    for _ in range(600):
+    for generator in steps:
         namespace = generator.choice(PREFIXES) + generator.choice([b"", LORA])
         tier, prompt = generator.choice(list(Tier)), generator.choice(prompts)
         one = chunk(prompt, generator.randrange(10))
@@ -215,3 +218,4 @@ def test_random_events_agree_with_a_plain_model(index, seed):
                 ([*flags, False]).index(False) * CHUNK_BLOCKS for flags in (has[Tier.L1], has[Tier.L2], both)
             )
             assert match(index, prompt, name) == Match(0, l1, l2, best)
+    index.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from hypothesis import given
+from support.properties import Dice, examples, walks
 from support.worker import make_keys
 
 from kvserver.cache import POLICIES, Cache, PagePool
@@ -16,9 +16,11 @@ PAGE = 4096
 A, B = b"a" * 32, b"b" * 32
 
 
-@pytest.fixture
-def cache() -> Cache:
+def make_cache() -> Cache:
     return Cache(PagePool(10 * PAGE, PAGE), POLICIES["lru"]())
+
+
+cache = pytest.fixture(make_cache)
 
 
 def store(
@@ -115,12 +117,12 @@ def test_names_without_end_are_one_series() -> None:
     cache.audit()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_sums_of_all_models_are_those_of_l1(cache: Cache, seed: int) -> None:
-    rng = random.Random(seed)
-    keys = make_keys(12, seed)
+@given(steps=walks(100))
+@examples(20)
+def test_the_sums_of_all_models_are_those_of_l1(steps: list[Dice]) -> None:
+    cache, keys = make_cache(), make_keys(12, "walk")
     open_plans = []
-    for _ in range(400):
+    for rng in steps:
         namespace, model, ranks = rng.choice([(A, "a", 1), (B, "b", 2), (b"c" * 32, "a", 1)])
         match rng.randrange(6):
             case 0 | 1 | 2:
