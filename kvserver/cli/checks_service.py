@@ -83,18 +83,18 @@ def endpoint_folder(machine: Machine) -> Finding:
 
 def daemon(machine: Machine) -> Finding:
     url = machine.settings.endpoint
-    path = Path(url.removeprefix("ipc://"))
-    if url.startswith("ipc://") and not path.exists():
-        return warning(f"none at {url}", _serve_command(machine))
+    if not has_listener(url):
+        dead = ", only a dead daemon's socket" if Path(url.removeprefix("ipc://")).exists() else ""
+        return warning(f"none at {url}{dead}", _serve_command(machine))
     try:
         with Client(url, timeout=_HELLO_SECONDS) as client:
             hello = client.hello("doctor")
     except RequestFailed as error:
         return problem(f"{url} answers: {error}", f"install one version everywhere; this one is {__version__}")
     except TimeoutError:
-        if url.startswith("ipc://") and has_listener(url):
+        if url.startswith("ipc://"):
             return problem(f"the daemon at {url} does not answer", "kvserver status; then restart it")
-        return warning(f"none at {url}, only a dead daemon's socket", _serve_command(machine))
+        return warning(f"none at {url}", _serve_command(machine))
     except Exception as error:  # ZMQ's, for an invalid address
         return problem(f"{url}: {error}", "give --endpoint ipc:///path or tcp://127.0.0.1:port")
     text = f"kvserver {hello.server_version} answers at {url}, protocol {hello.protocol_version}"

@@ -171,7 +171,7 @@ def test_leases_that_expire_together_end_in_slices() -> None:
         rig.turns.counting = True
         wait_until(lambda: not rig.cache.lease_count, seconds=30)
 
-    assert worst_part(expire, MANY, lease_seconds=3.0) < 1.3 * worst_part(expire, FEW, lease_seconds=3.0)
+    assert worst_part(expire, MANY, lease_seconds=1.5) < 1.3 * worst_part(expire, FEW, lease_seconds=1.5)
 
 
 def test_a_store_waits_for_the_leases_of_a_disconnected_engine() -> None:

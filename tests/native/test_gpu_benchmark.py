@@ -67,6 +67,7 @@ def test_the_benchmark_writes_every_section_as_json_and_as_a_table_and_states_th
     assert "best kShortStoreBytes, kShortLoadBytes: store" in table
 
 
+@pytest.mark.long
 def test_parts_whose_time_is_over_are_ended_and_named_and_what_they_measured_stays(tmp_path: Path) -> None:
     done = gpu_all(tmp_path, "bench", "--only", "runs,transfers", "--rounds", "100", KVSERVER_GPU_SECONDS="12")
     assert done.returncode == 1
