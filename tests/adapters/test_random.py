@@ -1,4 +1,4 @@
-"""Many requests at once, in too few blocks, with everything that can happen to them, for a while.
+"""Many requests at once, in too few blocks, with everything that can happen to them.
 
 Each forward asserts the bytes of every block that any request attends to; at the end every request has
 its tokens, none hangs, and every block is back in the pool.
@@ -15,9 +15,9 @@ from modelless import Engine, prompt
 from support.daemon import wait_until
 
 CHUNK = 64
-SECONDS = 2.0  # at least; what happens depends on the machine's pace, so it goes on until enough was loaded
-MOST_SECONDS = 40.0
+STEPS = 400  # at least; what happens depends on the machine's pace, so it goes on until enough was loaded
 LOADS = 5
+HANGS_SECONDS = 120.0
 
 
 class Chaos:
@@ -32,10 +32,12 @@ class Chaos:
         self.families = [prompt(seed * 100 + i, 6 * CHUNK) for i in range(4)]
 
     def run(self) -> None:
-        start = time.monotonic()
-        while (ran := time.monotonic() - start) < SECONDS or (self.loaded < LOADS and ran < MOST_SECONDS):
+        steps, deadline = 0, time.monotonic() + HANGS_SECONDS
+        while steps < STEPS or self.loaded < LOADS:
+            assert time.monotonic() < deadline, f"{steps} steps, {self.loaded} loads"
             self.act()
             self.engine.step()
+            steps += 1
         self.wait_for_all()
 
     @property
@@ -125,5 +127,4 @@ def test_a_random_run_ends_with_right_tokens_and_all_blocks_free(make_daemon, ma
         f"{engine.connector.scheduler.counters['quarantined_blocks']} blocks quarantined, {chaos.happened}, "
         f"not sent { ({name: n for name, n in engine.worker.worker.counters.items() if name.startswith('not_sent')}) }"
     )
-    assert chaos.loaded >= LOADS
     daemon.wait_for_accounting(tickets=0, pins=0)

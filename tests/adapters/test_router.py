@@ -222,8 +222,9 @@ def test_without_a_word_of_the_daemon_the_engine_with_the_fewest_requests_answer
         scene.one.goes_on.clear()
         scene.two.goes_on.clear()
         first, second = (asyncio.ensure_future(scene.complete(prompt)) for _ in range(2))
-        while len(scene.one.asked) + len(scene.two.asked) < 2:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(scene.one.asked) + len(scene.two.asked) < 2:
+                await asyncio.sleep(0.01)
         assert (len(scene.one.asked), len(scene.two.asked)) == (1, 1)
         scene.one.goes_on.set()
         scene.two.goes_on.set()

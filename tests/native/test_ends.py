@@ -274,8 +274,10 @@ class TestTickets:
         wait_for_state(l0, State.RUNNING)
         progress = threading.Thread(target=lambda: [sum(range(1000)) for _ in range(1000)])
         progress.start()
+        deadline = time.monotonic() + 60
         while l0.words.state(0) == State.RUNNING:
             turns += 1
+            assert time.monotonic() < deadline
         progress.join()
         assert device.wait(ticket).outcome == Outcome.DONE
         assert turns > 1000
@@ -286,9 +288,11 @@ class TestTickets:
         job = Job(range(1, 17), range(16384), 1024, 1)
         tickets = [device.submit(LOAD, l0, job) for _ in range(8)]
         turns = 0
+        deadline = time.monotonic() + 60
         while len(device.ended) < len(tickets) + 1:
             device.drain()
             turns += 1
+            assert time.monotonic() < deadline
         assert all(device.ended[ticket].outcome == Outcome.DONE for ticket in tickets)
         assert turns > 1000, "the interpreter stood still while half a gigabyte was copied"
 

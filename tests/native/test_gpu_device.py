@@ -355,8 +355,9 @@ class TestFailures:
 
     def assert_quiet(self, device: Device, gpu: FakeGpu, l0: L0, job: Job) -> None:
         """Work after the loss makes no call; unmaps are done, and end as DONE."""
-        before: dict[str, int] = {}
+        before, deadline = {}, time.monotonic() + 60
         while before != gpu.calls:  # a thread may have been on its way into a call
+            assert time.monotonic() < deadline, "calls go on"
             before = gpu.calls
             time.sleep(0.1)
         assert device.store(l0, job).outcome == device.load(l0, job).outcome == Outcome.DEVICE_LOST

@@ -71,8 +71,9 @@ class Lane:
 
     def steady(self) -> int:
         """The same, once it does not change any more."""
-        seen = -1
+        seen, deadline = -1, time.monotonic() + 60
         while seen != (seen := self.queued()):
+            assert time.monotonic() < deadline, "it still changes"
             time.sleep(0.1)
         return seen
 

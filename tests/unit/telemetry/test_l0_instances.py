@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 from support.block_lifetimes import (
@@ -461,11 +462,13 @@ def test_metrics_read_while_reports_are_applied_are_of_one_moment() -> None:
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
-    while reads < 20:
+    deadline = time.monotonic() + 60
+    while reads < 20 and time.monotonic() < deadline:
         engine.report(batch)
     stop.set()
     for reader in readers:
         reader.join()
+    assert reads >= 20
     assert not wrong
     assert engine.metric("allocations") == engine.sequence * len(everything)
 
