@@ -15,8 +15,6 @@ from kvserver.events import (
     InstanceDescribed,
     InstanceDisconnected,
     L1Cleared,
-    L1Resynced,
-    ResyncPart,
 )
 from kvserver.kv_events import Hub, ReaderCame, ReaderGone
 from kvserver.kv_events import hub as hub_module
@@ -38,9 +36,6 @@ class WitnessedHub:
 
     def evicted(self, keys: list[bytes], namespace: bytes = HERE) -> None:
         self.hub.handle(ChunksEvicted(6, namespace, b"".join(keys)))
-
-    def resynced(self, part: ResyncPart, keys: list[bytes] | None = None, namespace: bytes = HERE) -> None:
-        self.hub.handle(L1Resynced(7, part, namespace, b"".join(keys or [])))
 
     def described(self, prompt: Prompt, *args: Any, namespace: bytes = HERE, **changes: Any) -> None:
         self.hub.handle(prompt.described(namespace, *args, **changes))
@@ -271,33 +266,3 @@ def test_a_snapshot_is_of_one_namespace_prefix_and_names_the_last_event(world: W
     number, chunks = world.hub.snapshot(HERE)
     assert number == 3
     assert sorted(chunk.key for chunk in chunks) == sorted(one.keys * 2)
-
-
-# ---- resyncs ----------------------------------------------------------------------------------
-
-
-def test_a_resync_publishes_only_what_was_missed(world: WitnessedHub) -> None:
-    one = Prompt(range(48))
-    world.described(one)
-    world.stored(one.keys[:4])
-    world.resynced(ResyncPart.BEGIN)
-    assert len(world.hub.snapshot(b"")[1]) == 4, "chunks stay known during a resync"
-    world.resynced(ResyncPart.SLICE, one.keys[2:5])
-    world.evicted(one.keys[2:3])  # between the slices
-    world.stored(one.keys[5:6])
-    world.resynced(ResyncPart.END)
-    assert {key for _, key in world.witness.resident} == set(one.keys[3:6])
-    assert all(chunk.description is not None for chunk in world.witness.resident.values())
-    assert world.hub.status().recounts == 1
-
-
-def test_a_resync_that_begins_again_forgets_nothing(world: WitnessedHub) -> None:
-    one = Prompt(range(48))
-    world.stored(one.keys[:4])
-    world.resynced(ResyncPart.BEGIN)
-    world.resynced(ResyncPart.SLICE, one.keys[:1])
-    world.resynced(ResyncPart.BEGIN)
-    world.resynced(ResyncPart.SLICE, one.keys[:3])
-    world.resynced(ResyncPart.END)
-    assert {key for _, key in world.witness.resident} == set(one.keys[:3])
-    assert len(world.witness.events) == 2

@@ -22,7 +22,7 @@ from support.kv_subscriber import Subscriber, events_of
 
 from kvserver.kv_events import stream_sockets
 from kvserver.kv_events.publisher import publisher_families
-from kvserver.kv_events.types import KVChunk, Tier
+from kvserver.kv_events.types import KVChunk
 from kvserver.protocol import KVGroup
 from kvserver.protocol.kv_status import PublisherStatus
 
@@ -60,16 +60,6 @@ def published(publish: Callable[..., Published]) -> Published:
 
 def types(payload: bytes) -> list[str]:
     return [event["type"] for event in events_of(payload)]
-
-
-def test_a_subscriber_learns_what_is_stored_and_removed_in_each_tier(published: Published) -> None:
-    subscriber, one, other = published.subscriber(), chunk("a", "b"), chunk("c", "d", parent="b")
-    published.feed.stored(HERE, one, other)
-    published.feed.stored(HERE, one, tier=Tier.L2)
-    subscriber.follow(lambda: subscriber.blocks.resident == published.feed.blocks(HERE))
-    assert {medium for medium, _, _ in subscriber.blocks.resident} == {"CPU", "STORAGE"}
-    published.feed.removed(HERE, one)
-    subscriber.follow(lambda: subscriber.blocks.resident == published.feed.blocks(HERE))
 
 
 def test_a_batch_is_closed_by_time_and_numbers_count_up_from_the_boot(published: Published) -> None:
@@ -185,31 +175,6 @@ def test_a_replay_of_everything_begins_with_the_first_batch(published: Published
     assert batches == [(published.boot_micros, ["AllBlocksCleared"]), (last, ["BlockStored"])]
     assert [payload for _, _, payload in subscriber.replay(last + 1) if types(payload)] == []
     assert subscriber.replay(1 << 63) == []
-
-
-def test_a_restart_shows_as_a_gap_whose_replay_clears_what_was(
-    publish: Callable[..., Published], tmp_path: Path
-) -> None:
-    paths = {"kv_events_endpoint": f"ipc://{tmp_path}/e", "kv_events_replay_endpoint": f"ipc://{tmp_path}/r"}
-    old = publish(**paths)
-    old.feed.reader_connected("engine", HERE)
-    subscriber = old.subscriber()
-    old.feed.stored(HERE, chunk("a"), chunk("b"))
-    old.catch_up(subscriber)
-    old.publisher.close()
-    lost = subscriber.receive()
-    assert lost is not None
-    assert types(lost[2]) == ["AllBlocksCleared"]  # which this subscriber misses
-    new = publish(**paths)
-    new.feed.reader_connected("engine", HERE)
-    new.feed.stored(HERE, chunk("c"))
-    greeting = subscriber.receive()
-    assert greeting is not None
-    assert greeting[1] == new.boot_micros > subscriber.last
-    assert types(greeting[2]) == ["AllBlocksCleared"]
-    new.feed.stored(HERE, chunk("d"))
-    new.catch_up(subscriber)
-    assert subscriber.blocks.resident == new.feed.blocks(HERE)
 
 
 def test_a_replay_of_batches_no_longer_kept_begins_with_the_oldest_kept(publish: Callable[..., Published]) -> None:
@@ -337,15 +302,6 @@ def test_a_late_instance_brings_blocks_that_are_resident_already(published: Publ
     published.feed.removed(elsewhere + b"lora", *chunks[:100])
     published.catch_up(subscriber)
     assert subscriber.blocks.resident == published.feed.blocks(HERE, elsewhere)
-
-
-def test_chunks_without_a_description_are_not_announced(published: Published) -> None:
-    subscriber = published.subscriber()
-    bare = KVChunk(b"k" * 32)
-    published.feed.stored(HERE, bare, chunk("a"))
-    published.feed.removed(HERE, bare)
-    published.catch_up(subscriber)
-    assert subscriber.blocks.resident == published.feed.blocks(HERE)
 
 
 def test_there_are_at_most_64_streams(publish: Callable[..., Published]) -> None:
