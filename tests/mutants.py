@@ -950,6 +950,11 @@ SCHEDULER_HALF = (
         ("adapters/test_reuse.py::test_a_second_engine_loads_what_the_first_one_stored",),
     ),
     Mutant(
+        "a dead daemon's socket is queried",
+        LINK, "absence", "not has_listener(endpoint)", "False",
+        ("issues/adapters/test_an_engine_waited_for_a_daemon_that_was_dead.py",),
+    ),
+    Mutant(
         "a breaker that opened stays open",
         LINK, "Breaker.answered", "was_open, self._failures = self.open, 0", "was_open = self.open",
         ("adapters/test_failures.py::test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker_is_open",),
