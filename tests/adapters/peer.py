@@ -15,6 +15,15 @@ from kvserver.protocol import PROTOCOL_VERSION, HelloReply, Reply, Request, deco
 from kvserver.protocol.client import Channel
 
 
+class CountedChannel(Channel):
+    sent = 0
+
+    def send(self, request: Request) -> int | None:
+        number = super().send(request)
+        self.sent += number is not None
+        return number
+
+
 class SetLink:
     """A link whose session a test sets."""
 
@@ -25,7 +34,7 @@ class SetLink:
 
     def connect(self) -> Channel:
         """A new session."""
-        channel = Channel(self._endpoint)
+        channel = CountedChannel(self._endpoint)
         self.session = Session(HelloReply(PROTOCOL_VERSION, "0", "boot", 64, "", ""), channel)
         return channel
 
@@ -50,6 +59,12 @@ class Peer:
 
     def listen(self) -> None:
         self._router.bind(self.endpoint)
+
+    @property
+    def sent(self) -> int:
+        """The requests of this session so far."""
+        channel = self.link.session.channel if self.link.session is not None else None
+        return channel.sent if isinstance(channel, CountedChannel) else 0
 
     def receive(self, seconds: float) -> tuple[Any, Request] | None:
         """(what reply() needs, the message)."""

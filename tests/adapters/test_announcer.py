@@ -114,10 +114,12 @@ class Stage:
     def end_pass(self, seconds: float = 1.0) -> bool:
         """Whether it asked the peer. Time passes before."""
         self.clock.now += seconds
+        sent = self._peer.sent
         self.announcer.request_events()
-        received = self._peer.receive(0.02 if self._peer.link.session is not None else 0)
-        if received is None:
+        if self._peer.sent == sent:
             return False
+        received = self._peer.receive(10)
+        assert received is not None
         frames, request = received
         assert isinstance(request, TakeKVEvents)
         self.asked.append(request)
