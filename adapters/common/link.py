@@ -42,6 +42,7 @@ _REGISTER_SECONDS = 10.0
 _REFRESH_SECONDS = 1.0  # between two refreshes, at least
 GPU_MARGIN_SECONDS = 1.0  # from the daemon's death until its driver has ended what it still had queued
 _RETRY_SECONDS = (0.1, 1.0)  # first and largest pause between attempts
+_ABSENT_SECONDS = 0.25  # the largest while there is no daemon: the attempt is cheap then, and each request a miss
 
 
 @dataclass
@@ -196,7 +197,7 @@ class Link:
                 self._end(former)
             if session is None:
                 self._sleep(pause * random.uniform(0.5, 1.5))
-                pause = min(pause * 2, _RETRY_SECONDS[1])
+                pause = min(pause * 2, _ABSENT_SECONDS if self._why.reason == "no_daemon" else _RETRY_SECONDS[1])
                 continue
             replaced = False
             try:

@@ -65,8 +65,9 @@ class Channel:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, high_water_mark)
         self._socket.setsockopt(zmq.RCVHWM, high_water_mark * 4)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(
+            zmq.RECONNECT_IVL, 50
+        )  # milliseconds, always: an idle engine finds the next daemon at once
         self._socket.connect(endpoint)
         self._numbers = itertools.count(1)
         self._closed = weakref.finalize(self, _close, self._socket, self._context)

@@ -134,7 +134,7 @@ class Driver:
         return {
             "scheduler": dict(connector.scheduler.counters) if connector.scheduler else {},
             "worker": dict(worker.worker.counters) if worker.worker else {},
-            "connected": connector.scheduler is not None and connector.scheduler.connected,
+            "connected": all(half.cache_status.connected for half in (connector.scheduler, worker.worker) if half),
             "errors": dict(connector.errors + worker.errors if worker is not connector else connector.errors),
             "blocks_in_use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         }

@@ -183,7 +183,8 @@ class Engines:
         return engine if engine is not None and engine.process.poll() is None else None
 
     def wait_registered(self, daemon: Daemon) -> None:
-        """Until every running engine of this group is registered in the daemon, with a namespace."""
+        """Until every running engine of this group is registered in the daemon, with a namespace, and knows it: until then
+        the worker half drops stores."""
         live = [engine.wait_ready() for engine in self.live()]
         wait_until(
             lambda: sum(bool(i["namespace"]) for i in daemon.status()["instances"]) >= len(live),
@@ -192,7 +193,7 @@ class Engines:
         )
         for engine in live:
             if not engine.multiprocess:  # the other kind is not to be asked
-                wait_until(lambda e=engine: e.counters()["connected"], 10, "the scheduler half connected")
+                wait_until(lambda e=engine: e.counters()["connected"], 10, "both halves connected")
 
     def close(self) -> None:
         for engine in self._engines.values():
