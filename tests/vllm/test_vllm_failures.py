@@ -277,8 +277,7 @@ def test_a_request_aborted_while_it_loads_frees_its_blocks(
     first.generate([text])
     first.wait_for_stores()
     second.ask("add", request_id="gone", prompt=text, max_tokens=16)
-    second.ask("step", seconds=0.15)
-    assert copying(daemon)
+    wait_until(lambda: second.ask("step", seconds=0.01) and copying(daemon), 20, "the load to run")
     second.ask("abort", request_id="gone")
     assert not second.ask("step", seconds=20)["unfinished"]
     daemon.wait_for_accounting(tickets=0)
