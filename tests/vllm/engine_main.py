@@ -50,15 +50,11 @@ class Driver:
     def op_step(self, seconds: float, until: str | None = None) -> dict[str, Any]:
         """Step for so long, or until a request (or, for None, every request) is done."""
         deadline = time.monotonic() + seconds
-        longest = 0.0
         while time.monotonic() < deadline and self.engine.has_unfinished_requests() and until not in self.done:
-            began = time.monotonic()
             for output in self.engine.step():
                 if output.finished:
                     self.done[output.request_id.split("-")[0]] = output
-            longest = max(longest, time.monotonic() - began)
         return {
-            "longest_step": longest,
             "unfinished": self.engine.has_unfinished_requests(),
             "outputs": {name: describe(o) for name, o in self.done.items()},
         }
