@@ -249,7 +249,7 @@ def test_an_engine_killed_mid_copy_leaves_nothing_behind(
     shm = ownerless()
     victim = engines.start("victim", dtype="float32")
     victim.wait_ready()
-    daemon = start_daemon(**SLOW)
+    daemon = start_daemon(**SLOW | {"copy_delay_us": 80_000})  # its store takes two seconds
     standing = wait_until(
         lambda: daemon.accounting()["mappings"] // 2 == len(engines.live()) + 1 and daemon.accounting(), 30
     )
