@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from support.ports import held_port
+from support.ports import reserved_port
 
 FILE = Path(__file__).parent.parent.parent / "deploy/router/router.py"
 
@@ -252,8 +252,8 @@ def test_answers_stream_through(play):
 def test_an_engine_that_is_away_is_passed_over(play):
     async def act(scene):
         scene.kv.rows = [row("one", 9, 9), row("two")]
-        held, port = held_port()
-        with held:
+        reservation, port = reserved_port()
+        with reservation:
             scene.router.engines[0].url = f"http://127.0.0.1:{port}"
             assert [await scene.complete() for _ in range(3)] == ["two"] * 3
 
@@ -283,8 +283,8 @@ def test_an_answer_that_breaks_amid_is_not_begun_anew(play):
 
 def test_without_any_engine_the_user_gets_an_error(play):
     async def act(scene):
-        held, port = held_port()
-        with held:
+        reservation, port = reserved_port()
+        with reservation:
             for engine in scene.router.engines:
                 engine.url = f"http://127.0.0.1:{port}"
             async with scene.client.post("/v1/completions", json={"prompt": [1]}) as answer:

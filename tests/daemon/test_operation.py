@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import KVSERVER, Daemon, fetch, wait_until
-from support.ports import held_port
+from support.ports import reserved_port
 from support.raw import RawPeer
 from support.server import running_server
 from support.worker import make_keys
@@ -121,8 +121,8 @@ def test_the_sockets_are_for_their_user_only(make_daemon):
 
 
 def test_a_daemon_serves_over_loopback_tcp(make_daemon, make_worker, tmp_path):
-    held, port = held_port()
-    with held:
+    reservation, port = reserved_port()
+    with reservation:
         runtime = {"XDG_RUNTIME_DIR": str(tmp_path)}
         make_worker(make_daemon(endpoint=f"tcp://127.0.0.1:{port}", env=runtime)).round_trip()
 

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as tra
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from .ports import held_port
+from .ports import reserved_port
 
 
 @dataclass
@@ -140,6 +140,6 @@ def that_hangs() -> Iterator[str]:
 @contextlib.contextmanager
 def that_is_down() -> Iterator[str]:
     """host:port where no socket listens."""
-    held, port = held_port()
-    with held:
+    reservation, port = reserved_port()
+    with reservation:
         yield f"127.0.0.1:{port}"

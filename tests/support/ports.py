@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 
 
-def held_port() -> tuple[socket.socket, int]:
+def reserved_port() -> tuple[socket.socket, int]:
     """A port for a program that takes a number: it is bound, so that a connection is refused and the kernel gives it to no program that
     wants any port, but a server that is given the number can listen, since both set SO_REUSEADDR. The caller closes the socket at the end."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held, held.getsockname()[1]
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("127.0.0.1", 0))
+    return reservation, reservation.getsockname()[1]

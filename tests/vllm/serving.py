@@ -17,7 +17,7 @@ from typing import Any
 from engines import FORGETS, NICE, START_SECONDS, TIMEOUTS, Prompt
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from support.ports import held_port
+from support.ports import reserved_port
 
 MODEL = "tiny"
 
@@ -41,7 +41,7 @@ class Server:
         **options: object,
     ) -> None:
         self.engine_id = engine_id
-        self._held, self.port = held_port()
+        self._reservation, self.port = reserved_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         transfer = {
@@ -137,5 +137,5 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._held.close()
+        self._reservation.close()
         self._log_file.close()

@@ -15,7 +15,7 @@ import pytest
 from engines import Prompt
 from serving import Server, completion
 from support.daemon import Daemon, fetch, wait_until
-from support.ports import held_port
+from support.ports import reserved_port
 
 FILE = Path(__file__).parent.parent.parent / "deploy/router/router.py"
 NAMES = ("one", "two")
@@ -57,7 +57,7 @@ class Router:
     """The example, run as its README describes."""
 
     def __init__(self, daemon: Daemon, servers: dict[str, Server]) -> None:
-        self._held, port = held_port()
+        self._reservation, port = reserved_port()
         self.url = f"http://127.0.0.1:{port}"
         engines = [text for name, server in servers.items() for text in ("--engine", f"{name}={server.url}")]
         self.process = subprocess.Popen(
@@ -92,7 +92,7 @@ class Router:
     def close(self) -> None:
         self.process.terminate()
         self.process.wait(10)
-        self._held.close()
+        self._reservation.close()
 
 
 @pytest.fixture
