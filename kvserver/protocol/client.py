@@ -39,6 +39,7 @@ from kvserver.protocol.messages import (
 )
 
 R = TypeVar("R")
+_RECONNECT_MILLIS = 50  # from one attempt to the next, always: an idle engine finds the next daemon at once
 
 
 class RequestFailed(Exception):
@@ -65,9 +66,7 @@ class Channel:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, high_water_mark)
         self._socket.setsockopt(zmq.RCVHWM, high_water_mark * 4)
-        self._socket.setsockopt(
-            zmq.RECONNECT_IVL, 50
-        )  # milliseconds, always: an idle engine finds the next daemon at once
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLIS)
         self._socket.connect(endpoint)
         self._numbers = itertools.count(1)
         self._closed = weakref.finalize(self, _close, self._socket, self._context)
