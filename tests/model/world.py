@@ -118,6 +118,7 @@ class Operation(Call):
     blocks: list[Position]  # each belongs to the operation until `released`
     word: int
     sequence: int
+    deadline_ns: int = 0
     skip: int = 0
     ticket: int | None = None  # none was made: refused, or nothing to copy
     entries: list[tuple[Name, Entry, list[bytes]]] = field(default_factory=list)  # that it fills, with the content
@@ -478,7 +479,7 @@ class World:
             return
         for block in operation.blocks:
             rank.write(block, self.rng.randbytes(model.geometry.block_bytes))
-        deadline = int((self.now + (-1.0 if late else 60.0)) * 1e9)
+        deadline = operation.deadline_ns = int((self.now + (-1.0 if late else 60.0)) * 1e9)
         evictions = self.cache.evicted_chunks
         self.counts["stores"] += 1
         self.send(operation, Store(**self.wire(operation, variant, deadline_ns=deadline)))
@@ -626,7 +627,8 @@ class World:
         for entry in operation.readers:
             entry.readers -= 1
         if operation.direction == Direction.STORE:
-            counts = outcome == Outcome.DONE and rank.state == "open"
+            late = int(self.now * 1e9) > operation.deadline_ns
+            counts = outcome == Outcome.DONE and rank.state == "open" and not late
             for name, entry, content in operation.entries:
                 self.plain.store_ended(name, entry, rank.number, content if counts else None)
             if counts:

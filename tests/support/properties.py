@@ -43,9 +43,12 @@ class Dice(random.Random):
 
 
 def walks(most: int) -> st.SearchStrategy[list[Dice]]:
-    """Walks of nearly so many steps. A step of the number 0 is left out, which is how a walk shrinks."""
+    """Walks of nearly so many steps. A step of the number 0 is left out, which is how a walk shrinks.
+
+    Hypothesis prefers numbers of the source of loaded modules, so equal numbers of different steps are different dice.
+    """
     numbers = st.lists(st.integers(0, (1 << 32) - 1), min_size=most, max_size=most)
-    return numbers.map(lambda drawn: [Dice(number) for number in drawn if number])
+    return numbers.map(lambda drawn: [Dice(number * most + step) for step, number in enumerate(drawn) if number])
 
 
 def damaged(wholes: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
