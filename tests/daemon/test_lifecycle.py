@@ -348,7 +348,7 @@ class Dies:
 
 
 def test_readyz_fails_when_the_event_thread_has_died():
-    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as (parts, _, pages):
+    with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as (parts, _, pages, _):
         assert pages.not_ready() is None
         bus = parts.bus
         bus.subscribers = (Dies(),)

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 
 import msgspec
@@ -431,7 +430,7 @@ def test_a_daemon_that_was_idle_has_audited_its_accounting_and_serves_on(make_da
 
 
 def test_an_audit_on_request_states_whether_the_accounting_balances(monkeypatch, caplog):
-    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as (parts, _, pages):
+    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as (parts, _, pages, _):
         assert get(pages, "/audit", "POST") == (200, '{"audit": "balanced"}')
         monkeypatch.setattr(parts.cache.index, "chunk_count", 1)
         assert get(pages, "/audit", "POST") == (500, '{"audit": "unbalanced"}')
@@ -455,24 +454,19 @@ def test_readyz_fails_with_the_reason_while_the_loop_hangs_and_livez_does_not(mo
     """A loop that hangs needs a function that hangs in it, so this one runs in our own process."""
     monkeypatch.setattr(http, "STUCK_SECONDS", 1.2)  # an idle loop turns once a second
     monkeypatch.setattr(http, "LOOP_DEADLINE_SECONDS", 0.2)
-    release = threading.Event()
-    with (
-        running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as (_, server, pages),
-        contextlib.ExitStack() as at_end,
-    ):
-        at_end.callback(release.set)  # whatever fails below
+    with running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as running:
+        pages = running.pages
         assert get(pages, "/readyz") == (200, "ready\n")
         assert get(pages, "/status")[0] == 200
-        server.call(release.wait)
-        _, reason = wait_until(lambda: (found := get(pages, "/readyz"))[0] == 503 and found)
-        assert "the event loop has not turned for" in reason
-        assert get(pages, "/livez") == (200, "alive\n")
-        stale = json.loads(get(pages, "/status")[1])
-        assert stale["ready"] is False
-        assert stale["stale_seconds"] > 1
-        assert "\nkvserver_ready 0.0\n" in get(pages, "/metrics")[1]
-        assert get(pages, "/cache/clear", "POST") == (503, "the event loop does not answer\n")
-        release.set()
+        with running.loop_stopped():
+            _, reason = wait_until(lambda: (found := get(pages, "/readyz"))[0] == 503 and found)
+            assert "the event loop has not turned for" in reason
+            assert get(pages, "/livez") == (200, "alive\n")
+            stale = json.loads(get(pages, "/status")[1])
+            assert stale["ready"] is False
+            assert stale["stale_seconds"] > 1
+            assert "\nkvserver_ready 0.0\n" in get(pages, "/metrics")[1]
+            assert get(pages, "/cache/clear", "POST") == (503, "the event loop does not answer\n")
         wait_until(lambda: get(pages, "/readyz")[0] == 200)
         assert json.loads(get(pages, "/status")[1])["ready"] is True
 

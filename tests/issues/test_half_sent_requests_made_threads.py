@@ -157,19 +157,17 @@ def test_an_answer_that_is_never_read_is_given_up(impatient: StatusPages) -> Non
 def test_when_every_thread_answers_a_probe_still_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages wait for a loop that hangs. A loop that hangs needs a function that hangs in it, so this runs in our own process."""
     monkeypatch.setattr(pages_module, "LOOP_DEADLINE_SECONDS", 30.0)
-    release = threading.Event()
     with (
-        running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as (_, server, pages),
+        running_server(Devices(CpuDevice(HostRegion(MiB), 4096, 1))) as running,
         contextlib.ExitStack() as at_end,
+        running.loop_stopped(),
     ):
-        at_end.callback(release.set)  # whatever fails below
+        pages = running.pages
         url = f"http://127.0.0.1:{pages.port}"
-        server.call(release.wait)
         asking = [threading.Thread(target=fetch, args=(f"{url}/status", "GET", 60.0)) for _ in range(64)]
         for thread in asking:
             thread.start()
             at_end.callback(thread.join)
-        at_end.callback(release.set)
         wait_until(lambda: pages.status().answering == 64)
         code, body = fetch(f"{url}/status")
         assert (code, json.loads(body)["error"]) == (503, "busy")

@@ -64,7 +64,7 @@ class Rig:
         self.turns = turns
         self.chunks = chunks
         self.cache: Cache = running.parts.cache
-        self.call = running.server.call
+        self.loop_stopped = running.loop_stopped
         self.workers = running.parts.workers
         self.instances = running.parts.instances
         self.endpoint = running.endpoint
@@ -190,12 +190,11 @@ def test_a_store_waits_for_the_leases_of_a_disconnected_engine() -> None:
 def test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing() -> None:
     with rig(FEW) as running, running.engine(15 * FEW, 1) as large:
         keys, mappings = make_keys(1), running.workers.mappings
-        over = threading.Event()
-        stopped = running.call(over.wait)  # so that the loop finds the store and the end of its worker in one turn
-        large.begin_store(keys, large.blocks_for(1))
-        large.hang_up()
-        over.set()
-        stopped.result(10)
+        # The loop finds the store and the end of its worker in one turn.
+        with running.loop_stopped() as wait_for_request:
+            large.begin_store(keys, large.blocks_for(1))
+            wait_for_request()
+            large.hang_up()
         wait_until(lambda: running.workers.mappings == mappings - 2, what="its memory and words are unmapped")
         assert (running.cache.pins, running.cache.pool.unused_pages) == (0, running.cache.evicted_chunks)
         assert 0 < running.cache.evicted_chunks < FEW // 2
@@ -204,10 +203,7 @@ def test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothi
 
 def test_stores_of_several_engines_wait_in_turn() -> None:
     with rig(FEW) as running, running.engine(15 * FEW, 1) as large:
-        over = threading.Event()
-        stopped = running.call(over.wait)
-        first = large.begin_store(make_keys(1), large.blocks_for(1))
-        second = running.other.begin_store(make_keys(1), running.other.blocks_for(1))
-        over.set()
-        stopped.result(10)
+        with running.loop_stopped():
+            first = large.begin_store(make_keys(1), large.blocks_for(1))
+            second = running.other.begin_store(make_keys(1), running.other.blocks_for(1))
         assert [first.reply(), second.reply()] == [Stored(stored=1, skipped=0)] * 2

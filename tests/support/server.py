@@ -6,9 +6,11 @@ import contextlib
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import zmq
 
 from kvserver.cache import Cache, PagePool
 from kvserver.cache.eviction import LeastRecentlyUsed
@@ -27,10 +29,33 @@ class Running(NamedTuple):
     parts: Parts
     server: Server
     pages: StatusPages
+    router: zmq.Socket[bytes]
 
     @property
     def endpoint(self) -> str:
         return self.parts.settings.endpoint
+
+    @contextlib.contextmanager
+    def loop_stopped(self, seconds: float = 10) -> Iterator[Callable[[], None]]:
+        """Meanwhile the loop handles nothing. Yields a wait for the next request, which the loop will find when it goes on."""
+        stopped, go_on, arrived = threading.Event(), threading.Event(), threading.Event()
+
+        def stop() -> None:
+            stopped.set()
+            while not go_on.wait(0.01):
+                if self.router.poll(0):
+                    arrived.set()
+
+        def wait_for_request() -> None:
+            assert arrived.wait(seconds), "no request arrived"
+
+        future = self.server.call(stop)
+        assert stopped.wait(seconds)
+        try:
+            yield wait_for_request
+        finally:
+            go_on.set()
+            future.result(seconds)
 
 
 @contextlib.contextmanager
@@ -53,7 +78,7 @@ def running_server(
     loop.start()
     pages.start()
     try:
-        yield Running(parts, server, pages)
+        yield Running(parts, server, pages, endpoint.router)
     finally:
         server.stop()
         loop.join()
