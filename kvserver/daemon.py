@@ -31,8 +31,11 @@ _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is los
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
 
-def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if the daemon cannot start."""
+def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain_seconds: float = 5.0) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if the daemon cannot start.
+
+    `drain_seconds`: for the copies under way to end.
+    """
     settings = configuration.settings
     set_up_logging(settings)
     _raise_descriptor_limit()
@@ -56,7 +59,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE) -> in
             flush=True,
         )
         server.run()
-        drained, lost = parts.upkeep.drain(), devices.lost
+        drained, lost = parts.upkeep.drain(drain_seconds), devices.lost
         if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended
         parts.observability.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))

@@ -169,7 +169,7 @@ class Upkeep:
 
     # ---- the end ------------------------------------------------------------------------------
 
-    def drain(self, deadline_seconds: float = 5.0) -> bool:
+    def drain(self, deadline_seconds: float) -> bool:
         """End every copy before memory goes away: cancelled ones stop at their next block. False if some did not."""
         deadline = time.monotonic() + deadline_seconds
         self.workers.close_all(Disconnect.STOPPED)

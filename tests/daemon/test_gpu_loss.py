@@ -225,14 +225,13 @@ def test_a_gpu_without_room_for_staging_is_served_by_dma() -> None:
 # ---- a daemon process ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mortal(make_daemon: Callable[..., Daemon], tmp_path: Path) -> Daemon:
-    return make_daemon(gpu_orders=tmp_path / "die", simulated_gpus=1, copy_delay_us=50_000)
+MORTAL = {"simulated_gpus": 1, "copy_delay_us": 50_000}
 
 
 def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
-    mortal: Daemon, tmp_path: Path, make_worker: Callable[..., Worker]
+    make_daemon: Callable[..., Daemon], tmp_path: Path, make_worker: Callable[..., Worker]
 ) -> None:
+    mortal = make_daemon(gpu_orders=tmp_path / "die", **MORTAL)
     worker = make_worker(mortal, gpu=GPUS[0])
     worker.store(keys := make_keys(1), worker.blocks_for(1))
     copies = [worker.begin_store([key], worker.blocks_for(1)) for key in make_keys(6)]
@@ -241,7 +240,7 @@ def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
     mortal_gpus.order(tmp_path / "die", "die")
     replies = [copy.reply() for copy in copies]
     assert mortal.process is not None
-    assert mortal.process.wait(10) == 3
+    assert mortal.process.wait(60) == 3
     assert {reply.code for reply in replies if isinstance(reply, Error)} == {"device_lost"}
     for copy, reply in zip(copies, replies, strict=True):
         assert copy.state == (State.FAILED if isinstance(reply, Error) else State.DONE)
@@ -260,9 +259,10 @@ def test_a_daemon_whose_gpu_dies_answers_what_is_open_and_ends_with_code_3(
 
 
 def test_copies_that_hang_in_a_lost_gpu_stay_open_until_the_daemon_has_ended(
-    mortal: Daemon, tmp_path: Path, make_worker: Callable[..., Worker]
+    make_daemon: Callable[..., Daemon], tmp_path: Path, make_worker: Callable[..., Worker]
 ) -> None:
     """They may still be written; engines see the end of the process."""
+    mortal = make_daemon(gpu_orders=tmp_path / "die", drain_seconds=1, **MORTAL)
     worker = make_worker(mortal, gpu=GPUS[0])
     worker.store(keys := make_keys(1), worker.blocks_for(1))
     load = worker.begin_load(keys, worker.blocks_for(1, first=1))
@@ -270,8 +270,8 @@ def test_copies_that_hang_in_a_lost_gpu_stay_open_until_the_daemon_has_ended(
     mortal_gpus.order(tmp_path / "die", "hang")
     assert worker.attachment is not None
     assert mortal.process is not None
-    assert mortal.process.wait(20) == 3
+    assert mortal.process.wait(60) == 3
     assert load.state == State.RUNNING
     assert not worker.attachment.alive()
-    assert "1 copies did not end" in mortal.log
+    assert "1 copies did not end within 1 s" in mortal.log
     assert f"exit code 3: the device is lost: {REASON}" in mortal.log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from typing import Any
 
@@ -25,12 +24,7 @@ def prometheus(daemon: Daemon) -> dict[str, Any]:
 
 
 def stop(daemon: Daemon) -> None:
-    """SIGTERM, and it has ended within the time that its last words may need."""
-    began = time.monotonic()
-    assert daemon.process is not None
-    daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.process.wait(40) == 0, daemon.log
-    assert time.monotonic() - began < 15, "it waited for the collector"
+    assert daemon.terminate(60) == 0, daemon.log
     assert "nanobind" not in daemon.log, "its native module was not freed"
 
 

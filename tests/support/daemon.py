@@ -24,7 +24,7 @@ T = TypeVar("T")
 GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(2)]  # of --simulated-gpus 2
 KVSERVER = os.environ.get("KVSERVER_BIN") or str(Path(sys.executable).parent / "kvserver")
 # For these flags it is daemon_main.py that is started, by the same interpreter.
-SIMULATED = {"copy_delay_us", "simulated_gpus", "gpu_way", "gpu_orders"}
+SIMULATED = {"copy_delay_us", "simulated_gpus", "gpu_way", "gpu_orders", "drain_seconds"}
 WITH_SIMULATED = (str(Path(KVSERVER).with_name("python")), str(Path(__file__).with_name("daemon_main.py")))
 
 

@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--simulated-gpus", type=int, default=0)
     parser.add_argument("--gpu-way", choices=["dma", "staged"], help="of all copies of GPUs")
     parser.add_argument("--gpu-orders", type=Path, help="what happens to the first GPU: see mortal_gpus.py")
+    parser.add_argument("--drain-seconds", type=float, default=5.0, help="for the copies under way at the daemon's end")
     add_flags(parser)
     arguments = parser.parse_args()
     delay = arguments.copy_delay_us
@@ -54,7 +55,7 @@ def main() -> int:
     if arguments.simulated_gpus:
         hardware = replace(hardware, open_gpu=opener(arguments.simulated_gpus, delay, arguments.gpu_orders))
     try:
-        return serve(read_configuration(vars(arguments)), hardware)
+        return serve(read_configuration(vars(arguments)), hardware, arguments.drain_seconds)
     except ConfigError as error:
         print(f"kvserver: {error}", file=sys.stderr)
         return 2
