@@ -62,7 +62,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
         drained, lost = parts.upkeep.drain(drain_seconds), devices.lost
         if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended
-        parts.observability.close(lambda: pages.families_of(server.snapshot(), server.rpc.snapshot()))
+        parts.observability.close(pages.last_families)
         if lost:
             _exit_lost(lost, endpoint)
         pages.close()

@@ -3,8 +3,8 @@ commands `POST /cache/clear`, `POST /audit`, `POST /kv/match`.
 
 A request is read as a whole before it is answered: first its head, which `access` decides on, then its body.
 
-Owns: the pages. Refuses to know: anything but snapshots, the rules of access (`access`), threads (`connections`). A page waits
-a bounded time for a snapshot from the loop. If the loop does not answer, the page shows the last snapshot with its age
+Owns: the pages. Refuses to know: how snapshots and the commands' results are made, the rules of access (`access`), threads
+(`connections`). A page waits a bounded time for the loop. If the loop does not answer, the page shows the last snapshot with its age
 (`stale_seconds`), and `/readyz` fails.
 """
 
@@ -98,11 +98,15 @@ class StatusPages(Connections):
         return replace(status, http=self.status()), rpc
 
     def families(self) -> list[Family]:
-        """The metrics of a snapshot()."""
-        return self.families_of(*self.snapshot())
+        """All families of the daemon, of a snapshot()."""
+        return self._families_of(*self.snapshot())
 
-    def families_of(self, status: DaemonStatus, rpc: RpcCounts) -> list[Family]:
-        """All families of the daemon; from any thread."""
+    def last_families(self) -> list[Family]:
+        """The same once the loop has ended, from the thread that ran it."""
+        server = self.kvserver
+        return self._families_of(replace(server.snapshot(), http=self.status()), server.rpc.snapshot())
+
+    def _families_of(self, status: DaemonStatus, rpc: RpcCounts) -> list[Family]:
         return [*self._make_families(status, rpc), *self.match.families(), *process_families()]
 
     def ask(self, function: Callable[[], T]) -> T:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import time
 from typing import Any
 
@@ -138,10 +140,14 @@ def test_the_last_values_are_sent_when_it_stops(make_daemon, make_worker):
         wait_until(collector.latest)
         worker = make_worker(daemon)
         worker.lookup(make_keys(1))
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", daemon.http_port, timeout=5)) as pages:
+            pages.request("GET", "/status", headers={"Origin": "http://elsewhere"})
+            assert pages.getresponse().status == 403
         stop(daemon)
         assert len(collector.metrics) == 2
         labels = {"instance_id": worker.instance_id, "model_name": worker.model_name}
         assert collector.counter("kvserver_lookup_requests", **labels) == 1
+        assert collector.counter("kvserver_http_refused", reason="foreign_origin") == 1
 
 
 def test_metrics_arrive_over_grpc(make_daemon, make_worker):
