@@ -190,7 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
         refusal = self._refusal() or self._read_body()
         if refusal is None:
             return self.server.enter(self._visit, Phase.ANSWERING, ANSWER_SECONDS)
-        self.server.refused(refusal.reason)
+        if not self._visit.ended:  # else its end was counted
+            self.server.refused(refusal.reason)
         self.close_connection = True  # the rest of its input is not read
         body = json.dumps({"error": refusal.reason, "message": refusal.message}) + "\n"
         self._send(refusal.code, body, "application/json")
