@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar, get_args
 
+from kvserver.cache import split_keys
 from kvserver.events import (
     ChunksDescribed,
     ChunksEvicted,
@@ -42,7 +43,6 @@ from kvserver.kv_events.types import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import KEY_BYTES
 from kvserver.protocol.kv_status import KVEventsStatus
 from kvserver.telemetry import Family, Kind, Metric, families_of
 
@@ -248,7 +248,7 @@ class Hub(Subscriber):
 
 
 def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+    return [key for (key,) in split_keys(keys)]
 
 
 def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:

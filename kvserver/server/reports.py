@@ -1,6 +1,6 @@
 """Reports of engines about themselves, their blocks and requests: notices, answered only on error.
 
-Owns: their checks and their sequence. Refuses to know: what follows from them (`block_lifecycle`, by way of the bus).
+Owns: their checks. Refuses to know: which reports are missing (`report_sync`), what follows from them (`telemetry`).
 """
 
 from __future__ import annotations
