@@ -29,7 +29,7 @@ from kvserver.protocol import ConfigError
 from kvserver.protocol.client import Client, RequestFailed, has_listener
 from kvserver.protocol.status import DaemonStatus
 
-OLDEST_VLLM = (0, 24)
+OLDEST_VLLM = (0, 27, 1)
 _HELLO_SECONDS = 2.0
 _IMPORT_SECONDS = 180.0
 
@@ -188,7 +188,7 @@ def vllm(machine: Machine) -> Finding:
             f"there is no vLLM beside this command ({python})", "kvserver doctor --python PATH/TO/VLLM/python"
         )
     version = str(found["vllm"])
-    if _release(version) < OLDEST_VLLM and _release(version) > (0, 1):  # builds from source may call themselves 0.1
+    if (0, 2) <= _release(version) < OLDEST_VLLM:  # builds from source may call themselves 0.1
         return problem(
             f"vLLM {version} is too old for the connector", f"{pip} 'vllm>={'.'.join(map(str, OLDEST_VLLM))}'"
         )
@@ -215,6 +215,6 @@ def _probe(python: str) -> dict[str, Any]:
     return found
 
 
-def _release(version: str) -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+def _release(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else (0,)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvserver import __version__
 from kvserver.cli import checks, checks_service, doctor
 from kvserver.cli.checks import Finding, Level, Machine
 from kvserver.config import Settings
@@ -252,7 +253,7 @@ def interpreter(folder: Path, answer: str) -> str:
     ("answer", "words"),
     [
         ('{"vllm_error": "libtorch.so: no such file"}', ["does not import", "pip install --upgrade vllm"]),
-        ('{"vllm": "0.23.1", "kvserver": "0.1.0"}', ["vLLM 0.23.1 is too old", "vllm>=0.24"]),
+        ('{"vllm": "0.27.0", "kvserver": "0.1.0"}', ["vLLM 0.27.0 is too old", "vllm>=0.27.1"]),
         ('{"vllm": "0.30.0", "kvserver_error": "ImportError: no"}', ["not in its environment", "pip install"]),
         (
             '{"vllm": "0.30.0", "kvserver": "0.1.0", "kvserver_error": "TypeError: broken"}',
@@ -263,6 +264,12 @@ def interpreter(folder: Path, answer: str) -> str:
 )
 def test_an_environment_of_vllm_that_does_not_fit_is_a_problem(tmp_path: Path, answer: str, words: list[str]) -> None:
     is_problem(checks_service.vllm(machine(tmp_path, python=interpreter(tmp_path, answer))), *words)
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.33.0rc1.dev7+cpu", "0.1.dev1+g1234567"])
+def test_a_vllm_that_imports_the_connector_is_well(tmp_path: Path, version: str) -> None:
+    answer = f'{{"vllm": "{version}", "kvserver": "{__version__}"}}'
+    is_ok(checks_service.vllm(machine(tmp_path, python=interpreter(tmp_path, answer))), f"vLLM {version}")
 
 
 def test_an_environment_without_vllm_is_a_problem_only_if_it_was_named(tmp_path: Path) -> None:
