@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 
 class KVEventsStatus(Struct, frozen=True, kw_only=True):
@@ -46,13 +46,28 @@ class PublisherStatus(Struct, frozen=True, kw_only=True):
     refused_streams: int = 0
 
 
+class EngineEventsStatus(Struct, frozen=True, kw_only=True):
+    """The stream of KV events that an engine publishes itself."""
+
+    state: str = "waiting"
+    reason: str | UnsetType = UNSET  # why it is refused, if it is
+    endpoint: str = ""
+    replay: bool = False  # missed batches can be requested
+    incomplete_seconds: float | None = None  # since when blocks may be missing
+    sequence: int | None = None  # of the last batch
+    batches: int = 0
+    malformed: int = 0  # messages, batches and events
+    lost_gaps: int = 0  # that no replay filled
+    restarts: int = 0
+
+
 class IndexStatus(Struct, frozen=True, kw_only=True):
     blocks: int = 0
     memory_bytes: int = 0
     most_bytes: int = 0
     refused_blocks: int = 0
     dropped_reaches: int = 0
-    engines: dict[str, Any] = {}  # the streams that engines publish themselves, by instance; None without one
+    engines: dict[str, EngineEventsStatus | None] = {}  # by instance; None: it publishes no KV events
 
 
 class FollowerStatus(Struct, frozen=True, kw_only=True):

@@ -11,9 +11,9 @@ found until the engine clears its cache.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from kvserver._native import PrefixIndex
+from kvserver.protocol.kv_status import EngineEventsStatus
 from kvserver.routing.engine_wire import Change, EngineBatch, decode
 
 FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that is being read
@@ -100,14 +100,14 @@ class EngineStream:
         self._blocks.clear()
         self._incomplete_since = time.monotonic()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> EngineEventsStatus:
         since = self._incomplete_since
-        return {
-            "state": "waiting" if self._last is None else "complete" if since is None else "incomplete",
-            "incomplete_seconds": round(time.monotonic() - since, 3) if since is not None else None,
-            "sequence": self._last,
-            "batches": self._batches,
-            "malformed": self.malformed,
-            "lost_gaps": self._lost_gaps,
-            "restarts": self._restarts,
-        }
+        return EngineEventsStatus(
+            state="waiting" if self._last is None else "complete" if since is None else "incomplete",
+            incomplete_seconds=round(time.monotonic() - since, 3) if since is not None else None,
+            sequence=self._last,
+            batches=self._batches,
+            malformed=self.malformed,
+            lost_gaps=self._lost_gaps,
+            restarts=self._restarts,
+        )

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import time
-from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
+from msgspec.structs import replace
 
 from kvserver._native import PrefixIndex
 from kvserver.protocol import DescribeScheduler
+from kvserver.protocol.kv_status import EngineEventsStatus
 from kvserver.routing.engine_stream import EngineBlocks, EngineStream
 
 _MESSAGES_PER_TURN = 32
@@ -140,13 +141,10 @@ class EngineSubscription:
             self._stream.apply_batch(*self._waiting_batch, final=True)
             self._waiting_batch = None
 
-    def status(self) -> dict[str, Any]:
-        status = self._stream.status()
-        if self.failure:
-            status["state"] = "failed"
-        elif self.blocks.owner < 0:
-            status["state"] = "no owner is free"
-        return {"endpoint": self.scheduler.events_endpoint, "replay": bool(self._replay_endpoint), **status}
+    def status(self) -> EngineEventsStatus:
+        found = self._stream.status()
+        state = "failed" if self.failure else "no owner is free" if self.blocks.owner < 0 else found.state
+        return replace(found, state=state, endpoint=self.scheduler.events_endpoint, replay=bool(self._replay_endpoint))
 
     def close(self) -> None:
         self._events.close(0)

@@ -14,12 +14,12 @@ import os
 import queue
 import threading
 import time
-from typing import Any
 
 import zmq
 
 from kvserver._native import PrefixIndex
 from kvserver.protocol import DescribeScheduler
+from kvserver.protocol.kv_status import EngineEventsStatus
 from kvserver.routing.engine_subscription import EngineSubscription, Socket, unreadable
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class EngineEvents:
         subscription = self._subscriptions.get(instance_id)
         return subscription.blocks.owner if subscription is not None else -1
 
-    def status(self, instance_id: str) -> dict[str, Any] | None:
+    def status(self, instance_id: str) -> EngineEventsStatus | None:
         """None if the engine publishes no KV events."""
         if reason := self._refused.get(instance_id):
-            return {"state": "refused", "reason": reason}
+            return EngineEventsStatus(state="refused", reason=reason)
         subscription = self._subscriptions.get(instance_id)
         return subscription.status() if subscription is not None else None
 

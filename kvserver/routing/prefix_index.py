@@ -27,7 +27,7 @@ from kvserver.kv_events import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol.kv_status import IndexStatus
+from kvserver.protocol.kv_status import EngineEventsStatus, IndexStatus
 from kvserver.routing.engine_stream import FOLLOWING
 from kvserver.routing.engines import EngineEvents
 from kvserver.telemetry import Family, Kind, Metric, families_of
@@ -40,9 +40,9 @@ _INDEX: tuple[Metric[IndexStatus], ...] = (
     Metric("kvserver_kv_index_bytes", "Memory of the index that answers POST /kv/match.", Kind.GAUGE, lambda of: of.memory_bytes),
     Metric("kvserver_kv_index_refused_blocks", "Blocks that POST /kv/match cannot find because its index had no space for them.", Kind.COUNTER, lambda of: of.refused_blocks),
 )  # fmt: skip
-_ENGINES: tuple[Metric[dict[str, Any]], ...] = (
-    Metric("kvserver_engine_events_following", "1 while the daemon reads the KV events that an engine publishes itself, 0 if it cannot.", Kind.GAUGE, lambda of: +(of["state"] in FOLLOWING)),
-    Metric("kvserver_engine_events_gaps", "Gaps in an engine's own KV events that no replay filled: what the engine has in L0 is then unknown.", Kind.COUNTER, lambda of: of.get("lost_gaps", 0)),
+_ENGINES: tuple[Metric[EngineEventsStatus], ...] = (
+    Metric("kvserver_engine_events_following", "1 while the daemon reads the KV events that an engine publishes itself, 0 if it cannot.", Kind.GAUGE, lambda of: +(of.state in FOLLOWING)),
+    Metric("kvserver_engine_events_gaps", "Gaps in an engine's own KV events that no replay filled: what the engine has in L0 is then unknown.", Kind.COUNTER, lambda of: of.lost_gaps),
 )  # fmt: skip
 
 

@@ -76,5 +76,5 @@ def test_what_was_published_before_and_after_is_read(publisher, index):
     wait_for(index, 1)
     publish(publisher, AllBlocksCleared(), stored(BLOCKS[:2]))
     status = wait_for(index, 2)
-    assert (status["malformed"], status["lost_gaps"], status["state"]) == (0, 0, "complete")
+    assert (status.malformed, status.lost_gaps, status.state) == (0, 0, "complete")
     assert index.instance("engine")["l0"]["blocks"] == 2

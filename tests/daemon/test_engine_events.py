@@ -63,7 +63,8 @@ def leading(index: KVIndex, name: str = "engine", blocks: list[bytes] = BLOCKS) 
 
 
 def status(index: KVIndex, name: str = "engine") -> dict[str, Any]:
-    return index.status().engines[name] or {}
+    found = index.status().engines[name]
+    return msgspec.to_builtins(found) if found is not None else {}
 
 
 def exported(index: KVIndex, name: str) -> list[Any]:
