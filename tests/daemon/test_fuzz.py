@@ -13,6 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+from support.properties import damaged, examples
 from support.raw import RawPeer
 from support.worker import Worker, awkward, ids, make_keys, packed, wire_form
 
@@ -364,20 +367,21 @@ def test_hostile_messages_get_one_reply_each_and_leave_nothing(make_daemon, make
     assert all(row["errors"] == 0 for row in daemon.status()["events"]["subscribers"]), daemon.log[-4000:]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_garbage_with_descriptors_on_the_fd_socket_leaves_nothing(daemon, worker, seed):
-    source = random.Random(seed)
-    valid = encode(Attach(token=worker.hello.token))
+@pytest.mark.hypothesis
+def test_garbage_with_descriptors_on_the_fd_socket_leaves_nothing(daemon, worker):
+    valid = st.just(encode(Attach(token=worker.hello.token)))
     fds = os.listdir(f"/proc/{daemon.pid}/fd")
-    for _ in range(200):
-        raw = bytearray(source.choice((valid, source.randbytes(source.randrange(1, 300)))))
-        for _ in range(source.randrange(3)):
-            raw[source.randrange(len(raw))] = source.randrange(256)
+
+    @given(raw=valid | damaged(valid).filter(bool) | st.binary(min_size=1, max_size=300), count=st.integers(0, 19))
+    @examples(200)
+    def send(raw, count):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(worker.hello.fd_path)
-            socket.send_fds(connection, [bytes(raw)], [worker.memory.fds[0]] * source.randrange(20))
+            socket.send_fds(connection, [raw], [worker.memory.fds[0]] * count)
             connection.settimeout(5)
             assert connection.recv(65536) != b""
+
+    send()
     daemon.wait_for_accounting(attachments=1, mappings=3)
     assert daemon.open_memfds() == 3
     assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= len(fds) + 2

@@ -6,31 +6,19 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.plain_match import plain_match
+from support.properties import examples, walks
 
 from kvserver._native import PrefixIndex
 
 ROOM = 64 << 20
-Reader = tuple[int, int, int, int]
 
 
 def hashes_of(seed: int, count: int, hash_bytes: int = 32) -> list[bytes]:
     generator = random.Random(seed)
     return [generator.randbytes(hash_bytes) for _ in range(count)]
-
-
-def expected(prompt: list[bytes], counts: list[Counter[bytes]], reader: Reader) -> tuple[int, int, int, int]:
-    """Walked block by block, as the header states."""
-    *owners, chunk = reader
-
-    def has(owner: int, block: int) -> bool:
-        return owner >= 0 and block < len(prompt) and counts[owner][prompt[block]] > 0
-
-    l0 = next((i for i in range(len(prompt)) if not has(owners[0], i)), len(prompt))
-    chunks = [range(end - chunk, end) for end in range(chunk, len(prompt) + 1, chunk)]
-    tiers = [next((c.start for c in chunks if not has(h, c[-1])), len(chunks) * chunk) for h in owners[1:]]
-    covered = {block for c in chunks if any(has(h, c[-1]) for h in owners[1:]) for block in c}
-    best = next((i for i in range(len(prompt)) if i not in covered and not has(owners[0], i)), len(prompt))
-    return l0, tiers[0], tiers[1], best
 
 
 def test_leading_blocks_are_found_up_to_the_first_that_is_missing():
@@ -191,19 +179,19 @@ def test_each_block_of_a_crowded_table_is_found_as_long_as_it_is_present(seed):
     assert len(index) == len(held[0] | held[1]) > 20_000
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_additions_and_removals_agree_with_a_plain_model(seed):
-    generator = random.Random(seed)
-    index = PrefixIndex(generator.getrandbits(64), ROOM)
-    prompts = [hashes_of(seed * 100 + n, 300) for n in range(3)]
-    prompts += [prompt[: generator.randrange(300)] + hashes_of(seed * 100 + 50, 200) for prompt in prompts]
+@given(seed=st.integers(0, (1 << 64) - 1), steps=walks(100))
+@examples(15)
+def test_random_additions_and_removals_agree_with_a_plain_model(seed, steps):
+    index = PrefixIndex(seed, ROOM)
+    prompts = [hashes_of(n, 300) for n in range(3)]
+    prompts += [prompt[:alike] + hashes_of(3, 200) for prompt, alike in zip(prompts, (1, 150, 299), strict=True)]
     counts: list[Counter[bytes]] = [Counter() for _ in range(64)]
     owners = [index.add_owner() for _ in range(6)]
-    for _ in range(400):
-        owner, prompt = generator.choice(owners), generator.choice(prompts)
-        first = generator.choice([0, 0, generator.randrange(len(prompt))])
-        part = prompt[first : first + generator.randrange(1, 300)]
-        action = generator.random()
+    for rng in steps:
+        owner, prompt = rng.choice(owners), rng.choice(prompts)
+        first = rng.choice([0, 0, rng.randrange(len(prompt))])
+        part = prompt[first : first + rng.randrange(1, 300)]
+        action = rng.random()
         if action < 0.6:
             assert index.add_blocks(owner, b"".join(part), 32) == 0
             counts[owner].update(part)
@@ -220,9 +208,9 @@ def test_random_additions_and_removals_agree_with_a_plain_model(seed):
             index.remove_owner(owner)
             counts[owner].clear()
             assert index.add_owner() == owner
-        readers = [(*(generator.choice([*owners, -1]) for _ in range(3)), generator.choice([1, 3, 16])) for _ in "123"]
-        prompt = generator.choice(prompts)
-        assert index.match(b"".join(prompt), 32, readers) == [expected(prompt, counts, r) for r in readers]
+        readers = [(*(rng.choice([*owners, -1]) for _ in range(3)), rng.choice([1, 3, 16])) for _ in "123"]
+        prompt = rng.choice(prompts)
+        assert index.match(b"".join(prompt), 32, readers) == [plain_match(prompt, counts, r) for r in readers]
     held = [{block for block, count in counts[owner].items() if count} for owner in owners]
     assert [index.owned_blocks(owner) for owner in owners] == [len(blocks) for blocks in held]
     assert len(index) == len(set().union(*held))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.properties import examples
 
 from kvserver.protocol.status import RequestsStatus
 from kvserver.server.instances import Counts
@@ -19,18 +20,17 @@ def shown(benefit: Benefit) -> RequestsStatus:
     return requests_status(Counts(benefit=benefit))
 
 
-def test_the_sources_add_up_to_the_prompts() -> None:
-    benefit, source = Benefit(), random.Random(1)
-    prompts = 0
-    for _ in range(1000):
-        prompt = source.randrange(1, 5000)
-        local = source.randrange(prompt)
-        benefit.request_ended(prompt, local, source.randrange(prompt - local), 0, 0)
-        prompts += prompt
+@given(requests=st.lists(st.tuples(*[st.integers(0, 5000)] * 3).filter(any)))
+@examples(50)
+def test_the_sources_add_up_to_the_prompts(requests: list[tuple[int, int, int]]) -> None:
+    benefit = Benefit()
+    for local, loaded, computed in requests:
+        benefit.request_ended(local + loaded + computed, local, loaded, 0, 0)
     tokens = shown(benefit).prompt_tokens
     assert tuple(tokens) == SOURCES
-    assert sum(tokens.values()) == prompts
-    assert sum(shown(benefit).hit_ratio.counts) == 1000
+    local, loaded, computed = map(sum, zip((0, 0, 0), *requests, strict=True))
+    assert tokens == {"l0": local, "l1": loaded, "l2": 0, "computed": computed}
+    assert sum(shown(benefit).hit_ratio.counts) == len(requests)
 
 
 def test_a_request_of_an_unknown_prompt_has_no_hit_ratio_but_loads() -> None:

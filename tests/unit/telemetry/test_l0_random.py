@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from math import sqrt
 
 import pytest
+from hypothesis import given
 from support.block_lifetimes import HISTOGRAMS, SECOND, Engine, hold, release
 from support.block_lifetimes_model import Model
+from support.properties import Dice, examples, walks
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics
 from kvserver.protocol import MARK, RECORD_OPERATION_SHIFT, Buckets, ExactRecords
 from kvserver.telemetry import BlockLifecycle
 
-BLOCKS, POOLS, STEPS = 24, 2, 400
+BLOCKS, POOLS = 24, 2
 OPERATIONS = ("allocated", "accessed", "released", "evicted", "cleared", "present", "owned")
 
 
 class Pair:
-    """A real instance and its model, to which the same happens."""
+    """A real instance and its model, to which the same happens. `rng` is what its step draws from."""
 
-    def __init__(self, l0: BlockLifecycle, rng: random.Random, name: str) -> None:
-        self.engine, self.model, self.rng = Engine(l0, name, num_blocks=BLOCKS), Model(), rng
+    rng: Dice
+
+    def __init__(self, l0: BlockLifecycle, name: str) -> None:
+        self.engine, self.model = Engine(l0, name, num_blocks=BLOCKS), Model()
         self.now = SECOND
         self.gaps = 0
         self.out_of_sync = False
@@ -37,8 +41,9 @@ class Pair:
         self.now += int(10 ** self.rng.uniform(3, 11)) if self.rng.random() < 0.9 else 0
         return self.now
 
-    def step(self) -> None:
-        chance = self.rng.random()
+    def step(self, dice: Dice) -> None:
+        self.rng = dice
+        chance = dice.random()
         if chance < 0.01:
             self.lose_report()
         elif chance < 0.015:
@@ -86,7 +91,6 @@ class Pair:
             assert isinstance(found, Buckets)
             assert found.counts == self.model.buckets(name), name
             assert found.sum == pytest.approx(self.model.sum(name), rel=1e-9, abs=1e-6), name
-            assert sum(found.counts) > 20, f"too few of {name}"
 
 
 class ExactPair(Pair):
@@ -143,17 +147,29 @@ class ReportedPair(Pair):
         self.model.end_request(request, now)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_all_counts_of_random_engines_are_those_of_a_slow_model(seed: int) -> None:
-    l0, rng = BlockLifecycle(1.0, seed), random.Random(seed)
-    pairs = [kind(l0, rng, f"{kind.__name__}{n}") for n in range(2) for kind in (ExactPair, ReportedPair)]
-    for _ in range(STEPS * len(pairs)):
-        pair = rng.choice(pairs)
-        pair.step()
-        pair.check()
-    for pair in pairs:
-        pair.check()
-        pair.check_histograms()
+KINDS = (ExactPair, ReportedPair)
+
+
+@pytest.mark.hypothesis
+def test_all_counts_of_random_engines_are_those_of_a_slow_model() -> None:
+    observed: Counter[tuple[type[Pair], str]] = Counter()
+
+    @given(steps=walks(400))
+    @examples(30)
+    def walk(steps: list[Dice]) -> None:
+        l0 = BlockLifecycle(1.0, 1)
+        pairs = [kind(l0, f"{kind.__name__}{n}") for n in range(2) for kind in KINDS]
+        for dice in steps:
+            pair = dice.choice(pairs)
+            pair.step(dice)
+            pair.check()
+        for pair in pairs:
+            pair.check()
+            pair.check_histograms()
+            observed.update({(type(pair), name): len(pair.model.observed[name]) for name in HISTOGRAMS})
+
+    walk()
+    assert all(observed[kind, name] > 1000 for kind in KINDS for name in HISTOGRAMS), observed
 
 
 # ---- samples --------------------------------------------------------------------------------------
