@@ -81,8 +81,9 @@ class Bus:
         """Queue the event; False if the queue has no space for it. Never waits. `size`: bytes that the event carries."""
         if not self.subscribers:
             return True
-        name = NAMES[type(event)]
-        if self._runner.put(event, size, type(event) in _NEVER_DROPPED):
+        kind = type(event)
+        name = NAMES[kind]
+        if self._runner.put(event, size) or (kind in _NEVER_DROPPED and self._runner.put(event, size, always=True)):
             self.published[name] += 1
             return True
         self.dropped[name] += 1
