@@ -19,6 +19,12 @@ VENV := .venv
 VENV_VLLM := .venv-vllm
 # Tests start hundreds of daemons; each would compile its sources anew.
 unexport PYTHONDONTWRITEBYTECODE
+# With ccache a source is compiled once for all checkouts.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER := ccache
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+endif
 PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
 PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
