@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from native.rig import L0, Device, Job, l0_after_load, l1_after_store
 from support.gpu_memory import BY_CHILD, SIMULATED, by_fd, found, open_gpu
-from support.worker import awkward
+from support.memory import awkward
 
 from kvserver._native import Outcome, Way, built_with_cuda
 

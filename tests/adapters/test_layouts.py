@@ -13,7 +13,8 @@ import pytest
 import torch
 from kvserver.adapters.common.memory import share
 from support.daemon import Daemon
-from support.worker import Geometry, SharedMemory, Worker, make_keys
+from support.memory import Geometry, SharedMemory
+from support.worker import Worker, make_keys
 
 from kvserver.protocol import Retrieved, Stored
 

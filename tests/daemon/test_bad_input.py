@@ -14,8 +14,10 @@ import time
 import msgspec
 import pytest
 from support.daemon import wait_until
+from support.memory import Geometry, awkward
 from support.raw import REQUEST_ID, RawPeer
-from support.worker import WORDS, Geometry, Worker, awkward, ids, make_keys, wire_form
+from support.registration import WORDS
+from support.worker import Worker, ids, make_keys, wire_form
 
 from kvserver._native import State
 from kvserver.protocol import (
@@ -28,7 +30,6 @@ from kvserver.protocol import (
     ChunkContents,
     Clear,
     EndRequest,
-    EngineLoad,
     Error,
     ExactRecords,
     Heartbeat,
@@ -171,7 +172,7 @@ def test_unknown_instances_are_named(worker):
 
 
 def test_another_incarnation_of_an_instance_is_refused(worker):
-    lookup = Lookup(instance_id=worker.instance_id, incarnation="other", request_id="r", chunk_blocks=4, keys=bytes(32))
+    lookup = worker.lookup_message(make_keys(1), incarnation="other")
     assert_error(worker.error_of(lookup), "duplicate_instance", worker.instance_id, "engine_id")
 
 
@@ -279,22 +280,14 @@ def test_many_repeated_block_ids_do_not_hold_up_the_loop(daemon, make_worker):
 @pytest.mark.parametrize("length", [0, 1, KEY_BYTES - 1, KEY_BYTES + 1, 5 * KEY_BYTES - 1])
 def test_keys_that_are_not_whole_are_refused(worker, length):
     words = f"{length} bytes", f"whole keys of {KEY_BYTES}"
-    lookup = Lookup(
-        instance_id=worker.instance_id,
-        incarnation=worker.incarnation,
-        request_id="r",
-        chunk_blocks=4,
-        keys=bytes(length),
-    )
+    lookup = worker.lookup_message([bytes(length)])
     for message in (lookup, *copies(worker, make_keys(1), [1, 2, 3, 4], keys=bytes(length))):
         assert_error(worker.error_of(message), "bad_keys", *words)
 
 
 def test_keys_of_another_chunk_size_are_refused(worker):
     keys = make_keys(1)
-    lookup = Lookup(
-        instance_id=worker.instance_id, incarnation=worker.incarnation, request_id="r", chunk_blocks=5, keys=keys[0]
-    )
+    lookup = worker.lookup_message(keys, chunk_blocks=5)
     for message in (lookup, *copies(worker, keys, [1, 2, 3, 4, 5], chunk_blocks=5)):
         assert_error(worker.error_of(message), "bad_keys", "per 5 blocks", "registered 4")
 
@@ -556,23 +549,12 @@ def test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on(mak
 
 
 def report(worker: Worker, sequence: int, records: bytes = b"", full: bool = False) -> ReportBlockAllocations:
-    return ReportBlockAllocations(
-        instance_id=worker.instance_id,
-        incarnation=worker.incarnation,
-        model_name=worker.model_name,
-        sequence=sequence,
-        payload=ExactRecords(records=records, marks=MARK.pack(0, time.monotonic_ns()) if records else b"", full=full),
-    )
+    marks = MARK.pack(0, time.monotonic_ns()) if records else b""
+    return worker.report_message(ExactRecords(records=records, marks=marks, full=full), sequence=sequence)
 
 
 def end_request(worker: Worker, sequence: int, request_id: str = "r") -> EndRequest:
-    return EndRequest(
-        instance_id=worker.instance_id,
-        incarnation=worker.incarnation,
-        model_name=worker.model_name,
-        sequence=sequence,
-        request_id=request_id,
-    )
+    return worker.end_message(request_id, sequence=sequence)
 
 
 def requests_of(daemon, worker: Worker) -> dict[str, int]:
@@ -659,11 +641,7 @@ def test_contents_that_belong_to_other_keys_do_not_keep_a_chunk_from_being_store
 
 
 def test_a_scheduler_and_a_load_of_another_model_or_engine_are_refused(worker):
-    load = EngineLoad(
-        instance_id=worker.instance_id, incarnation=worker.incarnation, model_name=worker.model_name,
-        interval_seconds=1.0, running=1, waiting=0,
-    )  # fmt: skip
-    for message in (worker.description(), load):
+    for message in (worker.description(), worker.stats_message()):
         other = msgspec.structs.replace(message, model_name="another")
         assert_error(worker.error_of(other), "unknown_instance", "not 'another'")
         other = msgspec.structs.replace(message, instance_id="who")

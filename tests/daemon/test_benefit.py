@@ -10,7 +10,7 @@ import pytest
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import EndRequest, Error, encode
+from kvserver.protocol import Error, encode
 from kvserver.protocol.fields import Message
 
 TOKENS = "kvserver_prompt_tokens_total"
@@ -25,11 +25,6 @@ def samples(daemon: Daemon, name: str) -> dict[str, float]:
         ]
         found[",".join(rest)] = float(value)
     return found
-
-
-def end(worker: Worker, sequence: int, **fields: Any) -> int:
-    names = {"instance_id": worker.instance_id, "incarnation": worker.incarnation, "model_name": worker.model_name}
-    return worker.send(EndRequest(**names, sequence=sequence, request_id="r", **fields))
 
 
 def ended(daemon: Daemon, requests: int) -> dict[str, Any]:
@@ -47,8 +42,8 @@ def test_prompt_tokens_are_shown_by_source_and_add_up(
     daemon = make_daemon()
     worker = make_worker(daemon)
     assert samples(daemon, TOKENS) == {"l0": 0, "l1": 0, "l2": 0, "computed": 0}
-    end(worker, 0, prompt_tokens=1000, local_tokens=256, loaded_tokens=512, loads=1)
-    end(worker, 1, prompt_tokens=500, loads=1, failed_loads=1)
+    worker.end_request(prompt_tokens=1000, local_tokens=256, loaded_tokens=512, loads=1)
+    worker.end_request(prompt_tokens=500, loads=1, failed_loads=1)
     counts = ended(daemon, 2)
     assert counts["prompt_tokens"] == {"l0": 256, "l1": 512, "l2": 0, "computed": 732}
     assert samples(daemon, TOKENS) == counts["prompt_tokens"]
@@ -76,7 +71,7 @@ def test_sources_that_do_not_fit_together_are_cut(
     """A lease must end whatever its engine states, so the message is not refused."""
     daemon = make_daemon()
     worker = make_worker(daemon)
-    end(worker, 0, **fields)
+    worker.end_request(**fields)
     counts = ended(daemon, 1)
     assert tuple(counts["prompt_tokens"][source] for source in ("l0", "l1", "computed")) == expected
     assert min(counts["request_loads"].values()) == 0
@@ -87,7 +82,7 @@ def test_tokens_that_no_prompt_has_are_refused(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], tokens: int
 ) -> None:
     worker = make_worker(make_daemon())
-    reply = worker.reply_to(end(worker, 0, prompt_tokens=tokens), 5)
+    reply = worker.reply_to(worker.end_request(prompt_tokens=tokens), 5)
     assert isinstance(reply, Error)
     assert (reply.code, "prompt_tokens" in reply.message) == ("bad_message", True)
 
@@ -128,12 +123,12 @@ def test_a_load_faster_than_computing_gains_and_a_slower_one_loses(
 
     assert seconds() == (0, 0)  # the engine has reported no speed
     tokens = 2 * worker.chunk_blocks * 16
-    end(worker, 0, prefill_tokens_per_second=1.0)
+    worker.end_request(prefill_tokens_per_second=1.0)
     worker.load(keys, blocks)
     gained, lost = seconds()
     assert tokens - 10 < gained < tokens
     assert lost == 0
-    end(worker, 1, prefill_tokens_per_second=1e9)
+    worker.end_request(prefill_tokens_per_second=1e9)
     worker.load(keys, blocks)
     after, lost = seconds()
     assert after == gained
@@ -164,7 +159,7 @@ def test_several_ranks_gain_once_and_wait_for_the_slowest(
     keys = make_keys(2)
     for rank in ranks:
         rank.store(keys, rank.blocks_for(2))
-    end(ranks[0], 0, prefill_tokens_per_second=1.0)
+    ranks[0].end_request(prefill_tokens_per_second=1.0)
     tokens = 2 * ranks[0].chunk_blocks * 16
     ranks[0].load(keys, ranks[0].blocks_for(2), request_id="r")
     assert samples(daemon, "kvserver_prefill_seconds_gained_total") == {"": 0}
@@ -196,12 +191,12 @@ def test_the_sources_go_on_when_an_engine_returns(
 ) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon, instance_id="comes-back")
-    end(worker, 0, prompt_tokens=100, local_tokens=40)
+    worker.end_request(prompt_tokens=100, local_tokens=40)
     ended(daemon, 1)
     worker.close()
     wait_until(lambda: daemon.status()["departed"])
     assert samples(daemon, TOKENS)["l0"] == 40
     again = make_worker(daemon, instance_id="comes-back")
-    end(again, 0, prompt_tokens=100, local_tokens=2)
+    again.end_request(prompt_tokens=100, local_tokens=2)
     assert ended(daemon, 2)["prompt_tokens"]["l0"] == 42
     assert samples(daemon, TOKENS) == {"l0": 42, "l1": 0, "l2": 0, "computed": 158}

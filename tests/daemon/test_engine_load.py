@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import wait_until
 from support.raw import RawPeer
-from support.worker import Worker, wire_form
-
-from kvserver.protocol import EngineLoad
+from support.worker import wire_form
 
 GAUGES = {
     "kvserver_engine_running_requests",
@@ -22,11 +19,6 @@ GAUGES = {
     "kvserver_engine_generation_token_rate",
 }
 MOST = (1 << 63) - 1
-
-
-def load_of(worker: Worker, **fields: Any) -> EngineLoad:
-    named = {"instance_id": worker.instance_id, "incarnation": worker.incarnation, "model_name": worker.model_name}
-    return EngineLoad(**{**named, "interval_seconds": 60, "running": 0, "waiting": 0, **fields})
 
 
 def shown(daemon, worker):
@@ -60,8 +52,7 @@ def test_a_load_is_shown_in_status_and_metrics(make_daemon, make_worker):
     assert not before.keys() & GAUGES
     assert before["kvserver_engine_prompt_tokens_total"] == 0
     worker.send(
-        load_of(
-            worker,
+        worker.stats_message(
             running=3,
             waiting=2,
             deferred=1,
@@ -110,7 +101,7 @@ def test_a_load_is_shown_in_status_and_metrics(make_daemon, make_worker):
 def test_the_gauges_of_an_engine_that_fell_silent_end_and_its_counters_stay(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)
-    worker.send(load_of(worker, interval_seconds=0.05, running=3, prompt_tokens=5))
+    worker.send(worker.stats_message(interval_seconds=0.05, running=3, prompt_tokens=5))
     wait_until(lambda: shown(daemon, worker)["stale"], 10, "the load is stale")
     assert shown(daemon, worker)["running"] == 3
     after = series(daemon, worker)
@@ -122,14 +113,14 @@ def test_the_gauges_of_an_engine_that_fell_silent_end_and_its_counters_stay(make
 def test_counters_go_on_when_the_engine_restarts_under_its_id(make_daemon, make_worker):
     daemon = make_daemon()
     first = make_worker(daemon)
-    first.send(load_of(first, running=3, prompt_tokens=100))
+    first.send(first.stats_message(running=3, prompt_tokens=100))
     shown(daemon, first)
     first.close()
     wait_until(lambda: not daemon.status()["instances"], 10, "the first incarnation has disconnected")
     assert series(daemon, first) == {**series(daemon, first), "kvserver_engine_prompt_tokens_total": 100}
     second = make_worker(daemon, instance_id=first.instance_id)
     assert daemon.status()["instances"][0]["load"] is None
-    second.send(load_of(second, prompt_tokens=7))
+    second.send(second.stats_message(prompt_tokens=7))
     assert shown(daemon, second)["prompt_tokens"] == 7
     assert series(daemon, second)["kvserver_engine_prompt_tokens_total"] == 107
 
@@ -137,12 +128,12 @@ def test_counters_go_on_when_the_engine_restarts_under_its_id(make_daemon, make_
 def test_counters_count_once_what_an_engine_reports_again_when_it_returns(make_daemon, make_worker):
     daemon = make_daemon()
     first = make_worker(daemon)
-    first.send(load_of(first, prompt_tokens=100))
+    first.send(first.stats_message(prompt_tokens=100))
     shown(daemon, first)
     first.close()  # as for sleep: the engine runs on
     wait_until(lambda: not daemon.status()["instances"], 10, "it has disconnected")
     again = make_worker(daemon, instance_id=first.instance_id, incarnation=first.incarnation)
-    again.send(load_of(again, prompt_tokens=110))
+    again.send(again.stats_message(prompt_tokens=110))
     wait_until(lambda: shown(daemon, again)["prompt_tokens"] == 110, 10)
     assert series(daemon, again)["kvserver_engine_prompt_tokens_total"] == 110
 
@@ -165,7 +156,7 @@ def test_counters_count_once_what_an_engine_reports_again_when_it_returns(make_d
 def test_stats_that_cannot_be_are_refused(make_worker, module_daemon, changes):
     worker = make_worker(module_daemon)
     with RawPeer(module_daemon.endpoint) as raw:
-        assert raw.error_of(wire_form(load_of(worker), **changes)).code == "bad_message"
+        assert raw.error_of(wire_form(worker.stats_message(), **changes)).code == "bad_message"
 
 
 def test_the_largest_numbers_break_no_page(make_daemon, make_worker):
@@ -174,7 +165,7 @@ def test_the_largest_numbers_break_no_page(make_daemon, make_worker):
     totals = ("preemptions", "prompt_tokens", "generation_tokens", "external_hits", "finished_requests")
     for number in range(4):  # up and down, so that each other one begins again
         most = dict.fromkeys(totals, MOST * (number % 2))
-        worker.send(load_of(worker, running=MOST, waiting=MOST, deferred=MOST, as_of_ns=MOST, **most))
+        worker.send(worker.stats_message(running=MOST, waiting=MOST, deferred=MOST, as_of_ns=MOST, **most))
     wait_until(lambda: shown(daemon, worker)["prompt_tokens"] == MOST, 10)
     assert all(math.isfinite(value) for value in series(daemon, worker).values())
     assert series(daemon, worker)["kvserver_engine_prompt_tokens_total"] == 1 << 62
@@ -191,5 +182,5 @@ def test_the_largest_numbers_break_no_page(make_daemon, make_worker):
 )
 def test_stats_of_an_engine_that_is_not_registered_are_refused(make_worker, module_daemon, changes, code):
     worker = make_worker(module_daemon)
-    assert worker.error_of(load_of(worker, **changes)).code == code
+    assert worker.error_of(worker.stats_message(**changes)).code == code
     assert module_daemon.status()["instances"][0]["load"] is None

@@ -11,9 +11,10 @@ from urllib.parse import quote
 
 import pytest
 from support.daemon import KVSERVER, Daemon, wait_until
-from support.worker import Worker, identity, make_keys, packed
+from support.registration import identity
+from support.worker import Worker, make_keys, packed
 
-from kvserver.protocol import Clear, Cleared, Counted, EndRequest, Retrieved, Stored
+from kvserver.protocol import Clear, Cleared, Counted, Retrieved, Stored
 
 CHUNK = 64  # tokens, as Daemon() starts it
 MakeDaemon = Callable[..., Daemon]
@@ -37,19 +38,6 @@ def explained(daemon: Daemon, request_id: str, **expected: object) -> dict[str, 
     return wait_until(found, 10, f"{expected} of {page(daemon, request_id=request_id)}")
 
 
-def end(worker: Worker, request_id: str, sequence: int = 0, **tokens: int) -> None:
-    worker.send(
-        EndRequest(
-            instance_id=worker.instance_id,
-            incarnation=worker.incarnation,
-            model_name=worker.model_name,
-            sequence=sequence,
-            request_id=request_id,
-            **tokens,
-        )
-    )
-
-
 def stored(worker: Worker, chunks: int) -> list[bytes]:
     keys = make_keys(chunks)
     assert worker.store(keys, worker.blocks_for(chunks)) == Stored(stored=chunks, skipped=0)
@@ -65,7 +53,7 @@ def test_all_that_was_found_and_loaded_is_a_hit(make_daemon: MakeDaemon, make_wo
     keys = stored(worker, 4)
     assert worker.lookup(keys, "r", tokens=4 * CHUNK + 9) == 4
     assert worker.load(keys[1:], worker.blocks_for(3), request_id="r") == Retrieved(chunks=3)
-    end(worker, "r", prompt_tokens=4 * CHUNK + 9, local_tokens=CHUNK, loaded_tokens=3 * CHUNK, loads=1)
+    worker.end_request("r", prompt_tokens=4 * CHUNK + 9, local_tokens=CHUNK, loaded_tokens=3 * CHUNK, loads=1)
     found = explained(daemon, "r", outcome="hit")
     assert found["tokens"] == {
         "prompt": 4 * CHUNK + 9, "looked_up": 4 * CHUNK, "found": 4 * CHUNK,
@@ -96,7 +84,7 @@ def test_an_evicted_chunk_is_explained_by_when_and_what_would_have_kept_it(
     wait_until(lambda: evictions() >= 3, what="chunks are evicted")
     left = worker.lookup(keys, "late", tokens=8 * CHUNK)
     assert left < 8
-    end(worker, "late", prompt_tokens=8 * CHUNK, loaded_tokens=0)
+    worker.end_request("late", prompt_tokens=8 * CHUNK, loaded_tokens=0)
     found = explained(daemon, "late", outcome="not_loaded" if left else "miss")
     missing = found["missing"]
     assert (missing["chunk"], missing["token"], missing["reason"]) == (left, left * CHUNK, "evicted")
@@ -131,7 +119,7 @@ def test_another_namespace_names_the_fields_that_differ_and_no_secret(
     keys = stored(worker, 3)
     other = make_worker(daemon, identity=identity(dtype="float16") + secrets[1], layout="HND", instance_id="asks")
     assert other.lookup(keys, "r", tokens=3 * CHUNK) == 0
-    end(other, "r", prompt_tokens=3 * CHUNK)
+    other.end_request("r", prompt_tokens=3 * CHUNK)
     found = explained(daemon, "r", outcome="miss")
     assert found["missing"]["reason"] == "other_namespace"
     differs = found["differs"]
@@ -197,7 +185,7 @@ def test_a_new_prompt_was_never_stored_and_nothing_of_it_could_be_avoided(
     known = stored(worker, 2)
     assert worker.lookup([*known, *make_keys(2)], "r", tokens=4 * CHUNK) == 2
     assert worker.load(known, worker.blocks_for(2), request_id="r") == Retrieved(chunks=2)
-    end(worker, "r", prompt_tokens=4 * CHUNK, loaded_tokens=2 * CHUNK, loads=1)
+    worker.end_request("r", prompt_tokens=4 * CHUNK, loaded_tokens=2 * CHUNK, loads=1)
     found = explained(daemon, "r", outcome="partial")
     assert (found["missing"]["chunk"], found["missing"]["reason"]) == (2, "never_stored")
     assert (found["tokens"]["computed"], found["tokens"]["avoidable"]) == (2 * CHUNK, 0)
@@ -212,7 +200,7 @@ def test_what_is_no_whole_chunk_is_partial(make_daemon: MakeDaemon, make_worker:
     found = explained(daemon, "longer")
     assert (found["missing"]["chunk"], found["missing"]["token"]) == (1, CHUNK)
     assert found["missed_tokens"] == {"partial_chunk": 40}
-    end(worker, "short", prompt_tokens=40)
+    worker.end_request("short", prompt_tokens=40)
     found = explained(daemon, "short", outcome="no_lookup")
     assert (found["missing"]["reason"], found["missed_tokens"]) == ("partial_chunk", {"partial_chunk": 40})
     assert found["waits"]["lookups"] == 0
@@ -230,7 +218,7 @@ def test_a_load_that_was_refused_is_a_failed_load_with_its_code(
     assert worker.lookup(keys, "r", tokens=2 * CHUNK) == 2
     worker.ask(Clear(), Cleared)
     assert worker.error_of(worker.load_message(keys, worker.blocks_for(2), request_id="r")).code == "not_found"
-    end(worker, "r", prompt_tokens=2 * CHUNK, loads=1, failed_loads=1)
+    worker.end_request("r", prompt_tokens=2 * CHUNK, loads=1, failed_loads=1)
     tokens = {
         "prompt": 2 * CHUNK, "looked_up": 2 * CHUNK, "found": 2 * CHUNK, "l0": 0, "l1": 0, "l2": 0,
         "computed": 2 * CHUNK, "avoidable": 2 * CHUNK - 1,  # vLLM computes the last token in any case
@@ -262,11 +250,11 @@ def test_what_was_found_and_not_loaded_is_explained(make_daemon: MakeDaemon, mak
     worker = make_worker(daemon)
     keys = stored(worker, 2)
     assert worker.lookup(keys, "r", tokens=2 * CHUNK + 5) == 2
-    end(worker, "r", prompt_tokens=2 * CHUNK + 5, local_tokens=CHUNK)
+    worker.end_request("r", prompt_tokens=2 * CHUNK + 5, local_tokens=CHUNK)
     found = explained(daemon, "r", outcome="not_loaded")
     assert found["tokens"]["avoidable"] == CHUNK
     assert worker.lookup(keys, "own", tokens=2 * CHUNK + 5) == 2
-    end(worker, "own", 1, prompt_tokens=2 * CHUNK + 5, local_tokens=2 * CHUNK)
+    worker.end_request("own", prompt_tokens=2 * CHUNK + 5, local_tokens=2 * CHUNK)
     assert explained(daemon, "own", outcome="hit")["tokens"]["avoidable"] == 0
 
 
@@ -277,12 +265,12 @@ def test_an_older_engine_that_reports_no_tokens_is_explained_by_its_lookup(
     worker = make_worker(daemon)
     keys = stored(worker, 2)
     assert worker.lookup(keys, "old") == 2
-    end(worker, "old")
+    worker.end_request("old")
     found = explained(daemon, "old", outcome="found")
     assert (found["tokens"]["l0"], found["tokens"]["computed"]) == (None, None)
     assert worker.lookup(keys, "named") == 2
     worker.load(keys, worker.blocks_for(2), request_id="named")
-    end(worker, "named", 1)
+    worker.end_request("named")
     assert explained(daemon, "named", outcome="hit")["tokens"]["l1"] == 2 * CHUNK
 
 
@@ -332,9 +320,9 @@ def test_the_id_that_a_client_knows_finds_its_request(make_daemon: MakeDaemon, m
 def test_an_id_that_comes_again_is_another_request(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon)
-    for sequence in range(2):
-        worker.lookup(make_keys(1 + sequence), "same")
-        end(worker, "same", sequence, prompt_tokens=100 * (1 + sequence))
+    for chunks in (1, 2):
+        worker.lookup(make_keys(chunks), "same")
+        worker.end_request("same", prompt_tokens=100 * chunks)
 
     def prompts() -> list[int | None]:
         return [request["tokens"]["prompt"] for request in page(daemon, request_id="same")[1].get("requests", ())]
@@ -347,11 +335,12 @@ def test_without_an_id_the_worst_come_first(make_daemon: MakeDaemon, make_worker
     worker = make_worker(daemon, instance_id="one")
     keys = stored(worker, 3)
     assert page(daemon)[1]["requests"] == []
-    for sequence, (request_id, asked, local) in enumerate(
-        (("good", keys, 3), ("worst", keys, 0), ("new", make_keys(4), 0), ("bad", keys, 2), ("newer", make_keys(3), 0))
-    ):
+    new, newer = make_keys(4), make_keys(3)
+    for request_id, asked, local in (
+        ("good", keys, 3), ("worst", keys, 0), ("new", new, 0), ("bad", keys, 2), ("newer", newer, 0),
+    ):  # fmt: skip
         worker.lookup(asked, request_id, tokens=len(asked) * CHUNK)
-        end(worker, request_id, sequence, prompt_tokens=len(asked) * CHUNK, local_tokens=local * CHUNK)
+        worker.end_request(request_id, prompt_tokens=len(asked) * CHUNK, local_tokens=local * CHUNK)
     explained(daemon, "newer", outcome="miss")
     code, body = page(daemon)
     assert code == 200
@@ -415,7 +404,7 @@ def test_the_command_begins_with_the_verdict_and_ends_with_what_to_do(
     keys = stored(make_worker(daemon, instance_id="has-it"), 2)
     worker = make_worker(daemon, identity=identity(dtype="float16"), instance_id="asks")
     worker.lookup(keys, "cmpl-x-0-01234567", tokens=2 * CHUNK)
-    end(worker, "cmpl-x-0-01234567", prompt_tokens=2 * CHUNK)
+    worker.end_request("cmpl-x-0-01234567", prompt_tokens=2 * CHUNK)
     explained(daemon, "x", outcome="miss")
     shown = run(daemon, "x")
     assert (shown.returncode, shown.stderr) == (0, "")

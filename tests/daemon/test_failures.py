@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.daemon import Daemon, pin_l1, wait_until
 from support.devices import on_each_device
+from support.engine_process import EngineProcess
 from support.raw import REQUEST_ID, RawPeer
 from support.worker import Operation, Worker, make_keys
-from support.worker_process import CHUNKS, STORED, UNFINISHED
 
 from kvserver._native import State
 from kvserver.protocol import Error, Retrieved, Status, Stored, Unregistered, UnregisterWorker, encode
@@ -28,6 +24,8 @@ from kvserver.protocol.client import RequestFailed
 pytestmark = on_each_device
 # Per block, or per operation of a GPU's stream: three chunks take 120 or 300 ms, time enough to act in the middle.
 COPY_DELAY_US = {"cpu": 10_000, "gpu": 60_000}
+CHUNKS = 3
+STORED, UNFINISHED = make_keys(CHUNKS, "stored"), make_keys(CHUNKS, "unfinished")
 AT_ONCE = 4  # copies of one direction: copying threads, or batches that a lane has in flight
 
 
@@ -64,25 +62,19 @@ def wait_for_state(operation: Operation, state: State) -> None:
 
 
 @pytest.fixture
-def victim(slow: Daemon, gpu: str) -> Iterator[subprocess.Popen[str]]:
-    """A real worker process in the middle of a store and a load."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "support.worker_process", slow.endpoint, "victim", gpu],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "copying\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+def victim(slow: Daemon, gpu: str) -> Iterator[EngineProcess]:
+    """It has stored chunks and leased them, and is in the middle of a store of others and a load."""
+    with EngineProcess(slow.endpoint, instance_id="victim", gpu=gpu) as engine:
+        engine.ask("store", "stored", 1, CHUNKS)
+        engine.ask("lookup", "stored", CHUNKS)
+        engine.ask("begin_store", "unfinished", 20, CHUNKS)
+        engine.ask("begin_load", "stored", 40, CHUNKS)
+        yield engine
 
 
 def test_nothing_of_a_worker_killed_in_the_middle_of_its_copies_stays(slow, make_worker, victim):
     slow.wait_for_accounting(tickets=2, leases=1, mappings=3, attachments=1)
-    victim.send_signal(signal.SIGKILL)
+    victim.kill()
     slow.wait_for_clean_accounting()
     assert slow.open_memfds() == 0
     assert slow.mapped_memfds() == []

@@ -15,9 +15,10 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from support.memory import awkward
 from support.properties import damaged, examples
 from support.raw import RawPeer
-from support.worker import Worker, awkward, ids, make_keys, packed, wire_form
+from support.worker import Worker, ids, make_keys, packed, wire_form
 
 from kvserver.config.settings import MiB
 from kvserver.protocol import (
@@ -34,7 +35,6 @@ from kvserver.protocol import (
     Hello,
     KVGroup,
     KVServerError,
-    Lookup,
     Owned,
     Plane,
     Released,
@@ -220,23 +220,16 @@ class Hostile:
         return self.random.sample(range(1, 64), count)
 
     def _notices(self) -> list[Any]:
-        of: dict[str, Any] = {**self._named(), "sequence": self.random.randrange(1000)}
+        of = {"sequence": self.random.randrange(1000)}
         return [
-            ReportBlockAllocations(**of, payload=self._exact(self.random.getrandbits(32) for _ in range(4))),
-            ReportBlockAllocations(**of, payload=self._exact([1, 2, 3])),
-            ReportBlockAllocations(**of, payload=self._reported()),
-            EndRequest(**of, request_id="r"),
+            self.worker.report_message(self._exact(self.random.getrandbits(32) for _ in range(4)), **of),
+            self.worker.report_message(self._exact([1, 2, 3]), **of),
+            self.worker.report_message(self._reported(), **of),
+            self.worker.end_message(**of),
             Heartbeat(boot_id=self.worker.hello.boot_id),
             self.worker.description(variant=self.random.choice(("", "w1", "w2/tuned")), groups=(KVGroup("full"),) * 3),
-            EngineLoad(**self._named(), interval_seconds=self.random.random(), running=1, waiting=2),
+            self.worker.stats_message(interval_seconds=self.random.random(), running=1, waiting=2),
         ]
-
-    def _named(self) -> dict[str, str]:
-        return {
-            "instance_id": self.worker.instance_id,
-            "incarnation": self.worker.incarnation,
-            "model_name": self.worker.model_name,
-        }
 
     def _exact(self, records: Iterable[int]) -> ExactRecords:
         return ExactRecords(records=ids(records), marks=MARK.pack(0, 5), full=self.random.random() < 0.5)
@@ -252,13 +245,7 @@ class Hostile:
             Hello(
                 protocol_version=self.random.choice((1, 2, 3, 4, 5)), client="c" * 100
             ),  # most changes spare the version
-            Lookup(
-                instance_id=self.worker.instance_id,
-                incarnation=self.worker.incarnation,
-                request_id=f"r{self.random.randrange(50)}",
-                chunk_blocks=4,
-                keys=b"".join(keys),
-            ),
+            self.worker.lookup_message(keys, f"r{self.random.randrange(50)}"),
             self.worker.store_message(keys, self._distinct(4 * len(keys))),
             self.worker.load_message(keys, self._distinct(4 * len(keys))),
             msgspec.structs.replace(

@@ -6,7 +6,6 @@ The GPUs are simulated (csrc/testing/fake_gpu.h). What both have in common is te
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,8 +15,10 @@ from typing import Any
 
 import pytest
 from support.daemon import GPUS, WITH_SIMULATED, Daemon, pin_l1, wait_until
+from support.engine_process import EngineProcess
+from support.memory import Geometry, awkward, gpu_handle
 from support.raw import RawPeer
-from support.worker import Geometry, Worker, awkward, gpu_handle, make_keys
+from support.worker import Worker, make_keys
 
 from kvserver._native import State
 from kvserver.config.settings import GiB, KiB, MiB
@@ -229,26 +230,17 @@ def test_a_hung_engine_holds_up_neither_copies_nor_unmaps_of_others(
     """Its process is stopped with a store and a load under way: what a GPU has opened needs nothing of it."""
     daemon = make_daemon(copy_delay_us=20_000)
     other = make_worker(daemon)
-    hung = subprocess.Popen(
-        [sys.executable, "-m", "support.worker_process", daemon.endpoint, "hung", GPUS[0]],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert hung.stdout is not None
-        assert hung.stdout.readline() == "copying\n"
-        hung.send_signal(signal.SIGSTOP)
+    with EngineProcess(daemon.endpoint, gpu=GPUS[0]) as hung:
+        hung.ask("store", "stored", 1, 3)
+        hung.ask("begin_store", "more", 20, 3)
+        hung.ask("begin_load", "stored", 40, 3)
+        hung.freeze()
         other.round_trip()
         size = on_gpu(daemon)["mapped_bytes"]
         other.unregister()
         assert on_gpu(daemon)["mapped_bytes"] == size - sum(other.geometry.sizes)
         other.connect().round_trip()
         daemon.wait_for_accounting(tickets=0, attachments=2)
-    finally:
-        hung.kill()
-        hung.wait()
-        hung.stdout.close()
     daemon.wait_for_accounting(attachments=1, pins=0)
     assert on_gpu(daemon)["mapped_bytes"] == sum(other.geometry.sizes)
 

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from support.daemon import Daemon
 from support.devices import on_each_device
-from support.worker import Worker, make_keys, two_groups
+from support.memory import two_groups
+from support.worker import Worker, make_keys
 
 from kvserver._native import NO_BLOCK, State
 from kvserver.protocol import Error, Plane, Stored

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 from support.daemon import Daemon, wait_until
+from support.memory import awkward
 from support.raw import REQUEST_ID, RawPeer
-from support.worker import Worker, awkward, identity, make_keys
+from support.registration import identity
+from support.worker import Worker, make_keys
 
 from kvserver.protocol import MOST_DEPARTED, encode
 from kvserver.protocol.measurements import MOST_MODELS, OTHER

@@ -9,7 +9,6 @@ from support.daemon import Daemon, wait_until
 from support.raw import RawPeer
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import EndRequest
 from kvserver.protocol.client import Attachment, RequestFailed
 
 
@@ -122,11 +121,7 @@ def test_an_instance_is_described_and_reports_its_prefill_speed(daemon: Daemon) 
             },
         )
         assert daemon.metric("kvserver_engine_prefill_tokens_per_second") is None
-        worker.send(
-            EndRequest(
-                **instance, incarnation=worker.incarnation, sequence=0, request_id="r", prefill_tokens_per_second=1234.5
-            )
-        )
+        worker.end_request(prefill_tokens_per_second=1234.5)
         wait_until(lambda: daemon.metric("kvserver_engine_prefill_tokens_per_second", **instance) == 1234.5)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from support.daemon import Daemon
-from support.worker import Worker, identity, make_keys
+from support.registration import identity
+from support.worker import Worker, make_keys
 
 
 def of(daemon: Daemon, model_name: str = "") -> list[float | None]:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import pytest
 from support.block_lifetimes import SECOND, accessed, allocated, cleared, evicted, owned, present, released
 from support.daemon import wait_until
+from support.memory import awkward
 from support.server import L1_BYTES, PAGE_BYTES, running_server
-from support.worker import Worker, awkward, ids, make_keys, packed
+from support.worker import Worker, ids, make_keys, packed
 
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.cache import MissReason
@@ -19,12 +20,10 @@ from kvserver.copy import Devices
 from kvserver.events import ErrorSent
 from kvserver.protocol import (
     MARK,
-    EndRequest,
     Error,
     ExactRecords,
     Owned,
     Released,
-    ReportBlockAllocations,
     ReportedBlocks,
 )
 
@@ -43,37 +42,22 @@ def samples(daemon, worker: Worker) -> dict[str, float]:
     return found
 
 
-class Engine:
-    """The reports of one worker's instance: sequence and times."""
+class Pool:
+    """What the block pool of one worker's instance did, as it is reported, and when."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.sequence = 0
         self.now = time.monotonic_ns()
-
-    def _of(self) -> dict[str, object]:
-        self.sequence += 1
-        return {
-            "instance_id": self.worker.instance_id,
-            "incarnation": self.worker.incarnation,
-            "model_name": self.worker.model_name,
-            "sequence": self.sequence - 1,
-        }
 
     def report(self, *records: Sequence[int], seconds: float = 0.0, full: bool = False) -> int:
         """What the pool did, so many seconds after what was before. The message's number."""
         self.now += int(seconds * SECOND)
         raw = ids(itertools.chain(*records))
-        payload = ExactRecords(records=raw, marks=MARK.pack(0, self.now) if records else b"", full=full)
-        return self.worker.send(ReportBlockAllocations(**self._of(), payload=payload))
+        return self.worker.report(ExactRecords(raw, MARK.pack(0, self.now) if records else b"", full=full))
 
     def reported(self, *records: Owned | Released, seconds: float = 0.0, full: bool = False) -> int:
         self.now += int(seconds * SECOND)
-        payload = ReportedBlocks(time_ns=self.now, block_tokens=16, records=list(records), full=full)
-        return self.worker.send(ReportBlockAllocations(**self._of(), payload=payload))
-
-    def end(self, request_id: str, **changes: object) -> int:
-        return self.worker.send(EndRequest(**self._of(), request_id=request_id, **changes))
+        return self.worker.report(ReportedBlocks(self.now, 16, list(records), full=full))
 
     def refused(self, number: int) -> str:
         answer = self.worker.reply_to(number, 5)
@@ -91,13 +75,13 @@ def all_sampled(make_daemon):
 
 def test_a_block_lifetime_is_reported_with_its_times(all_sampled, make_worker):
     worker = make_worker(all_sampled)
-    engine = Engine(worker)
-    engine.report(full=True)
-    engine.report(allocated(3))
-    engine.report(released(3), seconds=2)
-    engine.report(accessed(3), seconds=4)
-    engine.report(released(3), seconds=1)
-    engine.report(evicted(3), seconds=5)
+    pool = Pool(worker)
+    pool.report(full=True)
+    pool.report(allocated(3))
+    pool.report(released(3), seconds=2)
+    pool.report(accessed(3), seconds=4)
+    pool.report(released(3), seconds=1)
+    pool.report(evicted(3), seconds=5)
     wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_evictions_total") == 1)
     found = samples(all_sampled, worker)
     histograms = {"lifetime": 12, "idle_before_evict": 5, "since_last_access": 6, "reuse_gap": 6}
@@ -115,26 +99,26 @@ def test_a_block_lifetime_is_reported_with_its_times(all_sampled, make_worker):
 
 def test_a_block_id_beyond_the_engines_blocks_is_refused(all_sampled, make_worker):
     worker = make_worker(all_sampled, geometry=awkward(64))
-    engine = Engine(worker)
-    assert engine.refused(engine.report(allocated(64), full=True)) == "bad_records"
-    engine.report(allocated(63), full=True)
+    pool = Pool(worker)
+    assert pool.refused(pool.report(allocated(64), full=True)) == "bad_records"
+    pool.report(allocated(63), full=True)
     wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_allocations_total") == 1)
 
 
 def test_a_gap_ends_lifetimes_as_lost_and_requests_the_full_state(all_sampled, make_worker):
     worker = make_worker(all_sampled)
-    engine = Engine(worker)
-    engine.report(allocated(1), allocated(2), full=True)
-    engine.sequence += 1
-    assert engine.refused(engine.report(evicted(1))) == "report_gap"
+    pool = Pool(worker)
+    pool.report(allocated(1), allocated(2), full=True)
+    worker.end_message()  # is lost
+    assert pool.refused(pool.report(evicted(1))) == "report_gap"
     wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_lost_total") == 2)
     found = samples(all_sampled, worker)
     assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_report_gaps_total"]) == (0, 1)
     assert (found["kvserver_l0_unsure"], found["kvserver_l0_active_blocks"]) == (1, 0)
-    engine.report(present(2), owned(2), full=True)
+    pool.report(present(2), owned(2), full=True)
     wait_until(lambda: samples(all_sampled, worker)["kvserver_l0_unsure"] == 0)
     assert samples(all_sampled, worker)["kvserver_l0_active_blocks"] == 1
-    engine.report(released(2), evicted(2), seconds=1)
+    pool.report(released(2), evicted(2), seconds=1)
     wait_until(lambda: samples(all_sampled, worker)["kvserver_l0_evictions_total"] == 1)
     assert "kvserver_l0_block_lifetime_seconds_count" not in {
         name for name, value in samples(all_sampled, worker).items() if value
@@ -143,16 +127,16 @@ def test_a_gap_ends_lifetimes_as_lost_and_requests_the_full_state(all_sampled, m
 
 def test_an_engine_that_reports_has_owners_and_contents(all_sampled, make_worker):
     worker = make_worker(all_sampled)
-    engine = Engine(worker)
+    pool = Pool(worker)
     first, second = bytes(range(8)), bytes(range(8, 16))
-    engine.reported(full=True)
-    engine.reported(Owned("a", 0, 0, packed([1, 2]), 2, contents=first))  # block 2 is partial
-    engine.reported(Owned("b", 0, 0, packed([1]), 1, contents=first))  # a co-owner
-    engine.reported(Owned("a", 0, 1, packed([2]), 1, contents=second))  # it fills
-    engine.reported(Released("a", packed([2]), 1), seconds=1)
-    engine.end("a")
-    engine.end("b")
-    engine.reported(Owned("c", 0, 0, packed([1]), 1, contents=second), seconds=3)  # other content
+    pool.reported(full=True)
+    pool.reported(Owned("a", 0, 0, packed([1, 2]), 2, contents=first))  # block 2 is partial
+    pool.reported(Owned("b", 0, 0, packed([1]), 1, contents=first))  # a co-owner
+    pool.reported(Owned("a", 0, 1, packed([2]), 1, contents=second))  # it fills
+    pool.reported(Released("a", packed([2]), 1), seconds=1)
+    worker.end_request("a")
+    worker.end_request("b")
+    pool.reported(Owned("c", 0, 0, packed([1]), 1, contents=second), seconds=3)  # other content
     wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_evictions_total") == 1)
     found = samples(all_sampled, worker)
     assert found["kvserver_l0_allocations_total"] == 3
@@ -163,10 +147,10 @@ def test_an_engine_that_reports_has_owners_and_contents(all_sampled, make_worker
 
 def test_exact_and_reported_never_mix(all_sampled, make_worker):
     worker = make_worker(all_sampled)
-    engine = Engine(worker)
-    engine.report(allocated(1), full=True)
-    refused = engine.reported(Owned("a", 0, 0, packed([1]), 1), full=True)
-    assert engine.refused(refused) == "bad_records"
+    pool = Pool(worker)
+    pool.report(allocated(1), full=True)
+    refused = pool.reported(Owned("a", 0, 0, packed([1]), 1), full=True)
+    assert pool.refused(refused) == "bad_records"
     (instance,) = all_sampled.status()["instances"]
     assert (instance["l0_source"], instance["l0"]["refused_reports"]) == ("exact", 1)
 
@@ -184,30 +168,30 @@ def test_exact_and_reported_never_mix(all_sampled, make_worker):
 )
 def test_reported_blocks_that_make_no_sense_are_refused(all_sampled, make_worker, record):
     worker = make_worker(all_sampled, geometry=awkward(64))
-    engine = Engine(worker)
-    assert engine.refused(engine.reported(record, full=True)) == "bad_records"
+    pool = Pool(worker)
+    assert pool.refused(pool.reported(record, full=True)) == "bad_records"
     worker.round_trip()
 
 
 def test_a_few_bytes_cannot_make_the_loop_unpack_a_million_blocks(all_sampled, make_worker):
     worker = make_worker(all_sampled)
-    engine = Engine(worker)
+    pool = Pool(worker)
     run = Owned("a", 0, 0, packed(range(1, 1 << 20)), (1 << 20) - 1)
     assert len(run.block_ids) < 20
-    answer = worker.reply_to(engine.reported(*[run] * 1000, full=True), 5)
+    answer = worker.reply_to(pool.reported(*[run] * 1000, full=True), 5)
     assert isinstance(answer, Error)
     assert "at most 65536; split it" in answer.message
     worker.round_trip()
 
 
 def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_requests(all_sampled, make_worker):
-    engines = [Engine(make_worker(all_sampled)), Engine(make_worker(all_sampled))]
-    for engine in engines:
-        engine.report(full=True)
-        engine.report(allocated(1), allocated(2))
-    dies, stays = engines
+    pools = [Pool(make_worker(all_sampled)), Pool(make_worker(all_sampled))]
+    for pool in pools:
+        pool.report(full=True)
+        pool.report(allocated(1), allocated(2))
+    dies, stays = pools
     wait_until(lambda: samples(all_sampled, stays.worker).get("kvserver_l0_active_blocks") == 2)
-    dies.end("same request")
+    dies.worker.end_request("same request")
     dies.worker.hang_up()
     wait_until(lambda: samples(all_sampled, dies.worker)["kvserver_l0_lost_total"] == 2)
     assert samples(all_sampled, dies.worker)["kvserver_l0_tracked_blocks"] == 0
@@ -220,8 +204,8 @@ def test_a_killed_engine_does_not_disturb_another_with_the_same_blocks_and_reque
 
 def test_a_cleared_engine_ends_its_lifetimes_without_evictions(all_sampled, make_worker):
     worker = make_worker(all_sampled)
-    engine = Engine(worker)
-    engine.report(allocated(1), released(1), cleared(), full=True)
+    pool = Pool(worker)
+    pool.report(allocated(1), released(1), cleared(), full=True)
     wait_until(lambda: samples(all_sampled, worker).get("kvserver_l0_cleared_total") == 1)
     found = samples(all_sampled, worker)
     assert (found["kvserver_l0_evictions_total"], found["kvserver_l0_tracked_blocks"]) == (0, 0)
@@ -295,7 +279,7 @@ def test_a_load_saves_tokens_and_seconds_by_the_engines_speed(make_daemon, make_
     tokens = 3 * worker.chunk_blocks * 16
     assert samples(daemon, worker)["kvserver_saved_prefill_tokens_total"] == tokens
     assert samples(daemon, worker)["kvserver_saved_prefill_seconds_total"] == 0
-    Engine(worker).end("r", prefill_tokens_per_second=1000.0)
+    worker.end_request(prefill_tokens_per_second=1000.0)
     worker.load(keys, blocks)
     wait_until(lambda: samples(daemon, worker).get("kvserver_l1_hit_age_seconds_count") == 6)
     found = samples(daemon, worker)

@@ -15,7 +15,6 @@ from support.daemon import Daemon, wait_until
 from support.engine_publisher import EnginePublisher, removed, stored
 from support.worker import Worker
 
-from kvserver.protocol import DescribeScheduler
 from kvserver.routing.block_hashes import hash_blocks
 
 START = b"s" * 32
@@ -25,17 +24,7 @@ KEYS = HASHES[3::4]
 
 
 def introduce(worker: Worker, **more: Any) -> None:
-    fields: dict[str, Any] = {
-        "instance_id": worker.instance_id,
-        "incarnation": worker.incarnation,
-        "model_name": worker.model_name,
-        "variant": "",
-        "hash_algorithm": "sha256",
-        "hash_start": START,
-        "hash_block_tokens": 16,
-        "hash_form": "bytes",
-    }
-    worker.send(DescribeScheduler(**{**fields, **more}))
+    worker.send(worker.description(hash_algorithm="sha256", hash_start=START, hash_block_tokens=16, **more))
 
 
 def ask(daemon: Daemon, **query: Any) -> dict[str, dict[str, Any]]:

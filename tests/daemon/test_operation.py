@@ -25,7 +25,7 @@ from kvserver.config import available_memory
 from kvserver.config.capacity import choose_l1_bytes
 from kvserver.config.settings import GiB, MiB
 from kvserver.copy import Devices
-from kvserver.protocol import PROTOCOL_VERSION, ConfigError, Lookup, Status, StatusReply, encode
+from kvserver.protocol import PROTOCOL_VERSION, ConfigError, Status, StatusReply, encode
 from kvserver.protocol.status import DaemonStatus
 from kvserver.web import pages as http
 
@@ -347,13 +347,7 @@ def test_the_pages_answer_fast_while_the_loop_is_busy(make_daemon, make_worker):
     worker = make_worker(daemon)
     keys = make_keys(15)
     worker.store(keys, worker.blocks_for(15))
-    lookup = Lookup(
-        instance_id=worker.instance_id,
-        incarnation=worker.incarnation,
-        request_id="r",
-        chunk_blocks=worker.chunk_blocks,
-        keys=b"".join(keys * 50),
-    )
+    lookup = worker.lookup_message(keys * 50)
     with RawPeer(daemon.endpoint, high_water_mark=0) as flood:
         for _ in range(3000):
             flood.send(bytes(8), encode(lookup))

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from support.daemon import KVSERVER, wait_until
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol import EndRequest
 from kvserver.protocol.status import AccountingStatus, DaemonStatus, DirectionStatus, GpuStatus, L1Status, TotalsStatus
 
 
@@ -47,9 +46,7 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
     daemon = make_daemon()
     workers = [make_worker(daemon), make_worker(daemon)]
     workers[0].round_trip()
-    end = {"incarnation": workers[0].incarnation, "model_name": workers[0].model_name, "sequence": 0, "request_id": "r"}
-    tokens = {"prompt_tokens": 1000, "local_tokens": 250, "loaded_tokens": 600}
-    workers[0].send(EndRequest(instance_id=workers[0].instance_id, **end, **tokens))
+    workers[0].end_request(prompt_tokens=1000, local_tokens=250, loaded_tokens=600)
     wait_until(lambda: daemon.status()["totals"]["prompt_tokens"]["computed"] == 150)
     lines = lines_of_table(daemon)
     assert "prompts 1000 tokens: 25.0% L0, 60.0% L1, 15.0% computed" in lines

@@ -16,7 +16,7 @@ from support.daemon import Daemon, wait_until
 from support.worker import make_keys
 
 from kvserver import __version__
-from kvserver.protocol import WAIT_SECONDS, ReportBlockAllocations
+from kvserver.protocol import WAIT_SECONDS
 
 OFTEN = {"env": {"OTEL_METRIC_EXPORT_INTERVAL": "100", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.5"}}  # milliseconds; seconds
 
@@ -94,11 +94,7 @@ def test_l0_histograms_carry_the_instance_and_its_model(make_daemon, make_worker
         for blocks, worker in enumerate(workers, 1):
             some = range(1, 1 + blocks)
             report = exact((2, [*allocated(*some), *released(*some), *accessed(*some), *evicted(*some)]), full=True)
-            worker.send(
-                ReportBlockAllocations(
-                    worker.instance_id, worker.incarnation, worker.model_name, sequence=0, payload=report
-                )
-            )
+            worker.report(report)
         for name in ("lifetime", "idle_before_evict", "since_last_access", "reuse_gap"):
             expected = {(w.instance_id, w.model_name): blocks for blocks, w in enumerate(workers, 1)}
 

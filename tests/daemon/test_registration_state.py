@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from support.daemon import Daemon
-from support.worker import Worker, identity
+from support.registration import identity
+from support.worker import Worker
 
 from kvserver.protocol import REGISTERED
 from kvserver.protocol.client import Client, RequestFailed

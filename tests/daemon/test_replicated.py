@@ -7,7 +7,8 @@ import uuid
 import pytest
 from support.daemon import wait_until
 from support.devices import on_each_device
-from support.worker import awkward, make_keys
+from support.memory import awkward
+from support.worker import make_keys
 
 from kvserver._native import State
 from kvserver.protocol import Error, Retrieved, Stored

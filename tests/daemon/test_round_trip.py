@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from support.devices import on_each_device
-from support.worker import Geometry, awkward, identity, make_keys
+from support.memory import Geometry, awkward
+from support.registration import identity
+from support.worker import make_keys
 
-from kvserver.protocol import Clear, Cleared, Lookup, LookupReply, Plane, Stored
+from kvserver.protocol import Clear, Cleared, Plane, Stored
 from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
@@ -411,7 +413,4 @@ def test_lookups_of_one_request_hold_one_lease(daemon, worker):
 
 def test_a_lookup_is_answered_before_all_ranks_are_there(daemon, make_worker):
     zero = make_worker(daemon, world_size=2)
-    message = Lookup(
-        instance_id=zero.instance_id, incarnation=zero.incarnation, request_id="r", chunk_blocks=4, keys=bytes(32)
-    )
-    assert zero.ask(message, LookupReply) == LookupReply(hit_chunks=0)
+    assert zero.lookup(make_keys(1)) == 0

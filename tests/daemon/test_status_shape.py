@@ -12,8 +12,6 @@ from support.daemon import GPUS, wait_until
 from support.kv_chunks import Prompt
 from support.worker import make_keys
 
-from kvserver.protocol import EngineLoad
-
 SHAPE = Path(__file__).with_name("status_shape.txt").read_text().splitlines()
 EVENT_TYPES = {".events.published_types", ".events.dropped_types"}  # the keys are the types of the present version
 
@@ -48,8 +46,7 @@ def test_a_daemon_with_everything_on_shows_all_keys(make_daemon, make_worker, tm
         worker.send(worker.description(events_endpoint="tcp://127.0.0.1:1"))
         worker.store(prompt.keys, worker.blocks_for(2), contents=prompt.contents())
         worker.load(prompt.keys, worker.blocks_for(2, first=20))
-        names = {"instance_id": "engine", "incarnation": worker.incarnation, "model_name": "model"}
-        worker.send(EngineLoad(**names, interval_seconds=60, running=1, waiting=0, kv_cache_usage=0.5))
+        worker.send(worker.stats_message(running=1, kv_cache_usage=0.5))
         with contextlib.suppress(AssertionError):  # observers are shown a second later
             wait_until(lambda: shape(daemon.status()) == SHAPE)
         assert shape(daemon.status()) == SHAPE

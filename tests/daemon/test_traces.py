@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from support.collector import Collected, labels_of, over_grpc, over_http, that_hangs, that_is_down
 from support.daemon import wait_until
-from support.worker import Worker, identity, make_keys
+from support.registration import identity
+from support.worker import Worker, make_keys
 
 from kvserver.cache import LookupOutcome
 from kvserver.config import parse_otlp_endpoint
 from kvserver.events import CopyEnded, LookupEnded, RequestEnded
-from kvserver.protocol import EndRequest
 from kvserver.telemetry.otlp import resource, span_exporter
 from kvserver.telemetry.tracing import Traces
 
@@ -96,15 +96,7 @@ def traced_request(worker: Worker, request_id: str, traceparent: str = "") -> No
     assert worker.lookup(keys, request_id, traceparent=traceparent) == 2
     worker.load(keys, worker.blocks_for(2, first=1 + 2 * worker.chunk_blocks), request_id=request_id)
     worker.store(make_keys(1), worker.blocks_for(1), request_id=request_id)
-    worker.send(
-        EndRequest(
-            instance_id=worker.instance_id,
-            incarnation=worker.incarnation,
-            model_name=worker.model_name,
-            sequence=1,
-            request_id=request_id,
-        )
-    )
+    worker.end_request(request_id)
 
 
 def names(collected: Collected) -> list[str]:
@@ -148,8 +140,7 @@ def test_the_span_of_a_request_states_what_was_missing_and_which_fields_differ(m
         worker = make_worker(daemon, identity=identity(dtype="float16"))
         assert worker.lookup(keys, "r", tokens=130) == 0
         assert worker.error_of(worker.load_message(keys, worker.blocks_for(2), request_id="r")).code == "not_found"
-        names = {name: getattr(worker, name) for name in ("instance_id", "incarnation", "model_name")}
-        worker.send(EndRequest(**names, sequence=0, request_id="r", prompt_tokens=130, loads=1, failed_loads=1))
+        worker.end_request("r", prompt_tokens=130, loads=1, failed_loads=1)
         wait_until(lambda: "request" in {span.name for span in collector.spans()})
         spans = {span.name: span for span in collector.spans()}
         values = {a.key: a.value for a in spans["request"].attributes}

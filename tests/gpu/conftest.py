@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.daemon import Daemon, wait_until
+from support.engine_process import EngineProcess
 from support.gpu_memory import SIMULATED, daemon_flags, found
-
-from .engine import Engine
 
 HERE = os.path.dirname(__file__)
 
@@ -36,12 +35,12 @@ def gpu_daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., Engine]]:
+def make_engine() -> Iterator[Callable[..., EngineProcess]]:
     """Start an engine process that registers with a daemon; it ends with the test."""
-    engines: list[Engine] = []
+    engines: list[EngineProcess] = []
 
-    def make(daemon: Daemon, **options: object) -> Engine:
-        engines.append(Engine(daemon.endpoint, **options))
+    def make(daemon: Daemon) -> EngineProcess:
+        engines.append(EngineProcess(daemon.endpoint, in_torch=True))
         return engines[-1]
 
     yield make
@@ -50,11 +49,10 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture(scope="module")
-def engine(gpu_daemon: Daemon) -> Iterator[Engine]:
+def engine(gpu_daemon: Daemon) -> Iterator[EngineProcess]:
     """One that no test kills."""
-    found = Engine(gpu_daemon.endpoint)
-    yield found
-    found.close()
+    with EngineProcess(gpu_daemon.endpoint, in_torch=True) as found:
+        yield found
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from support.worker import Geometry
+from support.memory import Geometry
 
 from kvserver.protocol import Plane
 

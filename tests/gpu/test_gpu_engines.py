@@ -10,12 +10,11 @@ from collections.abc import Callable
 import pytest
 from support import cuda_driver
 from support.daemon import Daemon, wait_until
+from support.engine_process import BLOCKS, EngineProcess, many_layers
 from support.gpu_memory import SIMULATED, daemon_flags
 
-from .engine import Engine
-from .engine_process import BLOCKS, geometry
-
-MakeEngine = Callable[..., Engine]
+MakeEngine = Callable[..., EngineProcess]
+GEOMETRY = many_layers()
 LARGE = (BLOCKS - 1) // 4 - 8  # chunks: nearly all blocks
 HUNG_SECONDS = float(os.environ.get("KVSERVER_TEST_HUNG_SECONDS", "5"))
 
@@ -26,7 +25,7 @@ def in_use(daemon: Daemon) -> tuple[int, int, int]:
     return counts["mappings"], counts["attachments"], counts["tickets"]
 
 
-def round_trip(engine: Engine, seed: str, count: int = 3) -> None:
+def round_trip(engine: EngineProcess, seed: str, count: int = 3) -> None:
     """Store chunks, destroy them, load them elsewhere: AssertionError unless the bytes are equal."""
     engine.ask("fill")
     content = engine.ask("digest", 1, count)
@@ -39,7 +38,7 @@ def round_trip(engine: Engine, seed: str, count: int = 3) -> None:
     assert engine.ask("digest", 1, count) != content
 
 
-def test_what_one_engine_stored_another_loads(daemon: Daemon, engine: Engine, make_engine: MakeEngine) -> None:
+def test_what_one_engine_stored_another_loads(daemon: Daemon, engine: EngineProcess, make_engine: MakeEngine) -> None:
     first = make_engine(daemon)
     content = first.ask("digest", 1, 8)
     assert first.ask("store", "shared", 1, 8) == 8
@@ -50,24 +49,24 @@ def test_what_one_engine_stored_another_loads(daemon: Daemon, engine: Engine, ma
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
-def test_a_round_trip_keeps_every_byte(daemon: Daemon, engine: Engine, count: int) -> None:
+def test_a_round_trip_keeps_every_byte(daemon: Daemon, engine: EngineProcess, count: int) -> None:
     round_trip(engine, f"round trip {count}", count)
 
 
-def test_a_load_whose_word_is_done_has_all_its_bytes_in_place(daemon: Daemon, engine: Engine) -> None:
+def test_a_load_whose_word_is_done_has_all_its_bytes_in_place(daemon: Daemon, engine: EngineProcess) -> None:
     assert engine.ask("store", "race", 1, 4) == 4
     assert engine.ask("stale_loads", "race", 1, 4, 50) == 0
 
 
-def test_the_daemon_reports_the_gpu_and_what_it_moved(daemon: Daemon, engine: Engine) -> None:
+def test_the_daemon_reports_the_gpu_and_what_it_moved(daemon: Daemon, engine: EngineProcess) -> None:
     round_trip(engine, "status")
     (gpu,) = daemon.status()["gpus"]
-    assert gpu["mapped_bytes"] == sum(geometry().sizes)
-    assert gpu["store"]["dma_bytes"] + gpu["store"]["staged_bytes"] >= 12 * geometry().block_bytes
+    assert gpu["mapped_bytes"] == sum(GEOMETRY.sizes)
+    assert gpu["store"]["dma_bytes"] + gpu["store"]["staged_bytes"] >= 12 * GEOMETRY.block_bytes
 
 
 def test_an_engine_that_is_killed_before_its_event_fires_stores_nothing(
-    daemon: Daemon, engine: Engine, make_engine: MakeEngine
+    daemon: Daemon, engine: EngineProcess, make_engine: MakeEngine
 ) -> None:
     before = in_use(daemon)
     victim = make_engine(daemon)
@@ -80,7 +79,7 @@ def test_an_engine_that_is_killed_before_its_event_fires_stores_nothing(
 
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_an_engine_that_is_killed_in_the_middle_of_a_copy_harms_no_other(
-    daemon: Daemon, engine: Engine, make_engine: MakeEngine, direction: str
+    daemon: Daemon, engine: EngineProcess, make_engine: MakeEngine, direction: str
 ) -> None:
     before = in_use(daemon)
     victim = make_engine(daemon)
@@ -94,7 +93,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_copy_harms_no_other(
 
 
 def test_while_an_engine_hangs_another_stores_and_loads(
-    daemon: Daemon, engine: Engine, make_engine: MakeEngine
+    daemon: Daemon, engine: EngineProcess, make_engine: MakeEngine
 ) -> None:
     """KVSERVER_TEST_HUNG_SECONDS=60 makes it as long as an engine's compilation."""
     hung = make_engine(daemon)
@@ -111,14 +110,16 @@ def test_while_an_engine_hangs_another_stores_and_loads(
 
 
 @pytest.mark.skipif(SIMULATED, reason="a simulated GPU has no memory of its own")
-def test_the_memory_of_a_killed_engine_comes_back(daemon: Daemon, engine: Engine, make_engine: MakeEngine) -> None:
+def test_the_memory_of_a_killed_engine_comes_back(
+    daemon: Daemon, engine: EngineProcess, make_engine: MakeEngine
+) -> None:
     round_trip(engine, "the daemon has taken its own memory")
     gc.collect()  # memory of earlier tests in this process
     in_use_before, before = in_use(daemon), cuda_driver.free_bytes()
     victim = make_engine(daemon)
     victim.ask("begin_store", "killed", 1, LARGE)
     taken = before - cuda_driver.free_bytes()
-    assert taken > sum(geometry().sizes)
+    assert taken > sum(GEOMETRY.sizes)
     victim.kill()
     wait_until(lambda: in_use(daemon) == in_use_before, 30)
     slack = 64 << 20

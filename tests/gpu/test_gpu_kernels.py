@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from native.rig import L0, Device, Job, l0_after_load, l1_after_store
 from support.gpu_memory import by_fd, open_gpu
+from support.memory import Geometry
 from support.simulators import FakeGpu
-from support.worker import Geometry
 
 from kvserver._native import NO_BLOCK, Direction, GpuDevice, Outcome, Way
 

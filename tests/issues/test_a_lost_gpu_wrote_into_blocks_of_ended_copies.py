@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from native.rig import L0, Device, Job
 from support.daemon import wait_until
+from support.memory import Geometry
 from support.simulators import FakeGpu
-from support.worker import Geometry
 
 from kvserver._native import Direction, Outcome, State, Way
 from kvserver.protocol import Plane

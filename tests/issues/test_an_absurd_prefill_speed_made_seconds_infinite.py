@@ -11,8 +11,6 @@ import pytest
 from support.daemon import wait_until
 from support.worker import make_keys
 
-from kvserver.protocol import EndRequest
-
 
 @pytest.mark.parametrize("speed", [1e-320, 1e-30, 1e300, math.inf])
 def test_seconds_stay_finite_whatever_speed_an_engine_reports(make_daemon, make_worker, speed):
@@ -20,9 +18,7 @@ def test_seconds_stay_finite_whatever_speed_an_engine_reports(make_daemon, make_
     worker = make_worker(daemon)
     keys, blocks = make_keys(2), worker.blocks_for(2)
     worker.store(keys, blocks)
-    worker.send(
-        EndRequest(worker.instance_id, worker.incarnation, worker.model_name, 0, "r", prefill_tokens_per_second=speed)
-    )
+    worker.end_request(prefill_tokens_per_second=speed)
     wait_until(lambda: daemon.status()["instances"][0]["requests"]["ended_requests"] == 1)
     worker.load(keys, blocks)
 

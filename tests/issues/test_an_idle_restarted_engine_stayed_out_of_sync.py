@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.block_lifetimes import allocated
+from support.block_lifetimes import allocated, exact
 from support.daemon import Daemon, wait_until
-from support.worker import Worker, ids
-
-from kvserver.protocol import MARK, ExactRecords, ReportBlockAllocations
+from support.worker import Worker
 
 
 def out_of_sync(daemon: Daemon, worker: Worker) -> int | None:
@@ -23,24 +21,15 @@ def out_of_sync(daemon: Daemon, worker: Worker) -> int | None:
     return int(float(found[1])) if found is not None else None
 
 
-def report(worker: Worker, sequence: int, *blocks: int) -> None:
-    records = ids(record for block in blocks for record in allocated(block))
-    worker.send(
-        ReportBlockAllocations(
-            instance_id=worker.instance_id,
-            incarnation=worker.incarnation,
-            model_name=worker.model_name,
-            sequence=sequence,
-            payload=ExactRecords(records=records, marks=MARK.pack(0, 1) if records else b"", full=True),
-        )
-    )
+def report(worker: Worker, *blocks: int) -> None:
+    worker.report(exact((1, [record for block in blocks for record in allocated(block)]), full=True))
 
 
 @pytest.fixture
 def first(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)
-    report(worker, 0, 1, 2)
+    report(worker, 1, 2)
     wait_until(lambda: daemon.status()["instances"][0]["l0"]["active_blocks"] == 2)
     return daemon, worker
 
@@ -64,7 +53,7 @@ def test_an_engine_that_registers_again_is_out_of_sync_until_its_full_state_has_
     disconnect(daemon, worker)
     worker.connect()
     wait_until(lambda: out_of_sync(daemon, worker) == 1)
-    report(worker, 1, 1)
+    report(worker, 1)
     wait_until(lambda: out_of_sync(daemon, worker) == 0)
 
 
@@ -74,5 +63,5 @@ def test_an_engine_that_computed_before_it_met_this_daemon_is_out_of_sync(make_d
     worker.attach()
     worker.register(has_computed=True)
     wait_until(lambda: out_of_sync(daemon, worker) == 1)
-    report(worker, 0, 1)
+    report(worker, 1)
     wait_until(lambda: out_of_sync(daemon, worker) == 0)

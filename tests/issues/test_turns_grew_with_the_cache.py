@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from support.daemon import wait_until
+from support.memory import Geometry
 from support.server import Running, running_server
-from support.worker import Geometry, Worker, make_keys
+from support.worker import Worker, make_keys
 
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.copy import Devices
-from kvserver.protocol import Clear, Cleared, EndRequest, Plane, Stored
+from kvserver.protocol import Clear, Cleared, Plane, Stored
 from kvserver.protocol.client import Client
 from kvserver.server import Handlers, Server, Stores, Upkeep
 
@@ -121,8 +122,7 @@ def all_leased_but_the_youngest(rig: Rig) -> None:
 def all_used_since_they_were_stored(rig: Rig) -> None:
     for first in range(0, rig.chunks, BATCH):
         rig.filler.lookup(rig.keys[first : first + BATCH])
-    filler = rig.filler
-    filler.send(EndRequest(filler.instance_id, filler.incarnation, filler.model_name, 0, "r"))
+    rig.filler.end_request()
     wait_until(lambda: not rig.cache.lease_count)
     assert rig.store_one() == Stored(stored=1, skipped=0)
 

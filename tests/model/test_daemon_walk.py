@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from support.daemon import GPUS, Daemon, wait_until
-from support.worker import Operation, Worker, awkward, identity
+from support.engine_process import EngineProcess
+from support.memory import awkward
+from support.registration import identity
+from support.worker import Operation, Worker, make_keys
 
 from kvserver._native import State
-from kvserver.protocol import Clear, Cleared, EndRequest, Error, ErrorCode, Stored
+from kvserver.protocol import Clear, Cleared, Error, ErrorCode, Stored
 from kvserver.protocol.client import RequestFailed
 
-from .victim import CHAIN, chain, contents
-
+CHAIN = 12
 CHAINS = 3
 STEPS = 1500
 Content = tuple[bytes, ...]  # the blocks of one chunk
+
+
+def chain(number: int) -> list[bytes]:
+    return make_keys(CHAIN, seed=f"chain {number}")
 
 
 class Engine:
@@ -32,13 +34,11 @@ class Engine:
         self.endpoint = endpoint
         self.incarnations = 0
         self.workers: list[Worker] = []
-        self.reports = 0
         self.start()
 
     def start(self) -> None:
         """A new incarnation; the daemon may still be busy with the end of the last one."""
         self.incarnations += 1
-        self.reports = 0
         self.workers = [wait_until(lambda rank=rank: self._connect(rank), what=self.name) for rank in range(self.world)]
 
     def _connect(self, rank: int) -> Worker | None:
@@ -77,7 +77,7 @@ class Walk:
             Engine(daemon.endpoint, "other", 1, "test-model@0123", gpus[1]),  # shares with the first
             Engine(daemon.endpoint, "pair", 2, "another-model", gpus[2]),
         ]
-        self.victim: subprocess.Popen[str] | None = None
+        self.victim: EngineProcess | None = None
         self.victims = 0
         self.counts = dict.fromkeys(("stored", "loaded", "hits", "cancelled", "killed", "deaths", "clears"), 0)
 
@@ -181,9 +181,7 @@ class Walk:
     def end_request(self) -> None:
         engine = self.rng.choice(self.engines)
         for _ in range(3):
-            worker = engine.workers[0]
-            worker.send(EndRequest(worker.instance_id, worker.incarnation, "m", engine.reports, self.request_id()))
-            engine.reports += 1
+            engine.workers[0].end_request(self.request_id())
 
     def clear(self) -> None:
         worker = self.rng.choice(self.engines).workers[0]
@@ -212,27 +210,15 @@ class Walk:
         if self.victim is not None:
             return
         self.victims += 1
-        first, seed = self.rng.randrange(CHAIN - 3), self.rng.randrange(1 << 30)
-        words = [self.daemon.endpoint, f"victim-{self.victims}", str(seed), str(first), "3", self.engines[0].gpu]
-        self.victim = subprocess.Popen(
-            [sys.executable, "-m", "model.victim", *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        )
-        assert self.victim.stdout is not None
-        assert self.victim.stdout.readline() == "copying\n"
-        engine = self.engines[0]
-        worker = engine.workers[0]
-        blocks = contents(seed, 3, worker.chunk_blocks, worker.geometry.block_bytes)
+        engine, first = self.engines[0], self.rng.randrange(CHAIN - 3)
+        self.victim = EngineProcess(self.daemon.endpoint, instance_id=f"victim-{self.victims}", gpu=engine.gpu)
+        blocks = [bytes.fromhex(block) for block in self.victim.ask("read", 1, 3)]
+        self.victim.ask("begin_store", "chain 0", 1, 3, first)
         self.note_uncertain(engine, 0, chain(0)[first : first + 3], blocks)
 
     def kill(self) -> None:
         if self.victim is not None:
-            self.victim.kill()
-            self.victim.wait()
-            assert self.victim.stdout is not None
-            self.victim.stdout.close()
+            self.victim.close()
             self.victim = None
             self.counts["killed"] += 1
 

@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from support.memory import Memory
 from support.simulators import FakeDevice
-from support.worker import Memory
 
 from kvserver import _native
 from kvserver._native import BlockIds, Direction, Mapping, Outcome, WordPage

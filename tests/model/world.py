@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.memory import Geometry, Memory, put
+from support.registration import identity, registration
 from support.slots import pages_of
-from support.worker import Geometry, Memory, identity, packed, put
+from support.worker import packed
 
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, WordPage
 from kvserver.cache import POLICIES, Cache, Chunk, PagePool, fingerprint, with_variant
@@ -42,7 +44,6 @@ from kvserver.protocol import (
     Request,
     Retrieve,
     Retrieved,
-    SharedFd,
     Store,
     Stored,
     Unregistered,
@@ -198,19 +199,15 @@ class Engine:
         return all(rank.state == "open" for rank in self.ranks)
 
     def registration(self, rank: Rank, attachment: int) -> RegisterWorker:
-        geometry = self.model.geometry
-        return RegisterWorker(
+        return registration(
+            self.model.geometry,
             instance_id=self.instance_id,
             incarnation=self.incarnation,
             model_name=self.model.name,
             rank=rank.number,
             world_size=self.model.world,
             attachment=attachment,
-            memory=[SharedFd(index=i, size_bytes=size) for i, size in enumerate(geometry.sizes)],
             words=WORDS,
-            planes=list(geometry.planes),
-            num_blocks=geometry.num_blocks,
-            block_tokens=geometry.block_tokens,
             chunk_blocks=self.model.chunk_blocks,
             counted=identity(model=self.model.name),
         )

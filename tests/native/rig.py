@@ -13,9 +13,10 @@ from itertools import chain
 from typing import Any
 
 from support.daemon import wait_until
+from support.memory import Geometry, Memory, Piece, SharedMemory
 from support.simulators import FakeDevice
 from support.slots import slot_of
-from support.worker import Geometry, Memory, Piece, SharedMemory, packed
+from support.worker import packed
 
 from kvserver._native import (
     NO_BLOCK,

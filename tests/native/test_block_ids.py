@@ -7,8 +7,9 @@ import random
 import time
 
 import pytest
+from support.memory import two_groups
 from support.slots import slot_of
-from support.worker import packed, two_groups
+from support.worker import packed
 
 from kvserver._native import NO_BLOCK, BlockIds, Direction, FileMapping, Outcome, PlaneTable
 

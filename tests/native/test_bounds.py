@@ -7,8 +7,9 @@ import struct
 from typing import Any
 
 import pytest
+from support.memory import awkward, two_groups
 from support.slots import slot_of
-from support.worker import awkward, packed, two_groups
+from support.worker import packed
 
 from kvserver._native import (
     NO_BLOCK,

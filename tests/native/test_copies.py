@@ -7,8 +7,8 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.memory import Geometry, Memory, awkward
 from support.properties import Dice, examples, walks
-from support.worker import Geometry, Memory, awkward
 
 from kvserver._native import NO_BLOCK, Direction, Outcome
 from kvserver.protocol import Plane

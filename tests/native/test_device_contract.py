@@ -19,8 +19,8 @@ from typing import TypeAlias
 import pytest
 from support.daemon import wait_until
 from support.gpu_memory import VmmMemory, real_gpu
+from support.memory import awkward, two_groups
 from support.simulators import FakeGpu, Order
-from support.worker import awkward, two_groups
 
 from kvserver._native import NO_BLOCK, Direction, Outcome, State, Way, WordMapping, WordPage, cuda_gpu
 

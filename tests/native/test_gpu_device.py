@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 from support.daemon import wait_until
+from support.memory import Geometry, awkward
 from support.simulators import FakeGpu
-from support.worker import Geometry, awkward
 
 from kvserver._native import (
     PIN_BYTES,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 from support.daemon import wait_until
+from support.memory import Geometry
 from support.simulators import FakeGpu
-from support.worker import Geometry
 
 from kvserver._native import (
     GPU_MOST_SLOTS,

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import pytest
 from gpu.layouts import engine_layouts
+from support.memory import Geometry, awkward, two_groups
 from support.simulators import FakeGpu
-from support.worker import Geometry, awkward, two_groups
 
 from kvserver._native import (
     NO_BLOCK,

@@ -26,22 +26,22 @@ from kvserver.protocol import (
     KVServerError,
     Owned,
     Payload,
-    Plane,
-    RegisterWorker,
     Released,
     ReportBlockAllocations,
     ReportedBlocks,
-    SharedFd,
 )
 from kvserver.server.instances import Instances
 from kvserver.server.reports import EngineReports
 from kvserver.telemetry import BlockLifecycle
+
+from .instances import add_worker
 
 SECOND = 1_000_000_000
 HISTOGRAMS = ("lifetime", "idle_before_evict", "since_last_access", "reuse_gap")
 ENDS = ("evictions", "recycled", "cleared", "lost")
 COUNTERS = ("allocations", "reuses", "shared_accesses", *ENDS)
 GAUGES = ("active_blocks", "released_blocks", "tracked_blocks")
+
 Moment = tuple[float, Sequence[int]]  # seconds, the records of that time
 
 
@@ -103,12 +103,6 @@ def release(request: str, blocks: Iterable[int]) -> Released:
     return Released(request, pack_blocks(list(ids)), len(ids))
 
 
-class Nothing:
-    """Stands for what a worker only keeps: connection, device, memory."""
-
-    registration: int | None = None
-
-
 class Engine:
     """One instance's messages, in sequence, checked as the loop does; their events go to L0 at once.
 
@@ -149,13 +143,10 @@ class Engine:
         return not self.drops
 
     def connect(self, has_computed: bool = False) -> None:
-        spec = RegisterWorker(
-            *(self.names[0], self.incarnation, self.names[1]), 0, 1, 0, [SharedFd(0, 1)], 8, [Plane(0, 0, 8, 8)],
-            self.num_blocks, self.block_tokens, 1,
-        )  # fmt: skip
-        nothing: Any = Nothing()
         self.connected = True
-        self.worker = self.instances.add_worker(spec, nothing, nothing, [], nothing)
+        self.worker = add_worker(
+            self.instances, *self.names, self.incarnation, num_blocks=self.num_blocks, block_tokens=self.block_tokens
+        )
         self.l0.handle(InstanceRegistered(0, *self.names, self.incarnation, self.num_blocks, has_computed))
 
     def disconnect(self, died: bool = True) -> None:

@@ -16,8 +16,8 @@ from kvserver.protocol import CudaIpc, CudaVmmFd
 from kvserver.protocol import messages as protocol
 
 from . import cuda_driver, vmm_child
+from .memory import SharedMemory
 from .simulators import FakeGpu
-from .worker import SharedMemory
 
 SIMULATED = os.environ.get("KVSERVER_SIMULATED_GPU") == "1"
 BY_CHILD = os.environ.get("KVSERVER_VMM", "self") == "child"

@@ -1,4 +1,4 @@
-"""A test engine's worker: shared memory with awkward planes, and every request the protocol has.
+"""A test engine's worker, with every request and notice of the protocol.
 
 Only the engine is made up. Memory, descriptors, state words, sockets and messages are real.
 """
@@ -6,19 +6,17 @@ Only the engine is made up. Memory, descriptors, state words, sockets and messag
 from __future__ import annotations
 
 import itertools
-import mmap
-import os
 import random
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvserver._native import NO_BLOCK, State, WordPage, pack_blocks
+from kvserver._native import State, WordPage, pack_blocks
 from kvserver.protocol import (
     KEY_BYTES,
     Counted,
@@ -26,44 +24,33 @@ from kvserver.protocol import (
     CudaVmmFabric,
     CudaVmmFd,
     DescribeScheduler,
+    EndRequest,
+    EngineLoad,
     Error,
     HelloReply,
     Lookup,
     LookupReply,
-    Plane,
+    Payload,
     Registered,
     RegisterWorker,
     Reply,
+    ReportBlockAllocations,
     Request,
     Retrieve,
     Retrieved,
-    SharedFd,
     Store,
     Stored,
     Unregistered,
     UnregisterWorker,
 )
-from kvserver.protocol import messages as protocol
 from kvserver.protocol.client import Attachment, Client, RequestFailed
 
 from .leftovers import closed, opened
+from .memory import Geometry, Memory, Piece, SharedMemory, awkward, gpu_handle
+from .registration import WORDS, identity, registration
 
 R = TypeVar("R")
-WORDS = 256
 GpuMemory = CudaIpc | CudaVmmFd | CudaVmmFabric
-
-
-def identity(**changes: str) -> tuple[Counted, ...]:
-    """What a model's engines agree on, as they register it; without changes always the same."""
-    values = {
-        "model": "test-model@0123",
-        "dtype": "bfloat16",
-        "kv_dtype": "auto",
-        "parallel": "tp=1,pp=1",
-        "hash_algorithm": "sha256_cbor",
-        **changes,
-    }
-    return tuple(Counted(name, digest=value, value=value) for name, value in values.items())
 
 
 def make_keys(count: int, seed: object = None) -> list[bytes]:
@@ -87,175 +74,6 @@ def wire_form(message: Any, **changes: Any) -> Any:
     fields = {**msgspec.structs.asdict(message), **changes}
     tag = type(message).__name__
     return [tag, *fields.values()] if type(message).__struct_config__.array_like else {"type": tag, **fields}
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How a test engine's KV cache lies in memory. `sizes[i]` is the bytes of memory i."""
-
-    num_blocks: int
-    block_tokens: int
-    sizes: tuple[int, ...]
-    planes: tuple[Plane, ...]
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(plane.run_bytes for plane in self.planes)
-
-    @property
-    def groups(self) -> int:
-        return 1 + max(plane.group for plane in self.planes)
-
-
-def awkward(num_blocks: int = 64, block_tokens: int = 16, scale: int = 1) -> Geometry:
-    """Two memories: a contiguous plane, two interleaved ones with gaps, one longer than an L1 page.
-
-    Runs of different and odd lengths, so that nothing lines up with pages by chance.
-    """
-    small, stride = 192 * scale, 1000 * scale
-    large = 4096 + 136 * scale
-    return Geometry(
-        num_blocks,
-        block_tokens,
-        sizes=(num_blocks * small + num_blocks * stride, 64 + num_blocks * large),
-        planes=(
-            Plane(0, 0, small, small),
-            Plane(0, num_blocks * small + 5, stride, 333 * scale),
-            Plane(0, num_blocks * small + 400 * scale, stride, 577 * scale),
-            Plane(1, 64, large, large),
-        ),
-    )
-
-
-def two_groups(num_blocks: int = 64, block_tokens: int = 16) -> Geometry:
-    """A hybrid model: the planes of both groups lie over the same bytes, cut in different ways."""
-    return Geometry(
-        num_blocks,
-        block_tokens,
-        sizes=(num_blocks * 6000 + 100,),
-        planes=(
-            Plane(0, 7, 6000, 2500, group=0),
-            Plane(0, 0, 6000, 1111, group=1),
-            Plane(0, 3000, 6000, 2999, group=0),
-            Plane(0, 1500, 6000, 4500, group=1),
-        ),
-    )
-
-
-Position = int | Sequence[int]  # the block of the only group, or one of each; NO_BLOCK for none
-
-
-class Piece(Protocol):
-    """One memory of an engine: `view` reads and writes its bytes by slices, `fds` are handed over for it."""
-
-    view: Any
-    fds: list[int]
-
-    def described(self, index: int) -> protocol.Memory:
-        """As it is registered; its descriptor is the `index`-th."""
-
-    def fill(self) -> None:
-        """New noise everywhere."""
-
-    def close(self) -> None: ...
-
-
-class SharedMemory:
-    """A memfd: a new one, or the caller's, which it takes over."""
-
-    def __init__(self, size: int, fd: int | None = None) -> None:
-        self.fds = [os.memfd_create("test-kv") if fd is None else fd]
-        if fd is None:
-            os.ftruncate(self.fds[0], size)
-        self.view = mmap.mmap(self.fds[0], size)
-
-    def described(self, index: int) -> protocol.Memory:
-        return SharedFd(index=index, size_bytes=len(self.view))
-
-    def fill(self) -> None:
-        self.view[:] = random.randbytes(len(self.view))
-
-    def close(self) -> None:
-        self.view.close()
-        while self.fds:
-            os.close(self.fds.pop())
-
-
-class Memory:
-    """The memories of one geometry, filled with noise."""
-
-    def __init__(self, geometry: Geometry, allocate: Callable[[int], Piece] = SharedMemory) -> None:
-        self.geometry = geometry
-        self.pieces = [allocate(size) for size in geometry.sizes]
-        self.maps = [piece.view for piece in self.pieces]
-        self.fill()
-
-    @property
-    def fds(self) -> list[int]:
-        return [fd for piece in self.pieces for fd in piece.fds]
-
-    def described(self) -> list[protocol.Memory]:
-        before = itertools.accumulate((len(piece.fds) for piece in self.pieces), initial=0)
-        return [piece.described(index) for piece, index in zip(self.pieces, before, strict=False)]
-
-    def fill(self) -> None:
-        """New noise everywhere, also between the planes."""
-        for piece in self.pieces:
-            piece.fill()
-
-    def read(self, position: Position) -> bytes:
-        """The bytes of one position over all planes; zeros where a group has no block."""
-        ids = [position] if isinstance(position, int) else position
-        parts = []
-        for plane in self.geometry.planes:
-            at = plane.offset + ids[plane.group] * plane.stride_bytes
-            if ids[plane.group] == NO_BLOCK:
-                parts.append(bytes(plane.run_bytes))
-                continue
-            parts.append(self.maps[plane.memory][at : at + plane.run_bytes])
-        return b"".join(parts)
-
-    def blocks(self, positions: Iterable[Position]) -> list[bytes]:
-        return [self.read(position) for position in positions]
-
-    def write(self, position: Position, content: bytes) -> None:
-        put(self.geometry, self.maps, position, content)
-
-    def image(self) -> list[bytes]:
-        """A copy of every byte."""
-        return [view[:] for view in self.maps]
-
-    def image_with(self, contents: Mapping[Any, bytes]) -> list[bytes]:
-        """What image() would be if these positions had these bytes and nothing else changed."""
-        copies = [bytearray(view[:]) for view in self.maps]
-        for position, content in contents.items():
-            put(self.geometry, copies, position, content)
-        return [bytes(copy) for copy in copies]
-
-    def truncate(self, memory: int = 0, size: int = 0) -> None:
-        """Take memory away from every process that mapped it; ours must not be read afterwards."""
-        os.ftruncate(self.fds[memory], size)
-
-    def close(self) -> None:
-        """Idempotent."""
-        for piece in self.pieces:
-            piece.close()
-
-
-def put(geometry: Geometry, maps: Sequence[Any], position: Position, content: bytes) -> None:
-    """Write one position's bytes over all planes into `maps`, but for groups without a block."""
-    ids = [position] if isinstance(position, int) else position
-    done = 0
-    for plane in geometry.planes:
-        if ids[plane.group] != NO_BLOCK:
-            at = plane.offset + ids[plane.group] * plane.stride_bytes
-            maps[plane.memory][at : at + plane.run_bytes] = content[done : done + plane.run_bytes]
-        done += plane.run_bytes
-
-
-def gpu_handle(fd: int) -> bytes:
-    """How a simulated GPU of another process finds this memory."""
-    return f"/proc/{os.getpid()}/fd/{fd}".encode().ljust(64, b"\0")
 
 
 @dataclass
@@ -310,6 +128,7 @@ class Worker:
         opened(self)
         self.registered: Registered | None = None
         self._sequences = itertools.count(1)
+        self._notices = itertools.count()
         self._replies: dict[int, Reply] = {}
         if self.connect_now:
             try:
@@ -318,7 +137,7 @@ class Worker:
                 self.close()
                 raise
 
-    # ---- coming and going ---------------------------------------------------------------------
+    # ---- connects and disconnects -------------------------------------------------------------
 
     def connect(self) -> Worker:
         self.attach()
@@ -340,24 +159,18 @@ class Worker:
     def registration(self, **changes: Any) -> RegisterWorker:
         """The message that registers this worker. REQUIRES: attach()."""
         assert self.attachment is not None
-        message = RegisterWorker(
-            instance_id=self.instance_id,
-            incarnation=self.incarnation,
-            model_name=self.model_name,
-            rank=self.rank,
-            world_size=self.world_size,
-            attachment=self.attachment.number,
-            memory=self._gpu_memory() if self.gpu else self.memory.described(),
-            words=WORDS,
-            planes=list(self.geometry.planes),
-            num_blocks=self.geometry.num_blocks,
-            block_tokens=self.geometry.block_tokens,
-            chunk_blocks=self.chunk_blocks,
-            counted=self.identity,
-            layout=self.layout,
-            replicated=self.replicated,
-        )
-        return msgspec.structs.replace(message, **changes)
+        stated = {
+            **self.named,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "attachment": self.attachment.number,
+            "memory": self._gpu_memory() if self.gpu else self.memory.described(),
+            "chunk_blocks": self.chunk_blocks,
+            "counted": self.identity,
+            "layout": self.layout,
+            "replicated": self.replicated,
+        }
+        return registration(self.geometry, **{**stated, **changes})
 
     def _gpu_memory(self) -> list[GpuMemory]:
         return [self.window(i, 0, size) for i, size in enumerate(self.geometry.sizes)]
@@ -418,7 +231,12 @@ class Worker:
         """Block ids of so many chunks, from `first` on."""
         return list(range(first, first + chunks * self.chunk_blocks))
 
-    def lookup(self, keys: list[bytes], request_id: str = "r", **changes: Any) -> int:
+    @property
+    def named(self) -> dict[str, str]:
+        """How its messages name its engine."""
+        return {"instance_id": self.instance_id, "incarnation": self.incarnation, "model_name": self.model_name}
+
+    def lookup_message(self, keys: list[bytes], request_id: str = "r", **changes: Any) -> Lookup:
         message = Lookup(
             instance_id=self.instance_id,
             incarnation=self.incarnation,
@@ -426,12 +244,33 @@ class Worker:
             chunk_blocks=self.chunk_blocks,
             keys=b"".join(keys),
         )
-        return self.ask(msgspec.structs.replace(message, **changes), LookupReply).hit_chunks
+        return msgspec.structs.replace(message, **changes)
+
+    def lookup(self, keys: list[bytes], request_id: str = "r", **changes: Any) -> int:
+        return self.ask(self.lookup_message(keys, request_id, **changes), LookupReply).hit_chunks
 
     def description(self, **changes: Any) -> DescribeScheduler:
         """How its scheduler half describes itself."""
-        fields = {"instance_id": self.instance_id, "incarnation": self.incarnation, "model_name": self.model_name}
-        return DescribeScheduler(**{**fields, "variant": "", "hash_form": "bytes", **changes})
+        return DescribeScheduler(**{**self.named, "variant": "", "hash_form": "bytes", **changes})
+
+    def stats_message(self, **changes: Any) -> EngineLoad:
+        """Of an engine at rest, but for the changes."""
+        return EngineLoad(**{**self.named, "interval_seconds": 60, "running": 0, "waiting": 0, **changes})
+
+    def report_message(self, payload: Payload, **changes: Any) -> ReportBlockAllocations:
+        """With the next number of its notices, but for the changes."""
+        fields = {**self.named, "sequence": next(self._notices), "payload": payload}
+        return ReportBlockAllocations(**{**fields, **changes})
+
+    def report(self, payload: Payload, **changes: Any) -> int:
+        return self.send(self.report_message(payload, **changes))
+
+    def end_message(self, request_id: str = "r", **changes: Any) -> EndRequest:
+        """With the next number of its notices, but for the changes."""
+        return EndRequest(**{**self.named, "sequence": next(self._notices), "request_id": request_id, **changes})
+
+    def end_request(self, request_id: str = "r", **changes: Any) -> int:
+        return self.send(self.end_message(request_id, **changes))
 
     def store_message(self, keys: list[bytes], blocks: Sequence[int], **changes: Any) -> Store:
         """A valid Store with its word armed, but for the changes."""

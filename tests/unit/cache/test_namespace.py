@@ -6,26 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.worker import identity
+from support.registration import identity, registration
 
 from kvserver.cache import check_agreement, epoch_of, fingerprint, private_reason, with_variant
 from kvserver.protocol import Counted, ErrorCode, KVServerError, ModelIdentity, Plane, RegisterWorker, SharedFd
 
-REGISTRATION = RegisterWorker(
-    instance_id="i",
-    incarnation="n",
-    model_name="m",
-    rank=0,
-    world_size=1,
-    attachment=1,
-    memory=[SharedFd(index=0, size_bytes=1 << 20)],
-    words=16,
-    planes=[Plane(0, 0, 64, 64), Plane(0, 4096, 32, 16)],
-    num_blocks=8,
-    block_tokens=16,
-    chunk_blocks=4,
-    counted=identity(),
-)
+REGISTRATION = registration(planes=[Plane(0, 0, 64, 64), Plane(0, 4096, 32, 16)])
 
 SHAPES_THE_SLOT: dict[str, Any] = {
     "planes": {

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import damaged, examples
-from support.worker import identity, packed, wire_form
+from support.registration import identity
+from support.worker import packed, wire_form
 
 from kvserver.protocol import (
     KEY_BYTES,

@@ -4,28 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.worker import awkward, identity
+from support.instances import add_worker
 
 from kvserver.cache import MissReason
-from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, RegisterWorker, SharedFd
+from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED
 from kvserver.server.instances import Counts, Instances
-
-
-class Nothing:
-    """Stands for what an instance only keeps: attachment, device, memory."""
-
-    registration: int | None = None
-
-
-def arrive(instances: Instances, instance_id: str, model_name: str = "m") -> Any:
-    geometry = awkward()
-    spec = RegisterWorker(
-        instance_id=instance_id, incarnation="x", model_name=model_name, rank=0, world_size=1, attachment=0,
-        memory=[SharedFd(0, 1)], words=8, planes=list(geometry.planes), num_blocks=geometry.num_blocks,
-        block_tokens=16, chunk_blocks=4, counted=identity(),
-    )  # fmt: skip
-    nothing: Any = Nothing()
-    return instances.add_worker(spec, nothing, nothing, [], nothing)
 
 
 def serve(instances: Instances, worker: Any, lookups: int) -> None:
@@ -36,7 +19,7 @@ def serve(instances: Instances, worker: Any, lookups: int) -> None:
 
 def test_a_disconnected_instance_is_shown_for_five_minutes() -> None:
     instances = Instances()
-    worker = arrive(instances, "a")
+    worker = add_worker(instances, "a")
     serve(instances, worker, 3)
     instances.remove_worker(worker, now=100.0)
     instances.forget_departed(100.0 + DEPARTED_SECONDS)
@@ -50,10 +33,10 @@ def test_a_disconnected_instance_is_shown_for_five_minutes() -> None:
 
 def test_one_that_comes_back_goes_on_and_is_counted_once() -> None:
     instances = Instances()
-    worker = arrive(instances, "a")
+    worker = add_worker(instances, "a")
     serve(instances, worker, 3)
     instances.remove_worker(worker, now=100.0)
-    again = arrive(instances, "a")
+    again = add_worker(instances, "a")
     serve(instances, again, 1)
     assert instances.instance_of(again).counts.lookups == 4
     assert not instances.departed
@@ -62,10 +45,10 @@ def test_one_that_comes_back_goes_on_and_is_counted_once() -> None:
 
 def test_another_model_under_the_same_id_begins_anew() -> None:
     instances = Instances()
-    worker = arrive(instances, "a")
+    worker = add_worker(instances, "a")
     serve(instances, worker, 3)
     instances.remove_worker(worker, now=100.0)
-    other = arrive(instances, "a", "another model")
+    other = add_worker(instances, "a", "another model")
     assert instances.instance_of(other).counts.lookups == 0
     assert set(instances.departed) == {("a", "m")}
     assert instances.totals().lookups == 3
@@ -73,7 +56,7 @@ def test_another_model_under_the_same_id_begins_anew() -> None:
 
 def test_what_ends_after_its_instance_is_counted_with_it() -> None:
     instances = Instances()
-    worker = arrive(instances, "a")
+    worker = add_worker(instances, "a")
     instances.remove_worker(worker, now=100.0)
     instances.counts_of(worker.spec).failed_loads += 1
     instances.forget_departed(1e9)
@@ -84,7 +67,7 @@ def test_what_ends_after_its_instance_is_counted_with_it() -> None:
 def test_of_very_many_disconnected_instances_the_newest_are_shown_and_none_is_lost_in_sums() -> None:
     instances = Instances()
     for number in range(3 * MOST_DEPARTED):
-        worker = arrive(instances, f"hostile {number}", model_name=f"model {number}")
+        worker = add_worker(instances, f"hostile {number}", model_name=f"model {number}")
         serve(instances, worker, 1)
         instances.remove_worker(worker, now=100.0)
     assert len(instances.departed) == MOST_DEPARTED

@@ -6,29 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.worker import identity
+from support.registration import identity, registration
 
 from kvserver.cache import fingerprint, with_variant
 from kvserver.events import NamespaceFormed
-from kvserver.protocol import Counted, ModelIdentity, Plane, RegisterWorker, SharedFd
+from kvserver.protocol import Counted, ModelIdentity, Plane
 from kvserver.telemetry.differences import MOST_BYTES, MOST_FIELDS, Differences
 
-SPEC = RegisterWorker(
-    instance_id="e",
-    incarnation="one",
-    model_name="m",
-    rank=0,
-    world_size=1,
-    attachment=1,
-    memory=[SharedFd(index=0, size_bytes=4096)],
-    words=8,
-    planes=[Plane(0, 0, 512, 512)],
-    num_blocks=8,
-    block_tokens=16,
-    chunk_blocks=4,
-    counted=identity(),
-    layout="NHD",
-)
+SPEC = registration(model_name="m", planes=[Plane(0, 0, 512, 512)], layout="NHD")
 
 
 def registered(differences: Differences, instance_id: str = "e", **changes: Any) -> bytes:
