@@ -64,6 +64,7 @@ MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py
 INDEX_TESTS = ("unit/cache/test_index.py",)
 L1_MODELS_TESTS = ("unit/server/test_l1_models.py",)
 POOL_TESTS = ("unit/cache/test_pool.py",)
+REFUSALS = "unit/server/test_refusals.py"
 EVICTION_TESTS = ("unit/cache/test_eviction.py",)
 NAMESPACE_TESTS = ("unit/cache/test_namespace.py",)
 IDENTITY_TESTS = ("adapters/test_identity.py",)
@@ -406,17 +407,17 @@ SERVER = (
     Mutant(
         "the null block is stored and loaded into",
         COPY_CHECKS, "_block_ids", "packed, least, most)", "packed, least, most, 0xFFFFFFFF)",
-        ("daemon/test_bad_input.py::test_bad_block_ids_are_named",),
+        (REFUSALS,),
     ),
     Mutant(
         "the null block of a window is loaded into",
         COPY_CHECKS, "_block_ids", "packed, least, most)", "packed, least, most, 0xFFFFFFFF)",
-        ("daemon/test_groups.py::test_a_bad_load_is_refused_with_the_reason",),
+        ("daemon/test_groups.py::test_a_bad_load_is_refused_and_writes_nothing",),
     ),
     Mutant(
         "a load may leave out a whole chunk",
         COPY_CHECKS, "load_blocks", "if request.skip_blocks >= chunk_blocks:", "if False:",
-        ("daemon/test_bad_input.py::test_a_load_that_leaves_out_a_whole_chunk_is_refused",),
+        (REFUSALS,),
     ),
     Mutant(
         "a store that was whole after its deadline is published",
@@ -426,22 +427,22 @@ SERVER = (
     Mutant(
         "a copy that is late as it comes is begun",
         SERVER_COPIES, "Copies.namespace_of", "if request.deadline_ns <= self.now_ns():", "if False:",
-        ("daemon/test_bad_input.py::test_nothing_is_evicted_for_a_store_whose_deadline_has_passed",),
+        ("unit/server/test_refusals.py::test_nothing_is_evicted_for_a_store_whose_deadline_has_passed",),
     ),
     Mutant(
         "the word of a refused copy stays PENDING",
         SERVER_COPIES, "Copies.refuse", "worker.words.fail_word(request.word, request.sequence)", "pass",
-        ("daemon/test_bad_input.py::test_the_word_of_a_refused_copy_reads_failed_before_its_reply",),
+        (REFUSALS,),
     ),
     Mutant(
         "a state word outside its page is written to",
         SERVER_COPIES, "Copies.worker_of", "if request.word >= worker.spec.words:", "if False:",
-        ("daemon/test_bad_input.py::test_a_state_word_outside_its_page_is_refused",),
+        (REFUSALS,),
     ),
     Mutant(
         "keys of chunks of another size are taken",
         COPY_CHECKS, "check_chunk", "if chunk_blocks != spec.chunk_blocks:", "if False:",
-        ("daemon/test_bad_input.py::test_keys_of_another_chunk_size_are_refused",),
+        (REFUSALS,),
     ),
     Mutant(
         "a part of the chunks is stored from the first blocks",
@@ -512,27 +513,27 @@ SERVER = (
     Mutant(
         "any token will do",
         LIFELINE, "Lifelines._attach", "if decode_attach(raw).token != self.token:", "if not decode_attach(raw).token:",
-        ("daemon/test_bad_input.py::test_a_wrong_token_is_refused",),
+        ("unit/server/test_lifeline.py",),
     ),
     Mutant(
         "descriptors that the kernel left out are not missed",
         LIFELINE, "Lifelines._attach", "if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):", "if False:",
-        ("daemon/test_bad_input.py::test_too_many_descriptors_are_refused_and_closed",),
+        ("unit/server/test_lifeline.py::test_too_many_descriptors_are_refused_and_closed",),
     ),
     Mutant(
         "an attachment serves many registrations",
         LIFELINE, "Lifelines.unused", " or lifeline.registration is not None", "",
-        ("daemon/test_bad_input.py::test_an_attachment_serves_one_registration",),
+        ("unit/server/test_lifeline.py::test_an_attachment_serves_one_registration",),
     ),
     Mutant(
         "descriptors that no worker claimed stay open",
         LIFELINE, "Lifelines.close", "os.close(fd)", "pass",
-        ("daemon/test_bad_input.py::test_descriptors_that_are_never_registered_are_closed_with_their_connection",),
+        ("unit/server/test_lifeline.py::test_descriptors_that_no_worker_claims_are_closed_with_their_connection",),
     ),
     Mutant(
         "descriptors that come after Attach stay open",
         LIFELINE, "Lifelines.read", "os.close(extra)", "pass",
-        ("daemon/test_bad_input.py::test_what_comes_after_attach_is_ignored",),
+        ("unit/server/test_lifeline.py::test_what_comes_after_attach_is_ignored",),
     ),
     Mutant(
         "a process that left a child is not seen to be dead",
@@ -555,12 +556,12 @@ SERVER = (
     Mutant(
         "a copy meant for the last daemon is taken",
         HANDLERS, "Handlers._check_boot", "if boot_id != self.hello.boot_id:", "if False:",
-        ("daemon/test_bad_input.py::test_the_reply_to_messages_for_another_boot_demands_a_new_registration",),
+        (REFUSALS,),
     ),
     Mutant(
         "every version is spoken",
         HANDLERS, "Handlers._hello", "if not OLDEST_PROTOCOL_VERSION <= request.protocol_version <= PROTOCOL_VERSION:",
-        "if False:", ("daemon/test_bad_input.py::test_a_version_mismatch_names_both_versions",),
+        "if False:", (REFUSALS,),
     ),
     Mutant(
         "a hit is reported although the device is lost",
@@ -591,7 +592,7 @@ SERVER = (
     Mutant(
         "another live engine of the same id is taken for this one",
         INSTANCES, "Instances._check_incarnation", "if instance.incarnation != incarnation:", "if False:",
-        ("daemon/test_bad_input.py::test_another_incarnation_of_an_instance_is_refused",),
+        (REFUSALS,),
     ),
     Mutant(
         "an instance serves on when one of its ranks disconnected",

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.daemon import wait_until
-from support.raw import RawPeer
-from support.worker import wire_form
 
 GAUGES = {
     "kvserver_engine_running_requests",
@@ -138,27 +135,6 @@ def test_counters_count_once_what_an_engine_reports_again_when_it_returns(make_d
     assert series(daemon, again)["kvserver_engine_prompt_tokens_total"] == 110
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kv_cache_usage": math.nan},
-        {"kv_cache_usage": math.inf},
-        {"kv_cache_usage": -0.1},
-        {"interval_seconds": math.nan},
-        {"interval_seconds": math.inf},
-        {"interval_seconds": 0},
-        {"running": -1},
-        {"prompt_tokens": 1 << 63},
-        {"front_end": 1024},
-    ],
-    ids=str,
-)
-def test_stats_that_cannot_be_are_refused(make_worker, module_daemon, changes):
-    worker = make_worker(module_daemon)
-    with RawPeer(module_daemon.endpoint) as raw:
-        assert raw.error_of(wire_form(worker.stats_message(), **changes)).code == "bad_message"
-
-
 def test_the_largest_numbers_break_no_page(make_daemon, make_worker):
     daemon = make_daemon()
     worker = make_worker(daemon)
@@ -170,17 +146,3 @@ def test_the_largest_numbers_break_no_page(make_daemon, make_worker):
     assert all(math.isfinite(value) for value in series(daemon, worker).values())
     assert series(daemon, worker)["kvserver_engine_prompt_tokens_total"] == 1 << 62
     assert "Infinity" not in daemon.http("/status")[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"instance_id": "nobody"}, "unknown_instance"),
-        ({"incarnation": "another"}, "duplicate_instance"),
-        ({"model_name": "another"}, "unknown_instance"),
-    ],
-)
-def test_stats_of_an_engine_that_is_not_registered_are_refused(make_worker, module_daemon, changes, code):
-    worker = make_worker(module_daemon)
-    assert worker.error_of(worker.stats_message(**changes)).code == code
-    assert module_daemon.status()["instances"][0]["load"] is None

@@ -51,23 +51,11 @@ def test_a_daemon_that_is_refused_names_the_place_of_the_bad_value(make_daemon, 
 
 
 REFUSED = {
-    "an endpoint without a path": (["--endpoint", "ipc://"], "--endpoint 'ipc://': name a file"),
-    "an endpoint that is a folder": (["--endpoint", "ipc:///tmp"], "--endpoint 'ipc:///tmp': name a file"),
-    "an abstract endpoint": (["--endpoint", "ipc://@kv"], "--endpoint 'ipc://@kv': name a file"),
-    "tcp without a port": (["--endpoint", "tcp://127.0.0.1"], "--endpoint 'tcp://127.0.0.1': give a port"),
-    "tcp with a port that is none": (
-        ["--endpoint", "tcp://localhost:x"],
-        "--endpoint 'tcp://localhost:x': give a port",
-    ),
-    "tcp with a port too far": (["--endpoint", "tcp://127.0.0.1:99999"], "give a port, as tcp://127.0.0.1:5557"),
-    "an L1 smaller than a page": (["--l1-size", "4095"], "--l1-size '4095': L1 needs at least 64KiB"),
-    "a setting that was removed": (
-        ["--max-message-bytes", "9999"],
-        "flag --max-message-bytes is no setting any more: the limit is 4 MiB",
-    ),
+    "an endpoint that cannot be": (["--endpoint", "ipc://"], "--endpoint 'ipc://': name a file"),
+    "a size that is none": (["--l1-size", "much"], "'much' is no size; write for example 20GiB"),
+    "more than the machine has": (["--l1-size", "900TiB"], "--l1-size 900TiB is 989560464998400 bytes, but only"),
     "a host that is unknown": (["--http-host", "nowhere.invalid"], "give an address of this machine"),
     "an address of another machine": (["--http-host", "203.0.113.7"], "--http-host 203.0.113.7 --http-port 0: "),
-    "a file that is a folder": (["--config", "/tmp"], "--config /tmp: "),
 }
 
 
@@ -81,20 +69,11 @@ def test_what_cannot_be_is_refused_in_one_line_that_names_its_flag(name, short_f
     assert told in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "right"),
-    [
-        *(
-            ("OTEL_METRIC_EXPORT_INTERVAL", value, "100 to 3600000 milliseconds")
-            for value in ("0", "often", "nan", "1e9")
-        ),
-        ("OTEL_EXPORTER_OTLP_TIMEOUT", "-1", "0.1 to 300 seconds"),
-    ],
-)
-def test_a_bad_variable_of_opentelemetry_is_refused_with_its_name(name, value, right, short_folder):
-    ended = serve(short_folder, "--otlp-endpoint", "http://127.0.0.1:1", env={**os.environ, name: value})
+def test_a_bad_variable_of_opentelemetry_is_refused_with_its_name(short_folder):
+    bad = {"OTEL_METRIC_EXPORT_INTERVAL": "often"}
+    ended = serve(short_folder, "--otlp-endpoint", "http://127.0.0.1:1", env=os.environ | bad)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"kvserver: {name} {value!r}: write {right}\n"
+    assert ended.stderr == "kvserver: OTEL_METRIC_EXPORT_INTERVAL 'often': write 100 to 3600000 milliseconds\n"
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

@@ -16,7 +16,8 @@ from kvserver._native import NO_BLOCK, BlockIds, Direction, FileMapping, Outcome
 from .rig import L0, Device, Job, flat
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
-BOTH = pytest.mark.parametrize("direction", [STORE, LOAD])
+BOTH = [STORE, LOAD]
+of_both = pytest.mark.parametrize("direction", BOTH)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def refused(table: PlaneTable, direction: Direction, raw: bytes, least: int, mos
     return str(caught.value)
 
 
-@BOTH
+@of_both
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_any_count_between_the_bounds_is_taken(table: PlaneTable, direction: Direction, count: int) -> None:
     ids = BlockIds(table, direction, packed(range(1, count + 1)), 2, 4)
@@ -64,7 +65,7 @@ def test_what_cannot_be_unpacked_is_refused_with_the_count(table: PlaneTable, ra
     assert "2 to 4 blocks belong" in message
 
 
-@BOTH
+@of_both
 @pytest.mark.parametrize("wrong", [10, 11, NO_BLOCK - 1, NO_BLOCK])
 def test_an_id_out_of_range_is_named_with_the_bound(table: PlaneTable, direction: Direction, wrong: int) -> None:
     message = refused(table, direction, packed([1, wrong, 2]), 3, 3)
@@ -72,7 +73,7 @@ def test_an_id_out_of_range_is_named_with_the_bound(table: PlaneTable, direction
     assert "registered 10 blocks" in message
 
 
-@BOTH
+@of_both
 def test_an_id_named_twice_is_named_in_the_error(table: PlaneTable, direction: Direction) -> None:
     assert "block id 5 is named more than once" in refused(table, direction, packed([4, 5, 6, 5]), 4, 4)
 
@@ -88,21 +89,34 @@ def test_finding_the_repeated_id_of_very_many_does_not_take_long(device: Device)
     assert time.monotonic() - began < 60
 
 
-@BOTH
+@of_both
 def test_the_null_block_is_neither_stored_nor_loaded(table: PlaneTable, direction: Direction) -> None:
     assert "block id 0 is the null block" in refused(table, direction, packed([3, 0, 2]), 3, 3)
 
 
-def test_a_load_of_several_groups_may_leave_out_groups_but_no_whole_position(pair: PlaneTable) -> None:
+def test_a_load_of_several_groups_may_leave_out_groups(pair: PlaneTable) -> None:
     assert BlockIds(pair, LOAD, packed([0, 3, 4, 0, 5, 6]), 3, 3).positions == 3
-    assert "block id 3 is named" in refused(pair, LOAD, packed([0, 3, 0, 3]), 2, 2)
-    assert "block id 9 is out of range" in refused(pair, LOAD, packed([0, 9]), 1, 1)
-    assert "null block, id 0, in every group" in refused(pair, LOAD, packed([1, 2, 0, 0]), 2, 2)
-    assert "block id 0 is the null block" in refused(pair, STORE, packed([1, 2, 3, 0]), 2, 2)
 
 
-def test_a_part_of_a_position_is_refused(pair: PlaneTable) -> None:
-    assert "3 block ids are no whole positions of 2 groups" in refused(pair, LOAD, packed([1, 2, 3]), 1, 2)
+OF_TWO_GROUPS = {  # 1 to 2 positions
+    "half a position": (BOTH, [1, 2, 3], "3 block ids are no whole positions of 2 groups"),
+    "too few": (BOTH, [], "2 to 4 blocks"),
+    "too many": (BOTH, [1, 2, 3, 4, 5, 6], "2 to 4 blocks"),
+    "a position without any block": ([LOAD], [1, 2, 0, 0], "null block, id 0, in every group"),
+    "a position of a store without a block of one group": ([STORE], [1, 2, 3, 0], "block id 0 is the null block"),
+    "a block of both groups": (BOTH, [1, 2, 3, 1], "block id 1 is named more than once"),
+    "a block named twice among null blocks": ([LOAD], [0, 3, 0, 3], "block id 3 is named more than once"),
+    "out of range": (BOTH, [1, 2, 3, 9], "block id 9 is out of range"),
+    "out of range beside a null block": ([LOAD], [0, 9], "block id 9 is out of range"),
+}
+
+
+@pytest.mark.parametrize(("directions", "blocks", "words"), OF_TWO_GROUPS.values(), ids=OF_TWO_GROUPS)
+def test_ids_of_two_groups_are_refused(
+    pair: PlaneTable, directions: list[Direction], blocks: list[int], words: str
+) -> None:
+    for direction in directions:
+        assert words in refused(pair, direction, packed(blocks), 1, 2)
 
 
 def test_the_id_that_means_no_block_is_never_a_block() -> None:

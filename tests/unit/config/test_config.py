@@ -114,7 +114,7 @@ BAD = {
     "chunk_tokens": ["0", "many", "100000"],
     "copy_threads": ["0", "-2"],
     "lease_seconds": ["0", "soon"],
-    "l1_size": ["lots", "-1GiB", "GiB", "5 GiG", "0", "0GiB"],
+    "l1_size": ["lots", "-1GiB", "GiB", "5 GiG", "0", "0GiB", "4095"],
     "l1_huge_pages": ["4KiB", "yes", "2mib", ""],
     "l1_numa": ["bind", "bind:", "bind:x", "bind:0-1", "bind:-1", "all", ""],
     "eviction_policy": ["random"],
@@ -148,6 +148,11 @@ def test_a_bad_value_is_reported_with_its_flag(name: str, value: str) -> None:
         assert value[:20] in str(caught.value)
 
 
+def test_the_error_for_a_bad_collector_shows_a_good_one() -> None:
+    with pytest.raises(ConfigError, match=r"--otlp-endpoint 'localhost:4318': write http://host:port"):
+        load(parsed("--otlp-endpoint", "localhost:4318"), {})
+
+
 def test_there_is_no_replay_of_what_is_not_published() -> None:
     with pytest.raises(ConfigError, match=r"--kv-events-replay-endpoint 'tcp://\*:1': .*--kv-events-endpoint"):
         load(parsed("--kv-events-replay-endpoint", "tcp://*:1"), {})
@@ -164,6 +169,8 @@ def test_a_file_that_is_missing_or_broken_is_named(toml: Any, tmp_path: Path) ->
         load(parsed("--config", str(tmp_path / "nowhere.toml")), {})
     with pytest.raises(ConfigError, match=r"settings\.toml"):
         load(parsed("--config", toml("chunk-tokens = = 1")), {})
+    with pytest.raises(ConfigError, match=f"--config {tmp_path}: "):
+        load(parsed("--config", str(tmp_path)), {})
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:

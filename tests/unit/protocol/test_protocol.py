@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import msgspec
@@ -317,12 +318,34 @@ HOSTILE = [
     ("RegisterWorker", "counted", [["", "digest"]]),
     ("RegisterWorker", "counted", [["x" * 513, ""]]),
     ("RegisterWorker", "counted", [["name", "digest"]] * 4097),
+    ("EngineLoad", "kv_cache_usage", math.nan),
+    ("EngineLoad", "kv_cache_usage", math.inf),
+    ("EngineLoad", "kv_cache_usage", -0.1),
+    ("EngineLoad", "interval_seconds", math.nan),
+    ("EngineLoad", "interval_seconds", math.inf),
+    ("EngineLoad", "interval_seconds", 0),
+    ("EngineLoad", "running", -1),
+    ("EngineLoad", "prompt_tokens", 1 << 63),
+    ("EngineLoad", "front_end", 1024),
 ]
 
 
 @pytest.mark.parametrize(("name", "field", "value"), HOSTILE, ids=lambda value: str(value)[:20])
 def test_a_number_or_length_out_of_bounds_is_named(name: str, field: str, value: Any) -> None:
     assert f"$.{field}" in refusal(changed(message_of(name), **{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("contents", "bound"),
+    [
+        ([7, b"", b""], ">= 8"),
+        ([33, b"", b""], "<= 32"),
+        ([32, b"", b"", bytes(33)], "length <= 32"),
+        ([32, b"", b"", b"", "x" * 513], "length <= 512"),
+    ],
+)
+def test_the_bound_of_a_number_or_length_in_contents_is_named(contents: list[Any], bound: str) -> None:
+    assert bound in refusal(changed(message_of("Store"), contents=contents))
 
 
 def test_the_largest_lookup_is_taken() -> None:
