@@ -8,9 +8,11 @@ late, half done or not at all, and the clock.
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from support.properties import Dice, examples, walks
 
 from kvserver._native import State
 
-from .world import CHAINS, Engine, Rank, World, descriptors
+from .engines import CHAINS, Engine, Rank
+from .world import World
 
 
 class Walk:
@@ -172,16 +175,12 @@ def test_a_random_walk_agrees_with_a_plain_dict(tmp_path: Path, pages: int, trou
     @given(steps=walks(400))
     @examples(30)
     def walk(steps: list[Dice]) -> None:
-        world = World(Path(tempfile.mkdtemp(dir=tmp_path)), 1, pages, trouble)
-        try:
+        with closing(World(Path(tempfile.mkdtemp(dir=tmp_path)), pages, trouble)) as world:
             Walk(world).run(steps)
-        except BaseException:
-            world.close()
-            raise
         counts.update(world.counts)
 
     gc.collect()
-    before = descriptors()
+    before = len(os.listdir("/proc/self/fd"))
     walk()
     # The walks went where they should go, or they would prove nothing.
     floor = 50 if trouble == 0 else 30
@@ -189,25 +188,22 @@ def test_a_random_walk_agrees_with_a_plain_dict(tmp_path: Path, pages: int, trou
     assert min(counts[name] for name in ("deaths", "clears", "halves", "losses")) > 3, counts
     assert pages > 100 or counts["evicted"] > floor, counts
     gc.collect()
-    assert descriptors() <= before, "a descriptor leaks"
+    assert len(os.listdir("/proc/self/fd")) <= before, "a descriptor leaks"
 
 
 def test_a_store_that_is_cancelled_and_overwritten_while_it_runs_is_never_found(tmp_path: Path) -> None:
     """The walk's most important moment, once more and slowly."""
-    world = World(tmp_path, seed=1, pages=60, trouble=0.0)
-    engine = world.engines[0]
-    world.connect(engine.ranks[0])
-    world.complete_copies()
-    while engine.ranks[0].state != "open":
-        world.device.step()
-        world.complete_copies()
-    keys = engine.model.keys(0)[:3]
-    world.store(engine.ranks[0], keys, "")
-    (operation,) = engine.ranks[0].operations
-    while operation.state != State.RUNNING:
-        world.device.step()
-    world.cancel(operation)  # also overwrites the blocks
-    assert operation.state == State.CANCELLED
-    world.come_to_rest()
-    assert world.lookup(engine, "r", keys, "") == 0
-    world.end()
+    with closing(World(tmp_path, pages=60)) as world:
+        engine = world.engines[0]
+        world.connect(engine.ranks[0])
+        world.come_to_rest()
+        keys = engine.model.keys(0)[:3]
+        world.store(engine.ranks[0], keys, "")
+        (operation,) = engine.ranks[0].operations
+        world.device.run(operation.ticket, 1)
+        assert operation.state == State.RUNNING
+        world.cancel(operation)  # also overwrites the blocks
+        assert operation.state == State.CANCELLED
+        world.come_to_rest()
+        assert world.lookup(engine, "r", keys, "") == 0
+        world.end()
