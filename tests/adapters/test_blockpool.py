@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
 from kvserver.adapters.vllm.blockpool import MARK_NS, MAX_RECORDS
 from replay import Churn, Replay, timed, unpack
+from support.properties import Dice, examples, walks
 
 from kvserver.protocol import (
     RECORD_ACCESSED,
@@ -42,7 +44,7 @@ def words(records: bytes) -> list[str]:
 
 
 def test_records_come_in_the_order_of_events():
-    churn = Churn(0)
+    churn = Churn()
     first = churn.begin(family=1, length=2)
     second = churn.begin(family=1, length=3)
     churn.end(first)
@@ -57,7 +59,7 @@ def test_records_come_in_the_order_of_events():
 
 def test_a_mark_is_made_when_the_time_has_moved_by_more_than_its_share():
     clock = Clock()
-    churn = Churn(0, clock=clock)
+    churn = Churn(clock=clock)
     start = clock.now
     churn.begin(1, 2)
     clock.now += MARK_NS - 1
@@ -77,7 +79,7 @@ def test_a_mark_is_made_when_the_time_has_moved_by_more_than_its_share():
 
 def test_the_first_record_after_a_taking_has_its_time_though_none_has_passed():
     clock = Clock()
-    churn = Churn(0, clock=clock)
+    churn = Churn(clock=clock)
     churn.begin(1, 1)
     churn.drain_records()
     churn.begin(2, 1)
@@ -87,7 +89,7 @@ def test_the_first_record_after_a_taking_has_its_time_though_none_has_passed():
 
 def test_every_kind_of_event_has_its_time():
     clock = Clock()
-    churn = Churn(0, blocks=4, clock=clock)
+    churn = Churn(blocks=4, clock=clock)
     blocks = churn.begin(1, 3)
     for step in (
         lambda: churn.end(blocks),
@@ -105,7 +107,7 @@ def test_every_kind_of_event_has_its_time():
 
 
 def test_a_block_that_was_never_cached_is_recycled_not_evicted():
-    churn = Churn(0, blocks=5)
+    churn = Churn(blocks=5)
     churn.end(churn.begin(1, 4, cached=2))
     churn.drain_records()
     churn.begin(2, 4)
@@ -115,7 +117,7 @@ def test_a_block_that_was_never_cached_is_recycled_not_evicted():
 
 
 def test_a_pool_without_prefix_caching_recycles():
-    churn = Churn(0, blocks=3, caching=False)
+    churn = Churn(blocks=3, caching=False)
     churn.end(churn.begin(1, 2))
     churn.begin(1, 2)
     assert [word.split()[0] for word in words(churn.drain_records().records)] == ["allocated"] * 2 + [
@@ -124,7 +126,7 @@ def test_a_pool_without_prefix_caching_recycles():
 
 
 def test_evict_blocks_evicts_what_has_content_owned_or_not():
-    churn = Churn(0)
+    churn = Churn()
     churn.begin(1, 3, cached=2)
     churn.drain_records()
     churn.pool.evict_blocks({1, 2, 3, 7})
@@ -133,7 +135,7 @@ def test_evict_blocks_evicts_what_has_content_owned_or_not():
 
 def test_the_null_block_is_nobodys():
     """Where a window moved on, tables name it; vLLM touches and frees it with the others."""
-    churn = Churn(0)
+    churn = Churn()
     blocks = churn.begin(1, 2)
     churn.drain_records()
     churn.pool.touch([churn.pool.null_block, blocks[0]])
@@ -143,7 +145,7 @@ def test_the_null_block_is_nobodys():
 
 def test_what_releases_nothing_has_no_time():
     clock = Clock()
-    churn = Churn(0, clock=clock)
+    churn = Churn(clock=clock)
     blocks = churn.begin(1, 1)
     for released in ([], [churn.pool.null_block], blocks, []):
         clock.now += MARK_NS
@@ -156,7 +158,7 @@ def test_what_releases_nothing_has_no_time():
 
 
 def test_blocks_of_another_pool_are_that_pools_to_release():
-    mine, other = Churn(0), Churn(1)
+    mine, other = Churn(), Churn()
     blocks = mine.begin(1, 2)
     foreign = other.begin(1, 3)
     mine.drain_records()
@@ -167,7 +169,7 @@ def test_blocks_of_another_pool_are_that_pools_to_release():
 
 
 def test_a_pin_is_no_access_and_no_owner():
-    churn = Churn(0)
+    churn = Churn()
     blocks = churn.begin(1, 3, cached=2)
     churn.drain_records()
     churn.hook.pin([1, 2, 3])
@@ -180,7 +182,7 @@ def test_a_pin_is_no_access_and_no_owner():
 
 
 def test_a_full_state_names_every_owner():
-    churn = Churn(0)
+    churn = Churn()
     first = churn.begin(1, 2)
     churn.begin(1, 3, cached=2)
     churn.end(churn.begin(2, 2, cached=1))
@@ -194,14 +196,14 @@ def test_a_full_state_names_every_owner():
 
 
 def test_a_full_state_of_a_pool_never_used_is_empty():
-    (state,) = Churn(0).hook.drain_full_state()
+    (state,) = Churn().hook.drain_full_state()
     assert state.records == b""
 
 
 def test_the_first_full_state_is_the_pools_whole_history():
     """So the first blocks' lifetimes are known from their beginning, though the engine starts before the first report."""
     clock = Clock()
-    churn = Churn(0, clock=clock)
+    churn = Churn(clock=clock)
     churn.end(churn.begin(1, 2))
     clock.now += 10 * MARK_NS
     churn.begin(2, 1)
@@ -213,7 +215,7 @@ def test_the_first_full_state_is_the_pools_whole_history():
 
 
 def test_a_full_state_drops_the_records_not_yet_drained():
-    churn = Churn(0)
+    churn = Churn()
     churn.drain_records()
     churn.begin(1, 1)
     churn.hook.drain_full_state()
@@ -221,7 +223,7 @@ def test_a_full_state_drops_the_records_not_yet_drained():
 
 
 def test_a_hook_in_a_pool_at_work_begins_with_its_state():
-    churn = Churn(0)
+    churn = Churn()
     churn.begin(1, 2)
     moved = type(churn.hook)(lambda block: None)
     moved.install(churn.pool)
@@ -231,7 +233,7 @@ def test_a_hook_in_a_pool_at_work_begins_with_its_state():
 
 
 def test_records_that_are_not_drained_are_bounded():
-    churn = Churn(0)
+    churn = Churn()
     blocks = churn.pool.get_new_blocks(30)
     for _ in range(2 * MAX_RECORDS // 30):
         churn.pool.touch(blocks)
@@ -246,7 +248,7 @@ def test_records_that_are_not_drained_are_bounded():
 
 
 def test_a_large_full_state_comes_in_parts():
-    churn = Churn(0, blocks=MAX_RECORDS)
+    churn = Churn(blocks=MAX_RECORDS)
     churn.pool.get_new_blocks(MAX_RECORDS - 1)
     churn.drain_records()
     parts = churn.hook.drain_full_state()
@@ -258,18 +260,25 @@ def test_a_large_full_state_comes_in_parts():
     assert churn.agrees(replay)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_records_from_the_start_give_the_pools_own_state_and_so_does_a_full_state(seed):
-    churn = Churn(seed, caching=seed != 5)
-    replay = Replay()
-    for step in range(600):
-        churn.act()
-        if step % 7:
-            continue
-        taken = churn.drain_records()
-        assert len(list(timed(taken.records, taken.marks))) == len(taken.records) // 4
-        assert churn.agrees(replay.apply(taken.records))
-        if step % 49 == 0:
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("caching", [True, False])
+def test_records_from_the_start_give_the_pools_own_state_and_so_does_a_full_state(caching):
+    clears = 0
+
+    @given(steps=walks(300))
+    @examples(10)
+    def walk(steps: list[Dice]) -> None:
+        nonlocal clears
+        churn, replay = Churn(caching=caching), Replay()
+        for dice in steps:
+            churn.act(dice)
+            if dice.random() > 0.15:
+                continue
+            taken = churn.drain_records()
+            assert len(list(timed(taken.records, taken.marks))) == len(taken.records) // 4
+            assert churn.agrees(replay.apply(taken.records))
+            if dice.random() > 0.15:
+                continue
             (state,) = churn.hook.drain_full_state()
             full = Replay().apply(state.records)
             assert churn.agrees(full)
@@ -277,7 +286,10 @@ def test_records_from_the_start_give_the_pools_own_state_and_so_does_a_full_stat
             owned_or_cached = {b.block_id for b in churn.pool.blocks[1:] if b.block_hash is not None} | set(full.owners)
             assert full.live == owned_or_cached
             replay.live |= full.live  # what was evicted while owned: a state names it, for its owner's sake
-    assert churn.hook.clears, "the pool was never cleared: nothing of that was tried"
+        clears += churn.hook.clears
+
+    walk()
+    assert clears, "no pool was ever cleared: nothing of that was tried"
 
 
 def test_the_earlier_collector_receives_everything_but_pins():
@@ -300,7 +312,7 @@ def test_the_earlier_collector_receives_everything_but_pins():
         def drain_events(self):
             return ["an event"]
 
-    churn = Churn(0)
+    churn = Churn()
     collector = Collector()
     churn.pool.metrics_collector = collector
     hook = type(churn.hook)(lambda block: None)

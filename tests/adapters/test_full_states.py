@@ -78,7 +78,7 @@ def make_talk():
 
 def test_a_refusal_from_before_the_full_state_requests_no_other(make_talk):
     """Reports that were on their way when the daemon lost track are refused one by one."""
-    churn = Churn(0)
+    churn = Churn()
     talk = make_talk(churn)
     for family in range(3):
         churn.begin(family, 1)
@@ -92,7 +92,7 @@ def test_a_refusal_from_before_the_full_state_requests_no_other(make_talk):
 
 
 def test_a_daemon_that_always_wants_another_full_state_gets_few(make_talk):
-    churn = Churn(0, blocks=20_000)
+    churn = Churn(blocks=20_000)
     churn.pool.get_new_blocks(15_000)
     churn.drain_records()
     talk = make_talk(churn)
@@ -105,7 +105,7 @@ def test_a_daemon_that_always_wants_another_full_state_gets_few(make_talk):
 
 
 def test_what_could_not_be_sent_is_in_a_full_state(make_talk):
-    churn = Churn(0)
+    churn = Churn()
     talk = make_talk(churn, listens=False)
     churn.begin(1, 2)
     talk.end_pass()
@@ -119,7 +119,7 @@ def test_what_could_not_be_sent_is_in_a_full_state(make_talk):
 
 
 def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(make_talk, monkeypatch):
-    churn = Churn(0)
+    churn = Churn()
     talk = make_talk(churn)
     churn.begin(1, 1)
     talk.end_pass()
@@ -132,7 +132,7 @@ def test_an_end_that_could_not_be_sent_leaves_a_gap_that_a_full_state_closes(mak
 
 def test_records_that_were_dropped_lead_to_a_full_state(make_talk):
     """The breaker was open so long that no pass drained them."""
-    churn = Churn(0)
+    churn = Churn()
     talk = make_talk(churn)
     blocks = churn.begin(1, 30)
     talk.end_pass()
@@ -146,7 +146,7 @@ def test_records_that_were_dropped_lead_to_a_full_state(make_talk):
 
 
 def test_a_full_state_of_several_messages_is_full_once(make_talk):
-    churn = Churn(0, blocks=MAX_RECORDS)
+    churn = Churn(blocks=MAX_RECORDS)
     churn.pool.get_new_blocks(MAX_RECORDS - 1)
     churn.drain_records()
     talk = make_talk(churn)
@@ -157,7 +157,7 @@ def test_a_full_state_of_several_messages_is_full_once(make_talk):
 
 
 def test_a_pass_in_which_nothing_happened_reports_nothing(make_talk):
-    churn = Churn(0)
+    churn = Churn()
     talk = make_talk(churn)
     talk.end_pass()
     talk.end_pass()
@@ -167,7 +167,7 @@ def test_a_pass_in_which_nothing_happened_reports_nothing(make_talk):
 
 
 def test_each_session_begins_with_a_full_state(make_talk):
-    churn = Churn(0)
+    churn = Churn()
     talk = make_talk(churn)
     for family in range(3):
         churn.begin(family, 2)

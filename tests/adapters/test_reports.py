@@ -155,7 +155,7 @@ def test_two_engines_of_one_daemon_are_distinguished(make_daemon, make_engine, m
 
 
 def test_a_report_of_2048_events_takes_at_most_9_kilobytes():
-    churn = Churn(0, blocks=600)
+    churn = Churn(blocks=600)
     blocks = churn.pool.get_new_blocks(512)
     churn.pool.touch(blocks)
     churn.pool.free_blocks(blocks)

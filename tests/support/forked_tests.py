@@ -15,7 +15,7 @@ from typing import Any
 
 _SLOW = {
     "core": ["pytest", "hypothesis.stateful", "msgspec", "zmq", "prometheus_client", "requests"],
-    "adapters": ["pytest", "msgspec", "zmq", "torch", "numpy", "vllm.v1.core.sched.async_scheduler"],
+    "adapters": ["pytest", "hypothesis", "msgspec", "zmq", "torch", "numpy", "vllm.v1.core.sched.async_scheduler"],
 }
 _NOT_APPLIED = 99
 _PARENT = os.getppid()  # another one means that it is dead

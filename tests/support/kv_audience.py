@@ -17,7 +17,7 @@ class Audience:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.clears = 0
-        self._blocks: dict[str, set[Any]] = {}  # by medium
+        self._blocks: dict[tuple[str, int | None], set[Any]] = {}  # by medium and group
 
     def read(self, events: list[Any]) -> None:
         for event in events:
@@ -26,17 +26,21 @@ class Audience:
                 self._blocks.clear()
                 self.clears += 1
                 continue
-            known, hashes = self._blocks.setdefault(event.medium, set()), set(event.block_hashes)
+            place = event.medium, getattr(event, "group_idx", None)
+            known, hashes = self._blocks.get(place, set()), set(event.block_hashes)
+            assert hashes, "an event of no block"
             if event.medium != "GPU":  # vLLM's own name a block once for each block id that has it
                 assert len(hashes) == len(event.block_hashes), "one event names a block twice"
                 assert not hashes & known if kind == "BlockStored" else hashes <= known, (
                     f"{kind} of what was published before"
                 )
-            self._blocks[event.medium] = known | hashes if kind == "BlockStored" else known - hashes
+            self._blocks[place] = known | hashes if kind == "BlockStored" else known - hashes
         self.events += events
 
-    def blocks(self, medium: str) -> set[Any]:
-        return self._blocks.get(medium, set())
+    def blocks(self, medium: str, group: int | None = None) -> set[Any]:
+        """Of one group, or of all."""
+        of = (blocks for place, blocks in self._blocks.items() if place[0] == medium and group in (None, place[1]))
+        return set().union(*of)
 
     def stored(self, medium: str) -> list[Any]:
         return [e for e in self.events if type(e).__name__ == "BlockStored" and e.medium == medium]
