@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.daemon import wait_until
+from support.turns import repeat
 from support.worker import Worker, make_keys
 
 from kvserver.cache import POLICIES, Cache, MissReason, PagePool
@@ -29,8 +30,7 @@ def evicted(cache: Cache, keys: list[bytes]) -> None:
     store(cache, make_keys(cache.pool.pages), b"x" * 32)
     assert cache.index.find_namespace(NS) is None
     cache.clear_namespaces(b"x")
-    while cache.step():
-        pass
+    repeat(cache.step)
 
 
 def reasons(cache: Cache, keys: list[bytes], first: int = 0) -> dict[MissReason, int]:

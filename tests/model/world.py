@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from support.memory import put
 from support.slots import pages_of
+from support.turns import repeat
 from support.worker import packed
 
 from kvserver._native import NO_BLOCK, Direction, Outcome, State
@@ -31,14 +31,6 @@ from kvserver.protocol import (
 from .engines import Call, Engine, Operation, Position, Rank
 from .plain import Entry, Name
 from .workers import Workers
-
-
-def repeat(turn: Callable[[], bool]) -> None:
-    """As long as it returns True."""
-    for _ in range(10_000):
-        if not turn():
-            return
-    raise AssertionError(f"{turn} has no end")
 
 
 class World(Workers):

@@ -17,6 +17,7 @@ from kvserver.server.resync import Resync
 
 from .daemon import wait_until
 from .kv_chunks import Prompt, Witness, scheduler
+from .turns import repeat
 
 PAGE = 4096
 
@@ -78,8 +79,7 @@ class Loop:
     def clear(self, base: bytes) -> None:
         self.cache.clear_namespaces(base)
         self.bus.publish(L1Cleared(1, base))
-        while self.cache.step():
-            pass
+        repeat(self.cache.step)
 
     def handle_events(self) -> None:
         self.gated.gate.set()

@@ -7,6 +7,7 @@ import hashlib
 
 import pytest
 from support.slots import pages_of
+from support.turns import repeat
 
 from kvserver.cache import POLICIES, Cache, Chunk, PagePool, StorePlan
 from kvserver.cache.pages import page_count
@@ -61,8 +62,7 @@ def which(cache: Cache, names: str) -> str:
 
 
 def free_all(cache: Cache) -> None:
-    while cache.step():
-        pass
+    repeat(cache.step)
 
 
 class TestReady:

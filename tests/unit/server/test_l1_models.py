@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from support.properties import Dice, examples, walks
+from support.turns import repeat
 from support.worker import make_keys
 
 from kvserver.cache import POLICIES, Cache, PagePool
@@ -61,8 +62,7 @@ def test_cleared_chunks_leave_at_once_and_their_memory_when_it_is_free(cache: Ca
     store(cache, "b", B, make_keys(1))
     cache.clear_namespaces(A)
     assert models(cache) == {"a": (4, 0, 0), "b": (1, 1, 0)}
-    while cache.step():
-        pass
+    repeat(cache.step)
     assert models(cache) == {"a": (0, 0, 0), "b": (1, 1, 0)}
 
 
@@ -101,8 +101,7 @@ def test_what_was_never_whole_or_is_cleared_was_not_stored_for_nothing(cache: Ca
     store(cache, "b", B, make_keys(10, "all of L1"))
     assert models(cache)["a"] == (0, 0, 4)
     cache.clear_namespaces()
-    while cache.step():
-        pass
+    repeat(cache.step)
     assert never_loaded(cache) == {"a": 0, "b": 0}
 
 
@@ -142,6 +141,5 @@ def test_the_sums_of_all_models_are_those_of_l1(steps: list[Dice]) -> None:
         assert sums == [cache.pool.used_pages, cache.index.chunk_count, cache.evicted_chunks]
     for plan in open_plans:
         cache.finish_store(plan, copied=False)
-    while cache.step():
-        pass
+    repeat(cache.step)
     cache.audit()
