@@ -328,8 +328,8 @@ Gpu::Event Lane::take_event() {
 // If all slots of a lane that stages are in use, and as much waits. REQUIRES: mutex_ held.
 void Lane::ask_for_growth() {
     const uint64_t slots = slots_.size();
-    if (growing_ || !idle_.empty() || slots >= options_.most_slots || counts_.staging_bytes == 0 ||
-        waiting(slots) < slots || monotonic_nanos() < grow_after_)
+    if (stopping_ || growing_ || !idle_.empty() || slots >= options_.most_slots ||
+        counts_.staging_bytes == 0 || waiting(slots) < slots || monotonic_nanos() < grow_after_)
         return;
     growing_ = true;
     wake_.notify_all();

@@ -64,6 +64,7 @@ NB_MODULE(kvserver_testing, m) {
         .def("resume", &FakeGpu::resume, Released())
         .def("fail_next", &FakeGpu::fail_next, "call"_a, "what"_a, "lost"_a = false,
              "alive"_a = false, "after"_a = 0, Released())
+        .def("delay_next", &FakeGpu::delay_next, "call"_a, "micros"_a, "after"_a = 0, Released())
         .def("die", &FakeGpu::die, "what"_a, Released())
         .def("lose", &FakeGpu::lose, "what"_a, Released())
         .def_prop_ro("faults", &FakeGpu::faults)

@@ -80,6 +80,11 @@ void FakeGpu::fail_next(const std::string& call, const std::string& what, bool l
     failures_[call] = {what, lost, alive, after};
 }
 
+void FakeGpu::delay_next(const std::string& call, unsigned micros, unsigned after) {
+    std::lock_guard lock(mutex_);
+    delays_[call] = {micros, after};
+}
+
 void FakeGpu::die(const std::string& what) {
     std::unique_lock lock(mutex_);
     kill(lock);
@@ -129,6 +134,14 @@ uint64_t FakeGpu::pinned_bytes() const {
 // What every call begins with.
 void FakeGpu::call(const std::string& name, std::unique_lock<std::mutex>& lock) {
     ++calls_[name];
+    if (const auto delay = delays_.find(name);
+        delay != delays_.end() && delay->second.after-- == 0) {
+        const std::chrono::microseconds pause(delay->second.micros);
+        delays_.erase(delay);
+        lock.unlock();
+        std::this_thread::sleep_for(pause);
+        lock.lock();
+    }
     if (dead_) fail(name + ": the GPU is dead: " + lost());
     require(name == "enter" || name == "finish" || entered_.contains(std::this_thread::get_id()),
             name + " by a thread that did not enter");
@@ -336,23 +349,27 @@ void FakeGpu::run(Queue& queue) {
         wake_.wait(lock,
                    [&] { return queue.over || (!queue.work.empty() && !paused_ && !dying_); });
         if (queue.over) return;
-        const std::function<void()> work = std::move(queue.work.front());
+        const Work work = std::move(queue.work.front());
         queue.work.pop_front();
         queue.busy = true;
         uint64_t micros = options_.delay_micros;
         if (options_.seed != 0) micros += queue.random() % 200;
         lock.unlock();
         if (micros != 0) std::this_thread::sleep_for(std::chrono::microseconds(micros));
-        work();
+        if (work.move) work.move();
         lock.lock();
         queue.busy = false;
+        if (work.mark != nullptr) {
+            work.mark->happened = true;
+            work.mark->nanos = monotonic_nanos();
+        }
         wake_.notify_all();
     }
 }
 
 // REQUIRES: mutex_ held.
-void FakeGpu::enqueue(Stream stream, std::function<void()> work) {
-    static_cast<Queue*>(stream)->work.push_back(std::move(work));
+void FakeGpu::enqueue(Stream stream, std::function<void()> move, Mark* mark) {
+    static_cast<Queue*>(stream)->work.push_back({std::move(move), mark});
     wake_.notify_all();
 }
 
@@ -374,11 +391,7 @@ void FakeGpu::record(Event event, Stream stream) {
     auto* mark = static_cast<Mark*>(event);
     mark->recorded = true;
     mark->happened = false;
-    enqueue(stream, [this, mark] {
-        std::lock_guard inner(mutex_);
-        mark->happened = true;
-        mark->nanos = monotonic_nanos();
-    });
+    enqueue(stream, nullptr, mark);
 }
 
 void FakeGpu::wait(Event event) {

@@ -46,6 +46,8 @@ class FakeGpu final : public Gpu {
     // still runs.
     void fail_next(const std::string& call, const std::string& what, bool lost, bool alive,
                    unsigned after);
+    // The next call of this name, or the one after so many others, takes so much longer.
+    void delay_next(const std::string& call, unsigned micros, unsigned after);
     void die(const std::string& what);  // dead without a call: waiters are woken
     std::vector<std::string> faults() const;
     std::map<std::string, uint64_t> calls() const;  // how often each was made
@@ -80,15 +82,19 @@ class FakeGpu final : public Gpu {
     bool alive() override { return !dead_; }  // mutex_ is held by every call that fails
 
   private:
-    struct Queue {  // a stream
-        std::deque<std::function<void()>> work;
-        bool busy = false, over = false;
-        std::mt19937_64 random;
-        std::thread thread;
-    };
     struct Mark {  // an event
         bool recorded = false, happened = false;
         uint64_t nanos = 0;
+    };
+    struct Work {
+        std::function<void()> move;  // empty for an event
+        Mark* mark = nullptr;        // that happens when all before it was moved
+    };
+    struct Queue {  // a stream
+        std::deque<Work> work;
+        bool busy = false, over = false;
+        std::mt19937_64 random;
+        std::thread thread;
     };
     struct Opened {
         std::string path;  // empty: by a descriptor
@@ -99,12 +105,15 @@ class FakeGpu final : public Gpu {
         bool lost, alive;
         unsigned after;
     };
+    struct Delay {
+        unsigned micros, after;
+    };
     using Ranges = std::map<const std::byte*, uint64_t>;
 
     void call(const std::string& name, std::unique_lock<std::mutex>& lock);
     void kill(std::unique_lock<std::mutex>& lock);
     void run(Queue& queue);
-    void enqueue(Stream stream, std::function<void()> work);
+    void enqueue(Stream stream, std::function<void()> move, Mark* mark = nullptr);
     void wait_for(const std::function<bool()>& happened, std::unique_lock<std::mutex>& lock);
     bool require(bool kept, const std::string& rule);
     bool check(const Piece& piece, bool pinned);
@@ -127,6 +136,7 @@ class FakeGpu final : public Gpu {
     std::map<std::byte*, Opened> opened_;
     std::set<std::thread::id> entered_;
     std::map<std::string, Failure> failures_;
+    std::map<std::string, Delay> delays_;
     std::map<std::string, uint64_t> calls_;
     std::vector<std::string> faults_;
     bool paused_ = false, dying_ = false, dead_ = false;
