@@ -405,7 +405,7 @@ def test_a_client_that_never_reads_its_replies_stops_no_other(make_daemon, make_
     before = daemon.rss_bytes()
     with RawPeer(daemon.endpoint, high_water_mark=10) as deaf:
         message = encode(Status())
-        for _ in range(30_000):
+        for _ in range(15_000):  # the queue of a peer holds 10,000
             deaf.send(REQUEST_ID, message)
         worker.round_trip()
         wait_until(lambda: daemon.status()["totals"]["undelivered_replies"] > 0)

@@ -16,7 +16,7 @@ from kvserver.copy import Devices
 from kvserver.protocol import Status, StatusReply
 from kvserver.protocol.status import AccountingStatus, DaemonStatus
 
-_BETWEEN_SECONDS = 0.6
+_BETWEEN_SECONDS = 0.3  # more than the quiet before an audit
 
 
 def accounting(worker: Worker) -> AccountingStatus:
