@@ -1,4 +1,4 @@
-"""A lane of a GPU that was destroyed while it queued a batch could ask for one more slot when the thread that makes slots had
+"""A lane of a GPU that was destroyed while it queued a batch could request one more slot when the thread that makes slots had
 ended, and waited for it forever. A daemon ends its copies first; a test of the devices hung, once in very many runs.
 """
 
@@ -29,7 +29,7 @@ print(gpu.faults)
 """
 
 
-def test_a_device_that_is_destroyed_as_its_lane_asks_for_a_slot_ends() -> None:
+def test_a_device_that_is_destroyed_as_its_lane_grows_ends() -> None:
     tests = Path(__file__).parent.parent
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tests, env={"PYTHONPATH": str(tests)}, capture_output=True, text=True, timeout=60
