@@ -80,6 +80,7 @@ class StatusPages(Connections):
         self._thread.start()
 
     def close(self) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts: it ends at once
         self.shutdown()
         self.server_close()
 

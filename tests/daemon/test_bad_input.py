@@ -32,16 +32,31 @@ MakeWorker = Callable[..., Worker]
 # ---- each code --------------------------------------------------------------------------------
 
 
+CODES = {code.value for code in ErrorCode}
+REGISTERING = {  # codes whose first row is of a registration, or of what precedes it
+    ErrorCode.VERSION_MISMATCH, ErrorCode.BAD_TOKEN, ErrorCode.UNKNOWN_ATTACHMENT, ErrorCode.UNKNOWN_RANK,
+    ErrorCode.RANKS_DISAGREE, ErrorCode.BAD_PLANES, ErrorCode.BAD_MEMORY,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("code", REFUSALS)
 def test_an_error_is_counted_and_ends_neither_the_connection_nor_the_daemon(
     daemon: Daemon, worker: Worker, code: ErrorCode
 ) -> None:
-    of_fd_socket = code is ErrorCode.BAD_TOKEN
-    name = "kvserver_refused_registrations_total" if of_fd_socket else "kvserver_rpc_errors_total"
-    before = daemon.metric(name, reason=code.value) or 0
+    def counts() -> list[float]:
+        """Errors with the code and all errors, refused registrations with the code and all of them."""
+        samples = daemon.samples()
+        names = ("kvserver_rpc_errors_total", "kvserver_refused_registrations_total")
+        found = [[s for s in samples if s.name == name] for name in names]
+        return [
+            sum(s.value for s in of if s.labels["reason"] in codes) for of in found for codes in ([code.value], CODES)
+        ]
+
+    before = counts()
     refused, _ = REFUSALS[code][0]
     assert refused(worker).code == code.value
-    assert daemon.metric(name, reason=code.value) == before + 1
+    replied, refusals = code is not ErrorCode.BAD_TOKEN, code in REGISTERING
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [replied, replied, refusals, refusals]
     worker.round_trip()
 
 

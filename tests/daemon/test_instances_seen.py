@@ -6,51 +6,9 @@ from collections.abc import Callable
 
 import pytest
 from support.daemon import Daemon, wait_until
-from support.raw import RawPeer
 from support.worker import Worker, make_keys
 
-from kvserver.protocol.client import Attachment, RequestFailed
-
-
-def refused(daemon: Daemon, **registration: object) -> str:
-    """The code with which a worker is refused that registers so."""
-    with Worker(daemon.endpoint, connect_now=False) as worker:
-        worker.attach()
-        with pytest.raises(RequestFailed) as failed:
-            worker.register(**registration)
-    return failed.value.code
-
-
-def test_refused_registrations_are_counted_by_code(daemon: Daemon) -> None:
-    name = "kvserver_refused_registrations_total"
-    codes = {"bad_planes": {"chunk_blocks": 3}, "unknown_rank": {"rank": 5}}
-    before = {code: daemon.metric(name, reason=code) for code in (*codes, "ranks_disagree")}
-    for code, wrong in codes.items():
-        assert refused(daemon, **wrong) == code
-    assert refused(daemon, rank=5) == "unknown_rank"
-    assert daemon.metric(name, reason="bad_planes") == before["bad_planes"] + 1
-    assert daemon.metric(name, reason="unknown_rank") == before["unknown_rank"] + 2
-    assert daemon.metric(name, reason="ranks_disagree") == before["ranks_disagree"]
-    assert daemon.metric("kvserver_rpc_errors_total", type="RegisterWorker", reason="bad_planes") >= 1
-
-
-def test_a_client_of_another_protocol_is_a_refused_registration(daemon: Daemon) -> None:
-    name = "kvserver_refused_registrations_total"
-    before = daemon.metric(name, reason="version_mismatch")
-    with RawPeer(daemon.endpoint) as peer:
-        assert peer.error_of({"type": "Hello", "protocol_version": 999}).code == "version_mismatch"
-    assert daemon.metric(name, reason="version_mismatch") == before + 1
-    assert daemon.metric("kvserver_rpc_errors_total", type="Hello", reason="version_mismatch") == before + 1
-
-
-def test_a_connection_with_a_wrong_token_is_a_refused_registration(daemon: Daemon) -> None:
-    name = "kvserver_refused_registrations_total"
-    before = daemon.metric(name, reason="bad_token")
-    with Worker(daemon.endpoint, connect_now=False) as worker:
-        hello = worker.client.hello("test")
-        with pytest.raises(RequestFailed):
-            Attachment(hello.fd_path, "of another boot", [worker.words.fd])
-    assert daemon.metric(name, reason="bad_token") == before + 1
+from kvserver.protocol.client import RequestFailed
 
 
 def test_instances_that_connect_die_and_unregister_are_counted(daemon: Daemon) -> None:
