@@ -167,6 +167,7 @@ def end_of_pipe() -> int:
 TWO_FRAMES = ["expected 2", "8-byte request id", "msgpack message"]
 LIMIT = 4 * 2**20
 VERSIONS = f"speaks {PROTOCOL_VERSION - 1} to {PROTOCOL_VERSION}"
+OTHER_BOOT = ["meant for boot 'before', this is '", "register again"]
 WHOLE_KEYS = f"whole keys of {KEY_BYTES}"
 PLANE, SIZE, HUGE = Plane(0, 0, 192, 192), awkward().sizes[0], 1 << 62
 BOTH = (False, True)
@@ -206,6 +207,7 @@ REFUSALS: dict[ErrorCode, list[tuple[Refused, list[str]]]] = {
     ],
     ErrorCode.BAD_MESSAGE: [
         (frames(REQUEST_ID, b"\xc1\xff\xfe"), [f"not a request of protocol {PROTOCOL_VERSION}"]),
+        (lookup(chunk_blocks=0), ["$.chunk_blocks", ">= 1"]),
         (register(counted=()), ["$.counted", "$.identity"]),
         *((refused, [f"state word {WORDS}", f"page of {WORDS} words"]) for refused in both(word=WORDS)),
     ],
@@ -235,9 +237,9 @@ REFUSALS: dict[ErrorCode, list[tuple[Refused, list[str]]]] = {
     ErrorCode.RANKS_DISAGREE: [(register(same_engine=True, rank=1, world_size=2), ["rank 1 states world_size=2"])],
     ErrorCode.NOT_READY: [(engine_events(), ["send DescribeScheduler first"])],
     ErrorCode.STALE_BOOT: [
-        (ask(lambda w: Heartbeat("before")), ["'before'", "register again"]),
-        (ask(lambda w: UnregisterWorker("before", w.number)), ["'before'", "register again"]),
-        *((refused, ["'before'", "register again"]) for refused in both(boot_id="before")),
+        (ask(lambda w: Heartbeat("before")), OTHER_BOOT),
+        (ask(lambda w: UnregisterWorker("before", w.number)), OTHER_BOOT),
+        *((refused, OTHER_BOOT) for refused in both(boot_id="before")),
     ],
     ErrorCode.STALE_REGISTRATION: [
         (ask(lambda w: UnregisterWorker(w.hello.boot_id, 4711)), ["4711", "no longer"]),
@@ -256,11 +258,11 @@ REFUSALS: dict[ErrorCode, list[tuple[Refused, list[str]]]] = {
         (register(chunk_blocks=5), ["chunk_blocks is 5", "64 chunk tokens", "16", "make 4"]),
     ],
     ErrorCode.BAD_MEMORY: [
+        (register(words=WORDS + 1), [f"holds {WORDS * 8} bytes", f"states {WORDS * 8 + 8}"]),
         (register(memory=[SharedFd(0, SIZE)]), ["3 descriptors", "0 to 1"]),
         (register(memory=[SharedFd(0, SIZE), SharedFd(0, SIZE)]), ["3 descriptors", "once"]),
         (register(memory=[SharedFd(0, SIZE), SharedFd(7, SIZE)]), ["3 descriptors", "0 to 1"]),
         (register(memory=[SharedFd(0, SIZE), SharedFd(1, HUGE)]), [str(HUGE), "registration states"]),
-        (register(words=WORDS + 1), [f"holds {WORDS * 8} bytes", f"states {WORDS * 8 + 8}"]),
         (register(lambda: memory(4096)), ["holds 4096 bytes", f"registration states {SIZE}"]),
         (register(lambda: memory(WORDS * 8), place=2), ["state word page", "F_SEAL_SHRINK"]),
         (register(lambda: os.open("/dev/null", os.O_RDWR)), ["registration states"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -19,18 +20,25 @@ from kvserver.server import Audit
 from kvserver.server.copy_checks import chunk_count
 
 
+def open_memories() -> int:
+    """Descriptors of engines' memory in this process: the workers', and the server's."""
+    return sum("/memfd:test-" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+
+
 def accounting(running: Running) -> AccountingStatus:
     return running.server.call(lambda: running.parts.status(running.server).books).result(10)
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    """At the end nothing is left of any request."""
+    """At the end nothing is left of any request, nor of any worker's memory."""
+    before = open_memories()
     with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as running:
         yield running
         wait_until(lambda: accounting(running).attachments == accounting(running).mappings == 0)
         assert (accounting(running).tickets, accounting(running).pins, accounting(running).leases) == (0, 0, 0)
         assert running.server.call(running.parts.upkeep.audit_now).result(10) is Audit.BALANCED
+        assert open_memories() == before
 
 
 @pytest.fixture
