@@ -1,4 +1,4 @@
-"""Engines are dear (10-20 s each), so the tests of this folder share them.
+"""To start an engine takes a processor 12 s, of which 8 import vLLM, so the tests of a file share engines (tests/README.md has them all).
 
 The daemon's endpoint is one for all; each test starts its own daemon on it, with the flags it needs,
 and the engines find it again by themselves: that too is tested by every test.
@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.llama(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with engine_group(model, tmp_path_factory.mktemp("engines")) as group:
         yield group

@@ -92,7 +92,7 @@ class Driver:
         return {"histograms": {metric.name: {"count": metric.count, "sum": metric.sum} for metric in found}}
 
     def op_keep_records(self) -> dict[str, Any]:
-        """Of what the block pool's hook hands over from now on; for an engine whose core is in this process."""
+        """Of what the block pool's hook hands over from now on."""
         hook = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.metrics_collector
         drain_records, drain_full_state = hook.drain_records, hook.drain_full_state
 
@@ -117,7 +117,7 @@ class Driver:
         return {"records": self.records}
 
     def op_counters(self) -> dict[str, Any]:
-        """The connector's own counters and the pool's accounting; for an engine whose core is in this process.
+        """The connector's own counters and the pool's accounting.
 
         Of several ranks, which have processes of their own, only the scheduler's half is here.
         """

@@ -98,7 +98,7 @@ class Scene:
             stream.close()
         for daemon in self._daemons:
             daemon.close()
-        self.engine.close()
+        self.engine.kill()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return bool(left["tokens"] == right["tokens"] and left["logprobs"] == right["logprobs"])
 
 
-@pytest.mark.parametrize(("form", "kind"), [("int", int), ("bytes", bytes)])
+@pytest.mark.parametrize(("form", "kind"), [("int", int), pytest.param("bytes", bytes, marks=pytest.mark.long)])
 def test_both_streams_name_what_was_stored_as_the_engine_names_it(
     scenes: Callable[[str], Scene], prompt: Make, form: str, kind: type
 ) -> None:

@@ -93,6 +93,26 @@ def test_an_engine_that_never_connected_reports_that_before_its_first_request(al
     assert_without_cache(alone, "no_daemon")
 
 
+def test_an_engine_that_started_without_a_daemon_computes_and_uses_one_once_it_is_there(
+    alone: Server, daemon: Daemon, prompt: Callable[..., Prompt], request: pytest.FixtureRequest
+) -> None:
+    assert daemon.process is None
+    words = prompt(1, 2 * CHUNK + 40)
+    computed = alone.generate(words)
+    server: Server = request.getfixturevalue("server")
+
+    def stored() -> bool:
+        server.forget()
+        assert server.generate(words) == computed
+        return bool(row_of(daemon)["requests"]["stored_chunks"] >= 2)
+
+    wait_until(stored, 30, "both chunks are stored")
+    server.forget()
+    assert server.generate(words) == computed
+    wait_until(lambda: server.metrics()["vllm:kvserver_load_bytes_total"] > 0, 20, "vLLM has recorded a load")
+    assert row_of(daemon)["requests"]["loaded_bytes"] > 0
+
+
 def row_of(daemon: Daemon) -> dict[str, Any]:
     rows: list[dict[str, Any]] = daemon.status()["instances"]
     assert [row["instance_id"] for row in rows] == ["busy"]

@@ -34,10 +34,7 @@ def engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
 
 
 def start(engines: Engines, ranks: int) -> Engine:
-    options: dict[str, Any] = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 400}
-    options["extra"] = TIMEOUTS | {
-        "kvserver.lookup_timeout_ms": 1000
-    }  # two ranks keep both cores of a small machine busy
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 400, "extra": TIMEOUTS}
     if ranks > 1:
         options |= {"tensor_parallel_size": ranks, "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     return engines.get(f"{ranks} ranks", **options)

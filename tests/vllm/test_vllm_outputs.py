@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models
-from engines import Engine, Engines, Prompt
+from engines import TIMEOUTS, Engine, Engines, Prompt
 from support.daemon import Daemon
 
 Start = Callable[..., Daemon]
@@ -46,15 +46,14 @@ def test_a_fresh_engine_gets_hits_and_equal_tokens_and_logprobs_in_bf16(
 ) -> None:
     """The control is the first engine warm from its own cache to the same length, so equal to the bit.
 
-    Prompts end within 32 tokens after a chunk: the engine's own hit then has the daemon's length. Both
-    engines run their core in a process of its own, vLLM's default (the core picks its threads differently
-    otherwise, which alone moves a bf16 logprob).
+    Prompts end within 32 tokens after a chunk: the engine's own hit then has the daemon's length.
     """
-    writer, reader = engines.get("bf16 writer", multiprocess=True), engines.get("bf16 reader", multiprocess=True)
+    writer, reader = (engines.get(f"bf16 {name}", extra=TIMEOUTS) for name in ("writer", "reader"))
     daemon = start_daemon()
     prompts = [prompt(n, 256 * n + 10 + n) for n in (1, 2, 4)]
     cold = [writer.generate([p])[0] for p in prompts]
     control = [writer.generate([p])[0] for p in prompts]
+    writer.wait_for_stores()
     before = reader.metrics()
     warm = [reader.generate([p])[0] for p in prompts]
     after = reader.metrics()
@@ -141,23 +140,24 @@ def test_a_prompt_of_whole_chunks_computes_its_last_token(
     assert warm["tokens"] == cold["tokens"]
 
 
-def test_forced_preemption_keeps_tokens(engines: Engines, second: Engine, start_daemon: Start, prompt: Make) -> None:
-    """Too few blocks for three requests: they are preempted and resumed, from the daemon where it can."""
-    small = engines.get("small", dtype="float32", num_gpu_blocks_override=104)
-    texts = [prompt(90 + n, 960) for n in range(3)]
-    alone = [small.generate([t], max_tokens=300)[0] for t in texts]  # no daemon: the reference
-    small.forget()
+def test_forced_preemption_keeps_tokens(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
+    """The 200 blocks hold four prompts of 1,500 tokens and not what they decode: requests are preempted and resumed, from the daemon
+    where it can."""
+    texts = [prompt(90 + n, 1500) for n in range(4)]
+    alone = [first.generate([t], max_tokens=200)[0] for t in texts]  # no daemon: the reference
+    first.forget()
     daemon = start_daemon()
-    before = small.metrics()["vllm:num_preemptions"]
-    together = small.generate(texts, max_tokens=300)
-    assert small.metrics()["vllm:num_preemptions"] > before
+    before = first.metrics()["vllm:num_preemptions"]
+    together = first.generate(texts, max_tokens=200)
+    assert first.metrics()["vllm:num_preemptions"] > before
     assert [o["tokens"] for o in together] == [o["tokens"] for o in alone]
-    small.wait_for_stores()
-    warm = second.generate(texts, max_tokens=300)
+    first.wait_for_stores()
+    second.forget()
+    warm = second.generate(texts, max_tokens=200)
     assert [o["tokens"] for o in warm] == [o["tokens"] for o in alone]
     assert daemon.status()["totals"]["loaded_bytes"] > 0
-    assert small.counters()["errors"] == {}
-    assert small.counters()["blocks_in_use"] == 0
+    assert first.counters()["errors"] == {}
+    assert first.counters()["blocks_in_use"] == 0
 
 
 def test_many_requests_with_shared_prefixes_at_once(
@@ -211,7 +211,7 @@ def test_other_weights_at_the_same_path_are_another_namespace(
             namespaces = [i["namespace"] for i in daemon.status()["instances"]]
             assert 1 in [namespaces.count(n) for n in namespaces], "the fresh engine shares a namespace"
         finally:
-            fresh.close()
+            fresh.kill()
     finally:
         tiny_models.llama(engines.model, seed=0)
         for path, mtime in old.items():

@@ -24,12 +24,11 @@ from kvserver.protocol.client import Client, RequestFailed
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
-STORE_SECONDS = TIMEOUTS["kvserver.store_timeout_ms"] / 1000
-LOAD_SECONDS = 4
+STORE_SECONDS = 3
+LOAD_SECONDS = TIMEOUTS["kvserver.load_timeout_ms"] / 1000
 TWO_RANKS: dict[str, Any] = {
     "dtype": "float32",
-    # Two ranks keep both cores of a small machine busy: an answer may take its time there.
-    "extra": TIMEOUTS | {"kvserver.load_timeout_ms": 1000 * LOAD_SECONDS, "kvserver.lookup_timeout_ms": 1000},
+    "extra": TIMEOUTS | {"kvserver.store_timeout_ms": 1000 * STORE_SECONDS},
     "tensor_parallel_size": 2,
     "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
 }
