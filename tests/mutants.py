@@ -89,6 +89,24 @@ STORES_AND_LOADS = (
         "a load that failed on one rank brought what the others loaded",
         BENEFIT, "LoadWaits.ended", "min(all_tokens)", "max(all_tokens)", ("unit/telemetry/test_benefit.py",),
     ),
+    Mutant(
+        "tokens from L1 count as tokens from L0",
+        BENEFIT, "Benefit.request_ended", '"l1": loaded', '"l1": local',
+        ("unit/telemetry/test_benefit.py::test_the_sources_add_up_to_the_prompts",),
+    ),
+    # ---- block lifetimes ----------------------------------------------------------------------
+    Mutant(
+        "after lost reports requests own the blocks that they had before",
+        "kvserver/telemetry/block_lifecycle.py", "_Instance.lose_track", "self.request_blocks = None", "pass",
+        ("unit/telemetry/test_l0_random.py",),
+    ),
+    # ---- what engines find of a prompt --------------------------------------------------------
+    Mutant(
+        "chunks are forgotten when their last reader disconnects",
+        "kvserver/routing/prefix_index.py", "KVIndex._forget_if_empty",
+        "if not read and not any(map(self._size_of, self._owners.get(namespace_prefix, {}).values())):", "if not read:",
+        ("unit/routing/test_kv_index.py::test_random_events_agree_with_a_plain_model",),
+    ),
     # ---- what a lookup finds, and leases ------------------------------------------------------
     Mutant(
         "a lookup finds a chunk that is still being filled",
@@ -266,6 +284,11 @@ STORES_AND_LOADS = (
     Mutant(
         "a slot is refused although enough pages are free here and there",
         POOL, "PagePool.allocate_pages", "if count <= self.unused_pages:", "if False:", POOL_TESTS,
+    ),
+    Mutant(
+        "a slot is refused if it needs more than a sixteenth of the free pages in several extents",
+        POOL, "PagePool.allocate_pages", "if count <= self.unused_pages:", "if count <= self.unused_pages // 16:",
+        ("unit/config/test_capacity.py::test_bursts_of_three_models_in_no_order_leave_no_room_stranded",),
     ),
     Mutant(
         "unpinned pages are used before all pinned ones are",
