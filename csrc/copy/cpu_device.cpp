@@ -20,12 +20,13 @@ constexpr uint64_t kBatchBytes = 1 << 20;
 
 CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
                      unsigned delay_micros)
-    : l1_{std::move(region), page_bytes}, delay_micros_(delay_micros) {
+    : l1_{std::move(region), page_bytes},
+      delay_micros_(delay_micros),
+      maps_([this](const MapJob& job) { completions_.push(run_map_job(job)); }) {
     if (threads == 0) throw std::invalid_argument("a CPU device needs at least one thread");
     check_l1(l1_);
     install_sigbus_guard();
     for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run_copies(); });
-    threads_.emplace_back([this] { run_maps(); });
 }
 
 CpuDevice::~CpuDevice() {
@@ -38,7 +39,6 @@ CpuDevice::~CpuDevice() {
         for (auto& job : busy_) job->stop = true;
     }
     wake_.notify_all();
-    wake_maps_.notify_all();
     for (auto& thread : threads_) thread.join();
 }
 
@@ -121,33 +121,11 @@ void CpuDevice::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
 }
 
 void CpuDevice::submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
-    queue_map({ticket, false, std::move(mappings)});
+    maps_.add({ticket, false, std::move(mappings)});
 }
 
 void CpuDevice::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
-    queue_map({ticket, true, std::move(mappings)});
-}
-
-void CpuDevice::queue_map(MapJob job) {
-    {
-        std::lock_guard lock(mutex_);
-        maps_.push_back(std::move(job));
-    }
-    wake_maps_.notify_all();
-}
-
-void CpuDevice::run_maps() {
-    block_signals();
-    std::unique_lock lock(mutex_);
-    for (;;) {
-        wake_maps_.wait(lock, [this] { return stopping_ || !maps_.empty(); });
-        if (maps_.empty()) return;  // stopping, and everything was unmapped
-        MapJob job = std::move(maps_.front());
-        maps_.pop_front();
-        lock.unlock();
-        completions_.push(run_map_job(job));
-        lock.lock();
-    }
+    maps_.add({ticket, true, std::move(mappings)});
 }
 
 }  // namespace kvserver

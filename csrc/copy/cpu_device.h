@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "copy/device.h"
+#include "copy/map_thread.h"
 
 namespace kvserver {
 
@@ -35,9 +36,7 @@ class CpuDevice final : public Device {
     void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
 
   private:
-    void queue_map(MapJob job);
     void run_copies();
-    void run_maps();
     std::shared_ptr<CopyJob> front_job();
     void copy_batch(CopyJob& job, uint64_t first, uint64_t last);
 
@@ -47,13 +46,12 @@ class CpuDevice final : public Device {
 
     std::mutex mutex_;  // guards the queues below
     std::condition_variable wake_;
-    std::condition_variable wake_maps_;
     std::deque<std::shared_ptr<CopyJob>> loads_;
     std::deque<std::shared_ptr<CopyJob>> stores_;
     std::vector<std::shared_ptr<CopyJob>> busy_;  // all positions begun, not all processed
-    std::deque<MapJob> maps_;
     bool stopping_ = false;
     std::vector<std::thread> threads_;
+    MapThread maps_;  // uses what is above
 };
 
 }  // namespace kvserver

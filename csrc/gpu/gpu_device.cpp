@@ -3,12 +3,9 @@
 
 #include <unistd.h>
 
-#include <mutex>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
-#include "copy/threads.h"
 #include "gpu/gpu_lane.h"
 
 namespace kvserver {
@@ -57,24 +54,22 @@ void GpuMapping::close_fd() {
 
 GpuDevice::GpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
                      std::shared_ptr<Gpu> gpu, GpuOptions options)
-    : l1_{std::move(region), page_bytes}, gpu_(std::move(gpu)) {
+    : l1_{std::move(region), page_bytes}, gpu_(std::move(gpu)), maps_([this](const MapJob& job) {
+          completions_.push(run_map(job));
+          if (gpu_->is_lost()) {
+              stores_->gpu_lost();
+              loads_->gpu_lost();
+          }
+      }) {
     check_l1(l1_);
     if (options.batch_bytes == 0) throw std::invalid_argument("a batch needs at least one byte");
     if (options.most_slots < kSlots)
         throw std::invalid_argument("a lane has at least " + std::to_string(kSlots) + " slots");
     stores_ = std::make_unique<Lane>(l1_, gpu_, completions_, options);
     loads_ = std::make_unique<Lane>(l1_, gpu_, completions_, options);
-    map_thread_ = std::thread([this] { run_maps(); });
 }
 
-GpuDevice::~GpuDevice() {
-    {
-        std::lock_guard lock(mutex_);
-        stopping_ = true;
-    }
-    wake_.notify_all();
-    map_thread_.join();  // it knows the lanes
-}
+GpuDevice::~GpuDevice() = default;
 
 void GpuDevice::submit_copy(std::shared_ptr<CopyJob> job) {
     check_job(*job, l1_);
@@ -97,37 +92,11 @@ const LaneCounts& GpuDevice::counts(Direction direction) const {
 }
 
 void GpuDevice::submit_map(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
-    queue_map({ticket, false, std::move(mappings)});
+    maps_.add({ticket, false, std::move(mappings)});
 }
 
 void GpuDevice::submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) {
-    queue_map({ticket, true, std::move(mappings)});
-}
-
-void GpuDevice::queue_map(MapJob job) {
-    {
-        std::lock_guard lock(mutex_);
-        maps_.push_back(std::move(job));
-    }
-    wake_.notify_all();
-}
-
-void GpuDevice::run_maps() {
-    block_signals();
-    std::unique_lock lock(mutex_);
-    for (;;) {
-        wake_.wait(lock, [this] { return stopping_ || !maps_.empty(); });
-        if (maps_.empty()) return;  // stopping, and everything was unmapped
-        const MapJob job = std::move(maps_.front());
-        maps_.pop_front();
-        lock.unlock();
-        completions_.push(run_map(job));
-        if (gpu_->is_lost()) {
-            stores_->gpu_lost();
-            loads_->gpu_lost();
-        }
-        lock.lock();
-    }
+    maps_.add({ticket, true, std::move(mappings)});
 }
 
 Completion GpuDevice::run_map(const MapJob& job) {

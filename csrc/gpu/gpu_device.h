@@ -16,18 +16,15 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "copy/device.h"
+#include "copy/map_thread.h"
 #include "gpu/gpu.h"
 
 namespace kvserver {
@@ -127,8 +124,6 @@ class GpuDevice final : public Device {
     uint64_t mapped_bytes() const { return mapped_bytes_; }
 
   private:
-    void queue_map(MapJob job);
-    void run_maps();
     Completion run_map(const MapJob& job);
 
     const L1 l1_;
@@ -136,12 +131,7 @@ class GpuDevice final : public Device {
     CompletionQueue completions_;
     std::unique_ptr<Lane> stores_, loads_;
     std::atomic<uint64_t> mapped_bytes_{0};
-
-    std::mutex mutex_;  // guards what follows
-    std::condition_variable wake_;
-    std::deque<MapJob> maps_;
-    bool stopping_ = false;
-    std::thread map_thread_;
+    MapThread maps_;  // uses what is above
 };
 
 }  // namespace kvserver
