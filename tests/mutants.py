@@ -52,6 +52,7 @@ IDENTITY, CANONICAL = "adapters/vllm/identity.py", "adapters/vllm/canonical.py"
 WEIGHTS, PLANES = "adapters/common/weights.py", "adapters/common/planes.py"
 
 FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
+NOT_ADOPTED = "issues/adapters/test_a_copy_began_in_a_session_that_was_not_adopted.py"
 DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_file.py"
 RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
@@ -660,6 +661,11 @@ WORKER_HALF = (
         "the word of an old session is given to the free list of the new one",
         WORKER, "WorkerHalf._forget", "if copy.session is self._session:", "if True:",
         ("adapters/test_ends_of_copies.py::test_stores_in_a_new_session_have_words_of_their_own",),
+    ),
+    Mutant(
+        "a copy begins in a session whose words are not the worker's yet",
+        WORKER, "WorkerHalf._usable", "usable if usable is current else None", "self._link.usable()",
+        (f"{NOT_ADOPTED}::test_no_two_copies_of_a_session_have_one_word_whenever_the_link_changes_it",),
     ),
     Mutant(
         "a null block is quarantined",

@@ -391,10 +391,10 @@ class WorkerHalf:
         """The session to send to; adopts a new one when the link has it."""
         if self._link is None:
             return None
-        current = self._link.session
+        usable, current = self._link.usable(), self._link.session
         if current is not self._session:
             self._adopt(current)
-        return self._link.usable()
+        return usable if usable is current else None  # the link's thread may change it between the two reads
 
     def _adopt(self, session: Session | None) -> None:
         self._send_queue.adopt(session)
