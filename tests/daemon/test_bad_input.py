@@ -42,9 +42,8 @@ REGISTERING = {  # codes whose first row is of a registration, or of what preced
 def counts(daemon: Daemon) -> Counter[tuple[str, str]]:
     """By name and code."""
     found: Counter[tuple[str, str]] = Counter()
-    for sample in daemon.samples():
-        if sample.name in (ERRORS, REFUSED_REGISTRATIONS):
-            found[sample.name, sample.labels["reason"]] += int(sample.value)
+    for sample in daemon.samples(ERRORS, REFUSED_REGISTRATIONS):
+        found[sample.name, sample.labels["reason"]] += int(sample.value)
     return found
 
 

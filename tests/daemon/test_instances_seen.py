@@ -66,7 +66,7 @@ def test_a_private_instance_is_shown_with_its_reason_while_it_is_registered(daem
 def test_an_instance_is_described_and_reports_its_prefill_speed(daemon: Daemon) -> None:
     with Worker(daemon.endpoint) as worker:
         instance = {"instance_id": worker.instance_id, "model_name": worker.model_name}
-        (info,) = [sample for sample in daemon.samples() if sample.name == "kvserver_instance_info"]
+        (info,) = daemon.samples("kvserver_instance_info")
         assert (info.value, info.labels) == (
             1,
             {

@@ -136,15 +136,18 @@ class Daemon:
         found: dict[str, Any] = json.loads(body)
         return found
 
-    def samples(self) -> list[Sample]:
-        """All of /metrics."""
+    def samples(self, *names: str) -> list[Sample]:
+        """Those of /metrics that have one of these names, or all."""
         code, body = self.http("/metrics")
         assert code == 200, body
-        return [sample for family in text_string_to_metric_families(body) for sample in family.samples]
+        if names:
+            body = "".join(line for line in body.splitlines(keepends=True) if line.startswith(names))
+        found = [sample for family in text_string_to_metric_families(body) for sample in family.samples]
+        return [sample for sample in found if not names or sample.name in names]
 
     def metric(self, name: str, **labels: str) -> float | None:
         """The sum of the series of that name that have these labels; None if there is none."""
-        found = [s.value for s in self.samples() if s.name == name and labels.items() <= s.labels.items()]
+        found = [s.value for s in self.samples(name) if labels.items() <= s.labels.items()]
         return sum(found) if found else None
 
     def accounting(self) -> dict[str, int]:
