@@ -178,8 +178,9 @@ class Windows:
 def drive(endpoint: str, folder: Path, rounds: int) -> Windows:
     """Let an engine do one operation at a time."""
     sys.path[:0] = [str(TOP / "tests" / "adapters"), str(TOP / "tests")]
+    from made_up_model import BLOCK
     from model_folder import write_model
-    from modelless import BLOCK, Engine, configure
+    from modelless import Engine, configure
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 

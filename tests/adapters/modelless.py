@@ -1,33 +1,28 @@
 """vLLM's real scheduler and the real connector around a model that is not there.
 
 `configure` builds VllmConfig and KVCacheConfig by hand; `Engine` puts vLLM's Scheduler or AsyncScheduler with the
-connector's scheduler half on one side and one worker half per rank on the other, and plays the model
-runner between them, in the order vLLM's own one has.
-
-The made-up model: every token's KV is a number that depends on all tokens up to it (and on layer, head,
-rank and weights), and the next token is a function of the last one. So a single wrong block under any
-request is seen in the step that would have used it, byte for byte: `Runner.forward` asserts it.
+connector's scheduler half on one side and one worker half per rank on the other, and plays vLLM's EngineCore
+between them. A single wrong block under any request fails the step that would have used it (model_runner.py).
 """
 
 from __future__ import annotations
 
 import copy
-import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.vllm import KVServerConnector
 from late_gpu import LateGpu
+from made_up_model import BLOCK, HEADS, LAYERS, WIDTH, continuation, prompt
+from model_runner import Batch, Runner
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -56,46 +51,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-
-VOCAB = 1024
-BLOCK = 16  # tokens
-LAYERS, HEADS, WIDTH = 2, 2, 2
-_MASK = (1 << 64) - 1
-
-
-# ---- the model --------------------------------------------------------------------------------
-
-
-def chain(state: int, token: int) -> int:
-    """The KV number of a token after `state`, the one of the token before."""
-    return (state * 6364136223846793005 + token * 2 + 1442695040888963407) & _MASK
-
-
-def next_token(state: int) -> int:
-    return 3 + (state >> 33) % (VOCAB - 3)
-
-
-def continuation(prompt: list[int], count: int, weights: int = 0) -> list[int]:
-    """What the model generates."""
-    state = weights
-    for token in prompt:
-        state = chain(state, token)
-    tokens = []
-    for _ in range(count):
-        tokens.append(next_token(state))
-        state = chain(state, tokens[-1])
-    return tokens
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(3, VOCAB) for _ in range(length)]
-
-
-# ---- the runner -------------------------------------------------------------------------------
 
 
 def ours(connector: KVConnectorBase_V1) -> KVServerConnector:
@@ -110,96 +68,6 @@ def plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
     inner = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else [metadata]
     (found,) = (each for each in inner if isinstance(each, StepPlan))
     return found
-
-
-@dataclass
-class Row:
-    """A request as the runner knows it."""
-
-    tokens: list[int]
-    blocks: list[int]
-    computed: int  # tokens with KV
-    states: list[int] = field(default_factory=list)  # KV numbers of the tokens
-    drafts: list[int] = field(default_factory=list)
-
-    def numbers(self, tokens: list[int], weights: int) -> list[int]:
-        """The KV numbers of all of `tokens`, which continue what is known."""
-        known = min(len(self.states), len(self.tokens))
-        states = self.states[:known]
-        for token in tokens[known:]:
-            states.append(chain(states[-1] if states else weights, token))
-        return states
-
-
-class Runner:
-    """One rank: KV tensors of its layers and a connector. Ranks of equal salt hold the same KV."""
-
-    def __init__(
-        self,
-        connector: KVConnectorBase_V1,
-        num_blocks: int,
-        rank: int,
-        register: bool,
-        layers: Sequence[int] = range(LAYERS),
-        salt: int | None = None,
-    ) -> None:
-        self.connector = connector
-        self.rank = rank
-        self.launch: Callable[[Callable[[], None]], None] = lambda work: work()  # on a GPU: queued
-        storage = torch.zeros(len(layers), num_blocks, HEADS, BLOCK, WIDTH, dtype=torch.int64)
-        caches = {f"layers.{i}": layer for i, layer in zip(layers, storage.unbind(0), strict=True)}
-        if register:
-            connector.register_kv_caches(caches)
-        self.kv = [layer.numpy().view(np.uint64) for layer in caches.values()]  # registering moves the memory
-        shape = (HEADS, WIDTH)
-        self.salts = [
-            np.array(
-                [hash((rank if salt is None else salt, i, j)) & _MASK for j in range(HEADS * WIDTH)], np.uint64
-            ).reshape(shape)
-            for i in layers
-        ]
-
-    def slots(self, blocks: list[int], first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.arange(first, last)
-        return np.array(blocks, np.int64)[positions // BLOCK], positions % BLOCK
-
-    def write(self, blocks: list[int], first: int, numbers: list[int]) -> None:
-        ids, offsets = self.slots(blocks, first, first + len(numbers))
-        assert 0 not in ids, "the scheduler gave the null block to write to"
-        values = np.array(numbers, np.uint64)
-        for kv, salt in zip(self.kv, self.salts, strict=True):
-            kv[ids, :, offsets] = values[:, None, None] ^ salt
-
-    def wrong(self, blocks: list[int], first: int, numbers: list[int]) -> list[int]:
-        """Positions, from `first` on, whose KV is not what it must be. Null blocks belong to no request."""
-        ids, offsets = self.slots(blocks, first, first + len(numbers))
-        values = np.array(numbers, np.uint64)
-        bad = np.zeros(len(numbers), bool)
-        for kv, salt in zip(self.kv, self.salts, strict=True):
-            bad |= (kv[ids, :, offsets] != values[:, None, None] ^ salt).any(axis=(1, 2))
-        return [first + int(i) for i in np.flatnonzero(bad & (ids != 0))]
-
-    def check(self, name: str, blocks: list[int], computed: int, numbers: list[int]) -> None:
-        wrong = self.wrong(blocks, 0, numbers)
-        assert not wrong, (
-            f"rank {self.rank}: request {name} attends to foreign KV at tokens {wrong[:5]}... of "
-            f"{len(numbers)}, {computed} were computed before, blocks {blocks}"
-        )
-
-    def connector_output(self, output: SchedulerOutput) -> KVConnectorOutput:
-        """What vLLM's runner collects after the forward, in its order."""
-        results = self.connector.get_transfer_results(output.finished_req_ids)
-        return KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=self.connector.get_block_ids_with_load_errors(),
-            kv_connector_stats=self.connector.get_kv_connector_stats(),
-            kv_connector_worker_meta=self.connector.build_connector_worker_meta(),
-        )
-
-
-# ---- the engine -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -303,7 +171,6 @@ class Engine:
         self.weights = 0
         self.num_blocks = caches.num_blocks
         self.drafts = config.num_speculative_tokens
-        self.draft_luck = random.Random(5)
         self.answers: dict[str, Answer] = {}
         self.received: list[str] = []  # requests in finished_recving, in their order
         self.plans: list[StepPlan] = []  # what the scheduler half sent the worker halves, step by step
@@ -311,7 +178,6 @@ class Engine:
         self.preemptions = 0
         self.before_step: Callable[[StepPlan], None] = lambda plan: None  # called before the workers see the plan
         self.after_step: Callable[[StepPlan], None] = lambda plan: None
-        self.rows: dict[str, Row] = {}
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -329,6 +195,7 @@ class Engine:
         self.scheduler.use_v2_model_runner = runner == 2
         world_size = config.parallel_config.world_size
         self.runners = [self._make_runner(rank, register) for rank in range(world_size)]
+        self.batch = Batch(self.runners, self.drafts)
         self._aggregator = KVOutputAggregator.from_connector(self.runners[0].connector, world_size)
 
     def _make_runner(self, rank: int, register: bool) -> Runner:
@@ -402,6 +269,22 @@ class Engine:
         self.run(until=lambda: answer.finish_reason is not None and not self._queue)
         return self.free_blocks
 
+    def use_free_blocks(self, prompts: int) -> set[int]:
+        """Serve so many new prompts of 13 blocks at once; the blocks that requests had meanwhile."""
+        used: set[int] = set()
+        after_step, self.after_step = (
+            self.after_step,
+            lambda plan: used.update(*(row.blocks for row in self.batch.rows.values())),
+        )
+        answers = [
+            self.add(f"filler{n}", prompt(1000 + n, 13 * BLOCK), count=5)
+            for n in range(len(self.answers), len(self.answers) + prompts)
+        ]
+        self.run(until=lambda: all(answer.finish_reason for answer in answers))
+        assert all(answer.right for answer in answers)
+        self.after_step = after_step
+        return used
+
     def status_of(self, name: str) -> str:
         request = self.scheduler.requests.get(name)
         return request.status.name if request is not None else "GONE"
@@ -459,8 +342,7 @@ class Engine:
                     answer.local = output.prefill_stats.num_local_cached_tokens
                     answer.external = output.prefill_stats.num_external_cached_tokens
         if self.drafts and self._steps_ahead == 1:
-            rows = {name: row.drafts for name, row in self.rows.items() if row.drafts}
-            self.scheduler.update_draft_token_ids(DraftTokenIds(list(rows), list(rows.values())))
+            self.scheduler.update_draft_token_ids(self.batch.take_drafts())
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """What the workers do in one step."""
@@ -472,7 +354,7 @@ class Engine:
         for runner in self.runners:
             runner.connector.handle_preemptions(metadata)
             runner.connector.bind_connector_metadata(metadata)
-        result = self.forward(output)
+        result = self.batch.forward(output, self.weights)
         results: list[ModelRunnerOutput | None] = []
         for runner in self.runners:
             runner.connector.start_load_kv(None)
@@ -484,87 +366,6 @@ class Engine:
         self.after_step(plan)
         found = self._aggregator.aggregate(results) if len(results) > 1 else results[0]
         assert found is not None
-        return found
-
-    # ---- the forward --------------------------------------------------------------------------
-
-    def forward(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Write the scheduled tokens' KV, check all KV that they attend to, sample."""
-        self._take_changes(output)
-        inputs: dict[str, list[int]] = {}
-        numbers: dict[str, list[int]] = {}
-        for name, count in output.num_scheduled_tokens.items():
-            row = self.rows[name]
-            drafts = self._drafts_of(row, output.scheduled_spec_decode_tokens.get(name, []))
-            known = row.tokens[row.computed : row.computed + count - len(drafts)]
-            assert len(known) == count - len(drafts), f"{name}: scheduled beyond what is known"
-            inputs[name] = [*row.tokens[: row.computed + len(known)], *drafts]
-            numbers[name] = row.numbers(inputs[name], self.weights)
-            for runner in self.runners:
-                fresh = numbers[name][row.computed :]
-                runner.launch(partial(runner.write, list(row.blocks), row.computed, fresh))
-        sampled: list[list[int]] = []
-        for name, count in output.num_scheduled_tokens.items():
-            row = self.rows[name]
-            for runner in self.runners:
-                runner.launch(partial(runner.check, name, list(row.blocks), row.computed, numbers[name]))
-            sampled.append(self._sample(row, inputs[name], numbers[name], count))
-        names = list(output.num_scheduled_tokens)
-        return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
-
-    def _take_changes(self, output: SchedulerOutput) -> None:
-        for name in output.finished_req_ids:
-            self.rows.pop(name, None)
-        for new in output.scheduled_new_reqs:
-            assert new.prompt_token_ids is not None
-            tokens = list(new.prefill_token_ids or new.prompt_token_ids)
-            self.rows[new.req_id] = Row(tokens, list(new.block_ids[0]), new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for name, computed, blocks in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            row = self.rows[name]
-            if name in cached.resumed_req_ids:
-                assert blocks is not None
-                tokens = cached.all_token_ids.get(name, row.tokens)
-                self.rows[name] = Row(list(tokens), list(blocks[0]), computed)
-            else:
-                row.blocks += blocks[0] if blocks is not None else []
-                # Under async scheduling the scheduler counts drafts as if all were accepted.
-                assert row.computed <= computed if self.drafts else row.computed == computed
-
-    def _drafts_of(self, row: Row, scheduled: list[int]) -> list[int]:
-        """Under async scheduling they are placeholders for what this runner proposed itself."""
-        if -1 not in scheduled:
-            return scheduled
-        mine = row.drafts[: len(scheduled)]
-        return mine + [3] * (len(scheduled) - len(mine))
-
-    def _sample(self, row: Row, inputs: list[int], numbers: list[int], count: int) -> list[int]:
-        """Accept drafts as far as the model agrees, add one token; nothing while the prompt is not done."""
-        row.states = numbers
-        if len(inputs) < len(row.tokens):
-            row.computed += count
-            return []
-        sampled = [next_token(numbers[len(row.tokens) - 1])]
-        while (at := len(row.tokens) - 1 + len(sampled)) < len(inputs) and inputs[at] == sampled[-1]:
-            sampled.append(next_token(numbers[at]))
-        row.computed = len(row.tokens) + len(sampled) - 1
-        row.states = numbers[: row.computed]
-        row.tokens += sampled
-        row.drafts = self._propose(row)
-        return sampled
-
-    def _propose(self, row: Row) -> list[int]:
-        """Drafts for the tokens after the last one; each right with three chances in four."""
-        state, found = row.states[-1], []
-        token = row.tokens[-1]
-        for _ in range(self.drafts):
-            state = chain(state, token)
-            token = next_token(state)
-            if self.draft_luck.random() < 0.25:
-                token = 3 + (token + 1) % (VOCAB - 3)
-            found.append(token)
         return found
 
     # ---- the end ------------------------------------------------------------------------------

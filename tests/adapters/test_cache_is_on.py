@@ -20,7 +20,8 @@ from kvserver.adapters.common.cache_status import REASONS
 from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.prom import PLACES
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 from support.daemon import wait_until
 from vllm.config import KVTransferConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger

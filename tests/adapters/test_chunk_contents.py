@@ -12,7 +12,7 @@ import pytest
 import torch
 from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.contents import Contents
-from modelless import BLOCK, prompt
+from made_up_model import BLOCK, prompt
 from vllm.distributed.kv_events import BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.stats import KVServerStats
-from modelless import BLOCK, Engine, configure, prompt
+from made_up_model import BLOCK, prompt
+from modelless import Engine, configure
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.loggers import PrometheusStatLogger

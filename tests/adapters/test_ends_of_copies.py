@@ -13,7 +13,7 @@ from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.blockpool import PoolHook
-from modelless import BLOCK, HEADS, WIDTH, prompt
+from made_up_model import BLOCK, HEADS, WIDTH, prompt
 from support.daemon import wait_until
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec

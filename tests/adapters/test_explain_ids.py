@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from modelless import prompt
+from made_up_model import prompt
 from support.daemon import wait_until
 from vllm import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor

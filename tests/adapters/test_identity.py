@@ -15,8 +15,9 @@ import torch
 from kvserver.adapters.vllm.canonical import Refused, canonical
 from kvserver.adapters.vllm.harmless import HARMLESS, is_harmless
 from kvserver.adapters.vllm.identity import SHOWN, Identity, config_identity, with_weights
+from made_up_model import BLOCK, prompt
 from model_folder import write_model
-from modelless import BLOCK, configure, prompt
+from modelless import configure
 from vllm import config as vllm_config
 from vllm.config import MultiModalConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs

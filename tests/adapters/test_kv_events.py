@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 from kv_events_log import Log, events_on
-from modelless import BLOCK, prompt
+from made_up_model import BLOCK, prompt
 
 from kvserver.protocol import Store, TakeKVEvents
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from kv_events_log import Log, events_on
+from made_up_model import BLOCK, prompt
 from model_folder import write_lora
-from modelless import BLOCK, Engine, prompt
+from modelless import Engine
 from support.daemon import Daemon, wait_until
 from support.kv_audience import Subscriber
 from vllm.distributed.kv_events import KVEventBatch

@@ -138,20 +138,17 @@ LAYOUTS = {
 }
 
 
-class Engine(Worker):
-    """A worker whose memory is tensors, shared and cut into planes by the adapter."""
+class Tensors:
+    """KV caches of one layout, shared and cut into planes by the adapter, and the worker whose memory they are."""
 
     def __init__(self, endpoint: str, layout: Layout, blocks: int, dtype: torch.dtype) -> None:
         self.form, self.tensors = layout, layout.make(blocks, dtype)
-        caches = {f"layers.{i}": tensor for i, tensor in enumerate(self.tensors)}
-        self.caches = share(caches, blocks, layout.known)
-        sizes = tuple(memory.size_bytes for memory in self.caches.memory)
-        geometry = Geometry(blocks, N, sizes, tuple(self.caches.planes))
-        super().__init__(endpoint, geometry, layout=self.caches.layout, connect_now=False)
-        self.memory.close()
-        self.memory.pieces = [SharedMemory(size, fd) for size, fd in zip(sizes, self.caches.fds, strict=True)]
-        self.memory.maps = []
-        self.connect()
+        self.caches = share({f"layers.{i}": tensor for i, tensor in enumerate(self.tensors)}, blocks, layout.known)
+        geometry = Geometry(blocks, N, tuple(m.size_bytes for m in self.caches.memory), tuple(self.caches.planes))
+        fds = iter(self.caches.fds)
+        self.worker = Worker(
+            endpoint, geometry, layout=self.caches.layout, allocate=lambda size: SharedMemory(size, next(fds))
+        )
 
     @property
     def storages(self) -> list[torch.Tensor]:
@@ -186,16 +183,16 @@ def daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def start(daemon: Daemon) -> Iterator[Callable[[Layout, int, torch.dtype], Engine]]:
-    engines: list[Engine] = []
+def start(daemon: Daemon) -> Iterator[Callable[[Layout, int, torch.dtype], Tensors]]:
+    made: list[Tensors] = []
 
-    def make(layout: Layout, blocks: int, dtype: torch.dtype) -> Engine:
-        engines.append(Engine(daemon.endpoint, layout, blocks, dtype))
-        return engines[-1]
+    def make(layout: Layout, blocks: int, dtype: torch.dtype) -> Tensors:
+        made.append(Tensors(daemon.endpoint, layout, blocks, dtype))
+        return made[-1]
 
     yield make
-    for engine in engines:
-        engine.close()
+    for each in made:
+        each.worker.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp8"])
@@ -208,11 +205,11 @@ def test_blocks_come_back_bitwise_in_an_engine_with_other_memory_and_no_other_by
     keys, before = make_keys(2), source.image()
     blocks, places = [40, 3, 17, 9, 1, 38, 22, 5], [2, 28, 7, 14, 27, 3, 1, 21]
     contents = source.blocks(blocks)
-    assert source.store(keys, blocks) == Stored(stored=2, skipped=0)
+    assert source.worker.store(keys, blocks) == Stored(stored=2, skipped=0)
     assert all(torch.equal(a, b) for a, b in zip(source.image(), before, strict=True)), "a store wrote to the engine"
-    assert target.lookup(keys) == 2
+    assert target.worker.lookup(keys) == 2
     expected = target.image()
-    assert target.load(keys, places[3:-1], skip=3) == Retrieved(chunks=2)
+    assert target.worker.load(keys, places[3:-1], skip=3) == Retrieved(chunks=2)
     assert same(target.blocks(places[3:-1]), contents[3:-1])
     # The same by plain indexing on what was there before gives the same memory: no other byte was touched.
     loaded = target.image()
@@ -246,5 +243,5 @@ def test_engines_whose_bytes_lie_otherwise_in_a_slot_do_not_share(daemon, start,
     source = start(LAYOUTS["[NB, NH, BS, 2*HS]"], SOURCE_BLOCKS, torch.bfloat16)
     target = start(LAYOUTS[other], TARGET_BLOCKS, torch.bfloat16)
     keys = make_keys(1)
-    source.store(keys, [1, 2, 3, 4])
-    assert (source.lookup(keys), target.lookup(keys)) == (1, 0)
+    source.worker.store(keys, [1, 2, 3, 4])
+    assert (source.worker.lookup(keys), target.worker.lookup(keys)) == (1, 0)

@@ -8,7 +8,8 @@ import time
 
 import pytest
 from late_gpu import LateGpu
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 from support.daemon import wait_until
 
 from kvserver.protocol import Retrieve, Store

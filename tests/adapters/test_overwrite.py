@@ -6,7 +6,8 @@ import pytest
 from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.common.worker import WorkerHalf
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 
 CHUNK = 64
 FIRST = prompt(1, 4 * CHUNK)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from kvserver.adapters.common.specs import ids_of
-from modelless import BLOCK, LAYERS, prompt
+from made_up_model import BLOCK, LAYERS, prompt
 from support.daemon import wait_until
 from vllm.config import ParallelConfig
 

@@ -16,7 +16,7 @@ from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import WorkerHalf
 from kvserver.adapters.vllm import support
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from modelless import BLOCK, prompt
+from made_up_model import BLOCK, prompt
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from kvserver.adapters.common.speed import FLOOR_TOKENS
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 from replay import Churn, Replay, timed
 from support.daemon import Daemon, wait_until
 from tap import Tap

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from modelless import continuation, prompt
+from made_up_model import continuation, prompt
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)

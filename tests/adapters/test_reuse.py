@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from kvserver.adapters.common.specs import ids_of
-from modelless import BLOCK, continuation, prompt
+from made_up_model import BLOCK, continuation, prompt
 
 CHUNK = 64  # tokens: the test daemon's chunk_tokens
 

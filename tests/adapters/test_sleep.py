@@ -8,7 +8,7 @@ import pytest
 from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.connector import StillWritten
 from late_gpu import LateGpu
-from modelless import prompt
+from made_up_model import prompt
 from support.daemon import wait_until
 
 CHUNK = 64

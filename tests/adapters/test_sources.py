@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from kvserver.adapters.vllm import facts
+from made_up_model import prompt
 from model_folder import write_lora
-from modelless import Answer, Engine, prompt
+from modelless import Answer, Engine
 from support.daemon import wait_until
 from tap import Tap
 from vllm.lora.request import LoRARequest

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from kvserver.adapters.vllm.identity import lora_fingerprint
 from kvserver.adapters.vllm.variants import Variants
+from made_up_model import prompt
 from model_folder import write_lora
-from modelless import Engine, prompt
+from modelless import Engine
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from modelless import BLOCK, Engine, prompt
+from made_up_model import BLOCK, prompt
+from modelless import Engine
 from reconnect import replace_daemon
 from support.daemon import Daemon
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from kvserver.adapters.vllm import facts
 from kvserver.adapters.vllm.support import whole_prompts_only
-from modelless import prompt
+from made_up_model import prompt
 
 CHUNK = 64
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 from support.daemon import Daemon, wait_until
 
 CHUNK = 64

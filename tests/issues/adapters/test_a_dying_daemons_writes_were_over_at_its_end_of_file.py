@@ -10,7 +10,7 @@ import time
 
 import pytest
 from kvserver.adapters.common.specs import ids_of
-from modelless import BLOCK, Engine, prompt
+from made_up_model import prompt
 from support import dying_daemon
 from support.daemon import WITH_SIMULATED, wait_until
 
@@ -32,22 +32,6 @@ def begun(make_daemon, make_engine):
     return daemon, engine
 
 
-def fill(engine: Engine) -> set[int]:
-    """Use every free block; which those are."""
-    used: set[int] = set()
-
-    def look(plan):
-        for row in engine.rows.values():
-            used.update(row.blocks)
-
-    engine.after_step = look
-    names = [f"filler{len(engine.answers)}-{i}" for i in range(6)]
-    answers = [engine.add(name, prompt(1000 + len(engine.answers), 13 * BLOCK), count=5) for name in names]
-    engine.run(until=lambda: all(answer.finish_reason for answer in answers))
-    assert all(answer.right for answer in answers)
-    return used
-
-
 def test_blocks_of_a_load_stay_out_of_use_until_the_process_has_ended(begun):
     daemon, engine = begun
     quarantined = set(ids_of(engine.loads[0]))
@@ -57,10 +41,10 @@ def test_blocks_of_a_load_stay_out_of_use_until_the_process_has_ended(begun):
     assert answer.right
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
-        assert not fill(engine) & quarantined
+        assert not engine.use_free_blocks(6) & quarantined
     daemon.kill()
     wait_until(lambda: engine.generate_free("tick") == 59, 10, "the blocks come back")
-    assert fill(engine) & quarantined
+    assert engine.use_free_blocks(6) & quarantined
     daemon.start()
     wait_until(lambda: any(i["namespace"] for i in daemon.status()["instances"]), 20, "registered again")
     engine.run()

@@ -15,7 +15,7 @@ from kvserver.adapters.common.steps import StepReport
 from kvserver.adapters.common.worker import WorkerHalf
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from modelless import prompt
+from made_up_model import prompt
 from support.daemon import wait_until
 from vllm.v1.outputs import KVConnectorOutput
 

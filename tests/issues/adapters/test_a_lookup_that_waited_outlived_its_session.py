@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
-from modelless import prompt
+from made_up_model import prompt
 from support.daemon import wait_until
 
 CHUNK = 64

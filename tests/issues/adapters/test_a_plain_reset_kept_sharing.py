@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from modelless import continuation, prompt
+from made_up_model import continuation, prompt
 from support.daemon import wait_until
 from vllm.config import WeightTransferConfig
 

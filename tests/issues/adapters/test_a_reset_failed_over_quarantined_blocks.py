@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 from kvserver.adapters.common.specs import ids_of
-from modelless import BLOCK, Engine, prompt
+from made_up_model import BLOCK, prompt
+from modelless import Engine
 from support.daemon import Daemon, wait_until
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
@@ -40,22 +41,6 @@ def pause(engine: Engine) -> bool:
     return reset(engine)
 
 
-def blocks_used(engine: Engine) -> set[int]:
-    """Fill the engine's memory twice over; which blocks its requests were given."""
-    used: set[int] = set()
-
-    def look(plan):
-        for row in engine.rows.values():
-            used.update(row.blocks)
-
-    engine.after_step = look
-    names = [f"filler{len(engine.answers)}-{i}" for i in range(8)]
-    answers = [engine.add(name, prompt(1000 + len(engine.answers), 13 * BLOCK), count=5) for name in names]
-    engine.run(until=lambda: all(answer.finish_reason for answer in answers))
-    assert all(answer.right for answer in answers)
-    return used
-
-
 @pytest.mark.parametrize("ends_by", ["acknowledgement", "death"])
 def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(make_daemon, make_engine, ends_by):
     daemon = make_daemon(copy_delay_us=50_000)
@@ -66,7 +51,7 @@ def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(m
     assert engine.free_blocks == 59 - len(quarantined)
 
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert not blocks_used(engine) & quarantined
+    assert not engine.use_free_blocks(8) & quarantined
     assert reset(engine), "as often as it is requested"
     assert engine.free_blocks == 59 - len(quarantined)
 
@@ -75,7 +60,7 @@ def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(m
     else:
         daemon.thaw()
     wait_until(lambda: engine.generate_free("tick") == 59, 10, "the blocks come back")
-    assert blocks_used(engine) & quarantined
+    assert engine.use_free_blocks(8) & quarantined
     engine.run()
     assert reset(engine)
 

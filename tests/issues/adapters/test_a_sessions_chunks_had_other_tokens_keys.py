@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import vllm
-from modelless import Engine, continuation, prompt
+from made_up_model import continuation, prompt
+from modelless import Engine
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from kvserver.adapters.common.specs import ids_of
+from made_up_model import BLOCK, prompt
 from model_folder import write_model
-from modelless import BLOCK, prompt
 
 from kvserver.protocol import MAX_CHUNKS
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 from support.daemon import Daemon, wait_until
 
 TOKENS = prompt(1, 200)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from modelless import BLOCK, Engine, prompt
+from made_up_model import BLOCK, prompt
+from modelless import Engine
 from support.daemon import wait_until
 
 from kvserver.protocol import Cleared, EndRequest, Error, Lookup, ReportBlockAllocations

@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from modelless import Answer, Engine, prompt
+from made_up_model import prompt
+from modelless import Answer, Engine
 from vllm.config import MultiModalConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from kvserver.adapters.vllm import nesting
 from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.metrics.stats import SchedulerStats

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from kvserver.adapters.vllm import KVServerConnector
-from modelless import BLOCK, configure, prompt
+from made_up_model import BLOCK, prompt
+from modelless import configure
 from support.daemon import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from modelless import BLOCK, prompt
+from made_up_model import BLOCK, prompt
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,

@@ -10,7 +10,8 @@ from kvserver.adapters.common.announcer import Announcer
 from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.common.notices import Notices
 from kvserver.adapters.common.speed import PrefillSpeed
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 from support.daemon import wait_until
 
 from kvserver.protocol import DescribeScheduler, EndRequest, ReportBlockAllocations

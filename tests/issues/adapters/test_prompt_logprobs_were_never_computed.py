@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from modelless import prompt
+from made_up_model import prompt
 
 from kvserver.protocol import Lookup
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvserver.adapters.common import link
-from modelless import prompt
+from made_up_model import prompt
 from support.daemon import wait_until
 
 from kvserver.protocol.client import Client

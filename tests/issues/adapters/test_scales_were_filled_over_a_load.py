@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvserver.adapters.vllm import KVServerConnector
-from modelless import LAYERS, Engine, prompt
+from made_up_model import LAYERS, prompt
+from modelless import Engine
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 CHUNK = 64
@@ -55,15 +56,15 @@ def make_quantised(make_engine, make_daemon, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(KVServerConnector, "register_kv_caches", binding(KVServerConnector.register_kv_caches))
             engine = make_engine(daemon, adjust=bind)
-        forward = engine.forward
+        forward = engine.batch.forward
 
-        def first_writes_then_forward(output):
+        def first_writes_then_forward(output, weights):
             if output.total_num_scheduled_tokens and writes:
                 for layer in layers.values():
                     layer.first_write()
-            return forward(output)
+            return forward(output, weights)
 
-        engine.forward = first_writes_then_forward
+        engine.batch.forward = first_writes_then_forward
         return engine
 
     return make

@@ -10,7 +10,7 @@ import logging
 
 import pytest
 from kvserver.adapters.common.hazards import PendingStores
-from modelless import prompt
+from made_up_model import prompt
 
 CHUNK = 64
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from modelless import Engine, prompt
+from made_up_model import prompt
+from modelless import Engine
 from support.daemon import wait_until
 
 from kvserver.protocol import ReportBlockAllocations

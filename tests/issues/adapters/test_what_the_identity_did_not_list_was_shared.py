@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_model import prompt
 from model_folder import write_lora, write_model
-from modelless import prompt
 from vllm.config import MultiModalConfig
 from vllm.lora.request import LoRARequest
 
