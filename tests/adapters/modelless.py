@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.vllm import KVServerConnector
 from late_gpu import LateGpu
 from made_up_model import BLOCK, HEADS, LAYERS, WIDTH, continuation, prompt
 from model_runner import Batch, Runner
+from support.daemon import wait_until
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -269,20 +270,23 @@ class Engine:
         self.run(until=lambda: answer.finish_reason is not None and not self._queue)
         return self.free_blocks
 
+    def begin_load(self, name: str, tokens: list[int], rank: int = 0) -> Answer:
+        """Submit a prompt that the daemon has, until the first bytes of its load are in this rank's KV. REQUIRES: slow copies."""
+        answer, before = self.add(name, tokens), len(self.loads)
+        self.run(until=lambda: len(self.loads) > before)
+        blocks = ids_of(self.loads[before])
+        wait_until(lambda: self.runners[rank].kv[0][blocks].any(), what=f"the load of {name} has begun on rank {rank}")
+        assert self.status_of(name) == "WAITING_FOR_REMOTE_KVS"
+        return answer
+
     def use_free_blocks(self, prompts: int) -> set[int]:
         """Serve so many new prompts of 13 blocks at once; the blocks that requests had meanwhile."""
         used: set[int] = set()
-        after_step, self.after_step = (
-            self.after_step,
-            lambda plan: used.update(*(row.blocks for row in self.batch.rows.values())),
-        )
-        answers = [
-            self.add(f"filler{n}", prompt(1000 + n, 13 * BLOCK), count=5)
-            for n in range(len(self.answers), len(self.answers) + prompts)
-        ]
+        self.after_step = lambda plan: used.update(*(row.blocks for row in self.batch.rows.values()))
+        first = len(self.answers)
+        answers = [self.add(f"filler{n}", prompt(1000 + n, 13 * BLOCK), count=5) for n in range(first, first + prompts)]
         self.run(until=lambda: all(answer.finish_reason for answer in answers))
         assert all(answer.right for answer in answers)
-        self.after_step = after_step
         return used
 
     def status_of(self, name: str) -> str:

@@ -12,7 +12,6 @@ import pytest
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.specs import ids_of
 from made_up_model import continuation, prompt
-from modelless import Engine
 from support.daemon import wait_until
 
 from kvserver.protocol import Error, Retrieve, Retrieved, Stored
@@ -38,19 +37,6 @@ def stored(make_daemon, make_engine):
         return daemon
 
     return start
-
-
-def loading(engine: Engine) -> bool:
-    """Whether a load is under way in the daemon."""
-    return bool(engine.loads) and engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS"
-
-
-def begin_load(engine: Engine):
-    """Submit TOKENS and step until the first bytes of their load have come. REQUIRES: a fresh engine."""
-    answer = engine.add("warm", TOKENS)
-    engine.run(until=lambda: loading(engine) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
-    assert loading(engine)
-    return answer
 
 
 # ---- there is no daemon to talk to ------------------------------------------------------------
@@ -160,7 +146,7 @@ def test_restarted_between_lookup_and_load(stored, make_engine):
 def test_killed_during_a_load(stored, make_engine, asynchronous):
     daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous)
-    answer = begin_load(engine)
+    answer = engine.begin_load("warm", TOKENS)
     daemon.kill()
     engine.run()
     assert answer.right
@@ -218,7 +204,7 @@ def test_stopped_during_a_load(stored, make_engine, asynchronous):
     """The blocks that the daemon may still write stay out of use until it runs again and reports that it has ended."""
     daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
-    answer = begin_load(engine)
+    answer = engine.begin_load("warm", TOKENS)
     quarantined = set(ids_of(engine.loads[0]))
     daemon.freeze()
     engine.run(until=lambda: answer.finish_reason is not None)
@@ -239,7 +225,7 @@ def test_stopped_during_a_load(stored, make_engine, asynchronous):
 def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
     daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(daemon, extra={"kvserver.load_timeout_ms": 200})
-    begin_load(engine)
+    engine.begin_load("warm", TOKENS)
     daemon.freeze()
     engine.abort("warm")
     engine.run(until=lambda: engine.received == ["warm"])
@@ -288,7 +274,7 @@ def test_an_aborted_request_leaves_nothing_behind(stored, make_engine, asynchron
         engine.step()
         assert engine.status_of("warm") == "WAITING"
     elif when == "load":
-        begin_load(engine)
+        engine.begin_load("warm", TOKENS)
     else:
         answer = engine.add("warm", prompt(9, 5 * CHUNK), count=50)
         engine.run(until=lambda: len(answer.tokens) >= 2)

@@ -73,9 +73,7 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 2500})
     first, second = (runner.connector.worker for runner in warm.runners)
-    answer = warm.add("warm", TOKENS)
-    warm.run(until=lambda: bool(warm.loads))
-    wait_until(lambda: warm.runners[1].kv[0][ids_of(warm.loads[0])].any(), what="the second rank's copy has begun")
+    answer = warm.begin_load("warm", TOKENS, rank=1)
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
@@ -90,9 +88,7 @@ def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_da
     daemon = make_daemon(copy_delay_us=SLOW, copy_threads=2)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200})
-    answer = warm.add("warm", TOKENS)
-    warm.run(until=lambda: bool(warm.loads))
-    wait_until(lambda: warm.runners[0].kv[0][ids_of(warm.loads[0])].any(), what="a copy has begun")
+    answer = warm.begin_load("warm", TOKENS)
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
@@ -106,9 +102,7 @@ def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
     daemon = make_daemon(copy_delay_us=SLOW)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon)
-    answer = warm.add("warm", TOKENS)
-    warm.run(until=lambda: bool(warm.loads))
-    wait_until(lambda: warm.runners[0].kv[0][ids_of(warm.loads[0])].any(), what="a copy has begun")
+    answer = warm.begin_load("warm", TOKENS)
     daemon.kill()
     warm.run()
     assert answer.right

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.connector import StillWritten
 from late_gpu import LateGpu
 from made_up_model import prompt
@@ -73,8 +72,7 @@ def test_a_load_in_flight_fails_its_request_which_is_computed(make_daemon, make_
     daemon = make_daemon(copy_delay_us=50_000)
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon)
-    answer = engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
+    answer = engine.begin_load("warm", TOKENS)
     sleep(engine)
     assert daemon.accounting()["mappings"] == 2, "the other engine's"
     engine.run()
@@ -104,8 +102,7 @@ def test_sleep_fails_while_a_hung_daemon_may_write(make_daemon, make_engine):
     # Longer than the link waits for one answer.
     extra = {"kvserver.unregister_timeout_ms": 1500, "kvserver.load_timeout_ms": 200}
     engine = make_engine(daemon, extra=extra)
-    answer = engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
+    answer = engine.begin_load("warm", TOKENS)
     daemon.freeze()
     with pytest.raises(StillWritten, match="may still write"):
         sleep(engine)

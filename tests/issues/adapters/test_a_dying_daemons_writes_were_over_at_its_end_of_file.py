@@ -27,8 +27,7 @@ def begun(make_daemon, make_engine):
     daemon = make_daemon(program=PROGRAM, copy_delay_us=100_000)
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
-    engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
+    engine.begin_load("warm", TOKENS)
     return daemon, engine
 
 

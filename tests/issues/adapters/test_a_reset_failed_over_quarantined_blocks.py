@@ -20,9 +20,7 @@ def begin_load(daemon: Daemon, make_engine, **options) -> Engine:
     """An engine with `warm` loading, in a daemon that hangs with some of its bytes copied. 60 blocks, 59 usable."""
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, num_blocks=60, extra=LOAD_TIMEOUT, **options)
-    engine.add("warm", TOKENS)
-    engine.run(until=lambda: bool(engine.loads) and engine.runners[0].kv[0][ids_of(engine.loads[0])].any())
-    assert engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS"
+    engine.begin_load("warm", TOKENS)
     daemon.freeze()
     return engine
 
