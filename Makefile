@@ -43,7 +43,7 @@ ADAPTER_TESTS := tests/adapters tests/issues/adapters
 REAL_ENGINES := tests/vllm tests/issues/vllm
 ENGINE_TESTS := $(ADAPTER_TESTS) $(REAL_ENGINES)
 # An engine's ranks spin while they wait for each other: alone, after the others.
-RANKS := tests/vllm/test_vllm_ranks.py tests/vllm/test_vllm_mla.py
+RANKS := tests/vllm/test_vllm_ranks.py tests/vllm/test_vllm_mla.py tests/vllm/test_vllm_groups_ranks.py
 IN_VLLM := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST)
 # After a run of one half of the tests: ARGS may select none of it.
 NONE_SELECTED = $(if $(ARGS),[ $$? = 5 ],false)

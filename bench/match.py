@@ -30,7 +30,7 @@ from common import percentile, table
 
 from kvserver._native import PrefixIndex
 from kvserver.config import Settings
-from kvserver.kv_events.types import MOST_CHUNKS, KVChunk, KVStored, ReaderConnected, Tier
+from kvserver.kv_events.types import MOST_CHUNKS, KeysStored, ReaderConnected, Tier
 from kvserver.parts import Observability
 from kvserver.protocol import DescribeScheduler
 from kvserver.routing import KVIndex, MatchPages
@@ -99,8 +99,7 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
     for number, prompt in enumerate(prompts):
         blocks = hashes(prompt)
         for first in range(0, len(blocks), MOST_CHUNKS):
-            chunks = tuple(KVChunk(block) for block in blocks[first : first + MOST_CHUNKS])
-            index.observe(KVStored(1, 0, Tier.L1, namespace_prefix(number % engines), chunks))
+            index.observe(KeysStored(Tier.L1, namespace_prefix(number % engines), blocks[first : first + MOST_CHUNKS]))
     pages = StatusPages(
         ("127.0.0.1", 0),
         cast(Server, SimpleNamespace()),

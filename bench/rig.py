@@ -15,15 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
+from msgspec import structs
 
 from kvserver._native import State, WordPage, pack_blocks
 from kvserver.protocol import (
     KEY_BYTES,
+    ChunkContents,
     Counted,
+    DescribeScheduler,
     EndRequest,
     Lookup,
     LookupReply,
     Memory,
+    ObjectGroup,
     Plane,
     Registered,
     RegisterWorker,
@@ -75,7 +79,8 @@ def shared_memory(size: int) -> tuple[int, SharedFd]:
 class BenchWorker:
     """One rank of one instance: `planes` planes of `run` bytes for each of `num_blocks` blocks, touched.
 
-    They lie in shared memory of its own, or in `memory`: what hands it over, and as what it is registered.
+    They lie in shared memory of its own, or in `memory`: what hands it over, and as what it is registered. With `groups`
+    each KV cache group has `planes` planes, over the same memory.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class BenchWorker:
         request_id: str = "bench",
         variant: str = "",
         memory: tuple[int, Memory] | None = None,
+        groups: tuple[ObjectGroup, ...] = (),
     ) -> None:
         self.client = Client(endpoint, timeout=120)
         self.instance_id = instance_id or uuid.uuid4().hex
@@ -100,6 +106,7 @@ class BenchWorker:
         self.request_id, self.variant = request_id, variant
         hello = self.client.hello("bench")
         self.chunk_blocks = max(1, hello.chunk_tokens // block_tokens)
+        self.groups = groups or (ObjectGroup("full", (0,), block_tokens),)
         fd, described = memory or shared_memory(planes * run * num_blocks)
         self.words = WordPage(1)
         self._attachment = Attachment(hello.fd_path, hello.token, [fd, self.words.fd])
@@ -116,34 +123,44 @@ class BenchWorker:
                 attachment=self._attachment.number,
                 memory=[described],
                 words=1,
-                planes=[Plane(0, p * num_blocks * run, run, run) for p in range(planes)],
+                planes=[
+                    Plane(0, p * num_blocks * run, run, run, member)
+                    for group in self.groups
+                    for member in group.members
+                    for p in range(planes)
+                ],
                 num_blocks=num_blocks,
                 block_tokens=block_tokens,
                 chunk_blocks=self.chunk_blocks,
                 counted=_IDENTITY,
+                groups=self.groups,
             ),
             Registered,
         ).registration
         self._sequence = 0
 
-    def _copy(self, keys: bytes, block_ids: array[int], request: type[Store] | type[Retrieve]) -> Store | Retrieve:
+    def _copy(
+        self, keys: bytes, block_ids: array[int], request: type[Store] | type[Retrieve], group: int = 0
+    ) -> Store | Retrieve:
         self._sequence += 1
         self.words.arm(0, self._sequence)
         return request(
             boot_id=self.boot_id,
             registration=self.registration,
-            chunk_blocks=self.chunk_blocks,
+            chunk_blocks=self.groups[group].object_blocks(self.chunk_blocks * self.groups[0].block_tokens),
             keys=keys,
             block_ids=pack_blocks(block_ids.tolist()),
             word=0,
             sequence=self._sequence,
             deadline_ns=time.monotonic_ns() + 120 * 10**9,
             variant=self.variant,
+            group=group,
         )
 
-    def store(self, keys: bytes, block_ids: array[int]) -> None:
-        """Returns when the chunks are READY."""
-        reply = self.client.ask(self._copy(keys, block_ids, Store), Stored)
+    def store(self, keys: bytes, block_ids: array[int], group: int = 0, contents: ChunkContents | None = None) -> None:
+        """Returns when the objects are READY, if all other ranks have stored them."""
+        message = structs.replace(self._copy(keys, block_ids, Store, group), contents=contents)
+        reply = self.client.ask(message, Stored)
         assert reply.stored == len(keys) // KEY_BYTES, f"not all was copied: {reply}"
 
     def load(self, keys: bytes, block_ids: array[int]) -> None:
@@ -163,6 +180,14 @@ class BenchWorker:
 
     def lookup(self, keys: bytes) -> int:
         return self.client.ask(self.lookup_message(keys), LookupReply).hit_chunks
+
+    def describe_scheduler(self) -> None:
+        """From now on its stores' contents are published; nothing answers."""
+        assert self.client.channel.send(
+            DescribeScheduler(
+                instance_id=self.instance_id, incarnation=self.incarnation, model_name="bench", variant=self.variant
+            )
+        )
 
     def end_request(self) -> None:
         """The lookup's lease ends; nothing answers."""

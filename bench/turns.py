@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from common import table
 
-from kvserver.cache import POLICIES, Cache, PagePool, StorePlan
+from kvserver.cache import POLICIES, Cache, PagePool, StorePlan, one_group
 from kvserver.protocol import KEY_BYTES, MAX_CHUNKS
 from kvserver.server.stores import STEPS_PER_TURN
 
@@ -33,7 +33,7 @@ class Loop:
         self.longest = 0.0
         self.turns = 0
         for keys in self.messages:
-            self.cache.finish_store(self.cache.plan_store(NAMESPACE, 1, 0, keys, PAGE), copied=True)
+            self.cache.finish_store(self.cache.plan_store(NAMESPACE, one_group(1), keys, PAGE), copied=True)
 
     def turn(self, what: Callable[[], object]) -> None:
         began = time.thread_time()
@@ -49,7 +49,11 @@ class Loop:
     def store(self, pages: int = 1) -> StorePlan:
         plans: list[StorePlan] = []
         key = random.randbytes(KEY_BYTES)
-        self.turn(lambda: plans.append(self.cache.plan_store(b"o" * 32, 1, 0, key, pages * PAGE, STEPS_PER_TURN)))
+        self.turn(
+            lambda: plans.append(
+                self.cache.plan_store(b"o" * 32, one_group(1), key, pages * PAGE, steps=STEPS_PER_TURN)
+            )
+        )
         while not plans[0].complete:
             self.turn(lambda: self.cache.extend_plan(plans[0], STEPS_PER_TURN))
         self.cache.finish_store(plans[0], copied=True)
@@ -99,7 +103,7 @@ def clear(loop: Loop) -> None:
 
 def all_missed(loop: Loop) -> None:
     """Lookups of KEYS chunks, and of as many as one may name, all of them evicted."""
-    evict = loop.cache.plan_store(b"o" * 32, 1, 0, bytes(KEY_BYTES), loop.cache.pool.pages * 9 // 10 * PAGE)
+    evict = loop.cache.plan_store(b"o" * 32, one_group(1), bytes(KEY_BYTES), loop.cache.pool.pages * 9 // 10 * PAGE)
     loop.cache.finish_store(evict, copied=True)
     for keys in (*loop.messages[:100], b"".join(loop.messages)[: MAX_CHUNKS * KEY_BYTES]):
         loop.turn(lambda: loop.cache.lookup(NAMESPACE, keys, ("engine", "missed"), 1e9))  # noqa: B023

@@ -1,7 +1,9 @@
 """Types of the native module; `csrc/copy/device.h` is its manual."""
 
 import enum
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
+
+Value = TypeVar("Value")
 
 NO_BLOCK: int
 MAX_GROUPS: int
@@ -253,6 +255,25 @@ class BlockLifetimes:
     def end_request(self, request: int, time_ns: int) -> None: ...
     def end_all(self) -> None: ...
 
+class KeyTable(Generic[Value]):
+    """Values by keys of 32 bytes, with a reference to both; `csrc/tables/key_table.h` is the manual.
+
+    ValueError for keys of other lengths, or one that is added while it is in the table; KeyError if there is none to remove.
+    """
+
+    def __init__(self, seed: int) -> None: ...
+    def find(self, keys: bytes) -> list[Value | None]:
+        """A value for each of the keys, which lie end to end; None for an absent one."""
+    def find_leading(self, keys: bytes) -> list[Value]:
+        """The values before the first absent key."""
+    def get(self, key: bytes) -> Value | None: ...
+    def add(self, key: bytes, value: Value) -> None: ...
+    def remove(self, key: bytes) -> Value: ...
+    def pop(self) -> Value:
+        """Remove any entry; the time does not grow with their number."""
+    def values(self) -> list[Value]: ...
+    def __len__(self) -> int: ...
+
 class HashCounts:
     """The number of copies of each block hash; `csrc/tables/hash_counts.h` is the manual."""
 
@@ -284,6 +305,8 @@ class PrefixIndex:
         self, hashes: bytes | memoryview, hash_bytes: int, readers: list[tuple[int, int, int, int]]
     ) -> list[tuple[int, int, int, int]]:
         """For each reader (owners of L0, L1, L2, or -1; blocks of a chunk): leading blocks of each tier, the best."""
+    def owners_of(self, hashes: bytes | memoryview, hash_bytes: int, every: int) -> bytes:
+        """A u64 for the last block of each `every` blocks: bit n is set if owner n has it."""
     def owned_blocks(self, owner: int) -> int: ...
     def __len__(self) -> int: ...
     @property

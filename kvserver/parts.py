@@ -162,6 +162,7 @@ class Parts:
                 server_version=__version__,
                 boot_id=self.boot_id,
                 chunk_tokens=settings.chunk_tokens,
+                boundary_interval=settings.boundary_interval,
                 fd_path=lifelines.path,
                 token=lifelines.token,
                 traces=observability.traces is not None,

@@ -16,7 +16,7 @@ from pathlib import Path
 from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutated_package
 
 CACHE, INDEX, POOL = "kvserver/cache/cache.py", "kvserver/cache/index.py", "kvserver/cache/pages.py"
-CHUNK = "kvserver/cache/chunk.py"
+CHUNK, GROUPS = "kvserver/cache/chunk.py", "kvserver/cache/groups.py"
 EVICTION, MISSES, NAMESPACE = (
     "kvserver/cache/eviction/lru.py",
     "kvserver/cache/misses.py",
@@ -46,6 +46,8 @@ SEND_QUEUE, NOTICES, VARIANTS = (
     "adapters/vllm/variants.py",
 )
 
+PINS = "adapters/test_pins.py"
+STATE_TESTS = ("adapters/test_groups.py", "adapters/test_states.py")
 WITHOUT_END = "issues/adapters/test_stores_without_an_end_were_never_forgotten.py"
 NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"
 IDENTITY, CANONICAL = "adapters/vllm/identity.py", "adapters/vllm/canonical.py"
@@ -61,6 +63,7 @@ OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.
 HUB, FEED, STREAM = "kvserver/kv_events/hub.py", "kvserver/kv_events/feed.py", "kvserver/kv_events/stream.py"
 CONSUMERS = ("model/test_kv_events.py",)
 CACHE_TESTS = ("unit/cache/test_cache.py",)
+GROUP_TESTS = ("unit/cache/test_groups.py",)
 MISSES_TESTS = ("issues/test_one_evicted_chunk_was_charged_with_all_behind_it.py",)
 INDEX_TESTS = ("unit/cache/test_index.py",)
 L1_MODELS_TESTS = ("unit/server/test_l1_models.py",)
@@ -83,7 +86,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a chunk that was never whole counts as one that was never loaded",
-        CACHE, "Cache._evict_chunk", "chunk.ready and not chunk.loaded", "not chunk.loaded", L1_MODELS_TESTS,
+        CACHE, "Cache._evict_chunk", "bool(chunk.ready) and not chunk.loaded", "not chunk.loaded", L1_MODELS_TESTS,
     ),
     # ---- what the cache brought ---------------------------------------------------------------
     Mutant(
@@ -111,11 +114,36 @@ STORES_AND_LOADS = (
     # ---- what a lookup finds, and leases ------------------------------------------------------
     Mutant(
         "a lookup finds a chunk that is still being filled",
-        CACHE, "Cache.lookup", "if chunk is None or not chunk.ready:", "if chunk is None:", CACHE_TESTS,
+        CACHE, "_lease", "if chunk.ready & full != full:", "if False:", CACHE_TESTS,
+    ),
+    Mutant(
+        "a hit ends where only full attention goes on",
+        GROUPS, "Groups.boundary", "boundary = missing ", "break ", GROUP_TESTS,
+    ),
+    Mutant(
+        "chunks behind the hit stay leased",
+        CACHE, "_lease", "for chunk in found[boundary:]:", "for chunk in found[:0]:", GROUP_TESTS,
+    ),
+    Mutant(
+        "a load reads another group's object",
+        CACHE, "Cache.plan_load", "chunk.ready >> group & 1", "chunk.ready", GROUP_TESTS,
+    ),
+    Mutant(
+        "an object is dropped while it is in use",
+        CACHE, "Cache.drop_objects", " or chunk.leases or chunk.pins", "", GROUP_TESTS,
+    ),
+    Mutant(
+        "objects are dropped although the store that replaces them failed",
+        STORES, "Stores._drop", "not self.cache.has_objects(namespace, group.number, ticket.request.keys)", "False",
+        ("daemon/test_object_groups.py",),
+    ),
+    Mutant(
+        "a store writes the objects of group 0 whatever its group",
+        STORES, "Stores._plan_objects", "group=group.number, slot", "group=0, slot", ("daemon/test_object_groups.py",),
     ),
     Mutant(
         "a lookup counts chunks behind one that is missing",
-        CACHE, "Cache.lookup", "                    break", "                    continue", CACHE_TESTS,
+        CACHE, "_lease", "del found[number:]", "del found[number]", CACHE_TESTS,
     ),
     Mutant(
         "the first lease of a request that asks again is never ended",
@@ -129,23 +157,27 @@ STORES_AND_LOADS = (
         "the end of a lease does not show its chunks to eviction",
         CACHE, "Cache._end_lease", "self.policy.track(reversed(lease.chunks))", "pass", CACHE_TESTS,
     ),
+    Mutant(
+        "a chunk that is read when its namespace is cleared is removed twice",
+        CACHE, "Cache._free_one_chunk", " or namespace.chunks.get(chunk.key) is None", "", CACHE_TESTS,
+    ),
     # ---- stores and loads ---------------------------------------------------------------------
     Mutant(
         "a chunk is stored twice while the first copy runs",
-        CACHE, "Cache.extend_plan", "(chunk.done | chunk.filling) & bit", "chunk.done & bit", CACHE_TESTS,
+        CACHE, "Cache.extend_plan", "chunk.has_slot(plan.slot)", "chunk.done >> plan.slot & 1", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that another rank stored counts as this rank's",
-        CACHE, "Cache.extend_plan", "(chunk.done | chunk.filling) & bit", "(chunk.done | chunk.filling)", CACHE_TESTS,
+        CACHE, "Cache.extend_plan", "chunk.has_slot(plan.slot)", "not chunk.empty", CACHE_TESTS,
     ),
     Mutant(
         "making room for one rank evicts the other ranks' bytes of that chunk",
-        CACHE, "Cache.plan_store", "if (namespace := self.index.find_namespace(namespace_id)) is not None:", "if namespace := None:",
+        CACHE, "Cache.plan_store", "self.index.find_chunks(namespace_id, plan.keys)", "[]",
         ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     Mutant(
         "a chunk is found when its first rank was copied",
-        CACHE, "Cache.finish_store", "if chunk.done == (1 << chunk.namespace.world_size) - 1:", "if chunk.done:",
+        CACHE, "Cache.finish_store", "if chunk.done & mask == mask:", "if True:",
         CACHE_TESTS,
     ),
     Mutant(
@@ -158,15 +190,15 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a failed copy keeps its pages",
-        CACHE, "Cache.finish_store", "self.pool.free_pages(chunk.slot(plan.rank))", "pass", CACHE_TESTS,
+        CACHE, "Cache.finish_store", "self.pool.free_pages(chunk.slot(plan.slot))", "pass", CACHE_TESTS,
     ),
     Mutant(
         "one rank's failure takes the chunk away that another rank fills",
-        CACHE, "Cache.finish_store", "not chunk.done and not chunk.filling", "not chunk.done", CACHE_TESTS,
+        CACHE, "Cache.finish_store", "chunk.empty", "not chunk.done", CACHE_TESTS,
     ),
     Mutant(
         "a load reads a chunk that is still being filled",
-        CACHE, "Cache.plan_load", "if chunk is not None and chunk.ready]", "if chunk is not None]", CACHE_TESTS,
+        CACHE, "Cache.plan_load", "if chunk is not None and chunk.ready >> group & 1]", "if chunk is not None]", CACHE_TESTS,
     ),
     Mutant(
         "what is read may be evicted",
@@ -204,7 +236,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "one rank fills L1 with what the others have no room for",
-        CACHE, "Cache.plan_store", "(pages * world_size)", "pages",
+        CACHE, "Cache.plan_store", "(pages * groups.slots[group])", "pages",
         ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     Mutant(
@@ -257,19 +289,23 @@ STORES_AND_LOADS = (
     # ---- the index ----------------------------------------------------------------------------
     Mutant(
         "one rank's slot moves the bounds of the others wrongly",
-        CHUNK, "Chunk.set_slot", "range(rank, ranks)", "range(rank + 1, ranks)", INDEX_TESTS,
+        CHUNK, "Chunk.set_slot", "range(number, count)", "range(number + 1, count)", INDEX_TESTS,
     ),
     Mutant(
         "chunks of a cleared namespace are not detached",
-        CHUNK, "Chunk.detached", "self.namespace.cleared or not self.in_index", "not self.in_index", INDEX_TESTS,
+        INDEX, "Index.detach_namespace", "namespace.cleared = True", "pass", INDEX_TESTS,
+    ),
+    Mutant(
+        "a chunk that left the index is not detached",
+        CHUNK, "Namespace.left", "self._left.cleared = True", "pass", INDEX_TESTS,
     ),
     Mutant(
         "an emptied namespace stays in memory",
-        INDEX, "Index.detach_chunk", "del self._namespaces[chunk.namespace.id]", "pass", INDEX_TESTS,
+        INDEX, "Index.detach_chunk", "del self._namespaces[namespace.id]", "pass", INDEX_TESTS,
     ),
     Mutant(
         "an emptied namespace takes whichever has its id along",
-        INDEX, "Index.detach_chunk", "is chunk.namespace:", "is not None:", INDEX_TESTS,
+        INDEX, "Index.detach_chunk", "is namespace:", "is not None:", INDEX_TESTS,
         equivalent="remove() requires a chunk that is not detached, so its namespace is not cleared, and only clear() "
         "lets another take its id",
     ),
@@ -339,11 +375,11 @@ STORES_AND_LOADS = (
     # ---- who shares ---------------------------------------------------------------------------
     Mutant(
         "chunks of another size are shared",
-        NAMESPACE, "fingerprint", "        first.chunk_blocks,\n", "", NAMESPACE_TESTS,
+        NAMESPACE, "fingerprint", "        first.chunk_tokens,\n", "", NAMESPACE_TESTS,
     ),
     Mutant(
-        "blocks of another size are shared",
-        NAMESPACE, "fingerprint", "        first.block_tokens,\n", "", NAMESPACE_TESTS,
+        "engines with other windows share, and their blocks of other sizes too",
+        NAMESPACE, "fingerprint", "        first.object_groups,\n", "", NAMESPACE_TESTS,
     ),
     Mutant(
         "the groups of planes do not count",
@@ -383,8 +419,21 @@ STORES_AND_LOADS = (
 SERVER = (
     # ---- KV events ----------------------------------------------------------------------------
     Mutant(
-        "a resync publishes again what is known",
-        HUB, "Hub._store", " if key not in known]", "]", CONSUMERS,
+        "a chunk that is described again is published again",
+        HUB, "Hub._describe", "if key not in described:", "if True:", ("unit/kv_events/test_kv_hub.py",),
+    ),
+    Mutant(
+        "KV events of a window name all blocks of its chunks",
+        "kvserver/kv_events/descriptions.py", "of_objects", "if not objects.members:", "if True:",
+        ("unit/kv_events/test_kv_groups.py",),
+    ),
+    Mutant(
+        "a resync names a chunk twice to the index",
+        HUB, "Hub._confirm", " if key not in confirmed]", "]", CONSUMERS,
+    ),
+    Mutant(
+        "a chunk that is stored again during a resync is unknown to the index",
+        HUB, "Hub._evict", "if self._confirmed is not None:", "if False:", ("unit/server/test_resync.py",),
     ),
     Mutant(
         "a resync that begins again believes the one before",
@@ -415,7 +464,7 @@ SERVER = (
     # ---- copies -------------------------------------------------------------------------------
     Mutant(
         "every rank counts the tokens that a load saved",
-        SERVER_COPIES, "Copies._count_copied", "if ticket.worker.spec.rank == 0:", "if True:",
+        SERVER_COPIES, "Copies._count_copied", "if ticket.worker.spec.rank == 0 and ticket.group.number == 0:", "if True:",
         ("daemon/test_counted_once.py",),
     ),
     Mutant(
@@ -440,7 +489,7 @@ SERVER = (
     ),
     Mutant(
         "a load may leave out a whole chunk",
-        COPY_CHECKS, "load_blocks", "if request.skip_blocks >= chunk_blocks:", "if False:",
+        COPY_CHECKS, "load_blocks", "if request.skip_blocks >= group.blocks:", "if False:",
         (REFUSALS,),
     ),
     Mutant(
@@ -470,7 +519,7 @@ SERVER = (
     ),
     Mutant(
         "a part of the chunks is stored from the first blocks",
-        STORES, "Stores._copy", "chunks=plan.positions", "chunks=list(range(len(plan.positions)))",
+        STORES, "Stores._copy", "in plan.positions]", "in range(len(plan.positions))]",
         ("daemon/test_groups.py::test_a_part_of_the_chunks_is_stored_from_the_right_blocks",),
     ),
     Mutant(
@@ -480,7 +529,7 @@ SERVER = (
     ),
     Mutant(
         "the server takes every rank's copy of what all of them hold",
-        INSTANCES, "Worker.__post_init__", "self.stores = self.slot == spec.rank", "self.stores = True",
+        INSTANCES, "Worker._group", ", spec.rank, spec.world_size)", ")",
         ("daemon/test_replicated.py",),
     ),
     Mutant(
@@ -625,7 +674,7 @@ SERVER = (
     ),
     Mutant(
         "an instance serves before the memory of all ranks is mapped",
-        INSTANCES, "Instance.refresh_namespace", "all(w.table is not None for w in self.workers.values())", "True",
+        INSTANCES, "Instance.refresh_namespace", "all(worker.mapped for worker in self.workers.values())", "True",
         ("daemon/test_ranks_still_mapped.py",),
     ),
     Mutant(
@@ -673,11 +722,6 @@ WORKER_HALF = (
         ("adapters/test_ends_of_copies.py::test_the_null_block_is_not_quarantined",),
     ),
     Mutant(
-        "a fault while a step waits for stores skips their cancels",
-        WORKER, "WorkerHalf.end_overwritten_stores", "        finally:\n", "        except ZeroDivisionError:\n            raise\n        else:\n",
-        ("issues/adapters/test_a_fault_skipped_what_must_happen.py",),
-    ),
-    Mutant(
         "stores that a fault kept from beginning are not answered for",
         WORKER, "WorkerHalf.answer_for_stores", "self._report.ended_stores.append(store.copy_id)", "pass",
         ("issues/adapters/test_a_fault_skipped_what_must_happen.py",),
@@ -688,28 +732,13 @@ WORKER_HALF = (
         ("adapters/test_connector_stats.py::test_chunks_that_were_there_are_no_stored_bytes",),
     ),
     Mutant(
-        "a store whose blocks are overwritten goes on",
-        WORKER, "WorkerHalf.end_overwritten_stores", "+= copy.cancel()", "+= 0",
-        ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
-    ),
-    Mutant(
-        "a store that would end in time is cancelled",
-        WORKER, "WorkerHalf._wait_for", "self._settings.settle_ms / 1000", "0.0",
-        ("adapters/test_overwrite.py::test_a_store_that_ends_in_time_is_kept",),
-    ),
-    Mutant(
-        "a step waits for its stores longer than settle_ms",
-        WORKER, "WorkerHalf._wait_for", "self._settings.settle_ms / 1000", "self._settings.settle_ms / 500",
-        ("adapters/test_overwrite.py::test_a_hung_daemon_adds_little_to_each_worker_step_and_nothing_wrong_to_l1",),
-    ),
-    Mutant(
         "a load goes on when its request has ended",
-        WORKER, "WorkerHalf.start_loads", "aborted.cancel()", "pass",
+        WORKER, "WorkerHalf.start_loads", "+= aborted.cancel()", "+= 0",
         ("adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",),
     ),
     Mutant(
         "a load that a fault kept from beginning is not answered for",
-        WORKER, "WorkerHalf.answer_for_loads", "self._load_failed(load)", "pass",
+        WORKER, "WorkerHalf.answer_for_loads", "self._part_ended(load, failed=True)", "pass",
         ("adapters/test_refusals.py::test_a_fault_before_a_load_begins_fails_that_load_and_no_other",),
     ),
     Mutant(
@@ -743,9 +772,9 @@ WORKER_HALF = (
         ("adapters/test_hazards.py",),
     ),
     Mutant(
-        "every rank stores what all of them hold",
-        WORKER, "WorkerHalf.start_stores", "if self._stores_own else ()", "if True else ()",
-        ("adapters/test_ranks.py::test_what_all_ranks_hold_is_asked_to_be_stored_by_one_of_them",),
+        "ranks take turns within a message instead of a prompt",
+        SCHEDULER, "SchedulerHalf._add_store", "first_chunk=chunks.start", "first_chunk=0",
+        ("adapters/test_ranks.py::test_ranks_take_turns_to_store_what_all_hold",),
     ),
     Mutant(
         "copies go on when the memory goes",
@@ -760,7 +789,7 @@ WORKER_HALF = (
     Mutant(
         "a running copy cannot be cancelled",
         COPIES, "Copy.cancel", " or self.move(State.RUNNING, running)", "",
-        ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
+        (f"{PINS}::test_a_load_into_blocks_that_a_store_keeps_waits_for_the_cancel_of_the_store",),
     ),
     Mutant(
         "a running load is taken for ended as soon as it is cancelled",
@@ -774,7 +803,7 @@ WORKER_HALF = (
     Mutant(
         "a message whose copy was cancelled is sent",
         SEND_QUEUE, "OrderedSendQueue._send", "if not queued.is_wanted():", "if False:",
-        ("adapters/test_ordering.py::test_a_store_whose_blocks_are_reused_is_never_sent",),
+        ("adapters/test_ordering.py::test_a_store_that_is_cancelled_for_its_blocks_is_never_sent",),
     ),
     Mutant(
         "a message waits for nothing that the engine does",
@@ -820,29 +849,78 @@ WORKER_HALF = (
     ),
     Mutant(
         "a prompt of more chunks than a message takes is refused",
-        SCHEDULER, "SchedulerHalf._lookup_of", "min(self._chunks.hashed(request), MAX_CHUNKS)", "self._chunks.hashed(request)",
+        SCHEDULER, "SchedulerHalf._lookup_of", "min(self._chunks.useful(request), MAX_CHUNKS)", "self._chunks.hashed(request)",
         ("issues/adapters/test_a_very_long_prompt_was_always_a_miss.py",),
     ),
     Mutant(
         "a store has ended when the first rank reports it",
-        HAZARDS, "PendingStores.ended", "if store.ranks_left == 0:", "if True:",
+        HAZARDS, "PinnedStores.ended", "if store.ranks_left == 0:", "if True:",
         ("adapters/test_ranks.py::test_a_store_counts_as_pending_until_both_ranks_ended_it",),
     ),
     Mutant(
         "a store is forgotten before its deadline",
-        HAZARDS, "PendingStores._forget_late", "and self._clock() >= self._forget_at[0][0]", "", (WITHOUT_END,),
+        HAZARDS, "PinnedStores._forget_late", "and self._clock() >= self._forget_at[0][0]", "", (WITHOUT_END,),
     ),
     Mutant(
         "stores whose ranks never answer are kept",
-        HAZARDS, "PendingStores._forget_late", "self._forget(store_id)", "pass", (WITHOUT_END,),
+        HAZARDS, "PinnedStores._forget_late", "self._forget(store_id)", "pass", (WITHOUT_END,),
     ),
     Mutant(
         "a store's time begins before its step was computed",
-        HAZARDS, "PendingStores._is_awaited", "oldest.step <= self._ended", "oldest.step <= self._planned", (WITHOUT_END,),
+        HAZARDS, "PinnedStores._is_awaited", "oldest.step <= self._ended", "oldest.step <= self._planned", (WITHOUT_END,),
     ),
     Mutant(
-        "a block that is overwritten is still looked after",
-        HAZARDS, "PendingStores.overwrite", "            self._forget(store_id)\n", "            pass\n", (WITHOUT_END,),
+        "stores do not pin the blocks that they read",
+        HAZARDS, "PinnedStores.add", "self._pool.pin(block_ids)", "pass",
+        (f"{PINS}::test_a_late_store_stores_what_its_request_computed",),
+    ),
+    Mutant(
+        "the pins of a store outlive it",
+        HAZARDS, "PinnedStores._forget", "self._pool.unpin(self._stores.pop(store_id).block_ids[::-1])", "self._stores.pop(store_id)",
+        (f"{PINS}::test_a_session_that_ends_ends_the_pins_of_its_stores",),
+    ),
+    Mutant(
+        "a prefix's beginning is evicted before its end",
+        HAZARDS, "PinnedStores._forget", "block_ids[::-1]", "block_ids",
+        ("adapters/test_blockpool.py::test_of_a_prefix_that_a_store_kept_the_end_is_evicted_first",),
+    ),
+    Mutant(
+        "stores keep any number of blocks",
+        HAZARDS, "PinnedStores.cancel_beyond", "if len(kept.union(blocks)) <= most:", "if True:", (PINS,),
+    ),
+    Mutant(
+        "a store is cancelled again and again",
+        HAZARDS, "PinnedStores.cancel_beyond", "store.cancelled = True", "pass",
+        (f"{PINS}::test_a_request_that_needs_the_blocks_waits_for_the_cancel_of_the_store",),
+    ),
+    Mutant(
+        "stores are cancelled for blocks that the engine does not need",
+        SCHEDULER, "SchedulerHalf._bound_pins", "2 * self._pool.free < self._pool.size", "True",
+        (f"{PINS}::test_an_engine_with_room_keeps_the_blocks_of_all_its_stores",),
+    ),
+    Mutant(
+        "a request waits for blocks that stores keep",
+        SCHEDULER, "SchedulerHalf._bound_pins", "not all(state.admitted for state in requests)", "False",
+        (f"{PINS}::test_a_long_prompt_waits_for_the_cancel_though_half_of_the_pool_is_free",),
+    ),
+    Mutant(
+        "stores go on when the weights may have changed",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "self._plan.abort_stores.extend(self._stores)", "pass",
+        (f"{PINS}::test_a_reset_succeeds_beside_stores_and_cancels_them",),
+    ),
+    Mutant(
+        "a pin counts as an owner of its block",
+        BLOCKPOOL, "", "_PIN = 1 << 20", "_PIN = 1",
+        ("adapters/test_blockpool.py::test_a_pinned_block_never_has_as_many_references_as_requests_share_it",),
+    ),
+    Mutant(
+        "blocks that only pins keep are not counted",
+        BLOCKPOOL, "PoolHook._releasing", "self.kept.update(", "list(", (PINS,),
+    ),
+    Mutant(
+        "a block that a request shares again counts as kept",
+        BLOCKPOOL, "PoolHook.on_block_accessed", "self.kept.discard(block.block_id)", "pass",
+        ("adapters/test_blockpool.py",),
     ),
 )  # fmt: skip
 
@@ -877,19 +955,13 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a load under way at a reset is used",
-        SCHEDULER, "SchedulerHalf._begin_epoch", "self._plan.abort_loads.append(state.load.copy_id)", "pass",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "self._abort_loads(state)", "pass",
         ("adapters/test_resets.py",),
     ),
     Mutant(
         "KV of the old weights is stored after a reset",
         SCHEDULER, "SchedulerHalf.reset_cache", "self._pool.clears + (not self._pool.unused)", "0",
         ("adapters/test_resets.py",),
-    ),
-    Mutant(
-        "a new block is not checked for a load that still reads it",
-        SCHEDULER, "SchedulerHalf._allocated", "self._plan.overwritten_stores.extend(self._pending.overwrite(block_id))",
-        "self._pending.overwrite(block_id)",
-        ("adapters/test_overwrite.py::test_a_store_is_cancelled_before_its_blocks_are_overwritten",),
     ),
     Mutant(
         "the position that a draft model rewrites is stored",
@@ -903,29 +975,74 @@ SCHEDULER_HALF = (
         ("adapters/test_reuse.py::test_rejected_drafts_are_never_stored",),
     ),
     Mutant(
+        "states are read from the block table, whose blocks hold other states",
+        CHUNKS, "Chunks.offered", "[NULL_BLOCK] * len(table) if member in self.states else table", "[*table]",
+        STATE_TESTS,
+    ),
+    Mutant(
+        "a state within a block is stored as the one at its end",
+        CHUNKS, "Chunks.offered", "if not rest", "if True", STATE_TESTS,
+    ),
+    Mutant(
+        "the state at the end of what prompts share is not requested",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "self._want_state(", "print(", STATE_TESTS,
+    ),
+    Mutant(
+        "under async scheduling states of generated tokens are requested too late",
+        SCHEDULER, "SchedulerHalf._want_state", "min(computed, request.num_tokens)", "computed", STATE_TESTS,
+    ),
+    Mutant(
+        "the engine's own wish for a state is forgotten",
+        SCHEDULER, "SchedulerHalf._want_state", "min(wanted, own) if own > tokens else wanted", "wanted", STATE_TESTS,
+    ),
+    Mutant(
+        "states are served where no state is kept at the end of a block",
+        SUPPORT, "_states_not_served", 'spec.mamba_cache_mode != "align"', "False", ("adapters/test_refusals.py",),
+    ),
+    Mutant(
+        "states are served with speculative decoding",
+        SUPPORT, "_states_not_served", 'getattr(vllm_config, "speculative_config", None)', "False",
+        ("adapters/test_refusals.py",),
+    ),
+    Mutant(
         "chunks with a null block are stored",
-        SCHEDULER, "whole_ranges", "NULL_BLOCK in t[", "None in t[",
-        ("adapters/test_reuse.py::test_chunks_of_which_a_sliding_window_gave_up_a_block_are_not_stored",),
+        CHUNKS, "Chunks.whole", "NULL_BLOCK in tables", "None in tables",
+        ("adapters/test_groups.py::test_an_object_that_the_window_left_a_block_of_is_not_whole",),
+    ),
+    Mutant(
+        "a load leaves blocks as they were that no object covers",
+        CHUNKS, "Chunks.to_load", "first < begin or ", "",
+        ("adapters/test_groups.py::test_a_block_that_no_object_covers_is_not_loaded",),
+    ),
+    Mutant(
+        "what a kept boundary needs is dropped with the generated one before",
+        "adapters/vllm/groups.py", "Boundaries.superseded", "chunk for chunk in before if chunk not in needed", "*before",
+        ("adapters/test_groups.py::test_what_each_kept_boundary_needs_is_stored_and_stays",),
+    ),
+    Mutant(
+        "a load counts as whole although its copy of another object group failed",
+        WORKER, "WorkerHalf._part_ended", "any_failed or failed", "failed",
+        ("adapters/test_hybrids.py::test_when_one_object_group_fails_to_load_the_request_is_computed",),
     ),
     Mutant(
         "a hit leaves no token to compute",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "request.num_tokens - 1) - local_tokens",
+        SCHEDULER, "SchedulerHalf._matched", "request.num_tokens - 1) - local_tokens",
         "request.num_tokens) - local_tokens",
         ("adapters/test_reuse.py::test_a_prompt_of_whole_chunks_leaves_its_last_token_to_compute",),
     ),
     Mutant(
         "a hit does not count what the engine has itself",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "request.num_tokens - 1) - local_tokens", "request.num_tokens - 1)",
+        SCHEDULER, "SchedulerHalf._matched", "request.num_tokens - 1) - local_tokens", "request.num_tokens - 1)",
         ("adapters/test_reuse.py::test_blocks_that_the_engine_has_itself_are_left_out_of_a_load",),
     ),
     Mutant(
         "a load begins at the start of its chunk",
-        SCHEDULER, "SchedulerHalf._load_of", "skip_blocks=first % per_chunk", "skip_blocks=0",
+        CHUNKS, "Chunks.to_load", "return chunks, first - begin, ", "return chunks, 0, ",
         ("adapters/test_reuse.py::test_blocks_that_the_engine_has_itself_are_left_out_of_a_load",),
     ),
     Mutant(
         "a preempted request keeps its old answer",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "            state.answer = None\n", "",
+        SCHEDULER, "SchedulerHalf._matched", "            state.answer = None\n", "",
         ("adapters/test_reuse.py::test_preempted_requests_go_on_and_load_what_they_had_stored",),
     ),
     Mutant(
@@ -945,12 +1062,12 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "the load of an aborted request goes on",
-        SCHEDULER, "SchedulerHalf.request_finished", "self._plan.abort_loads.append(state.load.copy_id)", "pass",
+        SCHEDULER, "SchedulerHalf.request_finished", "self._abort_loads(state)", "pass",
         ("adapters/test_ordering.py::test_a_load_that_is_aborted_is_never_sent",),
     ),
     Mutant(
         "an engine that cannot prefill after a hit is given one",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "self._facts.whole_prompts_only and", "False and",
+        SCHEDULER, "SchedulerHalf._matched", "self._facts.whole_prompts_only and", "False and",
         ("adapters/test_whole_prompts.py",),
     ),
     # ---- lookups ------------------------------------------------------------------------------
@@ -1006,13 +1123,13 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a chunk is named by the hash of its first block",
-        CHUNKS, "Chunks.keys", "(first + 1) * step - 1 : last * step : step]", "first * step : last * step : step]",
+        CHUNKS, "Chunks.keys", "hashes[(chunk + 1) * step - 1]", "hashes[chunk * step]",
         ("adapters/test_chunk_contents.py::test_a_chunks_key_is_its_last_blocks_hash",),
     ),
     Mutant(
         "pins of quarantined blocks are reported as owners",
-        BLOCKPOOL, "PoolHook._state", "block.ref_cnt - self._pins[number] if self._pins else block.ref_cnt",
-        "block.ref_cnt", ("adapters/test_blockpool.py",),
+        BLOCKPOOL, "PoolHook._state", "block.ref_cnt % _PIN", "min(block.ref_cnt, 9)",
+        ("adapters/test_blockpool.py",),
     ),
     Mutant(
         "a release of another pool's block is recorded as this pool's",

@@ -1,6 +1,6 @@
 """Blocks that must not be touched: a store still reads them, or a load may still write them.
 
-Owns: which stores were not acknowledged by every rank and what they read; which blocks are quarantined.
+Owns: which stores were not acknowledged by every rank and what they read; which blocks are quarantined; the pins of both.
 Refuses to know: requests, keys, messages. Runs on the engine's scheduler thread.
 """
 
@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
+
+class Pool(Protocol):
+    """The engine's pool of blocks, as far as pins concern it."""
+
+    kept: set[int]  # the blocks that only pins keep: every owner has freed them
+
+    def pin(self, block_ids: list[int]) -> None:
+        """Keep the pool from allocating the blocks, once more."""
+
+    def unpin(self, block_ids: list[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -18,35 +29,34 @@ class _Store:
     block_ids: list[int]
     ranks_left: int
     step: int
+    cancelled: bool = False
 
 
-class PendingStores:
-    """Stores from their plan until no server can publish what their blocks will hold next.
+class PinnedStores:
+    """Stores from their plan until no server can publish what their blocks will hold next; their blocks are pinned so long.
 
-    That is when every rank has reported their end; or when a step ends them before it overwrites a block of theirs;
-    or `seconds`, which exceed their deadline, after the outputs of their step: every rank that will ever begin a store
-    has begun it by then, and no server publishes one after its deadline. So one whose ranks never answer is forgotten;
-    one whose step never ends is not.
+    That is when every rank has reported their end; or `seconds`, which exceed their deadline, after the outputs of their
+    step: every rank that will ever begin a store has begun it by then, and no server publishes one after its deadline. So
+    one whose ranks never answer is forgotten; one whose step never ends is not.
     """
 
-    def __init__(self, ranks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pool: Pool, ranks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = pool
         self._ranks = ranks
         self._seconds = seconds
         self._clock = clock
         self._stores: dict[int, _Store] = {}  # in the order of their steps
-        self._readers: dict[int, set[int]] = {}  # block id -> stores that read it
         self._planned = 0  # steps
         self._ended = 0
         self._forget_at: deque[tuple[float, int]] = deque()  # (when, the stores of steps up to this one)
 
-    def __len__(self) -> int:
-        return len(self._stores)
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._stores)
 
     def add(self, store_id: int, block_ids: list[int]) -> None:
         """Add a store to the step that is being planned."""
+        self._pool.pin(block_ids)
         self._stores[store_id] = _Store(block_ids, self._ranks, self._planned + 1)
-        for block_id in block_ids:
-            self._readers.setdefault(block_id, set()).add(store_id)
 
     def planned(self) -> None:
         """Stores added from now on belong to the next step."""
@@ -59,13 +69,6 @@ class PendingStores:
             self._forget_at.append((self._clock() + self._seconds, self._ended))
         self._forget_late()
 
-    def overwrite(self, block_id: int) -> Iterable[int]:
-        """The stores that still read this block. REQUIRES: the next step ends them before it writes anything."""
-        readers = tuple(self._readers.get(block_id, ()))
-        for store_id in readers:
-            self._forget(store_id)
-        return readers
-
     def ended(self, store_id: int) -> None:
         """One rank reports the store's end."""
         store = self._stores.get(store_id)
@@ -74,6 +77,19 @@ class PendingStores:
         store.ranks_left -= 1
         if store.ranks_left == 0:
             self._forget(store_id)
+
+    def cancel_beyond(self, most: int) -> list[int]:
+        """Stores for the workers to cancel, so that stores alone keep `most` blocks at most; the newest stay. Each once."""
+        kept: set[int] = set()
+        cancelled = []
+        for store_id, store in reversed(self._stores.items()):
+            blocks = () if store.cancelled else self._pool.kept.intersection(store.block_ids)
+            if len(kept.union(blocks)) <= most:
+                kept.update(blocks)
+            else:
+                store.cancelled = True
+                cancelled.append(store_id)
+        return cancelled
 
     @property
     def awaited(self) -> bool:
@@ -92,12 +108,7 @@ class PendingStores:
                 self._forget(store_id)
 
     def _forget(self, store_id: int) -> None:
-        store = self._stores.pop(store_id)
-        for block_id in store.block_ids:
-            readers = self._readers[block_id]
-            readers.discard(store_id)
-            if not readers:
-                del self._readers[block_id]
+        self._pool.unpin(self._stores.pop(store_id).block_ids[::-1])  # a prefix's end is evicted first, as vLLM has it
 
 
 @dataclass(slots=True)
@@ -106,19 +117,10 @@ class _Load:
     ranks: int
 
 
-class Pins(Protocol):
-    """The engine's pool of blocks, as far as a quarantine needs it."""
-
-    def pin(self, block_ids: list[int]) -> None:
-        """Keep the pool from allocating the blocks, once more."""
-
-    def unpin(self, block_ids: list[int]) -> None: ...
-
-
 class Quarantine:
     """Blocks of loads that were given up while the server may still write them, kept from reuse by a pin."""
 
-    def __init__(self, pool: Pins) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._loads: dict[int, _Load] = {}
 

@@ -24,6 +24,7 @@ MOST_IN_FLIGHT = 512  # fewer than the answers that a channel and a daemon queue
 class Answer:
     hit_chunks: int  # from the first on
     at: float
+    full_chunks: int = 0  # that full attention alone would find
     timed_out: bool = False  # the daemon did not answer in time: a miss
 
 
@@ -104,7 +105,8 @@ class Lookups:
     def _answered(self, question: Question, reply: Reply) -> None:
         del self._in_flight[question]
         self._full = False
-        question.answer = Answer(reply.hit_chunks if isinstance(reply, LookupReply) else 0, time.monotonic())
+        found = reply if isinstance(reply, LookupReply) else LookupReply(0)
+        question.answer = Answer(found.hit_chunks, time.monotonic(), found.full_chunks)
         self._counters["lookup_hits"] += question.answer.hit_chunks != 0
 
     def answer_to(self, question: Question) -> Answer | None:

@@ -5,6 +5,7 @@ Owns: the keys, their defaults and costs. Refuses to know: who uses them.
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -12,7 +13,10 @@ from msgspec import Meta
 
 from kvserver.protocol import default_endpoint
 
+log = logging.getLogger("vllm.kvserver")
+
 PREFIX = "kvserver."
+REMOVED = {"settle_ms": "no step waits for stores"}  # ignored in this version, unknown in the next one
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +55,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="After this time a store is cancelled. Until a store has ended, an idle engine keeps stepping to receive the report of its end.",
         ),
     ] = 10_000.0
-    settle_ms: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="How long a worker step waits for stores whose blocks are about to be overwritten, before it cancels the stores.",
-        ),
-    ] = 20.0
     connect_timeout_ms: Annotated[
         float, Meta(gt=0, description="How long the engine's start waits for its registration with the daemon.")
     ] = 5_000.0
@@ -77,6 +74,9 @@ def read_settings(kind: type[S], extra_config: dict[str, Any]) -> S:
     """The adapter's settings among an engine's extra configuration; msgspec.ValidationError or ValueError names the key."""
     known = {field.name for field in msgspec.structs.fields(kind)}
     values = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
+    for name in values.keys() & REMOVED.keys():
+        log.warning("%s is no setting any more, and is ignored: %s", PREFIX + name, REMOVED[name])
+        del values[name]
     if unknown := sorted(set(values) - known):
         raise ValueError(
             f"unknown keys {[PREFIX + key for key in unknown]}; known are {sorted(PREFIX + k for k in known)}"

@@ -15,31 +15,37 @@ from kvserver.protocol import ChunkContents
 
 @dataclass(slots=True)
 class CopySpec:
-    """Block ids are [position][KV cache group], packed by pack_blocks(). No two copies of an engine have the same `copy_id`."""
+    """Of one object group. Block ids are [position][member], packed by pack_blocks(). No two copies of an engine have the same `copy_id`."""
 
     kind: ClassVar[str]
     copy_id: int
     request_id: str
     variant: str
-    chunk_blocks: int
+    chunk_blocks: int  # of an object
     keys: bytes
     block_ids: bytes
 
 
 @dataclass(slots=True)
 class LoadSpec(CopySpec):
-    """Fill `block_ids`, but for null blocks, from the chunks `keys`; skip the first `skip_blocks` positions of the first chunk."""
+    """Fill `block_ids`, but for null blocks, from the objects `keys`; skip the first `skip_blocks` positions of the first object."""
 
     kind = "load"
     skip_blocks: int
+    group: int = 0
+    tokens: int = 0  # that the engine need not compute when all copies of the load have ended
+    copies: int = 1  # of the request's load
 
 
 @dataclass(slots=True)
 class StoreSpec(CopySpec):
-    """Copy whole chunks out after this step's forward."""
+    """Copy whole objects out after this step's forward."""
 
     kind = "store"
     contents: ChunkContents | None = None  # sent by rank 0
+    group: int = 0
+    first_chunk: int = 0  # of the request, which the first key names
+    dropped: bytes = b""  # keys of the group's objects that no kept boundary needs after this store
 
 
 def ids_of(spec: CopySpec) -> list[int]:

@@ -28,7 +28,7 @@ COUNTERS = {
     "load_failures": "Loads that failed, by all ranks; the engine computes those tokens itself.",
     "store_bytes": "Bytes stored in kvserver, by all ranks, without chunks that were already stored.",
     "store_failures": "Stores that did not complete, by all ranks.",
-    "cancelled_stores": "Stores that were cancelled since the engine needed the blocks, by all ranks.",
+    "cancelled_stores": "Stores that were cancelled since the engine needed the blocks or its weights may have changed, by all ranks.",
     "unsent": "Loads, stores and notices that could not be sent to kvserver: no connection, or its queue was full.",
 }
 TIMES = {

@@ -18,10 +18,8 @@ class StepPlan:
 
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
-    # Stores whose blocks are about to be overwritten: they must end before the forward.
-    overwritten_stores: list[int] = field(default_factory=list)
-    # Loads whose request has ended.
-    abort_loads: list[int] = field(default_factory=list)
+    abort_loads: list[int] = field(default_factory=list)  # their requests have ended
+    abort_stores: list[int] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
 
 

@@ -1,14 +1,13 @@
 """The worker half: registers the KV cache, sends copies, watches their state words.
 
 Owns: the copies in flight of one rank. Refuses to know: requests' tokens and the scheduler's state.
-Runs on the engine's worker thread. Its only waits: `settle_ms` per step for stores whose blocks are
-about to be overwritten, one millisecond in a step that computes nothing, and detach().
+Runs on the engine's worker thread. Its only waits: one millisecond in a step that computes nothing, and detach().
 
 A message may stay in the send queue until the engine's own work on its blocks is done: it is PENDING until then.
 What follows from a copy's state, and who may still write then, is in `endings`; here it is carried out.
 
-What happens in any case, also after an exception: stores whose blocks are overwritten are cancelled, each copy of a
-plan is answered for, each copy in flight is checked. A fault in one copy is that copy's alone.
+What happens in any case, also after an exception: each copy of a plan is answered for, each copy in flight is checked. A
+fault in one copy is that copy's alone.
 """
 
 from __future__ import annotations
@@ -40,12 +39,19 @@ _SHUT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
+class PositionSize:
+    """A position of one object group: blocks, one of each member, and their bytes together."""
+
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Rank:
-    """The worker's rank. `group_bytes`: the size of a block of each KV cache group, to count copied bytes."""
+    """The worker's rank. `positions`: by object group, to count copied bytes."""
 
     number: int = 0
-    replicated: bool = False  # all ranks hold the same KV, and rank 0 alone stores it
-    group_bytes: Sequence[int] = (0,)
+    positions: Sequence[PositionSize] = (PositionSize(1, 0),)
 
 
 class WorkerHalf:
@@ -78,38 +84,18 @@ class WorkerHalf:
         self._free_words: list[int] = []
         self._copies: dict[int, Copy] = {}  # in flight, by the id of its spec, which is its sequence
         self._report = StepReport()
+        self._parts: dict[str, tuple[int, bool]] = {}  # of loads under way, by request: (copies that ended, one failed)
         self._finished: set[str] = set()
         self._failed: set[str] = set()  # of those, failed as a whole
         self._invalid: set[int] = set()
 
-    # ---- before the forward -------------------------------------------------------------------
-
-    def end_overwritten_stores(self, plan: StepPlan) -> None:
-        """End the stores whose blocks this step overwrites: wait a little, then cancel."""
-        waiting = [self._copies[i] for i in plan.overwritten_stores if i in self._copies]
-        try:
-            self._wait_for(waiting)
-        finally:
-            # Cancelling needs the state words only. A store that went on would publish what this step's forward writes.
-            for copy in waiting:
-                with self._faults.guarded("cancelling a store"):
-                    self.counters["cancelled_stores"] += copy.cancel()
-
-    def _wait_for(self, stores: list[Copy]) -> None:
-        if not stores:
-            return
-        deadline = time.monotonic() + (self._settings.settle_ms / 1000 if self._usable() is not None else 0)
-        while any(copy.open for copy in stores) and (left := deadline - time.monotonic()) > 0:
-            self._send_queue.wait(left)
-            self._receive()
-
     # ---- copies begin -------------------------------------------------------------------------
 
     def start_loads(self, plan: StepPlan) -> None:
-        for load_id in plan.abort_loads:
-            if (aborted := self._copies.get(load_id)) is not None:
-                with self._faults.guarded("aborting a load"):
-                    aborted.cancel()
+        for copy_id in (*plan.abort_loads, *plan.abort_stores):
+            if (aborted := self._copies.get(copy_id)) is not None:
+                with self._faults.guarded(f"aborting a {aborted.spec.kind}"):
+                    self.counters[f"cancelled_{aborted.spec.kind}s"] += aborted.cancel()
         for load in plan.loads:
             if load.keys:
                 self._begin(load, self._settings.load_timeout_ms)
@@ -119,23 +105,18 @@ class WorkerHalf:
         for load in plan.loads:
             if load.copy_id not in self._copies:
                 with self._faults.guarded("failing a load"):
-                    self._load_failed(load)
+                    self._part_ended(load, failed=True)
 
     def start_stores(self, plan: StepPlan) -> None:
-        for store in plan.stores if self._stores_own else ():
+        for store in plan.stores:
             self._begin(store, self._settings.store_timeout_ms)
 
     def answer_for_stores(self, plan: StepPlan) -> None:
-        """Report the stores of this step that start_stores did not begin: the scheduler half guards their blocks."""
+        """Report the stores of this step that start_stores did not begin: the scheduler half has pinned their blocks."""
         for store in plan.stores:
             if store.copy_id not in self._copies:
                 self._report.ended_stores.append(store.copy_id)
-                if self._stores_own:
-                    self.counters["store_failures"] += 1
-
-    @property
-    def _stores_own(self) -> bool:
-        return self._rank.number == 0 or not self._rank.replicated
+                self.counters["store_failures"] += 1
 
     def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> None:
         """Arm a word and send. If that fails, there is no copy in flight, and the caller must report the end all the same."""
@@ -172,9 +153,16 @@ class WorkerHalf:
             "variant": spec.variant,
         }
         if isinstance(spec, LoadSpec):  # the daemon explains requests by their loads
-            return Retrieve(**fields, skip_blocks=spec.skip_blocks, request_id=spec.request_id)
+            return Retrieve(
+                **fields, skip_blocks=spec.skip_blocks, request_id=spec.request_id,
+                group=spec.group, tokens=spec.tokens, messages=spec.copies,
+            )  # fmt: skip
         named = spec.request_id if copy.session.hello.traces else ""
-        return Store(**fields, request_id=named, contents=spec.contents if self._rank.number == 0 else None)
+        contents = spec.contents if self._rank.number == 0 else None
+        return Store(
+            **fields, request_id=named, contents=contents,
+            group=spec.group, dropped=spec.dropped, first_chunk=spec.first_chunk,
+        )  # fmt: skip
 
     # ---- copies end ---------------------------------------------------------------------------
 
@@ -229,7 +217,7 @@ class WorkerHalf:
         elif action is Action.QUARANTINE:
             copy.quarantined = True
             self._report.quarantined.append((spec.copy_id, [i for i in ids_of(spec) if i != NULL_BLOCK]))
-            self._load_failed(spec)
+            self._part_ended(spec, failed=True)
         else:
             self._load_ended(copy, spec, action)
 
@@ -246,7 +234,7 @@ class WorkerHalf:
         self._forget(copy)
         self._report.ended_stores.append(spec.copy_id)
         if isinstance(answer, Stored):
-            self.count_copy(copy, answer.stored * spec.chunk_blocks * sum(self._rank.group_bytes))
+            self.count_copy(copy, answer.stored * spec.chunk_blocks * self._rank.positions[spec.group].bytes)
         else:
             self.counters["store_failures"] += 1
 
@@ -256,26 +244,35 @@ class WorkerHalf:
         if action is Action.RELEASE:
             self._report.released.append(spec.copy_id)
         elif action is Action.FINISH:
-            self._finished.add(spec.request_id)
-            self.counters["loaded"] += 1
-            self.count_copy(copy, self._bytes_of(ids_of(spec)))
+            size = self._rank.positions[spec.group]
+            self._part_ended(spec, failed=False)
+            self.count_copy(copy, len(ids_of(spec)) // size.blocks * size.bytes)
         else:
-            self._load_failed(spec)
+            self._part_ended(spec, failed=True)
 
     def _forget(self, copy: Copy) -> None:
         del self._copies[copy.spec.copy_id]
         if copy.session is self._session:
             self._free_words.append(copy.word)
 
-    def _load_failed(self, spec: LoadSpec) -> None:
-        """First what must be reported with the load's end, then the end, then the counts."""
-        if self._fails_requests:
-            self._failed.add(spec.request_id)
-        else:
+    def _part_ended(self, spec: LoadSpec, *, failed: bool) -> None:
+        """One copy of a request's load. The load has ended when all of its copies have, and failed if one of them has.
+
+        First what must be reported with the load's end, then the end, then the counts.
+        """
+        ended, any_failed = self._parts.pop(spec.request_id, (0, False))
+        ended, any_failed = ended + 1, any_failed or failed
+        if failed and not self._fails_requests:
             self._invalid.update(ids_of(spec))
+        if ended < spec.copies:
+            self._parts[spec.request_id] = ended, any_failed
+            return
+        if any_failed and self._fails_requests:
+            self._failed.add(spec.request_id)
         self._finished.add(spec.request_id)
-        self._report.failed_loads.append(spec.request_id)
-        self.counters["load_failures"] += 1
+        if any_failed:
+            self._report.failed_loads.append(spec.request_id)
+        self.counters["load_failures" if any_failed else "loaded"] += 1
 
     def _receive(self) -> None:
         """Process every answer. A store's answer is its end: only then can its chunks be found."""
@@ -300,12 +297,6 @@ class WorkerHalf:
         """A load or a store that completed, and its bytes."""
         self._seconds.setdefault(f"{copy.spec.kind}_seconds", []).append(time.monotonic() - copy.began)
         self.counters[f"{copy.spec.kind}_bytes"] += copied
-
-    def _bytes_of(self, block_ids: list[int]) -> int:
-        """The size of these blocks, given in the order of a copy; null blocks are not copied."""
-        sizes = self._rank.group_bytes
-        tables = [block_ids[group :: len(sizes)] for group in range(len(sizes))]
-        return sum((len(ids) - ids.count(NULL_BLOCK)) * size for ids, size in zip(tables, sizes, strict=True))
 
     def _not_sent(self, answer: NotSent) -> None:
         self.counters[f"not_sent_{answer.reason}"] += 1

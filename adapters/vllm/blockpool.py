@@ -1,7 +1,7 @@
 """The hook into vLLM's block pool: sees every allocation, access, release and eviction, and when.
 
-Owns: the forwarding metrics collector, the records that were not drained yet, and the pins of quarantined blocks. Refuses
-to know: stores, loads and messages. Runs on the scheduler's thread; cost: well under a microsecond per event.
+Owns: the forwarding metrics collector, the records that were not drained yet, and pins. Refuses to know: stores, loads and
+messages. Runs on the scheduler's thread; cost: well under a microsecond per event.
 
 Pins are the connector's, not the engine's: no record and no full state contains them.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvserver.adapters.common.notices import Records
@@ -37,6 +36,10 @@ if TYPE_CHECKING:
 MARK_NS = 200_000  # a record's time is at most so much late, so a block's lifetime is within 1 ms of the engine's own
 MAX_RECORDS = 1 << 16  # kept until drained, give or take the events of one mark; 256 KiB of records
 
+# What a pin adds to a block's references, whose lower bits count owners. vLLM with cascade attention takes a block with as many
+# references as requests run for a prefix of all of them; one with a pin has more.
+_PIN = 1 << 20
+
 _ALLOCATED = RECORD_ALLOCATED << RECORD_OPERATION_SHIFT
 _ACCESSED = RECORD_ACCESSED << RECORD_OPERATION_SHIFT
 _RELEASED = RECORD_RELEASED << RECORD_OPERATION_SHIFT
@@ -49,22 +52,22 @@ _OWNED = RECORD_OWNED << RECORD_OPERATION_SHIFT
 class PoolHook:
     """Replaces the pool's `metrics_collector` and forwards every call to the collector that it replaced."""
 
-    def __init__(self, on_allocated: Callable[[int], None], clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clears = 0  # how often the engine forgot all blocks, which it does only while none is in use
         self.unused = True  # no block was allocated since then
         self.resets = 0  # how often the engine was to forget all blocks, also where it could not
         self.clears_awaited = 0  # `clears` when no block holds anything from before the last of these
         self.lost = False  # records were dropped: the daemon needs a full state
-        self._on_allocated = on_allocated
+        self.kept: set[int] = set()  # blocks that only pins keep: every owner has freed them
         self._clock = clock
         self._records = array("I")
         self._append = self._records.append
         self._marks = array("Q")  # (number of a record, its time) in turn
         self._next_mark = 0  # when the time has moved enough for another
         self._whole = False  # the records began with an empty pool
-        self._pins: Counter[int] = Counter()
         self._inner: Any = None
         self._pool: BlockPool | None = None
+        self._blocks: Sequence[KVCacheBlock] = ()
         self._muted = False
 
     def install(self, pool: BlockPool) -> None:
@@ -72,6 +75,7 @@ class PoolHook:
         self.lost = self._pool is not None
         self._drop()
         self._pool = pool
+        self._blocks = pool.blocks
         self._whole = not self._state()
         self._forward_to(pool.metrics_collector)
         pool.metrics_collector = self
@@ -94,13 +98,14 @@ class PoolHook:
 
         def release_blocks(ordered_blocks: Iterable[KVCacheBlock], *args: Any, **kwargs: Any) -> None:
             blocks = list(ordered_blocks)
-            released = [_RELEASED | b.block_id for b in blocks if b.block_id and getattr(b, "pool", None) in ours]
+            released = [b for b in blocks if b.block_id and getattr(b, "pool", None) in ours]
             if released and not self._muted:
                 now = self._clock()
                 if now >= self._next_mark:
                     self._mark(now)
-                self._records.extend(released)
+                self._records.extend([_RELEASED | b.block_id for b in released])
             release(blocks, *args, **kwargs)
+            self.kept.update([b.block_id for b in released if b.ref_cnt >= _PIN and not b.ref_cnt % _PIN])
 
         return release_blocks
 
@@ -120,7 +125,7 @@ class PoolHook:
         """A pool resets only while none of its blocks is in use. No lookup finds pinned blocks, so they count as free
         during the check. The pool allocates none meanwhile: all this is one call on one thread.
         """
-        pinned = list(self._pins.elements())
+        pinned = [b.block_id for b in self._blocks for _ in range(b.ref_cnt // _PIN)]
         if pinned:
             self.unpin(pinned)
         try:
@@ -128,6 +133,16 @@ class PoolHook:
         finally:
             if pinned:
                 self.pin(pinned)
+
+    @property
+    def size(self) -> int:
+        """In blocks."""
+        return len(self._blocks)
+
+    @property
+    def free(self) -> int:
+        """How many blocks the pool could allocate."""
+        return self._pool.get_num_free_blocks() if self._pool is not None else 0
 
     # ---- what happened ------------------------------------------------------------------------
 
@@ -157,10 +172,9 @@ class PoolHook:
 
     def _state(self) -> array[int]:
         found = array("I")
-        for block in self._pool.blocks if self._pool is not None else ():
-            number = block.block_id
-            owners = block.ref_cnt - self._pins[number] if self._pins else block.ref_cnt
-            if number != NULL_BLOCK and (owners > 0 or block.block_hash is not None):
+        for block in self._blocks:
+            number, owners = block.block_id, block.ref_cnt % _PIN
+            if number != NULL_BLOCK and (owners or block.block_hash is not None):
                 found.append(_PRESENT | number)
                 found.extend([_OWNED | number] * owners)
         return found
@@ -183,23 +197,29 @@ class PoolHook:
     # ---- pins ---------------------------------------------------------------------------------
 
     def pin(self, block_ids: list[int]) -> None:
-        """Add a reference, so that the pool does not allocate the blocks."""
+        """Add references, so that the pool does not allocate the blocks."""
         assert self._pool is not None
-        self._pins.update(block_ids)
+        blocks = [self._blocks[block_id] for block_id in block_ids]
+        self.kept.update([b.block_id for b in blocks if not b.ref_cnt])
         self._muted = True
         try:
-            self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+            self._pool.touch(blocks)
         finally:
             self._muted = False
+        for block in blocks:
+            block.ref_cnt += _PIN - 1
 
     def unpin(self, block_ids: list[int]) -> None:
         assert self._pool is not None
-        self._pins -= Counter(block_ids)
+        blocks = [self._blocks[block_id] for block_id in block_ids]
+        for block in blocks:
+            block.ref_cnt -= _PIN - 1
         self._muted = True
         try:
-            self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+            self._pool.free_blocks(blocks)
         finally:
             self._muted = False
+        self.kept.difference_update([b.block_id for b in blocks if not b.ref_cnt])
 
     # ---- vLLM's collector interface -----------------------------------------------------------
 
@@ -209,13 +229,13 @@ class PoolHook:
             self._mark(now)
         self._append(_ALLOCATED | block.block_id)
         self.unused = False
-        self._on_allocated(block.block_id)
         if self._inner is not None:
             self._inner.on_block_allocated(block)
 
     def on_block_accessed(self, block: KVCacheBlock) -> None:
         if self._muted:
             return
+        self.kept.discard(block.block_id)
         if block.block_id:
             now = self._clock()
             if now >= self._next_mark:

@@ -1,43 +1,134 @@
 """Chunks as the scheduler half counts and names them.
 
-Owns: their size, as the daemon of this session sets it. Refuses to know: lookups and stores.
+Owns: their size, as the daemon of this session sets it, and where their objects lie in block tables. Refuses to know: lookups
+and stores.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from kvserver.protocol import KEY_BYTES
+from kvserver.adapters.common.steps import NULL_BLOCK
+
+from kvserver.protocol import KEY_BYTES, ObjectGroup, chunk_tokens_for
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+# A request's block ids by KV cache group, in the order of tokens.
+Tables: TypeAlias = Sequence[list[int]]
+# (KV cache group, block, tokens): a state right behind so many tokens, in a block that the step leaves unchanged.
+Offer: TypeAlias = tuple[int, int, int]
+
+
+class Uncovered(Exception):
+    """The engine allocated a block for a load that no object covers."""
+
 
 class Chunks:
-    def __init__(self, block_tokens: int, hash_block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, groups: Sequence[ObjectGroup], hash_block_tokens: int) -> None:
+        self.groups = groups
+        self.block_tokens = groups[0].block_tokens if groups else 1
         self.hash_block_tokens = hash_block_tokens
-        self.blocks = 1  # in each
+        # So many tokens end a block of some group: contents of chunks have a hash there.
+        self.described_tokens = math.gcd(*(group.block_tokens for group in groups)) if groups else 1
+        self.only_full = all(group.kind == "full" for group in groups)
+        self.states = {
+            member: group.block_tokens for group in groups if group.kind == "state" for member in group.members
+        }
+        self.tokens = self.block_tokens
+        self.resize(0)
 
     def resize(self, chunk_tokens: int) -> None:
-        self.blocks = max(1, chunk_tokens // self.block_tokens)
+        """As the daemon of this session sets it."""
+        self.tokens = chunk_tokens_for(chunk_tokens, self.groups) if self.groups else 1
+        self.object_blocks = [group.object_blocks(self.tokens) for group in self.groups]
 
     @property
-    def tokens(self) -> int:
-        return self.blocks * self.block_tokens
+    def blocks(self) -> int:
+        """Of group 0 in a chunk."""
+        return self.tokens // self.block_tokens
 
     def hashed(self, request: Request) -> int:
         """How many chunks of the request the engine has hashed."""
         return len(request.block_hashes) * self.hash_block_tokens // self.tokens
 
-    def keys(self, request: Request, first: int, last: int) -> bytes:
-        """Keys of chunks [first, last): the engine's hash of each chunk's last block."""
-        step = self.tokens // self.hash_block_tokens
-        hashes = request.block_hashes[(first + 1) * step - 1 : last * step : step]
-        return b"".join(bytes(h).ljust(KEY_BYTES, b"\0") for h in hashes)
+    def useful(self, request: Request) -> int:
+        """How many chunks to look up. One token is computed in any case: full attention's KV of it is computed again, a
+        window's or a state's must be that of an earlier boundary.
+        """
+        tokens = request.num_tokens if self.only_full else request.num_tokens - 1
+        return min(self.hashed(request), int(tokens) // self.tokens)
+
+    def keys(self, request: Request, chunks: Iterable[int]) -> bytes:
+        """Keys of these chunks: the engine's hash of each chunk's last block."""
+        step, hashes = self.tokens // self.hash_block_tokens, request.block_hashes
+        return b"".join([bytes(hashes[(chunk + 1) * step - 1]).ljust(KEY_BYTES, b"\0") for chunk in chunks])
 
     def block_hashes(self, request: Request, first: int, last: int) -> list[bytes]:
-        """Hashes of blocks [first, last): where hashes are finer, the hash of a block's last part."""
-        step = self.block_tokens // self.hash_block_tokens
+        """Hashes of parts [first, last) of `described_tokens`: where hashes are finer, the last one inside the part."""
+        step = self.described_tokens // self.hash_block_tokens
         hashes: list[bytes] = request.block_hashes[(first + 1) * step - 1 : last * step : step]
         return hashes
+
+    # ---- objects in block tables --------------------------------------------------------------
+
+    def tokens_of(self, tables: Tables) -> list[int]:
+        """How many tokens the tables have blocks for, by KV cache group; [0] without tables."""
+        if not tables:
+            return [0]
+        return [len(tables[member]) * group.block_tokens for group in self.groups for member in group.members]
+
+    def offered(self, tables: Tables, offers: Sequence[Offer]) -> Tables:
+        """The tables as stores read them: of states only the blocks that the engine offers, each at the end of its tokens."""
+        if not self.states:
+            return tables
+        found = [[NULL_BLOCK] * len(table) if member in self.states else table for member, table in enumerate(tables)]
+        for member, block_id, tokens in offers:
+            position, rest = divmod(tokens, self.states[member])
+            if not rest:
+                found[member][position - 1] = block_id
+        return found
+
+    def whole(self, group: int, tables: Tables, chunk: int) -> bool:
+        """Whether the tables have every block of the chunk's object: a window that moved on has lost some."""
+        first, end = self._positions(group, chunk)
+        return not any(NULL_BLOCK in tables[member][first:end] for member in self.groups[group].members)
+
+    def blocks_of(self, group: int, tables: Tables, chunks: Sequence[int]) -> list[int]:
+        """The blocks of these chunks' objects, as a copy names them: [position][member]."""
+        return [id for chunk in chunks for id in self._by_position(group, tables, *self._positions(group, chunk))]
+
+    def to_load(self, group: int, tables: Tables, local_tokens: int, tokens: int) -> tuple[range, int, list[int]]:
+        """What a load of tokens [local_tokens, tokens) reads and writes: (chunks, positions left out of the first, blocks).
+
+        Blocks below a window are null: they are left out. Uncovered if a block is not null and no object covers it.
+        """
+        size = self.groups[group].block_tokens
+        first, end = local_tokens // size, -(-tokens // size)
+        members = [tables[member] for member in self.groups[group].members]
+        while first < end and all(table[first] == NULL_BLOCK for table in members):
+            first += 1
+        if first >= end:
+            return range(0), 0, []
+        per_chunk = self.tokens // size
+        chunks = range(first // per_chunk, -(-end // per_chunk))
+        begin, _ = self._positions(group, chunks[0])
+        if first < begin or (len(chunks) > 1 and self.object_blocks[group] < per_chunk):
+            raise Uncovered(
+                f"block {first} of group {group}, whose objects end at block {end} and have {self.object_blocks[group]}"
+            )
+        return chunks, first - begin, self._by_position(group, tables, first, end)
+
+    def _positions(self, group: int, chunk: int) -> tuple[int, int]:
+        """The positions [first, end) of a chunk's object in the group's tables."""
+        end = (chunk + 1) * (self.tokens // self.groups[group].block_tokens)
+        return end - self.object_blocks[group], end
+
+    def _by_position(self, group: int, tables: Tables, first: int, end: int) -> list[int]:
+        members = self.groups[group].members
+        if len(members) == 1:
+            return tables[members[0]][first:end]
+        return [id for ids in zip(*(tables[member][first:end] for member in members), strict=True) for id in ids]

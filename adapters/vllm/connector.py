@@ -205,11 +205,6 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             made[0].start(self._settings.connect_timeout_ms / 1000)
 
     @fenced(half="worker")
-    def handle_preemptions(self, worker: WorkerHalf, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(kv_connector_metadata, StepPlan):
-            worker.end_overwritten_stores(kv_connector_metadata)
-
-    @fenced(half="worker")
     def start_load_kv(self, worker: WorkerHalf, forward_context: ForwardContext, **kwargs: Any) -> None:
         plan = self._plan()
         self._has_computed |= not plan.idle

@@ -41,7 +41,8 @@ class Contents:
     def of(self, request: Request, first: int, last: int) -> ChunkContents | None:
         """The contents of chunks [first, last). None, counted, if they have no description or a message cannot carry it."""
         try:
-            return self._describe(request, first * self._chunks.blocks, last * self._chunks.blocks)
+            parts = self._chunks.tokens // self._chunks.described_tokens
+            return self._describe(request, first * parts, last * parts)
         except Exception as error:
             self._counters["undescribed_chunks"] += last - first
             if self._counters["undescribed_chunks"] == last - first:
@@ -49,8 +50,8 @@ class Contents:
             return None
 
     def _describe(self, request: Any, first: int, last: int) -> ChunkContents:
-        """The contents of blocks [first, last)."""
-        block_tokens = self._chunks.block_tokens
+        """The contents of parts [first, last): blocks, or what they have in common where groups' blocks differ."""
+        block_tokens = self._chunks.described_tokens
         if request.prompt_embeds is not None:
             raise CannotDescribe("a prompt of embeddings has no token ids")
         hashes = self._chunks.block_hashes(request, first, last)
@@ -71,7 +72,7 @@ class Contents:
         """What the hashes cover besides tokens, block by block."""
         if not (request.lora_request or request.mm_features or request.cache_salt):
             return b""
-        block_tokens = self._chunks.block_tokens
+        block_tokens = self._chunks.described_tokens
         found: list[Any] = []
         item = 0  # of the multimodal ones
         for start in range(first * block_tokens, last * block_tokens, block_tokens):

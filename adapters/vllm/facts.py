@@ -11,20 +11,21 @@ from typing import Any
 
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.settings import PREFIX
+from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.support import hash_block_tokens, whole_prompts_only
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
-from kvserver.protocol import DescribeScheduler, HashForm, KVGroup
+from kvserver.protocol import DescribeScheduler, HashForm, KVGroup, ObjectGroup
 
 
 @dataclass(frozen=True)
 class EngineFacts:
     names: EngineNames
     world_size: int
-    block_tokens: int
+    object_groups: tuple[ObjectGroup, ...]
     hash_block_tokens: int
     groups: tuple[KVGroup, ...]
     publishes: bool  # KV events of its own
@@ -65,7 +66,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     return EngineFacts(
         names=names,
         world_size=vllm_config.parallel_config.world_size,
-        block_tokens=specs[0].block_size,
+        object_groups=object_groups(vllm_config, kv_cache_config),
         hash_block_tokens=hash_tokens,
         groups=groups,
         publishes=publishes,

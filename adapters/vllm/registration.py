@@ -16,14 +16,15 @@ import torch
 from kvserver.adapters.common.exporter import MakeExporter
 from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, WORDS, Link, Registration
 from kvserver.adapters.common.memory import share
-from kvserver.adapters.common.worker import Rank
+from kvserver.adapters.common.worker import PositionSize, Rank
 from kvserver.adapters.vllm.backends import attention_backends, begin_scales, check_invariance
+from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.settings import AdapterSettings
-from kvserver.adapters.vllm.support import blocks_come_first, replicated
+from kvserver.adapters.vllm.support import blocks_come_first
 
-from kvserver.protocol import HelloReply, RegisterWorker
+from kvserver.protocol import HelloReply, RegisterWorker, block_bytes, chunk_tokens_for, planes_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,11 +59,10 @@ class RankRegistration:
         groups = [group.layer_names for group in config.kv_cache_groups]
         block_dimension = 0 if blocks_come_first() else None
         caches = share(self._kv_caches, config.num_blocks, block_dimension, groups, make_exporter)
-        block_tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
+        grouped = object_groups(self._config, config)
         rank = Rank(
             parallel.rank,
-            replicated(self._config, config),
-            [sum(plane.run_bytes for plane in caches.planes if plane.group == i) for i in range(len(groups))],
+            [PositionSize(len(g.members), block_bytes(planes_of(caches.planes, g.members))) for g in grouped],
         )
 
         def message(hello: HelloReply, attachment: int) -> RegisterWorker:
@@ -75,10 +75,10 @@ class RankRegistration:
                 words=WORDS,
                 planes=caches.planes,
                 num_blocks=config.num_blocks,
-                block_tokens=block_tokens,
-                chunk_blocks=max(1, hello.chunk_tokens // block_tokens),
+                block_tokens=grouped[0].block_tokens,
+                chunk_blocks=chunk_tokens_for(hello.chunk_tokens, grouped) // grouped[0].block_tokens,
+                groups=grouped,
                 layout=f"{caches.layout} {backends}",
-                replicated=rank.replicated,
                 counted=self._whole_identity.fields(),
                 private=self._whole_identity.private,
                 has_computed=self._has_computed(),

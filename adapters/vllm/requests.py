@@ -7,19 +7,18 @@ loads and stores.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.lookups import Question
 from kvserver.adapters.common.specs import LoadSpec
+from kvserver.adapters.vllm.chunks import Offer, Tables
+from kvserver.adapters.vllm.groups import Boundaries
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-# A request's block ids by KV cache group; the n-th of each belong to the same tokens.
-Tables: TypeAlias = Sequence[list[int]]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,10 +26,12 @@ class RequestState(Question):
     request: Request
     variant: str
     local_tokens: int = 0  # what vLLM had itself when the hit was reported to it
-    load: LoadSpec | None = None
+    loads: list[LoadSpec] = field(default_factory=list)  # the copies of its load, one for each object group
     admitted: bool = False  # vLLM has placed it
     give_up: bool = False  # a load failed: compute the rest
     stored_chunks: int = 0  # chunks before this one were stored or found
+    boundaries: Boundaries | None = None  # None: not known yet in this session
+    engine_boundary: int = 0  # tokens at which the engine itself wants the state; 0: none
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
     not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
@@ -81,3 +82,10 @@ def tables_of(state: RequestState, output: SchedulerOutput) -> Tables:
         return state.tables
     tables: Tables | None = block_state.get_block_ids(state.request.request_id)
     return tables if tables is not None else ()
+
+
+def offers_of(state: RequestState, output: SchedulerOutput) -> Sequence[Offer]:
+    """The states that vLLM hands over with this step; 0.29 and later."""
+    block_state: Any = getattr(output, "kv_connector_block_state", None)
+    offers: dict[str, list[Offer]] = getattr(block_state, "boundary_state_offloads", {})
+    return offers.get(state.request.request_id, ())

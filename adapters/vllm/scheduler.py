@@ -4,8 +4,8 @@ Owns: the decisions about each request, and the plan of the step. Refuses to kno
 reach the daemon. Runs on the engine's scheduler thread. A call of vLLM's does several things: each is done even if another
 one raises.
 
-Hazard closed here: a block that is allocated again while a store still reads it. The pool's hook sees
-every allocation; the stores concerned go into the step's plan and end before the step computes.
+Hazard closed here: a block that is allocated again while a store still reads it. Its blocks are pinned in the pool from the
+store's plan until all ranks have reported its end.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ParamSpec
 
 from kvserver.adapters.common.announcer import Announcer
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.faults import Faults
-from kvserver.adapters.common.hazards import PendingStores, Quarantine
+from kvserver.adapters.common.hazards import PinnedStores, Quarantine
 from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.lookups import Lookups
 from kvserver.adapters.common.notices import Notices
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.speed import PrefillSpeed
-from kvserver.adapters.common.steps import NULL_BLOCK, StepPlan, StepReport
+from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.chunks import Chunks
+from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.requests import Requests, RequestState, Tables, tables_of
+from kvserver.adapters.vllm.groups import Boundaries
+from kvserver.adapters.vllm.requests import Requests, RequestState, offers_of, tables_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.support import rehashes_sessions
@@ -52,29 +53,23 @@ log = logging.getLogger("vllm.kvserver")
 
 _STORE_TOKENS = 1 << 16  # in one message, which with their contents has less than 1 MiB
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
+_MOST_KEPT = 16  # stores alone keep a sixteenth of the pool's blocks at most, once the engine may need blocks
 _LONGEST_TRACEPARENT = 512  # as the protocol has it
 
 P = ParamSpec("P")
 
 
-def by_position(tables: Tables, first: int, last: int) -> list[int]:
-    """The ids of positions [first, last) as a copy names them: [position][group]."""
-    if len(tables) == 1:
-        return tables[0][first:last]
-    return [block_id for ids in zip(*(table[first:last] for table in tables), strict=True) for block_id in ids]
-
-
-def whole_ranges(tables: Tables, chunk_blocks: int, first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the chunks [first, end) that have no null block, `most` at most in each: a window that moved on splits them."""
-    while first < end:
-        last, limit = first, min(end, first + most)
-        while last < limit and not any(
-            NULL_BLOCK in t[last * chunk_blocks : (last + 1) * chunk_blocks] for t in tables
-        ):
-            last += 1
-        if last > first:
-            yield first, last
-        first = max(last, first + 1)
+def runs(chunks: Iterable[int], most: int) -> Iterator[range]:
+    """Ascending chunks as ranges of neighbours, `most` at most in each."""
+    first = last = -1
+    for chunk in chunks:
+        if chunk != last or chunk - first >= most:
+            if last > first:
+                yield range(first, last)
+            first = chunk
+        last = chunk + 1
+    if last > first:
+        yield range(first, last)
 
 
 def traceparent(request: Request) -> str:
@@ -97,10 +92,11 @@ class SchedulerHalf:
         self._resets_seen = 0
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
         self._sends_contents = False  # with stores, in this session
+        self._boundary_interval = 0  # tokens, in this session
         self._requests = Requests(faults)
         self._ids = itertools.count(1)
         self._plan = StepPlan()
-        self._chunks = Chunks(facts.block_tokens, facts.hash_block_tokens)
+        self._chunks = Chunks(facts.object_groups, facts.hash_block_tokens)
         self._contents = Contents(self._chunks, self.counters)
         self._variants = Variants(
             f"{facts.names.instance_id}/{facts.names.incarnation}",
@@ -109,8 +105,9 @@ class SchedulerHalf:
             counters=self.counters,
             trusts_uuids=settings.trust_multi_modal_uuids,
         )
-        self._pending = PendingStores(facts.world_size, settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
-        self._pool = PoolHook(self._allocated)
+        self._pool = PoolHook()
+        seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
+        self._stores = PinnedStores(self._pool, facts.world_size, seconds)
         self._quarantine = Quarantine(self._pool)
         self._speed = PrefillSpeed()
         self._sources = Sources()
@@ -140,18 +137,18 @@ class SchedulerHalf:
         state = RequestState(request=request, variant=variant)
         self._requests[request.request_id] = state
         usable = self._dispatcher.usable() is not None
-        if usable and self._chunks.hashed(request) and not request.skip_reading_prefix_cache:
+        if usable and self._chunks.useful(request) and not request.skip_reading_prefix_cache:
             self._lookups.send(state, self._lookup_of(state))
 
     def _lookup_of(self, state: RequestState) -> Lookup:
         request = state.request
-        chunks = min(self._chunks.hashed(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
+        chunks = min(self._chunks.useful(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
         return Lookup(
             instance_id=self._facts.names.instance_id,
             incarnation=self._facts.names.incarnation,
             request_id=request.request_id,
             chunk_blocks=self._chunks.blocks,
-            keys=self._chunks.keys(request, 0, chunks),
+            keys=self._chunks.keys(request, range(chunks)),
             variant=state.variant,
             tokens=request.num_tokens,
             traceparent=traceparent(request),
@@ -162,7 +159,14 @@ class SchedulerHalf:
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
         state = self._requests.get(request.request_id)
-        if state is None or state.give_up or not self._serves or not self._chunks.hashed(request):
+        tokens, asynchronously = self._matched(state, request, local_tokens)
+        if state is not None and tokens is not None and self._chunks.states:
+            state.engine_boundary = request.shared_prefix_boundary  # vLLM has just set it
+            self._want_state(state, local_tokens + tokens)
+        return tokens, asynchronously
+
+    def _matched(self, state: RequestState | None, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        if state is None or state.give_up or not self._serves or not self._chunks.useful(request):
             return 0, False
         if request.skip_reading_prefix_cache:  # every token must be computed; vLLM before 0.31 queries all the same
             return 0, False
@@ -170,6 +174,7 @@ class SchedulerHalf:
             state.admitted = False
             state.answer = None
         if self._lookups.must_send(state):
+            state.boundaries = None
             self._lookups.send(state, self._lookup_of(state))
         if (answer := self._lookups.answer_to(state)) is None:
             return None, False
@@ -199,32 +204,39 @@ class SchedulerHalf:
         try:
             if state is None:
                 raise LookupError("a load for a request that was never seen")
-            load = self._load_of(state, tables, external_tokens)
-            state.load = load
+            loads = self._loads_of(state, tables, external_tokens)
+            state.loads = loads
             state.stored_chunks = max(state.stored_chunks, state.answer.hit_chunks if state.answer else 0)
         except Exception as error:
             # The request waits for this load now, so it must be planned all the same: without keys it fails.
             self._faults.count("planning of a load", error)
             every = pack_blocks([block_id for table in tables for block_id in table])
-            load = LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)
-        self._plan.loads.append(load)
+            loads = [LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)]
+        self._plan.loads.extend(loads)
 
-    def _load_of(self, state: RequestState, tables: Tables, external_tokens: int) -> LoadSpec:
-        end = -(-(state.local_tokens + external_tokens) // self._chunks.block_tokens)
-        first = state.local_tokens // self._chunks.block_tokens
-        while first < end and all(table[first] == NULL_BLOCK for table in tables):  # no window sees them
-            first += 1
-        per_chunk = self._chunks.blocks
-        first_chunk, last_chunk = first // per_chunk, -(-end // per_chunk)
-        return LoadSpec(
-            copy_id=next(self._ids),
-            request_id=state.request.request_id,
-            variant=state.variant,
-            chunk_blocks=per_chunk,
-            keys=self._chunks.keys(state.request, first_chunk, last_chunk),
-            block_ids=pack_blocks(by_position(tables, first, end)),
-            skip_blocks=first % per_chunk,
-        )
+    def _loads_of(self, state: RequestState, tables: Tables, external_tokens: int) -> list[LoadSpec]:
+        """The copies of a load, one for each object group that vLLM has allocated blocks of."""
+        loads = []
+        for group, object_blocks in enumerate(self._chunks.object_blocks):
+            end = state.local_tokens + external_tokens
+            chunks, skip, blocks = self._chunks.to_load(group, tables, state.local_tokens, end)
+            if blocks:
+                loads.append(
+                    LoadSpec(
+                        copy_id=next(self._ids),
+                        request_id=state.request.request_id,
+                        variant=state.variant,
+                        chunk_blocks=object_blocks,
+                        keys=self._chunks.keys(state.request, chunks),
+                        block_ids=pack_blocks(blocks),
+                        skip_blocks=skip,
+                        group=group,
+                        tokens=external_tokens,
+                    )
+                )
+        for load in loads:
+            load.copies = len(loads)
+        return loads
 
     # ---- stores -------------------------------------------------------------------------------
 
@@ -244,6 +256,8 @@ class SchedulerHalf:
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
             if may_store and not state.lost:
                 self._guarded("stores of a request", self._plan_stores, state, output, computed)
+                self._guarded("the next state", self._want_state, state, computed)
+        self._guarded("blocks that only stores keep", self._bound_pins)
         self._guarded("reports of blocks", self._notices.send_blocks)
         self._guarded("introduction", self._introduction.send)
         self._guarded("question for events", self._announcer.request_events)
@@ -251,7 +265,7 @@ class SchedulerHalf:
 
     def step_ended(self) -> None:
         """vLLM has taken the outputs of the oldest step that was planned."""
-        self._pending.step_ended()
+        self._stores.step_ended()
         self._speed.ended()
 
     def drain_events(self) -> Iterable[KVCacheEvent]:
@@ -260,8 +274,8 @@ class SchedulerHalf:
 
     def take_plan(self, idle: bool) -> StepPlan:
         """The plan, complete or not: a load in it must reach the worker, which alone can end the load."""
+        self._stores.planned()
         plan, self._plan = self._plan, StepPlan()
-        self._pending.planned()
         plan.idle = idle
         return plan
 
@@ -271,40 +285,79 @@ class SchedulerHalf:
         first, end = state.stored_chunks, self._completed(state.request, tables, computed)
         if first >= end or not self._is_current(state):
             return
-        most = max(1, min(MAX_CHUNKS, _STORE_TOKENS // self._chunks.tokens))
-        for begin, last in whole_ranges(tables, self._chunks.blocks, first, end, most):
-            self._add_store(state, begin, last, tables)
-            first += last - begin
-        self.counters["chunks_left_by_window"] += end - first
+        boundaries = self._boundaries_of(state)
+        tables = self._chunks.offered(tables, offers_of(state, output))
+        for number, group in enumerate(self._chunks.groups):
+            wanted = boundaries.wanted(group, first, end, self._chunks.tokens)
+            whole = [chunk for chunk in wanted if self._chunks.whole(number, tables, chunk)]
+            self.counters["chunks_left_by_window"] += len(wanted) - len(whole)
+            most = max(1, min(MAX_CHUNKS, _STORE_TOKENS // self._chunks.tokens))
+            dropped = boundaries.superseded(group, end, self._chunks.tokens)
+            for chunks in runs(whole, most):
+                self._add_store(state, number, chunks, tables, dropped)
+        boundaries.passed(end)
         state.stored_chunks = end
+
+    def _want_state(self, state: RequestState, computed: int) -> None:
+        """Have vLLM end a step at the next kept boundary, or before it at its own one, and offer the state.
+
+        Where it schedules a step before it knows the tokens of the one before, it offers a state one step after the state
+        was computed: until it has hashed the boundary's last token the boundary is the next one.
+        """
+        request, size = state.request, self._chunks.tokens
+        if not self._chunks.states or self._dispatcher.usable() is None:
+            return
+        tokens = min(computed, request.num_tokens)
+        if tokens < request.shared_prefix_boundary <= (tokens // size + 1) * size:
+            return  # no boundary is nearer
+        wanted = self._boundaries_of(state).next_kept(tokens // size, request.num_tokens // size) * size
+        own = state.engine_boundary
+        request.shared_prefix_boundary = min(wanted, own) if own > tokens else wanted
+
+    def _boundaries_of(self, state: RequestState) -> Boundaries:
+        if state.boundaries is None:
+            size, tokens, answer = self._chunks.tokens, state.request.num_prompt_tokens, state.answer
+            junction = answer.full_chunks if answer is not None and answer.full_chunks > answer.hit_chunks else 0
+            state.boundaries = Boundaries(
+                (tokens // size, (tokens - 1) // size), junction, self._boundary_interval // size
+            )
+        return state.boundaries
 
     def _completed(self, request: Request, tables: Tables, computed: int) -> int:
         """How many chunks are complete. Hashes exist for confirmed tokens only, so rejected drafts never count."""
-        blocks = min((len(table) for table in tables), default=0)
         hashed = len(request.block_hashes) * self._chunks.hash_block_tokens
-        tokens = min(computed, blocks * self._chunks.block_tokens, hashed)
+        tokens = min(computed, hashed, *self._chunks.tokens_of(tables))
         if self._facts.holds_back_tail and tokens >= request.num_tokens:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
         return tokens // self._chunks.tokens
 
-    def _add_store(self, state: RequestState, first: int, last: int, tables: Tables) -> None:
-        block_ids = by_position(tables, first * self._chunks.blocks, last * self._chunks.blocks)
+    def _add_store(
+        self, state: RequestState, group: int, chunks: range, tables: Tables, dropped: Sequence[int]
+    ) -> None:
+        block_ids = self._chunks.blocks_of(group, tables, chunks)
+        described = self._sends_contents and group == 0
         store = StoreSpec(
             copy_id=next(self._ids),
             request_id=state.request.request_id,
             variant=state.variant,
-            chunk_blocks=self._chunks.blocks,
-            keys=self._chunks.keys(state.request, first, last),
+            chunk_blocks=self._chunks.object_blocks[group],
+            keys=self._chunks.keys(state.request, chunks),
             block_ids=pack_blocks(block_ids),
-            contents=self._contents.of(state.request, first, last) if self._sends_contents else None,
+            contents=self._contents.of(state.request, chunks.start, chunks.stop) if described else None,
+            group=group,
+            first_chunk=chunks.start,
+            dropped=self._chunks.keys(state.request, dropped),
         )
-        # First guarded, then planned: no store may read blocks that are not guarded.
-        self._pending.add(store.copy_id, block_ids)
+        # First pinned, then planned: no store may read blocks that are not pinned.
+        self._stores.add(store.copy_id, block_ids)
         self._plan.stores.append(store)
 
-    def _allocated(self, block_id: int) -> None:
-        """Pool hook: the block will be overwritten, so every store that still reads it must end first."""
-        self._plan.overwritten_stores.extend(self._pending.overwrite(block_id))
+    def _bound_pins(self) -> None:
+        """Where requests may need blocks that only stores keep, have all of these stores cancelled but a sixteenth of the pool."""
+        most, requests = self._pool.size // _MOST_KEPT, self._requests.values()
+        scarce = requests and 2 * self._pool.free < self._pool.size
+        if len(self._pool.kept) > most and (scarce or not all(state.admitted for state in requests)):
+            self._plan.abort_stores += self._stores.cancel_beyond(most)
 
     @property
     def connected(self) -> bool:
@@ -321,7 +374,7 @@ class SchedulerHalf:
     @property
     def has_pending_work(self) -> bool:
         """Whether an idle engine should step on: a store's end is awaited, or records wait to be sent."""
-        return self._pending.awaited or (self.connected and self._notices.has_unsent_records)
+        return self._stores.awaited or (self.connected and self._notices.has_unsent_records)
 
     # ---- reports of workers -------------------------------------------------------------------
 
@@ -334,7 +387,7 @@ class SchedulerHalf:
         for load_id in report.released:
             self._guarded("the end of a quarantine", self._quarantine.release, load_id)
         for store_id in report.ended_stores:
-            self._guarded("the end of a store", self._pending.ended, store_id)
+            self._guarded("the end of a store", self._stores.ended, store_id)
 
     def _quarantined(self, load_id: int, block_ids: list[int]) -> None:
         if self._quarantine.add(load_id, block_ids):
@@ -357,8 +410,8 @@ class SchedulerHalf:
     def request_finished(self, request: Request) -> None:
         """Also of requests that ran without cache: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
-        if state is not None and state.load is not None:
-            self._plan.abort_loads.append(state.load.copy_id)  # a no-op unless it still runs
+        if state is not None:
+            self._abort_loads(state)
         prompt = self._sources.ended(request)
         if state is not None:
             self._lookups.drop_question(state)
@@ -406,13 +459,14 @@ class SchedulerHalf:
             log.warning(
                 "vLLM did not reset the prefix cache, since requests ran; nothing is stored until a reset succeeds"
             )
+        self._plan.abort_stores.extend(self._stores)  # what they read may be of both weights
         for state in self._requests.values():
-            if state.load is not None:
-                self._plan.abort_loads.append(state.load.copy_id)
+            self._abort_loads(state)
             self._lookups.drop_question(state)
             state.variant = self._variants.of(state.request) or state.variant  # if None it is no longer current
             state.answer = None
             state.stored_chunks = 0
+            state.boundaries = None
         self._serves = serves
 
     def bind_pool(self, pool: BlockPool) -> None:
@@ -425,15 +479,21 @@ class SchedulerHalf:
         finally:
             self._dispatcher.close()
 
+    def _abort_loads(self, state: RequestState) -> None:
+        """A no-op unless they still run."""
+        self._plan.abort_loads.extend(load.copy_id for load in state.loads)
+
     # ---- inside -------------------------------------------------------------------------------
 
     def _begin_session(self, hello: HelloReply | None) -> None:
         """Lookups and their answers are void."""
         self._chunks.resize(hello.chunk_tokens if hello is not None else 0)
         self._sends_contents = hello is not None and (hello.kv_events or self._facts.publishes)
+        self._boundary_interval = hello.boundary_interval if hello is not None else 0
         for state in self._requests.values():
             state.answer = None
             state.stored_chunks = 0
+            state.boundaries = None
 
     def _is_current(self, state: RequestState) -> bool:
         """Whether the request still computes with the weights that its variant names: a LoRA's files may be replaced."""

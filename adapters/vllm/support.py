@@ -13,19 +13,23 @@ from vllm.v1.core import kv_cache_utils
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 # 0.30 and later: failures are reported per request, which frees its blocks.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 # Kinds of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.
-_NOT_BY_PREFIX = ("Mamba", "Cross", "Encoder", "RSWA")
+_NOT_BY_PREFIX = ("Cross", "Encoder", "RSWA")
 
 
 def layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
     """The specs of all layers, also where a group has several; the scheduler's configuration has one for each group."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    return [layer for group in kv_cache_config.kv_cache_groups for layer in layers_of(group)]
+
+
+def layers_of(group: KVCacheGroupSpec) -> list[Any]:
+    spec: Any = group.kv_cache_spec
+    return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
 
 
 def vllm_version() -> tuple[int, int]:
@@ -53,15 +57,20 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
         # Its ranks but the last return before wait_for_save.
         return "pipeline parallel with speculative decoding on vLLM's model runner V1; set VLLM_USE_V2_MODEL_RUNNER=1"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    kinds = [type(spec).__name__ for spec in specs]
     for layer in layer_specs(kv_cache_config):
         kind = type(layer).__name__
-        if any(word in kind for word in _NOT_BY_PREFIX) or not getattr(layer, "prefix_cacheable", True):
+        if any(word in kind for word in _NOT_BY_PREFIX):
             return f"KV cache of kind {kind}"
+        if replayed := getattr(layer, "prefix_replay_tokens", 0):
+            return f"KV cache of kind {kind}: after a hit the last {replayed} tokens before it are computed again"
+        if not getattr(layer, "prefix_cacheable", True):
+            return f"KV cache of kind {kind}: a ring, which holds a request's last tokens only"
         if getattr(layer, "non_causal", False):
             return "layers that attend non-causally: the KV of a token depends on tokens behind it"
         if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and TransferResults is None:
             return f"KV cache of kind {kind} before vLLM 0.30, which would compute on null blocks after a failed load"
+        if "Mamba" in kind and (reason := _states_not_served(vllm_config, layer)):
+            return f"KV cache of kind {kind}: {reason}"
     # Not whether prefix caching is on: an operator may turn vLLM's own off, and vLLM does on CPUs, see whole_prompts_only.
     if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
         return "vLLM does not cache prefixes of this model"
@@ -69,10 +78,6 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
         return "no KV cache"
     if len(specs) > 1 and TransferResults is None:
         return f"{len(specs)} KV cache groups before vLLM 0.30; disable the hybrid KV cache manager"
-    if len({spec.block_size for spec in specs}) > 1:
-        return f"KV cache groups {kinds} with blocks of different sizes; disable the hybrid KV cache manager"
-    if second_runner and written_early(vllm_config, kv_cache_config):
-        return "vLLM writes new blocks before stores that read them can be ended; set VLLM_USE_V2_MODEL_RUNNER=0"
     if vllm_config.model_config.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return "sleep mode before vLLM 0.33, which frees the KV cache without notifying its connector"
     if {vllm_config.kv_transfer_config.kv_role, outer.kv_role} != {"kv_both"}:
@@ -80,14 +85,16 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
     return None
 
 
-def written_early(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether vLLM zeroes new blocks, or copies into them what was partly hit, as the first thing of a step.
-
-    Its model runner V2 does that before it calls handle_preemptions.
-    """
-    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    finer = hash_block_tokens(vllm_config, kv_cache_config) < block_tokens
-    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or finer)
+def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
+    if spec.mamba_cache_mode != "align":
+        return f'mamba_cache_mode {spec.mamba_cache_mode!r}; with "align" vLLM keeps states at the ends of blocks'
+    if TransferResults is None:
+        return "before vLLM 0.30, which would compute on a wrong state after a failed load"
+    if getattr(vllm_config, "speculative_config", None):
+        return "speculative decoding, in which a block may hold the state behind a rejected draft"
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
+        return "use_replayssm, in which a block may lack the last tokens of its state"
+    return ""
 
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -121,13 +128,15 @@ def rehashes_sessions() -> bool:
     return vllm_version() >= (0, 32)
 
 
-def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all ranks hold the same KV: MLA's latent has no heads that tensor parallelism could split."""
+def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec) -> bool:
+    """Whether all ranks hold the same KV of a group: MLA's latent has no heads that tensor parallelism could split."""
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     if ranks == 1 or parallel.world_size != ranks:
         return False
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)  # 0.32 and later: vLLM states it
+    if getattr(kv_cache_config, "kv_tp_replicas", 1) == ranks:  # 0.31 and later: vLLM states it of all groups together
+        return True
+    replicas = getattr(kv_cache_utils, "kv_cache_groups_tp_replicas", None)
     if replicas is not None:
-        return bool(replicas == ranks)
-    return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layer_specs(kv_cache_config))
+        return bool(replicas([group], ranks) == ranks)
+    return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers_of(group))

@@ -19,7 +19,8 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace kvserver;
 
-void bind_gpu(nb::module_& m);        // bindings_gpu.cpp
+void bind_gpu(nb::module_& m);  // bindings_gpu.cpp
+void bind_cache(nb::module_& m);
 void bind_kv(nb::module_& m);         // bindings_kv.cpp
 void bind_lifetimes(nb::module_& m);  // bindings_lifetimes.cpp
 
@@ -232,6 +233,7 @@ NB_MODULE(_native, m) {
     m.def("pack_blocks", &pack_bytes, "ids"_a);
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
     bind_gpu(m);
+    bind_cache(m);
     bind_kv(m);
     bind_lifetimes(m);
 }

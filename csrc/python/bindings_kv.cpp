@@ -62,6 +62,17 @@ std::vector<MatchTuple> match(const PrefixIndex& index, const nb::object& hashes
     return found;
 }
 
+nb::bytes owners_of(const PrefixIndex& index, const nb::object& hashes, size_t hash_bytes,
+                    size_t every) {
+    const Lent lent(hashes);
+    std::vector<uint64_t> found;
+    {
+        const nb::gil_scoped_release released;
+        found = index.owners_of(lent.view(), hash_bytes, every);
+    }
+    return nb::bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(uint64_t));
+}
+
 // Calls the method without the GIL, since other threads may hold the index's lock.
 template <typename Method>
 auto released(Method method) {
@@ -84,6 +95,7 @@ void bind_prefix_index(nb::module_& m) {
         .def("remove_blocks", released(&PrefixIndex::remove_blocks), "owner"_a, "hashes"_a,
              "hash_bytes"_a)
         .def("match", &match, "hashes"_a, "hash_bytes"_a, "readers"_a)
+        .def("owners_of", &owners_of, "hashes"_a, "hash_bytes"_a, "every"_a)
         .def("owned_blocks", &PrefixIndex::owned_blocks, "owner"_a, Free())
         .def("__len__", &PrefixIndex::size, Free())
         .def_prop_ro("refused", &PrefixIndex::refused, Free())

@@ -6,6 +6,8 @@
 #include <string>
 #include <thread>
 
+#include "tables/fold.h"
+
 namespace kvserver {
 
 namespace {
@@ -29,14 +31,6 @@ uint64_t read(const char* at, size_t hash_bytes) {
     std::memcpy(&hash, at + hash_bytes - sizeof(hash), sizeof(hash));
     return hash;
 }
-
-// Both halves of the product: every bit of either number changes about half of the result's.
-uint64_t fold(uint64_t a, uint64_t b) {
-    const auto product = static_cast<unsigned __int128>(a) * b;
-    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-}
-
-constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;
 
 // How far a reader has come with the blocks that were looked up.
 struct Walk {
@@ -292,7 +286,7 @@ std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size
     while (more && owners.size() < count) {
         const size_t first = owners.size();
         owners.resize(std::min(count, first + kSlice));
-        look_up(hashes.data() + first * hash_bytes, hash_bytes, owners.size() - first,
+        look_up(hashes.data() + first * hash_bytes, hash_bytes, hash_bytes, owners.size() - first,
                 &owners[first]);
         more = false;
         for (Walk& walk : walks) {
@@ -305,16 +299,29 @@ std::vector<PrefixIndex::Match> PrefixIndex::match(std::string_view hashes, size
     return found;
 }
 
+std::vector<uint64_t> PrefixIndex::owners_of(std::string_view hashes, size_t hash_bytes,
+                                             size_t every) const {
+    const size_t count = count_of(hashes, hash_bytes);
+    if (every == 0) throw std::invalid_argument("every block of no blocks");
+    const size_t stride = every * hash_bytes;
+    std::vector<uint64_t> owners(count / every);
+    for (size_t first = 0; first < owners.size(); first += kSlice) {
+        const char* at = hashes.data() + first * stride + stride - hash_bytes;
+        look_up(at, hash_bytes, stride, std::min(kSlice, owners.size() - first), &owners[first]);
+    }
+    return owners;
+}
+
 // All lines are asked of memory first, then read: those where hashes belong, and then those behind
 // them, of the few that were not there.
-void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
+void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t stride, size_t count,
                           uint64_t* owners) const {
     std::array<uint64_t, kSlice> places;
     std::array<const Line*, kSlice> homes;
     std::array<uint8_t, kSlice> further;
     static_assert(kSlice <= 256);
     size_t far = 0;
-    for (size_t i = 0; i < count; ++i) places[i] = place(read(hashes + i * hash_bytes, hash_bytes));
+    for (size_t i = 0; i < count; ++i) places[i] = place(read(hashes + i * stride, hash_bytes));
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < count; ++i) {
         const Part& part = parts_[part_of(places[i])];
@@ -322,7 +329,7 @@ void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
         __builtin_prefetch(homes[i]);
     }
     for (size_t i = 0; i < count; ++i) {
-        const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
+        const uint64_t hash = read(hashes + i * stride, hash_bytes);
         uint64_t found = 0;  // an empty slot has nothing to add; a branch could not be foretold
         for (const Slot& slot : homes[i]->slots) {
             found |= slot.owners & (uint64_t{0} - (slot.hash == hash));
@@ -336,7 +343,7 @@ void PrefixIndex::look_up(const char* hashes, size_t hash_bytes, size_t count,
     for (size_t j = 0; j < far; ++j) {
         const size_t i = further[j];
         const Part& part = parts_[part_of(places[i])];
-        const uint64_t hash = read(hashes + i * hash_bytes, hash_bytes);
+        const uint64_t hash = read(hashes + i * stride, hash_bytes);
         owners[i] = part.slot(find(part, hash, places[i])).owners & seen_;
     }
 }

@@ -59,6 +59,9 @@ class PrefixIndex {
     std::vector<Match> match(std::string_view hashes, size_t hash_bytes,
                              const std::vector<Reader>& readers) const;
 
+    // Who has the last block of each `every` > 0 blocks of a prompt: bits of owners.
+    std::vector<uint64_t> owners_of(std::string_view hashes, size_t hash_bytes, size_t every) const;
+
     size_t size() const;                   // blocks of any owner
     size_t owned_blocks(int owner) const;  // blocks of this owner
     uint64_t refused() const;              // blocks, since the beginning
@@ -113,7 +116,9 @@ class PrefixIndex {
     void rebuild(Part& part, size_t lines);
     void erase(Part& part, size_t at);
     void sweep(int owner);
-    void look_up(const char* hashes, size_t hash_bytes, size_t count, uint64_t* owners) const;
+    // The hashes begin every `stride` bytes.
+    void look_up(const char* hashes, size_t hash_bytes, size_t stride, size_t count,
+                 uint64_t* owners) const;
 
     const uint64_t seed_;
     const uint64_t factor_;

@@ -3,6 +3,7 @@
 from kvserver.cache.cache import Cache, StorePlan, split_keys
 from kvserver.cache.chunk import Chunk
 from kvserver.cache.eviction import POLICIES
+from kvserver.cache.groups import WHOLE_CHUNKS, GroupObjects, Groups, one_group
 from kvserver.cache.index import Index
 from kvserver.cache.misses import LookupOutcome, MissReason
 from kvserver.cache.namespace import (

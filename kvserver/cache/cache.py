@@ -4,10 +4,11 @@ Owns: index, pool, eviction policy and leases, and the rules between them. Refus
 clocks (callers pass the time), memory addresses. The cache does no I/O and copies nothing. One thread uses it.
 
 Rules kept here:
-- Lookups and loads find only READY chunks. READY means that every rank's bytes were copied whole.
+- Lookups and loads find only READY objects. READY means that every rank's bytes were copied whole.
 - Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are
   evicted first.
 - Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
+- A chunk's objects of all groups age together and are evicted together, so no object strands those of another group.
 - Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never
   evicts the chunks that it stores or found: of a prompt that does not fit, the prefix that fits stays.
 - The cost of a call grows with the chunks of its message, never with the chunks in L1. Longer work is deferred, and
@@ -27,6 +28,7 @@ from typing import TypeAlias
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.eviction import EvictionPolicy
+from kvserver.cache.groups import Groups
 from kvserver.cache.index import Index
 from kvserver.cache.misses import EvictedKeys, LookupOutcome, MissReason
 from kvserver.cache.pages import PagePool, page_count
@@ -57,18 +59,19 @@ class Lease:
 
 @dataclass(slots=True)
 class StorePlan:
-    """The chunks that one rank's store copies. `chunks[i]` has the store's key number `positions[i]`.
+    """The objects that one rank's store copies. That of `chunks[i]` has the store's key number `positions[i]`.
 
     `prefix` is all chunks of the store in key order, skipped chunks included: they age together. `evicted` is the
     (namespace id, key) of each chunk that was evicted for this store. finish_store() adds to `ready`.
     """
 
-    rank: int
+    group: int
+    slot: int  # the number of the rank's slot in each chunk
+    groups: Groups
     namespace_id: bytes = b""
-    world_size: int = 1
     model_name: str = ""  # the model of the namespace if the namespace is new
     keys: bytes = b""  # of the chunks that may fit
-    pages: int = 0  # of one rank's slot
+    pages: int = 0  # of one slot
     steps: int = 0  # keys and chunks that extend_plan() may still look at before it returns
     complete: bool = True  # every key has been looked at
     full: bool = False  # no further chunk may be evicted
@@ -76,10 +79,35 @@ class StorePlan:
     prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    ready: list[Chunk] = field(default_factory=list)
+    ready: list[Chunk] = field(default_factory=list)  # whose object became READY
     evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
-    skipped: int = 0  # chunks that were resident, or that another store fills
-    no_space: int = 0  # chunks that found no space in L1
+    skipped: int = 0  # objects that were resident, or that another store fills
+    no_space: int = 0  # objects that found no space in L1
+
+
+def _lease(namespace: Namespace, keys: bytes) -> tuple[list[Chunk], int, int]:
+    """Lease what a hit needs: these chunks, the hit's boundary, and the number of leading chunks that all full groups have.
+
+    Without full groups that number is the boundary.
+    """
+    groups = namespace.groups
+    if full := groups.full:
+        found = namespace.chunks.find_leading(keys)
+        for number, chunk in enumerate(found):
+            if chunk.ready & full != full:
+                del found[number:]
+                break
+            chunk.leases += 1
+        boundary = groups.boundary(found)
+        for chunk in found[boundary:]:
+            chunk.leases -= 1
+        return found[:boundary], boundary, len(found)
+    chunks = namespace.chunks.find(keys)
+    boundary = groups.boundary(chunks)
+    needed = [chunk for chunk in chunks[groups.first_needed(boundary) : boundary] if chunk is not None]
+    for chunk in needed:
+        chunk.leases += 1
+    return needed, boundary, boundary
 
 
 class Cache:
@@ -96,6 +124,7 @@ class Cache:
         # at once, however many items before it were removed.
         self._leases: dict[str, OrderedDict[str, Lease]] = {}
         self._garbage: deque[Namespace] = deque()  # cleared namespaces; a freed chunk is removed from its namespace
+        self._freed_next: Chunk | None = None  # if it is of the first of these
         self._ownerless: list[OrderedDict[str, Lease]] = []  # leases of disconnected instances
         self._expired_before = 0.0
         self._expiring: list[str] = []  # instances whose leases may have expired before _expired_before
@@ -104,38 +133,34 @@ class Cache:
     # ---- lookup and leases --------------------------------------------------------------------
 
     def lookup(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> LookupOutcome:
-        """Find the leading READY chunks; `owner` leases them until `deadline`.
+        """Find the greatest boundary of a hit; `owner` leases what a load up to it needs until `deadline`.
 
         A second lookup of an owner replaces its first lease. REQUIRES: deadlines of one instance never decrease.
         """
-        found: list[Chunk] = []
         namespace = self.index.find_namespace(namespace_id)
-        if namespace is not None:
-            get = namespace.chunks.get
-            for (key,) in split_keys(keys):
-                chunk = get(key)
-                if chunk is None or not chunk.ready:
-                    break
-                chunk.leases += 1
-                found.append(chunk)
+        leased, hits, full_chunks = _lease(namespace, keys) if namespace is not None else ([], 0, 0)
         self.end_lease(owner)
-        if found:
+        if leased:
             instance_id, request_id = owner
-            self._leases.setdefault(instance_id, OrderedDict())[request_id] = Lease(deadline, found)
+            self._leases.setdefault(instance_id, OrderedDict())[request_id] = Lease(deadline, leased)
             self.lease_count += 1
-        chunks, hits = len(keys) // KEY_BYTES, len(found)
+        chunks = len(keys) // KEY_BYTES
         if hits == chunks:
-            return LookupOutcome(chunks, hits)
-        missed = self._why_missed(namespace_id, keys, hits)
+            return LookupOutcome(chunks, hits, full_chunks=full_chunks)
+        missed: Counter[MissReason] = Counter()
+        if full_chunks > hits:
+            missed[MissReason.NO_BOUNDARY] = full_chunks - hits
+        if full_chunks < chunks:
+            missed.update(self._why_missed(namespace_id, keys, full_chunks))
         missing_key = keys[hits * KEY_BYTES : (hits + 1) * KEY_BYTES]
         elsewhere = next(iter(missed)) is MissReason.OTHER_NAMESPACE
         other = self._namespace_with(missing_key) if elsewhere else b""
-        return LookupOutcome(chunks, hits, tuple(missed.items()), missing_key, other)
+        return LookupOutcome(chunks, hits, tuple(missed.items()), missing_key, other, full_chunks=full_chunks)
 
     def _why_missed(self, namespace_id: bytes, keys: bytes, first: int) -> Counter[MissReason]:
         """The chunks from key number `first` on, counted by miss reason; the reason of chunk `first` is the first item.
 
-        REQUIRES: chunk `first` is not READY.
+        REQUIRES: not all full groups have chunk `first`.
 
         A READY chunk behind a hole has the hole's reason. The first chunk that was never stored and all chunks after it
         have the reason NEVER_STORED: a larger L1 would not have made them hits. Of more than _MISSES_EXAMINED chunks
@@ -144,15 +169,15 @@ class Cache:
         total = len(keys) // KEY_BYTES
         step = -(-(total - first) // _MISSES_EXAMINED)
         namespace = self.index.find_namespace(namespace_id)
-        known = namespace.chunks if namespace is not None else {}
+        full = namespace.groups.full if namespace is not None else 0
         found: Counter[MissReason] = Counter()
         reason = MissReason.NEVER_STORED
         for position in range(first, total, step):
             key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-            chunk = known.get(key)
+            chunk = namespace.chunks.get(key) if namespace is not None else None
             if chunk is None:
                 reason = self._why_absent(namespace_id, key)
-            elif not chunk.ready:
+            elif chunk.ready & full != full:
                 reason = MissReason.FILLING
             if reason is MissReason.NEVER_STORED:
                 found[reason] += total - position
@@ -191,19 +216,23 @@ class Cache:
     def plan_store(
         self,
         namespace_id: bytes,
-        world_size: int,
-        rank: int,
+        groups: Groups,
         keys: bytes,
         slot_bytes: int,
+        *,
+        group: int = 0,
+        slot: int = 0,
         steps: int = sys.maxsize,
         model_name: str = "",
     ) -> StorePlan:
-        """Allocate slots for the chunks that this rank does not have yet, and pin the chunks. Pair with finish_store().
+        """Allocate slots for the objects of `group` that this rank does not have yet, and pin their chunks.
 
-        Chunks that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the
-        first chunk that cannot fit, and all chunks after it. A chunk cannot fit if L1 is too small for all ranks' bytes
-        of it and of the chunks before it, or if no further chunk may be evicted. KVServerError(TOO_LARGE) if L1 is too
-        small for one chunk. A plan that is not `complete` after `steps` steps is continued by extend_plan().
+        `slot` is the number of the rank's slot in each chunk. Pair with finish_store().
+
+        Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the
+        first object that cannot fit, and all objects after it. An object cannot fit if L1 is too small for all ranks' bytes
+        of it and of the objects before it, or if no further chunk may be evicted. KVServerError(TOO_LARGE) if L1 is too
+        small for one slot. A plan that is not `complete` after `steps` steps is continued by extend_plan().
         """
         pages = self.pool.pages_for(slot_bytes)
         if pages > self.pool.pages:
@@ -213,13 +242,14 @@ class Cache:
                 f"{self.pool.pages}; raise --l1-size",
             )
         count = len(keys) // KEY_BYTES
-        fitting = min(count, max(1, self.pool.pages // (pages * world_size)))
-        plan = StorePlan(rank, namespace_id, world_size, model_name, keys[: fitting * KEY_BYTES], pages, complete=False)
+        fitting = min(count, max(1, self.pool.pages // (pages * groups.slots[group])))
+        plan = StorePlan(
+            group, slot, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
+            complete=False,
+        )  # fmt: skip
         plan.no_space = count - fitting
-        if (namespace := self.index.find_namespace(namespace_id)) is not None:
-            get = namespace.chunks.get
-            plan.found = [chunk for (key,) in split_keys(plan.keys) if (chunk := get(key)) is not None]
-            self._pin_chunks(plan.found)
+        plan.found = [chunk for chunk in self.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
+        self._pin_chunks(plan.found)
         self.extend_plan(plan, steps)
         return plan
 
@@ -229,14 +259,13 @@ class Cache:
         Each call may add to `evicted`. The index may change in any way between two calls.
         """
         plan.steps = steps
-        namespace = self.index.find_or_make_namespace(plan.namespace_id, plan.world_size, plan.model_name)
-        bit = 1 << plan.rank
+        namespace = self.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
         first = len(plan.prefix)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
             if plan.steps <= 0:
                 return
             chunk = namespace.chunks.get(key)
-            if chunk is not None and (chunk.done | chunk.filling) & bit:
+            if chunk is not None and chunk.has_slot(plan.slot):
                 plan.steps -= 1
                 plan.prefix.append(chunk)
                 plan.skipped += 1
@@ -255,9 +284,8 @@ class Cache:
             if chunk is None:
                 chunk = self.index.add_chunk(namespace, key)
                 chunk.pins += 1
-            chunk.set_slot(plan.rank, slot)
+            chunk.set_slot(plan.slot, slot)
             namespace.model.pages += plan.pages
-            chunk.filling |= bit
             self.pins += 1
             plan.steps -= 1
             plan.prefix.append(chunk)
@@ -266,42 +294,63 @@ class Cache:
         self._complete_plan(plan)
 
     def finish_store(self, plan: StorePlan, copied: bool) -> int:
-        """Publish the plan's chunks if `copied` (every byte of this rank was copied), else free their slots.
+        """Publish the plan's objects if `copied` (every byte of this rank was copied), else free their slots.
 
-        Returns the number of chunks that became READY; `plan.ready` has them. REQUIRES: complete, or not copied.
+        Returns the number of objects that became READY; `plan.ready` has their chunks. REQUIRES: complete, or not copied.
         """
         if not plan.complete:
             self._complete_plan(plan)
-        bit = 1 << plan.rank
+        bit, mask = 1 << plan.slot, plan.groups.masks[plan.group]
         for chunk in plan.chunks:
-            chunk.filling &= ~bit
             chunk.pins -= 1
             self.pins -= 1
             if copied and not chunk.detached:
                 chunk.done |= bit
-                if chunk.done == (1 << chunk.namespace.world_size) - 1:
-                    chunk.ready = True
+                if chunk.done & mask == mask:
+                    chunk.ready |= 1 << plan.group
                     plan.ready.append(chunk)
             else:
-                self.pool.free_pages(chunk.slot(plan.rank))
+                self.pool.free_pages(chunk.slot(plan.slot))
                 chunk.namespace.model.pages -= plan.pages
-                chunk.set_slot(plan.rank, b"")
-                if not chunk.detached and not chunk.done and not chunk.filling:
+                chunk.set_slot(plan.slot, b"")
+                if not chunk.detached and chunk.empty:
                     self.index.detach_chunk(chunk)
         self._free_or_track(*reversed(plan.prefix))
         return len(plan.ready)
 
+    def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
+        """Whether the group's objects of all keys are READY."""
+        namespace = self.index.find_namespace(namespace_id)
+        found = namespace.chunks.find(keys) if namespace is not None else [None]
+        return all(chunk is not None and chunk.ready >> group & 1 for chunk in found)
+
+    def drop_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bytes:
+        """Free objects that no kept boundary needs any more, but none of a chunk that is leased or pinned.
+
+        Returns the keys of those that were freed.
+        """
+        dropped = []
+        for chunk in self.index.find_chunks(namespace_id, keys):
+            if chunk is None or not chunk.ready >> group & 1 or chunk.leases or chunk.pins:
+                continue
+            slots = chunk.remove_object(group)
+            self.pool.free_pages(slots)
+            chunk.namespace.model.pages -= page_count(slots)
+            if not chunk.done:
+                self.index.detach_chunk(chunk)
+                self._free_chunk(chunk)
+            dropped.append(chunk.key)
+        return b"".join(dropped)
+
     # ---- load ---------------------------------------------------------------------------------
 
-    def plan_load(self, namespace_id: bytes, keys: bytes) -> list[Chunk]:
-        """Pin the chunks of `keys` for reading. Pair with finish_load().
+    def plan_load(self, namespace_id: bytes, keys: bytes, group: int = 0) -> list[Chunk]:
+        """Pin the chunks of `keys` for reading the group's objects. Pair with finish_load().
 
-        KVServerError(NOT_FOUND), and no pin, unless all chunks are READY now; a lease does not guarantee it.
+        KVServerError(NOT_FOUND), and no pin, unless all objects are READY now; a lease does not guarantee it.
         """
-        namespace = self.index.find_namespace(namespace_id)
-        known = namespace.chunks if namespace is not None else {}
-        found = [known.get(key) for (key,) in split_keys(keys)]
-        chunks = [chunk for chunk in found if chunk is not None and chunk.ready]
+        found = self.index.find_chunks(namespace_id, keys)
+        chunks = [chunk for chunk in found if chunk is not None and chunk.ready >> group & 1]
         if len(chunks) != len(found):
             raise KVServerError(ErrorCode.NOT_FOUND, f"{len(found) - len(chunks)} of {len(found)} chunks are not READY")
         self._pin_chunks(chunks)
@@ -337,13 +386,24 @@ class Cache:
         return limit <= 0
 
     def _free_one_chunk(self) -> int:
-        """Free one cleared chunk. Returns 1, or 0 if none is left."""
+        """Free one cleared chunk. Returns 1, or 0 if none is left.
+
+        Neighbours in the order of eviction come one after the other: most are neighbours in L1, whose pages merge when
+        they are freed. In any other order the pool would keep an extent for every few chunks meanwhile.
+        """
         while self._garbage:
-            if chunks := self._garbage[0].chunks:
-                _, chunk = chunks.popitem()
+            namespace = self._garbage[0]
+            if namespace.chunks:
+                chunk = self._freed_next
+                if chunk is None or chunk.namespace is not namespace or namespace.chunks.get(chunk.key) is None:
+                    chunk = namespace.chunks.pop()  # one that was removed while it is read may still be followed
+                else:
+                    namespace.chunks.remove(chunk.key)
+                self._freed_next = self.policy.younger(chunk)
                 self._free_or_track(chunk)
                 return 1
             self._garbage.popleft()
+        self._freed_next = None
         return 0
 
     def _end_one_lease(self) -> int:
@@ -386,8 +446,9 @@ class Cache:
             pages[chunk.namespace.model] += chunk.page_count
             leases += chunk.leases
             pins += chunk.pins
-            full = (1 << chunk.namespace.world_size) - 1
-            assert chunk.ready == (chunk.done == full), "READY without every rank's bytes, or the reverse"
+            masks = chunk.namespace.groups.masks
+            ready = sum(1 << group for group, mask in enumerate(masks) if chunk.done & mask == mask)
+            assert chunk.ready == ready, "READY without every rank's bytes, or the reverse"
             assert chunk.leases or chunk.pins or self.policy.tracks(chunk), "an idle chunk that eviction cannot find"
         count = chunks.total()
         assert count == self.index.chunk_count, f"{count} chunks, the index counts {self.index.chunk_count}"
@@ -440,7 +501,7 @@ class Cache:
         self.pool.free_pages(slots)
         pages = page_count(slots)
         chunk.namespace.model.pages -= pages
-        chunk.ready = False
+        chunk.ready = 0
         self.policy.untrack(chunk)
         return pages
 
@@ -469,7 +530,7 @@ class Cache:
         self.index.detach_chunk(chunk)
         self.evicted_chunks += 1
         chunk.namespace.model.evicted_chunks += 1
-        chunk.namespace.model.never_loaded_chunks += chunk.ready and not chunk.loaded
+        chunk.namespace.model.never_loaded_chunks += bool(chunk.ready) and not chunk.loaded
         self.evicted_pages += self._free_chunk(chunk)
         plan.evicted.append((chunk.namespace.id, chunk.key))
         self._evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)

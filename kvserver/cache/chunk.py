@@ -1,19 +1,23 @@
-"""One chunk of L1: the slots of all ranks under one key, and what holds them there.
+"""One chunk of L1: the objects of all groups under one key, and what holds them there.
 
-Ranks here are the ranks that store: one rank if all ranks have the same bytes, whatever the engine's world size.
+An object has a slot for each rank that stores its group: one slot if all ranks have the same bytes. `Groups` numbers them.
 
 Owns: a chunk's state and slots, its namespace, and the counts of a model. Refuses to know: what pages contain, deadlines
 of leases, copies. One thread uses it.
 
-A chunk is FILLING until every rank's bytes were copied whole, then READY. A chunk is detached if its namespace was
-cleared or if it left the index: lookups do not find it, and its pages are freed when its last pin ends.
+An object is FILLING until the bytes of its every slot were copied whole, then READY. A chunk is detached if its namespace
+was cleared or if it left the index: lookups do not find it, and its pages are freed when its last pin ends. The objects of
+a chunk age together and are evicted together.
 """
 
 from __future__ import annotations
 
+import secrets
 import sys
 from array import array
 
+from kvserver._native import KeyTable
+from kvserver.cache.groups import Groups
 from kvserver.cache.pages import page_count
 
 
@@ -32,66 +36,97 @@ class ModelUse:
 class Namespace:
     """The chunks that one set of engines may share. Setting `cleared` detaches all of them at once."""
 
-    __slots__ = ("chunks", "cleared", "id", "model", "world_size")
+    __slots__ = ("_left", "chunks", "cleared", "groups", "id", "model")
 
-    def __init__(self, id: bytes, world_size: int, model: ModelUse) -> None:
+    def __init__(self, id: bytes, groups: Groups, model: ModelUse) -> None:
         self.id = id
-        self.world_size = world_size
+        self.groups = groups
         self.model = model
-        self.chunks: dict[bytes, Chunk] = {}
+        self.chunks: KeyTable[Chunk] = KeyTable(secrets.randbits(64))  # by key
         self.cleared = False
+        self._left: Namespace | None = None
+
+    @property
+    def left(self) -> Namespace:
+        """The namespace of the chunks that have left this one: it is cleared, and equal in all else."""
+        if self._left is None:
+            self._left = Namespace(self.id, self.groups, self.model)
+            self._left.cleared = True
+        return self._left
 
 
 class Chunk:
-    """One chunk; an eviction policy adds its own state in a subclass. `done` and `filling` are bit sets of ranks; `ready` is done == all ranks.
+    """One chunk; an eviction policy adds its own state in a subclass. `done` is a bit set of slots; other slots are being filled.
 
-    `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted.
+    `ready` is a bit set of groups: those whose slots are all done. `pins` counts tickets, `leases` counts requests. A chunk
+    with either is not evicted.
     """
 
-    __slots__ = ("_slots", "done", "filling", "in_index", "key", "leases", "loaded", "namespace", "pins", "ready")
+    __slots__ = ("_slots", "done", "key", "leases", "loaded", "namespace", "pins", "ready")
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         self.namespace = namespace
         self.key = key
-        # One rank: its slot. Several ranks: for each rank the u32 offset in these bytes where its slot ends, then the
-        # slots. One object per rank would use more memory than the rest of a chunk.
+        # One slot: its bytes. Several slots: for each the u32 offset in these bytes where it ends, then the slots. One
+        # object per slot would use more memory than the rest of a chunk.
         self._slots = b""
         self.done = 0
-        self.filling = 0
-        self.ready = False
+        self.ready = 0
         self.loaded = False  # at least one rank has loaded it whole
         self.leases = 0
         self.pins = 0
-        self.in_index = True
 
     @property
     def detached(self) -> bool:
-        return self.namespace.cleared or not self.in_index
+        return self.namespace.cleared
 
-    def slot(self, rank: int) -> bytes:
-        """The rank's slot; b"" if the rank has none."""
-        if self.namespace.world_size == 1 or not self._slots:
+    @property
+    def empty(self) -> bool:
+        """It has no slot."""
+        return not self._joined
+
+    def has_slot(self, number: int) -> bool:
+        """Whether the slot is done or being filled."""
+        if self.namespace.groups.slot_count == 1 or not self._slots:
+            return bool(self._slots)
+        begin, end = self._bounds(number)
+        return begin < end
+
+    def slot(self, number: int) -> bytes:
+        """The slot; b"" if there is none."""
+        if self.namespace.groups.slot_count == 1 or not self._slots:
             return self._slots
-        begin, end = self._bounds(rank)
+        begin, end = self._bounds(number)
         return self._slots[begin:end]
 
-    def set_slot(self, rank: int, slot: bytes) -> None:
-        """Set the rank's slot; b"" removes it."""
-        ranks = self.namespace.world_size
-        if ranks == 1:
+    def set_slot(self, number: int, slot: bytes) -> None:
+        """Set the slot; b"" removes it."""
+        count = self.namespace.groups.slot_count
+        if count == 1:
             self._slots = slot
             return
         if not self._slots:
-            self._slots = array("I", [4 * ranks] * ranks).tobytes()
-        begin, end = self._bounds(rank)
-        ends = array("I", self._slots[: 4 * ranks])
+            self._slots = array("I", [4 * count] * count).tobytes()
+        begin, end = self._bounds(number)
+        ends = array("I", self._slots[: 4 * count])
         grown = len(slot) - (end - begin)
-        for later in range(rank, ranks):
+        for later in range(number, count):
             ends[later] += grown
-        self._slots = ends.tobytes() + self._slots[4 * ranks : begin] + slot + self._slots[end:]
+        self._slots = ends.tobytes() + self._slots[4 * count : begin] + slot + self._slots[end:]
+
+    def remove_object(self, group: int) -> bytes:
+        """Remove the group's slots and return them joined. REQUIRES: none is filled now."""
+        groups = self.namespace.groups
+        numbers = range(groups.first[group], groups.first[group] + groups.slots[group])
+        slots = b"".join([self.slot(number) for number in numbers])
+        for number in numbers:
+            self.set_slot(number, b"")
+        self.done &= ~groups.masks[group]
+        self.ready &= ~(1 << group)
+        return slots
 
     def remove_slots(self) -> bytes:
-        """Remove all ranks' slots and return them joined."""
+        """Remove all slots and return them joined."""
         slots, self._slots = self._joined, b""
         return slots
 
@@ -101,13 +136,11 @@ class Chunk:
 
     @property
     def _joined(self) -> bytes:
-        ranks = self.namespace.world_size
-        return self._slots if ranks == 1 else self._slots[4 * ranks :]
+        count = self.namespace.groups.slot_count
+        return self._slots if count == 1 else self._slots[4 * count :]
 
-    def _bounds(self, rank: int) -> tuple[int, int]:
-        """Where in `_slots` the rank's slot lies. REQUIRES: several ranks, one of which has a slot."""
-        before = 4 * rank
-        begin = (
-            int.from_bytes(self._slots[before - 4 : before], sys.byteorder) if rank else 4 * self.namespace.world_size
-        )
-        return begin, int.from_bytes(self._slots[before : before + 4], sys.byteorder)
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Where in `_slots` the slot lies. REQUIRES: several slots, one of which is set."""
+        at = 4 * number
+        begin = int.from_bytes(self._slots[at - 4 : at], sys.byteorder) if at else 4 * self.namespace.groups.slot_count
+        return begin, int.from_bytes(self._slots[at : at + 4], sys.byteorder)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
-from kvserver.protocol import bounded
+from kvserver.cache.groups import Groups
+from kvserver.protocol import KEY_BYTES, bounded
 
 
 class Index:
@@ -25,17 +26,22 @@ class Index:
     def find_namespace(self, id: bytes) -> Namespace | None:
         return self._namespaces.get(id)
 
+    def find_chunks(self, id: bytes, keys: bytes) -> list[Chunk | None]:
+        """One for each key; None where the namespace has none."""
+        namespace = self._namespaces.get(id)
+        return namespace.chunks.find(keys) if namespace is not None else [None] * (len(keys) // KEY_BYTES)
+
     def namespace_with(self, key: bytes, most: int) -> bytes:
         """The id of a namespace that has the key; b"" if none of the first `most` namespaces has it."""
         for namespace in islice(self._namespaces.values(), most):
-            if key in namespace.chunks:
+            if namespace.chunks.get(key) is not None:
                 return namespace.id
         return b""
 
-    def find_or_make_namespace(self, id: bytes, world_size: int, model_name: str = "") -> Namespace:
+    def find_or_make_namespace(self, id: bytes, groups: Groups, model_name: str = "") -> Namespace:
         """The namespace. A new one belongs to this model, and enters the index with its first chunk."""
-        found = self._namespaces.get(id) or Namespace(id, world_size, self._model(model_name))
-        assert found.world_size == world_size, "the world size is part of the fingerprint"
+        found = self._namespaces.get(id) or Namespace(id, groups, self._model(model_name))
+        assert found.groups.masks == groups.masks, "groups and ranks are part of the fingerprint"
         return found
 
     def _model(self, name: str) -> ModelUse:
@@ -44,19 +50,21 @@ class Index:
     def add_chunk(self, namespace: Namespace, key: bytes) -> Chunk:
         if not namespace.chunks:  # it is new, or detach_chunk() dropped it when it became empty
             self._namespaces[namespace.id] = namespace
-        chunk = namespace.chunks[key] = self._make_chunk(namespace, key)
+        chunk = self._make_chunk(namespace, key)
+        namespace.chunks.add(key, chunk)
         self.chunk_count += 1
         namespace.model.chunks += 1
         return chunk
 
     def detach_chunk(self, chunk: Chunk) -> None:
         """Detach one chunk. REQUIRES: not detached."""
-        del chunk.namespace.chunks[chunk.key]
-        chunk.in_index = False
+        namespace = chunk.namespace
+        namespace.chunks.remove(chunk.key)
+        chunk.namespace = namespace.left
         self.chunk_count -= 1
-        chunk.namespace.model.chunks -= 1
-        if not chunk.namespace.chunks and self._namespaces.get(chunk.namespace.id) is chunk.namespace:
-            del self._namespaces[chunk.namespace.id]
+        namespace.model.chunks -= 1
+        if not namespace.chunks and self._namespaces.get(namespace.id) is namespace:
+            del self._namespaces[namespace.id]
 
     def detach_namespace(self, id: bytes) -> Namespace | None:
         """Detach a whole namespace; the caller frees its chunks later."""

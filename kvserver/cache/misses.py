@@ -17,6 +17,9 @@ class MissReason(str, Enum):
     """The reason of one missed chunk; Cache.lookup() determines it."""
 
     EVICTED = "evicted"  # it was evicted, and EvictedKeys still remembers it
+    NO_BOUNDARY = (
+        "no_boundary"  # full attention's KV is resident, but a window's or a state's at no boundary behind the chunk
+    )
     FILLING = "filling"  # a store fills it now
     OTHER_NAMESPACE = "other_namespace"  # it is resident for engines that may not share KV with this one
     UNAVAILABLE = "unavailable"  # not all ranks are registered, or the device is lost: no chunk can be found
@@ -25,7 +28,10 @@ class MissReason(str, Enum):
 
 
 class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
-    """The first `hit_chunks` of `chunks` chunks were READY. The others are missed chunks; `hit_chunks` is the first one's position."""
+    """A hit at boundary `hit_chunks` of `chunks` chunks. The chunks behind it are missed; `hit_chunks` is the first one's position.
+
+    All full groups have the first `full_chunks`, which are more if other groups' objects are missing.
+    """
 
     chunks: int
     hit_chunks: int
@@ -33,6 +39,7 @@ class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
     missing_key: bytes = b""  # of the first missed chunk
     other_namespace: bytes = b""  # of OTHER_NAMESPACE: one that has the first missed chunk
     unavailable: str = ""  # of UNAVAILABLE: why no chunk could be found
+    full_chunks: int = 0
 
 
 class EvictedKeys:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvserver.protocol import Counted, ErrorCode, KVServerError, RegisterWorker
+from kvserver.protocol import Counted, ErrorCode, KVServerError, ObjectGroup, RegisterWorker
 
 # Part of every fingerprint: bump it when the arrangement of bytes in a slot changes.
-SLOT_FORMAT = "block,plane,run/1"
+SLOT_FORMAT = "block,plane,run/2"
 _BASE_BYTES = 32  # of a namespace's id: the fingerprint of the registration
 _EPOCH_BYTES = 64  # the fingerprint and the weights epoch
 
@@ -23,16 +23,19 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
     """KVServerError(RANKS_DISAGREE) names the first field in which two ranks of one instance differ."""
-    for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "replicated"):
+    for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "object_groups"):
         _check_same(name, getattr(first, name), getattr(other, name), first.rank, other.rank)
     fields, others = counted(first), counted(other)
     for name in sorted({*fields, *others}):
         if _digest(fields.get(name)) != _digest(others.get(name)):
             _check_same(name, fields.get(name), others.get(name), first.rank, other.rank)
-    if first.replicated:
+    replicated = {member for group in first.object_groups if group.replicated for member in group.members}
+    if replicated:
         _check_same("layout", first.layout, other.layout, first.rank, other.rank)
         for name, value in (("runs", "run_bytes"), ("groups", "group")):
-            stated = [[getattr(plane, value) for plane in spec.planes] for spec in (first, other)]
+            stated = [
+                [getattr(plane, value) for plane in spec.planes if plane.group in replicated] for spec in (first, other)
+            ]
             _check_same(name, stated[0], stated[1], first.rank, other.rank)
 
 
@@ -54,22 +57,18 @@ def _shown(value: object) -> str:
 
 def counted(spec: RegisterWorker) -> dict[str, Counted]:
     """The fields that must agree beside the geometry, by name. KVServerError if there are none."""
-    if spec.counted:
-        return {field.name: field for field in spec.counted}
-    if spec.identity is None:
-        raise KVServerError(ErrorCode.BAD_MESSAGE, "neither `$.counted` nor `$.identity` names what must agree")
-    texts = msgspec.structs.asdict(spec.identity)
-    return {f"identity.{name}": Counted(f"identity.{name}", text) for name, text in texts.items()}
+    if not spec.counted:
+        raise KVServerError(ErrorCode.BAD_MESSAGE, "`$.counted` is empty: it names what must agree")
+    return {field.name: field for field in spec.counted}
 
 
 def private_reason(ranks: Iterable[RegisterWorker]) -> str:
     """Why an instance shares KV with no other incarnation; empty if it does share."""
-    reasons = (rank.private or (rank.identity.private if rank.identity is not None else "") for rank in ranks)
-    return next(filter(None, reasons), "")
+    return next(filter(None, (rank.private for rank in ranks)), "")
 
 
 def fingerprint(ranks: list[RegisterWorker]) -> bytes:
-    """32 bytes over the counted fields, block and chunk tokens, replication, each rank's layout, groups, run lengths.
+    """32 bytes over the counted fields, chunk tokens, object groups, each rank's layout, groups, run lengths.
 
     The fingerprint of a private instance also covers its incarnation.
 
@@ -81,9 +80,8 @@ def fingerprint(ranks: list[RegisterWorker]) -> bytes:
         SLOT_FORMAT,
         {field.name: field.digest for field in counted(first).values()},
         [first.instance_id, first.incarnation] if any(rank.private for rank in ranks) else [],
-        first.block_tokens,
-        first.chunk_blocks,
-        first.replicated,
+        first.chunk_tokens,
+        first.object_groups,
         [[rank.layout, [(plane.group, plane.run_bytes) for plane in rank.planes]] for rank in ranks],
     ]
     return hashlib.sha256(_encoder.encode(content)).digest()
@@ -99,14 +97,18 @@ def fingerprint_parts(ranks: Sequence[RegisterWorker]) -> Iterator[tuple[str, ob
         yield name, field.digest, field.value
     private = private_reason(ranks) if any(rank.private for rank in ranks) else ""
     yield "private", [first.instance_id, first.incarnation] if private else [], private or "no"
-    yield "block_tokens", first.block_tokens, str(first.block_tokens)
-    yield "chunk_blocks", first.chunk_blocks, str(first.chunk_blocks)
-    yield "replicated", first.replicated, str(first.replicated)
+    yield "chunk_tokens", first.chunk_tokens, str(first.chunk_tokens)
+    yield "groups", first.object_groups, ", ".join(map(_group_text, first.object_groups))
     yield "ranks", len(ranks), str(len(ranks))
     yield "layout", [rank.layout for rank in ranks], ""
     runs = [[(plane.group, plane.run_bytes) for plane in rank.planes] for rank in ranks]
     bytes_per_block = sum(run_bytes for _, run_bytes in runs[0])
     yield "planes", runs, f"{len(runs[0])} of rank 0, {bytes_per_block} bytes a block"
+
+
+def _group_text(group: ObjectGroup) -> str:
+    tokens = f" {group.tokens}" if group.tokens else ""
+    return f"{group.kind}{tokens}{' replicated' if group.replicated else ''}: {len(group.members)} of {group.block_tokens} tokens"
 
 
 def with_variant(base: bytes, variant: str) -> bytes:

@@ -102,6 +102,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             description="Tokens per chunk. Smaller chunks find shorter prefixes; larger chunks cost less.",
         ),
     ] = 256
+    boundary_interval: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 31,
+            description="Tokens between boundaries at which windows and states are kept, beside the ends of prompts and requests and where "
+            "prompts part. 0: none. Smaller intervals find more of prompts that part for the first time, and use more of L1.",
+        ),
+    ] = 16384
     eviction_policy: Annotated[
         Literal["lru"], Meta(description="Which chunk is evicted from L1 first. lru: the least recently used one.")
     ] = "lru"

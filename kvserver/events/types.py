@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, get_args
 
 import msgspec
 
-from kvserver.cache import LookupOutcome
-from kvserver.protocol import ChunkContents, DescribeScheduler, Payload, RegisterWorker
+from kvserver.cache import WHOLE_CHUNKS, GroupObjects, LookupOutcome
+from kvserver.protocol import ChunkContents, DescribeScheduler, ObjectGroup, Payload, RegisterWorker
 
 
 class ResyncPart(enum.Enum):
@@ -43,6 +43,7 @@ class _OfCopy(_OfWorker, frozen=True):
 class _OfChunks(_OfInstance, frozen=True):
     namespace: bytes
     keys: bytes  # KEY_BYTES each
+    group: GroupObjects = WHOLE_CHUNKS  # these chunks' objects of other groups are stored and loaded by themselves
 
 
 # ---- instances and workers --------------------------------------------------------------------
@@ -65,6 +66,7 @@ class InstanceDescribed(_Event, frozen=True):
     namespace_prefix: bytes  # the instance can read the namespaces whose id begins with it
     chunk_blocks: int
     block_tokens: int
+    object_groups: tuple[ObjectGroup, ...] = ()  # (): one of full attention
 
 
 class NamespaceFormed(_OfInstance, frozen=True):
@@ -111,7 +113,10 @@ class CopyBegan(_OfCopy, frozen=True):
 
 
 class CopyEnded(_OfCopy, frozen=True):
-    """`device_ns`: time that the device spent on the copy. `outcome`: "done", or why the copy failed."""
+    """`device_ns`: time that the device spent on the copy. `outcome`: "done", or why the copy failed.
+
+    `chunks`: of the first object group. A request's copies of other groups have objects of the same chunks.
+    """
 
     began_ns: int
     chunks: int
@@ -157,7 +162,7 @@ class ErrorSent(_Event, frozen=True):
 
 
 class ChunksStored(_OfChunks, frozen=True):
-    """Chunks became READY by a store of the instance."""
+    """Objects became READY by a store of the instance."""
 
 
 class ChunksDescribed(_Event, frozen=True):
@@ -166,7 +171,8 @@ class ChunksDescribed(_Event, frozen=True):
     instance_id: str
     namespace: bytes
     keys: bytes
-    block_tokens: int
+    ready: tuple[tuple[GroupObjects, bytes], ...]  # those of `keys` whose objects of a group are READY already
+    block_tokens: int  # of the contents' blocks
     contents: ChunkContents
 
 
@@ -175,8 +181,11 @@ class ChunksLoaded(_OfChunks, frozen=True):
 
 
 class ChunksEvicted(_Event, frozen=True):
+    """Chunks were evicted with the objects of all groups; or the objects of one group were dropped, if `group` is set."""
+
     namespace: bytes
     keys: bytes
+    group: GroupObjects | None = None
 
 
 class L1Cleared(_Event, frozen=True):
@@ -186,7 +195,7 @@ class L1Cleared(_Event, frozen=True):
 
 
 class L1Resynced(_Event, frozen=True, tag="L1Recounted"):
-    """Part of a resync: all chunks that are READY, because events about chunks had been dropped.
+    """Part of a resync: all objects that are READY, because events about chunks had been dropped.
 
     A resync is one begin, any number of slices and one end. Other events go on between the slices.
     """
@@ -194,6 +203,7 @@ class L1Resynced(_Event, frozen=True, tag="L1Recounted"):
     part: ResyncPart
     namespace: bytes = b""
     keys: bytes = b""
+    group: GroupObjects = WHOLE_CHUNKS
 
 
 Event: TypeAlias = (

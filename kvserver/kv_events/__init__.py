@@ -12,6 +12,10 @@ from kvserver.kv_events.observers import Observers
 from kvserver.kv_events.publisher import NotOneTopic, Snapshot, make_publisher, publisher_families
 from kvserver.kv_events.snapshot import MOST_SNAPSHOT_SECONDS, Busy, Encoding, snapshot_parts
 from kvserver.kv_events.types import (
+    DirectEvent,
+    KeysCleared,
+    KeysRemoved,
+    KeysStored,
     KVChunk,
     KVEvent,
     KVRemoved,

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from kvserver.cache import GroupObjects
 from kvserver.events import ChunksDescribed
-from kvserver.kv_events.types import Description
-from kvserver.protocol import KEY_BYTES
+from kvserver.kv_events.types import CoarseDescription, Description
+from kvserver.protocol import KEY_BYTES, TOKEN_BYTES
 
 _NIL = b"\xc0"
 _DEEPEST = 2  # nested lists in a block's extra keys, such as vLLM's (identifier, offset)
@@ -49,6 +50,48 @@ def describe(event: ChunksDescribed) -> list[Description | None]:
         )
         parent = last
     return described
+
+
+def of_objects(chunk: Description, objects: GroupObjects) -> Description | None:
+    """Of the group's object of the chunk that is described. None if the hashes of the object's blocks are not known."""
+    if not objects.members:
+        return chunk
+    if isinstance(chunk, CoarseDescription):
+        chunk = chunk.chunk
+    step, rest = divmod(objects.block_tokens, chunk.block_tokens)  # a block's hash is the last one inside it
+    first = chunk.blocks - step * objects.blocks
+    if rest or first < 0:
+        return None
+    width, keys = chunk.hash_bytes, _raw_list.decode(chunk.extra_keys)[first:] if chunk.extra_keys else []
+    ends = range((first + step) * width, len(chunk.hashes) + 1, step * width)
+    found = Description(
+        width,
+        b"".join([chunk.hashes[end - width : end] for end in ends]),
+        chunk.hashes[(first - 1) * width : first * width] if first else chunk.parent,
+        chunk.tokens[first * chunk.block_tokens * TOKEN_BYTES :],
+        objects.block_tokens,
+        chunk.lora_name,
+        _joined([_merged(keys[at : at + step], chunk.block_tokens) for at in range(0, len(keys), step)]),
+        objects.members,
+    )
+    if step == 1 or objects.number:
+        return found
+    return CoarseDescription(*msgspec.structs.astuple(found), chunk=chunk)
+
+
+def _merged(parts: list[msgspec.Raw], block_tokens: int) -> bytes:
+    """The extra keys of one block that consists of smaller ones. Items have the offset from the start of their block."""
+    if len(parts) == 1:
+        return bytes(parts[0])
+    found: list[Any] = []
+    for number, part in enumerate(parts):
+        for key in _block_keys.decode(part) if bytes(part) != _NIL else ():
+            match key:
+                case [name, int(offset)]:
+                    key = [name, offset + number * block_tokens]
+            if key not in found:
+                found.append(key)
+    return msgspec.msgpack.encode(found) if found else _NIL
 
 
 def extra_keys_of(description: Description, first: int, last: int) -> bytes:

@@ -17,11 +17,11 @@ from itertools import islice
 from typing import TypeAlias
 
 from kvserver.kv_events.descriptions import extra_keys_of
-from kvserver.kv_events.ledger import Ledger
+from kvserver.kv_events.ledger import Ledgers
 from kvserver.kv_events.types import (
     Description,
+    DirectEvent,
     KVChunk,
-    KVEvent,
     KVRemoved,
     KVStored,
     ObserverContext,
@@ -79,7 +79,7 @@ class Feed:
         finally:
             self._lock.release()
 
-    def observe(self, event: KVEvent) -> None:
+    def observe(self, event: DirectEvent) -> None:
         with self._lock:
             match event:
                 case KVStored() | KVRemoved():
@@ -170,13 +170,13 @@ class _FeedCursor:
         self._events: deque[KVStored | KVRemoved] = deque()
         self._changes: Iterator[_Change] = iter(())  # of the snapshot, then of one event
         self._past_snapshot = False
-        self._ledgers = {tier: Ledger() for tier in Tier}  # used by the worker only
+        self._ledgers = Ledgers()  # used by the worker only
         self._start = self._end = 0  # cursors before and after the last reply
         self._last_reply: list[KVBlocks] = []
 
     @property
     def unbalanced(self) -> int:
-        return sum(ledger.unbalanced for ledger in self._ledgers.values())
+        return sum(ledger.unbalanced for ledger in list(self._ledgers.values()))
 
     @property
     def wants_work(self) -> bool:
@@ -226,12 +226,11 @@ class _FeedCursor:
         """In the worker's thread."""
         found: list[KVBlocks] = []
         for stored, tier, chunk in part:
-            description, ledger = chunk.description, self._ledgers[tier]
-            if description is None:
-                continue
+            description = chunk.description
+            groups, ledger = description.members, self._ledgers[tier, description.members]
             make = _stored_blocks if stored else _removed_blocks
             for first, last in ledger.stored(description) if stored else ledger.removed(description):
-                found += [make(tier, description, first, last, group) for group in range(self.reader.groups)]
+                found += [make(tier, description, first, last, group) for group in groups or range(self.reader.groups)]
         return found
 
     def matches(self, request: TakeKVEvents) -> bool:

@@ -3,15 +3,16 @@
 Chunks may share blocks: two prompts that differ inside a chunk, or the same tokens in two namespaces. A block is
 reported once when the first chunk with it is stored, and once when the last chunk with it is removed.
 
-Owns: the number of chunks with each block, in one tier, for one audience. Refuses to know: how blocks are published.
+Owns: the number of chunks with each block, in one tier and group, for one audience. Refuses to know: how blocks are published.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 
 from kvserver._native import HashCounts
-from kvserver.kv_events.types import Description
+from kvserver.kv_events.types import Description, Tier
 
 Run = tuple[int, int]  # blocks [first, last) of a chunk
 
@@ -38,6 +39,13 @@ class Ledger:
     @property
     def memory_bytes(self) -> int:
         return self._counts.memory_bytes
+
+
+class Ledgers(defaultdict[tuple[Tier, tuple[int, ...]], Ledger]):
+    """A ledger for each tier and the KV cache groups of a Description: groups name different blocks by the same hashes."""
+
+    def __init__(self) -> None:
+        super().__init__(Ledger)
 
 
 def _runs(flags: bytes) -> list[Run]:

@@ -69,7 +69,6 @@ def _chunks(event: KVStored | KVRemoved) -> dict[str, Any]:
 
 def _chunk(chunk: KVChunk) -> dict[str, Any]:
     description = chunk.description
-    if description is None:
-        return {"key": chunk.key.hex(), "described": False}
     tokens = len(description.tokens) // TOKEN_BYTES
-    return {"key": chunk.key.hex(), "described": True, "blocks": description.blocks, "tokens": tokens}
+    groups = {"groups": list(description.members)} if description.members else {}
+    return {"key": chunk.key.hex(), "blocks": description.blocks, "tokens": tokens, **groups}

@@ -18,7 +18,11 @@ import msgspec
 from kvserver.events import QUEUE_COST, Runner
 from kvserver.kv_events.types import (
     GROUP,
-    KVEvent,
+    DirectEvent,
+    DirectObserver,
+    KeysCleared,
+    KeysRemoved,
+    KeysStored,
     KVEventObserver,
     KVRemoved,
     KVStored,
@@ -39,13 +43,14 @@ class Observers:
         self,
         context: ObserverContext,
         own: Mapping[str, KVEventObserver | None],
-        direct: Mapping[str, KVEventObserver],
+        direct: Mapping[str, DirectObserver],
         limit: int = QUEUE_COST,
         stall_seconds: float = STALL_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         """`own`: the daemon's observers by name. `direct`: those that change memory only, for a bounded number of chunks an
-        event, so that hand_over() can call them. ConfigError if the settings name an observer that is not installed.
+        event or without the GIL, so that hand_over() can call them. ConfigError if the settings name an observer that is
+        not installed.
         """
         self._limit, self._stall_seconds, self._close_seconds = limit, stall_seconds, close_seconds
         self._direct = [_Direct(name, observer) for name, observer in direct.items()]
@@ -60,13 +65,15 @@ class Observers:
             self.close()
             raise
 
-    def hand_over(self, event: KVEvent) -> None:
-        """Hand the event to every observer. Never waits."""
+    def hand_over(self, event: DirectEvent) -> None:
+        """Hand the event to every observer, keys alone only to direct observers. Never waits."""
         for direct in self._direct:
             direct.observe(event)
+        if isinstance(event, KeysStored | KeysRemoved | KeysCleared):
+            return
         size = 0
         if isinstance(event, KVStored | KVRemoved):
-            size = sum(chunk.description.size for chunk in event.chunks if chunk.description is not None)
+            size = sum(chunk.description.size for chunk in event.chunks)
         for threaded in self._threaded:
             if not threaded.runner.put(event, size):
                 threaded.runner.cut_off("it did not keep up: its queue was full")
@@ -184,15 +191,16 @@ class _Threaded(_Observed):
 class _Direct(_Observed):
     """One that hand_over() and tick() call."""
 
-    def __init__(self, name: str, observer: KVEventObserver) -> None:
+    def __init__(self, name: str, observer: DirectObserver) -> None:
         super().__init__(name, observer)
+        self._call = observer.observe
         self.reason = ""  # why it is not called any more
         self.handled = 0
 
-    def observe(self, event: KVEvent) -> None:
+    def observe(self, event: DirectEvent) -> None:
         if not self.reason:
             try:
-                self._observer.observe(event)
+                self._call(event)
                 self.handled += 1
             except BaseException as error:
                 self._cut_off(error)

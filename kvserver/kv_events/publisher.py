@@ -114,12 +114,12 @@ class ZmqPublisher:
         with self._lock:
             match event:
                 case KVStored():
-                    if described := [chunk for chunk in event.chunks if chunk.description is not None]:
-                        self._resident.add(event.tier, event.namespace, described)
+                    self._resident.add(event.tier, event.namespace, event.chunks)
                     for stream in self._streams.values():
                         stream.stored(event)
                 case KVRemoved():
-                    self._resident.remove(event.tier, event.namespace, [chunk.key for chunk in event.chunks])
+                    for chunk in event.chunks:
+                        self._resident.remove(event.tier, event.namespace, chunk.description.members, [chunk.key])
                     for stream in self._streams.values():
                         stream.removed(event)
                 case ReaderConnected():

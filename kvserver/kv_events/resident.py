@@ -1,6 +1,6 @@
-"""Which chunks are in each tier after an event: the hub's after the last one, the publisher's after those it received.
+"""Which described objects are in each tier after an event: the hub's after the last one, the publisher's after those it received.
 
-Owns: references to these chunks, by tier, namespace and key. Refuses to know: what was published to whom.
+Owns: references to these, by tier, namespace, KV cache groups and key. Refuses to know: what was published to whom.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ from typing import TypeAlias
 from kvserver.cache import epoch_of
 from kvserver.kv_events.types import Description, KVChunk, Tier
 
-Name: TypeAlias = tuple[Tier, bytes, bytes]  # tier, namespace and key of a chunk
+Members: TypeAlias = tuple[int, ...]  # as of a Description
+Name: TypeAlias = tuple[Tier, bytes, Members, bytes]  # tier, namespace, KV cache groups and key
 
 
 class ResidentChunks:
     def __init__(self) -> None:
-        self.places: dict[tuple[Tier, bytes], dict[bytes, KVChunk]] = {}  # by tier and namespace; none is empty
+        # By tier and namespace, then by KV cache groups; none is empty.
+        self.places: dict[tuple[Tier, bytes], dict[Members, dict[bytes, KVChunk]]] = {}
 
     def add(self, tier: Tier, namespace: bytes, chunks: Iterable[KVChunk]) -> None:
-        """REQUIRES: at least one chunk."""
-        self.places.setdefault((tier, namespace), {}).update((chunk.key, chunk) for chunk in chunks)
+        for chunk in chunks:
+            groups = self.places.setdefault((tier, namespace), {})
+            groups.setdefault(chunk.description.members, {})[chunk.key] = chunk
 
-    def remove(self, tier: Tier, namespace: bytes, keys: Iterable[bytes]) -> list[KVChunk]:
+    def remove(self, tier: Tier, namespace: bytes, members: Members, keys: Iterable[bytes]) -> list[KVChunk]:
         """Returns the chunks that were resident."""
-        chunks = self.places.get((tier, namespace), {})
+        groups = self.places.get((tier, namespace), {})
+        chunks = groups.get(members, {})
         removed = [chunk for key in keys if (chunk := chunks.pop(key, None)) is not None]
         if removed and not chunks:
-            del self.places[tier, namespace]
+            del groups[members]
+            if not groups:
+                del self.places[tier, namespace]
         return removed
 
     def __contains__(self, prefix: bytes) -> bool:
@@ -35,8 +41,8 @@ class ResidentChunks:
         return any(epoch_of(namespace) == prefix for _, namespace in self.places)
 
     def within(self, prefix: bytes) -> Iterator[tuple[Name, Description]]:
-        """The described chunks in that namespace prefix."""
-        for (tier, namespace), chunks in self.places.items():
-            for key, chunk in chunks.items() if epoch_of(namespace) == prefix else ():
-                if chunk.description is not None:
-                    yield (tier, namespace, key), chunk.description
+        """The chunks in that namespace prefix."""
+        for (tier, namespace), groups in self.places.items():
+            for members, chunks in groups.items() if epoch_of(namespace) == prefix else ():
+                for key, chunk in chunks.items():
+                    yield (tier, namespace, members, key), chunk.description

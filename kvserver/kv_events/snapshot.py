@@ -23,7 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvserver.kv_events.publisher import Snapshot
-from kvserver.kv_events.wire import Form, stored_events
+from kvserver.kv_events.wire import Form, numbered, stored_events
 
 Encoding = Literal["json", "msgpack"]
 FORMAT = "kvserver-kv-snapshot/1"
@@ -59,7 +59,7 @@ def _in_time(slices: Iterator[bytes]) -> Iterator[bytes]:
 def _encoded(snapshot: Snapshot, encoding: Encoding) -> Iterator[bytes]:
     encode = _json_line if encoding == "json" else msgspec.msgpack.encode
     form: Form = "hex" if encoding == "json" and snapshot.hash_form == "bytes" else snapshot.hash_form
-    events = len(snapshot.chunks) * max(1, len(snapshot.groups))
+    events = sum(len(numbered(snapshot.groups, chunk.members)) for _, chunk in snapshot.chunks)
     if encoding == "msgpack":
         yield b"\xdd" + (1 + events).to_bytes(4, "big")  # the head of a msgpack array
     yield encode(

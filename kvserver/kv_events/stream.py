@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvserver.cache import epoch_of
-from kvserver.kv_events.ledger import Ledger
-from kvserver.kv_events.resident import Name, ResidentChunks
+from kvserver.kv_events.ledger import Ledgers
+from kvserver.kv_events.resident import Members, Name, ResidentChunks
 from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
 from kvserver.kv_events.wire import Form, Writer, batch
 from kvserver.protocol import KVGroup
@@ -70,7 +70,7 @@ class View:
         self.rank = rank
         self.first = first  # the payload of the stream's first batch
         self.prefixes: set[bytes] = set()
-        self.ledgers = {tier: Ledger() for tier in Tier}
+        self.ledgers = Ledgers()
         self.waiting: dict[Name, Description] = {}
         self.leaving: list[tuple[Tier, Description]] = []
         self.events: list[bytes] = []  # of the open batch
@@ -172,17 +172,15 @@ class Stream:
         for view in self.views.values():
             if prefix in view.prefixes:
                 for chunk in event.chunks:
-                    if chunk.description is not None:
-                        self._announce_stored(view, event.tier, chunk.description)
+                    self._announce_stored(view, event.tier, chunk.description)
 
     def removed(self, event: KVRemoved) -> None:
         prefix = epoch_of(event.namespace)
         for view in self.views.values():
             if prefix in view.prefixes:
-                names = [((event.tier, event.namespace, chunk.key), chunk.description) for chunk in event.chunks]
-                announced = [
-                    chunk for name, chunk in names if view.waiting.pop(name, None) is None and chunk is not None
-                ]
+                place, chunks = (event.tier, event.namespace), [(each.key, each.description) for each in event.chunks]
+                waited = [view.waiting.pop((*place, chunk.members, key), None) for key, chunk in chunks]
+                announced = [chunk for (_, chunk), before in zip(chunks, waited, strict=True) if before is None]
                 self._announce_removed(view, event.tier, announced)
 
     @property
@@ -199,23 +197,24 @@ class Stream:
                 del view.leaving[-_SLICE:]
             else:
                 for _ in range(min(_SLICE, len(view.waiting))):
-                    (tier, _, _), chunk = view.waiting.popitem()
+                    (tier, *_), chunk = view.waiting.popitem()
                     self._announce_stored(view, tier, chunk)
 
     def _announce_stored(self, view: View, tier: Tier, chunk: Description) -> None:
-        for run in view.ledgers[tier].stored(chunk):
+        for run in view.ledgers[tier, chunk.members].stored(chunk):
             self._add(view, self._writer.stored(chunk, run, tier, self.groups), run[1] - run[0])
 
     def _announce_removed(self, view: View, tier: Tier, chunks: Iterable[Description]) -> None:
-        removed: dict[int, bytearray] = {}  # by bytes of a hash
+        removed: dict[tuple[int, Members], bytearray] = {}  # by bytes of a hash and KV cache groups
         for chunk in chunks:
-            hashes, width = removed.setdefault(chunk.hash_bytes, bytearray()), chunk.hash_bytes
-            for first, last in view.ledgers[tier].removed(chunk):
+            width, members = chunk.hash_bytes, chunk.members
+            hashes = removed.setdefault((width, members), bytearray())
+            for first, last in view.ledgers[tier, members].removed(chunk):
                 hashes += chunk.hashes[first * width : last * width]
-        for width, hashes in removed.items():
+        for (width, members), hashes in removed.items():
             for at in range(0, len(hashes), MOST_HASHES * width):
                 some = bytes(hashes[at : at + MOST_HASHES * width])
-                self._add(view, self._writer.removed(some, width, tier, self.groups), len(some) // width)
+                self._add(view, self._writer.removed(some, width, tier, self.groups, members), len(some) // width)
 
     # ---- batches --------------------------------------------------------------------------------
 

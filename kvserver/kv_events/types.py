@@ -2,21 +2,21 @@
 
 Owns: the typed events, the description of a chunk, the observer's interface. Refuses to know: how events are made or used.
 
-For each chunk and tier an observer receives KVStored and KVRemoved in turn, KVStored first. Events are immutable, and
-shared between observers.
+For each described chunk and tier an observer receives KVStored and KVRemoved in turn, KVStored first. Events are immutable,
+and shared between observers. Direct observers also receive the keys of all chunks, described or not.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import msgspec
 
 from kvserver.config import Settings
-from kvserver.protocol import DescribeScheduler
+from kvserver.protocol import DescribeScheduler, ObjectGroup
 
 GROUP = "kvserver.kv_event_observers"  # the entry point group
 
@@ -29,15 +29,16 @@ class Tier(enum.Enum):
 
 
 class Description(msgspec.Struct, frozen=True, gc=False):
-    """What is in a chunk, as reported by the engine that stored it."""
+    """What is in an object, as reported by the engine that stored it: the last blocks of a chunk, mostly all of them."""
 
     hash_bytes: int
-    hashes: bytes  # of the chunk's blocks, hash_bytes each
+    hashes: bytes  # of the blocks, hash_bytes each
     parent: bytes  # the hash of the block before; b"" at the start of a prompt
     tokens: bytes  # u32 little-endian, block_tokens for each block
     block_tokens: int
     lora_name: str = ""
     extra_keys: bytes = b""  # msgpack: a list with an array or nil for each block; b"": all nil
+    members: tuple[int, ...] = ()  # KV cache groups that have the blocks, as the engine numbers them; (): all
 
     @property
     def blocks(self) -> int:
@@ -49,11 +50,21 @@ class Description(msgspec.Struct, frozen=True, gc=False):
         return 320 + len(self.hashes) + len(self.parent) + len(self.tokens) + len(self.extra_keys)
 
 
+class CoarseDescription(Description, frozen=True, gc=False, kw_only=True):
+    """Of the first group's object, where other groups have smaller blocks: `chunk` describes their objects."""
+
+    chunk: Description
+
+    @property
+    def size(self) -> int:
+        return super().size + self.chunk.size - len(self.tokens)  # which are the chunk's
+
+
 class KVChunk(msgspec.Struct, frozen=True, gc=False):
-    """One chunk in a tier. `description` is None if no engine described the chunk."""
+    """One chunk in a tier; of an engine with several object groups, its object of one of them (`description.members`)."""
 
     key: bytes
-    description: Description | None = None
+    description: Description
 
 
 class _KVEvent(msgspec.Struct, frozen=True, tag=True):
@@ -62,7 +73,7 @@ class _KVEvent(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVStored(_KVEvent, frozen=True):
-    """These chunks became READY in the tier. `instance_id`: the instance that stored them; "" if unknown."""
+    """These chunks are READY in the tier and described. `instance_id`: the instance that stored or described them; "" if unknown."""
 
     tier: Tier
     namespace: bytes
@@ -88,6 +99,7 @@ class ReaderConnected(_KVEvent, frozen=True, tag="ReaderCame"):
     namespace_prefix: bytes = msgspec.field(name="reach")
     chunk_blocks: int
     block_tokens: int
+    object_groups: tuple[ObjectGroup, ...] = ()  # (): one of full attention
 
     @property
     def instance_id(self) -> str:
@@ -106,7 +118,35 @@ class ReaderDisconnected(_KVEvent, frozen=True, tag="ReaderGone"):
 ReaderCame, ReaderGone = ReaderConnected, ReaderDisconnected  # the earlier names, for others' observers
 
 KVEvent: TypeAlias = KVStored | KVRemoved | ReaderConnected | ReaderDisconnected
-MOST_CHUNKS = 256  # in one KVStored or KVRemoved
+MOST_CHUNKS = 256  # in one event
+
+
+class KeysStored(msgspec.Struct, frozen=True, gc=False):
+    """These chunks' objects of a group became READY in the tier."""
+
+    tier: Tier
+    namespace: bytes
+    keys: Sequence[bytes]
+    group: int = 0  # number of the object group
+
+
+class KeysRemoved(msgspec.Struct, frozen=True, gc=False):
+    """These chunks' objects left the tier. Some may never have been READY."""
+
+    tier: Tier
+    namespace: bytes
+    keys: Sequence[bytes]
+    group: int | None = None  # None: of all groups
+
+
+class KeysCleared(msgspec.Struct, frozen=True, gc=False):
+    """All chunks of the namespaces whose id begins with `namespace_prefix` left the tier. The prefix has no part of a LoRA."""
+
+    tier: Tier
+    namespace_prefix: bytes
+
+
+DirectEvent: TypeAlias = KVEvent | KeysStored | KeysRemoved | KeysCleared
 
 
 class KVEventObserver(Protocol):
@@ -120,7 +160,13 @@ class KVEventObserver(Protocol):
     def observe(self, event: KVEvent) -> None: ...
 
 
-# From a namespace prefix to the number of the last event and all chunks that are in L1 after that event.
+class DirectObserver(Protocol):
+    """The daemon's own observer that is called in the hub's thread; it may have the same two methods."""
+
+    def observe(self, event: DirectEvent) -> None: ...
+
+
+# From a namespace prefix to the number of the last event and the described chunks that are in L1 after that event.
 Snapshot: TypeAlias = Callable[[bytes], tuple[int, list[KVChunk]]]
 
 

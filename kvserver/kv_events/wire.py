@@ -7,12 +7,13 @@ Owns: the structs, and the form of hashes. Refuses to know: sequences, topics, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from kvserver.kv_events.ledger import Run
+from kvserver.kv_events.resident import Members
 from kvserver.kv_events.types import Description, Tier
 from kvserver.protocol import KVGroup
 
@@ -73,13 +74,13 @@ def stored_events(
     form: Form,
     kind: type[BlockStored] = BlockStored,
 ) -> Iterator[BlockStored]:
-    """One event for each KV cache group. `run`: the chunk's blocks that the event names."""
+    """One event for each KV cache group that has the blocks. `run`: the chunk's blocks that the event names."""
     first, last = run
     hashes = _hashes(chunk.hashes, chunk.hash_bytes, form)
     parent = hashes[first - 1] if first else (_hashes(chunk.parent, chunk.hash_bytes, form) or [None])[0]
     tokens = memoryview(chunk.tokens).cast("I")[first * chunk.block_tokens : last * chunk.block_tokens].tolist()
     extra_keys = _extra_keys(chunk)
-    for index, group in _numbered(groups):
+    for index, group in numbered(groups, chunk.members):
         yield kind(
             block_hashes=hashes[first:last],
             parent_block_hash=parent,
@@ -107,16 +108,21 @@ class Writer:
     def stored(self, chunk: Description, run: Run, tier: Tier, groups: tuple[KVGroup, ...]) -> list[bytes]:
         return [_encoder.encode(event) for event in stored_events(chunk, run, tier, groups, self._form, self._stored)]
 
-    def removed(self, hashes: bytes, hash_bytes: int, tier: Tier, groups: tuple[KVGroup, ...]) -> list[bytes]:
+    def removed(
+        self, hashes: bytes, hash_bytes: int, tier: Tier, groups: tuple[KVGroup, ...], members: Members = ()
+    ) -> list[bytes]:
         named = _hashes(hashes, hash_bytes, self._form)
-        return [_encoder.encode(self._removed(named, tier.value, index)) for index, _ in _numbered(groups)]
+        return [_encoder.encode(self._removed(named, tier.value, index)) for index, _ in numbered(groups, members)]
 
 
 def batch(time: float, events: list[bytes], rank: int) -> bytes:
     return _encoder.encode(_Batch(time, [msgspec.Raw(event) for event in events], rank))
 
 
-def _numbered(groups: tuple[KVGroup, ...]) -> list[tuple[int | None, KVGroup | None]]:
+def numbered(groups: tuple[KVGroup, ...], members: Members) -> Sequence[tuple[int | None, KVGroup | None]]:
+    """The KV cache groups `members` and what is known of each; all `groups` if there are no members."""
+    if members:
+        return [(index, groups[index] if index < len(groups) else None) for index in members]
     return [*enumerate(groups)] or [(None, None)]
 
 

@@ -3,6 +3,7 @@
 from kvserver.protocol.endpoint import default_endpoint, stranger_at
 from kvserver.protocol.errors import CONNECTION_REFUSED, ConfigError, ErrorCode, KVServerError
 from kvserver.protocol.fields import CONTENT_BYTES, KEY_BYTES, MAX_CHUNKS, TOKEN_BYTES, Label, Name, Text
+from kvserver.protocol.groups import MAX_OBJECT_GROUPS, ObjectGroup, check_object_groups, chunk_tokens_for
 from kvserver.protocol.measurements import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,
@@ -46,7 +47,6 @@ from kvserver.protocol.messages import (
     Lookup,
     LookupReply,
     Memory,
-    ModelIdentity,
     Owned,
     Payload,
     Registered,
@@ -71,7 +71,7 @@ from kvserver.protocol.messages import (
     decode_request,
     encode,
 )
-from kvserver.protocol.planes import Plane, block_bytes, group_count
+from kvserver.protocol.planes import Plane, block_bytes, group_count, planes_of
 from kvserver.protocol.routing import (
     MOST_EXTRA_KEY_BYTES,
     ChunkContents,

@@ -11,7 +11,6 @@ class KVEventsStatus(Struct, frozen=True, kw_only=True):
     """The events that are published to routers and engines."""
 
     events: int = 0
-    chunks: int = 0
     described_chunks: int = 0
     state_bytes: int = 0
     unannounced: dict[str, int] = {}  # chunks, by reason

@@ -16,7 +16,7 @@ redefine a field of an array needs a new PROTOCOL_VERSION.
 Owns: the structs, the version and the decoders. Refuses to know: what any message means to the cache.
 
 Units: `*_ns` is CLOCK_MONOTONIC nanoseconds; `keys` is KEY_BYTES bytes per chunk; `block_ids` is a list of
-u32 as `_native.pack_blocks` makes it, one per KV cache group for each block position: [position][group].
+u32 as `_native.pack_blocks` makes it, one per member of the object group for each position: [position][member].
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from kvserver.protocol.fields import (
     Tokens,
     Unsigned,
 )
-from kvserver.protocol.planes import Plane
+from kvserver.protocol.groups import MAX_OBJECT_GROUPS, ObjectGroup
+from kvserver.protocol.planes import Plane, group_count
 from kvserver.protocol.routing import ChunkContents, DescribeScheduler, EngineLoad, KVEventsTaken, TakeKVEvents
 
-PROTOCOL_VERSION = 4
-OLDEST_PROTOCOL_VERSION = 3  # that the server speaks: it registers a ModelIdentity instead of counted fields
+PROTOCOL_VERSION = 5
+OLDEST_PROTOCOL_VERSION = 4  # that the server speaks: its engines store all KV cache groups as one object group
 REGISTERED = "registered"  # HelloReply.standing: all ranks have registered and agree
 MAX_REPORTED_BLOCKS = 1 << 16  # in one message, also if a few bytes name more
 REQUEST_ID_BYTES = 8
@@ -107,19 +108,6 @@ class Counted(msgspec.Struct, frozen=True, array_like=True):
     value: Label = ""  # for people; empty for fields that contain a place or a secret
 
 
-class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Protocol 3: facts beside geometry that must agree before KV may be shared. Opaque to the server."""
-
-    model: Text  # resolved commit, or a fingerprint of the local files
-    overrides: Text = ""  # hf_overrides, rope
-    dtype: Label
-    kv_dtype: Label
-    quantization: Text = ""
-    parallel: Label  # TP/PP sizes and the layout of ranks
-    hash_algorithm: Label
-    private: Label = ""  # non-empty: KV is shared only with engines that send the same text
-
-
 # ---- requests ---------------------------------------------------------------------------------
 
 
@@ -143,14 +131,25 @@ class RegisterWorker(Message):
     words: Annotated[int, Meta(gt=0, le=1 << 20)]  # state words in the page behind the last descriptor
     planes: Annotated[list[Plane], Meta(min_length=1, max_length=65536)]
     num_blocks: Positive
-    block_tokens: Positive
-    chunk_blocks: Positive  # blocks per chunk, from HelloReply.chunk_tokens
-    identity: ModelIdentity | None = None  # protocol 3
+    block_tokens: Positive  # of groups[0]
+    chunk_blocks: Positive  # blocks of groups[0] in a chunk, by chunk_tokens_for(HelloReply.chunk_tokens)
     layout: Text = ""  # how this rank's blocks are arranged: layers, shapes, strides, attention backends
-    replicated: bool = False  # all ranks hold the same bytes (MLA): rank 0 stores them, any rank loads them
+    replicated: bool = False  # protocol 4: ObjectGroup.replicated of the one group
     counted: Annotated[tuple[Counted, ...], Meta(max_length=4096)] = ()  # the facts that must agree beside geometry
     private: Text = ""  # why KV is shared with no other incarnation; "" if it is
     has_computed: bool = False  # this incarnation has run a step: its blocks may have content
+    # Full attention first. Empty, as protocol 4 has it: one full group, whose members are all groups of the planes.
+    groups: Annotated[tuple[ObjectGroup, ...], Meta(max_length=MAX_OBJECT_GROUPS)] = ()
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.block_tokens * self.chunk_blocks
+
+    @property
+    def object_groups(self) -> tuple[ObjectGroup, ...]:
+        """`groups`, also of protocol 4."""
+        members = tuple(range(group_count(self.planes)))
+        return self.groups or (ObjectGroup("full", members, self.block_tokens, replicated=self.replicated),)
 
 
 class UnregisterWorker(Message):
@@ -159,12 +158,12 @@ class UnregisterWorker(Message):
 
 
 class Lookup(ArrayMessage):
-    """Request the number of leading READY chunks, and a lease on them for the request."""
+    """Request the greatest boundary at which the request can go on, and a lease on what a load up to it needs."""
 
     instance_id: Name
     incarnation: Name
     request_id: Name
-    chunk_blocks: Positive
+    chunk_blocks: Positive  # as registered
     keys: Keys
     variant: Label = ""  # may differ within one registration: start of the hash chain, weights epoch, LoRA
     tokens: Unsigned = 0  # of the whole prompt, also beyond the last full chunk; 0: not stated
@@ -174,9 +173,9 @@ class Lookup(ArrayMessage):
 class _Copy(ArrayMessage):  # closed: a new field goes to the end of Store and of Retrieve
     boot_id: Label
     registration: Unsigned
-    chunk_blocks: Positive
+    chunk_blocks: Positive  # object_blocks of the group
     keys: Keys
-    block_ids: bytes
+    block_ids: bytes  # [position][member of the group]
     word: Small  # index of the state word
     sequence: Unsigned  # the number that the word was armed with
     deadline_ns: Unsigned
@@ -184,21 +183,29 @@ class _Copy(ArrayMessage):  # closed: a new field goes to the end of Store and o
 
 
 class Store(_Copy):
-    """Copy whole chunks from L0 to L1: chunk_blocks positions for each key."""
+    """Copy the objects of one group from L0 to L1: chunk_blocks positions for each key."""
 
     request_id: Label = ""  # only if HelloReply.traces
-    contents: ChunkContents | None = None  # only if HelloReply.kv_events, and from one rank
+    contents: ChunkContents | None = None  # only if HelloReply.kv_events, of group 0, and from one rank
+    group: Small = 0  # number of the object group
+    dropped: Keys = b""  # the group's objects that no kept boundary needs once these are stored
+    # Which chunk of its prompt the first key is. Of a replicated group rank r copies chunk n if n % world_size == r; each rank
+    # sends all keys. Protocol 4: rank 0 copies all.
+    first_chunk: Unsigned = 0
 
 
 class Retrieve(_Copy):
-    """Copy chunks from L1 to L0.
+    """Copy objects of one group from L1 to L0. A load of a model with several groups is one Retrieve for each.
 
-    `block_ids` omits the first `skip_blocks` positions of the first chunk, and may omit the last positions of the
-    last chunk. With several groups, id 0 excludes one group of a position from the copy, but not all groups.
+    `block_ids` omits the first `skip_blocks` positions of the first object, and may omit the last positions of the
+    last object. With several members, id 0 excludes one member of a position from the copy, but not all members.
     """
 
     skip_blocks: Small = 0
     request_id: Label = ""  # older engines: only if HelloReply.traces
+    group: Small = 0  # number of the object group; one Retrieve of a load is of group 0
+    tokens: Tokens = 0  # that the engine need not compute after this load; 0: those of the block ids
+    messages: Annotated[int, Meta(gt=0, le=MAX_OBJECT_GROUPS)] = 1  # of this rank that the load consists of
 
 
 class Clear(Message):
@@ -309,6 +316,7 @@ class HelloReply(Message):
     token: str
     traces: bool = False  # whether a Store should carry its request_id; a Retrieve always does
     kv_events: bool = False  # whether a Store should carry the contents of its chunks
+    boundary_interval: int = 0  # tokens between boundaries to keep beside the ends of prompts and requests; 0: none
     lease_seconds: float = 0.0  # how long a lookup protects the chunks that it found; 0: not stated
     standing: str = ""  # state of the engine that Hello named: REGISTERED, or an error code; "": not stated
     standing_text: str = ""  # the same state for people
@@ -325,12 +333,15 @@ class Unregistered(Message):
 
 class LookupReply(Message):
     hit_chunks: int
+    full_chunks: int = (
+        0  # leading chunks that all full groups have: hit_chunks, or more if other groups' objects are missing
+    )
 
 
 class Stored(Message):
     """`stored` chunks were copied; `skipped` chunks were resident or being stored; `starved` chunks found no space.
 
-    If ranks are replicated, all chunks of ranks other than 0 are skipped: rank 0 stores the same bytes.
+    Of a replicated group the chunks that other ranks copy are skipped.
     """
 
     stored: int

@@ -5,6 +5,7 @@ Owns: `Plane`. Refuses to know: layers, heads, dtypes, tensors.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 import msgspec
@@ -29,8 +30,13 @@ class Plane(msgspec.Struct, frozen=True):
     group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0
 
 
+def planes_of(planes: Sequence[Plane], groups: Collection[int]) -> list[Plane]:
+    """The planes of these KV cache groups."""
+    return [plane for plane in planes if plane.group in groups]
+
+
 def block_bytes(planes: list[Plane]) -> int:
-    """Bytes of one block over all planes: its size in a slot."""
+    """Bytes of one position over all planes: its size in a slot."""
     return sum(plane.run_bytes for plane in planes)
 
 

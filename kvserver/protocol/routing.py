@@ -28,12 +28,13 @@ MOST_EXTRA_KEY_BYTES = 1024  # for each block of a ChunkContents
 class ChunkContents(msgspec.Struct, array_like=True, frozen=True):
     """The contents of a Store's chunks, which are consecutive chunks of one prompt.
 
-    A chunk's key is the hash of its last block, padded with zeros.
+    A chunk's key is the hash of its last block, padded with zeros. Where the blocks of KV cache groups differ in size, the
+    blocks here are what every size is a multiple of.
     """
 
     hash_bytes: HashBytes
-    hashes: bytes  # of all blocks in order: chunk_blocks hashes for each chunk
-    tokens: bytes  # u32 little-endian: block_tokens token ids for each block
+    hashes: bytes  # of all blocks in order, as many for each chunk
+    tokens: bytes  # u32 little-endian: the token ids of all blocks
     parent: Hash = b""  # hash of the block before the first; empty at the start of a prompt
     lora_name: Label = ""
     extra_keys: bytes = b""  # msgpack: a list with an array or nil for each block; empty if all are nil

@@ -11,6 +11,7 @@ found until the engine clears its cache.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from kvserver._native import PrefixIndex
 from kvserver.protocol.kv_status import EngineEventsStatus
@@ -20,34 +21,40 @@ FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that
 
 
 class EngineBlocks:
-    """An engine's blocks in the index, with 8 bytes of each hash. Keeps nothing if the index has no free owner."""
+    """An engine's blocks in the index, with 8 bytes of each hash: an owner for each object group, -1 if none was free.
 
-    def __init__(self, index: PrefixIndex) -> None:
+    Of a group without an owner nothing is kept.
+    """
+
+    def __init__(self, index: PrefixIndex, groups: int = 1) -> None:
         self._index = index
-        self.owner = index.add_owner()
+        self.owners = tuple(index.add_owner() for _ in range(groups))
 
-    def add(self, hashes: bytes) -> None:
-        if self.owner >= 0:
-            self._index.add_blocks(self.owner, hashes, 8)
+    def add(self, group: int, hashes: bytes) -> None:
+        if self.owners[group] >= 0:
+            self._index.add_blocks(self.owners[group], hashes, 8)
 
-    def remove(self, hashes: bytes) -> None:
-        if self.owner >= 0:
-            self._index.remove_blocks(self.owner, hashes, 8)
+    def remove(self, group: int, hashes: bytes) -> None:
+        if self.owners[group] >= 0:
+            self._index.remove_blocks(self.owners[group], hashes, 8)
 
     def clear(self) -> None:
-        if self.owner >= 0:
-            self._index.clear_owner(self.owner)
+        for owner in self.owners:
+            if owner >= 0:
+                self._index.clear_owner(owner)
 
     def close(self) -> None:
-        if self.owner >= 0:
-            self._index.remove_owner(self.owner)
-            self.owner = -1
+        owners, self.owners = self.owners, (-1,) * len(self.owners)
+        for owner in owners:
+            if owner >= 0:
+                self._index.remove_owner(owner)
 
 
 class EngineStream:
-    def __init__(self, blocks: EngineBlocks, group: int) -> None:
+    def __init__(self, blocks: EngineBlocks, groups: Sequence[int]) -> None:
+        """`groups`: the KV cache groups whose blocks are read, one for each owner of `blocks`."""
         self._blocks = blocks
-        self._group = group
+        self._groups = groups
         self._last: int | None = None
         self._last_time = 0.0
         self._incomplete_since: float | None = None
@@ -63,7 +70,7 @@ class EngineStream:
 
     def apply_batch(self, number: int, payload: bytes, final: bool) -> bool:
         """False, unless `final`: batches before it are missing; request a replay, then call again with `final`."""
-        batch = decode(payload, self._group)
+        batch = decode(payload, self._groups)
         if number < self.next:
             if batch is None or batch.time <= self._last_time:
                 return True  # a replay brought it before
@@ -87,11 +94,11 @@ class EngineStream:
         self._last_time = batch.time
         self._batches += 1
         self.malformed += batch.malformed
-        for change, hashes in batch.changes:
+        for change, group, hashes in batch.changes:
             if change is Change.STORED:
-                self._blocks.add(hashes)
+                self._blocks.add(group, hashes)
             elif change is Change.REMOVED:
-                self._blocks.remove(hashes)
+                self._blocks.remove(group, hashes)
             else:
                 self._blocks.clear()
                 self._incomplete_since = None

@@ -48,13 +48,20 @@ def unreadable(endpoint: str) -> str:
 class EngineSubscription:
     """REQUIRES: one thread calls everything except status(), which only reads."""
 
-    def __init__(self, context: zmq.Context[Socket], index: PrefixIndex, scheduler: DescribeScheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        index: PrefixIndex,
+        scheduler: DescribeScheduler,
+        members: tuple[int, ...] = (),
+    ) -> None:
+        """`members`: a KV cache group of each object group; (): there is one object group."""
+        self.scheduler, self.members = scheduler, members
         self.failure = ""
-        self.blocks = EngineBlocks(index)
         kinds = [group.kind for group in scheduler.groups]
-        group = kinds.index("full_attention") if "full_attention" in kinds else 0
-        self._stream = EngineStream(self.blocks, group)
+        groups = members or (kinds.index("full_attention") if "full_attention" in kinds else 0,)
+        self.blocks = EngineBlocks(index, len(groups))
+        self._stream = EngineStream(self.blocks, groups)
         self._context = context
         self._topic = scheduler.events_topic.encode()
         self._replay_endpoint = scheduler.events_replay_endpoint
@@ -143,7 +150,7 @@ class EngineSubscription:
 
     def status(self) -> EngineEventsStatus:
         found = self._stream.status()
-        state = "failed" if self.failure else "no owner is free" if self.blocks.owner < 0 else found.state
+        state = "failed" if self.failure else "no owner is free" if min(self.blocks.owners) < 0 else found.state
         return replace(found, state=state, endpoint=self.scheduler.events_endpoint, replay=bool(self._replay_endpoint))
 
     def close(self) -> None:

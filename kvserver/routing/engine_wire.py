@@ -2,13 +2,14 @@
 
 Owns: which events and fields are read. Refuses to know: sequences, sockets, and what is done with the blocks.
 
-Only blocks in GPU memory are read (`medium` GPU or none), and only those of one KV cache group: all groups name a block
-by the same hash. Unused fields, token ids above all, are skipped undecoded.
+Only blocks in GPU memory are read (`medium` GPU or none), and of each object group only those of one KV cache group, of whose
+blocks the others have as many. Unused fields, token ids above all, are skipped undecoded.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -29,7 +30,8 @@ class Change(enum.Enum):
 @dataclass
 class EngineBatch:
     time: float  # wall clock of the engine
-    changes: list[tuple[Change, bytes]] = field(default_factory=list)  # hashes, 8 bytes for each block
+    # Number of the object group, and hashes, 8 bytes for each block.
+    changes: list[tuple[Change, int, bytes]] = field(default_factory=list)
     malformed: int = 0  # events that could not be decoded
 
 
@@ -80,8 +82,8 @@ _arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
-def decode(payload: bytes, group: int) -> EngineBatch | None:
-    """The changes of one group's blocks; None if `payload` is not a batch."""
+def decode(payload: bytes, groups: Sequence[int]) -> EngineBatch | None:
+    """The changes of the blocks of these KV cache groups, one for each object group; None if `payload` is not a batch."""
     try:
         raw = _batches.decode(payload)
     except _UNREADABLE:
@@ -89,22 +91,23 @@ def decode(payload: bytes, group: int) -> EngineBatch | None:
     batch = EngineBatch(raw.ts)
     for event in raw.events:
         try:
-            batch.changes += _changes(event, group)
+            batch.changes += _changes(event, groups)
         except _UNREADABLE:
             batch.malformed += 1
     return batch
 
 
-def _changes(raw: Raw, group: int) -> list[tuple[Change, bytes]]:
+def _changes(raw: Raw, groups: Sequence[int]) -> list[tuple[Change, int, bytes]]:
     first = memoryview(raw)[0]
     is_array = first & 0xF0 == 0x90 or first in (0xDC, 0xDD)
     event: Any = (_arrays if is_array else _maps).decode(raw)
     if isinstance(event, (_Cleared, _ClearedArray)):
-        return [(Change.CLEARED, b"")]
-    if event.medium not in (None, "GPU") or event.group_idx not in (None, group):
+        return [(Change.CLEARED, 0, b"")]
+    if event.medium not in (None, "GPU") or event.group_idx not in (None, *groups):
         return []
+    number = 0 if event.group_idx is None else groups.index(event.group_idx)
     change = Change.REMOVED if isinstance(event, (_Removed, _RemovedArray)) else Change.STORED
-    return [(change, _last_bytes(event.block_hashes or []))]
+    return [(change, number, _last_bytes(event.block_hashes or []))]
 
 
 def _last_bytes(hashes: list[bytes | int]) -> bytes:

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from typing import TypeAlias
 
 import zmq
 
@@ -24,6 +25,7 @@ from kvserver.routing.engine_subscription import EngineSubscription, Socket, unr
 
 log = logging.getLogger(__name__)
 
+_Described: TypeAlias = tuple[DescribeScheduler, tuple[int, ...]]  # and a KV cache group of each object group
 _CLOSE_SECONDS = 2.0  # for the turn of the thread that is under way
 
 
@@ -34,12 +36,15 @@ class EngineEvents:
         self._index = index
         self._subscriptions: dict[str, EngineSubscription] = {}  # changed by the thread only
         self._refused: dict[str, str] = {}
-        self._orders: queue.SimpleQueue[tuple[str, DescribeScheduler | None] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[str, _Described | None] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
 
-    def follow_engine(self, scheduler: DescribeScheduler) -> None:
-        """Subscribe with this description, in place of an earlier one. Never connects to an endpoint on another machine."""
+    def follow_engine(self, scheduler: DescribeScheduler, members: tuple[int, ...] = ()) -> None:
+        """Subscribe with this description, in place of an earlier one. Never connects to an endpoint on another machine.
+
+        `members`: a KV cache group of each object group; (): there is one object group.
+        """
         self._refused.pop(scheduler.instance_id, None)
         if not scheduler.events_endpoint:
             self.forget_engine(scheduler.instance_id)
@@ -47,17 +52,17 @@ class EngineEvents:
             self.forget_engine(scheduler.instance_id)
             self._refused[scheduler.instance_id] = reason
         else:
-            self._order(scheduler.instance_id, scheduler)
+            self._order(scheduler.instance_id, (scheduler, members))
 
     def forget_engine(self, instance_id: str) -> None:
         self._refused.pop(instance_id, None)
         if self._thread is not None:
             self._order(instance_id, None)
 
-    def index_owner(self, instance_id: str) -> int:
-        """The owner of the engine's blocks in the index; -1 if it has none."""
+    def index_owners(self, instance_id: str) -> tuple[int, ...]:
+        """The owner of the blocks of each object group in the index, -1 if it has none; () without a subscription."""
         subscription = self._subscriptions.get(instance_id)
-        return subscription.blocks.owner if subscription is not None else -1
+        return subscription.blocks.owners if subscription is not None else ()
 
     def status(self, instance_id: str) -> EngineEventsStatus | None:
         """None if the engine publishes no KV events."""
@@ -75,11 +80,11 @@ class EngineEvents:
                 return  # it still uses the eventfd
         os.close(self._wake)
 
-    def _order(self, instance_id: str, scheduler: DescribeScheduler | None) -> None:
+    def _order(self, instance_id: str, described: _Described | None) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="engine-events", daemon=True)
             self._thread.start()
-        self._orders.put((instance_id, scheduler))
+        self._orders.put((instance_id, described))
         os.eventfd_write(self._wake, 1)
 
     # ---- the thread ---------------------------------------------------------------------------
@@ -118,19 +123,19 @@ class EngineEvents:
             order = self._orders.get()
             if order is None:
                 return False
-            instance_id, scheduler = order
+            instance_id, described = order
             present = self._subscriptions.get(instance_id)
-            if present is not None and scheduler is not None and _same_stream(present.scheduler, scheduler):
+            if present is not None and described is not None and _same_stream(present, *described):
                 continue
             if present is not None:
                 del self._subscriptions[instance_id]
                 present.close()
-            if scheduler is not None:
-                self._subscribe(context, scheduler)
+            if described is not None:
+                self._subscribe(context, *described)
         return True
 
-    def _subscribe(self, context: zmq.Context[Socket], scheduler: DescribeScheduler) -> None:
-        subscription = EngineSubscription(context, self._index, scheduler)
+    def _subscribe(self, context: zmq.Context[Socket], scheduler: DescribeScheduler, members: tuple[int, ...]) -> None:
+        subscription = EngineSubscription(context, self._index, scheduler, members)
         try:
             subscription.connect()
         except zmq.ZMQError as error:
@@ -142,6 +147,7 @@ class EngineEvents:
             self._subscriptions[scheduler.instance_id] = subscription
 
 
-def _same_stream(one: DescribeScheduler, other: DescribeScheduler) -> bool:
+def _same_stream(present: EngineSubscription, scheduler: DescribeScheduler, members: tuple[int, ...]) -> bool:
     names = ("incarnation", "groups", "events_endpoint", "events_replay_endpoint", "events_topic")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    same = all(getattr(present.scheduler, name) == getattr(scheduler, name) for name in names)
+    return same and present.members == members

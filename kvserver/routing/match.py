@@ -10,7 +10,8 @@ with `hash_bytes` for each. Tokens are hashed as the engines hash them, if the e
     {"instances": [{"instance_id", "model_name", "blocks", "l0", "l1", "l2", "best", "block_tokens", "chunk_tokens", "load"}],
      "skipped": [{"instance_id", "reason"}]}
 
-in blocks: `blocks` of the prompt, the leading blocks that each tier has, and `best`, those that all tiers have together.
+in blocks: `blocks` of the prompt, the leading blocks that each tier has, and `best`, those that all tiers have together; of engines
+with several object groups the boundary that a lookup finds in each tier, and the greatest of these.
 Errors are {"error": code, "message": text}.
 
 Owns: both forms and their limits. Refuses to know: sockets, the loop. Engine stats are up to ENGINE_STATS_SECONDS old.
@@ -170,7 +171,7 @@ class MatchPages:
             blocks = len(tokens) // alike[0].block_tokens
             found += [
                 (engine, match, blocks)
-                for engine, match in zip(alike, self._index.match(alike, hashes, 32), strict=True)
+                for engine, match in zip(alike, self._index.match(alike, hashes, 32, len(tokens)), strict=True)
             ]
         return self._found(found) | {"skipped": [{"instance_id": name, "reason": why} for name, why in skipped.items()]}
 

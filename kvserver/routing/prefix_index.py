@@ -1,16 +1,17 @@
-"""Finds how much of a prompt each engine has in its own memory, in L1 and in L2: an observer of KV events.
+"""Finds how much of a prompt each engine has in its own memory, in L1 and in L2: a direct observer of KV events.
 
-Owns: which owner in the index is which tier of which namespace prefix. Refuses to know: hashes from tokens, HTTP.
+Owns: which owner in the index is which tier and group of which namespace prefix. Refuses to know: hashes from tokens, HTTP.
 
-L1 and L2 are kept by namespace prefix: all engines with the same prefix find the same chunks there. Chunks that no engine
+L1 and L2 are kept by namespace prefix and object group: all engines with the same prefix find the same chunks there. Chunks that no engine
 can read now stay known for the next engine that can. Only the keys of chunks are needed, so chunks without a description
-count too.
+count too. While the hub resyncs, chunks of L1 are missing until it names them.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
+from array import array
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -18,21 +19,25 @@ from kvserver._native import PrefixIndex
 from kvserver.cache import epoch_of
 from kvserver.config import parse_size
 from kvserver.kv_events import (
-    KVChunk,
-    KVEvent,
-    KVRemoved,
-    KVStored,
+    DirectEvent,
+    KeysCleared,
+    KeysRemoved,
+    KeysStored,
     ObserverContext,
     ReaderConnected,
     ReaderDisconnected,
     Tier,
 )
+from kvserver.protocol import KEY_BYTES
 from kvserver.protocol.kv_status import EngineEventsStatus, IndexStatus
+from kvserver.routing.boundaries import has_boundaries, hit_units, unit_tokens
 from kvserver.routing.engine_stream import FOLLOWING
 from kvserver.routing.engines import EngineEvents
 from kvserver.telemetry import Family, Kind, Metric, families_of
 
 _KNOWN_BYTES = 8  # the end of a hash
+_SHORT = 16  # bytes of a short hash
+_PADDING = bytes(KEY_BYTES - _SHORT)
 
 
 _INDEX: tuple[Metric[IndexStatus], ...] = (
@@ -65,27 +70,38 @@ class KVIndex:
         self._follow_engines = follow_engines
         self._lock = threading.Lock()  # of the two below
         self._known: dict[str, ReaderConnected] = {}  # the engines that described themselves
-        self._owners: dict[bytes, dict[Tier, int]] = {}  # in the index, by namespace prefix and tier
+        # In the index, by namespace prefix, then by tier and object group.
+        self._owners: dict[bytes, dict[tuple[Tier, int], int]] = {}
         self._dropped_prefixes = 0
 
     # ---- KV events ----------------------------------------------------------------------
 
-    def observe(self, event: KVEvent) -> None:
+    def observe(self, event: DirectEvent) -> None:
         match event:
-            case KVStored():
-                owner = self._owner(epoch_of(event.namespace), event.tier)
+            case KeysStored():
+                owner = self._owner(epoch_of(event.namespace), (event.tier, event.group))
                 if owner >= 0:
-                    self._index.add_blocks(owner, _ends(event.chunks), _KNOWN_BYTES)
-            case KVRemoved():
+                    self._index.add_blocks(owner, _ends(event.keys), _KNOWN_BYTES)
+            case KeysRemoved():
                 namespace_prefix = epoch_of(event.namespace)
-                owner = self._owners.get(namespace_prefix, {}).get(event.tier, -1)
-                if owner >= 0:
-                    self._index.remove_blocks(owner, _ends(event.chunks), _KNOWN_BYTES)
-                    self._forget_if_empty(namespace_prefix)
+                for (tier, group), owner in self._owners.get(namespace_prefix, {}).items():
+                    if tier is event.tier and event.group in (None, group):
+                        self._index.remove_blocks(owner, _ends(event.keys), _KNOWN_BYTES)
+                self._forget_if_empty(namespace_prefix)
+            case KeysCleared():
+                self._clear(event)
             case ReaderConnected():
                 self._reader_connected(event)
             case ReaderDisconnected():
                 self._reader_disconnected(event.instance_id)
+
+    def _clear(self, event: KeysCleared) -> None:
+        for namespace_prefix, owners in list(self._owners.items()):
+            if namespace_prefix.startswith(event.namespace_prefix):
+                for (tier, _), owner in owners.items():
+                    if tier is event.tier:
+                        self._index.clear_owner(owner)
+                self._forget_if_empty(namespace_prefix)
 
     def _reader_connected(self, event: ReaderConnected) -> None:
         with self._lock:
@@ -94,7 +110,10 @@ class KVIndex:
         if before is not None:
             self._forget_if_empty(before.namespace_prefix)
         if self._follow_engines:
-            self._engines.follow_engine(event.scheduler)
+            groups = event.object_groups
+            self._engines.follow_engine(
+                event.scheduler, tuple(group.members[0] for group in groups) if len(groups) > 1 else ()
+            )
 
     def _reader_disconnected(self, instance_id: str) -> None:
         with self._lock:
@@ -103,9 +122,9 @@ class KVIndex:
         if engine is not None:
             self._forget_if_empty(engine.namespace_prefix)
 
-    def _owner(self, namespace_prefix: bytes, tier: Tier) -> int:
-        """The owner of a namespace prefix in a tier, opened if needed; -1 if the index has no free owner."""
-        owner = self._owners.get(namespace_prefix, {}).get(tier, -1)
+    def _owner(self, namespace_prefix: bytes, place: tuple[Tier, int]) -> int:
+        """The owner of a group of a namespace prefix in a tier, opened if needed; -1 if the index has no free owner."""
+        owner = self._owners.get(namespace_prefix, {}).get(place, -1)
         if owner >= 0:
             return owner
         owner = self._index.add_owner()
@@ -113,7 +132,7 @@ class KVIndex:
             owner = self._index.add_owner()
         if owner >= 0:
             with self._lock:
-                self._owners.setdefault(namespace_prefix, {})[tier] = owner
+                self._owners.setdefault(namespace_prefix, {})[place] = owner
         return owner
 
     def _drop_unread(self) -> bool:
@@ -151,16 +170,58 @@ class KVIndex:
             and (not instance_ids or engine.instance_id in instance_ids)
         ]
 
-    def match(self, engines: Sequence[ReaderConnected], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
-        """The match of each engine, for block hashes end to end. ValueError unless they are whole, 8 to 32 bytes each."""
-        found = self._index.match(hashes, hash_bytes, [self._tiers(engine) for engine in engines])
-        return [Match._make(blocks) for blocks in found]
+    def match(
+        self, engines: Sequence[ReaderConnected], hashes: bytes | memoryview, hash_bytes: int, tokens: int = 0
+    ) -> list[Match]:
+        """The match of each engine, for block hashes end to end. ValueError unless they are whole, 8 to 32 bytes each.
 
-    def _tiers(self, engine: ReaderConnected) -> tuple[int, int, int, int]:
+        `tokens`: of the prompt, 0 if not known. An engine with a window or a state computes one of them in any case.
+        """
+        found = self._index.match(hashes, hash_bytes, [self._tiers(engine) for engine in engines])
+        return [
+            self._boundaries(engine, hashes, hash_bytes, tokens)
+            if has_boundaries(engine.object_groups)
+            else Match._make(blocks)
+            for engine, blocks in zip(engines, found, strict=True)
+        ]
+
+    def _boundaries(self, engine: ReaderConnected, hashes: bytes | memoryview, hash_bytes: int, tokens: int) -> Match:
+        """Of each tier the boundary that a lookup finds there. A lookup finds none of two tiers together."""
+        own_blocks = unit_tokens(engine.object_groups) // engine.block_tokens
+        tiers = [(self._engines.index_owners(engine.instance_id), own_blocks)]
+        tiers += [(self._tier_owners(engine, tier), engine.chunk_blocks) for tier in Tier]
+        found = [self._hit_blocks(engine, owners, blocks, hashes, hash_bytes, tokens) for owners, blocks in tiers]
+        return Match._make([*found, max(found)])
+
+    def _hit_blocks(
+        self,
+        engine: ReaderConnected,
+        owners: Sequence[int],
+        blocks: int,
+        hashes: bytes | memoryview,
+        hash_bytes: int,
+        tokens: int,
+    ) -> int:
+        """In the tier of these owners, where hits are multiples of `blocks` blocks."""
+        if max(owners, default=-1) < 0:
+            return 0
+        groups, size = engine.object_groups, blocks * engine.block_tokens
+        units = array("Q", self._index.owners_of(hashes, hash_bytes, blocks))
+        if tokens and any(group.kind != "full" for group in groups):
+            del units[(tokens - 1) // size :]
+        return blocks * hit_units(groups, size, units, owners)
+
+    def _tier_owners(self, engine: ReaderConnected, tier: Tier) -> tuple[int, ...]:
+        """By object group; -1: the group has none."""
         with self._lock:
             owners = self._owners.get(engine.namespace_prefix, {})
-            l1, l2 = owners.get(Tier.L1, -1), owners.get(Tier.L2, -1)
-        return self._engines.index_owner(engine.instance_id), l1, l2, engine.chunk_blocks
+            return tuple(owners.get((tier, group), -1) for group in range(max(1, len(engine.object_groups))))
+
+    def _tiers(self, engine: ReaderConnected) -> tuple[int, int, int, int]:
+        """Of the first object group."""
+        l0 = next(iter(self._engines.index_owners(engine.instance_id)), -1)
+        l1, l2 = (self._tier_owners(engine, tier)[0] for tier in Tier)
+        return l0, l1, l2, engine.chunk_blocks
 
     def instance(self, instance_id: str) -> dict[str, Any] | None:
         """The cache of an engine for `GET /instances`; None if the engine did not describe itself."""
@@ -207,17 +268,11 @@ class KVIndex:
         self._engines.close()
 
 
-def _ends(chunks: Sequence[KVChunk]) -> bytes:
+def _ends(keys: Sequence[bytes]) -> bytes:
     """The last _KNOWN_BYTES of each chunk's hash. A key is a hash of 16 or 32 bytes, padded with zeros."""
-    return b"".join([_end(chunk) for chunk in chunks])
-
-
-def _end(chunk: KVChunk) -> bytes:
-    if chunk.description is not None:
-        size = chunk.description.hash_bytes
-    else:
-        size = 16 if chunk.key.endswith(bytes(16)) else 32
-    return chunk.key[size - _KNOWN_BYTES : size]
+    return b"".join(
+        [key[_SHORT - _KNOWN_BYTES : _SHORT] if key.endswith(_PADDING) else key[-_KNOWN_BYTES:] for key in keys]
+    )
 
 
 def make_index(context: ObserverContext) -> KVIndex:

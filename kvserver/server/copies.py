@@ -15,7 +15,6 @@ from kvserver.cache import PagePool
 from kvserver.copy import Completion, Tickets
 from kvserver.events import Bus, CopyBegan, CopyEnded, CopyRefused
 from kvserver.protocol import Error, ErrorCode, KVServerError, Retrieve, Store
-from kvserver.server.copy_checks import check_chunk
 from kvserver.server.instances import Counts, Instances, Worker
 from kvserver.server.tickets import CopyTicket, LoadTicket, StoreTicket, Ticket
 
@@ -52,8 +51,7 @@ class Copies:
         return worker
 
     def namespace_of(self, request: Store | Retrieve, worker: Worker) -> bytes:
-        """KVServerError unless the request is in time, its chunks have the size of the worker's, and all ranks are registered."""
-        check_chunk(request.chunk_blocks, worker.spec)
+        """KVServerError unless the request is in time and all ranks are registered."""
         if request.deadline_ns <= self.now_ns():
             raise KVServerError(ErrorCode.LATE, "the request's deadline had passed before the server read it")
         instance = self.instances.instance_of(worker)
@@ -73,20 +71,20 @@ class Copies:
             self.counts_of(worker).failed_stores += 1
         else:
             self.counts_of(worker).failed_loads += 1
-            self._count_wait(worker, request.request_id, now_ns, 0)
+            self._count_wait(worker, request, now_ns, 0)
 
     # ---- the copy -----------------------------------------------------------------------------
 
     def submit(self, ticket: CopyTicket, skip: int = 0, chunks: list[int] | None = None) -> None:
         """Queue the copy of the ticket's chunks; `chunks` has the number of each in the request, if not all are copied."""
-        request, worker, spec = ticket.request, ticket.worker, ticket.worker.spec
+        request, worker, group = ticket.request, ticket.worker, ticket.group
         number = self.tickets.queue_copy(
             worker.device,
             ticket,
             blocks=ticket.blocks,
-            extents=b"".join([chunk.slot(worker.slot) for chunk in ticket.chunks]),
-            pages_per_slot=self.pool.pages_for(worker.slot_bytes),
-            blocks_per_slot=spec.chunk_blocks,
+            extents=b"".join([chunk.slot(group.slot) for chunk in ticket.chunks]),
+            pages_per_slot=self.pool.pages_for(group.slot_bytes),
+            blocks_per_slot=group.blocks,
             skip=skip,
             chunks=chunks,
             word_memory=worker.words,
@@ -101,15 +99,16 @@ class Copies:
     def ended(self, ticket: CopyTicket, completion: Completion, copied: bool) -> None:
         """Count and publish the end. `copied`: every byte was copied, and it counts."""
         now_ns, request_id = self.now_ns(), ticket.request.request_id
+        chunks = 0 if ticket.group.number else len(ticket.chunks)  # those of other groups are among them
         self.bus.publish(
             CopyEnded(
-                now_ns, *ticket.worker.identity, ticket.direction, request_id, ticket.began_ns, len(ticket.chunks),
+                now_ns, *ticket.worker.identity, ticket.direction, request_id, ticket.began_ns, chunks,
                 completion.bytes, completion.nanos, completion.outcome.name.lower(),
             )
         )  # fmt: skip
         counts = self.counts_of(ticket.worker)
         if isinstance(ticket, LoadTicket):
-            self._count_wait(ticket.worker, request_id, ticket.arrived_ns, ticket.tokens if copied else 0)
+            self._count_wait(ticket.worker, ticket.request, ticket.arrived_ns, ticket.tokens if copied else 0)
             counts.failed_loads += not copied
         else:
             counts.failed_stores += not copied
@@ -133,20 +132,20 @@ class Copies:
         counts.loaded_chunks += len(ticket.chunks)
         counts.loaded_bytes += completion.bytes
         counts.load_nanos += completion.nanos
-        if ticket.worker.spec.rank == 0:  # the ranks of an engine save the same prefill
+        if ticket.worker.spec.rank == 0 and ticket.group.number == 0:  # all ranks and groups save the same prefill
             counts.saved_tokens += ticket.tokens
             instance = self.instances.by_id.get(ticket.worker.spec.instance_id)
             if instance is not None and instance.prefill_speed:
                 counts.saved_seconds += ticket.tokens / instance.prefill_speed
 
-    def _count_wait(self, worker: Worker, request_id: str, arrived_ns: int, tokens: int) -> None:
-        """A load ended on this rank, having brought the KV of so many tokens."""
+    def _count_wait(self, worker: Worker, request: Retrieve, arrived_ns: int, tokens: int) -> None:
+        """One of the copies of a load ended on this rank, `tokens` being those of the load; 0 if the copy failed."""
         spec = worker.spec
         instance = self.instances.by_id.get(spec.instance_id)
         if instance is None:
             return
-        waits = instance.load_waits
-        whole = waits.ended(request_id, spec.rank, instance.world_size, arrived_ns, self.now_ns(), tokens)
+        part, parts = (spec.rank, request.group), instance.world_size * request.messages
+        whole = instance.load_waits.ended(request.request_id, part, parts, arrived_ns, self.now_ns(), tokens)
         if whole is not None:
             instance.counts.benefit.load_ended(*whole, instance.prefill_speed)
 

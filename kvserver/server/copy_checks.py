@@ -14,7 +14,7 @@ from kvserver.protocol import (
     Retrieve,
     Store,
 )
-from kvserver.server.instances import Worker
+from kvserver.server.instances import Worker, WorkerGroup
 
 
 def chunk_count(keys: bytes) -> int:
@@ -33,37 +33,73 @@ def check_chunk(chunk_blocks: int, spec: RegisterWorker) -> None:
         )
 
 
-def store_blocks(request: Store, worker: Worker) -> BlockIds:
-    """The blocks of a store: chunk_blocks positions for each key."""
-    positions = chunk_count(request.keys) * worker.spec.chunk_blocks
-    blocks = _block_ids(worker, Direction.STORE, request.block_ids, positions, positions)
+def group_of(request: Store | Retrieve, worker: Worker) -> WorkerGroup:
+    """KVServerError(BAD_KEYS) unless the request names one of the worker's object groups, and the size of its objects."""
+    if request.group >= len(worker.groups):
+        raise KVServerError(
+            ErrorCode.BAD_KEYS, f"object group {request.group}, the workers registered {len(worker.groups)}"
+        )
+    group = worker.groups[request.group]
+    if request.chunk_blocks != group.blocks:
+        raise KVServerError(
+            ErrorCode.BAD_KEYS,
+            f"keys are per {request.chunk_blocks} blocks, objects of group {group.number} have {group.blocks}",
+        )
+    return group
+
+
+def store_blocks(request: Store, worker: Worker, group: WorkerGroup) -> BlockIds:
+    """The blocks of a store: an object's positions for each key."""
+    positions = chunk_count(request.keys) * group.blocks
+    blocks = _block_ids(group, Direction.STORE, request.block_ids, positions, positions)
     if request.contents is not None:
-        _check_contents(request.contents, positions, worker.spec.block_tokens)
+        if request.group:
+            raise KVServerError(ErrorCode.BAD_KEYS, f"contents with a store of object group {request.group}, not of 0")
+        # Of whole chunks, whatever an object holds of them.
+        described = chunk_count(request.keys) * worker.spec.chunk_blocks
+        _check_contents(request.contents, described, worker.spec.block_tokens)
     return blocks
 
 
-def load_blocks(request: Retrieve, worker: Worker) -> BlockIds:
-    """The blocks of a load, which may leave out the first positions, and the last ones of the last chunk."""
-    chunk_blocks = worker.spec.chunk_blocks
-    most = chunk_count(request.keys) * chunk_blocks - request.skip_blocks
-    if request.skip_blocks >= chunk_blocks:
+def own_places(request: Store, worker: Worker, group: WorkerGroup) -> range:
+    """Which of the request's keys this rank copies: of what all ranks have each copies its share, by chunks of the prompt."""
+    count = chunk_count(request.keys)
+    if not worker.spec.groups:  # protocol 4
+        return range(count if group.turn == 0 else 0)
+    return range((group.turn - request.first_chunk) % group.ranks, count, group.ranks)
+
+
+def keys_at(keys: bytes, places: range) -> bytes:
+    if places.step == 1:
+        return keys[places.start * KEY_BYTES : places.stop * KEY_BYTES]
+    return b"".join([keys[place * KEY_BYTES : (place + 1) * KEY_BYTES] for place in places])
+
+
+def load_blocks(request: Retrieve, group: WorkerGroup) -> BlockIds:
+    """The blocks of a load, which may leave out the first positions, and the last ones of the last object."""
+    most = chunk_count(request.keys) * group.blocks - request.skip_blocks
+    if request.skip_blocks >= group.blocks:
         raise KVServerError(
             ErrorCode.BAD_BLOCKS,
-            f"skip_blocks {request.skip_blocks} leaves out a whole chunk of {chunk_blocks} blocks",
+            f"skip_blocks {request.skip_blocks} leaves out a whole object of {group.blocks} blocks",
         )
-    return _block_ids(worker, Direction.LOAD, request.block_ids, max(1, most - chunk_blocks + 1), most)
+    return _block_ids(group, Direction.LOAD, request.block_ids, max(1, most - group.blocks + 1), most)
 
 
-def _block_ids(worker: Worker, direction: Direction, packed: bytes, least: int, most: int) -> BlockIds:
-    assert worker.table is not None
+def _block_ids(group: WorkerGroup, direction: Direction, packed: bytes, least: int, most: int) -> BlockIds:
+    assert group.table is not None
     try:
-        return BlockIds(worker.table, direction, packed, least, most)
+        return BlockIds(group.table, direction, packed, least, most)
     except ValueError as error:
         raise KVServerError(ErrorCode.BAD_BLOCKS, str(error)) from None
 
 
 def _check_contents(contents: ChunkContents, blocks: int, block_tokens: int) -> None:
-    """KVServerError(BAD_KEYS) unless there is a hash and a block of tokens for each of the `blocks`."""
+    """KVServerError(BAD_KEYS) unless there are the tokens of the `blocks`, and a hash for each, or for each of equal parts."""
+    parts = max(1, len(contents.hashes) // (blocks * contents.hash_bytes))
+    if block_tokens % parts == 0:
+        blocks *= parts
+        block_tokens //= parts
     expected = (blocks * contents.hash_bytes, blocks * block_tokens * TOKEN_BYTES)
     got = (len(contents.hashes), len(contents.tokens))
     if got != expected or len(contents.parent) not in (0, contents.hash_bytes):

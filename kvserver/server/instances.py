@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvserver._native import Device, Mapping, PlaneTable, WordMapping
-from kvserver.cache import MissReason, check_agreement, counted, fingerprint, private_reason, with_variant
+from kvserver.cache import (
+    GroupObjects,
+    Groups,
+    MissReason,
+    check_agreement,
+    counted,
+    fingerprint,
+    private_reason,
+    with_variant,
+)
 from kvserver.events import InstanceDescribed
 from kvserver.protocol import (
     DEPARTED_SECONDS,
@@ -24,8 +33,10 @@ from kvserver.protocol import (
     DescribeScheduler,
     ErrorCode,
     KVServerError,
+    ObjectGroup,
     RegisterWorker,
     block_bytes,
+    planes_of,
 )
 from kvserver.protocol.status import RequestCounts
 from kvserver.server.engine_stats import EngineStats
@@ -46,6 +57,20 @@ class Counts(RequestCounts):
 
 
 @dataclass(eq=False)
+class WorkerGroup:
+    """One object group of a rank."""
+
+    number: int
+    spec: ObjectGroup
+    blocks: int  # positions of an object
+    slot_bytes: int
+    slot: int  # the number of the slot with this rank's bytes in each chunk
+    turn: int = 0  # this rank copies each `ranks`-th object of a store
+    ranks: int = 1  # that take turns
+    table: PlaneTable | None = None  # None until the worker's memory was mapped
+
+
+@dataclass(eq=False)
 class Worker:
     """One rank."""
 
@@ -55,7 +80,7 @@ class Worker:
     device: Device  # that copies for the worker
     memory: list[Mapping]
     words: WordMapping
-    table: PlaneTable | None = None  # None until its memory was mapped
+    mapped: bool = False  # its memory is mapped, and each group has a table
     tickets: set[int] = field(default_factory=set)
     waiting: int = 0  # stores that have no ticket yet, for their plans are not complete
     closing: bool = False
@@ -64,10 +89,20 @@ class Worker:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        self.slot_bytes = block_bytes(spec.planes) * spec.chunk_blocks
-        self.slot = 0 if spec.replicated else spec.rank  # which of a chunk's slots has this rank's bytes
-        self.stores = self.slot == spec.rank
+        self.layout = Groups(spec.object_groups, spec.world_size, spec.chunk_tokens)
+        self.groups = [self._group(number, group) for number, group in enumerate(spec.object_groups)]
         self.identity = spec.instance_id, spec.model_name, spec.rank  # as events about a rank begin
+
+    def objects(self, group: WorkerGroup) -> GroupObjects:
+        return self.layout.objects[group.number]
+
+    def _group(self, number: int, group: ObjectGroup) -> WorkerGroup:
+        spec, first = self.spec, self.layout.first[number]
+        blocks = group.object_blocks(spec.chunk_tokens)
+        slot_bytes = blocks * block_bytes(planes_of(spec.planes, group.members))
+        if group.replicated:
+            return WorkerGroup(number, group, blocks, slot_bytes, first, spec.rank, spec.world_size)
+        return WorkerGroup(number, group, blocks, slot_bytes, first + spec.rank)
 
     @property
     def mappings(self) -> list[Mapping]:
@@ -100,7 +135,8 @@ class Instance:
             return None
         self._published = (self.description, prefix)
         spec = self.any_worker().spec
-        return InstanceDescribed(now_ns, self.description, prefix, spec.chunk_blocks, spec.block_tokens)
+        shape = spec.chunk_blocks, spec.block_tokens, spec.object_groups
+        return InstanceDescribed(now_ns, self.description, prefix, *shape)
 
     def namespace_of(self, variant: str) -> bytes | None:
         """The namespace of one weights epoch and LoRA; None until all ranks are registered."""
@@ -122,7 +158,7 @@ class Instance:
     @property
     def ranks_text(self) -> str:
         """How many of its ranks can copy: nothing is found until all can."""
-        ready = sum(worker.table is not None for worker in self.workers.values())
+        ready = sum(worker.mapped for worker in self.workers.values())
         return f"{ready} of {self.world_size} ranks of {self.instance_id!r} are registered"
 
     def any_worker(self) -> Worker:
@@ -130,7 +166,7 @@ class Instance:
 
     def refresh_namespace(self) -> None:
         """Recompute after a worker was mapped or removed."""
-        ready = len(self.workers) == self.world_size and all(w.table is not None for w in self.workers.values())
+        ready = len(self.workers) == self.world_size and all(worker.mapped for worker in self.workers.values())
         self.namespace = fingerprint([self.workers[r].spec for r in range(self.world_size)]) if ready else None
         self._variants.clear()
 
@@ -238,7 +274,7 @@ class Instances:
 
     def worker(self, registration: int) -> Worker:
         worker = self.by_registration.get(registration)
-        if worker is None or worker.table is None:
+        if worker is None or not worker.mapped:
             raise KVServerError(
                 ErrorCode.STALE_REGISTRATION, f"registration {registration} is not, or no longer, valid"
             )

@@ -9,7 +9,7 @@ from kvserver.copy import Completion
 from kvserver.events import Bus, ChunksLoaded
 from kvserver.protocol import Retrieve, Retrieved
 from kvserver.server.copies import Copies, failure
-from kvserver.server.copy_checks import load_blocks
+from kvserver.server.copy_checks import group_of, load_blocks
 from kvserver.server.instances import Worker
 from kvserver.server.tickets import LoadTicket, Respond
 
@@ -31,11 +31,12 @@ class Loads:
 
     def _copy(self, request: Retrieve, respond: Respond, worker: Worker) -> None:
         namespace = self.copies.namespace_of(request, worker)
-        blocks = load_blocks(request, worker)
+        group = group_of(request, worker)
+        blocks = load_blocks(request, group)
         arrived_ns = self.copies.now_ns()
-        found = self.cache.plan_load(namespace, request.keys)
+        found = self.cache.plan_load(namespace, request.keys, group.number)
         self.copies.counts_of(worker).loads += 1
-        ticket = LoadTicket(request, respond, worker, namespace, blocks, found, arrived_ns)
+        ticket = LoadTicket(request, respond, worker, group, namespace, blocks, found, arrived_ns)
         try:
             self.copies.submit(ticket, request.skip_blocks)
         except BaseException:
@@ -52,6 +53,14 @@ class Loads:
         if rank == 0:  # the ranks of an engine load the same chunks
             keys = ticket.request.keys
             self.bus.publish(
-                ChunksLoaded(self.copies.now_ns(), instance_id, model_name, ticket.namespace, keys), len(keys)
+                ChunksLoaded(
+                    self.copies.now_ns(),
+                    instance_id,
+                    model_name,
+                    ticket.namespace,
+                    keys,
+                    ticket.worker.objects(ticket.group),
+                ),
+                len(keys),
             )
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))

@@ -40,14 +40,14 @@ class L1Lookups:
         else:
             owner = (request.instance_id, request.request_id)
             outcome = self.cache.lookup(namespace, request.keys, owner, self.clock() + self.lease_seconds)
-        chunk_tokens = spec.chunk_blocks * spec.block_tokens
+        chunk_tokens = spec.chunk_tokens
         _count(instance, outcome, chunk_tokens, request.tokens)
         ended = LookupEnded(
             int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, began_ns,
             request.keys, outcome, chunk_tokens, namespace or b"", request.tokens, request.traceparent,
         )  # fmt: skip
         self.bus.publish(ended, len(request.keys))
-        return LookupReply(hit_chunks=outcome.hit_chunks)
+        return LookupReply(hit_chunks=outcome.hit_chunks, full_chunks=outcome.full_chunks)
 
 
 def _count(instance: Instance, outcome: LookupOutcome, chunk_tokens: int, prompt_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Resync: publish all chunks that are READY in L1 again, after the bus dropped events about chunks.
+"""Resync: publish all objects that are READY in L1 again, after the bus dropped events about chunks.
 
 Owns: when it runs, and how far it is. Refuses to know: who keeps the chunks (`kv_events.hub`). Runs in the loop's
 thread, a slice a turn.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvserver.cache import Index
+from kvserver.cache import WHOLE_CHUNKS, GroupObjects, Index
 from kvserver.events import Bus, L1Resynced, ResyncPart
 
 SLICE = 1024  # chunks looked at in one turn
@@ -20,7 +20,7 @@ SLICE = 1024  # chunks looked at in one turn
 class Resync:
     index: Index
     bus: Bus
-    _slices: Iterator[tuple[bytes, bytes]] | None = None  # while a resync runs
+    _slices: Iterator[tuple[bytes, bytes, GroupObjects]] | None = None  # while a resync runs
 
     def step(self) -> bool:
         """Go on if there are chunks to publish, and space for them; True if there is more to do at once.
@@ -44,14 +44,19 @@ class Resync:
             return False
         return self._publish(ResyncPart.SLICE, *found)
 
-    def _publish(self, part: ResyncPart, namespace: bytes = b"", keys: bytes = b"") -> bool:
-        return self.bus.publish(L1Resynced(time.monotonic_ns(), part, namespace, keys), len(keys))
+    def _publish(
+        self, part: ResyncPart, namespace: bytes = b"", keys: bytes = b"", group: GroupObjects = WHOLE_CHUNKS
+    ) -> bool:
+        return self.bus.publish(L1Resynced(time.monotonic_ns(), part, namespace, keys, group), len(keys))
 
-    def _walk(self) -> Iterator[tuple[bytes, bytes]]:
-        """Namespaces and keys of what is READY when each slice is taken."""
+    def _walk(self) -> Iterator[tuple[bytes, bytes, GroupObjects]]:
+        """Namespaces, keys and groups of the objects that are READY when each slice is taken."""
         for id in self.index.namespace_ids():
             namespace = self.index.find_namespace(id)
-            chunks = list(namespace.chunks.values()) if namespace is not None else []
+            chunks = namespace.chunks.values() if namespace is not None else []
+            groups = namespace.groups.objects if namespace is not None else []
             while chunks:
-                yield id, b"".join([chunk.key for chunk in chunks[-SLICE:] if chunk.ready and not chunk.detached])
+                for group in groups:
+                    ready = [c.key for c in chunks[-SLICE:] if c.ready >> group.number & 1 and not c.detached]
+                    yield id, b"".join(ready), group
                 del chunks[-SLICE:]  # freed a slice at a time: freeing a long list at once takes as long as making it

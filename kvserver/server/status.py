@@ -10,6 +10,7 @@ from msgspec.structs import asdict, replace
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copy import Devices
+from kvserver.protocol import block_bytes
 from kvserver.protocol.status import (
     ConnectsStatus,
     DepartedStatus,
@@ -90,7 +91,7 @@ def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: flo
                 device=devices.name(worker.device),
                 mapped_bytes=sum(memory.size for memory in worker.memory if memory.mapped),
                 planes=len(worker.spec.planes),
-                block_bytes=worker.slot_bytes // worker.spec.chunk_blocks,
+                block_bytes=block_bytes(worker.spec.planes),
                 num_blocks=worker.spec.num_blocks,
                 pid=worker.lifeline.pid,
                 tickets=len(worker.tickets),
@@ -100,7 +101,7 @@ def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: flo
         ],
         prefill_tokens_per_second=instance.prefill_speed,
         block_tokens=spec.block_tokens,
-        chunk_tokens=spec.block_tokens * spec.chunk_blocks,
+        chunk_tokens=spec.chunk_tokens,
         requests=requests_status(instance.counts),
         load=instance.engine_stats.status(instance.incarnation, now),
     )

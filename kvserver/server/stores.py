@@ -10,10 +10,10 @@ from kvserver._native import Outcome
 from kvserver.cache import Cache, StorePlan
 from kvserver.copy import Completion
 from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored
-from kvserver.protocol import KEY_BYTES, Error, ErrorCode, KVServerError, Store, Stored
+from kvserver.protocol import KEY_BYTES, TOKEN_BYTES, Error, ErrorCode, KVServerError, Store, Stored
 from kvserver.server.copies import Copies, failure
-from kvserver.server.copy_checks import chunk_count, store_blocks
-from kvserver.server.instances import Worker
+from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, store_blocks
+from kvserver.server.instances import Worker, WorkerGroup
 from kvserver.server.tickets import Respond, StoreTicket
 
 log = logging.getLogger(__name__)
@@ -49,25 +49,26 @@ class Stores:
 
     def _plan(self, request: Store, respond: Respond, worker: Worker) -> None:
         namespace = self.copies.namespace_of(request, worker)
-        blocks = store_blocks(request, worker)
+        group = group_of(request, worker)
+        blocks = store_blocks(request, worker, group)
         self.copies.counts_of(worker).stores += 1
-        plan = self._plan_chunks(request, worker, namespace)
-        ticket = StoreTicket(request, respond, worker, namespace, blocks, plan, self.copies.now_ns())
+        plan = self._plan_objects(request, worker, group, namespace)
+        ticket = StoreTicket(request, respond, worker, group, namespace, blocks, plan, self.copies.now_ns())
         if plan.complete:
             self._copy(ticket)
         else:
             self._waiting.append(ticket)
             worker.waiting += 1
 
-    def _plan_chunks(self, request: Store, worker: Worker, namespace: bytes) -> StorePlan:
-        if not worker.stores:  # another rank stores what all ranks have
-            return StorePlan(worker.slot, skipped=chunk_count(request.keys))
-        spec = worker.spec
+    def _plan_objects(self, request: Store, worker: Worker, group: WorkerGroup, namespace: bytes) -> StorePlan:
+        places = own_places(request, worker, group)
+        if not places:  # other ranks store what all ranks have
+            return StorePlan(group.number, group.slot, worker.layout)
         steps = 0 if self._waiting else self._steps  # none overtakes another
-        slots = 1 if spec.replicated else spec.world_size
         plan = self.cache.plan_store(
-            namespace, slots, worker.slot, request.keys, worker.slot_bytes, steps, spec.model_name
-        )
+            namespace, worker.layout, keys_at(request.keys, places), group.slot_bytes,
+            group=group.number, slot=group.slot, steps=steps, model_name=worker.spec.model_name,
+        )  # fmt: skip
         self._steps = plan.steps if steps else self._steps
         self._publish_evictions(plan)
         return plan
@@ -120,14 +121,16 @@ class Stores:
         request, worker, plan = ticket.request, ticket.worker, ticket.plan
         counts = self.copies.counts_of(worker)
         counts.starved_chunks += plan.no_space
-        counts.avoided_chunks += plan.skipped if worker.stores else 0
+        counts.avoided_chunks += plan.skipped
         self._publish_contents(ticket)
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
-            ticket.respond(_stored(plan))
+            self._drop(ticket)
+            ticket.respond(_stored(ticket))
             return
         try:
-            self.copies.submit(ticket, chunks=plan.positions)
+            places = own_places(request, worker, ticket.group)
+            self.copies.submit(ticket, chunks=[places[position] for position in plan.positions])
         except BaseException:
             self.cache.finish_store(plan, copied=False)
             raise
@@ -145,7 +148,16 @@ class Stores:
         self.cache.finish_store(ticket.plan, copied)
         self.copies.ended(ticket, completion, copied)
         self._publish_ready(ticket)
-        ticket.respond(_stored(ticket.plan) if copied else failure(completion))
+        self._drop(ticket)
+        ticket.respond(_stored(ticket) if copied else failure(completion))
+
+    def _drop(self, ticket: StoreTicket) -> None:
+        """Free the objects that no boundary needs once all ranks have stored those of this request."""
+        group, namespace = ticket.worker.objects(ticket.group), ticket.namespace
+        if not ticket.request.dropped or not self.cache.has_objects(namespace, group.number, ticket.request.keys):
+            return
+        if dropped := self.cache.drop_objects(namespace, group.number, ticket.request.dropped):
+            self.bus.publish(ChunksEvicted(self.copies.now_ns(), namespace, dropped, group), len(dropped))
 
     # ---- events of chunks ---------------------------------------------------------------------
 
@@ -162,10 +174,21 @@ class Stores:
         contents, spec = ticket.request.contents, ticket.worker.spec
         if contents is not None:
             size = len(contents.hashes) + len(contents.tokens) + len(contents.extra_keys)
+            chunks = self.cache.index.find_chunks(
+                ticket.namespace, ticket.request.keys
+            )  # also those of other ranks' stores
+            ready = tuple(
+                (
+                    group,
+                    b"".join([chunk.key for chunk in chunks if chunk is not None and chunk.ready >> group.number & 1]),
+                )
+                for group in ticket.worker.layout.objects
+            )
+            hashed_tokens = len(contents.tokens) // TOKEN_BYTES * contents.hash_bytes // len(contents.hashes)
             self.bus.publish(
                 ChunksDescribed(
-                    self.copies.now_ns(), spec.instance_id, ticket.namespace, ticket.request.keys, spec.block_tokens,
-                    contents,
+                    self.copies.now_ns(), spec.instance_id, ticket.namespace, ticket.request.keys, ready,
+                    hashed_tokens, contents,
                 ),
                 size,
             )  # fmt: skip
@@ -175,9 +198,19 @@ class Stores:
             instance_id, model_name, _ = ticket.worker.identity
             keys = b"".join([chunk.key for chunk in ready])
             self.bus.publish(
-                ChunksStored(self.copies.now_ns(), instance_id, model_name, ticket.namespace, keys), len(keys)
+                ChunksStored(
+                    self.copies.now_ns(),
+                    instance_id,
+                    model_name,
+                    ticket.namespace,
+                    keys,
+                    ticket.worker.objects(ticket.group),
+                ),
+                len(keys),
             )
 
 
-def _stored(plan: StorePlan) -> Stored:
-    return Stored(stored=len(plan.chunks), skipped=plan.skipped, starved=plan.no_space)
+def _stored(ticket: StoreTicket) -> Stored:
+    """Skipped are also the chunks that other ranks copy."""
+    stored, starved = len(ticket.plan.chunks), ticket.plan.no_space
+    return Stored(stored=stored, skipped=chunk_count(ticket.request.keys) - stored - starved, starved=starved)

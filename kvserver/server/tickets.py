@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias
 from kvserver._native import BlockIds
 from kvserver.cache import Chunk, StorePlan
 from kvserver.protocol import Reply, Retrieve, Store
-from kvserver.server.instances import Worker
+from kvserver.server.instances import Worker, WorkerGroup
 
 Respond: TypeAlias = Callable[[Reply], None]
 
@@ -22,6 +22,7 @@ class StoreTicket:
     request: Store
     respond: Respond
     worker: Worker
+    group: WorkerGroup
     namespace: bytes
     blocks: BlockIds  # of all its keys
     plan: StorePlan
@@ -39,6 +40,7 @@ class LoadTicket:
     request: Retrieve
     respond: Respond
     worker: Worker
+    group: WorkerGroup
     namespace: bytes
     blocks: BlockIds
     chunks: list[Chunk]
@@ -47,8 +49,8 @@ class LoadTicket:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose KV is loaded."""
-        return self.blocks.positions * self.worker.spec.block_tokens
+        """Tokens that the engine need not compute after the whole load."""
+        return self.request.tokens or self.blocks.positions * self.group.spec.block_tokens
 
 
 @dataclass(slots=True)

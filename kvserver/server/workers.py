@@ -37,9 +37,11 @@ from kvserver.protocol import (
     Unregistered,
     UnregisterWorker,
     block_bytes,
-    group_count,
+    check_object_groups,
+    chunk_tokens_for,
+    planes_of,
 )
-from kvserver.server.instances import Disconnect, Instances, Worker
+from kvserver.server.instances import Disconnect, Instances, Worker, WorkerGroup
 from kvserver.server.lifeline import Lifeline, Lifelines
 from kvserver.server.tickets import MapTicket, Respond, Ticket, UnmapTicket
 
@@ -124,20 +126,22 @@ class Workers:
                 f"{fds} descriptors arrived with Attach: memory must name each of 0 to {fds - 2} once, "
                 "the last one is the state word page",
             )
-        expected = max(1, self.settings.chunk_tokens // request.block_tokens)
-        if request.chunk_blocks != expected:
+        expected = chunk_tokens_for(self.settings.chunk_tokens, groups := request.object_groups)
+        if request.chunk_tokens != expected or request.block_tokens != groups[0].block_tokens:
             raise KVServerError(
                 ErrorCode.BAD_PLANES,
-                f"chunk_blocks is {request.chunk_blocks}; {self.settings.chunk_tokens} chunk tokens over blocks of "
-                f"{request.block_tokens} make {expected}",
+                f"{request.chunk_blocks} blocks of {request.block_tokens} tokens are no chunk: with {self.settings.chunk_tokens} "
+                f"chunk tokens and blocks of {[group.block_tokens for group in groups]} it has {expected} tokens",
             )
+        check_object_groups(groups, request.planes)
         for number, plane in enumerate(request.planes):
             if plane.memory >= len(request.memory):
                 raise KVServerError(
                     ErrorCode.BAD_PLANES, f"plane {number} names memory {plane.memory} of {len(request.memory)}"
                 )
-        group_count(request.planes)
-        slot_bytes = expected * block_bytes(request.planes)
+        slot_bytes = sum(
+            group.object_blocks(expected) * block_bytes(planes_of(request.planes, group.members)) for group in groups
+        )
         pool = self.cache.pool
         if pool.pages_for(slot_bytes) > pool.pages:
             raise KVServerError(
@@ -156,11 +160,9 @@ class Workers:
             if not completion.done:
                 lost = completion.outcome == Outcome.DEVICE_LOST
                 raise KVServerError(ErrorCode.DEVICE_LOST if lost else ErrorCode.BAD_MEMORY, completion.what)
-            rows = [(p.memory, p.offset, p.stride_bytes, p.run_bytes, p.group) for p in worker.spec.planes]
-            try:
-                worker.table = PlaneTable(worker.memory, rows, worker.spec.num_blocks)
-            except ValueError as error:
-                raise KVServerError(ErrorCode.BAD_PLANES, str(error)) from None
+            for group in worker.groups:
+                group.table = _plane_table(worker, group)
+            worker.mapped = True
         except KVServerError as error:
             self._refused(worker.spec, error)
             ticket.respond(Error(code=error.code.value, message=error.message))
@@ -181,7 +183,7 @@ class Workers:
         log.info(
             "worker %s/%d of %d registered: %d planes, %d blocks of %d bytes",
             worker.spec.instance_id, worker.spec.rank, worker.spec.world_size,
-            len(worker.spec.planes), worker.spec.num_blocks, worker.table.block_bytes,
+            len(worker.spec.planes), worker.spec.num_blocks, block_bytes(worker.spec.planes),
         )  # fmt: skip
         namespace = instance.namespace.hex() if instance.namespace is not None else ""
         ticket.respond(Registered(registration=worker.registration, namespace=namespace))
@@ -232,7 +234,9 @@ class Workers:
     def unmap_if_idle(self, worker: Worker) -> None:
         if worker.closing and not worker.tickets and not worker.waiting and not worker.unmapping:
             worker.unmapping = True
-            worker.table = None
+            worker.mapped = False
+            for group in worker.groups:
+                group.table = None
             self.tickets.queue_unmap(worker.device, UnmapTicket(worker), worker.mappings)
 
     def unmapped(self, ticket: UnmapTicket, completion: Completion) -> None:
@@ -248,3 +252,16 @@ class Workers:
         respond = self._waiting.pop(worker.registration, None)
         if respond is not None:
             respond(Unregistered())
+
+
+def _plane_table(worker: Worker, group: WorkerGroup) -> PlaneTable:
+    """Of the group's planes, each with the number of its member: [position][member]. KVServerError(BAD_PLANES)."""
+    members = group.spec.members
+    rows = [
+        (plane.memory, plane.offset, plane.stride_bytes, plane.run_bytes, members.index(plane.group))
+        for plane in planes_of(worker.spec.planes, members)
+    ]
+    try:
+        return PlaneTable(worker.memory, rows, worker.spec.num_blocks)
+    except ValueError as error:
+        raise KVServerError(ErrorCode.BAD_PLANES, str(error)) from None

@@ -8,6 +8,7 @@ A prompt's tokens come from L0 (the engine's own prefix cache), L1, L2, or were 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TypeAlias
 
 from kvserver.protocol import WAIT_SECONDS, Histogram
 
@@ -68,31 +69,34 @@ class Benefit:
         self.durations[direction, "queue"].observe(max(0.0, waited_seconds - device_seconds))
 
 
-class LoadWaits:
-    """Loads of an instance whose ranks have not all ended theirs: a request waits for the slowest.
+Part: TypeAlias = tuple[int, int]  # rank, object group
 
-    A rank that never begins leaves one behind, until the same request loads again or _MOST_WAITS other loads began.
+
+class LoadWaits:
+    """Loads of an instance whose parts, one for each rank and object group, have not all ended: a request waits for the slowest.
+
+    A part that never begins leaves a load behind, until the same request loads again or _MOST_WAITS other loads began.
     """
 
     def __init__(self) -> None:
-        self._loads: OrderedDict[str, dict[int, tuple[int, int, int]]] = OrderedDict()  # by request, then by rank
+        self._loads: OrderedDict[str, dict[Part, tuple[int, int, int]]] = OrderedDict()  # by request, then by part
 
     def ended(
-        self, request_id: str, rank: int, world_size: int, arrived_ns: int, ended_ns: int, tokens: int
+        self, request_id: str, part: Part, parts: int, arrived_ns: int, ended_ns: int, tokens: int
     ) -> tuple[int, float] | None:
-        """One rank's load has; of the last one (tokens, seconds) of all. `tokens` is 0 if it failed on that rank."""
-        if world_size == 1 or not request_id:  # older engines do not name their requests: rank 0's is taken for all
-            return None if rank else (tokens, (ended_ns - arrived_ns) * 1e-9)
-        ranks = self._loads.setdefault(request_id, {})
-        if rank in ranks:  # of a former load of the request, that not all ranks took part in
-            ranks.clear()
-        ranks[rank] = arrived_ns, ended_ns, tokens
-        if len(ranks) < world_size:
+        """One of `parts` parts has ended; of the last one (tokens, seconds) of the load. `tokens` is 0 if the part failed."""
+        if parts == 1 or not request_id:  # older engines do not name their requests: rank 0's is taken for all
+            return None if any(part) else (tokens, (ended_ns - arrived_ns) * 1e-9)
+        ended = self._loads.setdefault(request_id, {})
+        if part in ended:  # of a former load of the request, of which not all parts began
+            ended.clear()
+        ended[part] = arrived_ns, ended_ns, tokens
+        if len(ended) < parts:
             if len(self._loads) > _MOST_WAITS:
                 self._loads.popitem(last=False)
             return None
         del self._loads[request_id]
-        arrivals, ends, all_tokens = zip(*ranks.values(), strict=True)
+        arrivals, ends, all_tokens = zip(*ended.values(), strict=True)
         return min(all_tokens), (max(ends) - min(arrivals)) * 1e-9
 
 

@@ -71,11 +71,11 @@ class ChunkLifecycle(Subscriber):
 
     def handle(self, event: Event) -> None:
         match event:
-            case ChunksStored():
+            case ChunksStored() if event.group.number == 0:
                 self._stored(event)
-            case ChunksLoaded():
+            case ChunksLoaded() if event.group.number == 0:
                 self._loaded(event)
-            case ChunksEvicted():
+            case ChunksEvicted() if event.group is None or event.group.number == 0:
                 self._evicted(event)
             case L1Cleared():
                 for namespace in [n for n in self._lifetimes if n.startswith(event.namespace)]:

@@ -157,11 +157,11 @@ class Explain(Subscriber):
                     self._loading(event)
                 case RequestEnded():
                     self._ended(event)
-                case ChunksEvicted():
+                case ChunksEvicted() if event.group is None:
                     self._chunks_evicted(event)
                 case NamespaceFormed():
                     first = event.ranks[0]
-                    self._chunk_tokens[event.instance_id] = first.chunk_blocks * first.block_tokens
+                    self._chunk_tokens[event.instance_id] = first.chunk_tokens
                     self._differences.formed(event)
                 case InstanceDisconnected():
                     self._instance_disconnected(event)

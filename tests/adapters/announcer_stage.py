@@ -60,7 +60,7 @@ class Stage:
 
     def __init__(self, clock: Clock, publishes: bool = True) -> None:
         self.clock = clock
-        self.hook = PoolHook(lambda block_id: None)
+        self.hook = PoolHook()
         self.consumer = Audience()
         self._folder = tempfile.mkdtemp(prefix="kvs-")
         self._peer = DaemonPeer(Path(self._folder))

@@ -8,7 +8,7 @@ import random
 
 VOCAB = 1024
 BLOCK = 16  # tokens
-LAYERS, HEADS, WIDTH = 2, 2, 2
+LAYERS, HEADS, WIDTH = 2, 2, 2  # of a model of one group
 MASK = (1 << 64) - 1
 
 

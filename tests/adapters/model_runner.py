@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
-from made_up_model import BLOCK, HEADS, LAYERS, MASK, VOCAB, WIDTH, chain, next_token
+from made_up_model import LAYERS, VOCAB, chain, next_token
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    create_kv_cache_views,
+)
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 
@@ -23,74 +37,147 @@ class Row:
     """A request as the runner knows it."""
 
     tokens: list[int]
-    blocks: list[int]
+    tables: list[list[int]]  # blocks, by KV cache group
     computed: int  # tokens with KV
-    states: list[int] = field(default_factory=list)  # KV numbers of the tokens
+    numbers: list[int] = field(default_factory=list)  # KV numbers of the tokens
     drafts: list[int] = field(default_factory=list)
+    state_at: int = 0  # tokens whose state its running blocks hold
 
-    def numbers(self, tokens: list[int], weights: int) -> list[int]:
+    @property
+    def blocks(self) -> list[int]:
+        return [id for table in self.tables for id in table]
+
+    def numbers_of(self, tokens: list[int], weights: int) -> list[int]:
         """The KV numbers of all of `tokens`, which continue what is known."""
-        known = min(len(self.states), len(self.tokens))
-        states = self.states[:known]
+        known = min(len(self.numbers), len(self.tokens))
+        numbers = self.numbers[:known]
         for token in tokens[known:]:
-            states.append(chain(states[-1] if states else weights, token))
-        return states
+            numbers.append(chain(numbers[-1] if numbers else weights, token))
+        return numbers
+
+
+@dataclass
+class Layer:
+    """Each word of a token's KV is the token's number, salted; of a state that of the last token."""
+
+    name: str
+    spec: KVCacheSpec
+    kv: np.ndarray  # [block, head, token or several, word]
+    salt: np.ndarray  # [head, word]
+
+    def first_read(self, token: int) -> int:
+        """The first token that this one attends to."""
+        if isinstance(self.spec, SlidingWindowSpec):
+            return max(0, token - self.spec.sliding_window + 1)
+        if isinstance(self.spec, ChunkedLocalAttentionSpec):
+            return token // self.spec.attention_chunk_size * self.spec.attention_chunk_size
+        return 0
+
+    def places(self, table: list[int], first: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens, blocks, places in the blocks) of the KV of tokens [first, end); several may have one KV, the last one's."""
+        size = self.spec.block_size
+        each = size // self.kv.shape[2]
+        tokens = np.arange((first + 1 + each - 1) // each * each - 1, end, each)
+        return tokens, np.array(table, np.int64)[tokens // size], tokens % size // each
+
+    def words(self, numbers: np.ndarray) -> np.ndarray:
+        return numbers[:, None, None] ^ self.salt
 
 
 class Runner:
-    """One rank: KV tensors of its layers and a connector. Ranks of equal salt hold the same KV."""
+    """One rank: KV tensors of its layers, where vLLM has them in its memory, and a connector."""
 
     def __init__(
-        self,
-        connector: KVConnectorBase_V1,
-        num_blocks: int,
-        rank: int,
-        register: bool,
-        layers: Sequence[int] = range(LAYERS),
-        salt: int | None = None,
+        self, connector: KVConnectorBase_V1, config: VllmConfig, caches: KVCacheConfig, rank: int, register: bool
     ) -> None:
         self.connector = connector
         self.rank = rank
         self.launch: Callable[[Callable[[], None]], None] = lambda work: work()  # on a GPU: queued
-        storage = torch.zeros(len(layers), num_blocks, HEADS, BLOCK, WIDTH, dtype=torch.int64)
-        caches = {f"layers.{i}": layer for i, layer in zip(layers, storage.unbind(0), strict=True)}
+        groups = caches.kv_cache_groups
+        stages, replicas = config.parallel_config.pipeline_parallel_size, config.parallel_config.tensor_parallel_size
+        if stages > 1:  # the last one has one layer more than the others
+            own = range(rank * LAYERS, (rank + 1) * LAYERS + (rank == stages - 1))
+            groups = [KVCacheGroupSpec([f"layers.{i}" for i in own], groups[0].kv_cache_spec)]
+        specs = {name: _spec_of(group, name) for group in groups for name in group.layer_names}
+        views = _views(config, groups, specs)
         if register:
-            connector.register_kv_caches(caches)
-        self.kv = [layer.numpy().view(np.uint64) for layer in caches.values()]  # registering moves the memory
-        shape = (HEADS, WIDTH)
-        self.salts = [
-            np.array(
-                [hash((rank if salt is None else salt, i, j)) & MASK for j in range(HEADS * WIDTH)], np.uint64
-            ).reshape(shape)
-            for i in layers
-        ]
+            connector.register_kv_caches(views)  # which moves the memory
+        self.layers: list[list[Layer]] = []  # by KV cache group
+        for group in groups:
+            self.layers.append([])
+            for name in group.layer_names:
+                kv, spec = views[name].numpy().view(np.uint64), specs[name]
+                same = replicas > 1 and (caches.kv_tp_replicas > 1 or getattr(spec, "max_tp_shards", None) == 1)
+                source = random.Random(f"{name} {0 if same else rank}")
+                words = [source.getrandbits(64) for _ in range(kv.shape[1] * kv.shape[3])]
+                salt = np.array(words, np.uint64).reshape(kv.shape[1], kv.shape[3])
+                self.layers[-1].append(Layer(name, spec, kv, salt))
 
-    def slots(self, blocks: list[int], first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.arange(first, last)
-        return np.array(blocks, np.int64)[positions // BLOCK], positions % BLOCK
+    @property
+    def kv(self) -> list[np.ndarray]:
+        return [layer.kv for layers in self.layers for layer in layers]
 
-    def write(self, blocks: list[int], first: int, numbers: list[int]) -> None:
-        ids, offsets = self.slots(blocks, first, first + len(numbers))
-        assert 0 not in ids, "the scheduler gave the null block to write to"
-        values = np.array(numbers, np.uint64)
-        for kv, salt in zip(self.kv, self.salts, strict=True):
-            kv[ids, :, offsets] = values[:, None, None] ^ salt
+    def write_early(self, output: SchedulerOutput) -> None:
+        """What vLLM's runner writes before the forward: zeroes into new blocks, and copies of what was partly hit."""
+        zeroed = output.new_block_ids_to_zero or []
+        copies = np.array(output.kv_cache_block_copies or [], np.int64).reshape(-1, 2)
 
-    def wrong(self, blocks: list[int], first: int, numbers: list[int]) -> list[int]:
-        """Positions, from `first` on, whose KV is not what it must be. Null blocks belong to no request."""
-        ids, offsets = self.slots(blocks, first, first + len(numbers))
-        values = np.array(numbers, np.uint64)
-        bad = np.zeros(len(numbers), bool)
-        for kv, salt in zip(self.kv, self.salts, strict=True):
-            bad |= (kv[ids, :, offsets] != values[:, None, None] ^ salt).any(axis=(1, 2))
-        return [first + int(i) for i in np.flatnonzero(bad & (ids != 0))]
+        def write() -> None:
+            for layer in (layer for layers in self.layers for layer in layers):
+                if isinstance(layer.spec, AttentionSpec):
+                    layer.kv[zeroed] = 0
+                layer.kv[copies[:, 1]] = layer.kv[copies[:, 0]]
 
-    def check(self, name: str, blocks: list[int], computed: int, numbers: list[int]) -> None:
-        wrong = self.wrong(blocks, 0, numbers)
-        assert not wrong, (
-            f"rank {self.rank}: request {name} attends to foreign KV at tokens {wrong[:5]}... of "
-            f"{len(numbers)}, {computed} were computed before, blocks {blocks}"
-        )
+        if zeroed or len(copies):
+            self.launch(write)
+
+    def copy_states(self, tables: list[list[int]], before: int, computed: int) -> None:
+        """A state begins in the block in which the state of the step before ended, which other requests may share."""
+        for table, layer in self._states(tables):
+            source, target = ((tokens - 1) // layer.spec.block_size for tokens in (before, computed))
+            if before and source != target:
+                layer.kv[table[target]] = layer.kv[table[source]]
+
+    def write(self, name: str, tables: list[list[int]], first: int, numbers: Sequence[int]) -> None:
+        """The KV of the tokens from `first` on; `numbers` are those of all tokens. States must be right as they begin."""
+        values, end = np.array(numbers, np.uint64), len(numbers)
+        for table, layer in self._attention(tables):
+            tokens, ids, places = layer.places(table, first, end)
+            assert 0 not in ids, "the scheduler gave the null block to write to"
+            layer.kv[ids, :, places] = layer.words(values[tokens])
+        for table, layer in self._states(tables):
+            running = table[(end - 1) // layer.spec.block_size]
+            assert running, "the scheduler gave the null block for a state"
+            begun = layer.words(values[first - 1 : first])
+            assert not first or (layer.kv[running, :, 0] == begun).all(), (
+                f"rank {self.rank}: request {name} goes on from a foreign state at token {first}, {layer.name}: {table}"
+            )
+            layer.kv[running] = layer.words(values[end - 1 :])[:, :, None]
+
+    def check(self, name: str, tables: list[list[int]], computed: int, numbers: Sequence[int]) -> None:
+        """All KV that the tokens from `computed` on attend to; and the states as they end."""
+        values, end = np.array(numbers, np.uint64), len(numbers)
+        for table, layer in self._attention(tables):
+            tokens, ids, places = layer.places(table, layer.first_read(computed), end)
+            bad = (layer.kv[ids, :, places] != layer.words(values[tokens])).any(axis=(1, 2)) | (ids == 0)
+            assert not bad.any(), (
+                f"rank {self.rank}: request {name} attends to foreign KV of {layer.name} at tokens {tokens[bad][:5]}... "
+                f"of {end}, {computed} were computed before, blocks {table}"
+            )
+        for table, layer in self._states(tables):
+            ended = layer.kv[table[(end - 1) // layer.spec.block_size], :, 0]
+            assert (ended == layer.words(values[end - 1 :])).all(), (
+                f"the state of {name} in {layer.name} was overwritten"
+            )
+
+    def _attention(self, tables: list[list[int]]) -> list[tuple[list[int], Layer]]:
+        return [(t, layer) for t, layer in self._with_tables(tables) if not isinstance(layer.spec, MambaSpec)]
+
+    def _states(self, tables: list[list[int]]) -> list[tuple[list[int], Layer]]:
+        return [(t, layer) for t, layer in self._with_tables(tables) if isinstance(layer.spec, MambaSpec)]
+
+    def _with_tables(self, tables: list[list[int]]) -> list[tuple[list[int], Layer]]:
+        return [(table, layer) for table, layers in zip(tables, self.layers, strict=True) for layer in layers]
 
     def connector_output(self, output: SchedulerOutput) -> KVConnectorOutput:
         """What vLLM's runner collects after the forward, in its order."""
@@ -125,18 +212,33 @@ class Batch:
             known = row.tokens[row.computed : row.computed + count - len(drafts)]
             assert len(known) == count - len(drafts), f"{name}: scheduled beyond what is known"
             inputs[name] = [*row.tokens[: row.computed + len(known)], *drafts]
-            numbers[name] = row.numbers(inputs[name], weights)
-            for runner in self._runners:
-                fresh = numbers[name][row.computed :]
-                runner.launch(partial(runner.write, list(row.blocks), row.computed, fresh))
-        sampled: list[list[int]] = []
-        for name, count in output.num_scheduled_tokens.items():
-            row = self.rows[name]
-            for runner in self._runners:
-                runner.launch(partial(runner.check, name, list(row.blocks), row.computed, numbers[name]))
-            sampled.append(self._sample(row, inputs[name], numbers[name], count))
+            numbers[name] = row.numbers_of(inputs[name], weights)
+        for act in (self._copy_states, self._write, self._check):
+            for name in output.num_scheduled_tokens:
+                act(name, self.rows[name], numbers[name])
+        sampled = [
+            self._sample(self.rows[name], inputs[name], numbers[name], count)
+            for name, count in output.num_scheduled_tokens.items()
+        ]
         names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+
+    def _copy_states(self, name: str, row: Row, numbers: list[int]) -> None:
+        for runner in self._runners:
+            runner.launch(partial(runner.copy_states, deepcopy(row.tables), row.state_at, len(numbers)))
+        row.state_at = len(numbers)
+
+    def _write(self, name: str, row: Row, numbers: list[int]) -> None:
+        for runner in self._runners:
+            runner.launch(partial(runner.write, name, deepcopy(row.tables), row.computed, numbers))
+
+    def _check(self, name: str, row: Row, numbers: list[int]) -> None:
+        for runner in self._runners:
+            runner.launch(partial(runner.check, name, deepcopy(row.tables), row.computed, numbers))
+
+    @staticmethod
+    def _begin(tokens: list[int], tables: Sequence[Sequence[int]], computed: int) -> Row:
+        return Row(tokens, [list(table) for table in tables], computed, state_at=computed)
 
     def _take_changes(self, output: SchedulerOutput) -> None:
         for name in output.finished_req_ids:
@@ -144,7 +246,7 @@ class Batch:
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
-            self.rows[new.req_id] = Row(tokens, list(new.block_ids[0]), new.num_computed_tokens)
+            self.rows[new.req_id] = self._begin(tokens, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for name, computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
@@ -153,9 +255,10 @@ class Batch:
             if name in cached.resumed_req_ids:
                 assert blocks is not None
                 tokens = cached.all_token_ids.get(name, row.tokens)
-                self.rows[name] = Row(list(tokens), list(blocks[0]), computed)
+                self.rows[name] = self._begin(list(tokens), blocks, computed)
             else:
-                row.blocks += blocks[0] if blocks is not None else []
+                for table, more in zip(row.tables, blocks or [[]] * len(row.tables), strict=True):
+                    table += more
                 # Under async scheduling the scheduler counts drafts as if all were accepted.
                 assert row.computed <= computed if self._drafts else row.computed == computed
 
@@ -168,7 +271,7 @@ class Batch:
 
     def _sample(self, row: Row, inputs: list[int], numbers: list[int], count: int) -> list[int]:
         """Accept drafts as far as the model agrees, add one token; nothing while the prompt is not done."""
-        row.states = numbers
+        row.numbers = numbers
         if len(inputs) < len(row.tokens):
             row.computed += count
             return []
@@ -176,18 +279,18 @@ class Batch:
         while (at := len(row.tokens) - 1 + len(sampled)) < len(inputs) and inputs[at] == sampled[-1]:
             sampled.append(next_token(numbers[at]))
         row.computed = len(row.tokens) + len(sampled) - 1
-        row.states = numbers[: row.computed]
+        row.numbers = numbers[: row.computed]
         row.tokens += sampled
         row.drafts = self._propose(row)
         return sampled
 
     def _propose(self, row: Row) -> list[int]:
         """Drafts for the tokens after the last one; each right with three chances in four."""
-        state, found = row.states[-1], []
+        number, found = row.numbers[-1], []
         token = row.tokens[-1]
         for _ in range(self._drafts):
-            state = chain(state, token)
-            token = next_token(state)
+            number = chain(number, token)
+            token = next_token(number)
             if self._luck.random() < 0.25:
                 token = 3 + (token + 1) % (VOCAB - 3)
             found.append(token)
@@ -197,3 +300,22 @@ class Batch:
         """What is proposed for the next step."""
         drafts = {name: row.drafts for name, row in self.rows.items() if row.drafts}
         return DraftTokenIds(list(drafts), list(drafts.values()))
+
+
+def _spec_of(group: KVCacheGroupSpec, layer: str) -> KVCacheSpec:
+    spec = group.kv_cache_spec
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _views(
+    config: VllmConfig, groups: list[KVCacheGroupSpec], specs: dict[str, KVCacheSpec]
+) -> dict[str, torch.Tensor]:
+    """Each layer's KV cache in one memory, as vLLM places it: layers of several groups may have the same bytes."""
+    placed = get_kv_cache_config_from_groups(config, groups, 0)
+    layout = config.cache_config.get_resolved_kv_cache_layout()
+    memory = torch.zeros(placed.kv_cache_tensors[0].size, dtype=torch.int8)
+    views: dict[str, torch.Tensor] = {}
+    for tensor in placed.kv_cache_tensors:
+        made = create_kv_cache_views(memory, specs[tensor.layers[0]], placed.num_blocks, layout, tensor)
+        views.update(zip(tensor.layers, made, strict=True))
+    return views

@@ -8,9 +8,10 @@ between them. A single wrong block under any request fails the step that would h
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,17 +41,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+    kv_cache_groups_tp_replicas,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -103,15 +105,24 @@ def configure(
     world_size: int = 1,
     drafts: int = 0,
     window: int | None = None,
+    layers: Sequence[KVCacheSpec] = (),
+    block_size: int = BLOCK,
+    layout: str = "LBHNC",
     engine_id: str | None = None,
     extra: dict[str, Any] | None = None,
     adjust: Adjust = lambda config, caches: None,
     **model_options: Any,
 ) -> tuple[VllmConfig, KVCacheConfig]:
-    """What vLLM would have made of its command line and its memory. `folder` holds a model's config.json."""
+    """What vLLM would have made of its command line and its memory. `folder` holds a model's config.json.
+
+    `layers` of a model of several groups, else all have full attention, or a `window`.
+    """
     model = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 2048, **model_options}
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
-    cache.num_gpu_blocks = num_blocks
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
+    cache.kv_cache_layout = layout
+    cache.num_gpu_blocks = cache.num_gpu_blocks_override = num_blocks
+    if any(isinstance(layer, MambaSpec) for layer in layers):
+        cache.mamba_cache_mode = "align"
     speculation = (
         SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=3) if drafts else None
     )
@@ -140,13 +151,12 @@ def configure(
     if world_size > 1:
         config.parallel_config = ParallelConfig(tensor_parallel_size=world_size, distributed_executor_backend="mp")
     shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": WIDTH // 2, "dtype": torch.int64}
-    spec: KVCacheSpec = SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
-    caches = KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([f"layers.{i}" for i in range(LAYERS)], spec)],
-        hash_block_size=BLOCK,
-    )
+    if not layers:
+        layers = [SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)] * LAYERS
+    groups = get_kv_cache_groups(config, {f"layers.{i}": spec for i, spec in enumerate(layers)})
+    caches = get_kv_cache_config_from_groups(config, groups, 0)
+    caches.hash_block_size = math.gcd(*(group.kv_cache_spec.block_size for group in groups))
+    caches.kv_tp_replicas = kv_cache_groups_tp_replicas(groups, world_size)
     adjust(config, caches)
     return config, caches
 
@@ -182,15 +192,17 @@ class Engine:
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
-        self._hasher = get_request_block_hasher(BLOCK, hash_function)
+        block_sizes = [group.kv_cache_spec.block_size for group in caches.kv_cache_groups]
+        hash_block_size = caches.hash_block_size or math.gcd(*block_sizes)
+        self._hasher = get_request_block_hasher(hash_block_size, hash_function)
         asynchronous = config.scheduler_config.async_scheduling
         self._steps_ahead = 2 if asynchronous else 1
         self.scheduler: Scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             vllm_config=config,
-            kv_cache_config=caches,
+            kv_cache_config=generate_scheduler_kv_cache_config([caches]),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=math.lcm(*block_sizes),
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = runner == 2
@@ -205,10 +217,7 @@ class Engine:
         config.parallel_config.rank = rank
         kind = self.gpu.connector if self.gpu is not None else KVConnectorFactory.create_connector
         connector = kind(config, KVConnectorRole.WORKER, self.caches)
-        # The last stage of a pipeline has one layer more than the others.
-        stages = config.parallel_config.pipeline_parallel_size
-        layers = range(rank * LAYERS, (rank + 1) * LAYERS + (rank == stages - 1)) if stages > 1 else range(LAYERS)
-        made = Runner(connector, self.num_blocks, rank, register, layers, 0 if self.caches.kv_tp_replicas > 1 else None)
+        made = Runner(connector, config, self.caches, rank, register)
         if self.gpu is not None:
             made.launch = self.gpu.queue
         return made
@@ -274,8 +283,8 @@ class Engine:
         """Submit a prompt that the daemon has, until the first bytes of its load are in this rank's KV. REQUIRES: slow copies."""
         answer, before = self.add(name, tokens), len(self.loads)
         self.run(until=lambda: len(self.loads) > before)
-        blocks = ids_of(self.loads[before])
-        wait_until(lambda: self.runners[rank].kv[0][blocks].any(), what=f"the load of {name} has begun on rank {rank}")
+        kv, blocks = self.runners[rank].kv[0], ids_of(self.loads[before])
+        wait_until(lambda: kv[blocks].any(), what=f"the load of {name} has begun on rank {rank}")
         assert self.status_of(name) == "WAITING_FOR_REMOTE_KVS"
         return answer
 
@@ -356,8 +365,12 @@ class Engine:
         self.preemptions += len(output.preempted_req_ids or ())
         self.before_step(plan)
         for runner in self.runners:
+            if self.scheduler.use_v2_model_runner:
+                runner.write_early(output)
             runner.connector.handle_preemptions(metadata)
             runner.connector.bind_connector_metadata(metadata)
+            if not self.scheduler.use_v2_model_runner:
+                runner.write_early(output)
         result = self.batch.forward(output, self.weights)
         results: list[ModelRunnerOutput | None] = []
         for runner in self.runners:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from kvserver.adapters.common.notices import Records
@@ -95,11 +95,11 @@ class Replay:
             self.apply(report.payload.records)
         return self
 
-    def agrees_with(self, pool: BlockPool, pins: Iterable[int] = ()) -> bool:
+    def agrees_with(self, pool: BlockPool, pinned: Set[int] = frozenset()) -> bool:
         """Owners alike; a live block that is free in the pool contains what it was allocated for, but uncached."""
-        pinned = Counter(pins)
-        owners = {b.block_id: b.ref_cnt - pinned[b.block_id] for b in pool.blocks[1:]}
-        assert {block: count for block, count in owners.items() if count} == dict(+self.owners)
+        free = {b.block_id for b in pool.free_block_queue.get_all_free_blocks()}
+        assert {b.block_id for b in pool.blocks[1:]} - free == pinned | set(+self.owners)
+        assert all(b.ref_cnt == self.owners[b.block_id] for b in pool.blocks[1:] if b.block_id not in pinned)
         cached = {b.block_id for b in pool.blocks[1:] if b.block_hash is not None}
         assert cached <= self.live, "a block that can be found was reported as removed"
         return True
@@ -111,7 +111,7 @@ class Churn:
     def __init__(self, blocks: int = 40, clock: Any = None, caching: bool = True) -> None:
         init_none_hash(sha256)
         self.pool = BlockPool(blocks, caching, BLOCK)
-        self.hook = PoolHook(lambda block: None, *([clock] if clock else []))
+        self.hook = PoolHook(*([clock] if clock else []))
         self.hook.install(self.pool)
         self.running: list[list[Any]] = []  # the blocks of each request that runs
         self.pins: list[list[int]] = []
@@ -171,7 +171,9 @@ class Churn:
             assert self.pool.reset_prefix_cache()
 
     def agrees(self, replay: Replay) -> bool:
-        return replay.agrees_with(self.pool, [block for pin in self.pins for block in pin])
+        pinned = {block for pin in self.pins for block in pin}
+        assert self.hook.kept == pinned - {block.block_id for blocks in self.running for block in blocks}
+        return replay.agrees_with(self.pool, pinned)
 
     def drain_records(self) -> Records:
         return self.hook.drain_records()

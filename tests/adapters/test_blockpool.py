@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
+from kvserver.adapters.common.hazards import PinnedStores
 from kvserver.adapters.vllm.blockpool import MARK_NS, MAX_RECORDS
 from replay import Churn, Replay, timed, unpack
 from support.properties import Dice, examples, walks
@@ -181,6 +182,25 @@ def test_a_pin_is_no_access_and_no_owner():
     assert not churn.drain_records().records
 
 
+def test_a_pinned_block_never_has_as_many_references_as_requests_share_it():
+    """vLLM with cascade attention takes such blocks for a prefix of all requests."""
+    churn = Churn()
+    block = churn.begin(1, 1)[0]
+    churn.hook.pin([block.block_id])
+    assert block.ref_cnt > 100_000
+
+
+def test_of_a_prefix_that_a_store_kept_the_end_is_evicted_first():
+    churn = Churn(blocks=5)
+    stores = PinnedStores(churn.hook, ranks=1, seconds=10)
+    blocks = churn.begin(1, 4)
+    stores.add(1, [block.block_id for block in blocks])
+    churn.end(blocks)
+    assert churn.pool.get_num_free_blocks() == 0
+    stores.ended(1)
+    assert churn.pool.get_new_blocks(4) == blocks[::-1]
+
+
 def test_a_full_state_names_every_owner():
     churn = Churn()
     first = churn.begin(1, 2)
@@ -225,7 +245,7 @@ def test_a_full_state_drops_the_records_not_yet_drained():
 def test_a_hook_in_a_pool_at_work_begins_with_its_state():
     churn = Churn()
     churn.begin(1, 2)
-    moved = type(churn.hook)(lambda block: None)
+    moved = type(churn.hook)()
     moved.install(churn.pool)
     churn.begin(2, 1)
     (state,) = moved.drain_full_state()
@@ -315,7 +335,7 @@ def test_the_earlier_collector_receives_everything_but_pins():
     churn = Churn()
     collector = Collector()
     churn.pool.metrics_collector = collector
-    hook = type(churn.hook)(lambda block: None)
+    hook = type(churn.hook)()
     hook.install(churn.pool)
     blocks = churn.begin(1, 1)
     churn.pool.touch(blocks)

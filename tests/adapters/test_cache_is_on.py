@@ -364,7 +364,7 @@ def test_every_place_is_known_beforehand():
             elif isinstance(node, ast.FunctionDef) and any("fenced" in ast.unparse(d) for d in node.decorator_list):
                 found.add(node.name)
     assert len(found) > 40
-    made = {f"{what} a {kind}" for what in ("beginning of", "looking at") for kind in ("load", "store")}
+    made = {f"{what} a {kind}" for what in ("beginning of", "looking at", "aborting") for kind in ("load", "store")}
     assert found | made == set(PLACES)
 
 

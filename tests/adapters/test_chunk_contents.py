@@ -22,7 +22,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvserver.protocol import ChunkContents
+from kvserver.cache import Groups
+from kvserver.events import ChunksDescribed
+from kvserver.kv_events.descriptions import describe, of_objects
+from kvserver.protocol import ChunkContents, ObjectGroup
 
 PER_CHUNK = 4  # blocks
 SHA256 = get_hash_fn_by_name("sha256")
@@ -45,7 +48,7 @@ def request_of(tokens: list[int] = TOKENS, function: Any = SHA256, hash_block: i
 
 
 def contents_of(request: Request, first: int, last: int, hash_block: int = BLOCK) -> ChunkContents | None:
-    chunks = Chunks(BLOCK, hash_block)
+    chunks = Chunks([ObjectGroup("full", (0,), BLOCK)], hash_block)
     chunks.resize(PER_CHUNK * BLOCK)
     counters: Counter[str] = Counter()
     contents = Contents(chunks, counters).of(request, first, last)
@@ -53,11 +56,12 @@ def contents_of(request: Request, first: int, last: int, hash_block: int = BLOCK
     return contents
 
 
-def published(request: Request, first: int, last: int, hash_block: int = BLOCK) -> BlockStored:
+def published(request: Request, first: int, last: int, hash_block: int = BLOCK, block: int = BLOCK) -> BlockStored:
     """By vLLM's own block pool, of the same chunks."""
     pool = BlockPool(100, True, hash_block, enable_kv_cache_events=True)
-    blocks = pool.get_new_blocks(last * PER_CHUNK)
-    pool.cache_full_blocks(request, blocks, first * PER_CHUNK, last * PER_CHUNK, BLOCK, 0)
+    per_chunk = PER_CHUNK * BLOCK // block
+    blocks = pool.get_new_blocks(last * per_chunk)
+    pool.cache_full_blocks(request, blocks, first * per_chunk, last * per_chunk, block, 0)
     (event,) = pool.take_events()
     assert isinstance(event, BlockStored)
     return event
@@ -80,7 +84,7 @@ def whole_hashes(monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
 
-@pytest.mark.parametrize(
+WITH_EXTRA_KEYS = pytest.mark.parametrize(
     "options",
     [
         {},
@@ -92,10 +96,34 @@ def whole_hashes(monkeypatch):
     ],
     ids=["tokens", "short hashes", "salt", "lora", "images", "all"],
 )
+
+
+@WITH_EXTRA_KEYS
 @pytest.mark.parametrize(("first", "last"), [(0, 5), (0, 1), (2, 4)])
 def test_contents_are_what_vllm_publishes(options, first, last):
     request = request_of(**options)
     assert contents_of(request, first, last) == in_the_wires_words(published(request, first, last))
+
+
+@WITH_EXTRA_KEYS
+def test_contents_describe_the_blocks_of_every_group_as_vllm_publishes_them(options):
+    """Full attention with twice the block of a window, which has all blocks of its chunks here."""
+    groups = [ObjectGroup("full", (0,), 2 * BLOCK), ObjectGroup("window", (1,), BLOCK, tokens=PER_CHUNK * BLOCK)]
+    request, chunks = request_of(**options), Chunks(groups, BLOCK)
+    chunks.resize(PER_CHUNK * BLOCK)
+    contents = Contents(chunks, Counter()).of(request, 1, 4)
+    keys = chunks.keys(request, range(1, 4))
+    described = describe(ChunksDescribed(1, "engine", b"n" * 32, keys, (), BLOCK, contents))
+    for objects in Groups(groups, 1, chunks.tokens).objects:
+        parts = [of_objects(chunk, objects) for chunk in described]
+        event = published(request, 1, 4, block=objects.block_tokens)
+        assert b"".join(part.hashes for part in parts) == b"".join(event.block_hashes)
+        assert b"".join(part.tokens for part in parts) == array("I", event.token_ids).tobytes()
+        assert parts[0].parent == event.parent_block_hash
+        found = [msgspec.msgpack.decode(part.extra_keys) if part.extra_keys else [None] * part.blocks for part in parts]
+        assert [keys for part in found for keys in part] == msgspec.msgpack.decode(
+            msgspec.msgpack.encode(event.extra_keys)
+        )
 
 
 def test_where_hashes_are_finer_than_blocks_a_block_has_its_last_one():
@@ -107,10 +135,10 @@ def test_where_hashes_are_finer_than_blocks_a_block_has_its_last_one():
 
 def test_a_chunks_key_is_its_last_blocks_hash():
     request = request_of(function=short_hash)
-    chunks = Chunks(BLOCK, BLOCK)
+    chunks = Chunks([ObjectGroup("full", (0,), BLOCK)], BLOCK)
     chunks.resize(PER_CHUNK * BLOCK)
     contents = contents_of(request, 2, 3)
-    assert chunks.keys(request, 2, 3) == contents.hashes[-contents.hash_bytes :].ljust(32, b"\0")
+    assert chunks.keys(request, range(2, 3)) == contents.hashes[-contents.hash_bytes :].ljust(32, b"\0")
 
 
 def test_salts_are_only_with_the_first_block():

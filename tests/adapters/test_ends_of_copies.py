@@ -56,7 +56,7 @@ def test_stores_in_a_new_session_have_words_of_their_own(make_daemon, make_engin
 
 def test_quarantine_ends_with_the_last_ranks_word():
     pool = BlockPool(10, True, BLOCK)
-    hook = PoolHook(lambda block_id: None)
+    hook = PoolHook()
     hook.install(pool)
     quarantine = Quarantine(hook)
     blocks = pool.get_new_blocks(3)
@@ -87,7 +87,6 @@ class Steps:
 
     def step(self, plan: StepPlan) -> set[str]:
         """The requests whose loads have failed."""
-        self.connector.handle_preemptions(plan)
         self.connector.bind_connector_metadata(plan)
         self.connector.start_load_kv(None)
         self.connector.wait_for_save()

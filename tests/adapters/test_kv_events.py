@@ -79,6 +79,13 @@ def test_chunks_that_cannot_be_described_are_stored_all_the_same(make_daemon, ma
     assert other.generate("warm", TOKENS, cache_salt="s" * 100_000).external == 5 * CHUNK
 
 
+def test_a_model_of_windows_shorter_than_a_chunk_is_stored_where_contents_are_wanted(make_daemon, make_engine):
+    """Contents are of whole chunks, also where the objects of the first group are not."""
+    daemon = make_daemon(kv_events="on")
+    make_engine(daemon, window=20).generate("cold", TOKENS)
+    assert make_engine(daemon, window=20).generate("warm", TOKENS).external == 5 * CHUNK
+
+
 def test_a_store_of_a_very_long_prompt_goes_in_parts(make_daemon, make_tap, make_engine, monkeypatch):
     """A message has a limit, which hashes and tokens would soon reach."""
     monkeypatch.setattr("kvserver.adapters.vllm.scheduler._STORE_TOKENS", 2 * CHUNK)

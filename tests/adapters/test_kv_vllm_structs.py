@@ -58,6 +58,27 @@ def test_its_structs_decode_every_event(published: Published) -> None:
     assert events[2] == BlockRemoved(block_hashes=names, medium="CPU", group_idx=0)
 
 
+def test_its_structs_decode_the_events_of_a_window_beside_full_attention() -> None:
+    published = Published()
+    published.feed.reader_connected("engine", HERE, groups=(KVGroup("full_attention"), KVGroup("sliding_window", 32)))
+    try:
+        subscriber = published.subscriber()
+        full = KVChunk(named("d"), describe("a", "b", "c", "d", members=(0,)))
+        window = KVChunk(named("d"), describe("c", "d", parent="b", members=(1,)))
+        published.feed.stored(HERE, full)
+        published.feed.stored(HERE, window)
+        published.feed.removed(HERE, window)
+        published.catch_up(subscriber)
+    finally:
+        published.close()
+    events = [event for _, _, payload in subscriber.received for event in DECODER.decode(payload).events][1:]
+    names = [in_form(named(name), "int") for name in "abcd"]
+    spec = [(e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window, e.block_hashes) for e in events[:2]]
+    assert spec == [(0, "full_attention", None, names), (1, "sliding_window", 32, names[2:])]
+    assert events[1].parent_block_hash == names[1]
+    assert events[2] == BlockRemoved(block_hashes=names[2:], medium="CPU", group_idx=1)
+
+
 def test_integers_are_those_that_it_publishes_for_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     for text in ("a", "b", "c"):

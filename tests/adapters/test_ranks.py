@@ -79,7 +79,7 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
     assert answer.right
     assert warm.received == ["warm"]
     assert (first.counters["load_failures"], second.counters["load_failures"]) == (0, 1)
-    assert warm.free_blocks == warm.num_blocks - 1 - len(ids_of(warm.loads[0]))
+    assert warm.free_blocks == warm.num_blocks - 1 - sum(len(ids_of(copy)) for copy in (*warm.loads, *warm.stores))
     daemon.thaw()
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
 
@@ -93,7 +93,7 @@ def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_da
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert warm.received == ["warm"]
-    assert warm.free_blocks == warm.num_blocks - 1 - len(ids_of(warm.loads[0]))
+    assert warm.free_blocks == warm.num_blocks - 1 - sum(len(ids_of(copy)) for copy in (*warm.loads, *warm.stores))
     daemon.thaw()
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
 
@@ -148,11 +148,17 @@ def test_what_all_ranks_hold_is_stored_once_and_loaded_by_each(make_daemon, pair
     assert [runner.connector.worker.counters["loaded"] for runner in warm.runners] == [1, 1]
 
 
-def test_what_all_ranks_hold_is_asked_to_be_stored_by_one_of_them(make_daemon, make_tap, pair):
+def test_ranks_take_turns_to_store_what_all_hold(make_daemon, make_tap, pair):
+    """Over a prompt in steps of one and a half chunks each rank stores half of the bytes."""
     tap = make_tap(make_daemon())
-    engine = pair(tap.endpoint, adjust=same_on_all)
-    engine.generate("cold", TOKENS)
-    assert len(tap.of(Store)) == len(engine.stores)
+    engine = pair(tap.endpoint, adjust=same_on_all, num_blocks=400, max_tokens_per_step=96)
+    engine.generate("cold", prompt(7, 20 * CHUNK))
+    assert len(tap.of(Store)) == 2 * len(engine.stores)
+    moved = [runner.connector.worker.counters["store_bytes"] for runner in engine.runners]
+    assert moved[0] == moved[1] > 0
+    assert sum(store.contents is not None for store in tap.of(Store)) in (0, len(engine.stores)), (
+        "rank 0 describes them"
+    )
 
 
 def test_the_same_ranks_without_that_word_share_nothing_with_them(make_daemon, pair):

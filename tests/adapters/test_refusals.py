@@ -34,15 +34,15 @@ def warnings_of(caplog):
     return lambda: [r.getMessage() for r in caplog.records if r.name == "vllm.kvserver"]
 
 
-def blocks_of_two_sizes(config, caches):
-    first = caches.kv_cache_groups[0]
-    other = dataclasses.replace(first.kv_cache_spec, block_size=2 * BLOCK)
-    caches.kv_cache_groups.append(KVCacheGroupSpec(["layers.9"], other))
+def with_states(mode="align", **unserved):
+    other = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,), mamba_cache_mode=mode)
 
+    def adjust(config, caches):
+        caches.kv_cache_groups.append(KVCacheGroupSpec(["layers.9"], other))
+        config.cache_config.use_replayssm = unserved.get("replays", False)
+        config.speculative_config = unserved.get("drafts")
 
-def with_states(config, caches):
-    other = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
-    caches.kv_cache_groups.append(KVCacheGroupSpec(["layers.9"], other))
+    return adjust
 
 
 def two_groups(config, caches):
@@ -76,8 +76,9 @@ REFUSED = {
     "decode_context_parallel_size > 1": with_parallel("decode_context_parallel_size"),
     "prefill_context_parallel_size > 1": with_parallel("prefill_context_parallel_size"),
     "kv_role must be kv_both": consumer_only,
-    "blocks of different sizes": blocks_of_two_sizes,
-    "KV cache of kind MambaSpec": with_states,
+    "KV cache of kind MambaSpec: mamba_cache_mode 'none'": with_states("none"),
+    "KV cache of kind MambaSpec: use_replayssm": with_states(replays=True),
+    "KV cache of kind MambaSpec: speculative decoding": with_states(drafts=SimpleNamespace(method="ngram")),
     "sleep mode before vLLM 0.33": sleeps,
 }
 
@@ -102,22 +103,28 @@ def partial_hits(config, caches):
     caches.hash_block_size = BLOCK // 2
 
 
+def test_a_removed_setting_is_ignored_with_a_warning(make_daemon, make_engine, warnings_of):
+    daemon = make_daemon()
+    make_engine(daemon, extra={"kvserver.settle_ms": 20}).generate("cold", TOKENS)
+    assert make_engine(daemon).generate("warm", TOKENS).external > 0
+    assert sum("kvserver.settle_ms is no setting any more" in line for line in warnings_of()) == 2, "one a half"
+
+
 @pytest.mark.parametrize("adjust", [two_precisions, partial_hits])
-def test_blocks_that_are_written_before_their_stores_can_be_ended_are_refused(
+def test_blocks_that_are_written_before_all_else_of_a_step_are_served(
     make_daemon, make_halves, warnings_of, monkeypatch, adjust
 ):
-    """Model runner V2 zeroes or copies new blocks, then calls handle_preemptions."""
-    daemon = make_daemon()
-    make_halves(daemon, adjust)
-    assert warnings_of() == []
+    """Model runner V2 zeroes them or copies into them. Stores keep the blocks that they read."""
 
     def second_runner(config, caches):
         adjust(config, caches)
         monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
 
-    assert_inert(make_halves(daemon, second_runner))
-    assert len(warnings_of()) == 2
-    assert all("set VLLM_USE_V2_MODEL_RUNNER=0" in line for line in warnings_of())
+    scheduler, worker = make_halves(make_daemon(), second_runner)
+    assert warnings_of() == []
+    assert scheduler.scheduler is not None
+    for half in (scheduler, worker):
+        half.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -134,13 +141,15 @@ def test_refused_where_a_failed_load_cannot_fail_its_request(
     assert_inert(halves)
 
 
-def test_a_chunk_that_a_short_window_left_before_it_was_whole_is_counted_and_not_stored(make_daemon, make_engine):
+def test_a_boundary_that_a_generating_request_passes_is_kept_also_of_a_window_shorter_than_a_chunk(
+    make_daemon, make_engine
+):
     daemon = make_daemon()
     engine = make_engine(daemon, window=40)
     answer = engine.generate("grows", prompt(2, CHUNK), count=CHUNK + 10)
     assert answer.right
-    assert engine.connector.scheduler.counters["chunks_left_by_window"] == 1
-    assert daemon.status()["l1"]["chunks"] == 1, "the prompt's, which one step computed"
+    assert engine.connector.scheduler.counters["chunks_left_by_window"] == 0
+    assert daemon.status()["l1"]["chunks"] == 2, "of the prompt, and of the end"
 
 
 def test_a_sliding_window_is_served(make_daemon, make_engine):
@@ -209,7 +218,6 @@ def assert_inert(halves) -> None:
     scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
 
     worker.register_kv_caches({"layers.0": torch.zeros(100, 2, BLOCK, 2)})
-    worker.handle_preemptions(plan)
     worker.bind_connector_metadata(plan)
     worker.start_load_kv(None)
     worker.wait_for_layer_load("layers.0")
@@ -235,7 +243,6 @@ FAULTS = [
     (SchedulerHalf, "plan_step"),
     (SchedulerHalf, "worker_report"),
     (SchedulerHalf, "request_finished"),
-    (WorkerHalf, "end_overwritten_stores"),
     (WorkerHalf, "start_loads"),
     (WorkerHalf, "start_stores"),
     (WorkerHalf, "poll"),
@@ -291,11 +298,9 @@ def test_a_fault_before_a_load_begins_fails_that_load_and_no_other(make_daemon, 
     assert engine.worker.worker.counters["load_failures"] == 1
 
 
-@pytest.mark.parametrize(
-    "method", ["new_request", "matched_tokens", "plan_step", "start_stores", "end_overwritten_stores"]
-)
+@pytest.mark.parametrize("method", ["new_request", "matched_tokens", "plan_step", "start_stores"])
 def test_a_fault_that_stays_is_logged_once_and_the_engine_serves(make_daemon, make_engine, monkeypatch, caplog, method):
-    half = WorkerHalf if method in ("start_stores", "end_overwritten_stores") else SchedulerHalf
+    half = WorkerHalf if method == "start_stores" else SchedulerHalf
 
     def faulty(self, *args, **kwargs):
         raise ZeroDivisionError("a fault of ours")

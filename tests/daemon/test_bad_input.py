@@ -24,7 +24,7 @@ from kvserver.protocol import (
     ErrorCode,
     Hello,
     HelloReply,
-    ModelIdentity,
+    ObjectGroup,
 )
 
 MakeDaemon = Callable[..., Daemon]
@@ -105,21 +105,17 @@ def test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on(
 # ---- served all the same ----------------------------------------------------------------------
 
 
-def test_the_previous_version_is_served_and_its_identity_separates_engines(
-    daemon: Daemon, make_worker: MakeWorker
-) -> None:
-    facts = dict.fromkeys(("dtype", "kv_dtype", "parallel", "hash_algorithm"), "x")
+def test_the_previous_version_is_served_and_shares_with_this_one(daemon: Daemon, make_worker: MakeWorker) -> None:
     keys = make_keys(2)
-
-    def connected(model: str) -> Worker:
-        worker = make_worker(daemon, connect_now=False)
-        assert worker.client.ask(Hello(PROTOCOL_VERSION - 1), HelloReply).protocol_version == PROTOCOL_VERSION - 1
-        worker.attach()
-        return worker.register(counted=(), identity=ModelIdentity(model=model, **facts))
-
-    cold, same, other = connected("one"), connected("one"), connected("another")
+    cold = make_worker(daemon, connect_now=False)
+    assert cold.client.ask(Hello(PROTOCOL_VERSION - 1), HelloReply).protocol_version == PROTOCOL_VERSION - 1
+    cold.attach()
+    cold.register()
     cold.store(keys, cold.blocks_for(2))
-    assert (same.lookup(keys), other.lookup(keys)) == (2, 0)
+    here = make_worker(daemon, connect_now=False)
+    here.attach()
+    here.register(groups=(ObjectGroup("full", (0,), here.geometry.block_tokens),))
+    assert here.lookup(keys) == 2
 
 
 def test_contents_that_belong_to_other_keys_do_not_keep_a_chunk_from_being_stored(

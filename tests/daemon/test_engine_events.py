@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 from support.daemon import wait_until
 from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed, stored
 
 from kvserver.kv_events.types import ReaderConnected, ReaderDisconnected
-from kvserver.protocol import DescribeScheduler, KVGroup
+from kvserver.protocol import DescribeScheduler, KVGroup, ObjectGroup
 from kvserver.routing import KVIndex
 from kvserver.routing.engine_subscription import unreadable
 
@@ -122,6 +123,27 @@ def test_a_block_that_two_requests_computed_goes_with_its_second_copy(index, eng
     wait_for(index, 2)
     engine.publish(removed(BLOCKS[:1]))
     wait_for(index, 0)
+
+
+def test_a_match_of_several_groups_is_a_boundary_that_the_engine_itself_would_find(index, engine):
+    full, window = ObjectGroup("full", (1, 3), 16), ObjectGroup("window", (0, 2), 16, tokens=31)
+    described = replace(connected(engine), object_groups=(full, window))
+    index.observe(described)
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:5], group_idx=1), stored(BLOCKS[:5], group_idx=3), stored(BLOCKS[:1], group_idx=2))
+    engine.publish(stored(BLOCKS[2:4], group_idx=0))
+    wait_for(index, 4)
+    engine.publish(removed([BLOCKS[3]], group_idx=0))
+    wait_for(index, 0)
+    engine.publish(stored([BLOCKS[0]], group_idx=0))
+    wait_for(index, 1)
+    engine.publish(CLEARED, stored(BLOCKS[:2], group_idx=0))
+    wait_for_batch(index, 4)
+    assert leading(index) == 0
+    engine.publish(stored(BLOCKS[:3], group_idx=1))
+    wait_for(index, 2)
+    index.observe(replace(described, object_groups=(full, replace(window, members=(3,)))))
+    wait_for(index, 0)  # read again from the start, by another group
 
 
 def test_only_blocks_of_the_gpu_and_of_the_main_group_count(index, engine):

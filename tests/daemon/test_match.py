@@ -27,19 +27,8 @@ def introduce(worker: Worker, **more: Any) -> None:
     worker.send(worker.description(hash_algorithm="sha256", hash_start=START, hash_block_tokens=16, **more))
 
 
-def ask(daemon: Daemon, **query: Any) -> dict[str, dict[str, Any]]:
-    """By instance id."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{daemon.http_port}/kv/match",
-        json.dumps(query).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=5) as answer:
-        return {found["instance_id"]: found for found in json.load(answer)["instances"]}
-
-
 def found(daemon: Daemon, worker: Worker, tier: str) -> int:
-    matched = ask(daemon, block_hashes=[value.hex() for value in HASHES]).get(worker.instance_id)
+    matched = daemon.match(block_hashes=[value.hex() for value in HASHES]).get(worker.instance_id)
     return -1 if matched is None else int(matched[tier])
 
 
@@ -68,7 +57,7 @@ def test_what_one_engine_stored_is_found_by_all_that_can_load_it(
     one.store(KEYS[:5], one.blocks_for(5))
     for worker, blocks in ((one, 20), (two, 20), (other, 0)):
         wait_for(daemon, worker, "l1", blocks)
-    answer = ask(daemon, model=one.model_name, tokens=TOKENS)
+    answer = daemon.match(model=one.model_name, tokens=TOKENS)
     assert (answer[one.instance_id]["best"], answer[one.instance_id]["blocks"]) == (20, 32)
     assert daemon.http("/cache/clear", "POST")[0] == 200
     wait_for(daemon, two, "l1", 0)
@@ -128,9 +117,9 @@ def test_queries_are_counted_and_timed_also_malformed_ones(daemon: Daemon) -> No
         return daemon.metric("kvserver_kv_match_seconds_count")
 
     before, seconds = count(), daemon.metric("kvserver_kv_match_seconds_sum")
-    ask(daemon, block_hashes=[value.hex() for value in HASHES])
+    daemon.match(block_hashes=[value.hex() for value in HASHES])
     with pytest.raises(urllib.error.HTTPError):
-        ask(daemon, block_hashes=7)
+        daemon.match(block_hashes=7)
     assert count() == before + 2
     assert daemon.metric("kvserver_kv_match_seconds_bucket", le="+Inf") == before + 2
     assert 0 < daemon.metric("kvserver_kv_match_seconds_sum") - seconds < 5

@@ -1,4 +1,4 @@
-"""Ranks that all hold the same bytes, as MLA's do: stored once by rank 0, loaded by every rank."""
+"""Ranks that all hold the same bytes, as MLA's do: stored once, by turns (protocol 4: by rank 0), loaded by every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.memory import awkward
 from support.worker import make_keys
 
 from kvserver._native import State
-from kvserver.protocol import Error, Retrieved, Stored
+from kvserver.protocol import Error, ObjectGroup, Retrieved, Stored
 from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
@@ -49,6 +49,43 @@ def test_rank_0_stores_for_all_and_every_rank_loads_its_bytes(daemon, make_ranks
         assert rank.load(keys, target) == Retrieved(chunks=2)
         assert rank.memory.image() == expected
     assert daemon.accounting()["used_pages"] - used == once
+
+
+@pytest.fixture
+def make_striped(make_ranks):
+    """Ranks that take turns, as engines of this protocol do."""
+    return lambda daemon: make_ranks(
+        daemon, groups=(ObjectGroup("full", (0,), awkward().block_tokens, replicated=True),)
+    )
+
+
+def test_ranks_take_turns_by_the_chunks_of_the_prompt(daemon, make_striped):
+    """Also where a store begins within the prompt: the same chunk is always the same rank's."""
+    cold, warm = make_striped(daemon), make_striped(daemon)
+    keys, source = make_keys(8), cold[0].blocks_for(8)
+    content = cold[0].memory.blocks(source)
+    per_chunk, before = cold[0].chunk_blocks, daemon.status()["totals"]["stored_bytes"]
+    for first, end in ((0, 5), (5, 8)):
+        for number, rank in enumerate(cold):
+            own = [at for at in range(first, end) if at % 3 == number]
+            reply = rank.store(keys[first:end], source[first * per_chunk : end * per_chunk], first_chunk=first)
+            assert reply == Stored(stored=len(own), skipped=end - first - len(own))
+    for rank in warm:
+        target = rank.blocks_for(8, first=30)
+        expected = rank.memory.image_with(dict(zip(target, content, strict=True)))
+        assert rank.lookup(keys) == 8
+        assert rank.load(keys, target) == Retrieved(chunks=8)
+        assert rank.memory.image() == expected
+    assert daemon.status()["totals"]["stored_bytes"] - before == 8 * cold[0].chunk_bytes
+    again = [rank.store(keys, source) for rank in cold]
+    assert again == [Stored(stored=0, skipped=8)] * 3
+
+
+def test_a_chunk_is_missing_until_its_rank_has_stored_it(daemon, make_striped):
+    ranks, keys = make_striped(daemon), make_keys(3)
+    for rank, found in ((2, 0), (0, 1), (1, 3)):
+        ranks[rank].store(keys, ranks[rank].blocks_for(3))
+        assert ranks[0].lookup(keys) == found
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -110,7 +147,11 @@ def test_engines_with_and_without_replication_share_nothing(daemon, make_worker,
 
 @pytest.mark.parametrize(
     ("changes", "stated"),
-    [({"layout": "HND"}, "layout='HND'"), ({"geometry": awkward(scale=2)}, "runs="), ({"replicated": False}, "replic")],
+    [
+        ({"layout": "HND"}, "layout='HND'"),
+        ({"geometry": awkward(scale=2)}, "runs="),
+        ({"replicated": False}, "object_groups="),
+    ],
 )
 def test_a_rank_that_arranges_its_bytes_otherwise_is_refused(daemon, make_worker, changes, stated):
     same = {"instance_id": "differs", "incarnation": "a", "world_size": 2, "replicated": True}

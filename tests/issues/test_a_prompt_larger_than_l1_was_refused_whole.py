@@ -9,7 +9,7 @@ from typing import Any
 from support.slots import pages_of
 from support.worker import Worker, make_keys
 
-from kvserver.cache import POLICIES, Cache, PagePool
+from kvserver.cache import POLICIES, Cache, PagePool, one_group
 from kvserver.protocol import Retrieved, Stored
 
 NS, PAGE = b"n" * 32, 4096
@@ -22,7 +22,7 @@ def make_cache(pages: int = ROOM) -> Cache:
 
 def store(cache: Cache, keys: list[bytes], rank: int = 0, ranks: int = 1, steps: int = 1 << 30) -> tuple[int, int, int]:
     """`(filled, skipped, starved)`"""
-    plan = cache.plan_store(NS, ranks, rank, b"".join(keys), PAGE, steps)
+    plan = cache.plan_store(NS, one_group(ranks), b"".join(keys), PAGE, slot=rank, steps=steps)
     while not plan.complete:
         cache.extend_plan(plan, steps)
     cache.finish_store(plan, copied=True)

@@ -12,14 +12,14 @@ from support.daemon import wait_until
 from support.turns import repeat
 from support.worker import Worker, make_keys
 
-from kvserver.cache import POLICIES, Cache, MissReason, PagePool
+from kvserver.cache import POLICIES, Cache, MissReason, PagePool, one_group
 from kvserver.cache.misses import EvictedKeys
 
 NS, OTHER, PAGE = b"n" * 32, b"o" * 32, 4096
 
 
 def store(cache: Cache, keys: list[bytes], namespace: bytes = NS, copied: bool = True) -> None:
-    plan = cache.plan_store(namespace, 1, 0, b"".join(keys), PAGE)
+    plan = cache.plan_store(namespace, one_group(1), b"".join(keys), PAGE)
     if copied:
         cache.finish_store(plan, copied=True)
 

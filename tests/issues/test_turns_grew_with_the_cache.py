@@ -17,7 +17,7 @@ from support.server import Running, running_server
 from support.worker import Worker, make_keys
 
 from kvserver._native import CpuDevice, HostRegion
-from kvserver.cache import POLICIES, Cache, PagePool
+from kvserver.cache import POLICIES, Cache, PagePool, one_group
 from kvserver.copy import Devices
 from kvserver.protocol import Clear, Cleared, Plane, Stored
 from kvserver.protocol.client import Client
@@ -183,10 +183,10 @@ def test_leases_that_expire_together_end_in_slices() -> None:
 def test_a_store_waits_for_the_leases_of_a_disconnected_engine() -> None:
     cache = Cache(PagePool(8 * PAGE, PAGE), POLICIES["lru"]())
     keys = b"".join(make_keys(8))
-    cache.finish_store(cache.plan_store(b"n", 1, 0, keys, PAGE), copied=True)
+    cache.finish_store(cache.plan_store(b"n", one_group(1), keys, PAGE), copied=True)
     assert cache.lookup(b"n", keys, ("engine", "r"), 1e9).hit_chunks == 8
     cache.end_leases_of("engine")
-    plan = cache.plan_store(b"n", 1, 0, make_keys(1)[0], PAGE, steps=1)
+    plan = cache.plan_store(b"n", one_group(1), make_keys(1)[0], PAGE, steps=1)
     assert not plan.complete
     while not plan.complete:
         cache.extend_plan(plan, 1)

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import random
 import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from support.memory import Geometry, Memory, put
@@ -13,9 +14,9 @@ from support.registration import identity, registration
 
 from kvserver._native import NO_BLOCK, Direction, State, WordPage
 from kvserver.cache import fingerprint, with_variant
-from kvserver.protocol import Error, Plane, RegisterWorker, Reply
+from kvserver.protocol import Error, ObjectGroup, Plane, RegisterWorker, Reply
 
-from .plain import Entry, Name
+from .plain import Entry, Name, Slot
 from .watched_device import Side
 
 WORDS = 128
@@ -31,10 +32,44 @@ class Model:
     name: str
     geometry: Geometry
     world: int
+    several: tuple[ObjectGroup, ...] = ()
+
+    @property
+    def groups(self) -> tuple[ObjectGroup, ...]:
+        """Without several, one of all blocks."""
+        return self.several or (ObjectGroup("full", tuple(range(self.geometry.groups)), self.geometry.block_tokens),)
 
     @property
     def chunk_blocks(self) -> int:
-        return CHUNK_TOKENS // self.geometry.block_tokens
+        return CHUNK_TOKENS // self.groups[0].block_tokens
+
+    def object_blocks(self, group: int) -> int:
+        return self.groups[group].object_blocks(CHUNK_TOKENS)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Of a whole chunk, as the server numbers them."""
+        ranks = [1 if group.replicated else self.world for group in self.groups]
+        return [(group, rank) for group, count in enumerate(ranks) for rank in range(count)]
+
+    def slot(self, group: int, rank: int) -> Slot:
+        return group, 0 if self.groups[group].replicated else rank
+
+    def position(self, group: int, ids: Sequence[int]) -> Position:
+        """A block of each of the group's members."""
+        found = dict(zip(self.groups[group].members, ids, strict=True))
+        return tuple(found.get(member, NO_BLOCK) for member in range(self.geometry.groups))
+
+    def object_bytes(self, group: int, contents: Iterable[bytes]) -> bytes:
+        """These positions as an object has them: the members' planes alone."""
+        parts = []
+        for content in contents:
+            done = 0
+            for plane in self.geometry.planes:
+                if plane.group in self.groups[group].members:
+                    parts.append(content[done : done + plane.run_bytes])
+                done += plane.run_bytes
+        return b"".join(parts)
 
     def keys(self, chain: int) -> list[bytes]:
         # All models use the same keys: only the namespace keeps them apart.
@@ -56,6 +91,22 @@ GEMMA = Model(
 )
 HYBRID = Model(  # two groups, whose planes lie over the same bytes
     "hybrid", Geometry(80, 32, (80 * 40,), (Plane(0, 2, 40, 15, 1), Plane(0, 0, 40, 31), Plane(0, 18, 40, 22, 1))), 1
+)
+
+
+WINDOWED = Model(  # an MLA that both ranks have whole, beside a window with blocks of another size
+    "windowed",
+    Geometry(96, 32, (96 * 40,), (Plane(0, 2, 40, 15), Plane(0, 0, 40, 31, 1), Plane(0, 18, 40, 22))),
+    2,
+    (ObjectGroup("full", (0,), 32, replicated=True), ObjectGroup("window", (1,), 16, tokens=70)),
+)
+STATEFUL = Model(  # two groups of states, chunked local attention and full attention over the same bytes
+    "stateful",
+    Geometry(
+        96, 32, (96 * 40,), (Plane(0, 0, 40, 27), Plane(0, 2, 40, 9, 1), Plane(0, 3, 40, 9, 2), Plane(0, 0, 40, 30, 3))
+    ),
+    1,
+    (ObjectGroup("full", (3,), 32), ObjectGroup("state", (1, 2), 64), ObjectGroup("local", (0,), 32, tokens=160)),
 )
 
 
@@ -81,6 +132,7 @@ class Operation(Call):
 
     rank: Rank
     direction: Direction
+    group: int
     names: list[Name]
     blocks: list[Position]  # each belongs to the operation until `released`
     word: int
@@ -88,6 +140,7 @@ class Operation(Call):
     deadline_ns: int
     ticket: int | None = None  # none was made: refused, or nothing to copy
     entries: list[tuple[Name, Entry, list[bytes]]] = field(default_factory=list)  # that it fills, with the content
+    dropped: list[Name] = field(default_factory=list)  # whose objects of the group it replaces
     readers: list[Entry] = field(default_factory=list)
     expected: dict[Position, bytes] = field(default_factory=dict)  # block -> what a load must leave there
     released: bool = False
@@ -117,16 +170,15 @@ class Rank:
         self.image = [bytearray(image) for image in memory.image()]  # what it should hold
         self.free = set(range(1, memory.geometry.num_blocks))
 
-    def positions(self, count: int, rng: random.Random, holes: bool = False) -> list[Position] | None:
-        """Blocks of its own for so many positions; with holes not of every group, but of one."""
-        groups = self.engine.model.geometry.groups
-        if len(self.free) < count * groups:
+    def positions(self, group: int, count: int, rng: random.Random, holes: bool = False) -> list[Position] | None:
+        """Blocks of its own for so many positions of an object group; with holes not of every member, but of one."""
+        members = len(self.engine.model.groups[group].members)
+        if len(self.free) < count * members:
             return None
-        ids = rng.sample(sorted(self.free), count * groups)
-        positions = [tuple(ids[i : i + groups]) for i in range(0, len(ids), groups)]
-        if holes and groups > 1:
-            return [tuple(id if rng.random() < 0.7 else NO_BLOCK for id in p[:-1]) + p[-1:] for p in positions]
-        return positions
+        ids = rng.sample(sorted(self.free), count * members)
+        if holes:
+            ids = [id if at % members == members - 1 or rng.random() < 0.7 else NO_BLOCK for at, id in enumerate(ids)]
+        return [self.engine.model.position(group, ids[i : i + members]) for i in range(0, len(ids), members)]
 
     def write(self, block: Position, content: bytes) -> None:
         self.side.memory.write(block, content)
@@ -170,7 +222,9 @@ class Engine:
             world_size=self.model.world,
             attachment=attachment,
             words=WORDS,
+            block_tokens=self.model.groups[0].block_tokens,
             chunk_blocks=self.model.chunk_blocks,
+            groups=self.model.several,
             counted=identity(model=self.model.name),
         )
 

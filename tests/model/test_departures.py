@@ -7,11 +7,12 @@ from pathlib import Path
 
 from kvserver.protocol import DEPARTED_SECONDS
 
+from .engines import LLAMA
 from .world import World
 
 
 def test_a_disconnected_instance_is_shown_for_five_minutes_of_the_servers_clock(tmp_path: Path) -> None:
-    with closing(World(tmp_path, pages=60)) as world:
+    with closing(World(tmp_path, {"llama-0": LLAMA}, pages=60)) as world:
         engine = world.engines[0]
         world.connect(engine.ranks[0])
         world.come_to_rest()

@@ -1,7 +1,8 @@
 """Each consumer of KV events ends with what L1 holds, whatever happens to L1, engines, events, messages and daemons.
 
 One property over stages. A stage is a kind of consumer: engines that request events from a feed and lose replies, and
-subscribers of the publisher from its start, with losses, by a snapshot and by a replay. All outlive their daemons.
+subscribers of the publisher from its start, with losses, by a snapshot and by a replay. All outlive their daemons. Beside
+them the index of routers, which a daemon has of its own.
 """
 
 from __future__ import annotations
@@ -24,21 +25,31 @@ from support.kv_publisher import Published, from_snapshot
 from support.kv_subscriber import Blocks, Subscriber
 from support.properties import examples
 
+from kvserver.cache import Groups
 from kvserver.config import Settings
 from kvserver.kv_events import Feed, Hub, ObserverContext
-from kvserver.kv_events.types import KVChunk, KVEvent, KVRemoved, KVStored, Tier
+from kvserver.kv_events.types import DirectEvent, KVChunk, KVEvent, KVRemoved, KVStored, Tier
+from kvserver.protocol import ObjectGroup
+from kvserver.routing import KVIndex
 
 PREFIX, OTHER = b"r" * 64, b"o" * 64
 SPACES = [PREFIX, PREFIX + b"lora" * 8, OTHER]
+# Of OTHER: beside full attention two groups with a window of a block, which is half a chunk.
+WINDOWS = Groups([ObjectGroup("full", (0,), 4), ObjectGroup("window", (1, 2), 4, tokens=3)], ranks=1, chunk_tokens=8)
 ENOUGH = 1 << 30
 BOOT = 1_700_000_000_000_000
 # Prompts that often begin alike, and part anywhere, also inside a chunk; of those that begin with 0 nothing is described.
 PROMPTS = st.lists(st.integers(0, 2), min_size=2, max_size=8).map(lambda of: Prompt([n for n in of for _ in range(4)]))
 
 
-def blocks_of(chunks: list[KVChunk]) -> set[bytes]:
-    described = [each.description for each in chunks if each.description is not None]
-    return {name for each in described for name in split(each.hashes, each.hash_bytes)}
+def blocks_of(chunks: list[KVChunk], group: int | None = 0) -> set[tuple[int | None, bytes]]:
+    """KV cache group and hash of each. `group`: of an engine with one."""
+    return {
+        (number, name)
+        for each in chunks
+        for name in split(each.description.hashes, each.description.hash_bytes)
+        for number in each.description.members or (group,)
+    }
 
 
 class Engines:
@@ -65,7 +76,7 @@ class Engines:
         self.observe_queued(len(self.queued))
         for engine in self.engines:
             engine.catch_up()
-            assert set(engine.blocks) == blocks_of(hub.snapshot(prefixes[engine.instance_id])[1])
+            assert engine.names == blocks_of(hub.snapshot(prefixes[engine.instance_id])[1])
             assert engine.before == set(), "what an earlier follow reported was reported again or withdrawn"
         assert all(row.unbalanced_blocks == 0 for row in self.feed.status().followers)
 
@@ -105,7 +116,7 @@ class Subscribers:
     def check(self, hub: Hub) -> None:
         self.change_l2("the last")  # shows a gap to a subscriber that lost all
         chunks = {"CPU": hub.snapshot(b"")[1], Tier.L2.value: list(self.l2.values())}
-        expected = {(medium, None, name) for medium, found in chunks.items() for name in blocks_of(found)}
+        expected = {(medium, *name) for medium, found in chunks.items() for name in blocks_of(found, None)}
         publisher = self.published.publisher
         sequence = self.published.sequence()
         by_replay = self.connect()
@@ -125,7 +136,8 @@ class Subscribers:
             each.follow(lambda each=each: each.last >= sequence)
             assert each.blocks.resident == expected
         (status,) = publisher.status().streams
-        assert (status.held_blocks, status.unbalanced_blocks) == (len(expected), 0)
+        counted = {name for name in expected if name[1] != WINDOWS.objects[1].members[-1]}  # a hash of two groups, once
+        assert (status.held_blocks, status.unbalanced_blocks) == (len(counted), 0)
 
     def end(self) -> None:
         self.published.publisher.close()
@@ -143,21 +155,27 @@ class World:
         self.subscribers.subscribers += [self.subscribers.connect(), self.subscribers.connect()]
 
     def start_daemon(self) -> None:
-        self.loop = Loop(self.limit, pages=12, memory_bytes=self.memory_bytes, observe=self.observe)
+        self.loop = Loop(
+            self.limit, pages=12, memory_bytes=self.memory_bytes, observe=self.observe, groups={OTHER: WINDOWS}
+        )
+        self.index = KVIndex(ENOUGH, follow_engines=False)
         self.engines.start(self.loop.hub, self.boot)
         self.subscribers.start(self.boot)
         self.prefixes = {"a": PREFIX, "b": OTHER, "c": PREFIX}  # with c, a reader of each stays
         for name, prefix in self.prefixes.items():
             self.loop.reader(name, prefix)
 
-    def observe(self, event: KVEvent) -> None:
-        self.engines.queued.append(event)
-        self.subscribers.published.publisher.observe(event)
+    def observe(self, event: DirectEvent) -> None:
+        self.index.observe(event)
+        if isinstance(event, KVEvent):
+            self.engines.queued.append(event)
+            self.subscribers.published.publisher.observe(event)
 
     def end_daemon(self) -> None:
         self.loop.close()
         self.engines.end()
         self.subscribers.end()
+        self.index.close()
 
     def close(self) -> None:
         self.end_daemon()
@@ -169,8 +187,14 @@ class World:
         self.loop.catch_up()
         self.loop.check()
         if self.limit == self.memory_bytes == ENOUGH:
-            described = {key for (_, key), of in self.loop.witness.resident.items() if of.description is not None}
-            assert described == {key for _, key in self.loop.ready_chunks} & self.described_keys
+            for members, number in (((), 0), *((of.members, of.number) for of in WINDOWS.objects)):
+                described = {key for _, key in self.loop.witness.groups.get(members, ())}
+                ready = {key for at, key in self.loop.ready_objects(number) if (at == OTHER) == bool(members)}
+                assert described == ready & self.described_keys
+        for name, prefix in self.prefixes.items():
+            indexed = self.index.instance(name)
+            assert indexed is not None
+            assert indexed["l1"]["chunks"] == len({key for at, key in self.loop.ready_chunks if at.startswith(prefix)})
         self.engines.check(self.loop.hub, self.prefixes)
         self.subscribers.check(self.loop.hub)
 
@@ -183,6 +207,11 @@ class World:
         contents = None if prompt.tokens[0] == 0 else prompt
         self.described_keys |= set(contents.keys) if contents else set()
         self.loop.store(space, prompt.keys, copied > 0, contents)
+
+    def store_windows(self, prompt: Prompt, dropped: int) -> None:
+        """Of the end of the prompt, in place of those of its beginning."""
+        self.loop.store(OTHER, prompt.keys[-1:], group=1)
+        self.loop.drop(OTHER, prompt.keys[:-1][:dropped], group=1)
 
     def clear(self, base: bytes) -> None:
         self.loop.clear(base)
@@ -227,11 +256,12 @@ ENGINE = st.integers(0, 1)
 OPERATIONS: dict[str, tuple[int, tuple[st.SearchStrategy[Any], ...]]] = {  # how often, and with what
     "nothing": (1, ()),  # to which an operation shrinks
     "store": (16, (st.sampled_from(SPACES), PROMPTS, st.integers(0, 4))),
+    "store_windows": (8, (PROMPTS, st.integers(0, 4))),
     "turn": (8, (st.booleans(),)),
     "request": (10, (ENGINE, st.integers(0, 4), st.booleans())),
     "lose_messages": (3, (st.integers(1, 5),)),
     "change_l2": (3, (st.sampled_from("xyz"),)),
-    "clear": (1, (st.sampled_from([b"", *SPACES]),)),
+    "clear": (1, (st.sampled_from([b"", PREFIX, OTHER]),)),
     "change_weights": (2, (st.sampled_from([PREFIX, OTHER]),)),
     "forget": (3, (ENGINE,)),
     "check": (1, ()),

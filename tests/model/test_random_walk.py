@@ -20,9 +20,14 @@ from hypothesis import given
 from support.properties import Dice, examples, walks
 
 from kvserver._native import State
+from kvserver.protocol import ObjectGroup
 
-from .engines import CHAINS, Engine, Rank
+from .engines import CHAINS, CHUNK_TOKENS, GEMMA, HYBRID, LLAMA, STATEFUL, WINDOWED, Engine, Model, Rank
+from .plain import needs
 from .world import World
+
+PLAIN = {"llama-0": LLAMA, "llama-1": LLAMA, "gemma-0": GEMMA, "hybrid-0": HYBRID}
+GROUPED = {"llama-0": LLAMA, "windowed-0": WINDOWED, "windowed-1": WINDOWED, "stateful-0": STATEFUL}
 
 
 class Walk:
@@ -73,6 +78,10 @@ class Walk:
         alive = [rank for rank in self.world.ranks() if rank.connection is not None and rank.registration]
         return self.rng.choice(alive) if alive else None
 
+    def group(self, engine: Engine) -> int:
+        """An object group."""
+        return self.rng.randrange(len(engine.model.groups))
+
     def variant(self) -> str:
         return self.rng.choice(["", "", "", "lora"])
 
@@ -89,16 +98,26 @@ class Walk:
     # ---- actions ------------------------------------------------------------------------------
 
     def store(self) -> None:
-        if (rank := self.rank()) is not None:
-            self.world.store(rank, self.keys(rank.engine), self.variant(), late=self.rng.random() < 0.03)
+        """What some group needs of a boundary, or of each group; a window's or a state's objects may supersede others."""
+        if (rank := self.rank()) is None:
+            return
+        groups, keys, variant = rank.engine.model.groups, self.keys(rank.engine), self.variant()
+        whole = len(groups) > 1 and self.rng.random() < 0.7
+        for number in range(len(groups)) if whole else [self.group(rank.engine)]:
+            stored = needed(keys, groups[number]) if whole else keys
+            dropped = self.keys(rank.engine) if number and self.rng.random() < 0.5 else []
+            late = self.rng.random() < 0.03
+            if stored:
+                self.world.store(rank, stored, variant, late, number, [key for key in dropped if key not in stored])
 
     def load(self) -> None:
         if (rank := self.rank()) is not None:
-            self.load_of(rank, self.keys(rank.engine), self.variant())
+            self.load_of(rank, self.keys(rank.engine), self.variant(), self.group(rank.engine))
 
-    def load_of(self, rank: Rank, keys: list[bytes], variant: str) -> None:
-        skip, short = (self.rng.choice([0, self.rng.randrange(rank.engine.model.chunk_blocks)]) for _ in range(2))
-        self.world.load(rank, keys, variant, skip, short, late=self.rng.random() < 0.03)
+    def load_of(self, rank: Rank, keys: list[bytes], variant: str, group: int) -> None:
+        blocks = rank.engine.model.object_blocks(group)
+        skip, short = (self.rng.choice([0, self.rng.randrange(blocks)]) for _ in range(2))
+        self.world.load(rank, keys, variant, skip, short, late=self.rng.random() < 0.03, group=group)
 
     def lookup(self) -> None:
         engine = self.engine()
@@ -109,7 +128,9 @@ class Walk:
         if (rank := self.rank()) is not None:
             keys, variant = self.keys(rank.engine), self.variant()
             if hits := self.world.lookup(rank.engine, self.request_id(), keys, variant):
-                self.load_of(rank, keys[:hits], variant)
+                for number, group in enumerate(rank.engine.model.groups):
+                    if loaded := needed(keys[:hits], group):
+                        self.load_of(rank, loaded, variant, number)
 
     def end_request(self) -> None:
         engine = self.engine()
@@ -166,16 +187,26 @@ class Walk:
         self.world.come_to_rest()
 
 
+def needed(keys: list[bytes], group: ObjectGroup) -> list[bytes]:
+    """Those of the chunks that a hit at their end needs of the group."""
+    return [key for chunk, key in enumerate(keys) if needs(group, chunk, len(keys), CHUNK_TOKENS)]
+
+
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("trouble", [0.0, 0.01], ids=["whole copies", "failing copies"])
-@pytest.mark.parametrize("pages", [60, 200], ids=["small L1", "roomy L1"])
-def test_a_random_walk_agrees_with_a_plain_dict(tmp_path: Path, pages: int, trouble: float) -> None:
+@pytest.mark.parametrize(
+    ("models", "pages"), [(PLAIN, 60), (PLAIN, 200), (GROUPED, 90), (GROUPED, 300)],
+    ids=["small L1", "roomy L1", "small L1 of several groups", "roomy L1 of several groups"],
+)  # fmt: skip
+def test_a_random_walk_agrees_with_a_plain_dict(
+    tmp_path: Path, models: dict[str, Model], pages: int, trouble: float
+) -> None:
     counts: Counter[str] = Counter()
 
     @given(steps=walks(400))
     @examples(30)
     def walk(steps: list[Dice]) -> None:
-        with closing(World(Path(tempfile.mkdtemp(dir=tmp_path)), pages, trouble)) as world:
+        with closing(World(Path(tempfile.mkdtemp(dir=tmp_path)), models, pages, trouble)) as world:
             Walk(world).run(steps)
         counts.update(world.counts)
 
@@ -187,13 +218,15 @@ def test_a_random_walk_agrees_with_a_plain_dict(tmp_path: Path, pages: int, trou
     assert min(counts[name] for name in ("stored", "loaded", "hits", "cancels")) > floor, counts
     assert min(counts[name] for name in ("deaths", "clears", "halves", "losses")) > 3, counts
     assert pages > 100 or counts["evicted"] > floor, counts
+    grouped = [f"hits of {model.name}" for model in models.values() if model.several]
+    assert not grouped or min(counts[name] for name in ("dropped", *grouped)) > 3, counts
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before, "a descriptor leaks"
 
 
 def test_a_store_that_is_cancelled_and_overwritten_while_it_runs_is_never_found(tmp_path: Path) -> None:
     """The walk's most important moment, once more and slowly."""
-    with closing(World(tmp_path, pages=60)) as world:
+    with closing(World(tmp_path, PLAIN, pages=60)) as world:
         engine = world.engines[0]
         world.connect(engine.ranks[0])
         world.come_to_rest()

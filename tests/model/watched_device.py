@@ -26,7 +26,7 @@ class Copy:
     ticket: int
     direction: Direction
     side: Side
-    blocks: list[tuple[int, ...]]  # one of each group for each position
+    blocks: list[int]  # of each position one of each member
     cancelled: bool = False
 
 
@@ -62,10 +62,7 @@ class WatchedDevice(FakeDevice):
 
     def submit_copy(self, ticket: int, blocks: BlockIds, **job: Any) -> None:  # type: ignore[override]
         super().submit_copy(ticket, blocks, **job)
-        side, ids = self._sides[job["word_memory"]], self.newest_blocks
-        groups = 1 + max(plane.group for plane in side.memory.geometry.planes)
-        positions = list(zip(*(ids[group::groups] for group in range(groups)), strict=True))
-        self.newest = Copy(ticket, blocks.direction, side, positions)
+        self.newest = Copy(ticket, blocks.direction, self._sides[job["word_memory"]], list(self.newest_blocks))
         self._copies[ticket] = self.newest
 
     def cancel(self, ticket: int) -> None:

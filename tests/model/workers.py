@@ -33,7 +33,7 @@ from kvserver.protocol import (
 )
 from kvserver.server import Lifelines
 
-from .engines import CHUNK_TOKENS, GEMMA, HYBRID, LLAMA, Call, Engine, Rank
+from .engines import CHUNK_TOKENS, Call, Engine, Model, Rank
 from .plain import Plain
 from .watched_device import WatchedDevice
 
@@ -43,7 +43,7 @@ PAGE_BYTES = 32
 class Workers:
     """All of `engines`, none of which is connected at first."""
 
-    def __init__(self, folder: Path, pages: int, trouble: float) -> None:
+    def __init__(self, folder: Path, models: dict[str, Model], pages: int, trouble: float) -> None:
         self.now = time.monotonic() + 1e6  # by the device's clock no deadline passes but by trouble
         self.plain = Plain()
         self.device = WatchedDevice(pages * PAGE_BYTES, PAGE_BYTES, 2, trouble)
@@ -53,7 +53,6 @@ class Workers:
         devices = Devices(self.device)
         self.parts = Parts(settings, self.cache, devices, self.lifelines, clock=lambda: self.now)
         self.parts.observability.start(list)
-        models = {"llama-0": LLAMA, "llama-1": LLAMA, "gemma-0": GEMMA, "hybrid-0": HYBRID}
         self.engines = [Engine(name, model) for name, model in models.items()]
         self.pending: list[tuple[Rank, Call]] = []  # registrations
         self.processes = list(self.ranks())  # whose memory is still open

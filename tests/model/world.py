@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,19 @@ from kvserver.protocol import (
     Stored,
 )
 
-from .engines import Call, Engine, Operation, Position, Rank
-from .plain import Entry, Name
+from .engines import CHUNK_TOKENS, Call, Engine, Model, Operation, Position, Rank
+from .plain import Entry, Name, needs
 from .workers import Workers
 
 
 class World(Workers):
     """Moved by its public methods; each of them checks what must hold after it."""
 
-    def __init__(self, folder: Path, pages: int, trouble: float = 0.0) -> None:
-        super().__init__(folder, pages, trouble)
+    def __init__(self, folder: Path, models: dict[str, Model], pages: int, trouble: float = 0.0) -> None:
+        super().__init__(folder, models, pages, trouble)
         self.rng = random.Random(1)
         self.operations: dict[int, Operation] = {}  # by ticket
+        self.models: dict[bytes, Model] = {}  # by namespace
 
     def record(self, name: Name) -> Chunk | None:
         namespace = self.cache.index.find_namespace(name[0])
@@ -60,12 +62,19 @@ class World(Workers):
         if not engine.ready or self.device.lost:
             assert reply.hit_chunks == 0, "a hit that no rank could load"
             return 0
-        space = engine.namespace(variant)
-        found = self.plain.hits((space, key) for key in keys)
-        assert reply.hit_chunks == len(found), f"{reply.hit_chunks} hits, {len(found)} chunks were stored whole"
-        self.plain.lease((engine.instance_id, request_id), self.now + 20.0, found)
-        self.counts["hits"] += len(found)
-        return len(found)
+        names, groups = [(engine.namespace(variant), key) for key in keys], engine.model.groups
+        expected = self.plain.boundary(names, groups, CHUNK_TOKENS)
+        assert (reply.hit_chunks, reply.full_chunks) == expected, f"{reply}, of what was stored whole {expected}"
+        hits = reply.hit_chunks
+        needed = [
+            self.plain.entries[name]
+            for number, name in enumerate(names[:hits])
+            if any(needs(group, number, hits, CHUNK_TOKENS) for group in groups)
+        ]
+        self.plain.lease((engine.instance_id, request_id), self.now + 20.0, needed)
+        self.counts["hits"] += hits
+        self.counts[f"hits of {engine.model.name}"] += hits
+        return hits
 
     def end_request(self, engine: Engine, request_id: str) -> None:
         call = Call()
@@ -80,7 +89,13 @@ class World(Workers):
     # ---- copies -------------------------------------------------------------------------------
 
     def arm(
-        self, rank: Rank, direction: Direction, names: list[Name], blocks: list[Position] | None, late: bool
+        self,
+        rank: Rank,
+        direction: Direction,
+        group: int,
+        names: list[Name],
+        blocks: list[Position] | None,
+        late: bool,
     ) -> Operation | None:
         """None without blocks or a word for it."""
         word = next(rank.words)
@@ -90,22 +105,28 @@ class World(Workers):
         rank.side.words.arm(word, sequence)
         rank.free.difference_update(*blocks)
         deadline_ns = int((self.now + (-1.0 if late else 60.0)) * 1e9)
-        operation = Operation(rank, direction, names, blocks, word, sequence, deadline_ns)
+        operation = Operation(rank, direction, group, names, blocks, word, sequence, deadline_ns)
         rank.operations.append(operation)
         self.calls.append(operation)
         return operation
 
     def wire(self, operation: Operation, variant: str) -> dict[str, Any]:
+        model = operation.rank.engine.model
         return {
             "boot_id": self.parts.boot_id,
             "registration": operation.rank.registration,
-            "chunk_blocks": operation.rank.engine.model.chunk_blocks,
+            "chunk_blocks": model.object_blocks(operation.group),
             "keys": b"".join(key for _, key in operation.names),
-            "block_ids": packed(0 if id == NO_BLOCK else id for position in operation.blocks for id in position),
+            "block_ids": packed(
+                0 if position[member] == NO_BLOCK else position[member]
+                for position in operation.blocks
+                for member in model.groups[operation.group].members
+            ),
             "word": operation.word,
             "sequence": operation.sequence,
             "deadline_ns": operation.deadline_ns,
             "variant": variant,
+            "group": operation.group,
         }
 
     def send(self, operation: Operation, request: Store | Retrieve) -> None:
@@ -128,20 +149,31 @@ class World(Workers):
         assert operation.error == code, f"{operation.reply}, expected {code}"
         assert operation.rank.state != "open" or operation.state == State.FAILED
 
-    def store(self, rank: Rank, keys: list[bytes], variant: str, late: bool = False) -> None:
+    def store(
+        self,
+        rank: Rank,
+        keys: list[bytes],
+        variant: str,
+        late: bool = False,
+        group: int = 0,
+        dropped: Sequence[bytes] = (),
+    ) -> None:
         model, space = rank.engine.model, rank.engine.namespace(variant)
-        blocks = rank.positions(len(keys) * model.chunk_blocks, self.rng)
-        operation = self.arm(rank, Direction.STORE, [(space, key) for key in keys], blocks, late)
+        self.models[space] = model
+        blocks = rank.positions(group, len(keys) * model.object_blocks(group), self.rng)
+        operation = self.arm(rank, Direction.STORE, group, [(space, key) for key in keys], blocks, late)
         if operation is None:
             return
+        operation.dropped = [(space, key) for key in dropped]
         for block in operation.blocks:
             rank.write(block, self.rng.randbytes(model.geometry.block_bytes))
         evictions = self.cache.evicted_chunks
-        self.send(operation, Store(**self.wire(operation, variant)))
+        self.send(operation, Store(**self.wire(operation, variant), dropped=b"".join(dropped)))
         if refused := self.refusal(rank, late):
             self.check_refused(operation, refused)
             assert self.cache.evicted_chunks == evictions
             return
+        self.follow_drops(operation)  # if there was nothing to copy
         evicted = self.plain.drop_evicted(self.record)
         assert self.cache.evicted_chunks - evictions == evicted, (
             "a chunk vanished without being evicted, or the reverse"
@@ -150,27 +182,42 @@ class World(Workers):
         self.plan_store(operation)
 
     def plan_store(self, operation: Operation) -> None:
-        """Work out from the blocks it copies which chunks it fills."""
-        rank, per_chunk = operation.rank, operation.rank.engine.model.chunk_blocks
+        """Work out from the blocks it copies which objects it fills."""
+        rank, group, model = operation.rank, operation.group, operation.rank.engine.model
+        slot, per_object, members = (
+            model.slot(group, rank.number),
+            model.object_blocks(group),
+            model.groups[group].members,
+        )
         job = self.device.newest
         copied = set(job.blocks) if job is not None else set()
         assert job is None or job.direction == Direction.STORE
-        for position, name in enumerate(operation.names):
-            blocks = operation.blocks[position * per_chunk : (position + 1) * per_chunk]
-            if not set(blocks) & copied:
+        for number, name in enumerate(operation.names):
+            blocks = operation.blocks[number * per_object : (number + 1) * per_object]
+            ids = {block[member] for block in blocks for member in members}
+            if not ids & copied:
                 continue  # it is there, or there was no room
-            assert set(blocks) <= copied, "half a chunk is copied"
+            assert ids <= copied, "half an object is copied"
             entry, record = self.plain.entries.get(name), self.record(name)
             assert record is not None
             if entry is None:
-                entry = self.plain.entries[name] = Entry(rank.engine.model.world, record)
-            assert rank.number not in entry.done, "copied although it was there"
-            assert rank.number not in entry.filling, "copied although it was on its way"
-            entry.filling.add(rank.number)
+                entry = self.plain.entries[name] = Entry(model.slots, record)
+            assert slot not in entry.done, "copied although it was there"
+            assert slot not in entry.filling, "copied although it was on its way"
+            entry.filling.add(slot)
             operation.entries.append((name, entry, rank.side.memory.blocks(blocks)))
         if job is None:
             self.check_stored(operation)
             assert operation.state == State.FAILED
+
+    def follow_drops(self, operation: Operation) -> None:
+        """The objects that the server has freed since what replaces them is there; leases that ended a while ago may keep some."""
+        for name in operation.dropped:
+            entry = self.plain.entries.get(name)
+            if entry is not None and entry.ready(operation.group) and not entry.chunk.ready >> operation.group & 1:
+                assert all(self.plain.ready(other, operation.group) for other in operation.names), "replaced by nothing"
+                self.plain.dropped(name, operation.group)
+                self.counts["dropped"] += 1
 
     def check_stored(self, operation: Operation) -> None:
         reply = operation.reply
@@ -178,17 +225,19 @@ class World(Workers):
         assert reply.stored == len(operation.entries)
         assert reply.stored + reply.skipped + reply.starved == len(operation.names)
 
-    def load(self, rank: Rank, keys: list[bytes], variant: str, skip: int, short: int, late: bool = False) -> None:
+    def load(
+        self, rank: Rank, keys: list[bytes], variant: str, skip: int, short: int, late: bool = False, group: int = 0
+    ) -> None:
         """Into fresh blocks; the first `skip` and last `short` blocks stay out."""
         model, space = rank.engine.model, rank.engine.namespace(variant)
         names = [(space, key) for key in keys]
-        count = len(keys) * model.chunk_blocks - skip - short
-        blocks = rank.positions(count, self.rng, holes=True) if count > 0 else None
-        operation = self.arm(rank, Direction.LOAD, names, blocks, late)
+        count = len(keys) * model.object_blocks(group) - skip - short
+        blocks = rank.positions(group, count, self.rng, holes=True) if count > 0 else None
+        operation = self.arm(rank, Direction.LOAD, group, names, blocks, late)
         if operation is None:
             return
         self.send(operation, Retrieve(**self.wire(operation, variant), skip_blocks=skip))
-        found = self.plain.hits(names)
+        found = [self.plain.entries[name] for name in names if self.plain.ready(name, group)]
         refused = self.refusal(rank, late)
         if refused is None and len(found) < len(names):
             refused = ErrorCode.NOT_FOUND.value
@@ -197,7 +246,7 @@ class World(Workers):
             return
         assert operation.ticket is not None
         operation.readers = found
-        contents = [block for entry in found for block in entry.done[rank.number]]
+        contents = [block for entry in found for block in entry.done[model.slot(group, rank.number)]]
         operation.expected = {
             position: model.read(position, content)
             for position, content in zip(operation.blocks, contents[skip : skip + count], strict=True)
@@ -260,14 +309,16 @@ class World(Workers):
             entry.readers -= 1
         if operation.direction == Direction.STORE:
             late = int(self.now * 1e9) > operation.deadline_ns
+            slot = rank.engine.model.slot(operation.group, rank.number)
             counts = outcome == Outcome.DONE and rank.state == "open" and not late
             for name, entry, content in operation.entries:
-                self.plain.store_ended(name, entry, rank.number, content if counts else None)
+                self.plain.store_ended(name, entry, slot, content if counts else None)
             if counts:
                 self.check_stored(operation)
                 self.counts["stored"] += len(operation.entries)
             else:
                 assert operation.error is not None
+            self.follow_drops(operation)
         elif outcome == Outcome.DONE:
             assert operation.reply == Retrieved(chunks=len(operation.names))
             self.counts["loaded"] += 1
@@ -351,12 +402,13 @@ class World(Workers):
         for name, entry in self.plain.entries.items():
             record = self.record(name)
             assert record is entry.chunk
-            assert record.ready == entry.ready
-            for rank, content in entry.done.items():
-                slot = pages_of(record.slot(rank))
-                assert slot
-                raw = b"".join(self.device.read_l1(page) for page in slot)
-                whole = b"".join(content)
+            model = self.models[name[0]]
+            assert record.ready == sum(1 << group for group in range(len(model.groups)) if entry.ready(group))
+            for slot, content in entry.done.items():
+                pages = pages_of(record.slot(entry.slots.index(slot)))
+                assert pages
+                raw = b"".join(self.device.read_l1(page) for page in pages)
+                whole = model.object_bytes(slot[0], content)
                 assert raw[: len(whole)] == whole, "L1 holds other bytes than were stored"
 
     def end(self) -> None:

@@ -2,9 +2,11 @@
 //
 // Threads add, remove, clear and remove owners of their own, over hashes that all share, while
 // others match prompts. Checked: no match is longer than the prompt, none is shorter in all tiers
-// than in one, each thread finds exactly what it holds, and nothing is left at the end.
+// than in one, each thread finds exactly what it holds, and nothing is left at the end. Then random
+// changes of the table of keys, against a plain list of which are present.
 #include "stress_index.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -14,6 +16,7 @@
 #include <vector>
 
 #include "check.h"
+#include "tables/key_table.h"
 #include "tables/prefix_index.h"
 
 using namespace kvserver;
@@ -63,9 +66,47 @@ void own(PrefixIndex& index, uint32_t seed) {
     index.remove_owner(owner);
 }
 
+struct alignas(16) Key {
+    char bytes[KeyTable::kKeyBytes] = {};
+};
+
+void change_keys(size_t different) {
+    std::mt19937 random(static_cast<uint32_t>(different));
+    std::vector<Key> keys(different);
+    for (size_t i = 0; i < different; ++i) std::memcpy(keys[i].bytes, &i, sizeof(i));
+    std::vector<bool> present(different);
+    KeyTable table(random());
+    size_t count = 0;
+    const auto flip = [&](size_t i) {
+        present[i] = !present[i];
+        count += present[i] ? 1 : -1;
+    };
+    for (int round = 0; round < 100'000; ++round) {
+        const size_t i = random() % different;
+        if (random() % 8 == 0 && count != 0) {
+            flip(static_cast<Key*>(table.pop().value) - keys.data());
+        } else if (present[i]) {
+            CHECK(table.remove(keys[i].bytes).value == &keys[i]);
+            flip(i);
+        } else {
+            CHECK(table.remove(keys[i].bytes).key == nullptr);
+            table.add({keys[i].bytes, &keys[i]});
+            flip(i);
+        }
+        CHECK(table.size() == count);
+        std::vector<void*> values(std::min(different - i, KeyTable::kMostAtOnce));
+        table.find(keys[i].bytes, values.size(), values.data());
+        for (size_t j = 0; j < values.size(); ++j) {
+            CHECK(values[j] == (present[i + j] ? &keys[i + j] : nullptr));
+        }
+    }
+}
+
 }  // namespace
 
 void stress_index() {
+    change_keys(30);
+    change_keys(20'000);
     PrefixIndex index(1, size_t{1} << 30);
     std::atomic<bool> stop{false};
     std::vector<std::thread> matching, owning;

@@ -39,6 +39,23 @@ def test_tiers_carry_each_other_on():
     assert index.match(b"".join(blocks[:7]), 32, [reader]) == [(2, 0, 4, 4)], "half a chunk cannot be loaded"
 
 
+def test_the_owners_of_the_last_block_of_each_so_many_are_read():
+    index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 1000)
+    one, two = index.add_owner(), index.add_owner()
+    index.add_blocks(one, b"".join(blocks[::3]), 32)
+    index.add_blocks(two, b"".join(blocks[::2]), 32)
+    for every in (1, 3, 4, 1000, 1001):
+        ends = range(every - 1, 1000, every)
+        expected = [(end % 3 == 0) << one | (end % 2 == 0) << two for end in ends]
+        for hashes, width in ((b"".join(blocks), 32), (b"".join(block[-8:] for block in blocks), 8)):
+            assert list(memoryview(index.owners_of(hashes, width, every)).cast("Q")) == expected
+    index.clear_owner(two)
+    assert set(index.owners_of(b"".join(blocks), 32, 2)) == {0, 1 << one}
+    for hashes, width, every in ((bytes(32), 32, 0), (bytes(33), 32, 1), (b"", 0, 1)):
+        with pytest.raises(ValueError, match=r"blocks|whole hashes"):
+            index.owners_of(hashes, width, every)
+
+
 def test_a_match_goes_on_behind_what_is_looked_up_at_once():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 3000)
     l0, l1 = index.add_owner(), index.add_owner()

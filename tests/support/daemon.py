@@ -130,6 +130,16 @@ class Daemon:
         """(code, body) of one page."""
         return fetch(f"http://127.0.0.1:{self.http_port}{path}", method, timeout)
 
+    def match(self, **query: Any) -> dict[str, dict[str, Any]]:
+        """The answer of POST /kv/match, by instance id."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http_port}/kv/match",
+            json.dumps(query).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return {found["instance_id"]: found for found in json.load(answer)["instances"]}
+
     def status(self) -> dict[str, Any]:
         code, body = self.http("/status")
         assert code == 200, body

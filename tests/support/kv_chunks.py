@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from kvserver.cache import WHOLE_CHUNKS, GroupObjects
 from kvserver.events import ChunksDescribed
-from kvserver.kv_events.types import KVChunk, KVEvent, KVRemoved, KVStored
+from kvserver.kv_events.types import (
+    DirectEvent,
+    KeysCleared,
+    KeysRemoved,
+    KeysStored,
+    KVChunk,
+    KVEvent,
+    KVRemoved,
+    KVStored,
+)
 from kvserver.protocol import ChunkContents, DescribeScheduler
 
 BLOCK_TOKENS = 4
@@ -50,10 +61,19 @@ class Prompt:
         return ChunkContents(**{**fields, **changes})
 
     def described(
-        self, namespace: bytes, first: int = 0, last: int | None = None, instance: str = "engine", **changes: Any
+        self,
+        namespace: bytes,
+        first: int = 0,
+        last: int | None = None,
+        instance: str = "engine",
+        ready: Sequence[bytes] | Mapping[GroupObjects, Sequence[bytes]] = (),
+        **changes: Any,
     ) -> ChunksDescribed:
-        keys = b"".join(self.keys[first:last])
-        return ChunksDescribed(1, instance, namespace, keys, self.block, self.contents(first, last, **changes))
+        """`ready`: the keys whose chunks are READY already, or of several groups whose objects are."""
+        keys, contents = b"".join(self.keys[first:last]), self.contents(first, last, **changes)
+        by_group = ready if isinstance(ready, Mapping) else {WHOLE_CHUNKS: ready}
+        resident = tuple((group, b"".join(of)) for group, of in by_group.items())
+        return ChunksDescribed(1, instance, namespace, keys, resident, self.block, contents)
 
 
 def scheduler(instance_id: str = "engine", incarnation: str = "one", **changes: Any) -> DescribeScheduler:
@@ -63,22 +83,53 @@ def scheduler(instance_id: str = "engine", incarnation: str = "one", **changes: 
 
 
 class Witness:
-    """An observer that checks the promise: each chunk is stored once, then removed once."""
+    """A direct observer that checks the promise: each described object is stored once, then removed once.
+
+    By group: `resident` and `keys` are those of models with one.
+    """
 
     def __init__(self) -> None:
-        self.resident: dict[tuple[bytes, bytes], KVChunk] = {}
+        self.groups: dict[tuple[int, ...], dict[tuple[bytes, bytes], KVChunk]] = {(): {}}
         self.events: list[KVEvent] = []
+        self.keys_of: dict[int, Counter[tuple[bytes, bytes]]] = {
+            0: Counter()
+        }  # how often each is stored, described or not
 
-    def observe(self, event: KVEvent) -> None:
+    @property
+    def resident(self) -> dict[tuple[bytes, bytes], KVChunk]:
+        return self.groups[()]
+
+    @property
+    def keys(self) -> Counter[tuple[bytes, bytes]]:
+        return self.keys_of[0]
+
+    def observe(self, event: DirectEvent) -> None:
+        match event:
+            case KeysStored():
+                self.keys_of.setdefault(event.group, Counter()).update((event.namespace, key) for key in event.keys)
+            case KeysRemoved():
+                for group in self.keys_of if event.group is None else [event.group]:
+                    self.keys_of[group] -= Counter((event.namespace, key) for key in event.keys)
+            case KeysCleared():
+                self.keys_of = {
+                    group: Counter({at: n for at, n in keys.items() if not at[0].startswith(event.namespace_prefix)})
+                    for group, keys in self.keys_of.items()
+                }
+            case _:
+                self._observe(event)
+
+    def _observe(self, event: KVEvent) -> None:
         assert event.number == (self.events[-1].number if self.events else 0) + 1
         self.events.append(event)
         if isinstance(event, KVStored):
             for chunk in event.chunks:
-                assert (event.namespace, chunk.key) not in self.resident, "stored twice"
-                self.resident[event.namespace, chunk.key] = chunk
+                resident = self.groups.setdefault(chunk.description.members, {})
+                assert (event.namespace, chunk.key) not in resident, "stored twice"
+                resident[event.namespace, chunk.key] = chunk
         elif isinstance(event, KVRemoved):
             for chunk in event.chunks:
-                assert self.resident.pop((event.namespace, chunk.key)) is chunk, "it is not as it was stored"
+                resident = self.groups[chunk.description.members]
+                assert resident.pop((event.namespace, chunk.key)) is chunk, "it is not as it was stored"
 
 
 def prompt(*tokens: int, **options: Any) -> Prompt:

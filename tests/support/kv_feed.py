@@ -34,7 +34,12 @@ def namespace_prefix(text: str) -> bytes:
 
 
 def describe(
-    *blocks: str, parent: str = "", hash_bytes: int = 32, lora_name: str = "", extra_keys: list | None = None
+    *blocks: str,
+    parent: str = "",
+    hash_bytes: int = 32,
+    lora_name: str = "",
+    extra_keys: list | None = None,
+    members: tuple[int, ...] = (),
 ) -> Description:
     """A chunk of blocks, whose tokens count from the first one's on."""
     return Description(
@@ -45,6 +50,7 @@ def describe(
         BLOCK_TOKENS,
         lora_name,
         b"" if extra_keys is None else msgspec.msgpack.encode(extra_keys),
+        members,
     )
 
 
@@ -61,7 +67,7 @@ class Feed:
 
     def __init__(self, observer: KVEventObserver) -> None:
         self.observer = observer
-        self.resident: dict[tuple[Tier, bytes, bytes], KVChunk] = {}
+        self.resident: dict[tuple[Tier, bytes, tuple[int, ...], bytes], KVChunk] = {}
         self._number = 0
 
     def _next(self) -> tuple[int, int]:
@@ -69,12 +75,12 @@ class Feed:
         return self._number, time.monotonic_ns()
 
     def stored(self, namespace: bytes, *chunks: KVChunk, tier: Tier = Tier.L1) -> None:
-        self.resident.update({(tier, namespace, each.key): each for each in chunks})
+        self.resident.update({(tier, namespace, each.description.members, each.key): each for each in chunks})
         self.observer.observe(KVStored(*self._next(), tier, namespace, chunks))
 
     def removed(self, namespace: bytes, *chunks: KVChunk, tier: Tier = Tier.L1) -> None:
         for each in chunks:
-            del self.resident[tier, namespace, each.key]
+            del self.resident[tier, namespace, each.description.members, each.key]
         self.observer.observe(KVRemoved(*self._next(), tier, namespace, chunks))
 
     def reader_connected(
@@ -102,9 +108,9 @@ class Feed:
         """Those that an audience of these namespace prefixes should know."""
         return {
             (tier.value, group if groups else None, in_form(each.description.hashes[at : at + width], form))
-            for (tier, namespace, _), each in self.resident.items()
-            if each.description is not None and namespace.startswith(prefixes)
+            for (tier, namespace, members, _), each in self.resident.items()
+            if namespace.startswith(prefixes)
             for width in [each.description.hash_bytes]
             for at in range(0, len(each.description.hashes), width)
-            for group in range(groups or 1)
+            for group in members or range(groups or 1)
         }

@@ -18,11 +18,20 @@ class Follower:
     def __init__(self, drain: Drain, instance_id: str = "engine", incarnation: str = "one") -> None:
         self.drain, self.instance_id, self.incarnation = drain, instance_id, incarnation
         self.follow = self.cursor = 0
-        self.blocks: dict[bytes, KVBlocks] = {}
+        self.groups: dict[int, dict[bytes, KVBlocks]] = {0: {}}  # by KV cache group
         self.received: list[KVBlocks] = []
-        self.before: set[bytes] = set()  # received in an earlier follow, and not again yet
+        self.before: set[tuple[int, bytes]] = set()  # received in an earlier follow, and not again yet
         self.whole = False
         self.follows: list[int] = []
+
+    @property
+    def blocks(self) -> dict[bytes, KVBlocks]:
+        """Of the first group."""
+        return self.groups[0]
+
+    @property
+    def names(self) -> set[tuple[int, bytes]]:
+        return {(group, hash) for group, blocks in self.groups.items() for hash in blocks}
 
     def ask(self) -> KVEventsTaken:
         return self.drain(
@@ -36,8 +45,8 @@ class Follower:
         assert len(reply.events) <= MOST_EVENTS
         if reply.follow != self.follow:
             self.follow, self.whole = reply.follow, False
-            self.before |= set(self.blocks)
-            self.blocks = {}
+            self.before |= self.names
+            self.groups = {0: {}}
             self.follows.append(reply.follow)
         self.cursor = reply.cursor
         for event in reply.events:
@@ -49,13 +58,14 @@ class Follower:
 
     def _apply(self, event: KVBlocks) -> None:
         self.received.append(event)
+        blocks = self.groups.setdefault(event.group, {})
         for hash in split(event.hashes, event.hash_bytes):
             if event.stored:
-                assert hash not in self.blocks, "stored twice"
-                self.blocks[hash] = event
-                self.before.discard(hash)
+                assert hash not in blocks, "stored twice"
+                blocks[hash] = event
+                self.before.discard((event.group, hash))
             else:
-                del self.blocks[hash]
+                del blocks[hash]
 
     def catch_up(self) -> None:
         """Until all has been received."""

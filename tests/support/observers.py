@@ -63,6 +63,7 @@ class CloseRaises(Keeps):
         raise OSError("disk full")
 
 def keeps(context): return Keeps("keeps")
+def other_keeps(context): return Keeps("other_keeps")
 def raises(context): return Raises("raises")
 def exits(context): return Exits("exits")
 def stalls(context): return Stalls("stalls")

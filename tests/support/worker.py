@@ -30,6 +30,7 @@ from kvserver.protocol import (
     HelloReply,
     Lookup,
     LookupReply,
+    ObjectGroup,
     Payload,
     Registered,
     RegisterWorker,
@@ -42,6 +43,7 @@ from kvserver.protocol import (
     Stored,
     Unregistered,
     UnregisterWorker,
+    chunk_tokens_for,
 )
 from kvserver.protocol.client import Attachment, Client, RequestFailed
 
@@ -113,6 +115,7 @@ class Worker:
     identity: tuple[Counted, ...] = field(default_factory=identity)
     layout: str = "NHD"
     replicated: bool = False
+    groups: tuple[ObjectGroup, ...] = ()
     gpu: str = ""
     handles: type[GpuMemory] = CudaVmmFd
     connect_now: bool = True
@@ -169,6 +172,7 @@ class Worker:
             "counted": self.identity,
             "layout": self.layout,
             "replicated": self.replicated,
+            "groups": self.groups,
         }
         return registration(self.geometry, **{**stated, **changes})
 
@@ -183,7 +187,13 @@ class Worker:
 
     @property
     def chunk_blocks(self) -> int:
+        if self.groups:
+            return chunk_tokens_for(self.hello.chunk_tokens, self.groups) // self.geometry.block_tokens
         return max(1, self.hello.chunk_tokens // self.geometry.block_tokens)
+
+    def object_blocks(self, group: int) -> int:
+        """REQUIRES: `groups`."""
+        return self.groups[group].object_blocks(self.chunk_blocks * self.geometry.block_tokens)
 
     @property
     def chunk_bytes(self) -> int:
@@ -289,7 +299,7 @@ class Worker:
             "registration": self.number,
             "keys": b"".join(keys),
             "block_ids": packed(blocks),
-            "chunk_blocks": self.chunk_blocks,
+            "chunk_blocks": self.object_blocks(changes.get("group", 0)) if self.groups else self.chunk_blocks,
             "word": word,
             "sequence": sequence,
             "deadline_ns": time.monotonic_ns() + 30 * 10**9,

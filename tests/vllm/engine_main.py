@@ -116,6 +116,17 @@ class Driver:
     def op_records(self) -> dict[str, Any]:
         return {"records": self.records}
 
+    def op_zero_group(self, group: int) -> dict[str, Any]:
+        """Zero what the engine's own prefix cache has of one KV cache group. A block belongs to one group at a time."""
+        from vllm.v1.core.kv_cache_utils import get_group_id
+
+        core = self.engine.engine_core.engine_core
+        blocks = core.scheduler.kv_cache_manager.block_pool.blocks
+        zeroed = [b.block_id for b in blocks if b.block_hash is not None and get_group_id(b.block_hash) == group]
+        for cache in core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            cache[zeroed] = 0
+        return {"zeroed": len(zeroed)}
+
     def op_counters(self) -> dict[str, Any]:
         """The connector's own counters and the pool's accounting.
 

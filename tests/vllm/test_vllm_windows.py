@@ -46,14 +46,11 @@ def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
 
 @pytest.fixture
 def engine(engines: Engines, kind: str) -> Engine:
-    """It is its own reader, after it forgot. Steps of 256 tokens, so that the window moves on during prefill.
-
-    vLLM gives blocks that a window left to the next step at once: a store that a test slowed down must be waited for.
-    """
+    """It is its own reader, after it forgot. Steps of 256 tokens, so that the window moves on during prefill."""
     return engines.get(
         "window",
         dtype="float32",
-        extra=TIMEOUTS | {"kvserver.settle_ms": 2000},
+        extra=TIMEOUTS,
         max_num_batched_tokens=256,
         disable_hybrid_kv_cache_manager=kind != "groups",
     )
@@ -145,6 +142,7 @@ def test_a_load_that_ends_with_its_daemon_costs_only_the_hit(engine: Engine, sta
     wait_until(lambda: daemon.accounting()["tickets"] > 0, 20, "the load to run")
     daemon.kill()
     assert engine.receive()["outputs"][0]["tokens"] == cold["tokens"]
+    engine.wait_for_stores()
     counters = engine.counters()
     assert counters["worker"]["load_failures"] == 1
     assert (counters["errors"], counters["blocks_in_use"]) == ({}, 0)

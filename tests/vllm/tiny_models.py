@@ -97,6 +97,74 @@ def deepseek(folder: Path, *, seed: int = 0, hidden: int = 256, layers: int = 3,
     return _write(folder, config, tensors)
 
 
+def gpt_oss(folder: Path, *, window: int = 128, **options: Any) -> Path:
+    """A gpt-oss: every second layer looks back `window` tokens, the others to the start; blocks of equal size."""
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return _drawn(folder, "gpt_oss", sliding_window=window, **{**_SMALL, **sizes, **options})
+
+
+def gemma3(folder: Path, *, window: int = 256, **options: Any) -> Path:
+    """A Gemma 3: five layers look back `window` tokens, one to the start."""
+    sizes = {"num_hidden_layers": 6, "intermediate_size": 512, "query_pre_attn_scalar": 4}
+    return _drawn(folder, "gemma3_text", sliding_window=window, **{**_SMALL, **_UNTIED, **sizes, **options})
+
+
+def gemma4(folder: Path, *, window: int = 256, **options: Any) -> Path:
+    """A Gemma 4: like Gemma 3, but a token of the full layer has other bytes than one of a window, so its blocks are smaller."""
+    sizes = {"num_hidden_layers": 6, "intermediate_size": 512, "hidden_size_per_layer_input": 0}
+    heads = {"num_global_key_value_heads": 1, "global_head_dim": 128}
+    return _drawn(folder, "gemma4_text", sliding_window=window, **{**_SMALL, **_UNTIED, **sizes, **heads, **options})
+
+
+def qwen3_next(folder: Path, **options: Any) -> Path:
+    """A Qwen3-Next: three layers of gated delta nets, whose state remembers for hundreds of tokens, one of full attention."""
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 512, "moe_intermediate_size": 256}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 256}
+    heads = {f"linear_{part}_head_dim": 128 for part in ("key", "value")}
+    heads |= {f"linear_num_{part}_heads": 2 for part in ("key", "value")}
+    return _drawn(folder, "qwen3_next", dtype="bfloat16", **{**_SMALL, **sizes, **experts, **heads, **options})
+
+
+def llama4(folder: Path, *, chunk: int = 512, **options: Any) -> Path:
+    """A Llama 4: three layers look back to the start of their chunk of tokens, one to the start of all."""
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 256, "intermediate_size_mlp": 512, "num_local_experts": 4}
+    return _drawn(folder, "llama4_text", attention_chunk_size=chunk, **{**_SMALL, **sizes, **options})
+
+
+_SMALL = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+# A Gemma multiplies its embeddings by 16. One that also predicts with them repeats its last token, whatever its KV.
+_UNTIED = {"tie_word_embeddings": False, "embedding": 1 / 16}
+
+
+def _drawn(
+    folder: Path, model_type: str, *, seed: int = 0, dtype: str = "float32", embedding: float = 1, **config: Any
+) -> Path:
+    """A model of transformers, its weights drawn again: its own initial ones are as small as vLLM's dummy weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(model_type, vocab_size=VOCAB, max_position_embeddings=4096, **config)
+    model = AutoModelForCausalLM.from_config(settings)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.named_parameters():
+        tensor.data = _weight(name, tensor.data, generator)
+    model.get_input_embeddings().weight.data *= embedding
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def _weight(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    part = name.split(".")[-1] if name.endswith(("_proj", "A_log")) else name.split(".")[-2]
+    if part == "A_log":
+        return torch.full_like(like, -6.0)  # a state that forgets by itself would hide that it was not loaded
+    if like.ndim < 2:
+        return like
+    if part == "embed_tokens":
+        return torch.randn(like.shape, generator=generator)
+    columns = like.shape[1 if like.ndim == 3 else -1]
+    gain = {"q_proj": 2.5, "k_proj": 2.5, "v_proj": 1.5, "o_proj": 1.5, "lm_head": 3.0}.get(part, 1.0)
+    return torch.randn(like.shape, generator=generator) * gain / math.sqrt(columns)
+
+
 _COMMON = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 4096,

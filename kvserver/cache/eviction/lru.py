@@ -72,6 +72,10 @@ class LeastRecentlyUsed:
                 return oldest
         return None
 
+    def younger(self, chunk: Chunk) -> Chunk | None:
+        younger = cast(_LruChunk, chunk).younger
+        return younger if isinstance(younger, _LruChunk) else None
+
     def untrack(self, chunk: Chunk) -> None:
         chunk = cast(_LruChunk, chunk)
         if chunk.older is not NOWHERE:

@@ -35,6 +35,9 @@ class EvictionPolicy(Protocol):
         again when its last lease or pin ends.
         """
 
+    def younger(self, chunk: Chunk) -> Chunk | None:
+        """The tracked chunk that pop_chunk() returns after this one, if the policy knows it. The cache frees in this order."""
+
     def untrack(self, chunk: Chunk) -> None:
         """Remove the chunk from the order, if it is tracked."""
 

@@ -13,10 +13,12 @@ import torch
 from made_up_model import BLOCK, prompt
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -52,6 +54,14 @@ def reference_window_inside(config, caches):
     group_of(caches, FullAttentionSpec(**SHAPE), RSWASpec(**SHAPE, rswa_window=40))
 
 
+def ring(config, caches):
+    group_of(caches, FullAttentionSpec(**SHAPE), CircularBufferSpec(**SHAPE))
+
+
+def replayed_window(config, caches):
+    group_of(caches, SlidingWindowMLASpec(**SHAPE, sliding_window=40, bounded_replay=True))
+
+
 def state_inside(config, caches):
     state = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
     group_of(caches, FullAttentionSpec(**SHAPE), state)
@@ -80,6 +90,8 @@ def pooling(config, kind):
         (one_non_causal_layer, "non-causally"),
         (reference_window, "KV cache of kind RSWASpec"),
         (reference_window_inside, "KV cache of kind RSWASpec"),
+        (ring, "KV cache of kind CircularBufferSpec: a ring"),
+        (replayed_window, "KV cache of kind SlidingWindowMLASpec: after a hit the last 40 tokens"),
         (state_inside, "KV cache of kind MambaSpec"),
         (mean_pooling, "vLLM does not cache prefixes of this model"),
     ],

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 
 import pytest
-from kvserver.adapters.common.hazards import PendingStores
+from kvserver.adapters.common.hazards import PinnedStores
 from made_up_model import prompt
 
 CHUNK = 64
@@ -22,75 +23,102 @@ class Clock:
         return self.now
 
 
+class Pool(Counter[int]):
+    """How often each block is pinned. All blocks that are pinned are kept by pins only."""
+
+    @property
+    def kept(self) -> set[int]:
+        return set(+self)
+
+    def pin(self, block_ids: list[int]) -> None:
+        self.update(block_ids)
+
+    def unpin(self, block_ids: list[int]) -> None:
+        self.subtract(block_ids)
+        assert min(self.values()) >= 0
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
 
 
-def test_reuse_ends_a_store_once_and_the_engine_comes_to_rest(make_daemon, make_engine):
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+def test_stores_without_an_end_are_cancelled_once_for_their_blocks_and_the_engine_comes_to_rest(
+    make_daemon, make_engine
+):
     daemon = make_daemon()
     engine = make_engine(daemon, world_size=2, num_blocks=40, extra={"kvserver.store_timeout_ms": 200})
     engine.runners[1].connector.wait_for_save = lambda: None  # as those ranks do
-    for i in range(600):
+    for i in range(30):
         answer = engine.add(f"r{i}", prompt(i, CHUNK + 8), count=1)
         engine.run(until=lambda answer=answer: answer.finish_reason is not None)
         assert answer.right
-    ended = [store_id for plan in engine.plans for store_id in plan.overwritten_stores]
-    assert len(ended) > 500, "blocks were not reused"
-    assert len(ended) == len(set(ended)), "a store that was ended before its blocks were overwritten is over"
+    aborted = [store_id for plan in engine.plans for store_id in plan.abort_stores]
+    assert aborted, "no block was needed"
+    assert len(aborted) == len(set(aborted))
     engine.run(seconds=5)
     assert not engine.connector.has_pending_push_work()
 
 
-def test_a_store_is_forgotten_some_time_after_its_step(clock):
-    pending = PendingStores(ranks=2, seconds=11.0, clock=clock)
-    pending.add(1, [3, 4])
-    pending.planned()
+def test_a_store_is_forgotten_some_time_after_its_step(pool, clock):
+    stores = PinnedStores(pool, ranks=2, seconds=11.0, clock=clock)
+    stores.add(1, [3, 4])
+    stores.planned()
     clock.now += 60  # a slow first step: the workers begin the store when it was computed
-    pending.step_ended()
-    pending.ended(1)
-    assert pending.awaited
+    stores.step_ended()
+    stores.ended(1)
+    assert stores.awaited
     clock.now += 10.9
-    assert pending.awaited
-    assert list(pending.overwrite(3)) == [1]
+    assert stores.awaited
+    assert pool.kept == {3, 4}
+    clock.now += 0.2
+    assert not stores.awaited
+    assert pool.kept == set()
+    stores.ended(1)
+    assert pool.kept == set(), "once"
 
 
-def test_a_store_whose_ranks_never_answer_is_forgotten_and_costs_nothing(clock):
-    pending = PendingStores(ranks=2, seconds=11.0, clock=clock)
+def test_a_store_whose_ranks_never_answer_is_forgotten_and_costs_nothing(pool, clock):
+    stores = PinnedStores(pool, ranks=2, seconds=11.0, clock=clock)
     for store_id in range(1000):
-        pending.add(store_id, [3, 4])
-        pending.planned()
-        pending.ended(store_id)
-        pending.step_ended()
+        stores.add(store_id, [3, 4])
+        stores.planned()
+        stores.ended(store_id)
+        stores.step_ended()
         clock.now += 1
-        assert len(pending) <= 12
+        assert pool[3] == pool[4] <= 12
     clock.now += 11
-    assert not pending.awaited
-    assert len(pending) == 0
-    assert list(pending.overwrite(3)) == []
+    assert not stores.awaited
+    assert list(stores) == []
+    assert pool.kept == set()
 
 
-def test_a_store_whose_step_never_ends_is_kept(clock):
+def test_a_store_whose_step_never_ends_is_kept(pool, clock):
     """Some rank may begin it yet."""
-    pending = PendingStores(ranks=1, seconds=11.0, clock=clock)
-    pending.planned()  # a step without stores, whose outputs come
-    pending.add(1, [3, 4])
-    pending.planned()
-    pending.step_ended()
+    stores = PinnedStores(pool, ranks=1, seconds=11.0, clock=clock)
+    stores.planned()  # a step without stores, whose outputs come
+    stores.add(1, [3, 4])
+    stores.planned()
+    stores.step_ended()
     clock.now += 3600
-    assert not pending.awaited, "an engine with a step under way goes on by itself"
-    assert list(pending.overwrite(4)) == [1]
+    assert not stores.awaited, "an engine with a step under way goes on by itself"
+    assert pool.kept == {3, 4}
 
 
-def test_ends_of_steps_that_were_not_planned_do_not_count(clock):
-    pending = PendingStores(ranks=1, seconds=11.0, clock=clock)
+def test_ends_of_steps_that_were_not_planned_do_not_count(pool, clock):
+    stores = PinnedStores(pool, ranks=1, seconds=11.0, clock=clock)
     for _ in range(3):
-        pending.step_ended()
-    pending.add(1, [3, 4])
-    pending.planned()
+        stores.step_ended()
+    stores.add(1, [3, 4])
+    stores.planned()
     clock.now += 3600
-    assert len(pending) == 1
-    assert list(pending.overwrite(3)) == [1]
+    assert not stores.awaited
+    assert pool.kept == {3, 4}
 
 
 def pipeline_with_drafts(config, caches):

@@ -9,8 +9,8 @@ import pytest
 from support.slots import pages_of
 from support.turns import repeat
 
-from kvserver.cache import POLICIES, Cache, Chunk, PagePool, StorePlan
-from kvserver.cache.pages import page_count
+from kvserver.cache import POLICIES, Cache, Chunk, PagePool, StorePlan, one_group
+from kvserver.cache.pages import extents, page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
 PAGE = 4096
@@ -34,7 +34,7 @@ def cache() -> Cache:
 
 
 def plan(cache: Cache, names: str, rank: int = 0, world: int = 1, namespace: bytes = NS, pages: int = 1) -> StorePlan:
-    return cache.plan_store(namespace, world, rank, keys(names), pages * PAGE)
+    return cache.plan_store(namespace, one_group(world), keys(names), pages * PAGE, slot=rank)
 
 
 def store(
@@ -406,6 +406,33 @@ class TestClear:
         assert cache.pool.used_pages == 0
         cache.audit()
 
+    def test_chunks_that_are_neighbours_in_l1_are_freed_one_after_the_other(self) -> None:
+        cache = make_cache(4000)
+        for first in range(0, 4000, 500):
+            names = b"".join(number.to_bytes(KEY_BYTES, "big") for number in range(first, first + 500))
+            cache.finish_store(cache.plan_store(NS, one_group(1), names, PAGE), copied=True)
+        cache.clear_namespaces()
+        assert cache.step(2000)
+        assert cache.pool.unused_pages == 2000
+        half = cache.pool.allocate_pages(1900)
+        assert half is not None
+        assert len(list(extents(half))) < 20, "in any order they would be more than 1000"
+        cache.pool.free_pages(half)
+        repeat(cache.step)
+        cache.audit()
+
+    def test_chunks_that_are_read_are_removed_once_in_any_order(self) -> None:
+        cache, names = make_cache(40), "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"
+        for _ in range(10):  # the table's order is another one each time
+            store(cache, names)
+            loading = cache.plan_load(NS, keys(names[::2]))
+            cache.clear_namespaces()
+            repeat(lambda: cache.step(1))
+            assert cache.pool.used_pages == 20
+            cache.finish_load(loading, copied=True)
+            assert cache.pool.used_pages == 0
+            cache.audit()
+
     def test_clear_of_one_model_leaves_the_others(self, cache: Cache) -> None:
         store(cache, "abc")
         store(cache, "abc", namespace=OTHER)
@@ -502,7 +529,7 @@ class TestClear:
         for turn in range(20):
             names = [f"{turn}-{i}" for i in range(1000)]
             raw = b"".join(hashlib.sha256(name.encode()).digest() for name in names)
-            cache.finish_store(cache.plan_store(NS, 1, 0, raw, PAGE), copied=True)
+            cache.finish_store(cache.plan_store(NS, one_group(1), raw, PAGE), copied=True)
             cache.clear_namespaces(NS)
             free_all(cache)
         del raw, names

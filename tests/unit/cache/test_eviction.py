@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.properties import examples
 
-from kvserver.cache import POLICIES, Cache, Chunk, Index, PagePool
+from kvserver.cache import POLICIES, Cache, Chunk, Index, PagePool, one_group
 from kvserver.cache.eviction import EvictionPolicy
 
 NUMBERS = st.integers(0, 1000)
@@ -49,7 +49,9 @@ class Shelf(RuleBasedStateMachine):
 
     @rule(ready=st.sampled_from([True, True, False]))
     def store(self, ready: bool) -> None:
-        chunk = self.index.add_chunk(self.index.find_or_make_namespace(b"n", 1), next(self.keys).to_bytes(8, "big"))
+        chunk = self.index.add_chunk(
+            self.index.find_or_make_namespace(b"n", one_group(1)), next(self.keys).to_bytes(32, "big")
+        )
         chunk.ready = ready
         self.chunks.append(chunk)
         self.track([chunk])
@@ -95,6 +97,9 @@ class Shelf(RuleBasedStateMachine):
     def what_is_tracked_may_be_evicted(self) -> None:
         for chunk in self.chunks:
             assert self.policy.tracks(chunk) == (chunk in self.incomplete or chunk in self.used)
+        for order in (self.incomplete, self.used):
+            for chunk, younger in itertools.zip_longest(order, order[1:]):
+                assert self.policy.younger(chunk) is younger
 
     def teardown(self) -> None:
         while self.incomplete or self.used:
@@ -134,6 +139,9 @@ class LastInFirstOut:
     def pop_chunk(self) -> Chunk | None:
         return self._tracked.pop(max(self._tracked), None) if self._tracked else None
 
+    def younger(self, chunk: Chunk) -> Chunk | None:
+        return None
+
     def untrack(self, chunk: Chunk) -> None:
         self._tracked.pop(getattr(chunk, "number", 0), None)
 
@@ -144,10 +152,10 @@ class LastInFirstOut:
 def test_the_cache_evicts_by_any_policy_that_keeps_the_contract() -> None:
     cache = Cache(PagePool(3 * 4096, 4096), LastInFirstOut())
     for key in (b"a", b"b", b"c"):
-        cache.finish_store(cache.plan_store(b"n", 1, 0, key.ljust(32), 4096), copied=True)
+        cache.finish_store(cache.plan_store(b"n", one_group(1), key.ljust(32), 4096), copied=True)
     assert cache.lookup(b"n", b"a".ljust(32), ("engine", "request"), 1.0).hit_chunks == 1
     cache.end_lease(("engine", "request"))  # a use, which changes nothing here
-    plan = cache.plan_store(b"n", 1, 0, b"d".ljust(32), 4096)
+    plan = cache.plan_store(b"n", one_group(1), b"d".ljust(32), 4096)
     cache.finish_store(plan, copied=True)
     assert [key.strip() for _, key in plan.evicted] == [b"c"]
     cache.audit()

@@ -9,7 +9,7 @@ import pytest
 from support.registration import identity, registration
 
 from kvserver.cache import check_agreement, epoch_of, fingerprint, private_reason, with_variant
-from kvserver.protocol import Counted, ErrorCode, KVServerError, ModelIdentity, Plane, RegisterWorker, SharedFd
+from kvserver.protocol import Counted, ErrorCode, KVServerError, ObjectGroup, Plane, RegisterWorker, SharedFd
 
 REGISTRATION = registration(planes=[Plane(0, 0, 64, 64), Plane(0, 4096, 32, 16)])
 
@@ -24,6 +24,11 @@ SHAPES_THE_SLOT: dict[str, Any] = {
     "chunk_blocks": {"other chunks": 8},
     "layout": {"other layout": "head-major"},
     "replicated": {"one slot for all ranks": True},
+    "groups": {
+        "a window": (ObjectGroup("window", (0,), 16, tokens=20),),
+        "a longer window": (ObjectGroup("window", (0,), 16, tokens=30),),
+        "one slot for all ranks": (ObjectGroup("full", (0,), 16, replicated=True),),
+    },
 }
 LEAVES_THE_SLOT: dict[str, Any] = {
     "instance_id": "j",
@@ -92,32 +97,6 @@ def test_one_private_rank_makes_the_instance_private() -> None:
     assert len({fingerprint(ranks), fingerprint(again), fingerprint(world(2))}) == 3
 
 
-# ---- protocol 3 -------------------------------------------------------------------------------
-
-OLD = ModelIdentity(model="m", dtype="bfloat16", kv_dtype="auto", parallel="tp=1", hash_algorithm="sha256")
-
-
-def old(**changes: str) -> RegisterWorker:
-    return changed(counted=(), identity=msgspec.structs.replace(OLD, **changes))
-
-
-@pytest.mark.parametrize("field", [field.name for field in msgspec.structs.fields(ModelIdentity)])
-def test_every_part_of_an_older_clients_identity_separates(field: str) -> None:
-    assert fingerprint([old(**{field: "something else"})]) != fingerprint([old()])
-    with pytest.raises(KVServerError, match=rf"rank 1 states identity\.{field}='z'"):
-        check_agreement(old(), msgspec.structs.replace(old(**{field: "z"}), rank=1))
-
-
-def test_a_text_of_an_older_client_counts_for_its_own_field_only() -> None:
-    names = [field.name for field in msgspec.structs.fields(ModelIdentity)]
-    blank = dict.fromkeys(names, "")
-    assert len({fingerprint([old(**{**blank, name: "x"})]) for name in names}) == len(names)
-
-
-def test_an_older_client_that_names_its_incarnation_is_private() -> None:
-    assert private_reason([old(private="life-1")]) == "life-1"
-
-
 def test_a_registration_that_names_nothing_is_refused() -> None:
     with pytest.raises(KVServerError, match=r"\$\.counted"):
         fingerprint([changed(counted=())])
@@ -143,7 +122,7 @@ def test_where_the_planes_lie_does_not_separate() -> None:
 
 def test_every_field_of_a_registration_is_known_to_these_tests() -> None:
     """A new field must be put into one of the tables above."""
-    known = {*SHAPES_THE_SLOT, *LEAVES_THE_SLOT, "identity", "counted", "private", "rank", "world_size"}
+    known = {*SHAPES_THE_SLOT, *LEAVES_THE_SLOT, "counted", "private", "rank", "world_size"}
     assert {field.name for field in msgspec.structs.fields(RegisterWorker)} == known
 
 
@@ -158,7 +137,7 @@ def test_the_geometry_of_every_rank_counts() -> None:
 
 
 def test_a_variant_separates_and_no_variant_does_not() -> None:
-    base, other = fingerprint([REGISTRATION]), fingerprint([changed(block_tokens=32)])
+    base, other = fingerprint([REGISTRATION]), fingerprint([changed(chunk_blocks=8)])
     assert with_variant(base, "") == base
     variants = {with_variant(base, "a"), with_variant(base, "b"), with_variant(other, "a"), base, other}
     assert len(variants) == 5
@@ -182,13 +161,24 @@ def test_a_lora_is_a_namespace_below_that_of_its_epoch() -> None:
         ("num_blocks", 9),
         ("block_tokens", 32),
         ("chunk_blocks", 8),
-        ("replicated", True),
     ],
 )
 def test_the_error_names_the_field_in_which_ranks_differ(field: str, value: Any) -> None:
     with pytest.raises(KVServerError, match=f"rank 1 states {field}={value!r}") as caught:
         check_agreement(REGISTRATION, changed(rank=1, **{field: value}))
     assert caught.value.code is ErrorCode.RANKS_DISAGREE
+
+
+def test_ranks_must_agree_on_the_object_groups() -> None:
+    for changes in ({"replicated": True}, {"groups": (ObjectGroup("window", (0,), 16, tokens=20),)}):
+        with pytest.raises(KVServerError, match="rank 1 states object_groups=") as caught:
+            check_agreement(REGISTRATION, changed(rank=1, **changes))
+        assert caught.value.code is ErrorCode.RANKS_DISAGREE
+
+
+def test_an_engine_of_the_protocol_before_shares_with_one_that_states_its_one_group() -> None:
+    stated = changed(groups=(ObjectGroup("full", (0,), REGISTRATION.block_tokens),))
+    assert fingerprint([stated]) == fingerprint([REGISTRATION])
 
 
 @pytest.mark.parametrize("name", [field.name for field in REGISTRATION.counted])
@@ -216,7 +206,7 @@ def test_ranks_may_differ_in_their_planes() -> None:
     [
         ("layout", "head-major", "layout='head-major'"),
         ("planes", [Plane(0, 0, 8, 8)], r"runs=\[8\]"),
-        ("planes", [Plane(0, 0, 128, 64), Plane(0, 64, 32, 16, 1)], r"groups=\[0, 1\]"),
+        ("planes", [Plane(0, 0, 128, 64), Plane(0, 64, 32, 16, 1)], "object_groups="),
     ],
 )
 def test_ranks_that_hold_the_same_bytes_must_arrange_them_alike(field: str, value: Any, stated: str) -> None:

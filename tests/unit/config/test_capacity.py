@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from support.properties import Dice, examples, walks
 
-from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
+from kvserver.cache import POLICIES, Cache, PagePool, one_group, page_bytes_for
 from kvserver.cache.pages import extents
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -41,7 +41,7 @@ class Shelf:
     def store(self, namespace: bytes, chunks: int = 1) -> None:
         keys = b"".join((self.made + i).to_bytes(32, "big") for i in range(chunks))
         self.made += chunks
-        plan = self.cache.plan_store(namespace, 1, 0, keys, self.sizes[namespace])
+        plan = self.cache.plan_store(namespace, one_group(1), keys, self.sizes[namespace])
         assert plan.no_space == 0
         self.cache.finish_store(plan, copied=True)
 

@@ -328,7 +328,7 @@ def test_a_readme_that_differs_from_the_code_is_noticed_and_corrected(tmp_path: 
         (tmp_path / name).write_text((ROOT / name).read_text())
     page = tmp_path / "adapters/README.md"
     right = page.read_text()
-    page.write_text(right.replace("`kvserver.settle_ms`", "`kvserver.settle`"))
+    page.write_text(right.replace("`kvserver.load_timeout_ms`", "`kvserver.load_timeout`"))
 
     def tables(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

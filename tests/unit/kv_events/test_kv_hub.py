@@ -1,4 +1,4 @@
-"""The hub publishes each chunk once when it is stored and once when it is removed, with its contents, in bounded memory."""
+"""The hub publishes each described chunk once when it is stored and once when it is removed, in bounded memory; of others their keys."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class WitnessedHub:
         status, held = self.hub.status(), list(self.witness.resident.values())
         assert number == len(self.witness.events) == status.events
         assert sorted(map(id, chunks)) == sorted(map(id, held))
-        assert status.chunks == len(held)
-        assert status.described_chunks == sum(chunk.description is not None for chunk in held)
+        assert status.described_chunks == len(held)
+        assert self.witness.resident.keys() <= self.witness.keys.keys()
 
 
 @pytest.fixture
@@ -70,8 +70,6 @@ def test_each_chunk_of_a_store_has_its_own_share_of_the_contents(world: Witnesse
     assert isinstance(event, KVStored)
     assert (event.tier, event.namespace, event.instance_id, event.time_ns) == (Tier.L1, HERE, "engine", 5)
     first, second = (chunk.description for chunk in event.chunks)
-    assert first is not None
-    assert second is not None
     assert (first.parent, second.parent) == (b"", long.hashes[2])
     assert first.hashes + second.hashes == b"".join(long.hashes)
     assert first.tokens + second.tokens == long.contents().tokens
@@ -82,9 +80,7 @@ def test_a_later_store_of_a_prompt_begins_with_the_block_before(world: Witnessed
     long = Prompt(range(32))
     world.described(long, 2)
     world.stored(long.keys[2:])
-    chunk = world.witness.resident[HERE, long.keys[2]]
-    assert chunk.description is not None
-    assert chunk.description.parent == long.hashes[3]
+    assert world.witness.resident[HERE, long.keys[2]].description.parent == long.hashes[3]
 
 
 def test_an_evicted_chunk_is_published_as_it_was_stored(world: WitnessedHub) -> None:
@@ -101,35 +97,60 @@ def test_an_evicted_chunk_is_published_as_it_was_stored(world: WitnessedHub) -> 
 def test_a_clear_removes_all_namespaces_below_it_in_bounded_events(world: WitnessedHub) -> None:
     many = Prompt(range(8 * (MOST_CHUNKS + 10)))
     for namespace in (HERE, HERE + b"lora" * 8, THERE):
+        world.described(many, namespace=namespace)
         world.stored(many.keys, namespace)
     before = len(world.witness.events)
     assert before == 6
     world.hub.handle(L1Cleared(8, HERE))
     assert {namespace for namespace, _ in world.witness.resident} == {THERE}
+    assert {namespace for namespace, _ in world.witness.keys} == {THERE}
     removals = world.witness.events[before:]
     assert all(isinstance(event, KVRemoved) and len(event.chunks) <= MOST_CHUNKS for event in removals)
     world.hub.handle(L1Cleared(9, b""))
-    assert world.witness.resident == {}
+    assert world.witness.resident == world.witness.keys == {}
 
 
-def test_a_chunk_without_a_description_is_published_without_and_counted(world: WitnessedHub) -> None:
+def test_of_a_chunk_without_a_description_only_the_key_is_handed_over(world: WitnessedHub) -> None:
     one = Prompt(range(16))
     world.stored(one.keys)
-    assert [chunk.description for chunk in world.witness.resident.values()] == [None, None]
+    assert world.witness.keys == {(HERE, key): 1 for key in one.keys}
+    assert world.witness.events == []
     assert world.unannounced == {"undescribed": 2}
+    world.evicted(one.keys)
+    assert world.witness.keys == {}
 
 
-def test_a_chunk_that_is_described_late_is_removed_and_stored_again(world: WitnessedHub) -> None:
+def test_a_chunk_that_is_described_late_is_published_then(world: WitnessedHub) -> None:
+    one = Prompt(range(24))
+    world.stored(one.keys[:2])
+    world.described(one, instance="other", ready=one.keys[:2])
+    (stored,) = world.witness.events
+    assert isinstance(stored, KVStored)
+    assert (stored.instance_id, [chunk.key for chunk in stored.chunks]) == ("other", one.keys[:2])
+    world.described(one, ready=one.keys[:2])
+    assert len(world.witness.events) == 1, "the description is known already"
+    world.stored(one.keys[2:])
+    assert {key for _, key in world.witness.resident} == set(one.keys), "the third was not READY"
+
+
+def test_a_chunk_whose_eviction_was_dropped_is_published_and_counted_once(world: WitnessedHub) -> None:
+    one = Prompt(range(16))
+    for _ in range(2):
+        world.described(one)
+        world.stored(one.keys)
+        assert world.hub.status().state_bytes == sum(c.description.size for c in world.witness.resident.values())
+    assert len(world.witness.events) == 1
+    assert world.unannounced == {}
+
+
+def test_a_late_description_that_cannot_be_counts_nothing_when_the_chunk_is_stored_again(world: WitnessedHub) -> None:
     one = Prompt(range(16))
     world.stored(one.keys)
-    world.described(one, instance="other")
-    _, removed, stored = world.witness.events
-    assert isinstance(removed, KVRemoved)
-    assert isinstance(stored, KVStored)
-    assert stored.instance_id == "other"
-    assert all(chunk.description is not None for chunk in world.witness.resident.values())
-    world.described(one)
-    assert len(world.witness.events) == 3, "the description is known already"
+    world.described(one, hashes=bytes(4 * 32), ready=one.keys)
+    world.evicted(one.keys)
+    world.stored(one.keys)
+    assert world.witness.resident == {}
+    assert world.unannounced == {"undescribed": 4}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +176,7 @@ def test_contents_that_cannot_be_are_not_taken(world: WitnessedHub, changes: dic
     one = Prompt(range(16))
     world.described(one, **changes)
     world.stored(one.keys)
-    assert [chunk.description for chunk in world.witness.resident.values()] == [None, None]
+    assert world.witness.resident == {}
     assert world.unannounced == {"mismatched": 2}
 
 
@@ -165,8 +186,7 @@ def test_only_the_chunks_whose_hash_is_not_their_key_are_mismatched(world: Witne
     hashes[3 * 32] ^= 1  # the last block of the second chunk
     world.described(one, hashes=bytes(hashes))
     world.stored(one.keys)
-    known = [chunk.description is not None for chunk in world.witness.resident.values()]
-    assert known == [True, False, True]
+    assert [key for _, key in world.witness.resident] == [one.keys[0], one.keys[2]]
     assert world.unannounced == {"mismatched": 1}
 
 
@@ -183,9 +203,6 @@ def test_extra_keys_are_cut_by_chunk_and_left_out_where_all_are_nil(world: Witne
     world.described(one, extra_keys=extra(["salt"], None, None, [image, b"\xff"], None, None))
     world.stored(one.keys)
     first, second, third = (chunk.description for chunk in world.witness.resident.values())
-    assert first is not None
-    assert second is not None
-    assert third is not None
     assert msgspec.msgpack.decode(first.extra_keys) == [["salt"], None]
     assert msgspec.msgpack.decode(second.extra_keys) == [None, [image, b"\xff"]]
     assert third.extra_keys == b""
@@ -216,8 +233,7 @@ def test_descriptions_of_chunks_that_never_become_ready_are_forgotten(monkeypatc
     world.described(one)
     world.stored(one.keys)
     world.check()
-    known = [key for (_, key), chunk in world.witness.resident.items() if chunk.description is not None]
-    assert known == one.keys[20:]
+    assert [key for _, key in world.witness.resident] == one.keys[20:]
 
 
 def test_descriptions_that_wait_use_a_quarter_of_the_memory_at_most() -> None:
@@ -260,9 +276,9 @@ def test_observers_of_readers_may_use_the_earlier_names(world: WitnessedHub) -> 
 
 def test_a_snapshot_is_of_one_namespace_prefix_and_names_the_last_event(world: WitnessedHub) -> None:
     one = prompt(*range(16))
-    world.stored(one.keys, HERE)
-    world.stored(one.keys, HERE + b"lora" * 8)
-    world.stored(one.keys, THERE)
+    for namespace in (HERE, HERE + b"lora" * 8, THERE):
+        world.described(one, namespace=namespace)
+        world.stored(one.keys, namespace)
     number, chunks = world.hub.snapshot(HERE)
     assert number == 3
     assert sorted(chunk.key for chunk in chunks) == sorted(one.keys * 2)

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from support.daemon import wait_until
 from support.kv_chunks import Prompt, scheduler
+from support.kv_feed import chunk, named
 from support.observers import install
 
 from kvserver.config import Settings
 from kvserver.events import ChunksStored
 from kvserver.kv_events import Hub, ObserverContext, Observers, make_lines
-from kvserver.kv_events.types import KVChunk, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
+from kvserver.kv_events.types import KeysStored, KVChunk, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
 from kvserver.protocol import ConfigError
 from kvserver.protocol.kv_status import KVEventsStatus
 from kvserver.protocol.status import DaemonStatus
@@ -30,7 +31,7 @@ OWN = {"mine", "direct"}
 Make = Callable[..., Observers]
 
 
-def stored(number: int, chunks: tuple[KVChunk, ...] = (KVChunk(bytes(32)),)) -> KVStored:
+def stored(number: int, chunks: tuple[KVChunk, ...] = (chunk("a", "b"),)) -> KVStored:
     return KVStored(number, time.monotonic_ns(), Tier.L1, HERE, chunks)
 
 
@@ -155,6 +156,15 @@ def test_events_with_descriptions_fill_the_queue_sooner(make: Make) -> None:
     assert row(observers, "stalls")["state"] == "cut off", "the 16 chunks of one event carry 800 KB"
 
 
+def test_keys_alone_reach_direct_observers_only(make: Make) -> None:
+    observers = make("keeps", direct="other_keeps")
+    keys, event = KeysStored(Tier.L1, HERE, [b"k" * 32]), stored(1)
+    observers.hand_over(keys)
+    observers.hand_over(event)
+    wait_until(lambda: kept() == [event])
+    assert made("other_keeps").events == [keys, event]
+
+
 def test_the_own_status_of_observers_is_shown_but_never_replaces_the_daemons_fields(make: Make) -> None:
     observers = make("keeps")
     observers.hand_over(stored(1))
@@ -264,20 +274,19 @@ def test_each_event_is_a_line_without_tokens(tmp_path: Path) -> None:
     observers = writes_lines(str(path))
     hub = Hub(1 << 30, observers.hand_over)
     one = Prompt(range(16))
-    hub.handle(one.described(HERE, 0, 1))
+    hub.handle(one.described(HERE))
     hub.handle(ChunksStored(time.monotonic_ns(), "i", "m", HERE, b"".join(one.keys)))
-    observers.hand_over(KVRemoved(2, time.monotonic_ns(), Tier.L2, HERE, (KVChunk(bytes(32)),)))
+    observers.hand_over(KVRemoved(2, time.monotonic_ns(), Tier.L2, HERE, (chunk("a", "b"),)))
     observers.hand_over(ReaderConnected(3, time.monotonic_ns(), scheduler(), HERE, 2, 4))
     observers.hand_over(ReaderDisconnected(4, time.monotonic_ns(), "engine", "m"))
     observers.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(abs(line.pop("time") - time.time()) < 60 for line in lines)
-    first, second = one.keys
     assert lines == [
         {"number": 1, "type": "stored", "instance_id": "i", "tier": "CPU", "namespace": HERE.hex(), "chunks": [
-            {"key": first.hex(), "described": True, "blocks": 2, "tokens": 8}, {"key": second.hex(), "described": False}]},
+            {"key": key.hex(), "blocks": 2, "tokens": 8} for key in one.keys]},
         {"number": 2, "type": "removed", "tier": "STORAGE", "namespace": HERE.hex(), "chunks": [
-            {"key": bytes(32).hex(), "described": False}]},
+            {"key": named("b").hex(), "blocks": 2, "tokens": 32}]},
         {"number": 3, "type": "reader_came", "instance_id": "engine", "model_name": "m", "hash_form": "bytes",
          "reach": HERE.hex()},
         {"number": 4, "type": "reader_gone", "instance_id": "engine", "model_name": "m"},

@@ -22,7 +22,6 @@ from support.kv_subscriber import Subscriber, events_of
 
 from kvserver.kv_events import stream_sockets
 from kvserver.kv_events.publisher import publisher_families
-from kvserver.kv_events.types import KVChunk
 from kvserver.protocol import KVGroup
 from kvserver.protocol.kv_status import PublisherStatus
 
@@ -422,7 +421,7 @@ def test_a_network_address_is_warned_of(publish: Callable[..., Published], caplo
 
 def test_the_metrics_agree_with_the_status(published: Published) -> None:
     published.subscriber()
-    published.feed.stored(HERE, chunk("a", "b"), KVChunk(b"k" * 32))
+    published.feed.stored(HERE, chunk("a", "b"))
     published.sequence()
     found = {family.name: dict(family.points) for family in publisher_families(published.publisher.status())}
     stream = ("model", "int")

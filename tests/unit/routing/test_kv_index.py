@@ -13,10 +13,9 @@ from support.properties import examples, walks
 from kvserver.config import Settings
 from kvserver.kv_events import ObserverContext
 from kvserver.kv_events.types import (
-    Description,
-    KVChunk,
-    KVRemoved,
-    KVStored,
+    KeysCleared,
+    KeysRemoved,
+    KeysStored,
     ReaderConnected,
     ReaderDisconnected,
     Tier,
@@ -51,18 +50,17 @@ def prompt_of(seed, blocks=40, hash_bytes=32):
     return [generator.randbytes(hash_bytes) for _ in range(blocks)]
 
 
-def chunk(prompt, number, chunk_blocks=CHUNK_BLOCKS, described=False):
-    blocks = prompt[number * chunk_blocks : (number + 1) * chunk_blocks]
-    description = Description(len(blocks[0]), b"".join(blocks), b"", bytes(64), 16) if described else None
-    return KVChunk(blocks[-1].ljust(32, b"\0"), description)
+def chunk(prompt, number, chunk_blocks=CHUNK_BLOCKS):
+    """The key of the chunk."""
+    return prompt[(number + 1) * chunk_blocks - 1].ljust(32, b"\0")
 
 
-def stored(*chunks, tier=Tier.L1, namespace=PREFIXES[0]):
-    return KVStored(1, 0, tier, namespace, chunks)
+def stored(*keys, tier=Tier.L1, namespace=PREFIXES[0]):
+    return KeysStored(tier, namespace, keys)
 
 
-def removed(*chunks, tier=Tier.L1, namespace=PREFIXES[0]):
-    return KVRemoved(1, 0, tier, namespace, chunks)
+def removed(*keys, tier=Tier.L1, namespace=PREFIXES[0]):
+    return KeysRemoved(tier, namespace, keys)
 
 
 def match(index, prompt, name="engine"):
@@ -82,14 +80,13 @@ def test_chunks_are_found_from_the_start_of_the_prompt(index):
 
 
 @pytest.mark.parametrize("hash_bytes", [16, 32])
-@pytest.mark.parametrize("described", [True, False])
-def test_keys_of_short_hashes_are_known_without_their_zeros(index, hash_bytes, described):
+def test_keys_of_short_hashes_are_known_without_their_zeros(index, hash_bytes):
     prompt = prompt_of(1, hash_bytes=hash_bytes)
     index.observe(reader_of("engine"))
-    index.observe(stored(chunk(prompt, 0, described=described)))
+    index.observe(stored(chunk(prompt, 0)))
     assert match(index, prompt).l1 == 4
     assert match(index, [block[-8:] for block in prompt]).l1 == 4
-    index.observe(removed(chunk(prompt, 0, described=described)))
+    index.observe(removed(chunk(prompt, 0)))
     assert match(index, prompt).l1 == 0
 
 
@@ -197,11 +194,16 @@ def test_random_events_agree_with_a_plain_model(steps):
         one = chunk(prompt, generator.randrange(10))
         mine = held[namespace, tier]
         action = generator.random()
-        if action < 0.5 and not mine[one.key]:
-            mine[one.key] = 1
+        if action < 0.02:
+            index.observe(KeysCleared(tier, cleared := generator.choice([b"", *PREFIXES])))
+            for (space, at), keys in held.items():
+                if at is tier and space.startswith(cleared):
+                    keys.clear()
+        elif action < 0.5 and not mine[one]:
+            mine[one] = 1
             index.observe(stored(one, tier=tier, namespace=namespace))
-        elif action < 0.8 and mine[one.key]:
-            mine[one.key] = 0
+        elif action < 0.8 and mine[one]:
+            mine[one] = 0
             index.observe(removed(one, tier=tier, namespace=namespace))
         elif action < 0.9:
             name = generator.choice("ab")

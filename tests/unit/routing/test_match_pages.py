@@ -15,7 +15,7 @@ import pytest
 from msgspec import to_builtins
 
 from kvserver.config import Settings
-from kvserver.kv_events.types import KVChunk, KVStored, ReaderConnected, Tier
+from kvserver.kv_events.types import KeysStored, ReaderConnected, Tier
 from kvserver.parts import Observability
 from kvserver.protocol import DescribeScheduler
 from kvserver.protocol.status import DaemonStatus, EngineStatus, InstanceStatus
@@ -64,7 +64,7 @@ class Pages:
         return _done([INSTANCE])
 
     def store(self, hashes: list[bytes], tier: Tier = Tier.L1) -> None:
-        self.index.observe(KVStored(1, 0, tier, PREFIX, tuple(KVChunk(key) for key in hashes[3::4])))
+        self.index.observe(KeysStored(tier, PREFIX, hashes[3::4]))
 
     def send(self, body: bytes, content_type: str = JSON, **headers: str) -> tuple[int, bytes, str]:
         self.connection.request("POST", "/kv/match", body, {"Content-Type": content_type, **headers})

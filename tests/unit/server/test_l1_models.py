@@ -8,7 +8,7 @@ from support.properties import Dice, examples, walks
 from support.turns import repeat
 from support.worker import make_keys
 
-from kvserver.cache import POLICIES, Cache, PagePool
+from kvserver.cache import POLICIES, Cache, PagePool, one_group
 from kvserver.config import Placement
 from kvserver.protocol.measurements import MOST_MODELS, OTHER
 from kvserver.server.status import l1_status
@@ -27,7 +27,7 @@ cache = pytest.fixture(make_cache)
 def store(
     cache: Cache, model_name: str, namespace: bytes, keys: list[bytes], pages: int = 1, copied: bool = True
 ) -> None:
-    plan = cache.plan_store(namespace, 1, 0, b"".join(keys), pages * PAGE, model_name=model_name)
+    plan = cache.plan_store(namespace, one_group(1), b"".join(keys), pages * PAGE, model_name=model_name)
     cache.finish_store(plan, copied)
 
 
@@ -51,7 +51,7 @@ def test_an_eviction_counts_for_the_model_that_lost_the_chunk(cache: Cache) -> N
 
 
 def test_a_store_in_flight_counts_and_one_that_failed_does_not(cache: Cache) -> None:
-    plan = cache.plan_store(A, 1, 0, b"".join(make_keys(3)), PAGE, model_name="a")
+    plan = cache.plan_store(A, one_group(1), b"".join(make_keys(3)), PAGE, model_name="a")
     assert models(cache) == {"a": (3, 3, 0)}
     cache.finish_store(plan, copied=False)
     assert models(cache) == {"a": (0, 0, 0)}
@@ -96,7 +96,7 @@ def test_a_chunk_that_was_never_loaded_counts_when_it_is_evicted(cache: Cache) -
 
 
 def test_what_was_never_whole_or_is_cleared_was_not_stored_for_nothing(cache: Cache) -> None:
-    plan = cache.plan_store(A, 2, 0, b"".join(make_keys(4)), PAGE, model_name="a")
+    plan = cache.plan_store(A, one_group(2), b"".join(make_keys(4)), PAGE, model_name="a")
     cache.finish_store(plan, copied=True)  # one rank of two
     store(cache, "b", B, make_keys(10, "all of L1"))
     assert models(cache)["a"] == (0, 0, 4)
@@ -128,7 +128,9 @@ def test_the_sums_of_all_models_are_those_of_l1(steps: list[Dice]) -> None:
                 chosen = b"".join(rng.sample(keys, rng.randint(1, 5)))
                 size = (2 if namespace == A else 1) * PAGE
                 steps = rng.choice([1, 5, 1000])
-                plan = cache.plan_store(namespace, ranks, rng.randrange(ranks), chosen, size, steps, model)
+                plan = cache.plan_store(
+                    namespace, one_group(ranks), chosen, size, slot=rng.randrange(ranks), steps=steps, model_name=model
+                )
                 open_plans.append(plan)
             case 3 if open_plans:
                 plan = open_plans.pop(rng.randrange(len(open_plans)))

@@ -8,6 +8,7 @@ import pytest
 from support.kv_loop import PAGE, Loop
 from support.worker import make_keys
 
+from kvserver.cache import one_group
 from kvserver.events import ErrorSent
 from kvserver.server.resync import SLICE
 
@@ -75,9 +76,26 @@ def test_chunks_that_go_during_a_resync_are_not_published_again(make_loop: Calla
     assert len(loop.ready_chunks) == 3
 
 
+def test_chunks_that_are_evicted_and_stored_again_during_a_resync_are_known_afterwards(
+    make_loop: Callable[..., Loop],
+) -> None:
+    loop = make_loop(limit=1000, pages=SLICE)
+    keys = make_keys(SLICE)
+    loop.store(SPACES[0], keys)
+    loop.bus.lost_chunks = True
+    for _ in range(2):
+        assert loop.resync.step()  # all are named
+    loop.store(SPACES[0], make_keys(3, "other"))
+    evicted = sorted(set(keys) - {key for _, key in loop.ready_chunks})
+    assert len(evicted) == 3
+    loop.store(SPACES[0], evicted)
+    loop.catch_up()
+    loop.check()
+
+
 def test_a_chunk_that_is_being_filled_is_not_in_a_resync(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(limit=1000)
-    loop.cache.plan_store(SPACES[0], 1, 0, b"".join(make_keys(3)), PAGE)
+    loop.cache.plan_store(SPACES[0], one_group(1), b"".join(make_keys(3)), PAGE)
     loop.store(SPACES[0], make_keys(2))
     loop.bus.lost_chunks = True
     loop.catch_up()

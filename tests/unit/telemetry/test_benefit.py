@@ -103,34 +103,34 @@ def test_two_instances_add_up_and_stay_what_they_were() -> None:
 
 def test_a_request_waits_for_its_slowest_rank() -> None:
     waits = LoadWaits()
-    assert waits.ended("r", 1, 3, 1 * SECOND, 9 * SECOND, 64) is None
-    assert waits.ended("other", 0, 3, 1 * SECOND, 2 * SECOND, 64) is None
-    assert waits.ended("r", 0, 3, 2 * SECOND, 4 * SECOND, 64) is None
-    assert waits.ended("r", 2, 3, 3 * SECOND, 5 * SECOND, 64) == (64, 8.0)
+    assert waits.ended("r", (1, 0), 3, 1 * SECOND, 9 * SECOND, 64) is None
+    assert waits.ended("other", (0, 0), 3, 1 * SECOND, 2 * SECOND, 64) is None
+    assert waits.ended("r", (0, 0), 3, 2 * SECOND, 4 * SECOND, 64) is None
+    assert waits.ended("r", (2, 0), 3, 3 * SECOND, 5 * SECOND, 64) == (64, 8.0)
 
 
 def test_a_load_that_failed_on_one_rank_brought_nothing() -> None:
     waits = LoadWaits()
-    waits.ended("r", 0, 2, 0, SECOND, 64)
-    assert waits.ended("r", 1, 2, 0, SECOND, 0) == (0, 1.0)
+    waits.ended("r", (0, 0), 2, 0, SECOND, 64)
+    assert waits.ended("r", (1, 0), 2, 0, SECOND, 0) == (0, 1.0)
 
 
 def test_a_rank_that_never_began_does_not_mix_with_the_next_load() -> None:
     waits = LoadWaits()
-    assert waits.ended("r", 0, 2, 0, SECOND, 64) is None
-    assert waits.ended("r", 0, 2, 50 * SECOND, 51 * SECOND, 64) is None
-    assert waits.ended("r", 1, 2, 50 * SECOND, 52 * SECOND, 64) == (64, 2.0)
+    assert waits.ended("r", (0, 0), 2, 0, SECOND, 64) is None
+    assert waits.ended("r", (0, 0), 2, 50 * SECOND, 51 * SECOND, 64) is None
+    assert waits.ended("r", (1, 0), 2, 50 * SECOND, 52 * SECOND, 64) == (64, 2.0)
 
 
 def test_loads_that_never_end_on_all_ranks_are_forgotten() -> None:
     waits = LoadWaits()
     for number in range(2000):
-        assert waits.ended(f"r{number}", 0, 2, 0, SECOND, 64) is None
-    assert waits.ended("r1999", 1, 2, 0, SECOND, 64) == (64, 1.0)
-    assert waits.ended("r0", 1, 2, 0, SECOND, 64) is None
+        assert waits.ended(f"r{number}", (0, 0), 2, 0, SECOND, 64) is None
+    assert waits.ended("r1999", (1, 0), 2, 0, SECOND, 64) == (64, 1.0)
+    assert waits.ended("r0", (1, 0), 2, 0, SECOND, 64) is None
 
 
 def test_of_loads_without_a_name_rank_0s_is_taken_for_all() -> None:
     waits = LoadWaits()
-    assert waits.ended("", 1, 2, 0, 9 * SECOND, 64) is None
-    assert waits.ended("", 0, 2, 0, 2 * SECOND, 64) == (64, 2.0)
+    assert waits.ended("", (1, 0), 2, 0, 9 * SECOND, 64) is None
+    assert waits.ended("", (0, 0), 2, 0, 2 * SECOND, 64) == (64, 2.0)

@@ -10,7 +10,7 @@ from support.registration import identity, registration
 
 from kvserver.cache import fingerprint, with_variant
 from kvserver.events import NamespaceFormed
-from kvserver.protocol import Counted, ModelIdentity, Plane
+from kvserver.protocol import Counted, Plane
 from kvserver.telemetry.differences import MOST_BYTES, MOST_FIELDS, Differences
 
 SPEC = registration(model_name="m", planes=[Plane(0, 0, 512, 512)], layout="NHD")
@@ -28,14 +28,14 @@ def registered(differences: Differences, instance_id: str = "e", **changes: Any)
     [
         ({"counted": identity(dtype="float16")}, ["dtype"]),
         ({"counted": identity()[1:]}, ["model"]),
-        ({"block_tokens": 32}, ["block_tokens"]),
-        ({"chunk_blocks": 8}, ["chunk_blocks"]),
-        ({"replicated": True}, ["replicated"]),
+        ({"block_tokens": 32, "chunk_blocks": 2}, ["groups"]),
+        ({"chunk_blocks": 8}, ["chunk_tokens"]),
+        ({"replicated": True}, ["groups"]),
         ({"layout": "HND"}, ["layout"]),
         ({"planes": [Plane(0, 0, 256, 256)]}, ["planes"]),
-        ({"planes": [Plane(0, 0, 512, 512, group=0), Plane(0, 0, 512, 512, group=1)]}, ["planes"]),
+        ({"planes": [Plane(0, 0, 512, 512, group=0), Plane(0, 0, 512, 512, group=1)]}, ["groups", "planes"]),
         ({"private": "no weights"}, ["private"]),
-        ({"private": "no weights", "block_tokens": 32}, ["block_tokens", "private"]),
+        ({"private": "no weights", "chunk_blocks": 8}, ["chunk_tokens", "private"]),
     ],
 )
 def test_each_part_of_the_fingerprint_is_named_and_nothing_else(changes: dict[str, Any], names: list[str]) -> None:
@@ -74,16 +74,6 @@ def test_values_are_shown_where_the_engine_gave_them_and_are_short() -> None:
         assert found[name]["here"] != found[name]["there"]
         assert "/a" not in str(found[name])
         assert len(found[name]["here"]) == 13
-
-
-def test_what_an_older_engine_registers_is_compared_by_digests() -> None:
-    differences = Differences()
-    of = {"dtype": "bf16", "kv_dtype": "auto", "parallel": "tp1", "hash_algorithm": "sha256"}
-    here = registered(differences, counted=(), identity=ModelIdentity(model="/secret/a", **of))
-    there = registered(differences, counted=(), identity=ModelIdentity(model="/secret/b", **of))
-    (field,) = differences.between(here, there)["fields"]
-    assert field["name"] == "identity.model"
-    assert "secret" not in str(field)
 
 
 def test_variants_of_one_registration_and_of_two_are_named() -> None:

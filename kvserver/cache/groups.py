@@ -1,0 +1,84 @@
+"""The object groups of a namespace, as L1 counts them: slots of a chunk, and what a hit needs.
+
+Owns: the numbering of a chunk's slots over groups and ranks, and the search for the greatest boundary of a hit. Refuses to
+know: keys, leases, pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvserver.protocol import ObjectGroup
+
+
+class _HasReady(Protocol):
+    @property
+    def ready(self) -> int: ...  # a bit for each group
+
+
+class GroupObjects(msgspec.Struct, frozen=True):
+    """What an object of a group holds: the last `blocks` blocks of its chunk, of each KV cache group in `members`."""
+
+    number: int  # of the object group
+    members: tuple[int, ...]  # as the engine numbers KV cache groups; (): all of the engine's
+    block_tokens: int
+    blocks: int
+
+
+WHOLE_CHUNKS = GroupObjects(0, (), 0, 0)  # of a model with one object group: all blocks of the chunk
+
+
+class Groups:
+    """The slots of group g are numbers [first[g], first[g] + slots[g]), one for each rank that stores it.
+
+    `masks[g]` has a bit for each of these numbers. `full` has bit g for each group of which a hit needs every chunk.
+    `objects[g]` is what KV events of the group's objects name.
+    """
+
+    __slots__ = ("_chunk_tokens", "_others", "first", "full", "masks", "objects", "slot_count", "slots")
+
+    def __init__(self, groups: Sequence[ObjectGroup], ranks: int, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self.slots = [1 if group.replicated else ranks for group in groups]
+        self.first = [sum(self.slots[:number]) for number in range(len(groups))]
+        self.slot_count = sum(self.slots)
+        self.masks = [((1 << slots) - 1) << first for slots, first in zip(self.slots, self.first, strict=True)]
+        self.full = sum(1 << number for number, group in enumerate(groups) if group.kind == "full")
+        self.objects = [_objects_of(number, group, chunk_tokens) for number, group in enumerate(groups)]
+        if len(groups) == 1 and self.objects[0].blocks * self.objects[0].block_tokens == chunk_tokens:
+            self.objects = [WHOLE_CHUNKS]
+        self._others = [(1 << number, group) for number, group in enumerate(groups) if group.kind != "full"]
+
+    def boundary(self, chunks: Sequence[_HasReady | None]) -> int:
+        """The greatest boundary of a hit, if all full groups have these chunks, which are the first of a prompt."""
+        boundary = len(chunks)
+        while (missing := self._missing(chunks, boundary)) >= 0:
+            boundary = missing  # each boundary above it needs the chunk too
+        return boundary
+
+    def first_needed(self, boundary: int) -> int:
+        """The first chunk of which a hit at the boundary needs an object."""
+        if self.full:
+            return 0
+        return min((group.first_needed(boundary, self._chunk_tokens) for _, group in self._others), default=boundary)
+
+    def _missing(self, chunks: Sequence[_HasReady | None], boundary: int) -> int:
+        """The last chunk that lacks an object that a hit at the boundary needs; -1 if there is none."""
+        for bit, group in self._others:
+            for number in range(boundary - 1, group.first_needed(boundary, self._chunk_tokens) - 1, -1):
+                chunk = chunks[number]
+                if chunk is None or not chunk.ready & bit:
+                    return number
+        return -1
+
+
+def _objects_of(number: int, group: ObjectGroup, chunk_tokens: int) -> GroupObjects:
+    return GroupObjects(number, group.members, group.block_tokens, group.object_blocks(chunk_tokens))
+
+
+def one_group(ranks: int) -> Groups:
+    """Of a model whose KV cache groups are all full, sharded over the ranks."""
+    return Groups([ObjectGroup("full", (0,), 1)], ranks, 1)
