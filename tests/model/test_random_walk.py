@@ -98,17 +98,20 @@ class Walk:
     # ---- actions ------------------------------------------------------------------------------
 
     def store(self) -> None:
-        """What some group needs of a boundary, or of each group; a window's or a state's objects may supersede others."""
+        """What a boundary needs of each group, by all ranks; or of one group, by one. Objects may supersede others."""
         if (rank := self.rank()) is None:
             return
-        groups, keys, variant = rank.engine.model.groups, self.keys(rank.engine), self.variant()
-        whole = len(groups) > 1 and self.rng.random() < 0.7
-        for number in range(len(groups)) if whole else [self.group(rank.engine)]:
-            stored = needed(keys, groups[number]) if whole else keys
-            dropped = self.keys(rank.engine) if number and self.rng.random() < 0.5 else []
-            late = self.rng.random() < 0.03
-            if stored:
-                self.world.store(rank, stored, variant, late, number, [key for key in dropped if key not in stored])
+        engine, keys, variant = rank.engine, self.keys(rank.engine), self.variant()
+        whole = self.rng.random() < 0.7
+        for number in range(len(engine.model.groups)) if whole else [self.group(engine)]:
+            stored = needed(keys, engine.model.groups[number]) if whole else keys
+            dropped = self.keys(engine) if number and self.rng.random() < 0.5 else []
+            for storing in engine.ranks if whole else [rank]:
+                late = self.rng.random() < 0.03
+                if stored and storing.connection is not None and storing.registration:
+                    self.world.store(
+                        storing, stored, variant, late, number, [key for key in dropped if key not in stored]
+                    )
 
     def load(self) -> None:
         if (rank := self.rank()) is not None:
@@ -204,7 +207,7 @@ def test_a_random_walk_agrees_with_a_plain_dict(
     counts: Counter[str] = Counter()
 
     @given(steps=walks(400))
-    @examples(30)
+    @examples(40)
     def walk(steps: list[Dice]) -> None:
         with closing(World(Path(tempfile.mkdtemp(dir=tmp_path)), models, pages, trouble)) as world:
             Walk(world).run(steps)
@@ -213,13 +216,14 @@ def test_a_random_walk_agrees_with_a_plain_dict(
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     walk()
-    # The walks went where they should go, or they would prove nothing.
-    floor = 50 if trouble == 0 else 30
-    assert min(counts[name] for name in ("stored", "loaded", "hits", "cancels")) > floor, counts
+    # The walks went where they should go, or they would prove nothing. Where they go depends on the numbers that occur in
+    # the source of whatever is imported, so a floor is far below what is usual.
+    assert min(counts[name] for name in ("stored", "loaded", "hits", "cancels")) > 20, counts
     assert min(counts[name] for name in ("deaths", "clears", "halves", "losses")) > 3, counts
-    assert pages > 100 or counts["evicted"] > floor, counts
-    grouped = [f"hits of {model.name}" for model in models.values() if model.several]
-    assert not grouped or min(counts[name] for name in ("dropped", *grouped)) > 3, counts
+    assert pages > 100 or counts["evicted"] > 50, counts
+    grouped = [f"hits of {model.name}" for model in models.values()]
+    dropped = ["dropped"] if any(model.several for model in models.values()) else []
+    assert min(counts[name] for name in (*grouped, *dropped)) > 0, counts
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before, "a descriptor leaks"
 

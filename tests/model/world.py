@@ -212,10 +212,10 @@ class World(Workers):
 
     def follow_drops(self, operation: Operation) -> None:
         """The objects that the server has freed since what replaces them is there; leases that ended a while ago may keep some."""
-        for name in operation.dropped:
+        replaced = all(self.plain.ready(name, operation.group) for name in operation.names)
+        for name in operation.dropped if replaced else []:
             entry = self.plain.entries.get(name)
             if entry is not None and entry.ready(operation.group) and not entry.chunk.ready >> operation.group & 1:
-                assert all(self.plain.ready(other, operation.group) for other in operation.names), "replaced by nothing"
                 self.plain.dropped(name, operation.group)
                 self.counts["dropped"] += 1
 
