@@ -35,7 +35,7 @@ _PLACES = """
     introduction, looking at a load, looking at a store, on_new_request, planning of a load, poll, prefill speed,
     quarantine, question for events, receiving answers, register_kv_caches, reports of blocks, request_finished,
     reset_cache, resets, restore_kv_caches, shutdown, sources of a prompt, start_load_kv, stores of a request, tables
-    of a request, take_events, the end of a quarantine, the end of a step, the end of a store,
+    of a request, take_events, the end of a quarantine, the end of a step, the end of a store, the next state,
     update_connector_output, update_state_after_alloc, wait_for_save, waiting for the engine's own work
 """
 PLACES = [" ".join(place.split()) for place in _PLACES.split(",")]
