@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from support.slots import pages_of
+from support.turns import complete_plan
 from support.worker import Worker, make_keys
 
 from kvserver.cache import POLICIES, Cache, PagePool, one_group
@@ -23,8 +24,7 @@ def make_cache(pages: int = ROOM) -> Cache:
 def store(cache: Cache, keys: list[bytes], rank: int = 0, ranks: int = 1, steps: int = 1 << 30) -> tuple[int, int, int]:
     """`(filled, skipped, starved)`"""
     plan = cache.plan_store(NS, one_group(ranks), b"".join(keys), PAGE, slot=rank, steps=steps)
-    while not plan.complete:
-        cache.extend_plan(plan, steps)
+    complete_plan(cache, plan, steps)
     cache.finish_store(plan, copied=True)
     cache.audit()
     return len(plan.chunks), plan.skipped, plan.no_space
