@@ -66,9 +66,9 @@ _PUBLISHED: tuple[Metric[Counter[type[KVEvent]]], ...] = (
 
 
 class Unannounced(enum.Enum):
-    """Why a chunk that became READY has no description."""
+    """Why an object that became READY has no description."""
 
-    UNDESCRIBED = "undescribed"  # no engine described it
+    UNDESCRIBED = "undescribed"  # no engine described its chunk
     MEMORY = "memory"
     MISMATCHED = "mismatched"  # the description does not fit the chunk
 

@@ -11,9 +11,9 @@ class KVEventsStatus(Struct, frozen=True, kw_only=True):
     """The events that are published to routers and engines."""
 
     events: int = 0
-    described_chunks: int = 0
+    described_chunks: int = 0  # objects
     state_bytes: int = 0
-    unannounced: dict[str, int] = {}  # chunks, by reason
+    unannounced: dict[str, int] = {}  # objects, by reason
     recounts: int = 0
     observers: list[dict[str, Any]] = []  # name, state, reason, and what each shows of itself
 

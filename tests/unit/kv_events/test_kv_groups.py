@@ -131,6 +131,17 @@ def test_an_object_of_a_chunk_that_nothing_describes_is_counted_and_published_on
     assert world.unannounced == {"undescribed": 1}
 
 
+def test_each_object_of_a_chunk_counts(world: World) -> None:
+    world.stored(WINDOW, 1)
+    assert world.hub.status().described_chunks == 4
+    world.evicted(None, 1)
+    assert world.hub.status().described_chunks == 2
+    other = World()
+    for group in (FULL, WINDOW, STATE):
+        other.stored(group, 0)
+    assert other.unannounced == {"undescribed": 3}
+
+
 def test_dropped_objects_are_of_one_group_and_an_eviction_of_all(world: World) -> None:
     world.stored(WINDOW, 0, 1)
     world.evicted(WINDOW, 0)
