@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from common import percentile, table
-from kvserver.adapters.vllm.groups import Boundaries
+from kvserver.adapters.common.boundaries import Boundaries
 from rig import BenchDaemon, BenchWorker, make_keys
 from rpc import samples_of
 

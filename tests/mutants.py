@@ -1016,8 +1016,8 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "what a kept boundary needs is dropped with the generated one before",
-        "adapters/vllm/groups.py", "Boundaries.superseded", "chunk for chunk in before if chunk not in needed", "*before",
-        ("adapters/test_groups.py::test_what_each_kept_boundary_needs_is_stored_and_stays",),
+        "adapters/common/boundaries.py", "Boundaries.superseded", "chunk for chunk in before if chunk not in needed", "*before",
+        ("adapters/test_kept_boundaries.py::test_what_each_kept_boundary_needs_is_stored_and_stays",),
     ),
     Mutant(
         "a load counts as whole although its copy of another object group failed",

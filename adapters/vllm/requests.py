@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvserver.adapters.common.boundaries import Boundaries
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.lookups import Question
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.vllm.chunks import Offer, Tables
-from kvserver.adapters.vllm.groups import Boundaries
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ParamSpec
 
 from kvserver.adapters.common.announcer import Announcer
+from kvserver.adapters.common.boundaries import Boundaries
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.faults import Faults
@@ -33,7 +34,6 @@ from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.groups import Boundaries
 from kvserver.adapters.vllm.requests import Requests, RequestState, offers_of, tables_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
