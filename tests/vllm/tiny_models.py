@@ -103,14 +103,8 @@ def gpt_oss(folder: Path, *, window: int = 128, **options: Any) -> Path:
     return _drawn(folder, "gpt_oss", sliding_window=window, **{**_SMALL, **sizes, **options})
 
 
-def gemma3(folder: Path, *, window: int = 256, **options: Any) -> Path:
-    """A Gemma 3: five layers look back `window` tokens, one to the start."""
-    sizes = {"num_hidden_layers": 6, "intermediate_size": 512, "query_pre_attn_scalar": 4}
-    return _drawn(folder, "gemma3_text", sliding_window=window, **{**_SMALL, **_UNTIED, **sizes, **options})
-
-
 def gemma4(folder: Path, *, window: int = 256, **options: Any) -> Path:
-    """A Gemma 4: like Gemma 3, but a token of the full layer has other bytes than one of a window, so its blocks are smaller."""
+    """A Gemma 4: five layers look back `window` tokens, one to the start; a token has other bytes there, so its blocks are smaller."""
     sizes = {"num_hidden_layers": 6, "intermediate_size": 512, "hidden_size_per_layer_input": 0}
     heads = {"num_global_key_value_heads": 1, "global_head_dim": 128}
     return _drawn(folder, "gemma4_text", sliding_window=window, **{**_SMALL, **_UNTIED, **sizes, **heads, **options})
