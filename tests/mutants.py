@@ -428,6 +428,16 @@ SERVER = (
         ("unit/kv_events/test_kv_groups.py",),
     ),
     Mutant(
+        "KV events of a model with one window name all blocks of its chunks",
+        GROUPS, "Groups.__init__", " and self.objects[0].blocks * self.objects[0].block_tokens == chunk_tokens", "",
+        ("adapters/test_kv_events_groups.py::test_what_is_stored_dropped_and_cleared_is_named_by_group",),
+    ),
+    Mutant(
+        "an engine announces an object in KV cache groups that it has no blocks of",
+        "kvserver/kv_events/feed.py", "_FeedCursor.blocks_of", "groups or ", "",
+        ("adapters/test_kv_events_groups.py::test_what_is_stored_dropped_and_cleared_is_named_by_group",),
+    ),
+    Mutant(
         "a resync names a chunk twice to the index",
         HUB, "Hub._confirm", " if key not in confirmed]", "]", CONSUMERS,
     ),

@@ -8,61 +8,13 @@ from typing import Any
 
 import pytest
 from kv_events_log import Log, events_on
+from kv_scene import PER_CHUNK, Scene
 from made_up_model import BLOCK, prompt
 from model_folder import write_lora
-from modelless import Engine
-from support.daemon import Daemon, wait_until
-from support.kv_audience import Subscriber
-from vllm.distributed.kv_events import KVEventBatch
 from vllm.lora.request import LoRARequest
 
-from kvserver.protocol import Clear, Cleared
-from kvserver.protocol.client import Client
-
-CHUNK = 64
-PER_CHUNK = CHUNK // BLOCK
+CHUNK = PER_CHUNK * BLOCK
 TOKENS = prompt(1, 5 * CHUNK + 3)
-
-
-class Scene:
-    """A daemon that publishes, a subscriber of its stream, and engines that publish too. close() at the end."""
-
-    def __init__(self, daemon: Daemon, engines: list[Engine]) -> None:
-        self.daemon = daemon
-        self.engines = engines
-        self.logs = [Log(engine) for engine in engines]
-        self.stream = Subscriber(str(daemon.flags["kv_events_endpoint"]), KVEventBatch)
-        self.wait_connected()
-
-    def wait_connected(self, clears: int = 0) -> None:
-        """Until the subscriber has received a daemon's first message, which is sent once it knows an engine."""
-        self.step_until(lambda: self.stream.audience.clears > clears)
-
-    def step_until(self, condition: Callable[[], bool]) -> None:
-        """Engines serve short requests, so that they publish."""
-        wait_until(lambda: [engine.generate_free("s") for engine in self.engines] and condition(), 20)
-
-    def agree(self) -> set[Any]:
-        """The blocks of L1 by all streams, as soon as they agree with the daemon's /status."""
-
-        def differences() -> list[str]:
-            resident = self.stream.blocks("CPU")
-            blocks = self.daemon.status()["l1"]["chunks"] * PER_CHUNK
-            found = [f"{blocks} blocks in L1, {len(resident)} on the stream"] if len(resident) != blocks else []
-            for number, log in enumerate(self.logs):
-                more, less = log.blocks("CPU") - resident, resident - log.blocks("CPU")
-                found += [f"engine {number}: {len(more)} more, {len(less)} less"] if more or less else []
-            return found
-
-        try:
-            self.step_until(lambda: not differences())
-        except AssertionError as error:
-            raise AssertionError(f"{differences()}, {self.daemon.status()['kv_events']}") from error
-        return self.stream.blocks("CPU")
-
-    def clear(self) -> None:
-        with Client(self.daemon.endpoint) as client:
-            client.ask(Clear(), Cleared)
 
 
 @pytest.fixture

@@ -28,8 +28,10 @@ class Audience:
                 continue
             place = event.medium, getattr(event, "group_idx", None)
             known, hashes = self._blocks.get(place, set()), set(event.block_hashes)
-            assert hashes, "an event of no block"
-            if event.medium != "GPU":  # vLLM's own name a block once for each block id that has it
+            if (
+                event.medium != "GPU"
+            ):  # vLLM's own name a block once for each block id that has it; of a window perhaps none
+                assert hashes, "an event of no block"
                 assert len(hashes) == len(event.block_hashes), "one event names a block twice"
                 assert not hashes & known if kind == "BlockStored" else hashes <= known, (
                     f"{kind} of what was published before"
@@ -41,6 +43,10 @@ class Audience:
         """Of one group, or of all."""
         of = (blocks for place, blocks in self._blocks.items() if place[0] == medium and group in (None, place[1]))
         return set().union(*of)
+
+    def by_group(self, medium: str) -> set[tuple[int, Any]]:
+        """(group, block)"""
+        return {(at or 0, name) for (of, at), blocks in list(self._blocks.items()) if of == medium for name in blocks}
 
     def stored(self, medium: str) -> list[Any]:
         return [e for e in self.events if type(e).__name__ == "BlockStored" and e.medium == medium]
@@ -65,9 +71,16 @@ class Subscriber:
 
     def blocks(self, medium: str) -> set[Any]:
         """AssertionError if the stream broke a rule."""
+        return self._sound().blocks(medium)
+
+    def by_group(self, medium: str) -> set[tuple[int, Any]]:
+        """The same, with the group of each block."""
+        return self._sound().by_group(medium)
+
+    def _sound(self) -> Audience:
         if self.failure is not None:
             raise AssertionError("the stream is wrong") from self.failure
-        return self.audience.blocks(medium)
+        return self.audience
 
     def _run(self) -> None:
         while not self._ends and self.failure is None:
