@@ -228,7 +228,7 @@ def test_preempted_requests_resume_from_the_daemon(
         assert one["tokens"] == other["tokens"] or ("dtype" in kind.options and close(one, other))
     first.wait_for_stores()
     totals = daemon.status()["totals"]
-    assert totals["loaded_bytes"] > totals["failed_loads"] == totals["errors"] == 0
+    assert totals["loaded_bytes"] > totals["failed_loads"] == 0
 
 
 def test_a_load_that_ends_with_its_daemon_costs_only_the_hit(
