@@ -20,31 +20,33 @@ from kvserver.routing.engine_wire import Change, EngineBatch, decode
 FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that is being read
 
 
-class EngineBlocks:
-    """An engine's blocks in the index, with 8 bytes of each hash: an owner for each object group, -1 if none was free.
+class NoOwner(Exception):
+    """The index has too few free owners."""
 
-    Of a group without an owner nothing is kept.
-    """
+
+class EngineBlocks:
+    """An engine's blocks in the index, with 8 bytes of each hash: an owner for each object group; () once it is closed."""
 
     def __init__(self, index: PrefixIndex, groups: int = 1) -> None:
+        """NoOwner if the index has too few."""
         self._index = index
-        self.owners = tuple(index.add_owner() for _ in range(groups))
+        self.owners: tuple[int, ...] = tuple(index.add_owner() for _ in range(groups))
+        if min(self.owners) < 0:
+            self.close()
+            raise NoOwner
 
     def add(self, group: int, hashes: bytes) -> None:
-        if self.owners[group] >= 0:
-            self._index.add_blocks(self.owners[group], hashes, 8)
+        self._index.add_blocks(self.owners[group], hashes, 8)
 
     def remove(self, group: int, hashes: bytes) -> None:
-        if self.owners[group] >= 0:
-            self._index.remove_blocks(self.owners[group], hashes, 8)
+        self._index.remove_blocks(self.owners[group], hashes, 8)
 
     def clear(self) -> None:
         for owner in self.owners:
-            if owner >= 0:
-                self._index.clear_owner(owner)
+            self._index.clear_owner(owner)
 
     def close(self) -> None:
-        owners, self.owners = self.owners, (-1,) * len(self.owners)
+        owners, self.owners = self.owners, ()
         for owner in owners:
             if owner >= 0:
                 self._index.remove_owner(owner)

@@ -55,7 +55,7 @@ class EngineSubscription:
         scheduler: DescribeScheduler,
         members: tuple[int, ...] = (),
     ) -> None:
-        """`members`: a KV cache group of each object group; (): there is one object group."""
+        """`members`: a KV cache group of each object group; (): there is one object group. NoOwner if the index has too few."""
         self.scheduler, self.members = scheduler, members
         self.failure = ""
         kinds = [group.kind for group in scheduler.groups]
@@ -150,7 +150,7 @@ class EngineSubscription:
 
     def status(self) -> EngineEventsStatus:
         found = self._stream.status()
-        state = "failed" if self.failure else "no owner is free" if min(self.blocks.owners) < 0 else found.state
+        state = "failed" if self.failure else found.state
         return replace(found, state=state, endpoint=self.scheduler.events_endpoint, replay=bool(self._replay_endpoint))
 
     def close(self) -> None:

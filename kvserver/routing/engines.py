@@ -21,11 +21,13 @@ import zmq
 from kvserver._native import PrefixIndex
 from kvserver.protocol import DescribeScheduler
 from kvserver.protocol.kv_status import EngineEventsStatus
+from kvserver.routing.engine_stream import NoOwner
 from kvserver.routing.engine_subscription import EngineSubscription, Socket, unreadable
 
 log = logging.getLogger(__name__)
 
 _Described: TypeAlias = tuple[DescribeScheduler, tuple[int, ...]]  # and a KV cache group of each object group
+_NO_OWNER = "the index of POST /kv/match has too few free owners, of 64"
 _CLOSE_SECONDS = 2.0  # for the turn of the thread that is under way
 
 
@@ -36,6 +38,7 @@ class EngineEvents:
         self._index = index
         self._subscriptions: dict[str, EngineSubscription] = {}  # changed by the thread only
         self._refused: dict[str, str] = {}
+        self._without_owners: dict[str, _Described] = {}  # until the index has free ones; changed by the thread only
         self._orders: queue.SimpleQueue[tuple[str, _Described | None] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
@@ -68,6 +71,8 @@ class EngineEvents:
         """None if the engine publishes no KV events."""
         if reason := self._refused.get(instance_id):
             return EngineEventsStatus(state="refused", reason=reason)
+        if instance_id in self._without_owners:
+            return EngineEventsStatus(state="refused", reason=_NO_OWNER)
         subscription = self._subscriptions.get(instance_id)
         return subscription.status() if subscription is not None else None
 
@@ -124,6 +129,7 @@ class EngineEvents:
             if order is None:
                 return False
             instance_id, described = order
+            self._without_owners.pop(instance_id, None)
             present = self._subscriptions.get(instance_id)
             if present is not None and described is not None and _same_stream(present, *described):
                 continue
@@ -132,19 +138,28 @@ class EngineEvents:
                 present.close()
             if described is not None:
                 self._subscribe(context, *described)
+        for waiting in list(self._without_owners.values()):
+            self._subscribe(context, *waiting)
         return True
 
     def _subscribe(self, context: zmq.Context[Socket], scheduler: DescribeScheduler, members: tuple[int, ...]) -> None:
-        subscription = EngineSubscription(context, self._index, scheduler, members)
+        name, at = scheduler.instance_id, scheduler.events_endpoint
+        try:
+            subscription = EngineSubscription(context, self._index, scheduler, members)
+        except NoOwner:
+            if name not in self._without_owners:
+                log.warning("routers do not find what %s has in its own memory: %s", name, _NO_OWNER)
+            self._without_owners[name] = scheduler, members
+            return
+        self._without_owners.pop(name, None)
         try:
             subscription.connect()
         except zmq.ZMQError as error:
             subscription.close()
-            name, at = scheduler.instance_id, scheduler.events_endpoint
             log.warning("cannot subscribe to the KV events of %s at %s: %s", name, at, error)
             self._refused[name] = str(error)
         else:
-            self._subscriptions[scheduler.instance_id] = subscription
+            self._subscriptions[name] = subscription
 
 
 def _same_stream(present: EngineSubscription, scheduler: DescribeScheduler, members: tuple[int, ...]) -> bool:

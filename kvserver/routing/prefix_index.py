@@ -43,7 +43,7 @@ _PADDING = bytes(KEY_BYTES - _SHORT)
 _INDEX: tuple[Metric[IndexStatus], ...] = (
     Metric("kvserver_kv_index_blocks", "Blocks and chunks that POST /kv/match can find.", Kind.GAUGE, lambda of: of.blocks),
     Metric("kvserver_kv_index_bytes", "Memory of the index that answers POST /kv/match.", Kind.GAUGE, lambda of: of.memory_bytes),
-    Metric("kvserver_kv_index_refused_blocks", "Blocks that POST /kv/match cannot find because its index had no space for them.", Kind.COUNTER, lambda of: of.refused_blocks),
+    Metric("kvserver_kv_index_refused_blocks", "Blocks that POST /kv/match cannot find because its index had no space or no owner for them.", Kind.COUNTER, lambda of: of.refused_blocks),
 )  # fmt: skip
 _ENGINES: tuple[Metric[EngineEventsStatus], ...] = (
     Metric("kvserver_engine_events_following", "1 while the daemon reads the KV events that an engine publishes itself, 0 if it cannot.", Kind.GAUGE, lambda of: +(of.state in FOLLOWING)),
@@ -73,6 +73,7 @@ class KVIndex:
         # In the index, by namespace prefix, then by tier and object group.
         self._owners: dict[bytes, dict[tuple[Tier, int], int]] = {}
         self._dropped_prefixes = 0
+        self._ownerless_chunks = 0  # stored while the index had no free owner
 
     # ---- KV events ----------------------------------------------------------------------
 
@@ -82,6 +83,8 @@ class KVIndex:
                 owner = self._owner(epoch_of(event.namespace), (event.tier, event.group))
                 if owner >= 0:
                     self._index.add_blocks(owner, _ends(event.keys), _KNOWN_BYTES)
+                else:
+                    self._ownerless_chunks += len(event.keys)
             case KeysRemoved():
                 namespace_prefix = epoch_of(event.namespace)
                 for (tier, group), owner in self._owners.get(namespace_prefix, {}).items():
@@ -111,9 +114,10 @@ class KVIndex:
             self._forget_if_empty(before.namespace_prefix)
         if self._follow_engines:
             groups = event.object_groups
-            self._engines.follow_engine(
-                event.scheduler, tuple(group.members[0] for group in groups) if len(groups) > 1 else ()
-            )
+            members = tuple(group.members[0] for group in groups) if len(groups) > 1 else ()
+            if event.scheduler.events_endpoint and not self._engines.index_owners(event.instance_id):
+                self._free_owners(max(1, len(members)))
+            self._engines.follow_engine(event.scheduler, members)
 
     def _reader_disconnected(self, instance_id: str) -> None:
         with self._lock:
@@ -134,6 +138,18 @@ class KVIndex:
             with self._lock:
                 self._owners.setdefault(namespace_prefix, {})[place] = owner
         return owner
+
+    def _free_owners(self, count: int) -> None:
+        """Drop namespace prefixes that no engine can read now until so many owners are free."""
+        enough = False
+        while not enough:
+            owners = [self._index.add_owner() for _ in range(count)]
+            enough = min(owners) >= 0
+            for owner in owners:
+                if owner >= 0:
+                    self._index.remove_owner(owner)
+            if not enough and not self._drop_unread():
+                return
 
     def _drop_unread(self) -> bool:
         """Drop a namespace prefix that no engine can read now. False if there is none."""
@@ -251,7 +267,7 @@ class KVIndex:
             blocks=len(self._index),
             memory_bytes=self._index.memory_bytes,
             most_bytes=self._most_bytes,
-            refused_blocks=self._index.refused,
+            refused_blocks=self._index.refused + self._ownerless_chunks,
             dropped_reaches=self._dropped_prefixes,
             engines={engine.instance_id: self._engines.status(engine.instance_id) for engine in self.known_engines()},
         )

@@ -16,12 +16,13 @@ from msgspec.structs import replace
 from support.daemon import wait_until
 from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed, stored
 
-from kvserver.kv_events.types import ReaderConnected, ReaderDisconnected
+from kvserver.kv_events.types import KeysStored, ReaderConnected, ReaderDisconnected, Tier
 from kvserver.protocol import DescribeScheduler, KVGroup, ObjectGroup
 from kvserver.routing import KVIndex
 from kvserver.routing.engine_subscription import unreadable
 
 PREFIX = b"r" * 32
+OWNERS = 64  # of the index
 BLOCKS = [bytes([n]) * 32 for n in range(1, 200)]
 
 
@@ -351,6 +352,61 @@ def test_an_address_that_is_none_is_refused_and_uses_no_place(index, engine, fie
     index.observe(connected(engine))
     engine.publish(stored(BLOCKS[:2]))
     wait_for(index, 2)
+
+
+def follow_silent_engines(index: KVIndex, engine: EnginePublisher, count: int) -> None:
+    """Connect engines that publish nothing: each has an owner in the index."""
+    for number in range(count):
+        silent = f"{engine.endpoint}.silent{number}"
+        index.observe(connected(engine, f"other {number}", events_endpoint=silent, events_replay_endpoint=""))
+    wait_until(lambda: status(index, f"other {count - 1}").get("state") == "waiting")
+
+
+def test_an_engine_for_which_the_index_has_no_owner_is_refused_until_there_is_one(index, engine):
+    follow_silent_engines(index, engine, OWNERS)
+    index.observe(connected(engine))
+    wait_until(lambda: status(index).get("state") == "refused")
+    assert "too few free owners" in status(index)["reason"]
+    assert (("engine", "model"), 0) in exported(index, "following")
+    assert leading(index) == 0
+    index.observe(ReaderDisconnected(2, 0, "other 7", "model"))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:3]))
+    wait_for(index, 3)
+    assert status(index)["state"] == "complete"
+
+
+def test_an_engine_that_left_does_not_wait_for_an_owner(index, engine):
+    follow_silent_engines(index, engine, OWNERS)
+    index.observe(connected(engine))
+    wait_until(lambda: status(index).get("state") == "refused")
+    index.observe(ReaderDisconnected(2, 0, "engine", "model"))
+    index.observe(ReaderDisconnected(3, 0, "other 7", "model"))
+    index.observe(connected(engine, "next"))
+    engine.publish(stored(BLOCKS[:3]))
+    wait_for(index, 3, "next")
+    assert "engine" not in index.status().engines
+
+
+def test_an_engine_of_two_groups_leaves_the_last_owner_to_others(index, engine):
+    follow_silent_engines(index, engine, OWNERS - 1)
+    groups = (ObjectGroup("full", (1,), 16), ObjectGroup("window", (0,), 16, tokens=31))
+    index.observe(replace(connected(engine, "two"), object_groups=groups))
+    wait_until(lambda: status(index, "two").get("state") == "refused")
+    index.observe(connected(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:3]))
+    wait_for(index, 3)
+
+
+def test_namespaces_that_no_engine_reads_make_room_for_an_engine(index, engine):
+    for number in range(OWNERS):
+        index.observe(KeysStored(Tier.L1, number.to_bytes(64, "big"), BLOCKS[:1]))
+    index.observe(connected(engine))
+    engine.wait_for_subscriber()
+    engine.publish(stored(BLOCKS[:3]))
+    wait_for(index, 3)
+    assert index.status().dropped_reaches == 1
 
 
 def test_an_index_that_follows_no_engines_connects_to_none(engine):

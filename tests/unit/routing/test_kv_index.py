@@ -147,6 +147,21 @@ def test_namespace_prefixes_without_readers_make_room_for_those_with_readers(ind
     assert match(index, prompt).l1 == 4
 
 
+def test_chunks_for_which_the_index_has_no_owner_are_counted(index):
+    prompt = prompt_of(1)
+    prefixes = [n.to_bytes(64, "big") for n in range(65)]
+    for n, prefix in enumerate(prefixes):
+        index.observe(reader_of(f"engine {n}", prefix))
+        index.observe(stored(chunk(prompt, 0), chunk(prompt, 1), namespace=prefix))
+    assert [match(index, prompt, f"engine {n}").l1 for n in (0, 63, 64)] == [8, 8, 0]
+    assert index.status().refused_blocks == 2
+    assert index.status().dropped_reaches == 0
+    index.observe(reader_leaves("engine 0"))
+    index.observe(stored(chunk(prompt, 0), chunk(prompt, 1), namespace=prefixes[64]))
+    assert match(index, prompt, "engine 64").l1 == 8
+    assert index.status().refused_blocks == 2
+
+
 def test_empty_namespace_prefixes_without_readers_are_forgotten(index):
     prompt = prompt_of(1)
     for n in range(200):
