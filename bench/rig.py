@@ -99,6 +99,7 @@ class BenchWorker:
         variant: str = "",
         memory: tuple[int, Memory] | None = None,
         groups: tuple[ObjectGroup, ...] = (),
+        words: int = 1,
     ) -> None:
         self.client = Client(endpoint, timeout=120)
         self.instance_id = instance_id or uuid.uuid4().hex
@@ -108,7 +109,7 @@ class BenchWorker:
         self.chunk_blocks = max(1, hello.chunk_tokens // block_tokens)
         self.groups = groups or (ObjectGroup("full", (0,), block_tokens),)
         fd, described = memory or shared_memory(planes * run * num_blocks)
-        self.words = WordPage(1)
+        self.words = WordPage(words)
         self._attachment = Attachment(hello.fd_path, hello.token, [fd, self.words.fd])
         if memory is None:
             os.close(fd)
@@ -122,7 +123,7 @@ class BenchWorker:
                 world_size=world_size,
                 attachment=self._attachment.number,
                 memory=[described],
-                words=1,
+                words=words,
                 planes=[
                     Plane(0, p * num_blocks * run, run, run, member)
                     for group in self.groups
@@ -137,20 +138,21 @@ class BenchWorker:
             ),
             Registered,
         ).registration
-        self._sequence = 0
+        self._sequence = self._notices = 0
 
-    def _copy(
-        self, keys: bytes, block_ids: array[int], request: type[Store] | type[Retrieve], group: int = 0
+    def copy_message(
+        self, keys: bytes, block_ids: array[int], request: type[Store] | type[Retrieve], group: int = 0, word: int = 0
     ) -> Store | Retrieve:
+        """Arms the state word. REQUIRES: no copy under way uses it."""
         self._sequence += 1
-        self.words.arm(0, self._sequence)
+        self.words.arm(word, self._sequence)
         return request(
             boot_id=self.boot_id,
             registration=self.registration,
             chunk_blocks=self.groups[group].object_blocks(self.chunk_blocks * self.groups[0].block_tokens),
             keys=keys,
             block_ids=pack_blocks(block_ids.tolist()),
-            word=0,
+            word=word,
             sequence=self._sequence,
             deadline_ns=time.monotonic_ns() + 120 * 10**9,
             variant=self.variant,
@@ -159,20 +161,20 @@ class BenchWorker:
 
     def store(self, keys: bytes, block_ids: array[int], group: int = 0, contents: ChunkContents | None = None) -> None:
         """Returns when the objects are READY, if all other ranks have stored them."""
-        message = structs.replace(self._copy(keys, block_ids, Store, group), contents=contents)
+        message = structs.replace(self.copy_message(keys, block_ids, Store, group), contents=contents)
         reply = self.client.ask(message, Stored)
         assert reply.stored == len(keys) // KEY_BYTES, f"not all was copied: {reply}"
 
     def load(self, keys: bytes, block_ids: array[int]) -> None:
         """Returns when the state word is DONE, as the adapter does, and the reply has arrived."""
-        self.client.ask(self._copy(keys, block_ids, Retrieve), Retrieved)
+        self.client.ask(self.copy_message(keys, block_ids, Retrieve), Retrieved)
         assert self.words.state(0) == State.DONE
 
-    def lookup_message(self, keys: bytes) -> Lookup:
+    def lookup_message(self, keys: bytes, request_id: str = "") -> Lookup:
         return Lookup(
             instance_id=self.instance_id,
             incarnation=self.incarnation,
-            request_id=self.request_id,
+            request_id=request_id or self.request_id,
             chunk_blocks=self.chunk_blocks,
             keys=keys,
             variant=self.variant,
@@ -189,17 +191,19 @@ class BenchWorker:
             )
         )
 
+    def end_message(self, request_id: str = "") -> EndRequest:
+        self._notices += 1
+        return EndRequest(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            model_name="bench",
+            sequence=self._notices - 1,
+            request_id=request_id or self.request_id,
+        )
+
     def end_request(self) -> None:
         """The lookup's lease ends; nothing answers."""
-        assert self.client.channel.send(
-            EndRequest(
-                instance_id=self.instance_id,
-                incarnation=self.incarnation,
-                model_name="bench",
-                sequence=0,
-                request_id=self.request_id,
-            )
-        )
+        assert self.client.channel.send(self.end_message())
 
 
 class CountingRelay:

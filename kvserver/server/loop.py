@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 REQUESTS_PER_TURN = 64  # before completions are looked at again
 _IDLE_POLL_MS = 1000
 _LAG_WINDOW_SECONDS = 10.0  # /status shows the longest turn of the last one to two windows
+_MOST_YOUNG = 2000  # objects made since the last collection of garbage, which looks at all of them, for 0.1 us each
 _NO_REQUEST_ID = bytes(REQUEST_ID_BYTES)
 T = TypeVar("T")
 
@@ -226,17 +227,18 @@ class Server:
                 self._calls.get_nowait()()
 
     def _keep_time(self, turn_began: float) -> None:
-        now = time.monotonic()
-        self._last_turn = now
+        ticks = time.monotonic() - self._last_tick >= 1.0
+        if ticks:
+            self._last_tick = time.monotonic()
+            self._guarded(self._upkeep.tick)
+        if ticks or gc.get_count()[0] > _MOST_YOUNG:
+            gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
+        self._last_turn = now = time.monotonic()
         if now - self._lag_window_began > _LAG_WINDOW_SECONDS:
             self._lag_window_began = now
             self._lag = [self._lag[1], 0.0]
         self._lag[1] = max(self._lag[1], now - turn_began)
         self.turns.observe(now - turn_began)
-        if now - self._last_tick >= 1.0:
-            self._last_tick = now
-            self._guarded(self._upkeep.tick)
-            gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
 
     def snapshot(self) -> DaemonStatus:
         """`/status`, but for what the pages know. From the loop's thread."""
