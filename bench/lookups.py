@@ -8,7 +8,7 @@ beginnings of documents in L1, one sixth part from one on the way, one sixth are
 loaded; each request ends half a second after its lookup (exponential), which ends its lease. Each engine stores 2,048 new
 tokens ten times a second. L1 is full, so a store evicts. A slot is one page.
 
-The first of `--rates` with every number of `--chunks`, the others with `--knee` chunks. Each server has five slices; every figure
+The first of `--rates` with every number of `--chunks`, the others with `--knee` chunks. Each server has five slices; every number
 is the median of theirs, also *most* and *turn*, the longest of a slice. Columns: lookups a second; how many chunks of the
 prompts were found; *p50*, *p99*, *most* of the lookups in milliseconds; the longest *turn* of the loop (of late: up to 20 seconds);
 CPU time of the loop's thread for each lookup with all that belongs to it, its share of a core, and that of the whole process; the
