@@ -5,6 +5,9 @@
 #   make bench   all benchmarks; LMCache too where KVSERVER_PEER_PYTHON and KVSERVER_PEER_VLLM_PYTHON name it
 #   make test    the daily tests; those with a real vLLM too, in a venv of its own
 #   make test-long  the tests marked `long`, which `make test` leaves out: before a release, and when their paths change
+#   make test-versions  real engines of every vLLM that README names, below build/versions; an hour of two processors the first time
+#   make test-newest    the same with the newest vLLM that there is for CPUs
+#   make test-older     tests without a model beside the schedulers of one older vLLM
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
@@ -45,12 +48,13 @@ ENGINE_TESTS := $(ADAPTER_TESTS) $(REAL_ENGINES)
 # An engine's ranks spin while they wait for each other: alone, after the others.
 RANKS := tests/vllm/test_vllm_ranks.py tests/vllm/test_vllm_mla.py tests/vllm/test_vllm_groups_ranks.py
 IN_VLLM := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST)
+IN_VERSIONS := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python tests/versions/run.py
 # After a run of one half of the tests: ARGS may select none of it.
 NONE_SELECTED = $(if $(ARGS),[ $$? = 5 ],false)
 # What runs in $(VENV).
-CORE_TESTS := $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/gpu
+CORE_TESTS := $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/gpu --ignore=tests/versions
 
-.PHONY: run test test-long test-core test-vllm test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu clean rules FORCE
+.PHONY: run test test-long test-core test-vllm test-versions test-newest test-older test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu clean rules FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -90,6 +94,12 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
 test-long: $(VENV)/.installed $(VENV_VLLM)/.installed
 	KVSERVER_TEST_PROPERTIES=long $(VENV)/bin/$(PYTEST) -m "long or hypothesis" $(CORE_TESTS) $(ARGS)
 	KVSERVER_TEST_PROPERTIES=long $(IN_VLLM) -m "long or hypothesis" $(ENGINE_TESTS) $(ARGS)
+
+test-versions: $(VENV)/.installed $(VENV_VLLM)/.installed
+	$(IN_VERSIONS) $(VERSIONS)
+
+test-newest: $(VENV)/.installed $(VENV_VLLM)/.installed
+	$(IN_VERSIONS) newest
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""The vLLM adapter; `kv_connector_module_path` of `--kv-transfer-config` names this package.
+"""The vLLM adapter, which vLLM finds by its plugin or by `kv_connector_module_path`.
 
 The walk: `connector` is vLLM's interface and keeps exceptions out of the engine; `scheduler` decides what to look up,
 load and store. In `adapters.common`, `worker` begins the copies and watches their state words, `dispatcher` sends the
@@ -9,8 +9,8 @@ requests the daemon's tiers, which are published as `events`.
 """
 
 from kvserver.adapters.vllm.connector import KVServerConnector
-from kvserver.adapters.vllm.nesting import register
+from kvserver.adapters.vllm_plugin import register
 
-register()
+register()  # where vLLM loads no plugins: MultiConnector finds the class of received statistics by the name
 
 __all__ = ["KVServerConnector"]

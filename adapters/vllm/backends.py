@@ -29,7 +29,7 @@ def check_invariance(backends: str) -> None:
     vLLM turns its own prefix caching off when a worker builds the layers; its scheduler does not know.
     """
     unable = {"FLASHINFER", "TRITON_MLA"} & set(backends.split(","))
-    if unable and getattr(envs, "VLLM_BATCH_INVARIANT", False):
+    if unable and envs.VLLM_BATCH_INVARIANT:
         raise UnsupportedLayout(f"VLLM_BATCH_INVARIANT: {unable.pop()} computes otherwise upon a cached prefix")
 
 

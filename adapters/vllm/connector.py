@@ -1,7 +1,7 @@
 """`KVServerConnector`: vLLM's connector interface over the two halves.
 
 Owns: construction, and the fence that keeps every exception of the connector out of the engine. Refuses to know: how anything is
-decided. For vLLM 0.27.1 and later.
+decided.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import vllm
 from kvserver.adapters.common.cache_status import SCHEDULER, STARTING, CacheStatus
 from kvserver.adapters.common.exporter import CannotShare, MakeExporter
 from kvserver.adapters.common.faults import Faults
@@ -24,6 +25,7 @@ from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.common.stats import StatsReporter
 from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.common.worker import Rank, WorkerHalf
+from kvserver.adapters.versions import tested_with
 from kvserver.adapters.vllm.facts import engine_facts
 from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
@@ -120,8 +122,10 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._refusal = unsupported(self._config, self._caches_config, outer)
         # vLLM reads the policy after it built the connector; its default fails the request.
         for config in (transfer, outer):
-            if hasattr(config, "kv_load_failure_policy"):
-                config.kv_load_failure_policy = self._settings.load_failure_policy
+            config.kv_load_failure_policy = self._settings.load_failure_policy
+        if role == KVConnectorRole.SCHEDULER:
+            tested, line = tested_with(vllm.__version__)
+            log.log(logging.INFO if tested else logging.WARNING, line)
         if role == KVConnectorRole.WORKER:
             self.worker = self._make_worker(DirectSendQueue())
         if self._refusal is not None:

@@ -25,7 +25,9 @@ log = logging.getLogger("vllm.kvserver")
 _HASH_BYTES = range(8, 33)
 _LONGEST_NAME = 512  # as the protocol has it
 _MOST_EXTRA_KEYS = 1 << 20  # bytes in one message
-_as_published = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # older ones publish what they hash
+_as_published = getattr(
+    kv_cache_utils, "to_event_extra_keys", lambda keys: keys
+)  # before 0.31 what is hashed is published
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -41,7 +41,7 @@ class EngineFacts:
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    method = str(getattr(vllm_config.speculative_config, "method", "") or "")
+    method = str(vllm_config.speculative_config.method or "") if vllm_config.speculative_config is not None else ""
     events_config = vllm_config.kv_events_config
     publishes = events_config is not None and events_config.enable_kv_cache_events
     names, groups = names_of(vllm_config), tuple(_group(spec) for spec in specs)

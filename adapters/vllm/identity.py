@@ -85,12 +85,12 @@ def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
     found = Identity()
     for name, value in (*_config(vllm_config, ""), *_facts(vllm_config, kv_cache_config), *_environment()):
         found.add(name, value)
-    cache, multimodal = vllm_config.cache_config, getattr(vllm_config.model_config, "multimodal_config", None)
+    cache, multimodal = vllm_config.cache_config, vllm_config.model_config.multimodal_config
     if multimodal is not None and not multimodal.mm_processor_cache_gb and not cache.enable_prefix_caching:
         found.refuse(
             "multimodal items are named by a counter of the process (no prefix caching, mm_processor_cache_gb 0)"
         )
-    if getattr(cache, "calculate_kv_scales", False):
+    if getattr(cache, "calculate_kv_scales", False):  # before 0.28
         found.refuse("calculate_kv_scales: KV scales are made from the first request")
     return found
 
@@ -113,19 +113,19 @@ def weights_of(model: Any, load: Any, model_version: str = "") -> str:
 
     NoWeights or OSError if there is neither.
     """
-    load_format = str(getattr(load, "load_format", "auto"))
+    load_format = str(load.load_format)
     path = Path(model.model)
     try:
         if load_format not in _FROM_FILES:
             raise NoWeights(f"load_format {load_format} does not take them from the model's files")
-        if getattr(model, "model_weights", ""):
+        if model.model_weights:
             raise NoWeights("they are not in the model's folder")
         if path.is_dir():
             return "folder:" + folder_digest(path)
         if path.is_file():
             return "file:" + file_digest(path)
         commit = getattr(model.hf_config, "_commit_hash", None)
-        if not commit or getattr(model, "hf_config_path", None):
+        if not commit or model.hf_config_path:
             raise NoWeights("the commit of the model is not known")
         return f"commit:{model.model}@{commit}"
     except NoWeights:
@@ -178,10 +178,10 @@ def _models(vllm_config: Any) -> Iterator[tuple[str, Any, Any]]:
     """(name, ModelConfig, LoadConfig) of the model and of a draft model of its own."""
     model, load = vllm_config.model_config, vllm_config.load_config
     yield "weights", model, load
-    speculative = getattr(vllm_config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
     if draft is not None and draft is not model:
-        yield "draft weights", draft, getattr(speculative, "draft_load_config", None) or load
+        yield "draft weights", draft, speculative.draft_load_config or load
 
 
 def _device(device_type: str) -> list[str]:
@@ -212,7 +212,7 @@ def _max_model_len(model: Any) -> int | str | None:
     """
     if not _reads_max_model_len(model):
         return None
-    fitted = getattr(model, "original_max_model_len", None) == -1
+    fitted = model.original_max_model_len == -1
     return _FITTED if fitted else int(model.max_model_len)
 
 
@@ -256,4 +256,4 @@ def lora_fingerprint(lora: Any) -> str | None:
     folder = Path(lora.lora_path).expanduser()
     if not folder.is_dir():
         return None
-    return digest([lora.lora_name, bool(getattr(lora, "is_3d_lora_weight", False)), folder_digest(folder, deep=False)])
+    return digest([lora.lora_name, bool(lora.is_3d_lora_weight), folder_digest(folder, deep=False)])

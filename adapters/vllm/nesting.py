@@ -1,7 +1,6 @@
 """The connector's place in vLLM's configuration: by itself, or inside vLLM's MultiConnector.
 
-Owns: the connector's name in vLLM's registry, and the way to its own settings and to the outer configuration. Refuses to know:
-what is set or refused in them.
+Owns: the way to the connector's own settings and to the outer configuration. Refuses to know: what is set or refused in them.
 
 MultiConnector gives each of its connectors a copy of the configuration with a kv_transfer_config of its own, and nothing
 leads back from the copy, while vLLM reads the outer one. But vLLM's constructors call the connector's, so the outer one
@@ -10,27 +9,16 @@ is found among the callers' variables, when the engine is set up and at no other
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.vllm.settings import AdapterSettings
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from kvserver.adapters.vllm_plugin import NAME
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-NAME = "KVServerConnector"
 WRAPPERS: tuple[type, ...] = (MultiConnector,)
-
-
-def register() -> None:
-    """MultiConnector finds the class of received statistics by this name, in processes where no connector was made.
-
-    A connector that has the name already keeps it.
-    """
-    with contextlib.suppress(ValueError):
-        KVConnectorFactory.register_connector(NAME, "kvserver.adapters.vllm", NAME)
 
 
 def own_settings(transfer: Any) -> AdapterSettings | None:

@@ -42,7 +42,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
             interval_seconds=settings.load_interval_ms / 1000,
             running=0,
             waiting=0,
-            front_end=max(0, getattr(config.parallel_config, "_api_process_rank", 0)),
+            front_end=max(0, config.parallel_config._api_process_rank),
         )
         stop = threading.Event()
         self._end = weakref.finalize(self, stop.set)
@@ -69,7 +69,7 @@ class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
 
 
 def add_scheduler_stats(total: EngineLoad, stats: Any) -> None:
-    total.deferred = getattr(stats, "num_skipped_waiting_reqs", 0)
+    total.deferred = stats.num_skipped_waiting_reqs
     total.running = stats.num_running_reqs
     total.waiting = stats.num_waiting_reqs + total.deferred
     total.kv_cache_usage = min(max(stats.kv_cache_usage, 0.0), 1.0)

@@ -11,6 +11,11 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core import kv_cache_utils
 
+try:
+    from vllm.v1.core import kv_cache_planning
+except ImportError:  # before 0.33
+    kv_cache_planning = kv_cache_utils
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -46,14 +51,14 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
     """Why this engine runs without cache, or None. `outer`: the kv_transfer_config that vLLM itself reads."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
+        if getattr(parallel, name) > 1:
             return f"{name} > 1: ranks hold different tokens of a block"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return (
             "external_launcher: each rank has a scheduler of its own, which receives no reports of other ranks' copies"
         )
-    second_runner = getattr(vllm_config, "use_v2_model_runner", False)
-    if parallel.pipeline_parallel_size > 1 and getattr(vllm_config, "speculative_config", None) and not second_runner:
+    second_runner = vllm_config.use_v2_model_runner
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config and not second_runner:
         # Its ranks but the last return before wait_for_save.
         return "pipeline parallel with speculative decoding on vLLM's model runner V1; set VLLM_USE_V2_MODEL_RUNNER=1"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -72,7 +77,7 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
         if "Mamba" in kind and (reason := _states_not_served(vllm_config, layer)):
             return f"KV cache of kind {kind}: {reason}"
     # Not whether prefix caching is on: an operator may turn vLLM's own off, and vLLM does on CPUs, see whole_prompts_only.
-    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+    if not vllm_config.model_config.is_prefix_caching_supported:
         return "vLLM does not cache prefixes of this model"
     if not specs:
         return "no KV cache"
@@ -90,9 +95,9 @@ def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
         return f'mamba_cache_mode {spec.mamba_cache_mode!r}; with "align" vLLM keeps states at the ends of blocks'
     if TransferResults is None:
         return "before vLLM 0.30, which would compute on a wrong state after a failed load"
-    if getattr(vllm_config, "speculative_config", None):
+    if vllm_config.speculative_config:
         return "speculative decoding, in which a block may hold the state behind a rejected draft"
-    if getattr(vllm_config.cache_config, "use_replayssm", False):
+    if vllm_config.cache_config.use_replayssm:
         return "use_replayssm, in which a block may lack the last tokens of its state"
     return ""
 
@@ -136,7 +141,7 @@ def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: K
         return False
     if getattr(kv_cache_config, "kv_tp_replicas", 1) == ranks:  # 0.31 and later: vLLM states it of all groups together
         return True
-    replicas = getattr(kv_cache_utils, "kv_cache_groups_tp_replicas", None)
+    replicas = getattr(kv_cache_planning, "kv_cache_groups_tp_replicas", None)  # 0.31 and later
     if replicas is not None:
         return bool(replicas([group], ranks) == ranks)
     return all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers_of(group))

@@ -84,8 +84,8 @@ class Variants:
 
     def of(self, request: Any) -> str | None:
         """The text for a request: "epoch" or "epoch/lora"; None if it must run without cache."""
-        lora = getattr(request, "lora_request", None)
-        private = bool(getattr(request, "mm_features", None)) and not self._trusts_uuids
+        lora = request.lora_request
+        private = bool(request.mm_features) and not self._trusts_uuids
         if lora is None:
             return self._own(self.epoch) if private else self.epoch
         known = self._lora(lora)

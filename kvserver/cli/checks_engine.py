@@ -23,10 +23,7 @@ _SECONDS = 10.0
 _MOST_BYTES = 32 << 20
 _PREFIX = "vllm:kvserver_"
 _MANY_LOOKUPS = 20
-_TRANSFER = (
-    '--kv-transfer-config \'{"kv_connector":"KVServerConnector","kv_connector_module_path":"kvserver.adapters.vllm",'
-    '"kv_role":"kv_both"}\''
-)
+_TRANSFER = """--kv-transfer-config '{"kv_connector":"KVServerConnector","kv_role":"kv_both"}'"""
 # The fix by the reason in vllm:kvserver_without_cache_info; adapters/README.md has the same table.
 HELP = {
     "starting": "wait a few seconds and run this again",

@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 import torch
 from made_up_model import LAYERS, VOCAB, chain, next_token
+from planning import get_kv_cache_config_from_groups
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,

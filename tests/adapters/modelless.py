@@ -24,6 +24,7 @@ from kvserver.adapters.vllm import KVServerConnector
 from late_gpu import LateGpu
 from made_up_model import BLOCK, HEADS, LAYERS, WIDTH, continuation, prompt
 from model_runner import Batch, Runner
+from planning import get_kv_cache_config_from_groups, get_kv_cache_groups, tp_replicas
 from support.daemon import wait_until
 from vllm.config import (
     CacheConfig,
@@ -43,11 +44,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
-    kv_cache_groups_tp_replicas,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -156,7 +154,7 @@ def configure(
     groups = get_kv_cache_groups(config, {f"layers.{i}": spec for i, spec in enumerate(layers)})
     caches = get_kv_cache_config_from_groups(config, groups, 0)
     caches.hash_block_size = math.gcd(*(group.kv_cache_spec.block_size for group in groups))
-    caches.kv_tp_replicas = kv_cache_groups_tp_replicas(groups, world_size)
+    caches.kv_tp_replicas = tp_replicas(groups, world_size)
     adjust(config, caches)
     return config, caches
 

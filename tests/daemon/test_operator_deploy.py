@@ -184,10 +184,7 @@ def test_the_services_of_compose_share_the_folder_of_the_endpoint_and_the_user(c
         assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     transfer = json.loads(services["vllm"]["command"][services["vllm"]["command"].index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["kvserver.endpoint"] == endpoint
-    assert (transfer["kv_connector"], transfer["kv_connector_module_path"]) == (
-        "KVServerConnector",
-        "kvserver.adapters.vllm",
-    )
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("KVServerConnector", "kv_both")
 
 
 def test_every_example_names_its_engine_and_all_of_them_differently(compose):

@@ -33,6 +33,11 @@ class Driver:
         found: dict[str, Any] = operation(**request)
         return found
 
+    def op_version(self) -> dict[str, Any]:
+        import vllm
+
+        return {"version": vllm.__version__}
+
     def op_generate(self, prompts: list[list[int]], max_tokens: int, lora: Any = None) -> dict[str, Any]:
         """All prompts at once, to their end."""
         began = time.monotonic()

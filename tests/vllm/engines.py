@@ -19,8 +19,11 @@ from support.daemon import Daemon, wait_until
 Prompt = list[int]
 # Tests wait for loads that never end. All else may take its time on a busy machine, as lookups of which a test expects a hit.
 TIMEOUTS = {"kvserver.load_timeout_ms": 4000, "kvserver.store_timeout_ms": 60_000, "kvserver.lookup_timeout_ms": 1000}
+BY_NAME = {
+    "kv_connector_module_path": None
+}  # `transfer` of an engine that finds the connector by its name, from vLLM's plugin
 FORGETS = {"kvserver.on_prefix_reset": "keep"}  # a reset of the prefix cache is how tests empty an engine's own cache
-START_SECONDS = 240
+START_SECONDS = 600
 ANSWER_SECONDS = 180
 # The ranks of an engine spin while they wait for each other: two of them kept a machine of two cores so busy that a thread of
 # the daemon which was ready to run waited for 10 s. So engines yield to the daemon. They stay in our session, too: a session

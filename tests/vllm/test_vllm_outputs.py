@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models
-from engines import TIMEOUTS, Engine, Engines, Prompt
+from engines import BY_NAME, TIMEOUTS, Engine, Engines, Prompt
 from support.daemon import Daemon
 
 Start = Callable[..., Daemon]
@@ -44,11 +44,12 @@ def zero_l1(daemon: Daemon) -> int:
 def test_a_fresh_engine_gets_hits_and_equal_tokens_and_logprobs_in_bf16(
     engines: Engines, start_daemon: Start, prompt: Make
 ) -> None:
-    """The control is the first engine warm from its own cache to the same length, so equal to the bit.
+    """The control is the first engine warm from its own cache to the same length, so equal to the bit. One finds the connector by its name.
 
     Prompts end within 32 tokens after a chunk: the engine's own hit then has the daemon's length.
     """
-    writer, reader = (engines.get(f"bf16 {name}", extra=TIMEOUTS) for name in ("writer", "reader"))
+    writer = engines.get("bf16 writer", extra=TIMEOUTS, transfer=BY_NAME)
+    reader = engines.get("bf16 reader", extra=TIMEOUTS)
     daemon = start_daemon()
     prompts = [prompt(n, 256 * n + 10 + n) for n in (1, 2, 4)]
     cold = [writer.generate([p])[0] for p in prompts]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvserver.adapters import vllm_plugin
 from kvserver.adapters.vllm import nesting
 from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
 from made_up_model import prompt
@@ -90,7 +91,7 @@ def test_the_front_end_takes_our_statistics(make_daemon, make_engine, tmp_path):
 def test_a_connector_of_our_name_that_is_registered_already_is_left_alone():
     """The import registers ours; a second time, or after another package, it neither raises nor replaces."""
     before = KVConnectorFactory.get_connector_class_by_name("KVServerConnector")
-    nesting.register()
+    vllm_plugin.register()
     assert KVConnectorFactory.get_connector_class_by_name("KVServerConnector") is before
 
 

