@@ -1,4 +1,4 @@
-"""Models of several KV cache groups, with every version of vLLM that README names: windows (gpt-oss) and states (Qwen3-Next).
+"""Models of several KV cache groups, with every version of vLLM that README names: windows, and the states of Qwen3-Next.
 
 Before 0.30 a failed load would be computed in place, upon wrong KV, so there they run without cache.
 """
@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+import tiny_models
 from engines import Engines, Prompt, engine_group
 from support.daemon import Daemon
 from test_vllm_groups import KINDS, Kind, started
 from test_vllm_outputs import same
 
 SERVED = tuple(map(int, os.environ["KVSERVER_TEST_VLLM"].split(".")[:2])) >= (0, 30)
+WINDOWS = Kind(partial(tiny_models.sliding, window=100, full_every=2), 2, 256, lambda hit: 0, 40)
 
 
-@pytest.fixture(scope="module", params=["gpt-oss", "qwen3-next"])
+@pytest.fixture(scope="module", params=["windows", *(["states"] if SERVED else [])])
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return KINDS[request.param]
+    return WINDOWS if request.param == "windows" else KINDS["qwen3-next"]
 
 
 @pytest.fixture(scope="module")
