@@ -1011,7 +1011,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "states are served with speculative decoding",
-        SUPPORT, "_states_not_served", 'getattr(vllm_config, "speculative_config", None)', "False",
+        SUPPORT, "_states_not_served", "vllm_config.speculative_config", "False",
         ("adapters/test_refusals.py",),
     ),
     Mutant(
