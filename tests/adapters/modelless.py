@@ -90,6 +90,9 @@ class Answer:
         return self.tokens == continuation(self.prompt, count, self.weights)
 
 
+PATIENT = {"kvserver.lookup_timeout_ms": 15_000}  # on a busy machine a lookup is no miss; less than run() waits
+IMPATIENT = {"kvserver.lookup_timeout_ms": 100}  # kvserver's default, for engines whose daemon hangs
+
 Adjust: TypeAlias = Callable[[VllmConfig, KVCacheConfig], None]
 
 
@@ -139,7 +142,7 @@ def configure(
             kv_connector="KVServerConnector",
             kv_connector_module_path="kvserver.adapters.vllm",
             kv_role="kv_both",
-            kv_connector_extra_config={"kvserver.endpoint": endpoint, **(extra or {})},
+            kv_connector_extra_config={"kvserver.endpoint": endpoint, **PATIENT, **(extra or {})},
             **({"engine_id": engine_id} if engine_id else {}),
         ),
         speculative_config=speculation,

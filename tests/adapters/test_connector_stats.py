@@ -6,7 +6,7 @@ import pytest
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.stats import KVServerStats
 from made_up_model import BLOCK, prompt
-from modelless import Engine, configure
+from modelless import IMPATIENT, Engine, configure
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -110,7 +110,7 @@ def test_refused_copies_are_failures(make_daemon, make_forgetful_engine, make_ta
 
 def test_lookups_without_an_answer_are_reported(make_daemon, make_forgetful_engine):
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = make_forgetful_engine(daemon, extra={"kvserver.store_timeout_ms": 200})
+    engine = make_forgetful_engine(daemon, extra={"kvserver.store_timeout_ms": 200, **IMPATIENT})
     daemon.freeze()
     try:
         serve(engine, "a", 1)

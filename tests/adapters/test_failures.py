@@ -12,6 +12,7 @@ import pytest
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.specs import ids_of
 from made_up_model import continuation, prompt
+from modelless import IMPATIENT
 from support.daemon import wait_until
 
 from kvserver.protocol import Error, Retrieve, Retrieved, Stored
@@ -203,7 +204,9 @@ def test_a_process_with_thousands_of_descriptors_is_served(stored, make_engine):
 def test_stopped_during_a_load(stored, make_engine, asynchronous):
     """The blocks that the daemon may still write stay out of use until it runs again and reports that it has ended."""
     daemon = stored(copy_delay_us=SLOW)
-    engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 200})
+    engine = make_engine(
+        daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 200, **IMPATIENT}
+    )
     answer = engine.begin_load("warm", TOKENS)
     quarantined = set(ids_of(engine.loads[0]))
     daemon.freeze()
@@ -237,7 +240,7 @@ def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
 def test_stopped_before_a_load_began_holds_nothing(stored, make_engine):
     """Cancelled while PENDING: the daemon will not touch a byte, so that the blocks are free at once."""
     daemon = stored()
-    timeouts = {"kvserver.load_timeout_ms": 100, "kvserver.store_timeout_ms": 300}
+    timeouts = {"kvserver.load_timeout_ms": 100, "kvserver.store_timeout_ms": 300, **IMPATIENT}
     engine = make_engine(daemon, extra=timeouts)
     engine.before_step = lambda plan: daemon.freeze() if plan.loads else None
     engine.generate("warm", TOKENS)
@@ -248,7 +251,7 @@ def test_stopped_before_a_load_began_holds_nothing(stored, make_engine):
 
 def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine):
     daemon = make_daemon(copy_delay_us=20_000)
-    engine = make_engine(daemon, num_blocks=24)
+    engine = make_engine(daemon, num_blocks=24, extra=IMPATIENT)
     answer = engine.add("r", TOKENS, count=1)
     engine.run(until=lambda: answer.finish_reason is not None)
     time.sleep(0.05)
@@ -296,7 +299,7 @@ def test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker
     stored, make_engine, caplog, monkeypatch
 ):
     daemon = stored()
-    engine = make_engine(daemon, extra={"kvserver.store_timeout_ms": 500})
+    engine = make_engine(daemon, extra={"kvserver.store_timeout_ms": 500, **IMPATIENT})
     daemon.freeze()
     waited = [0.0]  # seconds, by pass; no answer ends a wait
     wait = Dispatcher.wait

@@ -31,7 +31,7 @@ def make_hybrid(model, make_engine):
     """Start an engine of this model."""
 
     def make(daemon, **options) -> Engine:
-        return make_engine(daemon, **{**model.options, "extra": {"kvserver.lookup_timeout_ms": 5000}, **options})
+        return make_engine(daemon, **{**model.options, **options})
 
     return make
 

@@ -14,7 +14,7 @@ from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.vllm.blockpool import PoolHook
 from made_up_model import BLOCK, prompt
-from modelless import Answer, Engine
+from modelless import IMPATIENT, Answer, Engine
 from support.daemon import Daemon, wait_until
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -227,7 +227,7 @@ def test_a_request_that_needs_the_blocks_waits_for_the_cancel_of_the_store(make_
 
 def test_a_long_prompt_waits_for_the_cancel_though_half_of_the_pool_is_free(make_daemon, make_engine):
     daemon = make_daemon()
-    engine = make_engine(daemon, num_blocks=100)
+    engine = make_engine(daemon, num_blocks=100, extra=IMPATIENT)
     begin_late_store(engine, daemon)
     answer = engine.add("long", prompt(4, 90 * BLOCK), count=2)
     engine.run(5, until=lambda: answer.finish_reason is not None)
@@ -297,7 +297,7 @@ def test_a_hung_daemon_adds_nothing_to_a_worker_step(make_daemon, make_engine, m
 
     monkeypatch.setattr(DirectSendQueue, "wait", recorded)
     daemon = make_daemon()
-    engine = make_engine(daemon, num_blocks=23)
+    engine = make_engine(daemon, num_blocks=23, extra=IMPATIENT)
     engine.after_step = lambda plan: waited.append(0.0)
     waited.append(0.0)
     begin_late_store(engine, daemon)

@@ -16,7 +16,7 @@ import pytest
 from hybrids import HYBRIDS
 from late_gpu import LateGpu
 from made_up_model import prompt
-from modelless import Engine
+from modelless import IMPATIENT, Engine
 from support.daemon import Daemon, wait_until
 
 from kvserver.protocol import Error, ErrorCode, Retrieve
@@ -25,7 +25,7 @@ LONGEST = 384  # tokens of a prompt, but for some 40 more
 STEPS = 400  # at least; what happens depends on the machine's pace, so it goes on until enough was loaded
 LOADS = 5
 HANGS_SECONDS = 120.0
-TIMEOUTS = {"kvserver.load_timeout_ms": 120, "kvserver.store_timeout_ms": 200}
+TIMEOUTS = {"kvserver.load_timeout_ms": 120, "kvserver.store_timeout_ms": 200, **IMPATIENT}
 
 
 class Chaos:

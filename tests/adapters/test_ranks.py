@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, LAYERS, prompt
+from modelless import IMPATIENT
 from support.daemon import wait_until
 from vllm.config import ParallelConfig
 
@@ -71,7 +72,7 @@ def test_when_one_rank_fails_to_load_the_request_is_computed(make_daemon, pair, 
 def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_daemon, pair):
     daemon = make_daemon(copy_delay_us=2 * SLOW, copy_threads=1)
     pair(daemon).generate("cold", TOKENS)
-    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 2500})
+    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 2500, **IMPATIENT})
     first, second = (runner.connector.worker for runner in warm.runners)
     answer = warm.begin_load("warm", TOKENS, rank=1)
     daemon.freeze()
@@ -87,7 +88,7 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
 def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_daemon, pair):
     daemon = make_daemon(copy_delay_us=SLOW, copy_threads=2)
     pair(daemon).generate("cold", TOKENS)
-    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200})
+    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200, **IMPATIENT})
     answer = warm.begin_load("warm", TOKENS)
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)

@@ -12,7 +12,7 @@ import pytest
 from kvserver.adapters.vllm import facts
 from made_up_model import prompt
 from model_folder import write_lora
-from modelless import Answer, Engine
+from modelless import IMPATIENT, Answer, Engine
 from support.daemon import wait_until
 from tap import Tap
 from vllm.lora.request import LoRARequest
@@ -21,7 +21,6 @@ from kvserver.protocol import EndRequest, Error, LookupReply, Reply, Request, Re
 
 CHUNK = 64
 RUN = 150  # requests
-PATIENT = {"kvserver.lookup_timeout_ms": 30_000}  # on a busy machine the breaker would open, and ends would not be sent
 
 
 def ends(tap: Tap, engine: Engine) -> dict[str, EndRequest]:
@@ -72,7 +71,7 @@ def test_the_sources_of_a_random_run_are_vllms_own(make_daemon, make_tap, make_e
     """With preemptions, failed loads (of one rank, or of both) and requests aborted at any time."""
     tap = make_tap(make_daemon(chunk_tokens=CHUNK, l1_size="2MiB"))
     tap.instead = SomeFail(seed)
-    engine = make_engine(tap.endpoint, num_blocks=70, **options, extra=PATIENT)
+    engine = make_engine(tap.endpoint, num_blocks=70, **options)
     source = random.Random(seed)
     families = [prompt(seed * 100 + i, 6 * CHUNK) for i in range(6)]
     while len(engine.answers) < RUN:
@@ -103,7 +102,7 @@ def test_the_sources_of_a_random_run_are_vllms_own(make_daemon, make_tap, make_e
 
 def test_a_prompt_is_vllms_first_then_loaded_then_computed(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
-    first = make_engine(tap.endpoint, extra=PATIENT)
+    first = make_engine(tap.endpoint)
     tokens = prompt(1, 3 * CHUNK + 10)
     first.generate("cold", tokens)
     first.generate("local", tokens)
@@ -111,7 +110,7 @@ def test_a_prompt_is_vllms_first_then_loaded_then_computed(make_daemon, make_tap
         (3 * CHUNK + 10, 0, 0, 0, 0),
         (3 * CHUNK + 10, 3 * CHUNK, 0, 0, 0),
     ]
-    other = make_engine(tap.endpoint, extra=PATIENT)
+    other = make_engine(tap.endpoint)
     other.generate("short", tokens[: CHUNK + 20])
     other.generate("both", tokens)
     wait_until(lambda: len(tap.of(EndRequest)) == 4)
@@ -125,9 +124,9 @@ def test_a_load_that_fails_is_computed(make_daemon, make_tap, make_engine):
     """On both ranks, which is one failed load."""
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
     tokens = prompt(1, 2 * CHUNK + 1)
-    make_engine(tap.endpoint, world_size=2, extra=PATIENT).generate("cold", tokens)
+    make_engine(tap.endpoint, world_size=2).generate("cold", tokens)
     tap.instead = lambda message: Error(code="internal", message="no") if isinstance(message, Retrieve) else None
-    make_engine(tap.endpoint, world_size=2, extra=PATIENT).generate("fails", tokens)
+    make_engine(tap.endpoint, world_size=2).generate("fails", tokens)
     wait_until(lambda: len(tap.of(EndRequest)) == 2)
     assert counts(tap.of(EndRequest)[1]) == (2 * CHUNK + 1, 0, 0, 1, 1)
 
@@ -135,7 +134,7 @@ def test_a_load_that_fails_is_computed(make_daemon, make_tap, make_engine):
 def test_requests_that_run_without_cache_are_counted_too(make_daemon, make_tap, make_engine, tmp_path):
     """One that wants logprobs of its prompt, and one whose LoRA's files were replaced."""
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
-    engine = make_engine(tap.endpoint, extra=PATIENT)
+    engine = make_engine(tap.endpoint)
     tokens = prompt(1, 2 * CHUNK)
     lora = LoRARequest("sql", 1, str(write_lora(tmp_path / "lora")))
     engine.generate("lora", tokens, lora_request=lora)
@@ -151,14 +150,16 @@ def test_requests_that_run_without_cache_are_counted_too(make_daemon, make_tap, 
     assert found["logprobs"].not_loaded == "computes_all"
 
 
-@pytest.mark.parametrize(("why", "length"), [("lookup_timeout", 2 * CHUNK), ("whole_prompts_only", 2 * CHUNK + 9)])
+@pytest.mark.parametrize(
+    ("why", "length", "extra"), [("lookup_timeout", 2 * CHUNK, IMPATIENT), ("whole_prompts_only", 2 * CHUNK + 9, {})]
+)
 def test_an_end_states_why_nothing_was_loaded_of_what_was_found(
-    make_daemon, make_tap, make_engine, monkeypatch, why, length
+    make_daemon, make_tap, make_engine, monkeypatch, why, length, extra
 ):
     """And `/explain` repeats it."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     tap = make_tap(daemon)
-    make_engine(tap.endpoint, extra=PATIENT).generate("cold", prompt(1, length))
+    make_engine(tap.endpoint).generate("cold", prompt(1, length))
 
     def late(reply: Reply) -> Reply:
         if isinstance(reply, LookupReply):
@@ -169,7 +170,7 @@ def test_an_end_states_why_nothing_was_loaded_of_what_was_found(
         tap.edit = late
     else:
         monkeypatch.setattr(facts, "whole_prompts_only", lambda config: True)
-    warm = make_engine(tap.endpoint)
+    warm = make_engine(tap.endpoint, extra=extra)
     assert warm.generate("warm", prompt(1, length)).external == 0
     wait_until(lambda: len(tap.of(EndRequest)) == 2)
     assert tap.of(EndRequest)[1].not_loaded == why
@@ -186,7 +187,7 @@ def test_an_end_states_why_nothing_was_loaded_of_what_was_found(
 
 def test_a_request_that_was_never_placed_counts_nothing(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
-    engine = make_engine(tap.endpoint, extra=PATIENT)
+    engine = make_engine(tap.endpoint)
     engine.add("waits", prompt(1, 2 * CHUNK))
     engine.abort("waits")
     engine.run()
@@ -196,7 +197,7 @@ def test_a_request_that_was_never_placed_counts_nothing(make_daemon, make_tap, m
 def test_of_a_streaming_session_the_first_prompt_counts(make_daemon, make_tap, make_engine):
     """As in vLLM, which states no prefill for what the session goes on with."""
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
-    engine = make_engine(tap.endpoint, extra=PATIENT)
+    engine = make_engine(tap.endpoint)
     waiting = "WAITING_FOR_STREAMING_REQ"
     for tokens in (prompt(1, CHUNK + 6), prompt(2, CHUNK)):
         engine.add("session", tokens, count=1, resumable=True)

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
 from made_up_model import prompt
-from modelless import Engine
+from modelless import IMPATIENT, Engine
 from support.daemon import Daemon, wait_until
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)
-PATIENT = {"kvserver.lookup_timeout_ms": 20_000, "kvserver.lookup_age_ms": 60_000}
+LASTING = {"kvserver.lookup_age_ms": 60_000}
 NOTHING = SimpleNamespace(
     num_scheduled_tokens={},
     total_num_scheduled_tokens=0,
@@ -62,7 +62,7 @@ def test_each_lookup_waits_its_turn(make_daemon, make_engine, begin):
     """The daemon is busy while they come."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     make_engine(daemon).generate("stores", TOKENS)
-    engine = begin(daemon, PATIENT)
+    engine = begin(daemon, LASTING)
     daemon.freeze()
     submit(engine, 3000)
     daemon.thaw()
@@ -74,7 +74,7 @@ def test_each_lookup_waits_its_turn(make_daemon, make_engine, begin):
 def test_they_are_sent_without_a_further_query(make_daemon, begin):
     """As passes end, in the order of arrival."""
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = begin(daemon, PATIENT)
+    engine = begin(daemon, LASTING)
     daemon.freeze()
     submit(engine, 3 * MOST_IN_FLIGHT)
     counters = engine.connector.scheduler.counters
@@ -85,7 +85,7 @@ def test_they_are_sent_without_a_further_query(make_daemon, begin):
 
 def test_requests_that_end_before_their_turn_are_not_looked_up(make_daemon, begin):
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = begin(daemon, PATIENT)
+    engine = begin(daemon, LASTING)
     daemon.freeze()
     submit(engine, MOST_IN_FLIGHT + 100)
     sent = engine.connector.scheduler.counters["lookups"]
@@ -99,7 +99,7 @@ def test_requests_that_end_before_their_turn_are_not_looked_up(make_daemon, begi
 def test_a_hung_daemon_makes_them_misses(make_daemon, begin):
     """When their time is over, and at once when the breaker is open."""
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = begin(daemon, {"kvserver.lookup_timeout_ms": 100, "kvserver.store_timeout_ms": 200})
+    engine = begin(daemon, {"kvserver.store_timeout_ms": 200, **IMPATIENT})
     daemon.freeze()
     submit(engine, 2 * MOST_IN_FLIGHT)
     assert set(answers(engine).values()) == {(0, False)}

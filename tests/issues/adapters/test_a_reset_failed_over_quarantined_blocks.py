@@ -7,19 +7,19 @@ from __future__ import annotations
 import pytest
 from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, prompt
-from modelless import Engine
+from modelless import IMPATIENT, Engine
 from support.daemon import Daemon, wait_until
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 TOKENS = prompt(1, 266)
-LOAD_TIMEOUT = {"kvserver.load_timeout_ms": 200}
+TIMEOUTS = {"kvserver.load_timeout_ms": 200, **IMPATIENT}
 
 
 def begin_load(daemon: Daemon, make_engine, **options) -> Engine:
     """An engine with `warm` loading, in a daemon that hangs with some of its bytes copied. 60 blocks, 59 usable."""
     make_engine(daemon).generate("cold", TOKENS)
-    engine = make_engine(daemon, num_blocks=60, extra=LOAD_TIMEOUT, **options)
+    engine = make_engine(daemon, num_blocks=60, extra=TIMEOUTS, **options)
     engine.begin_load("warm", TOKENS)
     daemon.freeze()
     return engine
