@@ -27,32 +27,43 @@ PAYLOAD = BLOCKS * PLANES * RUN
 
 
 class Subject:
-    """A daemon with `threads` copy threads and a worker whose blocks are all stored under one prefix.
+    """A daemon with `threads` copy threads and a worker whose `blocks` blocks are all stored under one prefix."""
 
-    REQUIRES: planes and run make PAYLOAD.
-    """
-
-    def __init__(self, threads: int, planes: int = PLANES, run: int = RUN) -> None:
-        self.daemon = BenchDaemon(l1_size=PAYLOAD + (64 << 20), chunk_tokens=256, copy_threads=threads)
-        self.worker = BenchWorker(
-            self.daemon.endpoint, planes=planes, run=run, num_blocks=BLOCKS + 1, block_tokens=BLOCK_TOKENS
+    def __init__(
+        self,
+        threads: int,
+        planes: int = PLANES,
+        run: int = RUN,
+        *,
+        blocks: int = BLOCKS,
+        block_tokens: int = BLOCK_TOKENS,
+        chunk_tokens: int = 256,
+    ) -> None:
+        self.payload = blocks * planes * run
+        self._chunks = blocks * block_tokens // chunk_tokens
+        # A slot is whole pages, and granules of them.
+        self.daemon = BenchDaemon(
+            l1_size=self.payload + self.payload // 16 + (64 << 20), chunk_tokens=chunk_tokens, copy_threads=threads
         )
-        self.ids = array("I", range(1, BLOCKS + 1))
+        self.worker = BenchWorker(
+            self.daemon.endpoint, planes=planes, run=run, num_blocks=blocks + 1, block_tokens=block_tokens
+        )
+        self.ids = array("I", range(1, blocks + 1))
         self._names = itertools.count()
         self.keys = b""
 
     def store(self) -> float:
         """GB/s. The chunks of the round before are cleared first, so that these go into touched pages."""
         self.worker.client.ask(Clear(), Cleared)
-        self.keys = make_keys(f"{next(self._names)}", TOKENS // 256)
+        self.keys = make_keys(f"{next(self._names)}", self._chunks)
         began = time.perf_counter()
         self.worker.store(self.keys, self.ids)
-        return PAYLOAD / (time.perf_counter() - began) / 1e9
+        return self.payload / (time.perf_counter() - began) / 1e9
 
     def load(self) -> float:
         began = time.perf_counter()
         self.worker.load(self.keys, self.ids)
-        return PAYLOAD / (time.perf_counter() - began) / 1e9
+        return self.payload / (time.perf_counter() - began) / 1e9
 
     def load_chunk(self) -> float:
         """Milliseconds."""

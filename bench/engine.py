@@ -1,11 +1,14 @@
 """Time to the first token of real vLLM engines on CPU: without connector, cold with ours, warm with ours.
 
-    KVSERVER_BIN=.venv/bin/kvserver .venv-vllm/bin/python bench/engine.py [--prompts 9] [--tokens 1500]
+    KVSERVER_BIN=.venv/bin/kvserver .venv-vllm/bin/python bench/engine.py [--prompts 9] [--tokens 1500] [--ends 32 256]
 
 Per model three engine processes, asked in turn with the same fresh prompt, OMP_NUM_THREADS=1 each: one
 without connector, one that stores the prompt, one that never saw it and loads it. Counters of vLLM must show
 that the warm engine took the tokens from the daemon, else the run fails. The ceiling of a warm answer is the
 engine without connector with as many tokens in its own prefix cache.
+
+With --ends only these chunk sizes, and the first tokens of prompts that end everywhere in a chunk, beside the engine without
+connector that has computed the same prompt before.
 
 With --peer-vllm-python (or KVSERVER_PEER_VLLM_PYTHON), an interpreter that has vLLM and LMCache both, the
 same prompts go to two engines with LMCache's multiprocess connector.
@@ -22,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ os.environ.setdefault("KVSERVER_BIN", str(ROOT / ".venv/bin/kvserver"))  # befor
 
 import tiny_models  # noqa: E402
 from common import table  # noqa: E402
-from engines import Engine, Engines  # noqa: E402
+from engines import TIMEOUTS, Engine, Engines  # noqa: E402
 from peers import Peer  # noqa: E402
 from support.daemon import Daemon, wait_until  # noqa: E402
 
@@ -66,9 +70,11 @@ class Lane:
 
 
 class Bench:
-    """The engines of one model, in turn."""
+    """The engines of one model, in turn. `options`: of all of them."""
 
-    def __init__(self, stack: ExitStack, model: Path, folder: Path, prompt_tokens: int, peer_python: str) -> None:
+    def __init__(
+        self, stack: ExitStack, model: Path, folder: Path, prompt_tokens: int, peer_python: str = "", **options: Any
+    ) -> None:
         self._tokens = prompt_tokens
         self._seeds = itertools.count()
         self._daemon = Daemon(l1_size="1GiB", chunk_tokens=CHUNK_TOKENS[0])
@@ -76,9 +82,10 @@ class Bench:
         self._daemon.start()
         engines = Engines(model, folder, self._daemon.endpoint)
         stack.callback(engines.close)
-        started = {name: engines.get(name) for name in ("cold", "warm")} | {"none": engines.get("none", endpoint=None)}
+        started = {name: engines.get(name, **options) for name in ("cold", "warm")}
+        started["none"] = engines.get("none", endpoint=None, **options)
         if peer_python:
-            options = peer_options(stack.enter_context(Peer(peer_python)), peer_python)
+            options |= peer_options(stack.enter_context(Peer(peer_python)), peer_python)
             started |= {name: engines.get(name, **options) for name in ("peer cold", "peer warm")}
         self._lanes = {name: Lane(engine) for name, engine in started.items()}
         wait_until(lambda: sum(bool(i["namespace"]) for i in self._daemon.status()["instances"]) == 2, 30, "registered")
@@ -114,6 +121,26 @@ class Bench:
             found["peer cold"] = self._lanes["peer cold"].first_token(tokens)
             time.sleep(PEER_STORE_SECONDS)
             found["peer warm"] = self._lanes["peer warm"].first_token(tokens, external=self._whole(CHUNK_TOKENS[0]))
+        return found
+
+    def lengths(self, lengths: Sequence[int], chunk_tokens: int, block_tokens: int) -> list[tuple[float, float]]:
+        """(warm, own) for each so many first tokens of one fresh prompt. `own`: the engine without connector has computed it all."""
+        tokens = prompt(next(self._seeds), self._tokens)
+        for name in ("none", "cold"):
+            self._lanes[name].first_token(tokens)
+        self._lanes["cold"].engine.wait_for_stores()
+        wait_until(lambda: self._daemon.accounting()["tickets"] == 0)
+        found = []
+        for length in lengths:
+            self._lanes["warm"].engine.forget()
+            hit = min(length // chunk_tokens * chunk_tokens, length - 1)
+            own = (length - 1) // block_tokens * block_tokens
+            ask = {
+                "warm": lambda n=length, hit=hit: self._lanes["warm"].first_token(tokens[:n], external=hit),
+                "own": lambda n=length, own=own: self._lanes["none"].first_token(tokens[:n], local=own),
+            }
+            took = {name: ask[name]() for name in (("warm", "own") if length % 2 else ("own", "warm"))}
+            found.append((took["warm"], took["own"]))
         return found
 
     def _whole(self, chunk_tokens: int) -> int:
@@ -183,18 +210,60 @@ def measure(name: str, bench: Bench, prompts: int, with_peer: bool) -> tuple[lis
     return ours, peers
 
 
+BLOCK = 32  # tokens, of these engines: attention on a CPU needs multiples of it, and MLA has no prefix cache there
+PROMPT = 1536
+ENDS = 16  # lengths of a prompt, spread over the last 256 tokens of it
+
+
+def ends(sizes: list[int], rounds: int, models: list[str]) -> str:
+    """The first token of prompts that end everywhere in a chunk, beside the engine's own prefix cache."""
+    rows: list[list[object]] = []
+    dice = random.Random(1)
+    step = 256 // ENDS
+    lengths = [PROMPT - 256 + n * step + 1 + dice.randrange(step) for n in range(ENDS - 1)] + [PROMPT]
+    for name in models:
+        with tempfile.TemporaryDirectory(prefix="kvserver-bench-") as folder, ExitStack() as stack:
+            bench = Bench(
+                stack, tiny_models.llama(Path(folder, "model"), **MODELS[name]), Path(folder), PROMPT, extra=TIMEOUTS
+            )
+            for size in sizes:
+                bench.use_chunks_of(size)
+                bench.lengths(lengths[:2], size, BLOCK)  # does not count
+                found = list(zip(*(bench.lengths(lengths, size, BLOCK) for _ in range(rounds)), strict=True))
+                ratios = [statistics.median([warm / own for warm, own in end]) for end in found]
+                rest = [length - min(length // size * size, length - 1) for length in lengths]
+                rows.append([
+                    name, size, sum(rest) / len(rest), statistics.median([warm for end in found for warm, _ in end]),
+                    statistics.median([own for end in found for _, own in end]), statistics.median(ratios), sum(ratios) / len(ratios),
+                    max(ratios), f"{sum(ratio <= 1.1 for ratio in ratios)} of {len(ratios)}",
+                ])  # fmt: skip
+    return table(
+        ["model", "chunk", "computed", "warm ms", "own ms", "warm/own", "mean", "worst end", "ends <= 1.1"], rows
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=1500)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--ends", type=int, nargs="+", metavar="CHUNK_TOKENS", help="prompts that end everywhere in a chunk"
+    )
     parser.add_argument("--peer-vllm-python", default=os.environ.get("KVSERVER_PEER_VLLM_PYTHON", ""))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is stopped
+    if options.ends:
+        print(
+            f"time to first token, ms: prompts of {PROMPT - 255} to {PROMPT} tokens, {options.prompts} of each length"
+        )
+        print(ends(options.ends, options.prompts, options.models))
+        return
     rows: list[list[object]] = []
     peers: list[list[object]] = []
-    for name, size in MODELS.items():
+    for name in options.models:
         with tempfile.TemporaryDirectory(prefix="kvserver-bench-") as folder, ExitStack() as stack:
-            model = tiny_models.llama(Path(folder, "model"), **size)
+            model = tiny_models.llama(Path(folder, "model"), **MODELS[name])
             bench = Bench(stack, model, Path(folder), options.tokens, options.peer_vllm_python)
             ours, theirs = measure(name, bench, options.prompts, bool(options.peer_vllm_python))
             rows += ours

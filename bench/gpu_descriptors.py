@@ -96,11 +96,21 @@ class Board:
                     offset += run * NUM_BLOCKS
         return PlaneTable(memories, rows, NUM_BLOCKS)
 
-    def pieces(self, model: Model, planes: PlaneTable, ids: Sequence[int]) -> int:
-        """Of one copy, slot behind slot in one extent. Groups have other blocks of the same order."""
-        per_slot = CHUNK_TOKENS // model.block_tokens
-        pages = -(-per_slot * model.block_bytes // PAGE)
-        extent = array("I", [0, pages * (model.blocks // per_slot)]).tobytes()
+    def pieces(
+        self,
+        model: Model,
+        planes: PlaneTable,
+        ids: Sequence[int],
+        chunk_tokens: int = CHUNK_TOKENS,
+        apart: bool = False,
+    ) -> int:
+        """Of one copy, slot behind slot in one extent, or `apart`. Groups have other blocks of the same order."""
+        per_slot = chunk_tokens // model.block_tokens
+        pages, slots = -(-per_slot * model.block_bytes // PAGE), model.blocks // per_slot
+        if apart:
+            extent = array("I", [n for slot in range(slots) for n in (slot * (pages + 1), pages)]).tobytes()
+        else:
+            extent = array("I", [0, pages * slots]).tobytes()
         packed = pack_blocks([block + group * model.blocks for block in ids for group in range(model.groups)])
         blocks = BlockIds(planes, Direction.LOAD, packed, len(ids), len(ids))
         return len(dma_pieces(self.region, PAGE, blocks, extent, pages, per_slot))

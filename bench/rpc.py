@@ -20,13 +20,15 @@ from collections.abc import Callable
 
 import zmq
 from common import percentile, table
+from msgspec import structs
 from rig import BenchDaemon, BenchWorker, CountingRelay, idle_cpu, make_keys, rss_bytes
 
-from kvserver.protocol import KEY_BYTES, encode
+from kvserver.protocol import KEY_BYTES, Lookup, LookupReply, encode
+from kvserver.protocol.client import Client
 
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 32
-CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
+FILL_CHUNKS = 1024  # in one message
 
 
 def samples_of(count: int, action: Callable[[], object]) -> list[float]:
@@ -62,19 +64,13 @@ def echo_p50(size: int, count: int) -> float:
 
         found = percentile(samples_of(count, once), 0.5)
         socket.close(0)
-        server.terminate()
+        server.kill()  # it may have a handler of SIGTERM from this process
         server.join()
         return found
 
 
-def closed_loop(endpoint: str, instance_id: str, keys: bytes, started: object, seconds: float) -> None:
+def closed_loop(endpoint: str, message: Lookup, started: object, seconds: float) -> None:
     """Another client that looks up without pause."""
-    from kvserver.protocol import Lookup, LookupReply
-    from kvserver.protocol.client import Client
-
-    message = Lookup(
-        instance_id=instance_id, incarnation="bench", request_id="looper", chunk_blocks=CHUNK_BLOCKS, keys=keys
-    )
     with Client(endpoint) as client:
         client.ask(message, LookupReply)
         started.set()  # type: ignore[attr-defined]
@@ -86,14 +82,14 @@ def closed_loop(endpoint: str, instance_id: str, keys: bytes, started: object, s
 PREFILL_TOKENS, STEP_TOKENS, PREFILL_BLOCK_TOKENS = 131072, 2048, 16
 
 
-def prefill_bytes(shuffled: bool) -> tuple[int, int]:
+def prefill_bytes(shuffled: bool, chunk_tokens: int = CHUNK_TOKENS) -> tuple[int, int]:
     """(messages, bytes) that one prompt of 128k tokens sends in steps of 2k: one Lookup, the Stores, EndRequest."""
     blocks = array("I", range(1, 1 + PREFILL_TOKENS // PREFILL_BLOCK_TOKENS))
     if shuffled:
         random.Random(1).shuffle(blocks)
-    keys = make_keys(f"prefill {shuffled}", PREFILL_TOKENS // CHUNK_TOKENS)
-    step_keys, step_blocks = STEP_TOKENS // CHUNK_TOKENS * KEY_BYTES, STEP_TOKENS // PREFILL_BLOCK_TOKENS
-    daemon = BenchDaemon(l1_size=64 << 20, chunk_tokens=CHUNK_TOKENS)
+    keys = make_keys(f"prefill {shuffled}", PREFILL_TOKENS // chunk_tokens)
+    step_keys, step_blocks = STEP_TOKENS // chunk_tokens * KEY_BYTES, STEP_TOKENS // PREFILL_BLOCK_TOKENS
+    daemon = BenchDaemon(l1_size=64 << 20, chunk_tokens=chunk_tokens)
     with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
         relay = CountingRelay(daemon.endpoint, folder)
         worker = BenchWorker(
@@ -121,11 +117,11 @@ def prefill_bytes(shuffled: bool) -> tuple[int, int]:
 
 
 def fill(ranks: list[BenchWorker], name: str, count: int) -> bytes:
-    """Store `count` chunks, in messages of 1024; returns their keys."""
+    """Store `count` chunks; returns their keys."""
     keys = make_keys(name, count)
-    for first in range(0, count, 1024):
-        number = min(1024, count - first)
-        ids = array("I", range(1, 1 + number * CHUNK_BLOCKS))
+    for first in range(0, count, FILL_CHUNKS):
+        number = min(FILL_CHUNKS, count - first)
+        ids = array("I", range(1, 1 + number * ranks[0].chunk_blocks))
         for worker in ranks:
             worker.store(keys[first * KEY_BYTES : (first + number) * KEY_BYTES], ids)
     return keys
@@ -133,8 +129,9 @@ def fill(ranks: list[BenchWorker], name: str, count: int) -> bytes:
 
 def lookup_row(ranks: list[BenchWorker], name: str, tokens: int, samples: int) -> list[object]:
     """Wire bytes, p50, p99 and the echo's p50, of looking up what was just stored."""
-    keys = fill(ranks, f"{name} {tokens}", tokens // CHUNK_TOKENS)
-    assert ranks[0].lookup(keys) == tokens // CHUNK_TOKENS
+    chunks = tokens // (ranks[0].chunk_blocks * ranks[0].groups[0].block_tokens)
+    keys = fill(ranks, f"{name} {tokens}", chunks)
+    assert ranks[0].lookup(keys) == chunks
     wire = len(encode(ranks[0].lookup_message(keys))) + 8
     times = samples_of(samples, lambda: ranks[0].lookup(keys))
     return [wire, percentile(times, 0.5), percentile(times, 0.99), echo_p50(wire, samples)]
@@ -154,7 +151,11 @@ def main() -> None:
     daemon = BenchDaemon(l1_size=size, chunk_tokens=CHUNK_TOKENS)
     idle_rss, idle = rss_bytes(daemon.process.pid), idle_cpu(daemon.process.pid)
     worker = BenchWorker(
-        daemon.endpoint, planes=1, run=64, num_blocks=1024 * CHUNK_BLOCKS + 1, block_tokens=BLOCK_TOKENS
+        daemon.endpoint,
+        planes=1,
+        run=64,
+        num_blocks=FILL_CHUNKS * CHUNK_TOKENS // BLOCK_TOKENS + 1,
+        block_tokens=BLOCK_TOKENS,
     )
     rows: list[list[object]] = []
     held = 0
@@ -171,7 +172,7 @@ def main() -> None:
             daemon.endpoint,
             planes=1,
             run=64,
-            num_blocks=1024 * CHUNK_BLOCKS + 1,
+            num_blocks=FILL_CHUNKS * CHUNK_TOKENS // BLOCK_TOKENS + 1,
             block_tokens=BLOCK_TOKENS,
             instance_id="eight",
             rank=rank,
@@ -183,7 +184,9 @@ def main() -> None:
     keys = fill([worker], "beside", 512)
     started = multiprocessing.Event()
     looper = multiprocessing.Process(
-        target=closed_loop, args=(daemon.endpoint, worker.instance_id, keys, started, 60), daemon=True
+        target=closed_loop,
+        args=(daemon.endpoint, structs.replace(worker.lookup_message(keys), request_id="looper"), started, 60),
+        daemon=True,
     )
     looper.start()
     started.wait(20)

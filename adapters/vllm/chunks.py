@@ -7,7 +7,7 @@ and stores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvserver.adapters.common.steps import NULL_BLOCK
@@ -62,10 +62,19 @@ class Chunks:
         tokens = request.num_tokens if self.only_full else request.num_tokens - 1
         return min(self.hashed(request), int(tokens) // self.tokens)
 
-    def keys(self, request: Request, chunks: Iterable[int]) -> bytes:
-        """Keys of these chunks: the engine's hash of each chunk's last block."""
+    def keys(self, request: Request, chunks: Sequence[int]) -> bytes:
+        """Keys of these chunks: the engine's hash of each chunk's last block. IndexError if one is not hashed."""
         step, hashes = self.tokens // self.hash_block_tokens, request.block_hashes
-        return b"".join([bytes(hashes[(chunk + 1) * step - 1]).ljust(KEY_BYTES, b"\0") for chunk in chunks])
+        if isinstance(chunks, range) and chunks.step == 1:  # of a long prompt: no step for each chunk
+            named = hashes[(chunks.start + 1) * step - 1 : chunks.stop * step : step]
+            if len(named) != len(chunks):
+                raise IndexError(f"{chunks} of a request with {len(hashes)} hashes, {step} a chunk")
+        else:
+            named = [hashes[(chunk + 1) * step - 1] for chunk in chunks]
+        keys = b"".join(named)  # hashes of one request are of one length
+        if len(keys) != len(chunks) * KEY_BYTES:
+            keys = b"".join([bytes(name).ljust(KEY_BYTES, b"\0") for name in named])
+        return keys
 
     def block_hashes(self, request: Request, first: int, last: int) -> list[bytes]:
         """Hashes of parts [first, last) of `described_tokens`: where hashes are finer, the last one inside the part."""

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvserver.protocol import ObjectGroup
+from kvserver.protocol import KEY_BYTES, ObjectGroup
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 WINDOW = SlidingWindowSpec(block_size=16, sliding_window=1024, **SHAPE)
@@ -126,3 +126,17 @@ def test_an_object_that_the_window_left_a_block_of_is_not_whole() -> None:
     tables = [[0, 0, 7, 8, 0, 0, 9, 10], [0, 0, 17, 18, 0, 0, 0, 20]]
     assert [chunks.whole(0, tables, number) for number in (0, 1)] == [True, False]
     assert chunks.blocks_of(0, tables, [0]) == [7, 17, 8, 18]
+
+
+@pytest.mark.parametrize("hash_bytes", [16, 32])
+def test_keys_are_the_hashes_of_the_last_blocks(hash_bytes: int) -> None:
+    hashes = [bytes([number]) * hash_bytes for number in range(1, 12)]
+    request: Any = SimpleNamespace(block_hashes=hashes)
+    chunks = Chunks([ObjectGroup("full", (0,), 4)], 4)
+    chunks.resize(3 * 4)
+    last = [name.ljust(KEY_BYTES, b"\0") for name in hashes[2::3]]
+    for named in (range(3), range(1, 3), range(2, 2), range(0, 3, 2), [2, 0], []):
+        assert chunks.keys(request, named) == b"".join([last[chunk] for chunk in named])
+    for unhashed in (range(4), range(3, 4), [0, 3]):
+        with pytest.raises(IndexError):
+            chunks.keys(request, unhashed)
