@@ -54,8 +54,8 @@ class Groups:
 
     def boundary(self, chunks: Sequence[_HasReady | None]) -> int:
         """The greatest boundary of a hit, if all full groups have these chunks, which are the first of a prompt."""
-        boundary = len(chunks)
-        while (missing := self._missing(chunks, boundary)) >= 0:
+        boundary, found = len(chunks), [len(chunks)] * len(self._others)
+        while (missing := self._missing(chunks, boundary, found)) >= 0:
             boundary = missing  # each boundary above it needs the chunk too
         return boundary
 
@@ -65,13 +65,18 @@ class Groups:
             return 0
         return min((group.first_needed(boundary, self._chunk_tokens) for _, group in self._others), default=boundary)
 
-    def _missing(self, chunks: Sequence[_HasReady | None], boundary: int) -> int:
-        """The last chunk that lacks an object that a hit at the boundary needs; -1 if there is none."""
-        for bit, group in self._others:
-            for number in range(boundary - 1, group.first_needed(boundary, self._chunk_tokens) - 1, -1):
+    def _missing(self, chunks: Sequence[_HasReady | None], boundary: int, found: list[int]) -> int:
+        """The last chunk that lacks an object that a hit at the boundary needs; -1 if there is none.
+
+        `found`: from which chunk on each group has all objects up to an earlier, greater boundary: none is looked at twice.
+        """
+        for index, (bit, group) in enumerate(self._others):
+            first = group.first_needed(boundary, self._chunk_tokens)
+            for number in range(min(boundary, found[index]) - 1, first - 1, -1):
                 chunk = chunks[number]
                 if chunk is None or not chunk.ready & bit:
                     return number
+            found[index] = min(found[index], first)
         return -1
 
 
