@@ -17,6 +17,7 @@ from kvserver.protocol import KEY_BYTES, TOKEN_BYTES
 
 _NIL = b"\xc0"
 _DEEPEST = 2  # nested lists in a block's extra keys, such as vLLM's (identifier, offset)
+_MOST_OFFSET = 1 << 63  # more, and what is added to it, would not fit into a message
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _block_keys = msgspec.msgpack.Decoder(list[Any])
 
@@ -83,15 +84,14 @@ def _merged(parts: list[msgspec.Raw], block_tokens: int) -> bytes:
     """The extra keys of one block that consists of smaller ones. Items have the offset from the start of their block."""
     if len(parts) == 1:
         return bytes(parts[0])
-    found: list[Any] = []
+    found: dict[bytes, None] = {}  # each key once, encoded
     for number, part in enumerate(parts):
         for key in _block_keys.decode(part) if bytes(part) != _NIL else ():
             match key:
-                case [name, int(offset)]:
+                case [name, int(offset)] if offset < _MOST_OFFSET:
                     key = [name, offset + number * block_tokens]
-            if key not in found:
-                found.append(key)
-    return msgspec.msgpack.encode(found) if found else _NIL
+            found[msgspec.msgpack.encode(key)] = None
+    return _list_of(len(found)) + b"".join(found) if found else _NIL
 
 
 def extra_keys_of(description: Description, first: int, last: int) -> bytes:
