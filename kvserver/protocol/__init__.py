@@ -3,7 +3,13 @@
 from kvserver.protocol.endpoint import default_endpoint, stranger_at
 from kvserver.protocol.errors import CONNECTION_REFUSED, ConfigError, ErrorCode, KVServerError
 from kvserver.protocol.fields import CONTENT_BYTES, KEY_BYTES, MAX_CHUNKS, TOKEN_BYTES, Label, Name, Text
-from kvserver.protocol.groups import MAX_OBJECT_GROUPS, ObjectGroup, check_object_groups, chunk_tokens_for
+from kvserver.protocol.groups import (
+    MAX_CHUNK_TOKENS,
+    MAX_OBJECT_GROUPS,
+    ObjectGroup,
+    check_object_groups,
+    chunk_tokens_for,
+)
 from kvserver.protocol.measurements import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,

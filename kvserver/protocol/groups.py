@@ -20,6 +20,7 @@ from kvserver.protocol.fields import Positive, Tokens
 from kvserver.protocol.planes import MAX_GROUPS, Plane
 
 MAX_OBJECT_GROUPS = 16
+MAX_CHUNK_TOKENS = 1 << 20  # counts of tokens stay below 2^63 then
 _Member = Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
 
 

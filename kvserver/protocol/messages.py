@@ -166,7 +166,7 @@ class Lookup(ArrayMessage):
     chunk_blocks: Positive  # as registered
     keys: Keys
     variant: Label = ""  # may differ within one registration: start of the hash chain, weights epoch, LoRA
-    tokens: Unsigned = 0  # of the whole prompt, also beyond the last full chunk; 0: not stated
+    tokens: Tokens = 0  # of the whole prompt, also beyond the last full chunk; 0: not stated
     traceparent: Label = ""  # W3C trace context of the request, if the engine was sent one
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvserver.protocol import EngineLoad
 from kvserver.protocol.status import EngineStatus
+from kvserver.telemetry import MOST
 
 TOTALS = (
     "preemptions",
@@ -68,7 +69,7 @@ class EngineStats:
         last = max(front_ends, key=lambda front_end: front_end.at)
         age = now - last.at
         shown: dict[str, Any] = {
-            name: sum(getattr(front_end.report, name) for front_end in front_ends) for name in TOTALS
+            name: min(sum(getattr(front_end.report, name) for front_end in front_ends), MOST) for name in TOTALS
         }
         shown |= {f"{n}_per_second": round(sum(front_end.rates[n] for front_end in front_ends), 3) for n in _RATES}
         return EngineStatus(

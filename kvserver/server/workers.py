@@ -26,6 +26,7 @@ from kvserver.events import (
     WorkerRegistered,
 )
 from kvserver.protocol import (
+    MAX_CHUNK_TOKENS,
     REGISTERED,
     CudaVmmFd,
     Error,
@@ -133,6 +134,8 @@ class Workers:
                 f"{request.chunk_blocks} blocks of {request.block_tokens} tokens are no chunk: with {self.settings.chunk_tokens} "
                 f"chunk tokens and blocks of {[group.block_tokens for group in groups]} it has {expected} tokens",
             )
+        if expected > MAX_CHUNK_TOKENS:
+            raise KVServerError(ErrorCode.BAD_PLANES, f"a chunk of {expected} tokens, at most {MAX_CHUNK_TOKENS}")
         check_object_groups(groups, request.planes)
         for number, plane in enumerate(request.planes):
             if plane.memory >= len(request.memory):
