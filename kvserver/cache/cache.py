@@ -222,12 +222,14 @@ class Cache:
         *,
         group: int = 0,
         slot: int = 0,
+        places: range | None = None,
         steps: int = sys.maxsize,
         model_name: str = "",
     ) -> StorePlan:
         """Allocate slots for the objects of `group` that this rank does not have yet, and pin their chunks.
 
-        `slot` is the number of the rank's slot in each chunk. Pair with finish_store().
+        `slot` is the number of the rank's slot in each chunk, `places` where the keys are among those that all ranks store
+        together, if not from 0 on. Pair with finish_store().
 
         Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the
         first object that cannot fit, and all objects after it. An object cannot fit if L1 is too small for all ranks' bytes
@@ -242,7 +244,8 @@ class Cache:
                 f"{self.pool.pages}; raise --l1-size",
             )
         count = len(keys) // KEY_BYTES
-        fitting = min(count, max(1, self.pool.pages // (pages * groups.slots[group])))
+        places, room = places or range(count), max(1, self.pool.pages // (pages * groups.slots[group]))
+        fitting = len(range(places.start, min(places.stop, room), places.step))
         plan = StorePlan(
             group, slot, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
             complete=False,

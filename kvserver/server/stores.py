@@ -67,7 +67,7 @@ class Stores:
         steps = 0 if self._waiting else self._steps  # none overtakes another
         plan = self.cache.plan_store(
             namespace, worker.layout, keys_at(request.keys, places), group.slot_bytes,
-            group=group.number, slot=group.slot, steps=steps, model_name=worker.spec.model_name,
+            group=group.number, slot=group.slot, places=places, steps=steps, model_name=worker.spec.model_name,
         )  # fmt: skip
         self._steps = plan.steps if steps else self._steps
         self._publish_evictions(plan)
