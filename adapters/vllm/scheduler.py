@@ -201,6 +201,7 @@ class SchedulerHalf:
             state.admitted = True
         if external_tokens <= 0:
             return
+        loads: list[LoadSpec] = []
         try:
             if state is None:
                 raise LookupError("a load for a request that was never seen")
@@ -208,8 +209,9 @@ class SchedulerHalf:
             state.loads = loads
             state.stored_chunks = max(state.stored_chunks, state.answer.hit_chunks if state.answer else 0)
         except Exception as error:
-            # The request waits for this load now, so it must be planned all the same: without keys it fails.
             self._faults.count("planning of a load", error)
+        if not loads:
+            # The request waits for this load now, so it must be planned all the same: without keys it fails.
             every = pack_blocks([block_id for table in tables for block_id in table])
             loads = [LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)]
         self._plan.loads.extend(loads)
