@@ -142,7 +142,7 @@ class Copies:
         """One of the copies of a load ended on this rank, `tokens` being those of the load; 0 if the copy failed."""
         spec = worker.spec
         instance = self.instances.by_id.get(spec.instance_id)
-        if instance is None:
+        if instance is None or request.group >= len(worker.groups):  # else an engine could name a million parts
             return
         part, parts = (spec.rank, request.group), instance.world_size * request.messages
         whole = instance.load_waits.ended(request.request_id, part, parts, arrived_ns, self.now_ns(), tokens)
