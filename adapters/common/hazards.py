@@ -83,9 +83,9 @@ class PinnedStores:
         kept: set[int] = set()
         cancelled = []
         for store_id, store in reversed(self._stores.items()):
-            blocks = () if store.cancelled else self._pool.kept.intersection(store.block_ids)
-            if len(kept.union(blocks)) <= most:
-                kept.update(blocks)
+            blocks = set() if store.cancelled else self._pool.kept.intersection(store.block_ids) - kept
+            if len(kept) + len(blocks) <= most:
+                kept |= blocks
             else:
                 store.cancelled = True
                 cancelled.append(store_id)
