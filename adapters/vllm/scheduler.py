@@ -283,8 +283,11 @@ class SchedulerHalf:
 
     def _plan_stores(self, state: RequestState, output: SchedulerOutput, computed: int) -> None:
         """Store the chunks that this step completes."""
+        first, end = state.stored_chunks, self._completed(state.request, computed)
+        if first >= end:  # as in most steps; the tables of a long request cost more than all else here
+            return
         tables = tables_of(state, output)
-        first, end = state.stored_chunks, self._completed(state.request, tables, computed)
+        end = min(end, min(self._chunks.tokens_of(tables)) // self._chunks.tokens)
         if first >= end or not self._is_current(state):
             return
         boundaries = self._boundaries_of(state)
@@ -325,10 +328,10 @@ class SchedulerHalf:
             )
         return state.boundaries
 
-    def _completed(self, request: Request, tables: Tables, computed: int) -> int:
+    def _completed(self, request: Request, computed: int) -> int:
         """How many chunks are complete. Hashes exist for confirmed tokens only, so rejected drafts never count."""
         hashed = len(request.block_hashes) * self._chunks.hash_block_tokens
-        tokens = min(computed, hashed, *self._chunks.tokens_of(tables))
+        tokens = min(computed, hashed)
         if self._facts.holds_back_tail and tokens >= request.num_tokens:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
         return tokens // self._chunks.tokens
