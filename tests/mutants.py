@@ -896,7 +896,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "stores keep any number of blocks",
-        HAZARDS, "PinnedStores.cancel_beyond", "if len(kept.union(blocks)) <= most:", "if True:", (PINS,),
+        HAZARDS, "PinnedStores.cancel_beyond", "if len(kept) + len(blocks) <= most:", "if True:", (PINS,),
     ),
     Mutant(
         "a store is cancelled again and again",
