@@ -5,9 +5,9 @@
 #   make bench   all benchmarks; LMCache too where KVSERVER_PEER_PYTHON and KVSERVER_PEER_VLLM_PYTHON name it
 #   make test    the daily tests; those with a real vLLM too, in a venv of its own
 #   make test-long  the tests marked `long`, which `make test` leaves out: before a release, and when their paths change
-#   make test-versions  real engines of every vLLM that README names, below build/versions; an hour of two processors the first time
+#   make test-versions  real engines of each vLLM that README names, or of VERSIONS; 4 GB below build/versions
 #   make test-newest    the same with the newest vLLM that there is for CPUs
-#   make test-older     tests without a model beside the schedulers of one older vLLM
+#   make test-older     some tests without a model beside the schedulers of one older vLLM, as in CI
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
@@ -48,6 +48,8 @@ ENGINE_TESTS := $(ADAPTER_TESTS) $(REAL_ENGINES)
 # An engine's ranks spin while they wait for each other: alone, after the others.
 RANKS := tests/vllm/test_vllm_ranks.py tests/vllm/test_vllm_mla.py tests/vllm/test_vllm_groups_ranks.py
 IN_VLLM := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST)
+# In CI, beside the one in $(VENV_VLLM).
+OLDER := 0.30.0
 IN_VERSIONS := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python tests/versions/run.py
 # After a run of one half of the tests: ARGS may select none of it.
 NONE_SELECTED = $(if $(ARGS),[ $$? = 5 ],false)
@@ -97,6 +99,9 @@ test-long: $(VENV)/.installed $(VENV_VLLM)/.installed
 
 test-versions: $(VENV)/.installed $(VENV_VLLM)/.installed
 	$(IN_VERSIONS) $(VERSIONS)
+
+test-older: $(VENV)/.installed $(VENV_VLLM)/.installed
+	$(IN_VERSIONS) --part $(OLDER)
 
 test-newest: $(VENV)/.installed $(VENV_VLLM)/.installed
 	$(IN_VERSIONS) newest

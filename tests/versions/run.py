@@ -1,9 +1,9 @@
 """Tests beside other versions of vLLM than the venv's, each in a folder below build/versions: `make test-versions`, `test-newest`, `test-older`.
 
-    .venv-vllm/bin/python tests/versions/run.py [--schedulers] [VERSION | newest …]
+    .venv-vllm/bin/python tests/versions/run.py [--part] [VERSION | newest …]
 
-Real engines of all versions that README names, or of these, run the tests of this folder; with --schedulers, and where there is only a
-version's Python, the tests of `adapters/`, without a model. ARGS goes to pytest. It ends with the seconds of each version.
+Real engines of all versions that README names, or of these, run the tests of this folder; where there is only a version's Python,
+those of `adapters/` run beside its schedulers, and with --part a part of them. ARGS goes to pytest. It ends with the seconds of each version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from prepare import with_engines, without_engines
 ROOT = Path(__file__).parents[2]
 FOLDERS = ROOT / "build" / "versions"
 PYTEST = [str(Path(sys.executable).with_name("pytest")), "-q", "-n", "2", "--dist", "loadfile", "-m", "not long"]
-TESTS = {"engines": ["tests/versions"], "schedulers": ["tests/adapters", "tests/issues/adapters"]}
+PART = ("reuse", "resets", "failures", "whole_prompts", "hashes_like_vllm", "tested_versions")
+TESTS = {
+    "engines": ["tests/versions"],
+    "schedulers": ["tests/adapters", "tests/issues/adapters"],
+    "part": [f"tests/adapters/test_{name}.py" for name in PART],
+}
 
 
 def prepared(wanted: str) -> tuple[str, Path | None]:
@@ -57,7 +62,7 @@ def main(*arguments: str) -> int:
     table, failed = [], 0
     for each in versions:
         wanted, folder = prepared(each)
-        what = "schedulers" if "--schedulers" in arguments or wanted in SCHEDULERS else "engines"
+        what = "part" if "--part" in arguments else "schedulers" if wanted in SCHEDULERS else "engines"
         began = time.monotonic()
         status = run(what, wanted, folder)
         failed += status != 0
