@@ -18,6 +18,7 @@ from kvserver.adapters.vllm import support
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import BLOCK, prompt
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
 from kvserver.protocol import EndRequest, Lookup, Retrieve, Store
@@ -79,8 +80,9 @@ REFUSED = {
     "KV cache of kind MambaSpec: mamba_cache_mode 'none'": with_states("none"),
     "KV cache of kind MambaSpec: use_replayssm": with_states(replays=True),
     "KV cache of kind MambaSpec: speculative decoding": with_states(drafts=SimpleNamespace(method="ngram")),
-    "sleep mode before vLLM 0.33": sleeps,
 }
+if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+    REFUSED["sleep mode before vLLM 0.33"] = sleeps
 
 
 @pytest.mark.parametrize("reason", REFUSED)

@@ -102,7 +102,8 @@ def calls(connector: KVServerConnector, blocks: tuple[list[int], ...]) -> Iterat
         if name == "set_xfer_handshake_metadata":
             arguments["metadata"] = {0: None}
         connector.bind_connector_metadata(StepPlan(idle=True))
-        wanted = [p.name for p in inspect.signature(attribute).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = inspect.signature(attribute).parameters.values()
+        wanted = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         yield name, attribute(*[arguments[parameter] for parameter in wanted])
 
 

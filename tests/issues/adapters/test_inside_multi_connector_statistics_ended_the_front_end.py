@@ -141,7 +141,7 @@ def test_the_engine_stats_are_sent_from_inside_multi_connector():
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         instance_id="incarnation",
-        parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0),
+        parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, _api_process_rank=0),
         model_config=SimpleNamespace(served_model_name="m", model="m"),
     )
     logger = KVServerStatLogger(config)
