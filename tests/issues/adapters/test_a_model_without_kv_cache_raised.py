@@ -77,6 +77,7 @@ def stand_ins(blocks: tuple[list[int], ...]) -> dict[str, Any]:
         "gpu_block_pool": pool,
         "partial_tail_offloads": [],
         "vllm_config": SimpleNamespace(kv_transfer_config=None),
+        "kv_transfer_config": SimpleNamespace(kv_connector_extra_config={}),  # of 0.33
         "extra_config": {},
         "metadata": {(1, 0): None},
         "data": {"loads": 1},
