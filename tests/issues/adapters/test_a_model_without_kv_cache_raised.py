@@ -13,6 +13,7 @@ import prometheus_client
 import pytest
 from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm import KVServerConnector
+from kvserver.adapters.vllm.connector import StillWritten
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -105,7 +106,10 @@ def calls(connector: KVServerConnector, blocks: tuple[list[int], ...]) -> Iterat
         connector.bind_connector_metadata(StepPlan(idle=True))
         parameters = inspect.signature(attribute).parameters.values()
         wanted = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        yield name, attribute(*[arguments[parameter] for parameter in wanted])
+        try:
+            yield name, attribute(*[arguments[parameter] for parameter in wanted])
+        except StillWritten as error:  # which 0.33 takes as: no sleep now
+            yield name, error
 
 
 def without_groups(config, caches):

@@ -114,6 +114,9 @@ def test_a_reset_that_vllm_refuses_for_running_requests_counts_too(make_daemon, 
     engine, other = make_engine(daemon, asynchronous=asynchronous), make_engine(daemon)
     answer = engine.add("r", TOKENS, count=2 * CHUNK)
     engine.run(until=lambda: len(answer.tokens) > 10)
+    wait_until(
+        lambda: daemon.status()["totals"]["stored_bytes"] > 0, 20, "the store of the prompt, which a reset would end"
+    )
     before = len(engine.stores)
     assert not train(engine, weights=0)
     engine.run()
