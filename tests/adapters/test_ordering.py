@@ -113,13 +113,15 @@ def test_without_the_order_this_rig_would_see_foreign_bytes(make_daemon, make_en
 def test_messages_leave_in_the_order_of_their_work(make_daemon, make_engine, sent):
     daemon = make_daemon()
     gpu = LateGpu(on_hold=True)
-    engine = make_engine(daemon, gpu=gpu)
+    engine = make_engine(
+        daemon, gpu=gpu, extra={"kvserver.lookup_timeout_ms": 15000, "kvserver.store_timeout_ms": 15000}
+    )
     for i in range(4):
         begin_store(engine, f"r{i}", prompt(i, 2 * CHUNK))
     assert sent == []
     gpu.release()
     engine.run()
-    assert len(sent) == 4
+    wait_until(lambda: len(sent) == 4, 20, "the messages of all stores")
     assert [message.sequence for message in sent] == sorted(message.sequence for message in sent)
 
 
