@@ -32,7 +32,7 @@ PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
 PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
 NATIVE_SOURCES := $(sort $(shell find csrc -type f -not -name '*.md') CMakeLists.txt pyproject.toml)
-CPP_SOURCES := $(sort $(shell find csrc tests/native bench/native -name '*.cpp' -o -name '*.cu' -o -name '*.h'))
+CPP_SOURCES := $(sort $(shell find csrc tests/native bench/native -path csrc/third_party -prune -o \( -name '*.cpp' -o -name '*.cu' -o -name '*.h' \) -print))
 # The one on PATH, or Debian's, below build/.
 PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.

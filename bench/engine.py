@@ -77,7 +77,7 @@ class Bench:
     ) -> None:
         self._tokens = prompt_tokens
         self._seeds = itertools.count()
-        self._daemon = Daemon(l1_size="1GiB", chunk_tokens=CHUNK_TOKENS[0])
+        self._daemon = Daemon(l1_size="1GiB", chunk_tokens=CHUNK_TOKENS[0], tails="off")
         stack.callback(self._daemon.close)
         self._daemon.start()
         engines = Engines(model, folder, self._daemon.endpoint)
@@ -92,10 +92,10 @@ class Bench:
         for name in ("cold", "warm"):
             wait_until(lambda e=started[name]: e.counters()["connected"], 10, "the scheduler half connected")
 
-    def use_chunks_of(self, tokens: int) -> None:
-        """A daemon with chunks of this size. The engines find it by themselves; what they ask meanwhile may miss."""
+    def use_chunks_of(self, tokens: int, tails: str = "off") -> None:
+        """A daemon with chunks of this size, and with single blocks behind them or without. The engines find it by themselves; what they ask meanwhile may miss."""
         self._daemon.kill()
-        self._daemon.flags["chunk_tokens"] = tokens
+        self._daemon.flags |= {"chunk_tokens": tokens, "tails": tails}
         self._daemon.start()
         wait_until(lambda: sum(bool(i["namespace"]) for i in self._daemon.status()["instances"]) == 2, 30, "registered")
         for name in ("cold", "warm"):
@@ -124,11 +124,16 @@ class Bench:
         return found
 
     def lengths(self, lengths: Sequence[int], chunk_tokens: int, block_tokens: int) -> list[tuple[float, float]]:
-        """(warm, own) for each so many first tokens of one fresh prompt. `own`: the engine without connector has computed it all."""
+        """(warm, own) for each so many first tokens of one fresh prompt, all of which were prompts before.
+
+        `chunk_tokens`: what a hit is a multiple of. `own`: the engine without connector, which has computed the whole.
+        """
         tokens = prompt(next(self._seeds), self._tokens)
         for name in ("none", "cold"):
             self._lanes[name].first_token(tokens)
-        self._lanes["cold"].engine.wait_for_stores()
+        for length in lengths:
+            self._lanes["cold"].engine.generate([tokens[:length]], max_tokens=1)
+            self._lanes["cold"].engine.wait_for_stores()
         wait_until(lambda: self._daemon.accounting()["tickets"] == 0)
         found = []
         for length in lengths:
@@ -226,19 +231,23 @@ def ends(sizes: list[int], rounds: int, models: list[str]) -> str:
             bench = Bench(
                 stack, tiny_models.llama(Path(folder, "model"), **MODELS[name]), Path(folder), PROMPT, extra=TIMEOUTS
             )
-            for size in sizes:
-                bench.use_chunks_of(size)
-                bench.lengths(lengths[:2], size, BLOCK)  # does not count
-                found = list(zip(*(bench.lengths(lengths, size, BLOCK) for _ in range(rounds)), strict=True))
+            for size, tails in itertools.product(sizes, ("off", "on")):
+                if tails == "on" and size == BLOCK:
+                    continue
+                bench.use_chunks_of(size, tails)
+                found_by = BLOCK if tails == "on" else size
+                bench.lengths(lengths[:2], found_by, BLOCK)  # does not count
+                found = list(zip(*(bench.lengths(lengths, found_by, BLOCK) for _ in range(rounds)), strict=True))
                 ratios = [statistics.median([warm / own for warm, own in end]) for end in found]
-                rest = [length - min(length // size * size, length - 1) for length in lengths]
+                rest = [length - min(length // found_by * found_by, length - 1) for length in lengths]
                 rows.append([
-                    name, size, sum(rest) / len(rest), statistics.median([warm for end in found for warm, _ in end]),
+                    name, size, tails, sum(rest) / len(rest), statistics.median([warm for end in found for warm, _ in end]),
                     statistics.median([own for end in found for _, own in end]), statistics.median(ratios), sum(ratios) / len(ratios),
                     max(ratios), f"{sum(ratio <= 1.1 for ratio in ratios)} of {len(ratios)}",
                 ])  # fmt: skip
     return table(
-        ["model", "chunk", "computed", "warm ms", "own ms", "warm/own", "mean", "worst end", "ends <= 1.1"], rows
+        ["model", "chunk", "tails", "computed", "warm ms", "own ms", "warm/own", "mean", "worst end", "ends <= 1.1"],
+        rows,
     )
 
 

@@ -50,7 +50,10 @@ def filled(chunks: int, ranks: int) -> Cache:
     for first in range(0, chunks, KEYS):
         keys = rng.randbytes(KEY_BYTES * min(KEYS, chunks - first))
         for rank in range(ranks):
-            cache.finish_store(cache.plan_store(NAMESPACE, one_group(ranks), keys, SLOT_BYTES, slot=rank), copied=True)
+            cache.finish_store(
+                cache.plan_store(NAMESPACE, one_group(ranks), keys, SLOT_BYTES, slots=range(rank, rank + 1)),
+                copied=True,
+            )
         if rng.random() < 0.5:
             assert cache.lookup(NAMESPACE, keys, ("engine", "request"), 1e9).hit_chunks
             cache.end_lease(("engine", "request"))

@@ -1,8 +1,12 @@
 """Types of the native module; `csrc/copy/device.h` is its manual."""
 
+import builtins
 import enum
+import mmap
+from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
+Buffer = builtins.bytes | bytearray | memoryview | mmap.mmap
 Value = TypeVar("Value")
 
 NO_BLOCK: int
@@ -313,3 +317,117 @@ class PrefixIndex:
     def refused(self) -> int: ...
     @property
     def memory_bytes(self) -> int: ...
+
+# ---- L2: csrc/l2/record.h ------------------------------------------------------------------------------------
+
+RECORD_HEADER_BYTES: int
+RECORD_FORMAT: int
+
+class RecordMatch(enum.Enum):
+    MATCH = 0
+    OTHER = 1
+    CORRUPT = 2
+
+class Record:
+    """An object of L1 as L2 stores it, and the memory of its slots; `csrc/l2/record.h` is the manual.
+
+    ValueError if the slots do not lie in L1 or have no room for `slot_bytes`.
+    """
+
+    def __init__(
+        self,
+        region: HostRegion,
+        page_bytes: int,
+        namespace: bytes,
+        group: int,
+        key: bytes,
+        coverage: bytes,
+        generation: int,
+        slots: Sequence[bytes],
+        slot_bytes: Sequence[int],
+    ) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def packed_bytes(self) -> int: ...
+    @property
+    def file_bytes(self) -> int: ...
+    def pack(self) -> builtins.bytes:
+        """The header and the slots' bytes, end to end. Other threads of Python run meanwhile."""
+    def pack_into(self, buffer: bytearray | memoryview) -> None:
+        """The same into a writable buffer of `packed_bytes`."""
+    def unpack(self, buffer: Buffer) -> RecordMatch:
+        """Verify a packed record; write it to L1 if all of it matches, else L1 is untouched."""
+
+class FileOutcome(enum.Enum):
+    DONE = 0
+    OTHER = 1
+    CORRUPT = 2
+    FULL = 3
+    LATE = 4
+    FAILED = 5
+    CANCELLED = 6
+
+class FileCalls:
+    """The calls below a FileDevice; tests have one with faults."""
+
+class FileDevice:
+    """Threads that move records between L1 and a data file; `csrc/l2/file_device.h` is the manual."""
+
+    def __init__(self, fd: int, page_bytes: int, pages: int, threads: int, calls: FileCalls | None = None) -> None: ...
+    @property
+    def completion_fd(self) -> int: ...
+    def drain(self) -> list[tuple[int, FileOutcome, int, int, str]]:
+        """(ticket, outcome, bytes, nanoseconds, reason) of each ticket that ended."""
+    def notify(self) -> None: ...
+    def submit(self, ticket: int, put: bool, record: Record, extents: bytes, deadline_nanos: int = 0) -> None: ...
+    def cancel(self, ticket: int) -> None: ...
+    def expire(self) -> None: ...
+    @property
+    def stalled_nanos(self) -> int: ...
+    def close(self, wait_nanos: int) -> bool: ...
+
+def checksum(data: Buffer) -> int:
+    """XXH3-64. Of long data other threads of Python run meanwhile."""
+
+class RecordTable:
+    """The index of a file tier; `csrc/l2/record_table.h` is the manual. One thread uses it."""
+
+    def __init__(self, seed: int) -> None: ...
+    def holds(self, namespace: bytes, generation: int, group: int, keys: bytes) -> int: ...
+    def find(self, namespace: bytes, generation: int, group: int, key: bytes) -> tuple[int, bytes, bool] | None:
+        """(meaning, extents, recovered)."""
+    def add(
+        self, namespace: bytes, generation: int, group: int, key: bytes, parent: bytes, meaning: int, extents: bytes
+    ) -> None: ...
+    def remove(self, namespace: bytes, generation: int, group: int, key: bytes) -> bytes | None:
+        """Its extents."""
+    def touch(self, namespace: bytes, generation: int, group: int, keys: bytes) -> None: ...
+    def evict(self) -> tuple[bytes, int, bytes, bytes] | None:
+        """(namespace, group, key, extents) of a record that was removed."""
+    def spaces(self) -> list[tuple[bytes, int, int, int]]:
+        """(namespace, generation, group, records)."""
+    def drop_space(self, namespace: bytes, generation: int, group: int) -> bool: ...
+    def sweep(self, most: int) -> bytes:
+        """The extents of records that were removed."""
+    @property
+    def swept(self) -> bool: ...
+    def begin_log(self, file_id: int, sequence: int) -> None: ...
+    def drain_log(self) -> bytes: ...
+    @property
+    def has_log(self) -> bool: ...
+    def begin_next_log(self, file_id: int) -> None: ...
+    def fill_next_log(self, most: int) -> bool: ...
+    def drain_next_log(self) -> bytes: ...
+    def switch_logs(self) -> None: ...
+    def drop_next_log(self) -> None: ...
+    @property
+    def live_journal_bytes(self) -> int: ...
+    def replay(self, data: bytes, file_id: int, sequence: int) -> tuple[int, int]:
+        """(bytes applied, next sequence)."""
+    def link_orphans(self) -> None: ...
+    def check_extents(self, first: int, pages: int) -> tuple[int, bytes]:
+        """(records dropped, free extents)."""
+    @property
+    def memory_bytes(self) -> int: ...
+    def __len__(self) -> int: ...

@@ -16,13 +16,15 @@ from types import FrameType
 from typing import NoReturn
 
 from kvserver import __version__
+from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
-from kvserver.config import Configuration, Placement, Settings, read_token, set_up_logging
+from kvserver.config import Configuration, Placement, Settings, parse_tiers, read_token, set_up_logging
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
+from kvserver.l2 import make_tier
 from kvserver.parts import Parts
 from kvserver.protocol import ConfigError
 from kvserver.routing import MatchPages
-from kvserver.server import Endpoint, Lifelines, Server
+from kvserver.server import ConfiguredTier, Endpoint, Lifelines, Server
 from kvserver.web.pages import StatusPages
 
 log = logging.getLogger("kvserver")
@@ -45,8 +47,9 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
     try:
         endpoint.bind()
         lifelines = Lifelines(endpoint.fd_path, secrets.token_hex(16))
-        devices, cache, placement = _make_l1(settings, chosen, hardware)
-        parts = Parts(settings, cache, devices, lifelines, placement)
+        region, devices, cache, placement = _make_l1(settings, chosen, hardware)
+        tiers = _make_tiers(settings, region, cache.pool.page_bytes)
+        parts = Parts(settings, cache, devices, lifelines, placement, tiers=tiers)
         server = parts.make_server(endpoint.router, stops_when_lost=True)
         pages = _make_pages(configuration, parts, server, http_token)
         _stop_on_signals(server)
@@ -85,7 +88,9 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker brings up to 251 descriptors
 
 
-def _make_l1(settings: Settings, chosen: tuple[int, Placement], hardware: Hardware) -> tuple[Devices, Cache, Placement]:
+def _make_l1(
+    settings: Settings, chosen: tuple[int, Placement], hardware: Hardware
+) -> tuple[HostRegion, Devices, Cache, Placement]:
     """The devices that copy to and from L1, what decides on it, and where it is."""
     try:
         region, placement = map_l1(settings, *chosen)
@@ -99,7 +104,12 @@ def _make_l1(settings: Settings, chosen: tuple[int, Placement], hardware: Hardwa
     rules = GpuRules(hardware.open_gpu, settings.gpus, settings.pin != "off", hardware.gpu_way)
     devices = Devices(cpu, region, page_bytes, rules)
     devices.make_ready()
-    return devices, Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]()), placement
+    return region, devices, Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]()), placement
+
+
+def _make_tiers(settings: Settings, region: HostRegion, page_bytes: int) -> list[ConfiguredTier]:
+    """The tiers of L2, which open by themselves. ConfigError if one cannot be used with these settings."""
+    return [ConfiguredTier(make_tier(url, region, page_bytes), url) for url in parse_tiers(settings.l2)]
 
 
 def _make_pages(configuration: Configuration, parts: Parts, server: Server, http_token: str) -> StatusPages:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import zmq
@@ -34,17 +34,22 @@ from kvserver.protocol.kv_status import PublisherStatus
 from kvserver.protocol.status import AccountingStatus, DaemonStatus, InstanceStatus
 from kvserver.routing import make_index
 from kvserver.server import (
+    ConfiguredTier,
     Copies,
     EngineReports,
+    Fills,
     Handlers,
     Instances,
     L1Lookups,
     Lifelines,
     Loads,
+    Presence,
     Resync,
     Server,
+    Spill,
     Stores,
     Ticket,
+    Tiers,
     Upkeep,
     Workers,
     connects_status,
@@ -137,8 +142,9 @@ class Parts:
         lifelines: Lifelines,
         placement: Placement = _NO_PLACEMENT,
         clock: Callable[[], float] = time.monotonic,
+        tiers: Sequence[ConfiguredTier] = (),
     ) -> None:
-        """ConfigError if an exporter or observer of the settings cannot be made. `placement`: of L1."""
+        """ConfigError if an exporter or observer of the settings cannot be made. `placement`: of L1. `tiers`: of L2."""
         self.settings = settings
         self.boot_id = secrets.token_hex(8)
         self.cache = cache
@@ -151,10 +157,29 @@ class Parts:
         self.instances = instances = Instances()
         self.tickets: Tickets[Ticket] = Tickets(devices)
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
-        self.stores, loads = Stores(cache, copies, bus), Loads(cache, copies, bus)
-        self.workers = Workers(settings, cache, devices, self.tickets, instances, lifelines, bus, clock)
+        tiers_of_l2 = Tiers(tiers)
+        self.spill = Spill(cache, tiers_of_l2, clock)
+        presence = Presence(cache, tiers_of_l2)
+        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, presence, bus, clock)
+        self.fills = fills = Fills(
+            cache, tiers_of_l2, presence, bus, lookups.answer_again, settings.lease_seconds, clock
+        )
+        self.stores = Stores(cache, copies, bus, self.spill)
+        loads = Loads(cache, copies, bus, self.spill, fills)
+        self.workers = Workers(settings, cache, devices, self.tickets, instances, lifelines, fills, bus, clock)
         self.upkeep = Upkeep(
-            cache, devices, self.tickets, self.stores, loads, self.workers, Resync(cache.index, bus), bus, clock
+            cache,
+            devices,
+            self.tickets,
+            self.stores,
+            loads,
+            self.workers,
+            Resync(cache.index, bus),
+            tiers_of_l2,
+            self.spill,
+            fills,
+            bus,
+            clock,
         )
         self.handlers = Handlers(
             HelloReply(
@@ -168,13 +193,15 @@ class Parts:
                 traces=observability.traces is not None,
                 kv_events=observability.needs_contents,
                 lease_seconds=settings.lease_seconds,
+                tails=settings.tails == "on",
             ),
             instances,
             self.workers,
-            L1Lookups(cache, devices, instances, settings.lease_seconds, bus, clock),
+            lookups,
             self.stores,
             loads,
-            EngineReports(cache, instances, bus, observability.block_lifecycle.unapplied, clock),
+            fills,
+            EngineReports(cache, fills, instances, bus, observability.block_lifecycle.unapplied, clock),
             self.upkeep,
             observability.feed,
         )
@@ -195,6 +222,7 @@ class Parts:
             loop_turns=server.turns.snapshot(),
             metrics_sample_rate=self.settings.metrics_sample_rate,
             l1=l1_status(self.cache, self._placement),
+            l2=self.spill.status(),
             gpus=self.devices.status(),
             instances=self.instances_status(),
             connects=connects_status(self.instances),

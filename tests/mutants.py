@@ -78,11 +78,11 @@ STORES_AND_LOADS = (
     # ---- what each model has ------------------------------------------------------------------
     Mutant(
         "a slot that was freed after a failed copy still counts for its model",
-        CACHE, "Cache.finish_store", "chunk.namespace.model.pages -= plan.pages", "pass", L1_MODELS_TESTS,
+        CACHE, "Cache.finish_store", "chunk.namespace.model.pages -= plan.pages * len(plan.slots)", "pass", L1_MODELS_TESTS,
     ),
     Mutant(
         "the chunks of a cleared namespace still count for their model",
-        INDEX, "Index.detach_namespace", "namespace.model.chunks -= len(namespace.chunks)", "pass", L1_MODELS_TESTS,
+        INDEX, "Index._count", "namespace.model.chunks += more", "namespace.model.chunks += max(0, more)", L1_MODELS_TESTS,
     ),
     Mutant(
         "a chunk that was never whole counts as one that was never loaded",
@@ -161,14 +161,50 @@ STORES_AND_LOADS = (
         "a chunk that is read when its namespace is cleared is removed twice",
         CACHE, "Cache._free_one_chunk", " or namespace.chunks.get(chunk.key) is None", "", CACHE_TESTS,
     ),
+    # ---- single blocks behind the last full chunk ---------------------------------------------
+    Mutant(
+        "a block is named among the chunks, whose keys are the same",
+        "kvserver/cache/namespace.py", "tails_of", "namespace + _TAILS", "namespace", ("unit/cache/test_tails.py",),
+    ),
+    Mutant(
+        "a tail leaves L1 after the chunk that it follows",
+        CACHE, "Cache.finish_store", "before=self._chunk_before(plan)", "before=None", ("unit/cache/test_tails.py",),
+    ),
+    Mutant(
+        "a request that has a tail loses the lease of its chunks",
+        CACHE, "Cache.lookup_tail", "lease.chunks += blocks", "lease.chunks = blocks", ("unit/cache/test_tails.py",),
+    ),
+    Mutant(
+        "what a tail covers counts as missed",
+        "kvserver/cache/misses.py", "LookupOutcome.missed_tokens", "found[self.missed[0][0]] -= self.tail_tokens", "pass",
+        ("unit/cache/test_tails.py", "daemon/test_tails.py"),
+    ),
+    Mutant(
+        "a lookup that waits for its tail is forgotten with its request",
+        "kvserver/server/handlers.py", "Handlers.handle", "self.lookups.complete((request.instance_id, request.request_id))",
+        "pass", ("daemon/test_tails.py",),
+    ),
+    Mutant(
+        "a tail is published as if it were chunks",
+        STORES, "Stores._publish_ready", " and not ticket.group.layout.tails", "", ("daemon/test_tails.py",),
+    ),
+    Mutant(
+        "a load of chunks and blocks saves its tokens twice",
+        SERVER_COPIES, "_counts_tokens", "(alone or not load.group.layout.tails)", "True", ("daemon/test_tails.py",),
+    ),
+    Mutant(
+        "of groups that all ranks have alike each block is stored by every rank",
+        STORES, "Stores._plan_objects", "places = own_places(request, worker, group)",
+        "places = range(chunk_count(request.keys))", ("daemon/test_tails.py",),
+    ),
     # ---- stores and loads ---------------------------------------------------------------------
     Mutant(
         "a chunk is stored twice while the first copy runs",
-        CACHE, "Cache.extend_plan", "chunk.has_slot(plan.slot)", "chunk.done >> plan.slot & 1", CACHE_TESTS,
+        CACHE, "Cache.extend_plan", "any(map(chunk.has_slot, plan.slots))", "chunk.done >> plan.slots.start & 1", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that another rank stored counts as this rank's",
-        CACHE, "Cache.extend_plan", "chunk.has_slot(plan.slot)", "not chunk.empty", CACHE_TESTS,
+        CACHE, "Cache.extend_plan", "any(map(chunk.has_slot, plan.slots))", "not chunk.empty", CACHE_TESTS,
     ),
     Mutant(
         "making room for one rank evicts the other ranks' bytes of that chunk",
@@ -182,15 +218,15 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a failed copy is published",
-        CACHE, "Cache.finish_store", "if copied and not chunk.detached:", "if not chunk.detached:", CACHE_TESTS,
+        CACHE, "Cache.finish_store", "if copied and not chunk.detached and", "if not chunk.detached and", CACHE_TESTS,
     ),
     Mutant(
         "a store that ends after a clear is published",
-        CACHE, "Cache.finish_store", "if copied and not chunk.detached:", "if copied:", CACHE_TESTS,
+        CACHE, "Cache.finish_store", "if copied and not chunk.detached and", "if copied and", CACHE_TESTS,
     ),
     Mutant(
         "a failed copy keeps its pages",
-        CACHE, "Cache.finish_store", "self.pool.free_pages(chunk.slot(plan.slot))", "pass", CACHE_TESTS,
+        CACHE, "Cache.finish_store", "self.pool.free_pages(chunk.slot(number))", "pass", CACHE_TESTS,
     ),
     Mutant(
         "one rank's failure takes the chunk away that another rank fills",
@@ -202,7 +238,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "what is read may be evicted",
-        CACHE, "Cache._pin_chunks", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
+        CACHE, "Cache.pin_chunks", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
     ),
     Mutant(
         "a load is no use of its chunks",
@@ -311,7 +347,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "cleared chunks are counted on",
-        INDEX, "Index.detach_namespace", "self.chunk_count -= len(namespace.chunks)", "pass", INDEX_TESTS,
+        INDEX, "Index.detach_namespace", "self._count(namespace, -len(namespace.chunks))", "pass", INDEX_TESTS,
     ),
     # ---- pages --------------------------------------------------------------------------------
     Mutant(
@@ -474,12 +510,12 @@ SERVER = (
     # ---- copies -------------------------------------------------------------------------------
     Mutant(
         "every rank counts the tokens that a load saved",
-        SERVER_COPIES, "Copies._count_copied", "if ticket.worker.spec.rank == 0 and ticket.group.number == 0:", "if True:",
+        SERVER_COPIES, "Copies._count_copied", "if _counts_tokens(ticket):", "if True:",
         ("daemon/test_counted_once.py",),
     ),
     Mutant(
         "skipped chunks count as stored",
-        SERVER_COPIES, "Copies._count_copied", "counts.stored_chunks += len(ticket.chunks)",
+        SERVER_COPIES, "Copies._count_copied", "counts.stored_chunks += chunks",
         "counts.stored_chunks += len(ticket.plan.prefix)", ("daemon/test_counted_once.py",),
     ),
     Mutant(
@@ -783,7 +819,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "ranks take turns within a message instead of a prompt",
-        SCHEDULER, "SchedulerHalf._add_store", "first_chunk=chunks.start", "first_chunk=0",
+        SCHEDULER, "SchedulerHalf._add_chunks", "first_chunk=chunks.start", "first_chunk=0",
         ("adapters/test_ranks.py::test_ranks_take_turns_to_store_what_all_hold",),
     ),
     Mutant(
@@ -945,7 +981,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a new session keeps what was stored in the last one",
-        SCHEDULER, "SchedulerHalf._begin_session", "            state.stored_chunks = 0\n", "",
+        SCHEDULER, "SchedulerHalf._begin_session", "            state.store_again()\n", "",
         (f"{NEW_DAEMON}::test_a_running_requests_first_chunks_are_stored_again",),
     ),
     Mutant(
@@ -975,14 +1011,45 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "the position that a draft model rewrites is stored",
-        SCHEDULER, "SchedulerHalf._completed", "            tokens = request.num_tokens - 1", "            pass",
+        SCHEDULER, "SchedulerHalf._confirmed", "            tokens = request.num_tokens - 1", "            pass",
         ("adapters/test_reuse.py::test_with_a_draft_model_the_last_position_is_held_back",),
     ),
     Mutant(
         "rejected drafts are stored",
-        SCHEDULER, "SchedulerHalf._completed",
+        SCHEDULER, "SchedulerHalf._confirmed",
         "len(request.block_hashes) * self._chunks.hash_block_tokens", "computed",
         ("adapters/test_reuse.py::test_rejected_drafts_are_never_stored",),
+    ),
+    Mutant(
+        "the last token of a request, whose KV is not computed, is stored",
+        SCHEDULER, "SchedulerHalf._plan_last_stores", "request.num_tokens - 1 - self._facts.holds_back_tail",
+        "request.num_tokens", ("adapters/test_tails.py::test_the_next_turn_of_a_chat_finds_where_the_last_one_ended",),
+    ),
+    Mutant(
+        "of a prompt that ends inside a block the end is stored once its answer has filled that",
+        SCHEDULER, "SchedulerHalf._plan_stores", "computed >= state.request.num_prompt_tokens",
+        "confirmed >= state.request.num_prompt_tokens",
+        ("adapters/test_tails.py::test_the_end_of_a_prompt_is_found_after_its_answer_filled_the_chunk",),
+    ),
+    Mutant(
+        "a request that is aborted while it loads stores blocks that were not filled",
+        SCHEDULER, "SchedulerHalf.allocated", "state.computed = 0", "state.computed = request.num_tokens",
+        ("adapters/test_tails.py::test_a_request_that_is_aborted_while_it_loads_stores_nothing",),
+    ),
+    Mutant(
+        "single blocks behind the end of the chunks are not loaded",
+        SCHEDULER, "SchedulerHalf._loads_of", "if end > of_chunks:", "if False:",
+        ("adapters/test_tails.py::test_a_prompt_is_found_up_to_its_last_whole_block",),
+    ),
+    Mutant(
+        "an idle engine does not store the end of its last request",
+        SCHEDULER, "SchedulerHalf.has_pending_work", "bool(self._plan.stores) or ", "",
+        ("adapters/test_tails.py::test_an_idle_engine_stores_the_end_of_its_last_request",),
+    ),
+    Mutant(
+        "a lookup that ends inside a chunk does not go on there",
+        "adapters/common/lookups.py", "Lookups._answered", "if found.wants_tail:", "if False:",
+        ("adapters/test_tails.py::test_the_next_turn_of_a_chat_finds_where_the_last_one_ended",),
     ),
     Mutant(
         "states are read from the block table, whose blocks hold other states",
@@ -1067,7 +1134,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "what a failed load did not bring is not stored",
-        SCHEDULER, "SchedulerHalf._load_failed", "            state.stored_chunks = 0\n", "",
+        SCHEDULER, "SchedulerHalf._load_failed", "            state.store_again()\n", "",
         ("adapters/test_failures.py::test_cleared_between_lookup_and_load",),
     ),
     Mutant(
@@ -1133,7 +1200,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a chunk is named by the hash of its first block",
-        CHUNKS, "Chunks.keys", "hashes[(chunk + 1) * step - 1]", "hashes[chunk * step]",
+        CHUNKS, "Chunks._keys", "hashes[(chunk + 1) * step - 1]", "hashes[chunk * step]",
         ("adapters/test_chunk_contents.py::test_a_chunks_key_is_its_last_blocks_hash",),
     ),
     Mutant(
@@ -1180,7 +1247,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "what is computed after a LoRA's files were replaced is stored",
-        SCHEDULER, "SchedulerHalf._plan_stores", " or not self._is_current(state)", "", (UNLISTED,),
+        SCHEDULER, "SchedulerHalf._plan_stores", "if not self._is_current(state):", "if False:", (UNLISTED,),
     ),
     # ---- what must agree ----------------------------------------------------------------------
     Mutant(
@@ -1265,7 +1332,340 @@ SCHEDULER_HALF = (
     ),
 )  # fmt: skip
 
-MUTANTS = STORES_AND_LOADS + SERVER + WORKER_HALF + SCHEDULER_HALF
+REMOTE, REMOTE_PARTS = "unit/l2/test_remote.py", ("unit/l2/test_remote_parts.py",)
+REMOTE_FAULTS = "unit/l2/test_remote_faults.py"
+LANES, GENERATIONS = "kvserver/l2/remote/lanes.py", "kvserver/l2/remote/generations.py"
+STORE_WORK, REMOTE_TIER = "kvserver/l2/remote/work.py", "kvserver/l2/remote/tier.py"
+EXISTENCE = "kvserver/l2/remote/existence.py"
+
+REMOTE_TIERS = (
+    # ---- what a lane may touch ----------------------------------------------------------------
+    Mutant(
+        "a job that is copying to or from L1 ends before its copy",
+        LANES,
+        "Lanes._end_outside",
+        "if job.phase is JobPhase.INSIDE:",
+        "if False:",
+        REMOTE_PARTS,
+    ),
+    Mutant(
+        "a job that was ended copies to L1",
+        LANES,
+        "Lanes._inside",
+        "if job.phase is JobPhase.ENDED:",
+        "if False:",
+        REMOTE_PARTS,
+    ),
+    Mutant(
+        "a tier is closed while L1 is being copied",
+        LANES,
+        "Lanes.close",
+        "self._left.wait_for(lambda: not self._open.jobs)",
+        "pass",
+        REMOTE_PARTS,
+    ),
+    Mutant(
+        "a get waits for puts",
+        LANES,
+        "Lanes._next",
+        "if all_kinds else",
+        "if True else",
+        REMOTE_PARTS,
+    ),
+    Mutant(
+        "jobs that waited in the queue open the breaker",
+        LANES,
+        "Lanes._watch_clock",
+        "job.began_ns > 0 or self._all_hang()",
+        "True",
+        REMOTE_PARTS,
+    ),
+    Mutant(
+        "clients that hang for good never open the breaker",
+        LANES,
+        "Lanes._watch_clock",
+        "job.began_ns > 0 or self._all_hang()",
+        "job.began_ns > 0",
+        REMOTE_PARTS,
+    ),
+    # ---- what is served -----------------------------------------------------------------------
+    Mutant(
+        "a record whose checks failed is a hit",
+        STORE_WORK,
+        "StoreWork.get",
+        "if match is RecordMatch.CORRUPT:",
+        "if False:",
+        (f"{REMOTE_FAULTS}::test_wrong_bytes_under_a_right_name_are_found",),
+    ),
+    Mutant(
+        "a record of another coverage or generation is a hit",
+        STORE_WORK,
+        "StoreWork.get",
+        "if match is RecordMatch.OTHER:",
+        "if False:",
+        (f"{REMOTE_FAULTS}::test_an_earlier_generations_bytes_under_a_right_name_are_a_miss",),
+    ),
+    Mutant(
+        "an object that another daemon cleared while it was read is a hit",
+        STORE_WORK,
+        "StoreWork.get",
+        "if self._generations.of(client, name.namespace) != generation:",
+        "if False:",
+        (f"{REMOTE_FAULTS}::test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more",),
+    ),
+    Mutant(
+        "an object that another daemon cleared while it was written is remembered",
+        STORE_WORK,
+        "StoreWork.put",
+        "if self._generations.of(client, name.namespace) != generation:",
+        "if False:",
+        (f"{REMOTE_FAULTS}::test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more",),
+    ),
+    Mutant(
+        "a lost id of a scope is replaced by one that was used before",
+        GENERATIONS,
+        "Generations.of",
+        "value or client.create_id(name, os.urandom(_ID_BYTES))",
+        "value or bytes(16)",
+        ("unit/l2/test_valkey.py::test_what_was_cleared_stays_so_when_the_server_loses_the_ids",),
+    ),
+    Mutant(
+        "a clear that failed is forgotten",
+        GENERATIONS,
+        "Generations.write",
+        "client.write_id(self._names.of_id(scope), value)",
+        "self._unwritten.pop(scope); client.write_id(self._names.of_id(scope), value)",
+        (f"{REMOTE_FAULTS}::test_a_clear_whose_write_fails_keeps_the_scope_closed",),
+    ),
+    Mutant(
+        "what another daemon cleared is still promised",
+        REMOTE_TIER,
+        "RemoteTier.drain",
+        "self._existence.forget_namespaces(namespace)",
+        "pass",
+        (f"{REMOTE_FAULTS}::test_a_clear_by_one_daemon_is_seen_by_the_other_in_time",),
+    ),
+    Mutant(
+        "what was cleared is still promised",
+        REMOTE_TIER,
+        "RemoteTier.clear",
+        "self._existence.forget_namespaces(scope)",
+        "pass",
+        (f"{REMOTE}::test_what_was_cleared_is_never_served_again",),
+    ),
+    Mutant(
+        "a get that ended just before a clear is a hit",
+        REMOTE_TIER,
+        "RemoteTier._apply",
+        "if ticket.void:",
+        "if False:",
+        (f"{REMOTE}::test_a_put_and_a_get_that_have_ended_when_a_clear_begins_count_no_more",),
+    ),
+    Mutant(
+        "objects are promised while the breaker is open",
+        REMOTE_TIER,
+        "RemoteTier.holds",
+        "if self._refusal():",
+        "if False:",
+        (f"{REMOTE_FAULTS}::test_the_breaker_opens_for_a_store_that_hangs_and_closes_when_it_goes_on",),
+    ),
+    Mutant(
+        "a store of corrupt objects is used for ever",
+        REMOTE_TIER,
+        "RemoteTier._watch_corruption",
+        "self._corrupt_in_a_row == _CORRUPT_TO_CLOSE",
+        "False",
+        (f"{REMOTE_FAULTS}::test_eight_corrupt_objects_in_a_row_close_the_tier",),
+    ),
+    Mutant(
+        "what a store had once is promised for ever",
+        EXISTENCE,
+        "Existence.bitmap",
+        "> now_ns",
+        "> 0",
+        REMOTE_PARTS,
+    ),
+    Mutant(
+        "groups of one chunk have one name",
+        "kvserver/l2/remote/names.py",
+        "Names.of",
+        "/{name.group}/",
+        "/",
+        REMOTE_PARTS,
+    ),
+    Mutant(
+        "two daemons that start together have other ids of one scope",
+        "kvserver/l2/remote/valkey.py",
+        "_ValkeyClient.create_id",
+        "conditional_set=condition, ",
+        "",
+        (f"{REMOTE_FAULTS}::test_the_first_id_of_a_scope_is_the_one_that_all_use",),
+    ),
+)
+
+FILE_TIER, FILE_LOG = "kvserver/l2/files/tier.py", "kvserver/l2/files/log_writer.py"
+FILE_OPENING, FILE_JOURNAL = "kvserver/l2/files/opening.py", "kvserver/l2/files/journal.py"
+FILES, FILE_FAULTS = "unit/l2/test_files.py", "unit/l2/test_files_faults.py"
+
+FILE_TIERS = (
+    Mutant(
+        "a get that began before a clear is a hit",
+        FILE_TIER, "FileTier._get_ended", "if get.void or get.generation != current or self._closed:", "if False:",
+        (f"{FILES}::TestClear",),
+    ),
+    Mutant(
+        "a put that began before a clear is found after it",
+        FILE_TIER, "FileTier._put_ended", "put.generation == current", "True", (f"{FILES}::TestClear",),
+    ),
+    Mutant(
+        "a put that was dropped meanwhile is found",
+        FILE_TIER, "FileTier._put_ended", "not put.void", "True", (f"{FILES}::TestObjects",),
+    ),
+    Mutant(
+        "the journal's records of before a clear are found after a restart",
+        FILE_OPENING, "open_tier", "    _drop_other_generations(table, known)\n", "", (f"{FILES}::TestClear",),
+    ),
+    Mutant(
+        "a clear's generation returns",
+        "kvserver/l2/files/generations.py", "_new_generation", "secrets.randbits(63) + 1", "5", (f"{FILES}::TestClear",),
+    ),
+    Mutant(
+        "pages of a clear that is not durable are used again",
+        FILE_TIER, "FileTier._sweep", " or self._saving or not self._generations_saved", "",
+        (f"{FILE_FAULTS}::TestJournal",),
+    ),
+    Mutant(
+        "pages are used again before their drop is in the journal",
+        FILE_TIER, "FileTier._release", "self._writer.free_later(extents, _pages_of(extents))",
+        "self._pool.free_pages(extents)", (f"{FILE_FAULTS}::TestJournal",),
+    ),
+    Mutant(
+        "pages whose drop could not be written are used again",
+        FILE_LOG, "LogWriter._write", "return\n            self._pool", "pass\n            self._pool",
+        (f"{FILE_FAULTS}::TestJournal",),
+    ),
+    Mutant(
+        "pages are used again while a get reads them",
+        FILE_TIER, "FileTier._release", "if extents in self._reads.counts:", "if False:", (f"{FILES}::TestEviction",),
+    ),
+    Mutant(
+        "entries are appended behind a bad one",
+        FILE_JOURNAL, "replay", "if writable and os.fstat(fd).st_size != end:", "if False:", (f"{FILE_FAULTS}::TestFiles",),
+    ),
+    Mutant(
+        "a journal of another data file counts",
+        FILE_JOURNAL, "_read_head", "intact and of_data == data_id", "intact", (f"{FILE_FAULTS}::TestFiles",),
+    ),
+    Mutant(
+        "records dropped while opening return",
+        FILE_OPENING, "open_tier", "written.append(table.drain_log())", "table.drain_log()", (f"{FILES}::TestReopening",),
+    ),
+    Mutant(
+        "a get with another coverage reads the object",
+        FILE_TIER, "FileTier.get", " or found[0] != _meaning(memory)", "", (f"{FILES}::TestObjects",),
+    ),
+    Mutant(
+        "a corrupt object is promised again",
+        FILE_TIER, "FileTier._found_corrupt", "self._remove(name, generation)", "pass", (f"{FILE_FAULTS}::TestRecords",),
+    ),
+    Mutant(
+        "a disk of corrupt objects is used for ever",
+        FILE_TIER, "FileTier._found_corrupt", "self._corrupt_in_a_row >= MOST_CORRUPT", "False",
+        (f"{FILE_FAULTS}::TestRecords",),
+    ),
+    Mutant(
+        "a loss of power closes the tier",
+        FILE_TIER, "FileTier._found_corrupt", "if get.recovered:", "if False:", (f"{FILE_FAULTS}::TestFiles",),
+    ),
+)  # fmt: skip
+
+FILLS, SPILL = "kvserver/server/fills.py", "kvserver/server/spill.py"
+FILL_TESTS, SPILL_TESTS = ("unit/server/test_fills.py",), ("unit/server/test_spill.py",)
+
+L2_AND_L1 = (
+    Mutant(
+        "an object whose read failed becomes READY",
+        FILLS,
+        "Fills._batch_ended",
+        "failed=batch.failed",
+        "failed=()",
+        FILL_TESTS,
+    ),
+    Mutant(
+        "a failed copy of a whole fill is published",
+        CACHE,
+        "Cache.finish_store",
+        "and place not in failed",
+        "",
+        FILL_TESTS,
+    ),
+    Mutant(
+        "fills use more of L1 than their bound",
+        FILLS,
+        "Fills.step",
+        "if self.used_bytes and self.used_bytes + fill.bytes > self._bound:",
+        "if False:",
+        FILL_TESTS,
+    ),
+    Mutant(
+        "a fill is answered only when its reads have ended",
+        FILLS,
+        "Fills.step",
+        "if fill.due_ns <= now_ns:",
+        "if False:",
+        FILL_TESTS,
+    ),
+    Mutant(
+        "the end of its request lets a fill go on",
+        FILLS,
+        "Fills.end",
+        "self._finish(fill)",
+        "pass",
+        FILL_TESTS,
+    ),
+    Mutant(
+        "what only one start of an engine can use is written",
+        "kvserver/server/instances.py",
+        "Instance.durable",
+        " and not self.private",
+        "",
+        SPILL_TESTS,
+    ),
+    Mutant(
+        "an object that is being written may be evicted",
+        SPILL,
+        "Spill._put_next",
+        "self._cache.pin_chunks([chunk])",
+        "self._cache.pins += 1; chunk.pins += 0",
+        SPILL_TESTS,
+    ),
+    Mutant(
+        "what was cleared while it waited is written",
+        SPILL,
+        "Spill._put_next",
+        "chunk.detached or ",
+        "",
+        SPILL_TESTS,
+    ),
+    Mutant(
+        "a child is written although its parent was not",
+        SPILL,
+        "Spill._put_next",
+        "name._replace(key=item.parent) in queue.lost",
+        "False",
+        SPILL_TESTS,
+    ),
+    Mutant(
+        "a write limit is ignored",
+        SPILL,
+        "Spill._may_put",
+        "queue.credit > 0",
+        "True",
+        SPILL_TESTS,
+    ),
+)
+
+MUTANTS = L2_AND_L1 + FILE_TIERS + REMOTE_TIERS + STORES_AND_LOADS + SERVER + WORKER_HALF + SCHEDULER_HALF
 
 
 def problems() -> list[str]:

@@ -42,7 +42,10 @@ BESIDE_THE_FACE = {
     *("telemetry.otlp", "telemetry.tracing", "telemetry.prometheus", "telemetry.metrics_process"),
 }
 NO_FACE = {"web", "cli"}  # rooms that only daemon.py and the command line import
-NEVER_BY_A_FACE = {"opentelemetry", "google", "grpc", "requests", "http", "socketserver", "boto3", "redis", "valkey"}
+NEVER_BY_A_FACE = {
+    *("opentelemetry", "google", "grpc", "requests", "http", "socketserver"),
+    *("boto3", "redis", "valkey", "glide_sync", "glide_shared", "obstore"),
+}
 ONLY = {  # what must work where the rest does not, or start fast
     "protocol": {"_native"},
     "config": {"_native", "protocol"},

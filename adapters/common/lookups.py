@@ -1,6 +1,7 @@
 """The scheduler half's lookups: sent when a request arrives, polled when the engine needs the answer, sent again when it is old.
 
 Owns: the lookups in flight, and those that wait for a place in the queue. Refuses to know: requests, loads, stores.
+Where the daemon wants the single blocks of the first missed chunk, they are sent as its reply arrives: most lookups need none.
 The only wait of the engine's scheduler thread is here: `poll_seconds` per pass over all requests together, none
 with an open breaker.
 """
@@ -9,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from kvserver.adapters.common.dispatcher import Dispatcher
+from kvserver.adapters.common.fills import AwaitedFills
 from kvserver.adapters.common.settings import CommonSettings
 
-from kvserver.protocol import HelloReply, Lookup, LookupReply, Reply
+from kvserver.protocol import HelloReply, Lookup, LookupReply, LookupTail, Reply
 
 MOST_IN_FLIGHT = 512  # fewer than the answers that a channel and a daemon queue for a peer that does not read
 
@@ -25,6 +28,7 @@ class Answer:
     hit_chunks: int  # from the first on
     at: float
     full_chunks: int = 0  # that full attention alone would find
+    tail_blocks: int = 0  # behind these chunks
     timed_out: bool = False  # the daemon did not answer in time: a miss
 
 
@@ -36,6 +40,9 @@ class Question:
     deadline: float = 0.0  # of the answer; 0 = not set: it is set when the lookup is sent or when the engine needs it, whichever is first
 
 
+TailOf = Callable[[int], LookupTail]  # the single blocks behind so many chunks
+
+
 class Lookups:
     def __init__(self, dispatcher: Dispatcher, settings: CommonSettings, counters: Counter[str]) -> None:
         self._dispatcher = dispatcher
@@ -43,9 +50,10 @@ class Lookups:
         self._timeout_seconds = settings.lookup_timeout_ms / 1000
         self._poll_seconds = self._poll_left = settings.lookup_poll_ms / 1000
         self._age_seconds = self._longest_age = settings.lookup_age_ms / 1000
-        self._waiting: dict[Question, Lookup] = {}  # for a place in the queue, the oldest first
+        self._waiting: dict[Question, tuple[Lookup, TailOf]] = {}  # for a place in the queue, the oldest first
         self._in_flight: dict[Question, int] = {}  # the messages' numbers
         self._full = False  # the queue had no place; an answer may have freed one
+        self._fills: AwaitedFills[Question] = AwaitedFills(dispatcher, settings.fill_timeout_ms, counters, self._answer)
         dispatcher.on_session.append(self._begin_session)
 
     def _begin_session(self, hello: HelloReply | None) -> None:
@@ -54,6 +62,7 @@ class Lookups:
         self._longest_age = min(self._age_seconds, lease / 2) if lease > 0 else self._age_seconds
         self._in_flight.clear()
         self._waiting.clear()
+        self._fills.clear()
 
     def next_pass(self) -> None:
         """A scheduler pass ends. Lookups that wait are sent, the oldest first."""
@@ -61,9 +70,14 @@ class Lookups:
         self._full = False
         self._send_waiting()
 
+    @property
+    def fills(self) -> int:
+        """Requests that wait for the daemon to read from its storage: the engine may wait a little where it has no other work."""
+        return len(self._fills)
+
     def must_send(self, question: Question) -> bool:
         """Whether a lookup is to be sent: none is under way, and the answer is old or void. With an open breaker it is a miss."""
-        if question in self._waiting or question in self._in_flight:
+        if question in self._waiting or question in self._in_flight or question in self._fills:
             return False
         now = time.monotonic()
         if question.answer is not None and now - question.answer.at <= self._longest_age:
@@ -73,11 +87,11 @@ class Lookups:
             return False
         return True
 
-    def send(self, question: Question, message: Lookup) -> None:
+    def send(self, question: Question, message: Lookup, tail_of: TailOf) -> None:
         """Send a lookup, as soon as the queue has a place. REQUIRES: `message` is of the session in use, and none is under way."""
         question.answer = None
         question.deadline = 0.0
-        self._waiting[question] = message
+        self._waiting[question] = message, tail_of
         if self._full:
             self._dispatcher.receive()
         self._send_waiting()
@@ -92,7 +106,8 @@ class Lookups:
             return False  # also where the question was dropped with its session
         number = None
         if len(self._in_flight) < MOST_IN_FLIGHT:
-            number = self._dispatcher.send(self._waiting[question], partial(self._answered, question))
+            message, tail_of = self._waiting[question]
+            number = self._dispatcher.send(message, partial(self._answered, question, message, tail_of))
         if number is None:
             self._full = True
             return False
@@ -102,15 +117,36 @@ class Lookups:
         question.deadline = question.deadline or time.monotonic() + self._timeout_seconds
         return True
 
-    def _answered(self, question: Question, reply: Reply) -> None:
+    def _answered(self, question: Question, message: Lookup, tail_of: TailOf, reply: Reply) -> None:
         del self._in_flight[question]
         self._full = False
         found = reply if isinstance(reply, LookupReply) else LookupReply(0)
-        question.answer = Answer(found.hit_chunks, time.monotonic(), found.full_chunks)
-        self._counters["lookup_hits"] += question.answer.hit_chunks != 0
+        if self._fills.begin(question, message, found):
+            return
+        number = None
+        if found.wants_tail:
+            number = self._dispatcher.send(tail_of(found.hit_chunks), partial(self._tail_answered, question, found))
+        if number is not None:
+            self._in_flight[question] = number
+        else:
+            self._answer(question, found)
+
+    def _tail_answered(self, question: Question, before: LookupReply, reply: Reply) -> None:
+        """What was found before is found all the same, if this is an error."""
+        del self._in_flight[question]
+        self._full = False
+        self._answer(question, reply if isinstance(reply, LookupReply) else before)
+
+    def _answer(self, question: Question, found: LookupReply) -> None:
+        question.answer = Answer(found.hit_chunks, time.monotonic(), found.full_chunks, found.tail_blocks)
+        self._counters["lookup_hits"] += found.hit_chunks != 0 or found.tail_blocks != 0
 
     def answer_to(self, question: Question) -> Answer | None:
         """The answer; waits for it within what is left of this pass's time. REQUIRES: no lookup must be sent."""
+        if question in self._fills:
+            self._dispatcher.receive()
+            self._fills.end_if_late(question)
+            return question.answer
         if question.answer is not None:
             return question.answer
         question.deadline = question.deadline or time.monotonic() + self._timeout_seconds
@@ -118,7 +154,9 @@ class Lookups:
         while replied:
             self._dispatcher.receive()
             self._try_send(question)  # the places that answers free are for the request that is scheduled now
-            replied = question.answer is None and self._wait()
+            replied = question.answer is None and question not in self._fills and self._wait()
+        if question in self._fills:  # which has a limit of its own
+            return None
         if question.answer is None and (self._dispatcher.usable() is None or time.monotonic() > question.deadline):
             self._give_up(question)
         return question.answer
@@ -145,3 +183,4 @@ class Lookups:
         self._waiting.pop(question, None)
         if (number := self._in_flight.pop(question, None)) is not None:
             self._dispatcher.forget(number)
+        self._fills.drop(question)

@@ -45,6 +45,14 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="How old the answer to a lookup may be when the engine admits the request. The lookup is sent again if the answer is older than this, or than half the daemon's lease.",
         ),
     ] = 1_000.0
+    fill_timeout_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=10_000,
+            description="How long a request may wait until the daemon has read from its storage (L2) what its lookup missed; other requests run meanwhile. 0: never.",
+        ),
+    ] = 2_000.0
     load_timeout_ms: Annotated[
         float, Meta(gt=0, description="After this time a load is cancelled, and the engine computes the tokens.")
     ] = 10_000.0

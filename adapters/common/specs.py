@@ -44,8 +44,9 @@ class StoreSpec(CopySpec):
     kind = "store"
     contents: ChunkContents | None = None  # sent by rank 0
     group: int = 0
-    first_chunk: int = 0  # of the request, which the first key names
+    first_chunk: int = 0  # of the request, or which single block of it, which the first key names
     dropped: bytes = b""  # keys of the group's objects that no kept boundary needs after this store
+    after: bytes | None = None  # of single blocks: key of the chunk before them
 
 
 def ids_of(spec: CopySpec) -> list[int]:

@@ -22,6 +22,8 @@ COUNTERS = {
     "lookups": "Lookups sent to kvserver.",
     "lookup_hits": "Lookups that found at least one chunk.",
     "lookup_timeouts": "Lookups that were not answered in time.",
+    "fills": "Requests that waited until kvserver had read from its storage what their lookup missed.",
+    "late_fills": "Fills that kvserver did not answer in time.",
     "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only, since its weights may have changed.",
     "replaced_lora_requests": "Times that a request was kept from the cache, since the files of its LoRA were replaced.",
     "load_bytes": "Bytes loaded from kvserver, by all ranks.",

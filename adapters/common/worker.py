@@ -161,7 +161,7 @@ class WorkerHalf:
         contents = spec.contents if self._rank.number == 0 else None
         return Store(
             **fields, request_id=named, contents=contents,
-            group=spec.group, dropped=spec.dropped, first_chunk=spec.first_chunk,
+            group=spec.group, dropped=spec.dropped, first_chunk=spec.first_chunk, after=spec.after,
         )  # fmt: skip
 
     # ---- copies end ---------------------------------------------------------------------------

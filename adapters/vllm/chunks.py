@@ -1,4 +1,4 @@
-"""Chunks as the scheduler half counts and names them.
+"""Chunks as the scheduler half counts and names them, and the single blocks behind the last chunk: the tail.
 
 Owns: their size, as the daemon of this session sets it, and where their objects lie in block tables. Refuses to know: lookups
 and stores.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvserver.adapters.common.steps import NULL_BLOCK
 
-from kvserver.protocol import KEY_BYTES, ObjectGroup, chunk_tokens_for
+from kvserver.protocol import KEY_BYTES, ObjectGroup, chunk_tokens_for, has_tails
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -41,10 +41,11 @@ class Chunks:
         self.tokens = self.block_tokens
         self.resize(0)
 
-    def resize(self, chunk_tokens: int) -> None:
-        """As the daemon of this session sets it."""
+    def resize(self, chunk_tokens: int, tails: bool = False) -> None:
+        """As the daemon of this session sets it. `tails`: it serves single blocks too, of the models that have tails."""
         self.tokens = chunk_tokens_for(chunk_tokens, self.groups) if self.groups else 1
         self.object_blocks = [group.object_blocks(self.tokens) for group in self.groups]
+        self.tails = tails and has_tails(self.groups, self.tokens)
 
     @property
     def blocks(self) -> int:
@@ -62,9 +63,30 @@ class Chunks:
         tokens = request.num_tokens if self.only_full else request.num_tokens - 1
         return min(self.hashed(request), int(tokens) // self.tokens)
 
+    def tail(self, request: Request, chunks: int, tokens: int) -> range:
+        """The whole blocks in the first `tokens` tokens of the request that lie behind so many chunks, but of one chunk at most.
+
+        In numbers of blocks; empty without tails.
+        """
+        if not self.tails:
+            return range(0)
+        hashed = len(request.block_hashes) * self.hash_block_tokens
+        first = chunks * self.blocks
+        return range(first, max(first, min(first + self.blocks, min(tokens, hashed) // self.block_tokens)))
+
+    def found_tokens(self, chunks: int, tail_blocks: int) -> int:
+        return chunks * self.tokens + tail_blocks * self.block_tokens
+
     def keys(self, request: Request, chunks: Sequence[int]) -> bytes:
         """Keys of these chunks: the engine's hash of each chunk's last block. IndexError if one is not hashed."""
-        step, hashes = self.tokens // self.hash_block_tokens, request.block_hashes
+        return self._keys(request, chunks, self.tokens)
+
+    def block_keys(self, request: Request, blocks: Sequence[int]) -> bytes:
+        """Keys of single blocks, as keys(). REQUIRES: `tails`."""
+        return self._keys(request, blocks, self.block_tokens)
+
+    def _keys(self, request: Request, chunks: Sequence[int], chunk_tokens: int) -> bytes:
+        step, hashes = chunk_tokens // self.hash_block_tokens, request.block_hashes
         if isinstance(chunks, range) and chunks.step == 1:  # of a long prompt: no step for each chunk
             named = hashes[(chunks.start + 1) * step - 1 : chunks.stop * step : step]
             if len(named) != len(chunks):
@@ -130,6 +152,15 @@ class Chunks:
                 f"block {first} of group {group}, whose objects end at block {end} and have {self.object_blocks[group]}"
             )
         return chunks, first - begin, self._by_position(group, tables, first, end)
+
+    def tail_to_load(self, group: int, tables: Tables, first: int, tokens: int) -> tuple[range, list[int]]:
+        """The single blocks from number `first` on that a load up to `tokens` reads, and the blocks that it writes."""
+        blocks = range(first, -(-tokens // self.block_tokens))
+        return blocks, self.tail_ids(group, tables, blocks)
+
+    def tail_ids(self, group: int, tables: Tables, blocks: range) -> list[int]:
+        """The block ids of single blocks, as a copy names them."""
+        return self._by_position(group, tables, blocks.start, blocks.stop) if blocks else []
 
     def _positions(self, group: int, chunk: int) -> tuple[int, int]:
         """The positions [first, end) of a chunk's object in the group's tables."""

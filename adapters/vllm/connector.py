@@ -326,19 +326,16 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(report, StepReport):
             scheduler.worker_report(report)
 
-    @fenced((False, None), "scheduler")
-    def request_finished(
-        self, scheduler: SchedulerHalf, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        scheduler.request_finished(request)
-        return False, None
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
 
+    @fenced((False, None), "scheduler")
     def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
+        self, scheduler: SchedulerHalf, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """`block_ids` are those of no group for a model without KV cache."""
-        finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
-        return finished
+        scheduler.request_finished(request, block_ids)
+        return False, None
 
     @fenced(False)
     def has_pending_push_work(self) -> bool:

@@ -24,7 +24,7 @@ from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.support import blocks_come_first
 
-from kvserver.protocol import HelloReply, RegisterWorker, block_bytes, chunk_tokens_for, planes_of
+from kvserver.protocol import HelloReply, RegisterWorker, block_bytes, chunk_tokens_for, has_tails, planes_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,12 +60,11 @@ class RankRegistration:
         block_dimension = 0 if blocks_come_first() else None
         caches = share(self._kv_caches, config.num_blocks, block_dimension, groups, make_exporter)
         grouped = object_groups(self._config, config)
-        rank = Rank(
-            parallel.rank,
-            [PositionSize(len(g.members), block_bytes(planes_of(caches.planes, g.members))) for g in grouped],
-        )
+        positions = [PositionSize(len(g.members), block_bytes(planes_of(caches.planes, g.members))) for g in grouped]
+        rank = Rank(parallel.rank, [*positions, *positions])  # of chunks, and of single blocks
 
         def message(hello: HelloReply, attachment: int) -> RegisterWorker:
+            chunk_tokens = chunk_tokens_for(hello.chunk_tokens, grouped)
             return RegisterWorker(
                 **asdict(names_of(self._config)),
                 rank=rank.number,
@@ -76,12 +75,13 @@ class RankRegistration:
                 planes=caches.planes,
                 num_blocks=config.num_blocks,
                 block_tokens=grouped[0].block_tokens,
-                chunk_blocks=chunk_tokens_for(hello.chunk_tokens, grouped) // grouped[0].block_tokens,
+                chunk_blocks=chunk_tokens // grouped[0].block_tokens,
                 groups=grouped,
                 layout=f"{caches.layout} {backends}",
                 counted=self._whole_identity.fields(),
                 private=self._whole_identity.private,
                 has_computed=self._has_computed(),
+                tails=hello.tails and has_tails(grouped, chunk_tokens),
             )
 
         margin = GPU_MARGIN_SECONDS if self.on_gpu else 0.0

@@ -30,11 +30,19 @@ class RequestState(Question):
     admitted: bool = False  # vLLM has placed it
     give_up: bool = False  # a load failed: compute the rest
     stored_chunks: int = 0  # chunks before this one were stored or found
+    stored_blocks: int = 0  # single blocks before this one were
+    has_prompt_tail: bool = False  # the blocks behind the last chunk of the prompt were
+    computed: int = 0  # tokens whose KV its blocks have after the steps planned so far; 0 while it is not scheduled
     boundaries: Boundaries | None = None  # None: not known yet in this session
     engine_boundary: int = 0  # tokens at which the engine itself wants the state; 0: none
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
     not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
+
+    def store_again(self) -> None:
+        """Nothing of it is stored."""
+        self.stored_chunks = self.stored_blocks = self.computed = 0
+        self.has_prompt_tail = False
 
 
 class Requests(dict[str, RequestState]):

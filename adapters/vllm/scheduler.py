@@ -30,7 +30,7 @@ from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.speed import PrefillSpeed
 from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.chunks import Chunks, Tables
+from kvserver.adapters.vllm.chunks import Chunks, Offer, Tables
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
@@ -41,7 +41,7 @@ from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
 
 from kvserver._native import pack_blocks
-from kvserver.protocol import MAX_CHUNKS, HelloReply, Lookup
+from kvserver.protocol import MAX_CHUNKS, HelloReply, Lookup, LookupTail
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvserver")
 
 _STORE_TOKENS = 1 << 16  # in one message, which with their contents has less than 1 MiB
+_IDLE_WAIT_SECONDS = 0.001  # of a pass that schedules nothing, while requests wait for fills
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
 _MOST_KEPT = 16  # stores alone keep a sixteenth of the pool's blocks at most, once the engine may need blocks
 _LONGEST_TRACEPARENT = 512  # as the protocol has it
@@ -137,12 +138,29 @@ class SchedulerHalf:
         state = RequestState(request=request, variant=variant)
         self._requests[request.request_id] = state
         usable = self._dispatcher.usable() is not None
-        if usable and self._chunks.useful(request) and not request.skip_reading_prefix_cache:
-            self._lookups.send(state, self._lookup_of(state))
+        if usable and self._is_useful(request) and not request.skip_reading_prefix_cache:
+            self._look_up(state)
+
+    def _is_useful(self, request: Request) -> bool:
+        """Whether there is something to look up."""
+        return self._chunks.useful(request) > 0 or bool(self._chunks.tail(request, 0, request.num_tokens))
+
+    def _look_up(self, state: RequestState) -> None:
+        self._lookups.send(state, self._lookup_of(state), lambda chunks: self._tail_of(state, chunks))
+
+    def _tail_of(self, state: RequestState, chunks: int) -> LookupTail:
+        blocks = self._chunks.tail(state.request, chunks, state.request.num_tokens)
+        return LookupTail(
+            self._facts.names.instance_id,
+            self._facts.names.incarnation,
+            state.request.request_id,
+            self._chunks.block_keys(state.request, blocks),
+        )
 
     def _lookup_of(self, state: RequestState) -> Lookup:
         request = state.request
         chunks = min(self._chunks.useful(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
+        tail = self._chunks.tail(request, chunks, request.num_tokens)
         return Lookup(
             instance_id=self._facts.names.instance_id,
             incarnation=self._facts.names.incarnation,
@@ -152,6 +170,7 @@ class SchedulerHalf:
             variant=state.variant,
             tokens=request.num_tokens,
             traceparent=traceparent(request),
+            tail_keys=self._chunks.block_keys(request, tail) if tail else b"",
         )
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -166,7 +185,7 @@ class SchedulerHalf:
         return tokens, asynchronously
 
     def _matched(self, state: RequestState | None, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        if state is None or state.give_up or not self._serves or not self._chunks.useful(request):
+        if state is None or state.give_up or not self._serves or not self._is_useful(request):
             return 0, False
         if request.skip_reading_prefix_cache:  # every token must be computed; vLLM before 0.31 queries all the same
             return 0, False
@@ -175,13 +194,14 @@ class SchedulerHalf:
             state.answer = None
         if self._lookups.must_send(state):
             state.boundaries = None
-            self._lookups.send(state, self._lookup_of(state))
+            self._look_up(state)
         if (answer := self._lookups.answer_to(state)) is None:
             return None, False
-        tokens = min(answer.hit_chunks * self._chunks.tokens, request.num_tokens - 1) - local_tokens
+        found = self._chunks.found_tokens(answer.hit_chunks, answer.tail_blocks)
+        tokens = min(found, request.num_tokens - 1) - local_tokens
         state.not_loaded = "lookup_timeout" if answer.timed_out else ""
-        if tokens <= 0:
-            return 0, False
+        if tokens <= 0 or (local_tokens and tokens < self._chunks.block_tokens):
+            return 0, False  # the engine lacks a part of a block at most, which it computes sooner than it loads it
         if self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
             state.not_loaded = "whole_prompts_only"
         elif not self._is_current(state):
@@ -199,6 +219,7 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is not None:
             state.admitted = True
+            state.computed = 0  # its blocks are others now, and a load may still have to fill them
         if external_tokens <= 0:
             return
         loads: list[LoadSpec] = []
@@ -207,7 +228,10 @@ class SchedulerHalf:
                 raise LookupError("a load for a request that was never seen")
             loads = self._loads_of(state, tables, external_tokens)
             state.loads = loads
-            state.stored_chunks = max(state.stored_chunks, state.answer.hit_chunks if state.answer else 0)
+            if (answer := state.answer) is not None:
+                state.stored_chunks = max(state.stored_chunks, answer.hit_chunks)
+                found = self._chunks.found_tokens(answer.hit_chunks, answer.tail_blocks) if self._chunks.tails else 0
+                state.stored_blocks = max(state.stored_blocks, found // self._chunks.block_tokens)
         except Exception as error:
             self._faults.count("planning of a load", error)
         if not loads:
@@ -217,28 +241,43 @@ class SchedulerHalf:
         self._plan.loads.extend(loads)
 
     def _loads_of(self, state: RequestState, tables: Tables, external_tokens: int) -> list[LoadSpec]:
-        """The copies of a load, one for each object group that vLLM has allocated blocks of."""
-        loads = []
-        for group, object_blocks in enumerate(self._chunks.object_blocks):
-            end = state.local_tokens + external_tokens
-            chunks, skip, blocks = self._chunks.to_load(group, tables, state.local_tokens, end)
-            if blocks:
-                loads.append(
-                    LoadSpec(
-                        copy_id=next(self._ids),
-                        request_id=state.request.request_id,
-                        variant=state.variant,
-                        chunk_blocks=object_blocks,
-                        keys=self._chunks.keys(state.request, chunks),
-                        block_ids=pack_blocks(blocks),
-                        skip_blocks=skip,
-                        group=group,
-                        tokens=external_tokens,
-                    )
+        """The copies of a load, one for each object group that vLLM has allocated blocks of: of its chunks, and of single blocks."""
+        request, local, end = state.request, state.local_tokens, state.local_tokens + external_tokens
+        loads: list[LoadSpec] = []
+
+        def add(group: int, object_blocks: int, keys: bytes, blocks: list[int], skip: int) -> None:
+            loads.append(
+                LoadSpec(
+                    copy_id=next(self._ids),
+                    request_id=request.request_id,
+                    variant=state.variant,
+                    chunk_blocks=object_blocks,
+                    keys=keys,
+                    block_ids=pack_blocks(blocks),
+                    skip_blocks=skip,
+                    group=group,
+                    tokens=external_tokens,
                 )
+            )
+
+        hit_chunks = state.answer.hit_chunks if state.answer is not None else 0
+        of_chunks = min(end, hit_chunks * self._chunks.tokens) if self._chunks.tails else end
+        for group, object_blocks in enumerate(self._chunks.object_blocks):
+            chunks, skip, blocks = self._chunks.to_load(group, tables, local, of_chunks)
+            if blocks:
+                add(group, object_blocks, self._chunks.keys(request, chunks), blocks, skip)
+        if end > of_chunks:
+            first = max(local, of_chunks) // self._chunks.block_tokens
+            for group in range(len(self._chunks.groups)):
+                tail, blocks = self._chunks.tail_to_load(group, tables, first, end)
+                add(self._tail_group(group), 1, self._chunks.block_keys(request, tail), blocks, 0)
         for load in loads:
             load.copies = len(loads)
         return loads
+
+    def _tail_group(self, group: int) -> int:
+        """The number of the group's single blocks."""
+        return len(self._chunks.groups) + group
 
     # ---- stores -------------------------------------------------------------------------------
 
@@ -247,14 +286,12 @@ class SchedulerHalf:
         self._guarded("resets", self._follow_resets)
         self._guarded("answers", self._dispatcher.receive)
         self._lookups.next_pass()
-        may_store = (
-            self._serves
-            and self._dispatcher.usable() is not None
-            and self._pool.clears >= self._clears_awaited
-            and not self._stale_hashes
-        )
+        if self._lookups.fills and not output.total_num_scheduled_tokens:
+            self._guarded("a wait for fills", self._dispatcher.wait, _IDLE_WAIT_SECONDS)
+        may_store = self._may_store()
         prompt_tokens = 0
         for state, before, computed in self._requests.scheduled(output):
+            state.computed = computed
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
             if may_store and not state.lost:
                 self._guarded("stores of a request", self._plan_stores, state, output, computed)
@@ -264,6 +301,14 @@ class SchedulerHalf:
         self._guarded("introduction", self._introduction.send)
         self._guarded("question for events", self._announcer.request_events)
         self._guarded("prefill speed", self._speed.planned, prompt_tokens)
+
+    def _may_store(self) -> bool:
+        return (
+            self._serves
+            and self._dispatcher.usable() is not None
+            and self._pool.clears >= self._clears_awaited
+            and not self._stale_hashes
+        )
 
     def step_ended(self) -> None:
         """vLLM has taken the outputs of the oldest step that was planned."""
@@ -282,16 +327,41 @@ class SchedulerHalf:
         return plan
 
     def _plan_stores(self, state: RequestState, output: SchedulerOutput, computed: int) -> None:
-        """Store the chunks that this step completes."""
-        first, end = state.stored_chunks, self._completed(state.request, computed)
-        if first >= end:  # as in most steps; the tables of a long request cost more than all else here
-            return
+        """Store the chunks that this step completes, and the blocks behind them where the prompt ends."""
+        confirmed = self._confirmed(state.request, computed)
+        # Not by what is confirmed: the last, partial block of the prompt has no hash.
+        prompt_ends = self._chunks.tails and not state.has_prompt_tail and computed >= state.request.num_prompt_tokens
+        if state.stored_chunks >= confirmed // self._chunks.tokens and not prompt_ends:
+            return  # as in most steps; the tables of a long request cost more than all else here
         tables = tables_of(state, output)
-        end = min(end, min(self._chunks.tokens_of(tables)) // self._chunks.tokens)
-        if first >= end or not self._is_current(state):
+        confirmed = min(confirmed, *self._chunks.tokens_of(tables))
+        if not self._is_current(state):
+            return
+        self._store_chunks(state, tables, offers_of(state, output), confirmed // self._chunks.tokens)
+        if prompt_ends:
+            self._store_tail(state, tables, confirmed)
+            state.has_prompt_tail = True
+
+    def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
+        """Store what a request that ends has beyond its last store: the next turn of a chat begins with it.
+
+        The KV of its last token may not be computed.
+        """
+        request = state.request
+        if not self._chunks.tails or state.lost or not state.computed or not self._may_store():
+            return
+        confirmed = self._confirmed(request, min(state.computed, request.num_tokens - 1 - self._facts.holds_back_tail))
+        confirmed = min(confirmed, *self._chunks.tokens_of(tables))
+        if confirmed // self._chunks.block_tokens > state.stored_blocks and self._is_current(state):
+            self._store_chunks(state, tables, (), confirmed // self._chunks.tokens)
+            self._store_tail(state, tables, confirmed)
+
+    def _store_chunks(self, state: RequestState, tables: Tables, offers: Sequence[Offer], end: int) -> None:
+        first = state.stored_chunks
+        if first >= end:
             return
         boundaries = self._boundaries_of(state)
-        tables = self._chunks.offered(tables, offers_of(state, output))
+        tables = self._chunks.offered(tables, offers)
         for number, group in enumerate(self._chunks.groups):
             wanted = boundaries.wanted(group, first, end, self._chunks.tokens)
             whole = [chunk for chunk in wanted if self._chunks.whole(number, tables, chunk)]
@@ -299,9 +369,33 @@ class SchedulerHalf:
             most = max(1, min(MAX_CHUNKS, _STORE_TOKENS // self._chunks.tokens))
             dropped = boundaries.superseded(group, end, self._chunks.tokens)
             for chunks in runs(whole, most):
-                self._add_store(state, number, chunks, tables, dropped)
+                self._add_chunks(state, number, chunks, tables, dropped)
         boundaries.passed(end)
         state.stored_chunks = end
+        state.stored_blocks = max(state.stored_blocks, end * self._chunks.blocks)
+
+    def _store_tail(self, state: RequestState, tables: Tables, tokens: int) -> None:
+        """The single blocks behind the last chunk, but for those that are stored."""
+        request, chunks = state.request, tokens // self._chunks.tokens
+        tail = self._chunks.tail(request, chunks, tokens)
+        tail = range(max(tail.start, state.stored_blocks), tail.stop)
+        if not tail:
+            return
+        for group in range(len(self._chunks.groups)):
+            block_ids = self._chunks.tail_ids(group, tables, tail)
+            store = StoreSpec(
+                copy_id=next(self._ids),
+                request_id=request.request_id,
+                variant=state.variant,
+                chunk_blocks=1,
+                keys=self._chunks.block_keys(request, tail),
+                block_ids=pack_blocks(block_ids),
+                group=self._tail_group(group),
+                first_chunk=tail.start,
+                after=self._chunks.keys(request, range(chunks - 1, chunks)) if chunks else None,
+            )
+            self._add_store(store, block_ids)
+        state.stored_blocks = tail.stop
 
     def _want_state(self, state: RequestState, computed: int) -> None:
         """Have vLLM end a step at the next kept boundary, or before it at its own one, and offer the state.
@@ -328,15 +422,15 @@ class SchedulerHalf:
             )
         return state.boundaries
 
-    def _completed(self, request: Request, computed: int) -> int:
-        """How many chunks are complete. Hashes exist for confirmed tokens only, so rejected drafts never count."""
+    def _confirmed(self, request: Request, computed: int) -> int:
+        """How many tokens' KV is final. Hashes exist for confirmed tokens only, so rejected drafts never count."""
         hashed = len(request.block_hashes) * self._chunks.hash_block_tokens
         tokens = min(computed, hashed)
         if self._facts.holds_back_tail and tokens >= request.num_tokens:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
-        return tokens // self._chunks.tokens
+        return tokens
 
-    def _add_store(
+    def _add_chunks(
         self, state: RequestState, group: int, chunks: range, tables: Tables, dropped: Sequence[int]
     ) -> None:
         block_ids = self._chunks.blocks_of(group, tables, chunks)
@@ -353,7 +447,10 @@ class SchedulerHalf:
             first_chunk=chunks.start,
             dropped=self._chunks.keys(state.request, dropped),
         )
-        # First pinned, then planned: no store may read blocks that are not pinned.
+        self._add_store(store, block_ids)
+
+    def _add_store(self, store: StoreSpec, block_ids: list[int]) -> None:
+        """First pinned, then planned: no store may read blocks that are not pinned."""
         self._stores.add(store.copy_id, block_ids)
         self._plan.stores.append(store)
 
@@ -379,7 +476,7 @@ class SchedulerHalf:
     @property
     def has_pending_work(self) -> bool:
         """Whether an idle engine should step on: a store's end is awaited, or records wait to be sent."""
-        return self._stores.awaited or (self.connected and self._notices.has_unsent_records)
+        return bool(self._plan.stores) or self._stores.awaited or (self.connected and self._notices.has_unsent_records)
 
     # ---- reports of workers -------------------------------------------------------------------
 
@@ -404,7 +501,7 @@ class SchedulerHalf:
         self._sources.load_failed(request_id)
         if (state := self._requests.get(request_id)) is not None:
             state.give_up = True
-            state.stored_chunks = 0
+            state.store_again()
 
     def _guarded(self, where: str, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         with self._faults.guarded(where):
@@ -412,11 +509,12 @@ class SchedulerHalf:
 
     # ---- end of requests, cache resets, shutdown ----------------------------------------------
 
-    def request_finished(self, request: Request) -> None:
+    def request_finished(self, request: Request, tables: Tables) -> None:
         """Also of requests that ran without cache: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._abort_loads(state)
+            self._guarded("stores of a request", self._plan_last_stores, state, tables)
         prompt = self._sources.ended(request)
         if state is not None:
             self._lookups.drop_question(state)
@@ -470,7 +568,7 @@ class SchedulerHalf:
             self._lookups.drop_question(state)
             state.variant = self._variants.of(state.request) or state.variant  # if None it is no longer current
             state.answer = None
-            state.stored_chunks = 0
+            state.store_again()
             state.boundaries = None
         self._serves = serves
 
@@ -492,12 +590,12 @@ class SchedulerHalf:
 
     def _begin_session(self, hello: HelloReply | None) -> None:
         """Lookups and their answers are void."""
-        self._chunks.resize(hello.chunk_tokens if hello is not None else 0)
+        self._chunks.resize(hello.chunk_tokens if hello is not None else 0, hello is not None and hello.tails)
         self._sends_contents = hello is not None and (hello.kv_events or self._facts.publishes)
         self._boundary_interval = hello.boundary_interval if hello is not None else 0
         for state in self._requests.values():
             state.answer = None
-            state.stored_chunks = 0
+            state.store_again()
             state.boundaries = None
 
     def _is_current(self, state: RequestState) -> bool:

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvserver {
@@ -18,19 +19,46 @@ struct Completion {
     std::string what;  // why it failed; empty otherwise
 };
 
-// A mailbox with an eventfd that is readable while the mailbox is not empty.
-class CompletionQueue {
+// An eventfd: readable from notify() to the next reset().
+class EventFd {
   public:
-    CompletionQueue();
-    ~CompletionQueue();
+    EventFd();
+    ~EventFd();
+    EventFd(const EventFd&) = delete;
+    EventFd& operator=(const EventFd&) = delete;
     int fd() const { return fd_; }
-    void push(Completion completion);
-    std::vector<Completion> drain();
+    void notify();
+    void reset();
 
   private:
     int fd_;
-    std::mutex mutex_;
-    std::vector<Completion> items_;
 };
+
+// A mailbox with an eventfd that is readable while the mailbox is not empty.
+template <typename End>
+class EndQueue {
+  public:
+    int fd() const { return event_.fd(); }
+    void push(End end) {
+        {
+            std::lock_guard lock(mutex_);
+            items_.push_back(std::move(end));
+        }
+        event_.notify();
+    }
+    std::vector<End> drain() {
+        event_.reset();
+        std::lock_guard lock(mutex_);
+        return std::exchange(items_, {});
+    }
+    void notify() { event_.notify(); }  // without an item
+
+  private:
+    EventFd event_;
+    std::mutex mutex_;
+    std::vector<End> items_;
+};
+
+using CompletionQueue = EndQueue<Completion>;
 
 }  // namespace kvserver

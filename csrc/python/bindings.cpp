@@ -22,17 +22,18 @@ using namespace kvserver;
 void bind_gpu(nb::module_& m);  // bindings_gpu.cpp
 void bind_cache(nb::module_& m);
 void bind_kv(nb::module_& m);         // bindings_kv.cpp
+void bind_l2(nb::module_& m);         // bindings_l2.cpp
 void bind_lifetimes(nb::module_& m);  // bindings_lifetimes.cpp
 
-namespace {
-
-std::vector<Extent> to_extents(const nb::bytes& raw) {
+std::vector<Extent> kvserver::to_extents(const nb::bytes& raw) {
     if (raw.size() % sizeof(Extent) != 0)
         throw std::invalid_argument("extents: not whole pairs of u32");
     std::vector<Extent> extents(raw.size() / sizeof(Extent));
     std::memcpy(extents.data(), raw.c_str(), raw.size());
     return extents;
 }
+
+namespace {
 
 std::shared_ptr<BlockIds> make_ids(std::shared_ptr<PlaneTable> planes, Direction direction,
                                    const nb::bytes& packed, uint64_t least, uint64_t most,
@@ -235,5 +236,6 @@ NB_MODULE(_native, m) {
     bind_gpu(m);
     bind_cache(m);
     bind_kv(m);
+    bind_l2(m);
     bind_lifetimes(m);
 }

@@ -32,6 +32,9 @@ std::shared_ptr<T> make_without_gil(Arguments... arguments) {
     return {new T(std::move(arguments)...), DeleteWithoutGil<T>()};
 }
 
+// A slot of Python: pairs of u32. Throws std::invalid_argument if it is not whole pairs.
+std::vector<Extent> to_extents(const nanobind::bytes& raw);
+
 // What a copy's arguments in Python are; the word is left out.
 std::shared_ptr<CopyJob> make_job(const BlockIds& blocks, const nanobind::bytes& extents,
                                   uint32_t pages_per_slot, uint32_t blocks_per_slot, uint32_t skip,

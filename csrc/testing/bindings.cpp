@@ -11,6 +11,7 @@
 
 #include "testing/fake_device.h"
 #include "testing/fake_gpu.h"
+#include "testing/faulty_file.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -72,4 +73,28 @@ NB_MODULE(kvserver_testing, m) {
         .def_prop_ro("open_memories", &FakeGpu::open_memories)
         .def_prop_ro("allocated_bytes", &FakeGpu::allocated_bytes)
         .def_prop_ro("registered_bytes", &FakeGpu::pinned_bytes);
+    nb::class_<Faults>(m, "Faults")
+        .def_prop_rw(
+            "error", [](const Faults& of) { return of.error.load(); },
+            [](Faults& of, int value) { of.error = value; })
+        .def_prop_rw(
+            "most_bytes", [](const Faults& of) { return of.most_bytes.load(); },
+            [](Faults& of, size_t value) { of.most_bytes = value; })
+        .def_prop_rw(
+            "flip_every", [](const Faults& of) { return of.flip_every.load(); },
+            [](Faults& of, size_t value) { of.flip_every = value; })
+        .def_prop_rw(
+            "delay_micros", [](const Faults& of) { return of.delay_micros.load(); },
+            [](Faults& of, unsigned value) { of.delay_micros = value; })
+        .def_prop_ro("calls", [](const Faults& of) { return of.calls.load(); });
+    nb::class_<FaultyFile, FileCalls>(m, "FaultyFile")
+        .def(nb::new_([] { return std::make_shared<FaultyFile>(); }))
+        .def("hang", &FaultyFile::hang, "on"_a, Released())
+        .def_prop_ro("hanging", &FaultyFile::hanging)
+        .def_prop_ro(
+            "reads", [](FaultyFile& file) { return &file.reads; },
+            nb::rv_policy::reference_internal)
+        .def_prop_ro(
+            "writes", [](FaultyFile& file) { return &file.writes; },
+            nb::rv_policy::reference_internal);
 }

@@ -5,8 +5,9 @@ from kvserver.cache.chunk import Chunk
 from kvserver.cache.eviction import POLICIES
 from kvserver.cache.groups import WHOLE_CHUNKS, GroupObjects, Groups, one_group
 from kvserver.cache.index import Index
-from kvserver.cache.misses import LookupOutcome, MissReason
+from kvserver.cache.misses import LookupOutcome, MissReason, counted_in_l2
 from kvserver.cache.namespace import (
+    SLOT_FORMAT,
     check_agreement,
     counted,
     epoch_of,
@@ -14,6 +15,7 @@ from kvserver.cache.namespace import (
     fingerprint_parts,
     private_reason,
     split_namespace,
+    tails_of,
     with_variant,
 )
 from kvserver.cache.pages import PagePool, page_bytes_for

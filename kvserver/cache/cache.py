@@ -8,6 +8,8 @@ Rules kept here:
 - Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are
   evicted first.
 - Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
+- The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is
+  a chunk. It leaves L1 before the chunk that it follows.
 - A chunk's objects of all groups age together and are evicted together, so no object strands those of another group.
 - Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never
   evicts the chunks that it stores or found: of a prompt that does not fit, the prefix that fits stays.
@@ -22,7 +24,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,6 +33,7 @@ from kvserver.cache.eviction import EvictionPolicy
 from kvserver.cache.groups import Groups
 from kvserver.cache.index import Index
 from kvserver.cache.misses import EvictedKeys, LookupOutcome, MissReason
+from kvserver.cache.namespace import tails_of
 from kvserver.cache.pages import PagePool, page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
@@ -38,6 +41,7 @@ Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 SLICE = 256  # chunks that one step() frees or unleases
 _EVICTION_STEPS = 3  # steps of one eviction, beside the step of looking at the chunk
 _MISSES_EXAMINED = 128  # missing chunks of one lookup whose reason is determined
+_FIRST_SLOT = range(1)
 _NAMESPACES_SEARCHED = 64  # for each of these chunks
 
 
@@ -59,14 +63,14 @@ class Lease:
 
 @dataclass(slots=True)
 class StorePlan:
-    """The objects that one rank's store copies. That of `chunks[i]` has the store's key number `positions[i]`.
+    """The objects that one rank's store copies, or that a fill reads. That of `chunks[i]` has the key number `positions[i]`.
 
     `prefix` is all chunks of the store in key order, skipped chunks included: they age together. `evicted` is the
     (namespace id, key) of each chunk that was evicted for this store. finish_store() adds to `ready`.
     """
 
     group: int
-    slot: int  # the number of the rank's slot in each chunk
+    slots: range  # the numbers of the slots of each chunk: one rank's of a store, all ranks' of a fill
     groups: Groups
     namespace_id: bytes = b""
     model_name: str = ""  # the model of the namespace if the namespace is new
@@ -83,6 +87,7 @@ class StorePlan:
     evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
     skipped: int = 0  # objects that were resident, or that another store fills
     no_space: int = 0  # objects that found no space in L1
+    after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it
 
 
 def _lease(namespace: Namespace, keys: bytes) -> tuple[list[Chunk], int, int]:
@@ -116,6 +121,7 @@ class Cache:
         self.policy = policy
         self.index = Index(policy.make_chunk)
         self.evicted_chunks = 0
+        self.evicted_tail_blocks = 0
         self.evicted_pages = 0
         self.cleared_chunks = 0
         self.pins = 0  # over all chunks; equals the pins of open plans and loads
@@ -156,6 +162,26 @@ class Cache:
         elsewhere = next(iter(missed)) is MissReason.OTHER_NAMESPACE
         other = self._namespace_with(missing_key) if elsewhere else b""
         return LookupOutcome(chunks, hits, tuple(missed.items()), missing_key, other, full_chunks=full_chunks)
+
+    def has_tails(self, namespace_id: bytes) -> bool:
+        return self.index.find_namespace(tails_of(namespace_id)) is not None
+
+    def lookup_tail(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> int:
+        """How many of these blocks, from the first on, can be loaded; `owner` leases them beside what its lookup() found.
+
+        REQUIRES: as lookup().
+        """
+        namespace = self.index.find_namespace(tails_of(namespace_id))
+        blocks, hits, _ = _lease(namespace, keys) if namespace is not None else ([], 0, 0)
+        if blocks:
+            instance_id, request_id = owner
+            leases = self._leases.setdefault(instance_id, OrderedDict())
+            if (lease := leases.get(request_id)) is not None:
+                lease.chunks += blocks
+            else:
+                leases[request_id] = Lease(deadline, blocks)
+                self.lease_count += 1
+        return hits
 
     def _why_missed(self, namespace_id: bytes, keys: bytes, first: int) -> Counter[MissReason]:
         """The chunks from key number `first` on, counted by miss reason; the reason of chunk `first` is the first item.
@@ -221,14 +247,16 @@ class Cache:
         slot_bytes: int,
         *,
         group: int = 0,
-        slot: int = 0,
+        slots: range = _FIRST_SLOT,
         places: range | None = None,
         steps: int = sys.maxsize,
         model_name: str = "",
+        after: tuple[bytes, bytes] | None = None,
     ) -> StorePlan:
-        """Allocate slots for the objects of `group` that this rank does not have yet, and pin their chunks.
+        """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
 
-        `slot` is the number of the rank's slot in each chunk, `places` where the keys are among those that all ranks store
+        `after`: of a tail, (namespace id, key) of the chunk before it. `slots` are the numbers of one rank's slot in each chunk,
+        or of all ranks' slots; `places` where the keys are among those that all ranks store
         together, if not from 0 on. Pair with finish_store().
 
         Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the
@@ -247,12 +275,12 @@ class Cache:
         places, room = places or range(count), max(1, self.pool.pages // (pages * groups.slots[group]))
         fitting = len(range(places.start, min(places.stop, room), places.step))
         plan = StorePlan(
-            group, slot, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
-            complete=False,
+            group, slots, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
+            complete=False, after=after,
         )  # fmt: skip
         plan.no_space = count - fitting
         plan.found = [chunk for chunk in self.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
-        self._pin_chunks(plan.found)
+        self.pin_chunks(plan.found)
         self.extend_plan(plan, steps)
         return plan
 
@@ -268,15 +296,15 @@ class Cache:
             if plan.steps <= 0:
                 return
             chunk = namespace.chunks.get(key)
-            if chunk is not None and chunk.has_slot(plan.slot):
+            if chunk is not None and any(map(chunk.has_slot, plan.slots)):
                 plan.steps -= 1
                 plan.prefix.append(chunk)
                 plan.skipped += 1
                 continue
             if chunk is not None:
                 chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
-            slot = self._allocate_slot(plan)
-            if slot is None:
+            slots = self._allocate_slots(plan)
+            if slots is None:
                 if chunk is not None:
                     chunk.pins -= 1
                     self._free_or_track(chunk)
@@ -287,8 +315,9 @@ class Cache:
             if chunk is None:
                 chunk = self.index.add_chunk(namespace, key)
                 chunk.pins += 1
-            chunk.set_slot(plan.slot, slot)
-            namespace.model.pages += plan.pages
+            for number, slot in zip(plan.slots, slots, strict=True):
+                chunk.set_slot(number, slot)
+            namespace.model.pages += plan.pages * len(plan.slots)
             self.pins += 1
             plan.steps -= 1
             plan.prefix.append(chunk)
@@ -296,29 +325,31 @@ class Cache:
             plan.positions.append(position)
         self._complete_plan(plan)
 
-    def finish_store(self, plan: StorePlan, copied: bool) -> int:
-        """Publish the plan's objects if `copied` (every byte of this rank was copied), else free their slots.
+    def finish_store(self, plan: StorePlan, copied: bool, failed: Collection[int] = ()) -> int:
+        """Publish the plan's objects if `copied` (every byte of the plan's slots was copied), else free their slots.
 
-        Returns the number of objects that became READY; `plan.ready` has their chunks. REQUIRES: complete, or not copied.
+        `failed`: the places in `plan.chunks` whose object was not copied although others were. Returns the number of objects
+        that became READY; `plan.ready` has their chunks. REQUIRES: complete, or not copied.
         """
         if not plan.complete:
             self._complete_plan(plan)
-        bit, mask = 1 << plan.slot, plan.groups.masks[plan.group]
-        for chunk in plan.chunks:
+        bits, mask = sum([1 << number for number in plan.slots]), plan.groups.masks[plan.group]
+        for place, chunk in enumerate(plan.chunks):
             chunk.pins -= 1
             self.pins -= 1
-            if copied and not chunk.detached:
-                chunk.done |= bit
+            if copied and not chunk.detached and place not in failed:
+                chunk.done |= bits
                 if chunk.done & mask == mask:
                     chunk.ready |= 1 << plan.group
                     plan.ready.append(chunk)
             else:
-                self.pool.free_pages(chunk.slot(plan.slot))
-                chunk.namespace.model.pages -= plan.pages
-                chunk.set_slot(plan.slot, b"")
+                for number in plan.slots:
+                    self.pool.free_pages(chunk.slot(number))
+                    chunk.set_slot(number, b"")
+                chunk.namespace.model.pages -= plan.pages * len(plan.slots)
                 if not chunk.detached and chunk.empty:
                     self.index.detach_chunk(chunk)
-        self._free_or_track(*reversed(plan.prefix))
+        self._free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
         return len(plan.ready)
 
     def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
@@ -356,7 +387,7 @@ class Cache:
         chunks = [chunk for chunk in found if chunk is not None and chunk.ready >> group & 1]
         if len(chunks) != len(found):
             raise KVServerError(ErrorCode.NOT_FOUND, f"{len(found) - len(chunks)} of {len(found)} chunks are not READY")
-        self._pin_chunks(chunks)
+        self.pin_chunks(chunks)
         return chunks
 
     def finish_load(self, chunks: list[Chunk], copied: bool) -> None:
@@ -366,6 +397,20 @@ class Cache:
             chunk.loaded |= copied
         self.pins -= len(chunks)
         self._free_or_track(*reversed(chunks))
+
+    def pin_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Keep the chunks' pages until unpin_chunks(): they are read, by no engine."""
+        for chunk in chunks:
+            chunk.pins += 1
+        self.pins += len(chunks)
+
+    def unpin_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Unlike finish_load(), it leaves the chunks as old as they are."""
+        self.pins -= len(chunks)
+        for chunk in chunks:
+            chunk.pins -= 1
+            if chunk.detached or not self.policy.tracks(chunk):
+                self._free_or_track(chunk)
 
     # ---- clear --------------------------------------------------------------------------------
 
@@ -443,9 +488,10 @@ class Cache:
         assert not self._ownerless, "end the leases of disconnected instances first"
         leases = pins = 0
         chunks: Counter[ModelUse] = Counter()
+        tails: Counter[ModelUse] = Counter()
         pages: Counter[ModelUse] = Counter()
         for chunk in self.index:
-            chunks[chunk.namespace.model] += 1
+            (tails if chunk.namespace.groups.tails else chunks)[chunk.namespace.model] += 1
             pages[chunk.namespace.model] += chunk.page_count
             leases += chunk.leases
             pins += chunk.pins
@@ -456,6 +502,12 @@ class Cache:
         count = chunks.total()
         assert count == self.index.chunk_count, f"{count} chunks, the index counts {self.index.chunk_count}"
         models = self.index.models
+        assert tails.total() == self.index.tail_blocks, (
+            f"{tails.total()} blocks of tails, {self.index.tail_blocks} counted"
+        )
+        assert all(tails[model] == model.tail_blocks for model in models.values()), (
+            "a model's tails are counted wrongly"
+        )
         assert all(chunks[model] == model.chunks for model in models.values()), "chunks of a model are counted wrongly"
         evicted = sum(model.evicted_chunks for model in models.values())
         assert evicted == self.evicted_chunks, f"models count {evicted} evictions of {self.evicted_chunks}"
@@ -484,19 +536,19 @@ class Cache:
         for chunk in plan.found:
             chunk.pins -= 1
         self.pins -= len(plan.found)
-        self._free_or_track(*reversed(plan.found), *reversed(plan.prefix))
+        self._free_or_track(*reversed(plan.found), *reversed(plan.prefix), before=self._chunk_before(plan))
 
-    def _pin_chunks(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            chunk.pins += 1
-        self.pins += len(chunks)
+    def _chunk_before(self, plan: StorePlan) -> Chunk | None:
+        """The chunk that the plan's blocks follow, which is useful without them."""
+        namespace = self.index.find_namespace(plan.after[0]) if plan.after is not None else None
+        return namespace.chunks.get(plan.after[1]) if namespace is not None and plan.after is not None else None
 
-    def _free_or_track(self, *chunks: Chunk) -> None:
-        """After a pin ended: free detached chunks, make the others the youngest, in this order."""
+    def _free_or_track(self, *chunks: Chunk, before: Chunk | None = None) -> None:
+        """After a pin ended: free detached chunks, make the others the youngest, in this order, or older than `before`."""
         for chunk in chunks:
             if chunk.detached and not chunk.pins:
                 self._free_chunk(chunk)
-        self.policy.track(chunks)
+        self.policy.track(chunks, before)
 
     def _free_chunk(self, chunk: Chunk) -> int:
         """Free the pages of all ranks' slots. Returns their number."""
@@ -508,8 +560,20 @@ class Cache:
         self.policy.untrack(chunk)
         return pages
 
+    def _allocate_slots(self, plan: StorePlan) -> list[bytes] | None:
+        """All of one chunk's slots, or None and none."""
+        slots: list[bytes] = []
+        while len(slots) < len(plan.slots):
+            slot = self._allocate_slot(plan)
+            if slot is None:
+                for allocated in slots:
+                    self.pool.free_pages(allocated)
+                return None
+            slots.append(slot)
+        return slots
+
     def _allocate_slot(self, plan: StorePlan) -> bytes | None:
-        """A slot for one chunk, evicting as needed. None if `plan.steps` are used up or no chunk may be evicted."""
+        """One slot of one chunk, evicting as needed. None if `plan.steps` are used up or no chunk may be evicted."""
         while (slot := self.pool.allocate_pages(plan.pages)) is None:
             if plan.steps <= 0:
                 return None
@@ -531,6 +595,10 @@ class Cache:
 
     def _evict_chunk(self, chunk: Chunk, plan: StorePlan) -> None:
         self.index.detach_chunk(chunk)
+        if chunk.namespace.groups.tails:
+            self.evicted_tail_blocks += 1  # no event, for none announced the block
+            self.evicted_pages += self._free_chunk(chunk)
+            return
         self.evicted_chunks += 1
         chunk.namespace.model.evicted_chunks += 1
         chunk.namespace.model.never_loaded_chunks += bool(chunk.ready) and not chunk.loaded

@@ -35,12 +35,13 @@ class Groups:
     """The slots of group g are numbers [first[g], first[g] + slots[g]), one for each rank that stores it.
 
     `masks[g]` has a bit for each of these numbers. `full` has bit g for each group of which a hit needs every chunk.
-    `objects[g]` is what KV events of the group's objects name.
+    `objects[g]` is what KV events of the group's objects name. `tails`: chunks are single blocks, of prompts' last chunks.
     """
 
-    __slots__ = ("_chunk_tokens", "_others", "first", "full", "masks", "objects", "slot_count", "slots")
+    __slots__ = ("_chunk_tokens", "_others", "first", "full", "masks", "objects", "slot_count", "slots", "tails")
 
-    def __init__(self, groups: Sequence[ObjectGroup], ranks: int, chunk_tokens: int) -> None:
+    def __init__(self, groups: Sequence[ObjectGroup], ranks: int, chunk_tokens: int, *, tails: bool = False) -> None:
+        self.tails = tails
         self._chunk_tokens = chunk_tokens
         self.slots = [1 if group.replicated else ranks for group in groups]
         self.first = [sum(self.slots[:number]) for number in range(len(groups))]

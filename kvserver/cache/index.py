@@ -21,6 +21,7 @@ class Index:
         self._make_chunk = make_chunk
         self._namespaces: dict[bytes, Namespace] = {}
         self.chunk_count = 0
+        self.tail_blocks = 0  # which are not among the chunks
         self.models: dict[str, ModelUse] = {}  # by name, also models without chunks; at most MOST_MODELS and OTHER
 
     def find_namespace(self, id: bytes) -> Namespace | None:
@@ -32,9 +33,9 @@ class Index:
         return namespace.chunks.find(keys) if namespace is not None else [None] * (len(keys) // KEY_BYTES)
 
     def namespace_with(self, key: bytes, most: int) -> bytes:
-        """The id of a namespace that has the key; b"" if none of the first `most` namespaces has it."""
+        """The id of a namespace that has this chunk; b"" if none of the first `most` namespaces has it."""
         for namespace in islice(self._namespaces.values(), most):
-            if namespace.chunks.get(key) is not None:
+            if not namespace.groups.tails and namespace.chunks.get(key) is not None:
                 return namespace.id
         return b""
 
@@ -52,8 +53,7 @@ class Index:
             self._namespaces[namespace.id] = namespace
         chunk = self._make_chunk(namespace, key)
         namespace.chunks.add(key, chunk)
-        self.chunk_count += 1
-        namespace.model.chunks += 1
+        self._count(namespace, 1)
         return chunk
 
     def detach_chunk(self, chunk: Chunk) -> None:
@@ -61,8 +61,7 @@ class Index:
         namespace = chunk.namespace
         namespace.chunks.remove(chunk.key)
         chunk.namespace = namespace.left
-        self.chunk_count -= 1
-        namespace.model.chunks -= 1
+        self._count(namespace, -1)
         if not namespace.chunks and self._namespaces.get(namespace.id) is namespace:
             del self._namespaces[namespace.id]
 
@@ -71,9 +70,21 @@ class Index:
         namespace = self._namespaces.pop(id, None)
         if namespace is not None:
             namespace.cleared = True
-            self.chunk_count -= len(namespace.chunks)
-            namespace.model.chunks -= len(namespace.chunks)
+            self._count(namespace, -len(namespace.chunks))
         return namespace
+
+    @property
+    def count(self) -> int:
+        """Of chunks and of single blocks."""
+        return self.chunk_count + self.tail_blocks
+
+    def _count(self, namespace: Namespace, more: int) -> None:
+        if namespace.groups.tails:
+            self.tail_blocks += more
+            namespace.model.tail_blocks += more
+        else:
+            self.chunk_count += more
+            namespace.model.chunks += more
 
     def namespace_ids(self) -> list[bytes]:
         return list(self._namespaces)

@@ -21,16 +21,20 @@ class MissReason(str, Enum):
         "no_boundary"  # full attention's KV is resident, but a window's or a state's at no boundary behind the chunk
     )
     FILLING = "filling"  # a store fills it now
+    IN_L2 = "in_l2"  # L1 lacks it, a tier of L2 has it; kvserver_filled_tokens_total counts those that were read
     OTHER_NAMESPACE = "other_namespace"  # it is resident for engines that may not share KV with this one
     UNAVAILABLE = "unavailable"  # not all ranks are registered, or the device is lost: no chunk can be found
     NEVER_STORED = "never_stored"  # none of the other reasons; includes chunks that were cleared, or evicted long ago
-    PARTIAL_CHUNK = "partial_chunk"  # tokens of the prompt beyond its last full chunk
+    PARTIAL_CHUNK = (
+        "partial_chunk"  # tokens of the prompt beyond its last full chunk, whose blocks were not found either
+    )
 
 
 class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
     """A hit at boundary `hit_chunks` of `chunks` chunks. The chunks behind it are missed; `hit_chunks` is the first one's position.
 
-    All full groups have the first `full_chunks`, which are more if other groups' objects are missing.
+    All full groups have the first `full_chunks`, which are more if other groups' objects are missing. The blocks of the next
+    `tail_tokens` tokens are part of the hit: of the first missed chunk, or behind the last chunk.
     """
 
     chunks: int
@@ -40,6 +44,32 @@ class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
     other_namespace: bytes = b""  # of OTHER_NAMESPACE: one that has the first missed chunk
     unavailable: str = ""  # of UNAVAILABLE: why no chunk could be found
     full_chunks: int = 0
+    tail_blocks: int = 0
+    tail_tokens: int = 0
+
+    def missed_tokens(self, chunk_tokens: int, prompt_tokens: int) -> dict[MissReason, int]:
+        """By reason, that of the first missed chunk first; `prompt_tokens` is 0 if it was not stated."""
+        found = {reason: chunks * chunk_tokens for reason, chunks in self.missed}
+        if found:
+            found[self.missed[0][0]] -= self.tail_tokens
+        beyond = prompt_tokens - self.chunks * chunk_tokens - (0 if found else self.tail_tokens)
+        return found | ({MissReason.PARTIAL_CHUNK: beyond} if beyond > 0 else {})
+
+    def looked_up_tokens(self, chunk_tokens: int) -> int:
+        """Of the chunks, and of the blocks that were found behind the last one."""
+        return self.chunks * chunk_tokens + (0 if self.missed else self.tail_tokens)
+
+
+def counted_in_l2(outcome: LookupOutcome, boundary: int) -> LookupOutcome:
+    """The outcome where chunks [hit_chunks, boundary) are in L2: they are missed for that reason, the others as before."""
+    left = boundary - outcome.hit_chunks
+    missed = [(MissReason.IN_L2, left)]
+    for reason, chunks in outcome.missed:
+        moved = min(left, chunks)
+        left -= moved
+        if chunks > moved:
+            missed.append((reason, chunks - moved))
+    return msgspec.structs.replace(outcome, missed=tuple(missed), other_namespace=b"")
 
 
 class EvictedKeys:

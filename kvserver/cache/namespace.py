@@ -17,13 +17,14 @@ from kvserver.protocol import Counted, ErrorCode, KVServerError, ObjectGroup, Re
 SLOT_FORMAT = "block,plane,run/2"
 _BASE_BYTES = 32  # of a namespace's id: the fingerprint of the registration
 _EPOCH_BYTES = 64  # the fingerprint and the weights epoch
+_TAILS = b"tails"
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
     """KVServerError(RANKS_DISAGREE) names the first field in which two ranks of one instance differ."""
-    for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "object_groups"):
+    for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "object_groups", "tails"):
         _check_same(name, getattr(first, name), getattr(other, name), first.rank, other.rank)
     fields, others = counted(first), counted(other)
     for name in sorted({*fields, *others}):
@@ -123,6 +124,11 @@ def with_variant(base: bytes, variant: str) -> bytes:
 def split_namespace(namespace: bytes) -> tuple[bytes, bytes, bytes]:
     """The parts of a namespace's id for the registration, the weights epoch and the LoRA; b"" for an absent part."""
     return namespace[:_BASE_BYTES], namespace[_BASE_BYTES:_EPOCH_BYTES], namespace[_EPOCH_BYTES:]
+
+
+def tails_of(namespace: bytes) -> bytes:
+    """The namespace of single blocks beside a namespace of chunks: a key may name an object of either size."""
+    return namespace + _TAILS
 
 
 def epoch_of(namespace: bytes) -> bytes:

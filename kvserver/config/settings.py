@@ -102,6 +102,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             description="Tokens per chunk. Smaller chunks find shorter prefixes; larger chunks cost less.",
         ),
     ] = 256
+    tails: Annotated[
+        Literal["on", "off"],
+        Meta(
+            description="Whether the blocks behind the last full chunk of a prompt, and of a request, are stored one by one, of models with full "
+            "attention alone. on: a hit ends on a block. off: it ends on a chunk; no second message of a lookup, and less of L1 used by "
+            "prompts that never come back.",
+        ),
+    ] = "on"
     boundary_interval: Annotated[
         int,
         Meta(
@@ -114,6 +122,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     eviction_policy: Annotated[
         Literal["lru"], Meta(description="Which chunk is evicted from L1 first. lru: the least recently used one.")
     ] = "lru"
+    l2: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Storage behind L1, tiers in the order of preference; the flag may be given again. "
+            "file:///folder?size=200GiB is files on a local disk. Further parameters of each: admit=all|reused, "
+            "required=true, read_only=true, write_limit=500MB/s, timeout=2s (kvserver/l2/README.md)."
+        ),
+    ] = ()
     lease_seconds: Annotated[
         float,
         Meta(

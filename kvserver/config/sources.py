@@ -29,6 +29,7 @@ from kvserver.config.settings import (
     parse_otlp_endpoint,
     parse_size,
 )
+from kvserver.config.tiers import parse_tiers
 from kvserver.protocol import ConfigError, default_endpoint
 
 if sys.version_info >= (3, 11):
@@ -95,6 +96,11 @@ def field_types() -> dict[str, type]:
     return types
 
 
+def _repeatable() -> set[str]:
+    """The settings with several values: flags that may be given again, words in the environment, lists in a file."""
+    return {name for name, hint in field_types().items() if get_origin(hint) is tuple}
+
+
 def descriptions(of: type[msgspec.Struct] = Settings) -> dict[str, str]:
     """The description of every setting, by field name."""
     found: dict[str, str] = {}
@@ -116,30 +122,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name in REMOVED:
         parser.add_argument(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    texts = descriptions()
+    texts, repeatable = descriptions(), _repeatable()
     for field in msgspec.structs.fields(Settings):
         parser.add_argument(
             flag(field.name),
             dest=field.name,
+            action="append" if field.name in repeatable else "store",
             default=argparse.SUPPRESS,
             metavar="VALUE",
-            help=(texts[field.name] + (f" (default: {field.default})" if field.default != "" else "")).replace(
-                "%", "%%"
-            ),
+            help=(
+                texts[field.name] + (f" (default: {field.default})" if field.default not in ("", ()) else "")
+            ).replace("%", "%%"),
         )
 
 
 def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Configuration:
     """Merge defaults < TOML file < environment < `arguments`. ConfigError names flag, value and source."""
     environ = dict(os.environ) if environ is None else environ
-    known = [*field_types(), *REMOVED]
+    known, repeatable = [*field_types(), *REMOVED], _repeatable()
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
 
     def set_value(name: str, value: Any, source: Source) -> None:
         if name in REMOVED:
             raise ConfigError(f"{source} is no setting any more: {REMOVED[name]}")
-        values[name], sources[name] = value, source
+        several = name in repeatable and isinstance(value, str)
+        values[name], sources[name] = value.split() if several else value, source
 
     if path := arguments.get("config"):
         for key, value in _read_toml(path, known).items():
@@ -173,7 +181,7 @@ def _check_l1_size(text: str) -> None:
         raise ValueError(f"L1 needs at least {MIN_L1_BYTES // KiB}KiB")
 
 
-_CHECKS: dict[str, Callable[[str], object]] = {  # checks that a type cannot express
+_CHECKS: dict[str, Callable[[Any], object]] = {  # checks that a type cannot express
     "kv_events_buffer": parse_size,
     "kv_events_endpoint": parse_events_endpoint,
     "kv_events_replay_endpoint": parse_events_endpoint,
@@ -182,6 +190,7 @@ _CHECKS: dict[str, Callable[[str], object]] = {  # checks that a type cannot exp
     "kv_index_size": parse_size,
     "l1_size": _check_l1_size,
     "gpus": parse_gpus,
+    "l2": parse_tiers,
     "otlp_endpoint": parse_otlp_endpoint,
 }
 
@@ -219,6 +228,12 @@ def markdown_table(settings: type[msgspec.Struct], title: str, label: Callable[[
         text = texts[field.name]
         if len(allowed.get(field.name, ())) > 1:
             text += " One of " + ", ".join(f"`{value}`" for value in allowed[field.name]) + "."
-        default = str(field.default) if not isinstance(field.default, float) else f"{field.default:g}"
+        default = (
+            ""
+            if field.default == ()
+            else str(field.default)
+            if not isinstance(field.default, float)
+            else f"{field.default:g}"
+        )
         lines.append(f"| `{label(field.name)}` | {f'`{default}`' if default else ''} | {text} |")
     return "\n".join(lines) + "\n"

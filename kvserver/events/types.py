@@ -101,11 +101,11 @@ class LookupEnded(_OfInstance, frozen=True):
 
     @property
     def tokens(self) -> int:
-        return self.outcome.chunks * self.chunk_tokens
+        return self.outcome.looked_up_tokens(self.chunk_tokens)
 
     @property
     def hit_tokens(self) -> int:
-        return self.outcome.hit_chunks * self.chunk_tokens
+        return self.outcome.hit_chunks * self.chunk_tokens + self.outcome.tail_tokens
 
 
 class CopyBegan(_OfCopy, frozen=True):

@@ -1,1 +1,11 @@
-"""L2, the storage behind L1. No tier exists yet."""
+"""L2, the storage behind L1: tiers that hold objects beyond this process, by one contract (`base`)."""
+
+from kvserver.l2.base import (
+    COVERAGE_BYTES,
+    ObjectMemory,
+    ObjectName,
+    StorageTier,
+    TierEnd,
+    TierOutcome,
+)
+from kvserver.l2.kinds import make_tier

@@ -9,6 +9,7 @@ from kvserver.protocol.groups import (
     ObjectGroup,
     check_object_groups,
     chunk_tokens_for,
+    has_tails,
 )
 from kvserver.protocol.measurements import (
     DEPARTED_SECONDS,
@@ -37,6 +38,7 @@ from kvserver.protocol.messages import (
     REQUEST_ID_BYTES,
     Attach,
     Attached,
+    AwaitFill,
     Clear,
     Cleared,
     Counted,
@@ -52,6 +54,7 @@ from kvserver.protocol.messages import (
     HelloReply,
     Lookup,
     LookupReply,
+    LookupTail,
     Memory,
     Owned,
     Payload,

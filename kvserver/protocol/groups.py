@@ -63,6 +63,16 @@ def chunk_tokens_for(wanted: int, groups: Sequence[ObjectGroup]) -> int:
     return max(1, wanted // unit) * unit
 
 
+def has_tails(groups: Sequence[ObjectGroup], chunk_tokens: int) -> bool:
+    """Whether the last chunk of a prompt can be stored block by block: full attention alone, chunks of several equal blocks.
+
+    Of such a model any block ends a hit. A window or a state would need objects of its own for each block.
+    """
+    sizes = {group.block_tokens for group in groups if group.kind == "full"}
+    all_full = all(group.kind == "full" for group in groups)
+    return all_full and len(sizes) == 1 and sizes != {chunk_tokens} and 2 * len(groups) <= MAX_OBJECT_GROUPS
+
+
 def check_object_groups(groups: Sequence[ObjectGroup], planes: Sequence[Plane]) -> None:
     """KVServerError(BAD_PLANES) unless each KV cache group of the planes is a member of one object group."""
     members = sorted(member for group in groups for member in group.members)

@@ -5,7 +5,7 @@ field `type`, the class name). A request gets exactly one reply, its own or `Err
 EndRequest, Heartbeat, DescribeScheduler, EngineLoad) is answered only on error. On the Unix socket `HelloReply.fd_path`,
 beside the endpoint, `Attach` hands over file descriptors; that connection is the worker's lifeline.
 
-Two forms: Lookup, Store and Retrieve, of which a long prompt needs dozens, are msgpack arrays,
+Two forms: Lookup, LookupTail, Store and Retrieve, of which a long prompt needs dozens, are msgpack arrays,
 `[type, field, ...]` in the order of the struct; every other message is a map by field names. Errors name
 fields in both forms.
 
@@ -140,6 +140,9 @@ class RegisterWorker(Message):
     has_computed: bool = False  # this incarnation has run a step: its blocks may have content
     # Full attention first. Empty, as protocol 4 has it: one full group, whose members are all groups of the planes.
     groups: Annotated[tuple[ObjectGroup, ...], Meta(max_length=MAX_OBJECT_GROUPS)] = ()
+    # Single blocks are stored, looked up and loaded too, as objects of the group len(groups) + g for each group g. Only
+    # with HelloReply.tails, and if has_tails(groups).
+    tails: bool = False
 
     @property
     def chunk_tokens(self) -> int:
@@ -168,6 +171,29 @@ class Lookup(ArrayMessage):
     variant: Label = ""  # may differ within one registration: start of the hash chain, weights epoch, LoRA
     tokens: Tokens = 0  # of the whole prompt, also beyond the last full chunk; 0: not stated
     traceparent: Label = ""  # W3C trace context of the request, if the engine was sent one
+    tail_keys: Keys = b""  # of the whole blocks behind the last chunk of `keys`, which may then be empty
+
+
+class LookupTail(ArrayMessage):
+    """Go on with the request's lookup, whose reply had `wants_tail`: these are the blocks of the first chunk that it missed.
+
+    The reply is that of the whole lookup.
+    """
+
+    instance_id: Name
+    incarnation: Name
+    request_id: Name
+    tail_keys: Keys
+
+
+class AwaitFill(ArrayMessage):
+    """Bring to L1 what a Lookup misses and L2 has. One reply, a LookupReply: when all is there, or after `wait_ms`.
+
+    A second one of the same request ends the first.
+    """
+
+    lookup: Lookup
+    wait_ms: Annotated[int, Meta(ge=0, le=10_000)]
 
 
 class _Copy(ArrayMessage):  # closed: a new field goes to the end of Store and of Retrieve
@@ -190,8 +216,9 @@ class Store(_Copy):
     group: Small = 0  # number of the object group
     dropped: Keys = b""  # the group's objects that no kept boundary needs once these are stored
     # Which chunk of its prompt the first key is. Of a replicated group rank r copies chunk n if n % world_size == r; each rank
-    # sends all keys. Protocol 4: rank 0 copies all.
+    # sends all keys. Protocol 4: rank 0 copies all. Of single blocks: which block.
     first_chunk: Unsigned = 0
+    after: Keys | None = None  # of single blocks: the key of the chunk before them, if there is one
 
 
 class Retrieve(_Copy):
@@ -320,6 +347,7 @@ class HelloReply(Message):
     lease_seconds: float = 0.0  # how long a lookup protects the chunks that it found; 0: not stated
     standing: str = ""  # state of the engine that Hello named: REGISTERED, or an error code; "": not stated
     standing_text: str = ""  # the same state for people
+    tails: bool = False  # whether a worker may register with tails
 
 
 class Registered(Message):
@@ -336,6 +364,9 @@ class LookupReply(Message):
     full_chunks: int = (
         0  # leading chunks that all full groups have: hit_chunks, or more if other groups' objects are missing
     )
+    tail_blocks: int = 0  # blocks behind these chunks that the hit has too
+    wants_tail: bool = False  # the hit ends before the last chunk: send LookupTail, this lookup is not over
+    fill_chunks: int = 0  # the most that hit_chunks could be after AwaitFill; 0: no more than now
 
 
 class Stored(Message):
@@ -394,7 +425,7 @@ RECORD_CLEARED = 4  # the content of all blocks left the prefix cache; the block
 RECORD_PRESENT = 5  # full state: the block has content of unknown age
 RECORD_OWNED = 6  # full state: the block has one owner more
 
-_ArrayRequest: TypeAlias = Lookup | Store | Retrieve
+_ArrayRequest: TypeAlias = Lookup | LookupTail | AwaitFill | Store | Retrieve
 _MapRequest: TypeAlias = (
     Hello
     | RegisterWorker

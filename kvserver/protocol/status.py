@@ -8,8 +8,6 @@ Owns: the structs. Refuses to know: who fills them in.
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import UNSET, Struct, UnsetType
 
 from kvserver.protocol.kv_status import KVEventsStatus
@@ -33,7 +31,8 @@ class L1Status(Struct, frozen=True, kw_only=True):
     pinned_bytes: int = 0
     page_bytes: int = 0
     chunks: int = 0  # also those that stores are filling
-    evictions: int = 0
+    tail_blocks: int = 0  # single blocks, which are not among the chunks
+    evictions: int = 0  # of chunks
     evicted_bytes: int = 0
     cleared_chunks: int = 0
     models: dict[str, ModelStatus] = {}
@@ -83,6 +82,8 @@ class RequestCounts(Struct):
     hit_tokens: int = 0
     stores: int = 0
     loads: int = 0
+    fills: int = 0  # lookups for which objects were read from L2
+    filled_tokens: int = 0  # of chunks that became READY in L1 from L2
     stored_chunks: int = 0
     loaded_chunks: int = 0
     stored_bytes: int = 0
@@ -276,6 +277,37 @@ class PagesStatus(Struct, frozen=True, kw_only=True):
     refused: dict[str, int] = {}  # by reason
 
 
+class TierStatus(Struct, frozen=True, kw_only=True):
+    """One tier of L2. What a tier does not count is 0; the fields after `breaks` are of the queue in front of it."""
+
+    name: str = ""
+    kind: str = ""
+    url: str = ""  # without secrets
+    state: str = ""  # opening, ready, read_only, unavailable or closed
+    failure: str = ""
+    required: bool = False
+    size_bytes: int = 0  # 0: the storage itself has the bound
+    used_bytes: int = 0
+    objects: int = 0  # that are known
+    hits: int = 0  # gets that ended as DONE
+    misses: int = 0
+    corrupt: int = 0
+    timeouts: int = 0
+    errors: int = 0  # of the system, of the server
+    written_objects: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    write_nanos: int = 0
+    read_nanos: int = 0
+    evictions: int = 0
+    full: int = 0  # puts that found no space
+    breaker: str = "closed"  # closed, open or probing
+    breaks: int = 0  # how often the breaker opened
+    queue_objects: int = 0
+    queue_bytes: int = 0
+    dropped: dict[str, int] = {}  # objects that were not written, by reason
+
+
 class DaemonStatus(Struct, frozen=True, kw_only=True):
     """Made in the loop's thread, but for the last two fields. A field that is UNSET is no key of `/status`."""
 
@@ -288,7 +320,7 @@ class DaemonStatus(Struct, frozen=True, kw_only=True):
     loop_turns: Buckets = Buckets()
     metrics_sample_rate: float = 0.0
     l1: L1Status = L1Status()
-    l2: list[Any] = []
+    l2: list[TierStatus] = []
     gpus: list[GpuStatus] = []
     instances: list[InstanceStatus] = []
     connects: ConnectsStatus = ConnectsStatus()

@@ -2,16 +2,20 @@
 
 from kvserver.server.copies import Copies
 from kvserver.server.endpoint import Endpoint
+from kvserver.server.fills import Fills
 from kvserver.server.handlers import Handlers
 from kvserver.server.instances import Instances
 from kvserver.server.lifeline import Lifelines
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.loop import Server
+from kvserver.server.presence import Presence
 from kvserver.server.reports import EngineReports
 from kvserver.server.resync import Resync
+from kvserver.server.spill import Spill
 from kvserver.server.status import connects_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.server.stores import Stores
 from kvserver.server.tickets import Ticket
+from kvserver.server.tiers import ConfiguredTier, Tiers
 from kvserver.server.upkeep import Audit, Upkeep
 from kvserver.server.workers import Workers

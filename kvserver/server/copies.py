@@ -15,6 +15,7 @@ from kvserver.cache import PagePool
 from kvserver.copy import Completion, Tickets
 from kvserver.events import Bus, CopyBegan, CopyEnded, CopyRefused
 from kvserver.protocol import Error, ErrorCode, KVServerError, Retrieve, Store
+from kvserver.server.coverage import Coverage
 from kvserver.server.instances import Counts, Instances, Worker
 from kvserver.server.tickets import CopyTicket, LoadTicket, StoreTicket, Ticket
 
@@ -99,7 +100,8 @@ class Copies:
     def ended(self, ticket: CopyTicket, completion: Completion, copied: bool) -> None:
         """Count and publish the end. `copied`: every byte was copied, and it counts."""
         now_ns, request_id = self.now_ns(), ticket.request.request_id
-        chunks = 0 if ticket.group.number else len(ticket.chunks)  # those of other groups are among them
+        others = ticket.group.number or ticket.group.layout.tails  # other groups' objects are of the same chunks
+        chunks = 0 if others else len(ticket.chunks)
         self.bus.publish(
             CopyEnded(
                 now_ns, *ticket.worker.identity, ticket.direction, request_id, ticket.began_ns, chunks,
@@ -117,6 +119,14 @@ class Copies:
             counts.benefit.copied(ticket.direction, waited, completion.nanos * 1e-9)
             self._count_copied(counts, ticket, completion)
 
+    def durable(self, ticket: CopyTicket) -> Coverage | None:
+        """What the ticket's objects are for the tiers of L2; None if they need not outlive L1."""
+        spec = ticket.worker.spec
+        instance = self.instances.by_id.get(spec.instance_id)
+        if instance is None or instance.workers.get(spec.rank) is not ticket.worker:
+            return None  # a later incarnation may have other objects
+        return instance.durable(ticket.group.number)
+
     # ---- counts -------------------------------------------------------------------------------
 
     def counts_of(self, worker: Worker) -> Counts:
@@ -124,15 +134,16 @@ class Copies:
         return self.instances.counts_of(worker.spec)
 
     def _count_copied(self, counts: Counts, ticket: CopyTicket, completion: Completion) -> None:
+        chunks = 0 if ticket.group.layout.tails else len(ticket.chunks)
         if isinstance(ticket, StoreTicket):
-            counts.stored_chunks += len(ticket.chunks)
+            counts.stored_chunks += chunks
             counts.stored_bytes += completion.bytes
             counts.store_nanos += completion.nanos
             return
-        counts.loaded_chunks += len(ticket.chunks)
+        counts.loaded_chunks += chunks
         counts.loaded_bytes += completion.bytes
         counts.load_nanos += completion.nanos
-        if ticket.worker.spec.rank == 0 and ticket.group.number == 0:  # all ranks and groups save the same prefill
+        if _counts_tokens(ticket):
             counts.saved_tokens += ticket.tokens
             instance = self.instances.by_id.get(ticket.worker.spec.instance_id)
             if instance is not None and instance.prefill_speed:
@@ -148,6 +159,12 @@ class Copies:
         whole = instance.load_waits.ended(request.request_id, part, parts, arrived_ns, self.now_ns(), tokens)
         if whole is not None:
             instance.counts.benefit.load_ended(*whole, instance.prefill_speed)
+
+
+def _counts_tokens(load: LoadTicket) -> bool:
+    """All ranks and groups save the same prefill: whether it is counted with this part of the load."""
+    alone = load.request.messages == len(load.worker.spec.object_groups)  # no part of the load has chunks
+    return load.worker.spec.rank == 0 and load.group.number == 0 and (alone or not load.group.layout.tails)
 
 
 def failure(completion: Completion) -> Error:

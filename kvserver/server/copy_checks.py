@@ -26,6 +26,16 @@ def chunk_count(keys: bytes) -> int:
     return len(keys) // KEY_BYTES
 
 
+def check_tail(tail_keys: bytes, spec: RegisterWorker) -> None:
+    """KVServerError(BAD_KEYS) unless these are keys of blocks of one chunk, and the workers store such blocks."""
+    if not tail_keys:
+        return
+    count = chunk_count(tail_keys)
+    if not spec.tails or count > spec.chunk_blocks:
+        stored = f"a chunk has {spec.chunk_blocks}" if spec.tails else "the workers registered without tails"
+        raise KVServerError(ErrorCode.BAD_KEYS, f"keys of {count} single blocks, {stored}")
+
+
 def check_chunk(chunk_blocks: int, spec: RegisterWorker) -> None:
     if chunk_blocks != spec.chunk_blocks:
         raise KVServerError(

@@ -15,11 +15,13 @@ from kvserver.kv_events import Feed
 from kvserver.protocol import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    AwaitFill,
     Clear,
     Cleared,
     DescribeScheduler,
     EndRequest,
     EngineLoad,
+    Error,
     ErrorCode,
     Heartbeat,
     Hello,
@@ -27,6 +29,7 @@ from kvserver.protocol import (
     KVEventsTaken,
     KVServerError,
     Lookup,
+    LookupTail,
     RegisterWorker,
     ReportBlockAllocations,
     Request,
@@ -35,6 +38,8 @@ from kvserver.protocol import (
     TakeKVEvents,
     UnregisterWorker,
 )
+from kvserver.server.copy_checks import check_chunk, chunk_count
+from kvserver.server.fills import Fills
 from kvserver.server.instances import Instances
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
@@ -55,6 +60,7 @@ class Handlers:
     lookups: L1Lookups
     stores: Stores
     loads: Loads
+    fills: Fills
     reports: EngineReports
     upkeep: Upkeep
     feed: Feed
@@ -67,6 +73,10 @@ class Handlers:
         match request:
             case Lookup():
                 respond(self.lookups.answer(request))
+            case LookupTail():
+                respond(self.lookups.answer_tail(request))
+            case AwaitFill():
+                self._await_fill(request, respond)
             case Store():
                 self._check_boot(request.boot_id)
                 self.stores.begin(request, respond)
@@ -76,6 +86,7 @@ class Handlers:
             case ReportBlockAllocations():
                 self.reports.add_block_report(request)
             case EndRequest():
+                self.lookups.complete((request.instance_id, request.request_id))
                 self.reports.end_request(request)
             case DescribeScheduler():
                 self.reports.describe_scheduler(request)
@@ -93,7 +104,14 @@ class Handlers:
                 self._check_boot(request.boot_id)
                 self.workers.unregister(request, respond)
             case Clear():
-                respond(self._clear(request))
+                self._clear(request, respond)
+
+    def _await_fill(self, request: AwaitFill, respond: Respond) -> None:
+        lookup = request.lookup
+        instance = self.instances.instance(lookup.instance_id, lookup.incarnation)
+        check_chunk(lookup.chunk_blocks, instance.any_worker().spec)
+        chunk_count(lookup.keys)
+        self.fills.begin(request, instance, respond)
 
     def _hello(self, request: Hello) -> HelloReply:
         if not OLDEST_PROTOCOL_VERSION <= request.protocol_version <= PROTOCOL_VERSION:
@@ -113,15 +131,21 @@ class Handlers:
             )
         return self.feed.take_kv_events(request)
 
-    def _clear(self, request: Clear) -> Cleared:
-        if not request.instance_id:
-            return Cleared(chunks=self.upkeep.clear_l1())
-        instance = self.instances.by_id.get(request.instance_id)
-        if instance is None:
-            raise KVServerError(ErrorCode.UNKNOWN_INSTANCE, f"instance {request.instance_id!r} is not registered")
-        if instance.namespace is None:
-            return Cleared(chunks=0)
-        return Cleared(chunks=self.upkeep.clear_l1(instance.namespace))
+    def _clear(self, request: Clear, respond: Respond) -> None:
+        base = b""
+        if request.instance_id:
+            instance = self.instances.by_id.get(request.instance_id)
+            if instance is None:
+                raise KVServerError(ErrorCode.UNKNOWN_INSTANCE, f"instance {request.instance_id!r} is not registered")
+            if instance.namespace is None:
+                respond(Cleared(chunks=0))
+                return
+            base = instance.namespace
+
+        def done(chunks: int, failure: str) -> None:
+            respond(Error(code=ErrorCode.STORAGE.value, message=failure) if failure else Cleared(chunks=chunks))
+
+        self.upkeep.clear(base, done)
 
     def _check_boot(self, boot_id: str) -> None:
         if boot_id != self.hello.boot_id:

@@ -24,6 +24,7 @@ from kvserver.cache import (
     counted,
     fingerprint,
     private_reason,
+    tails_of,
     with_variant,
 )
 from kvserver.events import InstanceDescribed
@@ -39,6 +40,7 @@ from kvserver.protocol import (
     planes_of,
 )
 from kvserver.protocol.status import RequestCounts
+from kvserver.server.coverage import Coverage, coverages_of
 from kvserver.server.engine_stats import EngineStats
 from kvserver.server.lifeline import Lifeline
 from kvserver.server.report_sync import ReportSync
@@ -58,9 +60,10 @@ class Counts(RequestCounts):
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """One object group of a rank."""
+    """One object group of a rank, of chunks or of single blocks."""
 
-    number: int
+    layout: Groups  # that it is a part of
+    number: int  # in the layout
     spec: ObjectGroup
     blocks: int  # positions of an object
     slot_bytes: int
@@ -68,6 +71,9 @@ class WorkerGroup:
     turn: int = 0  # this rank copies each `ranks`-th object of a store
     ranks: int = 1  # that take turns
     table: PlaneTable | None = None  # None until the worker's memory was mapped
+
+    def namespace(self, of_chunks: bytes) -> bytes:
+        return tails_of(of_chunks) if self.layout.tails else of_chunks
 
 
 @dataclass(eq=False)
@@ -90,19 +96,32 @@ class Worker:
     def __post_init__(self) -> None:
         spec = self.spec
         self.layout = Groups(spec.object_groups, spec.world_size, spec.chunk_tokens)
-        self.groups = [self._group(number, group) for number, group in enumerate(spec.object_groups)]
+        self.groups = self._groups(self.layout, spec.chunk_tokens)  # as messages number them
+        if spec.tails:
+            tails = Groups(spec.object_groups, spec.world_size, spec.block_tokens, tails=True)
+            self.groups += self._groups(tails, spec.block_tokens)
         self.identity = spec.instance_id, spec.model_name, spec.rank  # as events about a rank begin
+
+    @property
+    def chunk_groups(self) -> list[WorkerGroup]:
+        """Those of chunks, whose objects go to L2 too: single blocks stay in L1."""
+        return self.groups[: len(self.spec.object_groups)]
 
     def objects(self, group: WorkerGroup) -> GroupObjects:
         return self.layout.objects[group.number]
 
-    def _group(self, number: int, group: ObjectGroup) -> WorkerGroup:
-        spec, first = self.spec, self.layout.first[number]
-        blocks = group.object_blocks(spec.chunk_tokens)
+    def _groups(self, layout: Groups, chunk_tokens: int) -> list[WorkerGroup]:
+        return [
+            self._group(layout, number, group, group.object_blocks(chunk_tokens))
+            for number, group in enumerate(self.spec.object_groups)
+        ]
+
+    def _group(self, layout: Groups, number: int, group: ObjectGroup, blocks: int) -> WorkerGroup:
+        spec, first = self.spec, layout.first[number]
         slot_bytes = blocks * block_bytes(planes_of(spec.planes, group.members))
         if group.replicated:
-            return WorkerGroup(number, group, blocks, slot_bytes, first, spec.rank, spec.world_size)
-        return WorkerGroup(number, group, blocks, slot_bytes, first + spec.rank)
+            return WorkerGroup(layout, number, group, blocks, slot_bytes, first, spec.rank, spec.world_size)
+        return WorkerGroup(layout, number, group, blocks, slot_bytes, first + spec.rank)
 
     @property
     def mappings(self) -> list[Mapping]:
@@ -117,6 +136,7 @@ class Instance:
     world_size: int
     workers: dict[int, Worker] = field(default_factory=dict)
     namespace: bytes | None = None
+    coverages: list[Coverage | None] = field(default_factory=list)  # by object group, while there is a namespace
     counts: Counts = field(default_factory=Counts)
     reports: ReportSync = field(default_factory=ReportSync)
     prefill_speed: float = 0.0  # tokens a second, as the engine reported last
@@ -167,8 +187,20 @@ class Instance:
     def refresh_namespace(self) -> None:
         """Recompute after a worker was mapped or removed."""
         ready = len(self.workers) == self.world_size and all(worker.mapped for worker in self.workers.values())
-        self.namespace = fingerprint([self.workers[r].spec for r in range(self.world_size)]) if ready else None
+        self.namespace, self.coverages = None, []
         self._variants.clear()
+        if ready:
+            ranks = [self.workers[rank] for rank in range(self.world_size)]
+            self.namespace = fingerprint([rank.spec for rank in ranks])
+            spec, sizes = (
+                ranks[0].spec,
+                zip(*([group.slot_bytes for group in rank.chunk_groups] for rank in ranks), strict=True),
+            )
+            self.coverages = coverages_of(ranks[0].layout, spec.object_groups, spec.chunk_tokens, list(sizes))
+
+    def durable(self, group: int) -> Coverage | None:
+        """What an object of the group is, if a later engine may find it; None if it need not outlive L1."""
+        return self.coverages[group] if self.coverages and not self.private else None
 
 
 class Disconnect(str, enum.Enum):

@@ -10,7 +10,9 @@ from kvserver.events import Bus, ChunksLoaded
 from kvserver.protocol import Retrieve, Retrieved
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import group_of, load_blocks
+from kvserver.server.fills import Fills
 from kvserver.server.instances import Worker
+from kvserver.server.spill import Spill
 from kvserver.server.tickets import LoadTicket, Respond
 
 
@@ -19,6 +21,8 @@ class Loads:
     cache: Cache
     copies: Copies
     bus: Bus
+    spill: Spill
+    fills: Fills
 
     def begin(self, request: Retrieve, respond: Respond) -> None:
         """Queue the copy, or raise KVServerError after failing its state word. REQUIRES: the boot id was checked."""
@@ -30,12 +34,14 @@ class Loads:
             raise
 
     def _copy(self, request: Retrieve, respond: Respond, worker: Worker) -> None:
-        namespace = self.copies.namespace_of(request, worker)
+        chunks = self.copies.namespace_of(request, worker)
         group = group_of(request, worker)
+        namespace = group.namespace(chunks)
         blocks = load_blocks(request, group)
         arrived_ns = self.copies.now_ns()
         found = self.cache.plan_load(namespace, request.keys, group.number)
         self.copies.counts_of(worker).loads += 1
+        self.fills.loaded((worker.spec.instance_id, request.request_id))
         ticket = LoadTicket(request, respond, worker, group, namespace, blocks, found, arrived_ns)
         try:
             self.copies.submit(ticket, request.skip_blocks)
@@ -50,7 +56,7 @@ class Loads:
             ticket.respond(failure(completion))
             return
         instance_id, model_name, rank = ticket.worker.identity
-        if rank == 0:  # the ranks of an engine load the same chunks
+        if rank == 0 and not ticket.group.layout.tails:  # the ranks of an engine load the same chunks
             keys = ticket.request.keys
             self.bus.publish(
                 ChunksLoaded(
@@ -63,4 +69,6 @@ class Loads:
                 ),
                 len(keys),
             )
+            if (coverage := self.copies.durable(ticket)) is not None:
+                self.spill.loaded(ticket.namespace, coverage, ticket.chunks)
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))

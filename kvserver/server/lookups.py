@@ -1,20 +1,44 @@
 """L1Lookups: from a message to its reply.
 
-Owns: the checks of a lookup, and what is counted of it. Refuses to know: what is resident, and leases (`cache`).
+Owns: the checks of a lookup, what is counted of it, and the lookups that wait for the keys of a tail. Refuses to know: what is
+resident, and leases (`cache`).
+
+A lookup of an engine whose blocks are stored one by one, too, ends in one of two ways. If all its chunks are found, the blocks
+behind them are looked up at once. Else the hit may go on inside the first missed chunk: the reply wants that chunk's blocks,
+and the lookup is over once the engine has named them, or has ended the request. Keys of all blocks in the first message
+would be sixteen times as many, and most prompts need none.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvserver.cache import Cache, LookupOutcome, MissReason
+from msgspec.structs import replace
+
+from kvserver.cache import Cache, LookupOutcome, MissReason, counted_in_l2
 from kvserver.copy import Devices
 from kvserver.events import Bus, LookupEnded
-from kvserver.protocol import KEY_BYTES, Lookup, LookupReply
-from kvserver.server.copy_checks import check_chunk, chunk_count
+from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
+from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
 from kvserver.server.instances import Instance, Instances
+from kvserver.server.presence import Presence
+
+_MOST_OPEN = 1024  # the oldest are over then: each keeps its keys
+
+
+@dataclass(slots=True)
+class _Looked:
+    """A lookup, and what was found so far."""
+
+    request: Lookup
+    instance: Instance
+    namespace: bytes
+    chunk_tokens: int
+    began_ns: int
+    outcome: LookupOutcome
 
 
 @dataclass
@@ -23,40 +47,109 @@ class L1Lookups:
     devices: Devices
     instances: Instances
     lease_seconds: float
+    presence: Presence
     bus: Bus
     clock: Callable[[], float] = time.monotonic
+    # By (instance id, request id), the oldest first: they have replied that the hit may go on.
+    _open: OrderedDict[tuple[str, str], _Looked] = field(default_factory=OrderedDict)
 
     def answer(self, request: Lookup) -> LookupReply:
+        """Count the lookup, and lease what it finds."""
         began_ns = int(self.clock() * 1e9)
         instance = self.instances.instance(request.instance_id, request.incarnation)
-        chunks = chunk_count(request.keys)
         spec = instance.any_worker().spec
         check_chunk(request.chunk_blocks, spec)
+        check_tail(request.tail_keys, spec)
+        chunks = chunk_count(request.keys) if request.keys or not request.tail_keys else 0
+        owner = (request.instance_id, request.request_id)
+        self.complete(owner)
         namespace = instance.namespace_of(request.variant)
         if namespace is None or self.devices.lost:  # a hit that cannot be loaded only costs the engine
-            missed = ((MissReason.UNAVAILABLE, chunks),)
+            missed = ((MissReason.UNAVAILABLE, chunks),) if chunks else ()
             why = self.devices.lost or instance.ranks_text
             outcome = LookupOutcome(chunks, 0, missed, request.keys[:KEY_BYTES], unavailable=why)
-        else:
-            owner = (request.instance_id, request.request_id)
-            outcome = self.cache.lookup(namespace, request.keys, owner, self.clock() + self.lease_seconds)
-        chunk_tokens = spec.chunk_tokens
-        _count(instance, outcome, chunk_tokens, request.tokens)
+            return self._over(_Looked(request, instance, namespace or b"", spec.chunk_tokens, began_ns, outcome))
+        outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
+        most = known = outcome.hit_chunks
+        if outcome.missed:
+            known, most = self.presence.with_l2(instance, namespace, request.keys, outcome.hit_chunks)
+        if known > outcome.hit_chunks:
+            outcome = counted_in_l2(outcome, known)
+        looked = _Looked(request, instance, namespace, spec.chunk_tokens, began_ns, outcome)
+        if most > outcome.hit_chunks:
+            return self._over(looked, most)
+        if spec.tails and outcome.missed and self.cache.has_tails(namespace):
+            self._open[owner] = looked
+            if len(self._open) > _MOST_OPEN:
+                self.complete(next(iter(self._open)))
+            return _reply(outcome, wants_tail=True)
+        if not outcome.missed:
+            self._find_tail(looked, request.tail_keys)
+        return self._over(looked)
+
+    def answer_tail(self, request: LookupTail) -> LookupReply:
+        """The rest of a lookup. KVServerError(BAD_KEYS) if it is over."""
+        instance = self.instances.instance(request.instance_id, request.incarnation)
+        check_tail(request.tail_keys, instance.any_worker().spec)
+        owner = (request.instance_id, request.request_id)
+        looked = self._open.get(owner)
+        if looked is None or looked.instance is not instance:
+            raise KVServerError(ErrorCode.BAD_KEYS, f"no lookup of request {request.request_id!r} waits for a tail")
+        del self._open[owner]
+        self._find_tail(looked, request.tail_keys)
+        return self._over(looked)
+
+    def complete(self, owner: tuple[str, str]) -> None:
+        """The request's lookup is over, if it waits for a tail: the engine no longer needs it."""
+        if (looked := self._open.pop(owner, None)) is not None:
+            self._over(looked)
+
+    def _find_tail(self, looked: _Looked, keys: bytes) -> None:
+        if not keys:
+            return
+        request = looked.request
+        owner = (request.instance_id, request.request_id)
+        blocks = self.cache.lookup_tail(looked.namespace, keys, owner, self._deadline())
+        tokens = blocks * looked.chunk_tokens // request.chunk_blocks
+        looked.outcome = replace(looked.outcome, tail_blocks=blocks, tail_tokens=tokens)
+
+    def answer_again(self, request: Lookup) -> LookupReply:
+        """After a fill: lease what L1 has now. The lookup was counted before."""
+        instance = self.instances.by_id.get(request.instance_id)
+        namespace = instance.namespace_of(request.variant) if instance is not None else None
+        if instance is None or namespace is None or self.devices.lost:
+            return LookupReply(0)
+        owner = (request.instance_id, request.request_id)
+        outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
+        looked = _Looked(request, instance, namespace, instance.any_worker().spec.chunk_tokens, 0, outcome)
+        if not outcome.missed:
+            self._find_tail(looked, request.tail_keys)
+        return _reply(looked.outcome)
+
+    def _deadline(self) -> float:
+        return self.clock() + self.lease_seconds
+
+    def _over(self, looked: _Looked, fill_chunks: int = 0) -> LookupReply:
+        """Count and publish it."""
+        request, instance, outcome = looked.request, looked.instance, looked.outcome
+        _count(instance, outcome, looked.chunk_tokens, request.tokens)
         ended = LookupEnded(
-            int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, began_ns,
-            request.keys, outcome, chunk_tokens, namespace or b"", request.tokens, request.traceparent,
+            int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, looked.began_ns,
+            request.keys, outcome, looked.chunk_tokens, looked.namespace, request.tokens, request.traceparent,
         )  # fmt: skip
         self.bus.publish(ended, len(request.keys))
-        return LookupReply(hit_chunks=outcome.hit_chunks, full_chunks=outcome.full_chunks)
+        return _reply(outcome, fill_chunks=fill_chunks)
+
+
+def _reply(outcome: LookupOutcome, wants_tail: bool = False, fill_chunks: int = 0) -> LookupReply:
+    return LookupReply(outcome.hit_chunks, outcome.full_chunks, outcome.tail_blocks, wants_tail, fill_chunks)
 
 
 def _count(instance: Instance, outcome: LookupOutcome, chunk_tokens: int, prompt_tokens: int) -> None:
-    counts, looked_up = instance.counts, outcome.chunks * chunk_tokens
+    counts, hit_tokens = instance.counts, outcome.hit_chunks * chunk_tokens + outcome.tail_tokens
     counts.lookups += 1
-    counts.hits += outcome.hit_chunks > 0
-    counts.lookup_tokens += looked_up
-    counts.hit_tokens += outcome.hit_chunks * chunk_tokens
-    for reason, chunks in outcome.missed:
-        counts.missed_tokens[reason] += chunks * chunk_tokens
-    if prompt_tokens > looked_up:
-        counts.missed_tokens[MissReason.PARTIAL_CHUNK] += prompt_tokens - looked_up
+    counts.hits += hit_tokens > 0
+    counts.lookup_tokens += outcome.looked_up_tokens(chunk_tokens)
+    counts.hit_tokens += hit_tokens
+    for reason, tokens in outcome.missed_tokens(chunk_tokens, prompt_tokens).items():
+        counts.missed_tokens[reason] += tokens

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import queue
 import time
@@ -121,7 +122,7 @@ class Server:
         """Why this daemon should get no traffic; empty while all is well."""
         if lost := self._upkeep.lost_device:
             return f"the device is lost: {lost}"
-        return self._bus.failure
+        return self._upkeep.lost_tier or self._bus.failure
 
     @property
     def lag_seconds(self) -> float:
@@ -146,7 +147,8 @@ class Server:
                     poller.register(fd, zmq.POLLIN)
             watched = wanted
             waited_since = time.monotonic()
-            ready = dict(poller.poll(0 if more else _IDLE_POLL_MS))
+            wait_ms = min(_IDLE_POLL_MS, math.ceil(self._upkeep.seconds_left() * 1000))
+            ready = dict(poller.poll(0 if more else wait_ms))
             turn_began = time.monotonic()
             # Completions first: a lookup that follows a store's end must find its chunks.
             self._upkeep.complete_tickets()

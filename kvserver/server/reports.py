@@ -28,6 +28,7 @@ from kvserver.protocol import (
     ReportBlockAllocations,
     ReportedBlocks,
 )
+from kvserver.server.fills import Fills
 from kvserver.server.instances import Instance, Instances
 from kvserver.telemetry import MOST
 
@@ -38,6 +39,7 @@ _MOST_SPEED = 1e12
 @dataclass
 class EngineReports:
     cache: Cache
+    fills: Fills
     instances: Instances
     bus: Bus
     unapplied: set[str]  # the event thread adds instances whose report it could not apply; they are removed here
@@ -71,11 +73,14 @@ class EngineReports:
         instance.counts.ended_requests += 1
         if _LEAST_SPEED <= request.prefill_tokens_per_second <= _MOST_SPEED:
             instance.prefill_speed = request.prefill_tokens_per_second
+        filled = self.fills.end((request.instance_id, request.request_id))
         self.cache.end_lease((request.instance_id, request.request_id))
         local = min(request.local_tokens, request.prompt_tokens)
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)
         failed = min(request.failed_loads, request.loads)
-        instance.counts.benefit.request_ended(request.prompt_tokens, local, loaded, request.loads, failed)
+        instance.counts.benefit.request_ended(
+            request.prompt_tokens, local, loaded, request.loads, failed, min(filled, loaded)
+        )
         instance.counts.sequence_gaps += instance.reports.receive(request.sequence)
         self._publish(
             instance,

@@ -53,6 +53,8 @@ class Resync:
         """Namespaces, keys and groups of the objects that are READY when each slice is taken."""
         for id in self.index.namespace_ids():
             namespace = self.index.find_namespace(id)
+            if namespace is not None and namespace.groups.tails:  # no event announces single blocks
+                continue
             chunks = namespace.chunks.values() if namespace is not None else []
             groups = namespace.groups.objects if namespace is not None else []
             while chunks:

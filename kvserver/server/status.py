@@ -34,6 +34,7 @@ def l1_status(cache: Cache, placement: Placement) -> L1Status:
         pinned_bytes=pool.pinned_pages * pool.page_bytes,
         page_bytes=pool.page_bytes,
         chunks=cache.index.chunk_count,
+        tail_blocks=cache.index.tail_blocks,
         evictions=cache.evicted_chunks,
         evicted_bytes=cache.evicted_pages * pool.page_bytes,
         cleared_chunks=cache.cleared_chunks,

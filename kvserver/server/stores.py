@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kvserver._native import Outcome
 from kvserver.cache import Cache, StorePlan
 from kvserver.copy import Completion
 from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored
-from kvserver.protocol import KEY_BYTES, TOKEN_BYTES, Error, ErrorCode, KVServerError, Store, Stored
+from kvserver.protocol import TOKEN_BYTES, Error, ErrorCode, KVServerError, Store, Stored
+from kvserver.server.chunk_events import publish_evicted
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, store_blocks
 from kvserver.server.instances import Worker, WorkerGroup
+from kvserver.server.spill import Spill
 from kvserver.server.tickets import Respond, StoreTicket
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ class Stores:
     cache: Cache
     copies: Copies
     bus: Bus
+    spill: Spill
     _steps: int = STEPS_PER_TURN  # that are left in this turn
     # Stores whose plan takes more than one turn. Each ends when the plan is complete, at its deadline or when its worker
     # closes, whose memory stays mapped until then.
@@ -48,11 +51,13 @@ class Stores:
             raise
 
     def _plan(self, request: Store, respond: Respond, worker: Worker) -> None:
-        namespace = self.copies.namespace_of(request, worker)
+        chunks = self.copies.namespace_of(request, worker)
         group = group_of(request, worker)
+        namespace = group.namespace(chunks)
         blocks = store_blocks(request, worker, group)
         self.copies.counts_of(worker).stores += 1
-        plan = self._plan_objects(request, worker, group, namespace)
+        after = (chunks, request.after) if request.after and group.layout.tails else None
+        plan = self._plan_objects(request, worker, group, namespace, after)
         ticket = StoreTicket(request, respond, worker, group, namespace, blocks, plan, self.copies.now_ns())
         if plan.complete:
             self._copy(ticket)
@@ -60,14 +65,17 @@ class Stores:
             self._waiting.append(ticket)
             worker.waiting += 1
 
-    def _plan_objects(self, request: Store, worker: Worker, group: WorkerGroup, namespace: bytes) -> StorePlan:
+    def _plan_objects(
+        self, request: Store, worker: Worker, group: WorkerGroup, namespace: bytes, after: tuple[bytes, bytes] | None
+    ) -> StorePlan:
         places = own_places(request, worker, group)
         if not places:  # other ranks store what all ranks have
-            return StorePlan(group.number, group.slot, worker.layout)
+            return StorePlan(group.number, _slots(group), group.layout)
         steps = 0 if self._waiting else self._steps  # none overtakes another
         plan = self.cache.plan_store(
-            namespace, worker.layout, keys_at(request.keys, places), group.slot_bytes,
-            group=group.number, slot=group.slot, places=places, steps=steps, model_name=worker.spec.model_name,
+            namespace, group.layout, keys_at(request.keys, places), group.slot_bytes,
+            group=group.number, slots=_slots(group), places=places, steps=steps, model_name=worker.spec.model_name,
+            after=after,
         )  # fmt: skip
         self._steps = plan.steps if steps else self._steps
         self._publish_evictions(plan)
@@ -120,8 +128,9 @@ class Stores:
         """Copy the chunks of the complete plan, or answer that there is nothing to copy."""
         request, worker, plan = ticket.request, ticket.worker, ticket.plan
         counts = self.copies.counts_of(worker)
-        counts.starved_chunks += plan.no_space
-        counts.avoided_chunks += plan.skipped
+        if not ticket.group.layout.tails:
+            counts.starved_chunks += plan.no_space
+            counts.avoided_chunks += plan.skipped
         self._publish_contents(ticket)
         if not plan.chunks:
             worker.words.fail_word(request.word, request.sequence)  # it will not be read
@@ -154,7 +163,9 @@ class Stores:
     def _drop(self, ticket: StoreTicket) -> None:
         """Free the objects that no boundary needs once all ranks have stored those of this request."""
         group, namespace = ticket.worker.objects(ticket.group), ticket.namespace
-        if not ticket.request.dropped or not self.cache.has_objects(namespace, group.number, ticket.request.keys):
+        if not ticket.request.dropped or ticket.group.layout.tails:
+            return
+        if not self.cache.has_objects(namespace, group.number, ticket.request.keys):
             return
         if dropped := self.cache.drop_objects(namespace, group.number, ticket.request.dropped):
             self.bus.publish(ChunksEvicted(self.copies.now_ns(), namespace, dropped, group), len(dropped))
@@ -162,13 +173,7 @@ class Stores:
     # ---- events of chunks ---------------------------------------------------------------------
 
     def _publish_evictions(self, plan: StorePlan) -> None:
-        """Evictions since the last call: published before another store can store the same chunks again."""
-        evicted: defaultdict[bytes, list[bytes]] = defaultdict(list)
-        for namespace, key in plan.evicted:
-            evicted[namespace].append(key)
-        plan.evicted.clear()
-        for namespace, keys in evicted.items():
-            self.bus.publish(ChunksEvicted(self.copies.now_ns(), namespace, b"".join(keys)), len(keys) * KEY_BYTES)
+        publish_evicted(self.bus, self.copies.now_ns(), plan)
 
     def _publish_contents(self, ticket: StoreTicket) -> None:
         contents, spec = ticket.request.contents, ticket.worker.spec
@@ -194,7 +199,7 @@ class Stores:
             )  # fmt: skip
 
     def _publish_ready(self, ticket: StoreTicket) -> None:
-        if ready := ticket.plan.ready:
+        if (ready := ticket.plan.ready) and not ticket.group.layout.tails:
             instance_id, model_name, _ = ticket.worker.identity
             keys = b"".join([chunk.key for chunk in ready])
             self.bus.publish(
@@ -208,6 +213,12 @@ class Stores:
                 ),
                 len(keys),
             )
+            if (coverage := self.copies.durable(ticket)) is not None:
+                self.spill.stored(ticket.namespace, coverage, ready)
+
+
+def _slots(group: WorkerGroup) -> range:
+    return range(group.slot, group.slot + 1)
 
 
 def _stored(ticket: StoreTicket) -> Stored:

@@ -16,12 +16,15 @@ from kvserver._native import Outcome
 from kvserver.cache import Cache
 from kvserver.copy import Completion, Devices, Tickets
 from kvserver.events import Bus, L1Cleared
+from kvserver.server.fills import Fills
 from kvserver.server.instances import Disconnect
 from kvserver.server.lifeline import Lifeline
 from kvserver.server.loads import Loads
 from kvserver.server.resync import Resync
+from kvserver.server.spill import Spill
 from kvserver.server.stores import Stores
 from kvserver.server.tickets import LoadTicket, MapTicket, StoreTicket, Ticket, UnmapTicket
+from kvserver.server.tiers import Tiers
 from kvserver.server.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,9 @@ class Upkeep:
     loads: Loads
     workers: Workers
     resync: Resync
+    tiers: Tiers
+    spill: Spill
+    fills: Fills
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     audit_seconds: float = 10.0  # at least between two audits while messages come
@@ -60,12 +66,17 @@ class Upkeep:
         """Why nothing can be copied any more; empty while it can."""
         return self.devices.lost
 
+    @property
+    def lost_tier(self) -> str:
+        """Why a tier of L2 that is required cannot be used; empty while all can."""
+        return self.tiers.failure
+
     # ---- completions --------------------------------------------------------------------------
 
     @property
     def completion_fds(self) -> list[int]:
         """Readable when tickets have completed."""
-        return self.tickets.completion_fds
+        return [*self.tickets.completion_fds, *self.tiers.completion_fds]
 
     def complete_tickets(self) -> None:
         """Complete every ticket whose copy or mapping has ended. Never raises: a fault in one ticket stops no other."""
@@ -75,6 +86,7 @@ class Upkeep:
                 self._complete(ticket, completion)
             except Exception:
                 log.exception("internal error while completing a %s", type(ticket).__name__)
+        self.tiers.complete()
 
     def _log_loss(self) -> None:
         lost = self.devices.lost
@@ -109,23 +121,35 @@ class Upkeep:
     def tick(self) -> None:
         """Once a second or so: expire leases and departed instances, close silent connections, note what has been pinned."""
         self.devices.update_pinned_pages(self.cache.pool)
+        self.tiers.tick(int(self.clock() * 1e9))
         self.workers.tick()
+        self.fills.tick()
         self.cache.expire_leases(self.clock())
+
+    def seconds_left(self) -> float:
+        """Until something is due that no message and no completion announces."""
+        due_ns = self.fills.next_due_ns
+        return 3600.0 if due_ns is None else max(0.0, due_ns * 1e-9 - self.clock())
 
     def step(self) -> bool:
         """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
-        more = self.cache.step() | self.resync.step()
+        more = self.cache.step() | self.resync.step() | self.spill.step() | self.fills.step()
         for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)
         self._work_left = more or self.stores.waiting > 0
         return self._work_left
 
-    def clear_l1(self, base: bytes = b"") -> int:
-        """Remove all chunks of the namespaces whose id begins with `base`; returns their number."""
+    def clear(self, base: bytes, done: Callable[[int, str], None]) -> None:
+        """Remove all chunks of the namespaces whose id begins with `base` from L1 and L2.
+
+        Nothing of them is found from now on. `done` is called with their number in L1, and with what failed or "", once none
+        can come back from L2, after a power loss either.
+        """
         chunks = self.cache.clear_namespaces(base)
         self.bus.publish(L1Cleared(int(self.clock() * 1e9), base))
         log.info("%d chunks cleared from L1", chunks)
-        return chunks
+        self.fills.clear(base)
+        self.tiers.clear(base, lambda failure: done(chunks, failure))
 
     # ---- accounting ---------------------------------------------------------------------------
 
@@ -160,7 +184,13 @@ class Upkeep:
 
         REQUIRES: step() was the last call.
         """
-        if self._work_left or self.tickets.open_tickets or self.cache.index.chunk_count > _AUDIT_CHUNKS:
+        if (
+            self._work_left
+            or self.tickets.open_tickets
+            or self.tiers.open_tickets
+            or self.fills.open
+            or self.cache.index.count > _AUDIT_CHUNKS
+        ):
             return False
         self.cache.audit()
         assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
@@ -170,13 +200,24 @@ class Upkeep:
     # ---- the end ------------------------------------------------------------------------------
 
     def drain(self, deadline_seconds: float) -> bool:
-        """End every copy before memory goes away: cancelled ones stop at their next block. False if some did not."""
+        """End every copy before memory goes away: cancelled ones stop at their next block. False if some did not.
+
+        What is left of the time is for the objects that wait for a tier of L2.
+        """
         deadline = time.monotonic() + deadline_seconds
         self.workers.close_all(Disconnect.STOPPED)
+        self.fills.end_all()
         while (self.tickets.open_tickets or self.stores.waiting) and time.monotonic() < deadline:
             self.complete_tickets()
             self.step()
             time.sleep(0.001)
+        while (self.spill.waiting or self.tiers.open_tickets) and time.monotonic() < deadline:
+            self.tiers.complete()
+            self.spill.step()
+            time.sleep(0.001)
+        if left := self.spill.waiting + self.spill.puts:
+            log.warning("%d objects were not written to L2 within %.0f s", left, deadline_seconds)
+        self.tiers.close(int(deadline * 1e9))
         if self.tickets.open_tickets:
             log.error("%d copies did not end within %.0f s", self.tickets.open_tickets, deadline_seconds)
         return self.tickets.open_tickets == 0

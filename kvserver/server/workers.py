@@ -40,8 +40,10 @@ from kvserver.protocol import (
     block_bytes,
     check_object_groups,
     chunk_tokens_for,
+    has_tails,
     planes_of,
 )
+from kvserver.server.fills import Fills
 from kvserver.server.instances import Disconnect, Instances, Worker, WorkerGroup
 from kvserver.server.lifeline import Lifeline, Lifelines
 from kvserver.server.tickets import MapTicket, Respond, Ticket, UnmapTicket
@@ -60,6 +62,7 @@ class Workers:
     tickets: Tickets[Ticket]
     instances: Instances
     lifelines: Lifelines
+    fills: Fills
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     mappings: int = 0  # open mappings of engine memory
@@ -137,6 +140,10 @@ class Workers:
         if expected > MAX_CHUNK_TOKENS:
             raise KVServerError(ErrorCode.BAD_PLANES, f"a chunk of {expected} tokens, at most {MAX_CHUNK_TOKENS}")
         check_object_groups(groups, request.planes)
+        if request.tails and not has_tails(groups, expected):
+            raise KVServerError(
+                ErrorCode.BAD_PLANES, "single blocks are stored of full attention alone, in chunks of several"
+            )
         for number, plane in enumerate(request.planes):
             if plane.memory >= len(request.memory):
                 raise KVServerError(
@@ -205,6 +212,7 @@ class Workers:
         ended = self.instances.remove_worker(worker, self.clock(), reason)
         self.bus.publish(WorkerDisconnected(now_ns, *worker.identity))
         if ended is not None:
+            self.fills.end_of_instance(ended.instance_id)
             self.cache.end_leases_of(ended.instance_id)
             died = reason is Disconnect.DIED
             self.bus.publish(InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, died))

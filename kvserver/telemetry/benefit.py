@@ -45,10 +45,10 @@ class Benefit:
                 both.durations[name].add_counts(histogram)
         return both
 
-    def request_ended(self, prompt: int, local: int, loaded: int, loads: int, failed: int) -> None:
-        """REQUIRES: local + loaded <= prompt, failed <= loads. A prompt of 0 is one that is not known."""
+    def request_ended(self, prompt: int, local: int, loaded: int, loads: int, failed: int, filled: int = 0) -> None:
+        """`filled`: of the loaded tokens those that came from L2. REQUIRES: filled <= loaded, local + loaded <= prompt, failed <= loads. A prompt of 0 is one that is not known."""
         computed = prompt - local - loaded
-        _grow(self.prompt_tokens, {"l0": local, "l1": loaded, "computed": computed})
+        _grow(self.prompt_tokens, {"l0": local, "l1": loaded - filled, "l2": filled, "computed": computed})
         _grow(self.request_loads, {"done": loads - failed, "failed": failed})
         if prompt:
             self.hit_ratio.observe((local + loaded) / prompt)
@@ -86,7 +86,7 @@ class LoadWaits:
     ) -> tuple[int, float] | None:
         """One of `parts` parts has ended; of the last one (tokens, seconds) of the load. `tokens` is 0 if the part failed."""
         if parts == 1 or not request_id:  # older engines do not name their requests: rank 0's is taken for all
-            return None if any(part) else (tokens, (ended_ns - arrived_ns) * 1e-9)
+            return None if parts > 1 and any(part) else (tokens, (ended_ns - arrived_ns) * 1e-9)
         ended = self._loads.setdefault(request_id, {})
         if part in ended:  # of a former load of the request, of which not all parts began
             ended.clear()

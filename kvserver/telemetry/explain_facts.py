@@ -148,7 +148,7 @@ class Request:
             return (0, MissReason.PARTIAL_CHUNK) if short else None
         if lookup.outcome.missed:
             return lookup.outcome.hit_chunks, lookup.outcome.missed[0][0]
-        beyond = self.prompt_tokens > lookup.tokens
+        beyond = self.prompt_tokens > lookup.tokens  # the blocks that were found are among them
         return (lookup.outcome.chunks, MissReason.PARTIAL_CHUNK) if beyond else None
 
     @property
@@ -169,10 +169,8 @@ class Request:
         lookup = self.lookup
         if lookup is None:
             return {MissReason.PARTIAL_CHUNK.value: self.prompt_tokens} if self.missing else {}
-        missed = {reason.value: chunks * lookup.chunk_tokens for reason, chunks in lookup.outcome.missed}
-        if (beyond := self.prompt_tokens - lookup.tokens) > 0:
-            missed[MissReason.PARTIAL_CHUNK.value] = beyond
-        return missed
+        missed = lookup.outcome.missed_tokens(lookup.chunk_tokens, self.prompt_tokens)
+        return {reason.value: tokens for reason, tokens in missed.items()}
 
     def tokens(self) -> Tokens:
         lookup, ended, prompt = self.lookup, self.ended, self.prompt_tokens
@@ -225,7 +223,7 @@ def facts_of(
     first_missing = None
     if request.missing is not None:
         chunk, reason = request.missing
-        token = chunk * request.chunk_tokens
+        token = chunk * request.chunk_tokens + (lookup.outcome.tail_tokens if lookup is not None else 0)
         first_missing = Missing(chunk=chunk, token=token, reason=reason.value, evicted_seconds_before=evicted_before)
     slowest = max(request.loads.values(), key=lambda load: load.nanos, default=None)
     timed = slowest.shown() if slowest is not None and slowest.nanos else None

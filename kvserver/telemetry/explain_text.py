@@ -17,6 +17,7 @@ _ADVICE = {
     " --boundary-interval tokens. A smaller interval keeps more of them.",
     MissReason.FILLING: "Requests with one prefix arrived together, before the first one's store had ended. Rare ones cost little; of many,"
     " send one ahead of the others.",
+    MissReason.IN_L2: "L1 lacked it and a tier of L2 has it: it was read if the engine could wait for that (kvserver.fill_timeout_ms), and computed if not.",
     MissReason.OTHER_NAMESPACE: "Engines share KV only where all that changes it agrees. Start them with the same values of the fields"
     " named here; `kvserver status` shows why an engine is private.",
     MissReason.UNAVAILABLE: "`kvserver status` shows which ranks are registered; the engine's log states why one is not. A lost device needs"
@@ -96,6 +97,8 @@ def _missing(facts: Facts) -> str:
             return f"{chunk} has full attention's KV in L1, but no window or state of a boundary behind it was kept"
         case MissReason.FILLING:
             return f"{chunk} was on its way into L1 at that moment, by the store of another request"
+        case MissReason.IN_L2:
+            return f"{chunk} was not in L1 but in L2 at the lookup"
         case MissReason.OTHER_NAMESPACE:
             return f"{chunk} is in L1 for engines that may not share KV with this one; {_differing(facts)}"
         case MissReason.UNAVAILABLE:

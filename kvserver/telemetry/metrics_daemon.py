@@ -18,6 +18,7 @@ from kvserver.protocol.status import (
     ModelStatus,
     OtlpStatus,
     PagesStatus,
+    TierStatus,
     TracesStatus,
 )
 from kvserver.telemetry.families import Family, Kind, Metric, families_of
@@ -34,6 +35,7 @@ _DAEMON: tuple[Metric[DaemonStatus], ...] = (
     Metric("kvserver_l1_used_bytes", "Memory of L1 that chunks occupy.", Kind.GAUGE, lambda of: of.l1.used_bytes),
     Metric("kvserver_l1_pinned_bytes", "Memory of L1 that is pinned for GPUs.", Kind.GAUGE, lambda of: of.l1.pinned_bytes),
     Metric("kvserver_l1_chunks", "Chunks in L1, also chunks that stores are filling.", Kind.GAUGE, lambda of: of.l1.chunks),
+    Metric("kvserver_l1_tail_blocks", "Single blocks in L1 that follow the last full chunk of a prompt or of a request.", Kind.GAUGE, lambda of: of.l1.tail_blocks),
     Metric("kvserver_l1_evicted_chunks", "Chunks evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.l1.evictions),
     Metric("kvserver_l1_evicted_bytes", "Memory of L1 that evicted chunks had occupied.", Kind.COUNTER, lambda of: of.l1.evicted_bytes),
     Metric("kvserver_l1_cleared_chunks", "Chunks that requests to clear the cache removed from L1.", Kind.COUNTER, lambda of: of.l1.cleared_chunks),
@@ -71,6 +73,20 @@ _L1_MODEL: tuple[Metric[ModelStatus], ...] = (
     Metric("kvserver_l1_never_loaded_chunks", "Chunks of a model evicted from L1 that no engine had ever loaded.", Kind.COUNTER, lambda of: of.never_loaded),
     Metric("kvserver_l1_model_evicted_chunks", "Chunks of a model evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.evictions),
 )  # fmt: skip
+_TIER: tuple[Metric[TierStatus], ...] = (
+    Metric("kvserver_l2_up", "1 while a tier of L2 is ready or can only be read, 0 while it is opening, unavailable or closed.", Kind.GAUGE, lambda of: +(of.state in ("ready", "read_only"))),
+    Metric("kvserver_l2_size_bytes", "Storage that a tier of L2 may use; 0 where the storage itself has the limit.", Kind.GAUGE, lambda of: of.size_bytes),
+    Metric("kvserver_l2_used_bytes", "Storage of a tier of L2 that objects occupy, as far as the daemon knows.", Kind.GAUGE, lambda of: of.used_bytes),
+    Metric("kvserver_l2_objects", "Objects (the KV of one chunk of one object group) that a tier of L2 has, as far as the daemon knows.", Kind.GAUGE, lambda of: of.objects),
+    Metric("kvserver_l2_reads", "Reads of objects from a tier of L2, by outcome.", Kind.COUNTER, lambda of: {"hit": of.hits, "miss": of.misses, "corrupt": of.corrupt, "timeout": of.timeouts, "error": of.errors}, ("outcome",)),
+    Metric("kvserver_l2_read_bytes", "Bytes of objects read from a tier of L2.", Kind.COUNTER, lambda of: of.read_bytes),
+    Metric("kvserver_l2_written_objects", "Objects written to a tier of L2.", Kind.COUNTER, lambda of: of.written_objects),
+    Metric("kvserver_l2_written_bytes", "Bytes of objects written to a tier of L2.", Kind.COUNTER, lambda of: of.written_bytes),
+    Metric("kvserver_l2_evicted_objects", "Objects that a tier of L2 evicted to make space for others.", Kind.COUNTER, lambda of: of.evictions),
+    Metric("kvserver_l2_dropped_objects", "Objects that were queued for a tier of L2, or offered to it, and not written, by reason.", Kind.COUNTER, lambda of: of.dropped, ("reason",)),
+    Metric("kvserver_l2_queue_bytes", "Bytes of objects that wait for a tier of L2 or are being written to it.", Kind.GAUGE, lambda of: of.queue_bytes),
+    Metric("kvserver_l2_breaks", "How often the breaker of a tier of L2 opened.", Kind.COUNTER, lambda of: of.breaks),
+)  # fmt: skip
 _GPU: tuple[Metric[GpuStatus], ...] = (
     Metric("kvserver_gpu_mapped_bytes", "Memory of engines on a GPU that the daemon has mapped.", Kind.GAUGE, lambda of: of.mapped_bytes),
     Metric("kvserver_gpu_copied_bytes", "Bytes copied between L1 and a GPU, by direction and by way: each run by DMA, or gathered by a kernel.", Kind.COUNTER, lambda of: _by_way("store", of.store) | _by_way("load", of.load), ("direction", "way")),
@@ -85,6 +101,7 @@ _RPC: tuple[Metric[RpcCounts], ...] = (
 def daemon_families(status: DaemonStatus, rpc: RpcCounts) -> Iterable[Family]:
     yield from families_of(_DAEMON, [(status, ())])
     yield from families_of(_L1_MODEL, [(model, (name,)) for name, model in status.l1.models.items()], ("model_name",))
+    yield from families_of(_TIER, [(tier, (tier.name, tier.kind)) for tier in status.l2], ("tier", "kind"))
     yield from families_of(_GPU, [(gpu, (gpu.device,)) for gpu in status.gpus], ("device",))
     yield from families_of(_RPC, [(rpc, ())])
 

@@ -28,6 +28,8 @@ _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_l1_stored_chunks", "Chunks copied from L0 to L1, once for each rank that stores.", Kind.COUNTER, lambda of: of.stored_chunks),
     Metric("kvserver_l1_stores_avoided_chunks", "Chunks that stores did not copy because L1 had them or was receiving them, once for each rank.", Kind.COUNTER, lambda of: of.avoided_chunks),
     Metric("kvserver_l1_starved_chunks", "Chunks that stores did not copy because L1 had no space, once for each rank.", Kind.COUNTER, lambda of: of.starved_chunks),
+    Metric("kvserver_fills", "Lookups for which objects were read from L2 to L1.", Kind.COUNTER, lambda of: of.fills),
+    Metric("kvserver_filled_tokens", "Tokens of chunks that became READY in L1 from L2.", Kind.COUNTER, lambda of: of.filled_tokens),
     Metric("kvserver_l1_loaded_chunks", "Chunks copied from L1 to L0, once for each rank.", Kind.COUNTER, lambda of: of.loaded_chunks),
     Metric("kvserver_engine_preemptions", "Preemptions of requests in the engine, as vLLM counts them.", Kind.COUNTER, lambda of: of.engine_preemptions),
     Metric("kvserver_engine_prompt_tokens", "Prompt tokens that the engine processed, as vLLM counts them.", Kind.COUNTER, lambda of: of.engine_prompt_tokens),

@@ -18,6 +18,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ T = TypeVar("T")
 
 LOOP_DEADLINE_SECONDS = 1.0  # most that a page waits for the loop
 STUCK_SECONDS = 5.0  # a loop without a turn for this long is not ready
+_CLEAR_SECONDS = 10.0  # for the tiers of L2 to make a clear durable
 _MOST_HEAD_BYTES = 64 << 10  # the request line and all headers
 
 
@@ -287,8 +289,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(self.server.settings, indent=2) + "\n", "application/json")
 
     def _clear(self) -> None:
-        chunks = self.server.ask(self.server.upkeep.clear_l1)
-        self._send(200, json.dumps({"chunks": chunks}), "application/json")
+        cleared: Future[tuple[int, str]] = Future()
+        upkeep = self.server.upkeep
+        self.server.ask(lambda: upkeep.clear(b"", lambda chunks, failure: cleared.set_result((chunks, failure))))
+        try:
+            chunks, failure = cleared.result(_CLEAR_SECONDS)
+        except FutureTimeout:
+            self._send(504, f"L1 is cleared; a tier of L2 has not answered within {_CLEAR_SECONDS:.0f} s\n")
+            return
+        if failure:
+            self._send(500, f"L1 is cleared, L2 is not: {failure}\n")
+        else:
+            self._send(200, json.dumps({"chunks": chunks}), "application/json")
 
     def _audit(self) -> None:
         outcome = self.server.ask(self.server.upkeep.audit_now)

@@ -63,6 +63,7 @@ REACHED = set(ErrorCode) - {
     ErrorCode.MEMORY_LOST,
     ErrorCode.NOT_READY,
     ErrorCode.RANKS_DISAGREE,
+    ErrorCode.STORAGE,
     ErrorCode.TOO_LARGE,
 }
 
@@ -195,7 +196,7 @@ class Hostile:
                 return self.random.choice(("Store", "Hello", "type", "x" * 600, "", "\u00e9\U0001f600"))
             case 6:
                 items = [self._value(depth - 1) for _ in range(self.random.randrange(5))]
-                tag = [self.random.choice(("Store", "Lookup", "Retrieve", "Clear"))]
+                tag = [self.random.choice(("Store", "Lookup", "Retrieve", "AwaitFill", "Clear"))]
                 return tag + items if self.random.random() < 0.5 else items
             case _:
                 names = ("type", "keys", "boot_id", "registration", "word", "planes", "other")

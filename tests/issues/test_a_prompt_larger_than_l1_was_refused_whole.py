@@ -23,7 +23,7 @@ def make_cache(pages: int = ROOM) -> Cache:
 
 def store(cache: Cache, keys: list[bytes], rank: int = 0, ranks: int = 1, steps: int = 1 << 30) -> tuple[int, int, int]:
     """`(filled, skipped, starved)`"""
-    plan = cache.plan_store(NS, one_group(ranks), b"".join(keys), PAGE, slot=rank, steps=steps)
+    plan = cache.plan_store(NS, one_group(ranks), b"".join(keys), PAGE, slots=range(rank, rank + 1), steps=steps)
     complete_plan(cache, plan, steps)
     cache.finish_store(plan, copied=True)
     cache.audit()

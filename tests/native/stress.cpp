@@ -25,6 +25,7 @@
 #include "copy/host_copy.h"
 #include "gpu/gpu_device.h"
 #include "gpu/pinner.h"
+#include "stress_files.h"
 #include "stress_index.h"
 #include "stress_lifetimes.h"
 #include "tables/block_runs.h"
@@ -370,6 +371,7 @@ int main() {
     gpu_copies(1);
     lost_gpu(1, false);
     lost_gpu(2, true);
+    stress_files();
     stress_index();
     stress_lifetimes();
     std::puts("stress: all checks passed");

@@ -294,7 +294,7 @@ class TestTickets:
             turns += 1
             assert time.monotonic() < deadline
         assert all(device.ended[ticket].outcome == Outcome.DONE for ticket in tickets)
-        assert turns > 1000, "the interpreter stood still while half a gigabyte was copied"
+        assert turns > 100, "the interpreter stood still while half a gigabyte was copied"
 
     def test_a_load_overtakes_the_stores_that_wait(self) -> None:
         device = Device(pages=12 * 256, threads=1, delay_micros=5000)

@@ -24,12 +24,14 @@ from kvserver.protocol import (
     ErrorCode,
     ExactRecords,
     KVServerError,
+    LookupReply,
     Owned,
     Payload,
     Released,
     ReportBlockAllocations,
     ReportedBlocks,
 )
+from kvserver.server import Fills, Presence, Tiers
 from kvserver.server.instances import Instances
 from kvserver.server.reports import EngineReports
 from kvserver.telemetry import BlockLifecycle
@@ -131,7 +133,10 @@ class Engine:
         self.instances = Instances()
         bus: Any = self  # publish() is all that is used of it
         cache = Cache(PagePool(1 << 20, 4096), POLICIES["lru"]())
-        self._reports = EngineReports(cache, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND)
+        fills = Fills(cache, Tiers(), Presence(cache, Tiers()), bus, lambda lookup: LookupReply(0), lease_seconds=60.0)
+        self._reports = EngineReports(
+            cache, fills, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND
+        )
         self.connect()
 
     def publish(self, event: Event, size: int = 0) -> bool:

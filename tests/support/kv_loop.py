@@ -84,7 +84,14 @@ class Loop:
                 of: [key for key in keys if (namespace, key) in self.ready_objects(of.number)] for of in groups.objects
             }
             self.bus.publish(contents.described(namespace, ready=ready))
-        plan = self.cache.plan_store(namespace, groups, b"".join(keys), PAGE, group=group, slot=groups.first[group])
+        plan = self.cache.plan_store(
+            namespace,
+            groups,
+            b"".join(keys),
+            PAGE,
+            group=group,
+            slots=range(groups.first[group], groups.first[group] + 1),
+        )
         for space in {space for space, _ in plan.evicted}:
             keys_of_space = b"".join(key for owner, key in plan.evicted if owner == space)
             self.bus.publish(ChunksEvicted(1, space, keys_of_space), len(keys_of_space))

@@ -314,5 +314,5 @@ REFUSALS: dict[ErrorCode, list[tuple[Refused, list[str]]]] = {
     ErrorCode.REPORT_GAP: [(report(b""), ["send the full state"])],
     ErrorCode.NOT_FOUND: [(missing, ["1 of 3 chunks are not READY"])],
 }  # fmt: skip
-# The codes of copies under way, of devices and of bugs: test_failures.py, test_device_loss.py, issues/.
-OTHERS = {ErrorCode.CANCELLED, ErrorCode.MEMORY_LOST, ErrorCode.DEVICE_LOST, ErrorCode.INTERNAL}
+# The codes of copies under way, of devices, of bugs and of L2: test_failures.py, test_device_loss.py, issues/, test_spill.py.
+OTHERS = {ErrorCode.CANCELLED, ErrorCode.MEMORY_LOST, ErrorCode.DEVICE_LOST, ErrorCode.INTERNAL, ErrorCode.STORAGE}

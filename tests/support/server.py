@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from kvserver.config.settings import MiB
 from kvserver.copy import Devices
 from kvserver.parts import Parts
 from kvserver.routing import MatchPages
-from kvserver.server import Endpoint, Lifelines, Server
+from kvserver.server import ConfiguredTier, Endpoint, Lifelines, Server
 from kvserver.web.pages import StatusPages
 
 L1_BYTES, PAGE_BYTES = MiB, 4096
@@ -60,16 +60,20 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def running_server(
-    devices: Devices, l1_bytes: int = L1_BYTES, page_bytes: int = PAGE_BYTES, **changes: Any
+    devices: Devices,
+    l1_bytes: int = L1_BYTES,
+    page_bytes: int = PAGE_BYTES,
+    tiers: Sequence[ConfiguredTier] = (),
+    **changes: Any,
 ) -> Iterator[Running]:
-    """Its loop runs in a thread. `changes`: of its settings. REQUIRES: the devices have that L1."""
+    """Its loop runs in a thread. `changes`: of its settings. REQUIRES: the devices, and the tiers, have that L1."""
     folder = Path(tempfile.mkdtemp(prefix="kvs-"))
     endpoint = Endpoint(f"ipc://{folder}/kv.sock")
     endpoint.bind()
     lifelines = Lifelines(endpoint.fd_path, "token")
     cache = Cache(PagePool(l1_bytes, page_bytes), LeastRecentlyUsed())
     settings = Settings(**{"endpoint": endpoint.url, "chunk_tokens": 64, **changes})
-    parts = Parts(settings, cache, devices, lifelines)
+    parts = Parts(settings, cache, devices, lifelines, tiers=tiers)
     server, observability = parts.make_server(endpoint.router), parts.observability
     match = MatchPages(observability.index, lambda: server.call(parts.instances_status))
     pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep)

@@ -116,6 +116,7 @@ class Worker:
     layout: str = "NHD"
     replicated: bool = False
     groups: tuple[ObjectGroup, ...] = ()
+    tails: bool = False
     gpu: str = ""
     handles: type[GpuMemory] = CudaVmmFd
     connect_now: bool = True
@@ -173,6 +174,7 @@ class Worker:
             "layout": self.layout,
             "replicated": self.replicated,
             "groups": self.groups,
+            "tails": self.tails,
         }
         return registration(self.geometry, **{**stated, **changes})
 
@@ -192,7 +194,9 @@ class Worker:
         return max(1, self.hello.chunk_tokens // self.geometry.block_tokens)
 
     def object_blocks(self, group: int) -> int:
-        """REQUIRES: `groups`."""
+        """REQUIRES: `groups`. 1 of groups of single blocks."""
+        if group >= len(self.groups):
+            return 1
         return self.groups[group].object_blocks(self.chunk_blocks * self.geometry.block_tokens)
 
     @property

@@ -6,6 +6,7 @@ and the engines find it again by themselves: that too is tested by every test.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import tiny_models
 from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon
+
+os.environ.setdefault("KVSERVER_TAILS", "off")  # these tests are about chunks; those of single blocks pass tails="on"
 
 
 @pytest.fixture(scope="session")

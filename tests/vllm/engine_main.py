@@ -21,6 +21,10 @@ def answer(value: dict[str, Any]) -> None:
 
 class Driver:
     def __init__(self, options: dict[str, Any]) -> None:
+        if options.pop("exact_states", False):
+            import exact_states
+
+            exact_states.install()
         from vllm import LLM
 
         self.llm = LLM(**options)

@@ -99,6 +99,35 @@ def test_a_daemon_killed_between_requests_is_replaced_without_a_restart_of_vllm(
     assert all(o["cached_tokens"] == 512 for o in warm)
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_daemon_wrote_to_l2_comes_back_after_its_end(
+    first: Engine,
+    second: Engine,
+    engines: Engines,
+    start_daemon: Start,
+    prompt: Make,
+    tmp_path: Path,
+    killed: bool,
+) -> None:
+    texts = [prompt(230 + n + 5 * killed, 700) for n in range(3)]
+    alone = reference(first, texts)
+    daemon = start_daemon(l2=f"file://{tmp_path}/l2?size=256MiB")
+    engines.wait_registered(daemon)
+    first.generate(texts)
+    first.wait_for_stores()
+    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] >= 3 * 2 and not tier["queue_objects"])
+    (daemon.kill if killed else daemon.terminate)()
+    daemon.start()
+    engines.wait_registered(daemon)
+    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    assert daemon.status()["l1"]["chunks"] == 0
+    warm = second.generate(texts)
+    assert [o["tokens"] for o in warm] == alone
+    assert all(o["cached_tokens"] >= 512 for o in warm)
+    assert daemon.metric("kvserver_filled_tokens_total") == 3 * 512
+    assert daemon.metric("kvserver_prompt_tokens_total", source="l2") == 3 * 512
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_daemon_killed_during_a_load(
     first: Engine, second: Engine, start_daemon: Start, prompt: Make, restarted: bool

@@ -33,6 +33,7 @@ class Kind:
     loaded_bytes: Callable[[int], int]  # for a hit of so many tokens
     blocks: int  # few enough that four requests of 500 and 400 tokens do not fit
     options: dict[str, Any] = field(default_factory=dict)
+    exactly: dict[str, Any] = field(default_factory=dict)  # of an engine whose steps do not change each other's tokens
 
     def hit(self, length: int) -> int:
         """The most that a request of so many tokens can be given: its last token is computed."""
@@ -58,6 +59,7 @@ KINDS = {
         lambda hit: hit // 384 * 196_608 + 3 * 135_680,
         29,
         {"dtype": "bfloat16", "mamba_cache_mode": "align"},
+        {"dtype": "float32", "max_model_len": 1408, "num_gpu_blocks_override": 28},  # blocks of 256 tokens
     ),
 }
 
@@ -92,6 +94,18 @@ def second(engines: Engines, kind: Kind) -> Engine:
     return started(engines, kind, "second", max_num_batched_tokens=512)
 
 
+@pytest.fixture
+def exact(kind: Kind, engines: Engines, first: Engine) -> Engine:
+    """Its tokens depend neither on what else is in a step nor on whether a token was decoded or is prefilled again.
+
+    In bf16 they do: of four requests, preempted without any connector, about one differs from the same request alone, where
+    up to five tokens are within bf16's rounding. That would hide a wrong state, or accuse a right one.
+    """
+    if not kind.exactly:
+        return first
+    return started(engines, kind, "exact", max_num_batched_tokens=2048, exact_states=True, **kind.exactly)
+
+
 @pytest.fixture(autouse=True)
 def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
     """No exception of ours was swallowed, and no block is lost."""
@@ -101,17 +115,6 @@ def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
         engine.forget()
         counters = engine.counters()
         assert (counters["errors"], counters["blocks_in_use"]) == ({}, 0), counters
-
-
-def close(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether they are equal but for bf16's rounding: where they first differ, each has the other's token among its best three.
-
-    What had been decoded is prefilled again after a preemption, and rounded differently.
-    """
-    for mine, yours, best, others in zip(*(o[f] for f in ("tokens", "logprobs") for o in (left, right)), strict=True):
-        if mine != yours:
-            return mine in dict(map(tuple, others)) and yours in dict(map(tuple, best))
-    return True
 
 
 def loaded(daemon: Daemon) -> int:
@@ -215,18 +218,17 @@ def test_a_local_hit_and_a_load_complete_each_other(
 
 
 def test_preempted_requests_resume_from_the_daemon(
-    kind: Kind, first: Engine, start_daemon: Start, prompt: Make
+    kind: Kind, exact: Engine, start_daemon: Start, prompt: Make
 ) -> None:
     texts = [prompt(660 + n, 500) for n in range(4)]
-    computed = first.generate(texts, max_tokens=400)  # no daemon: the reference
-    first.forget()
+    computed = exact.generate(texts, max_tokens=400)  # no daemon: the reference
+    exact.forget()
     daemon = start_daemon()
-    before = first.metrics()["vllm:num_preemptions"]
-    found = first.generate(texts, max_tokens=400)
-    assert first.metrics()["vllm:num_preemptions"] > before
-    for one, other in zip(found, computed, strict=True):
-        assert one["tokens"] == other["tokens"] or ("dtype" in kind.options and close(one, other))
-    first.wait_for_stores()
+    before = exact.metrics()["vllm:num_preemptions"]
+    found = exact.generate(texts, max_tokens=400)
+    assert exact.metrics()["vllm:num_preemptions"] > before
+    assert [one["tokens"] for one in found] == [other["tokens"] for other in computed]
+    exact.wait_for_stores()
     totals = daemon.status()["totals"]
     assert totals["loaded_bytes"] > totals["failed_loads"] == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import tiny_models
 from engines import BY_NAME, TIMEOUTS, Engine, Engines, Prompt
-from support.daemon import Daemon
+from support.daemon import Daemon, wait_until
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
@@ -177,6 +178,52 @@ def test_many_requests_with_shared_prefixes_at_once(
     assert daemon.status()["totals"]["errors"] == 0
 
 
+def test_prompts_that_end_anywhere_in_a_chunk_and_the_turns_behind_them_give_equal_tokens(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    """Chunks of 256 tokens, blocks of 32. Each turn's prompt begins with the last turn's prompt and answer."""
+    daemon = start_daemon(tails="on")
+    ends = (40, 256 + 31, 256 + 33, 512 - 1, 512 + 100, 768 - 32, 768)
+    prompts = [prompt(300 + n, length) for n, length in enumerate(ends)]
+
+    def stored(text: Prompt, max_tokens: int) -> dict[str, Any]:
+        """A store whose blocks the next request may need would be given up."""
+        answer = first.generate([text], max_tokens=max_tokens)[0]
+        first.wait_for_stores()
+        return answer
+
+    def tails_are_on() -> bool:
+        """An engine's scheduler half notices that the daemon is another one by the first refused message."""
+        text = prompt(next(tries), 40)
+        stored(text, 1)
+        return bool(second.generate([text], max_tokens=1)[0]["cached_tokens"])
+
+    tries = itertools.count(500)
+    wait_until(tails_are_on, 60, "both engines know that the daemon has tails")
+    for _ in range(2):
+        cold = [stored(text, 40) for text in prompts]
+        second.forget()
+        warm = [second.generate([text], max_tokens=40)[0] for text in prompts]
+        for text, had, got in zip(prompts, cold, warm, strict=True):
+            assert got["tokens"] == had["tokens"], len(text)
+            assert got["cached_tokens"] == min(len(text) // 32 * 32, len(text) - 1)
+        first.forget()
+        turns = [
+            [*text, *answer["tokens"], *prompt(400 + n, 45)]
+            for n, (text, answer) in enumerate(zip(prompts, cold, strict=True))
+        ]
+        again = [stored(turn, 8) for turn in turns]
+        for text, got in zip(prompts, again, strict=True):
+            assert got["cached_tokens"] == (len(text) + 39) // 32 * 32, "the last answer's end, inside a chunk"
+        second.forget()
+        mine = [second.generate([turn], max_tokens=8)[0] for turn in turns]
+        assert [m["tokens"] for m in mine] == [a["tokens"] for a in again]
+        prompts = turns
+    assert daemon.status()["totals"]["errors"] == 0
+    second.wait_for_stores()
+
+
+# The last one: afterwards the first engine shares with no other.
 def test_other_weights_at_the_same_path_are_another_namespace(
     first: Engine, engines: Engines, start_daemon: Start, prompt: Make
 ) -> None:

@@ -42,13 +42,15 @@ class LeastRecentlyUsed:
         self._incomplete = _empty_ring()
         self._used = _empty_ring()
 
-    def track(self, chunks: Iterable[Chunk]) -> None:
-        used = self._used
+    def track(self, chunks: Iterable[Chunk], before: Chunk | None = None) -> None:
+        used: _Place = self._used
+        if before is not None and before.ready and self.tracks(before):
+            used = cast(_LruChunk, before)
         for chunk in cast(Iterable[_LruChunk], chunks):  # runs for each chunk of each lookup: no calls in this loop
             if chunk.leases or chunk.pins:
                 continue
             if chunk.ready:
-                end = used
+                end: _Place = used
             elif chunk.detached:
                 continue
             else:

@@ -21,8 +21,8 @@ class EvictionPolicy(Protocol):
     def make_chunk(self, namespace: Namespace, key: bytes) -> Chunk:
         """A new chunk, not tracked: of a subclass of Chunk whose further slots are the policy's own."""
 
-    def track(self, chunks: Iterable[Chunk]) -> None:
-        """Each chunk was used or stored: make it a candidate, in this order.
+    def track(self, chunks: Iterable[Chunk], before: Chunk | None = None) -> None:
+        """Each chunk was used or stored: make it a candidate, in this order; before the chunk `before`, if that is tracked.
 
         Leased and pinned chunks are left out: the cache tracks them when their last lease or pin ends. Freed chunks
         are left out, too.

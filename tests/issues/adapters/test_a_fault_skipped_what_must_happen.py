@@ -32,7 +32,8 @@ def faulty(*args, **kwargs):
 
 def test_a_fault_in_one_cancel_does_not_skip_the_others(make_daemon, make_engine, monkeypatch):
     daemon = make_daemon(copy_delay_us=SLOW)
-    engine = make_engine(daemon, num_blocks=23, may_fail=True)
+    # Half of the blocks stay free: a store that began alone would be cancelled for want of blocks before the other had begun.
+    engine = make_engine(daemon, num_blocks=34, may_fail=True)
     answers = [engine.add(f"r{i}", prompt(i, 2 * CHUNK), count=1) for i in range(2)]
     engine.run(until=lambda: all(answer.finish_reason is not None for answer in answers))
     real, met = Copy.cancel, []

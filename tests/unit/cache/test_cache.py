@@ -34,7 +34,7 @@ def cache() -> Cache:
 
 
 def plan(cache: Cache, names: str, rank: int = 0, world: int = 1, namespace: bytes = NS, pages: int = 1) -> StorePlan:
-    return cache.plan_store(namespace, one_group(world), keys(names), pages * PAGE, slot=rank)
+    return cache.plan_store(namespace, one_group(world), keys(names), pages * PAGE, slots=range(rank, rank + 1))
 
 
 def store(

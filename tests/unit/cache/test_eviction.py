@@ -127,7 +127,7 @@ class LastInFirstOut:
         self._tracked: dict[int, Chunk] = {}
         self._next = 0
 
-    def track(self, chunks: Iterable[Chunk]) -> None:
+    def track(self, chunks: Iterable[Chunk], before: Chunk | None = None) -> None:
         for chunk in chunks:
             assert isinstance(chunk, self.Numbered)
             if chunk.leases or chunk.pins or (chunk.detached and not chunk.ready):

@@ -38,7 +38,7 @@ class OneModel:
     def store(self, group: int, numbers: Any, slot: int | None = None) -> None:
         first, count = self.groups.first[group], self.groups.slots[group]
         for each in range(first, first + count) if slot is None else [slot]:
-            plan = self.cache.plan_store(NS, self.groups, keys(numbers), PAGE, group=group, slot=each)
+            plan = self.cache.plan_store(NS, self.groups, keys(numbers), PAGE, group=group, slots=range(each, each + 1))
             self.cache.finish_store(plan, copied=True)
 
     def lookup(self, chunks: int) -> Any:

@@ -39,6 +39,7 @@ LEAVES_THE_SLOT: dict[str, Any] = {
     "words": 32,
     "num_blocks": 9,
     "has_computed": True,
+    "tails": True,
 }
 
 

@@ -65,6 +65,8 @@ def test_a_flag_that_repeats_the_default_still_beats_the_environment() -> None:
 def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, toml: Any) -> None:
     value = {
         "l1_size": "1GiB",
+        "l2": "file:///a?size=1GiB",
+        "tails": "off",
         "kv_events": "on",
         "kv_events_endpoint": "tcp://*:5557",
         "kv_events_replay_endpoint": "ipc:///run/replay-{model}",
@@ -91,7 +93,17 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
     by_environ = load({}, {"KVSERVER_" + name.upper(): value, **others})
     by_file = load(parsed("--config", toml(f'{flag[2:]} = "{value}"')), others)
     assert getattr(by_flag, name) == getattr(by_environ, name) == getattr(by_file, name)
-    assert str(getattr(by_flag, name)).removesuffix(".0") == value
+    shown = getattr(by_flag, name)
+    assert str(*shown if isinstance(shown, tuple) else [shown]).removesuffix(".0") == value
+
+
+def test_a_setting_with_several_values_is_a_repeated_flag_words_in_the_environment_and_a_list_in_a_file(
+    toml: Any,
+) -> None:
+    urls = ["file:///a?size=1GiB", "file:///b?size=2GiB"]
+    assert load(parsed("--l2", urls[0], "--l2", urls[1]), {}).l2 == tuple(urls)
+    assert load({}, {"KVSERVER_L2": " ".join(urls)}).l2 == tuple(urls)
+    assert load(parsed("--config", toml(f"l2 = {urls}")), {}).l2 == tuple(urls)
 
 
 @pytest.mark.parametrize("name", NAMES)

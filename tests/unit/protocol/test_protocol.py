@@ -19,6 +19,7 @@ from kvserver.protocol import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
+    AwaitFill,
     ChunkContents,
     Clear,
     Cleared,
@@ -37,6 +38,7 @@ from kvserver.protocol import (
     KVServerError,
     Lookup,
     LookupReply,
+    LookupTail,
     ObjectGroup,
     Plane,
     Registered,
@@ -93,6 +95,8 @@ REQUESTS = [
     ),
     UnregisterWorker(boot_id="b", registration=1),
     Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=16, keys=KEYS, variant="lora"),
+    LookupTail(instance_id="i", incarnation="n", request_id="r", tail_keys=KEYS),
+    AwaitFill(Lookup(instance_id="i", incarnation="n", request_id="r", chunk_blocks=16, keys=KEYS), wait_ms=2000),
     Store(**COPY, contents=ChunkContents(32, KEYS, bytes(64), bytes(32), "lora")),
     Store(**COPY, group=1, dropped=KEYS),
     Retrieve(**COPY, skip_blocks=3, group=1, tokens=100, messages=2),
@@ -234,7 +238,11 @@ def test_the_error_for_a_message_in_the_other_form_states_which_form_is_which(me
     else:
         other = list(content.values())
     refused = refusal(msgspec.msgpack.encode(other))
-    assert "array (Lookup, Store, Retrieve)" in refused if isinstance(other, list) else "map" in refused
+    assert (
+        "array (Lookup, LookupTail, AwaitFill, Store, Retrieve)" in refused
+        if isinstance(other, list)
+        else "map" in refused
+    )
     assert type_name(message) in refused
     assert "`$.type`" in refused
 

@@ -38,7 +38,12 @@ class World:
     def store(self, group: int, *chunks: int) -> None:
         keys = [KEYS[chunk] if chunk >= 0 else bytes([1] * 32) for chunk in chunks]
         plan = self.cache.plan_store(
-            PREFIX, self.groups, b"".join(keys), PAGE, group=group, slot=self.groups.first[group]
+            PREFIX,
+            self.groups,
+            b"".join(keys),
+            PAGE,
+            group=group,
+            slots=range(self.groups.first[group], self.groups.first[group] + 1),
         )
         self.cache.finish_store(plan, copied=True)
         self.index.observe(KeysStored(Tier.L1, PREFIX, keys, group))

@@ -127,9 +127,15 @@ def test_the_sums_of_all_models_are_those_of_l1(steps: list[Dice]) -> None:
             case 0 | 1 | 2:
                 chosen = b"".join(rng.sample(keys, rng.randint(1, 5)))
                 size = (2 if namespace == A else 1) * PAGE
-                steps = rng.choice([1, 5, 1000])
+                steps, rank = rng.choice([1, 5, 1000]), rng.randrange(ranks)
                 plan = cache.plan_store(
-                    namespace, one_group(ranks), chosen, size, slot=rng.randrange(ranks), steps=steps, model_name=model
+                    namespace,
+                    one_group(ranks),
+                    chosen,
+                    size,
+                    slots=range(rank, rank + 1),
+                    steps=steps,
+                    model_name=model,
                 )
                 open_plans.append(plan)
             case 3 if open_plans:

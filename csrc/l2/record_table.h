@@ -1,0 +1,179 @@
+// record_table.h: the index of a file tier: which records there are, where they lie, which is
+// evicted next, and the journal's entries of each change.
+//
+// A space is one namespace in one generation and one group. A record's name in the table is its
+// space and its key. A space that was dropped is not found any more, at once; its records leave
+// slice by slice (sweep()).
+//
+// Eviction: the oldest of the leaves. A record is a leaf while no record in the table was added
+// with it as its parent; so a chain loses its end first, and nothing behind a gap stays.
+//
+// One thread uses it. Memory: about 120 bytes a record of one extent. No call but rehash of one of
+// kParts parts grows with the number of records.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <queue>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "copy/job.h"
+#include "l2/journal.h"
+
+namespace kvserver {
+
+struct SpaceName {
+    std::string_view ns;
+    uint64_t generation;
+    uint32_t group;
+};
+
+class RecordTable {
+  public:
+    static constexpr size_t kKeyBytes = 32;
+
+    struct Found {
+        uint64_t meaning;
+        std::vector<Extent> extents;
+        bool recovered;  // by replay()
+    };
+    struct Evicted {
+        std::string ns;
+        uint32_t group;
+        std::string key;
+        std::vector<Extent> extents;
+    };
+    struct Space {
+        std::string ns;
+        uint64_t generation;
+        uint32_t group;
+        uint64_t records;
+    };
+
+    explicit RecordTable(uint64_t seed);
+
+    // `keys` of kKeyBytes lie end to end everywhere.
+    std::vector<uint8_t> holds(const SpaceName& space, std::string_view keys) const;  // bit i of it
+    std::optional<Found> find(const SpaceName& space, std::string_view key) const;
+    // REQUIRES: no such record.
+    void add(const SpaceName& space, std::string_view key, std::string_view parent,
+             uint64_t meaning, const std::vector<Extent>& extents);
+    std::optional<std::vector<Extent>> remove(const SpaceName& space, std::string_view key);
+    void touch(const SpaceName& space,
+               std::string_view keys);  // the first key becomes the youngest
+    std::optional<Evicted> evict();     // removes it
+
+    std::vector<Space> spaces() const;
+    bool drop_space(const SpaceName& space);  // without entries in the journal; false: no such
+    // Remove records of dropped spaces among up to `most` records; their extents. `swept` then.
+    std::vector<Extent> sweep(size_t most);
+    bool swept() const { return dead_records_ == 0; }
+
+    // ---- the journal -------------------------------------------------------------------------
+    // Entries of add(), remove() and evict() go to the log, and to the next log while there is one.
+    void begin_log(uint64_t file_id, uint64_t sequence);
+    std::string drain_log() { return std::exchange(log_.pending, {}); }
+    bool has_log() const { return !log_.pending.empty(); }
+    // Compaction: a next log, puts of all records to it in slices, and then it is the log.
+    void begin_next_log(uint64_t file_id);
+    bool fill_next_log(size_t most);  // looks at up to `most` records; true: all were
+    std::string drain_next_log() { return std::exchange(next_.pending, {}); }
+    void switch_logs();
+    void drop_next_log() { next_ = {}; }
+    uint64_t live_journal_bytes() const { return live_journal_bytes_; }
+
+    // Apply entries from the first byte of `data` on; the bytes applied, and the next sequence.
+    std::pair<size_t, uint64_t> replay(std::string_view data, uint64_t file_id, uint64_t sequence);
+    // At the end of a replay: find the parents whose entries follow those of their children.
+    void link_orphans();
+    // Drop records outside pages [first, pages) or on pages of others; how many. `gaps`: the pages
+    // of none. REQUIRES: swept().
+    size_t check_extents(uint32_t first, uint32_t pages, std::vector<Extent>& gaps);
+
+    size_t size() const { return records_ - dead_records_; }
+    uint64_t memory_bytes() const;
+
+  private:
+    static constexpr uint32_t kNone = UINT32_MAX;
+    static constexpr size_t kParts = 1024;
+
+    struct Node {
+        std::array<char, kKeyBytes> key;
+        uint64_t meaning;
+        uint64_t age;
+        Extent extent;           // count 0: several, in extents_
+        uint32_t space = kNone;  // kNone: the node is free
+        uint32_t next;           // in its bucket, or of the free nodes
+        uint32_t parent;         // kNone: none; it is there while its serial is parent_serial
+        uint32_t parent_serial;
+        uint32_t serial = 0;  // of the node's use
+        uint32_t children;
+        bool queued;  // has an entry in leaves_
+        bool recovered;
+    };
+    struct SpaceSlot {
+        std::string name;  // the key in numbers_
+        Space space;
+        bool dead;
+    };
+    struct Leaf {
+        uint64_t age;
+        uint32_t node, serial;
+        bool operator<(const Leaf& other) const { return age > other.age; }  // the oldest on top
+    };
+    struct Orphan {
+        uint32_t node, serial;
+        std::array<char, kKeyBytes> parent;
+    };
+    struct Log {
+        bool on = false;
+        uint64_t file_id = 0, sequence = 0;
+        std::string pending;
+    };
+    using Part = std::vector<uint32_t>;  // first nodes of buckets
+
+    static std::string joined(const SpaceName& space);
+    uint32_t space_number(const SpaceName& space) const;
+    uint32_t make_space(const SpaceName& space);
+    void leave_space(uint32_t number);
+    uint64_t place(uint32_t space, const char* key) const;
+    uint32_t find_node(uint32_t space, const char* key) const;
+    uint32_t insert(uint32_t space, std::string_view key, std::string_view parent, uint64_t meaning,
+                    uint64_t age, const std::vector<Extent>& extents);
+    std::vector<Extent> erase(uint32_t at);  // without the journal
+    void unlink(uint32_t at);
+    void grow(Part& part);
+    void queue_leaf(uint32_t at);
+    void drop_stale_leaves();
+    uint32_t living_parent(const Node& node) const;
+    std::vector<Extent> extents_of(uint32_t at) const;
+    JournalEntry entry_of(uint32_t at, bool put) const;
+    uint64_t journal_bytes_of(uint32_t at) const;
+    void log(uint32_t at, bool put);
+    static void log_to(Log& log, const JournalEntry& entry);
+
+    const uint64_t seed_;
+    std::deque<Node> nodes_;
+    uint32_t free_ = kNone;
+    std::vector<Part> parts_;
+    std::vector<uint32_t> part_sizes_;
+    std::unordered_map<uint32_t, std::vector<Extent>> extents_;  // of nodes with several
+    std::vector<SpaceSlot> spaces_;
+    std::vector<uint32_t> free_spaces_;
+    std::unordered_map<std::string, uint32_t> numbers_;  // of spaces that were not dropped
+    std::priority_queue<Leaf, std::deque<Leaf>> leaves_;
+    uint64_t clock_ = 0;           // the greatest age
+    std::vector<Orphan> orphans_;  // of a replay
+    size_t records_ = 0, dead_records_ = 0;
+    size_t swept_to_ = 0, filled_to_ = 0;
+    uint64_t live_journal_bytes_ = 0;
+    Log log_, next_;
+};
+
+}  // namespace kvserver

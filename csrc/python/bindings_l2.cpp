@@ -1,0 +1,273 @@
+// bindings_l2.cpp: the part of kvserver._native that tiers of L2 use.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "l2/file_device.h"
+#include "l2/record.h"
+#include "l2/record_table.h"
+#include "python/bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvserver;
+
+namespace {
+
+std::string to_string(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
+
+std::shared_ptr<Record> make_record(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
+                                    const nb::bytes& ns, uint32_t group, const nb::bytes& key,
+                                    const nb::bytes& coverage, uint64_t generation,
+                                    const std::vector<nb::bytes>& slots,
+                                    const std::vector<uint64_t>& slot_bytes) {
+    std::vector<std::vector<Extent>> extents;
+    for (const nb::bytes& slot : slots) extents.push_back(to_extents(slot));
+    return std::make_shared<Record>(L1{std::move(region), page_bytes},
+                                    RecordName{to_string(ns), group, to_string(key)},
+                                    to_string(coverage), generation, extents, slot_bytes);
+}
+
+// A view of contiguous memory of another object.
+class Buffer {
+  public:
+    Buffer(const nb::object& owner, int flags) {
+        if (PyObject_GetBuffer(owner.ptr(), &view_, flags) != 0) throw nb::python_error();
+    }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+    size_t size() const { return static_cast<size_t>(view_.len); }
+
+  private:
+    Py_buffer view_;
+};
+
+nb::bytes pack(const Record& record) {
+    const auto size = static_cast<Py_ssize_t>(record.packed_bytes());
+    nb::object packed = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
+    if (!packed.is_valid()) throw nb::python_error();
+    auto* data = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(packed.ptr()));
+    {
+        nb::gil_scoped_release released;
+        record.pack(data);
+    }
+    return nb::borrow<nb::bytes>(packed);
+}
+
+void pack_into(const Record& record, const nb::object& to) {
+    const Buffer buffer(to, PyBUF_WRITABLE);
+    if (buffer.size() != record.packed_bytes())
+        throw std::invalid_argument("the buffer is not of the size of the packed record");
+    nb::gil_scoped_release released;
+    record.pack(buffer.data());
+}
+
+RecordMatch unpack(const Record& record, const nb::object& from) {
+    const Buffer buffer(from, PyBUF_SIMPLE);
+    nb::gil_scoped_release released;
+    return record.unpack({buffer.data(), buffer.size()});
+}
+
+std::shared_ptr<FileDevice> make_device(int fd, uint64_t page_bytes, uint64_t pages,
+                                        unsigned threads, std::shared_ptr<FileCalls> calls) {
+    return std::make_shared<FileDevice>(DataFile{fd, page_bytes, pages}, threads, std::move(calls));
+}
+
+void submit(FileDevice& device, uint64_t ticket, bool put, const std::shared_ptr<Record>& record,
+            const nb::bytes& extents, uint64_t deadline_nanos) {
+    device.submit(ticket, put, record, to_extents(extents), deadline_nanos);
+}
+
+nb::list drain(FileDevice& device) {
+    nb::list result;
+    for (FileEnd& end : device.drain())
+        result.append(nb::make_tuple(end.ticket, end.outcome, end.bytes, end.nanos, end.what));
+    return result;
+}
+
+uint64_t checksum_of(const nb::object& data) {
+    const Buffer buffer(data, PyBUF_SIMPLE);
+    const std::string_view raw(reinterpret_cast<const char*>(buffer.data()), buffer.size());
+    if (raw.size() < kHeaderBytes) return checksum(raw);
+    nb::gil_scoped_release released;
+    return checksum(raw);
+}
+
+// ---- RecordTable ------------------------------------------------------------------------------
+
+std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
+nb::bytes to_bytes(std::string_view raw) { return nb::bytes(raw.data(), raw.size()); }
+nb::bytes to_bytes(const std::vector<Extent>& extents) {
+    return nb::bytes(extents.data(), extents.size() * sizeof(Extent));
+}
+
+std::string_view checked_keys(const nb::bytes& keys) {
+    if (keys.size() % RecordTable::kKeyBytes != 0) throw nb::value_error("not whole keys");
+    return view(keys);
+}
+
+std::string_view checked_key(const nb::bytes& key) {
+    if (key.size() != RecordTable::kKeyBytes) throw nb::value_error("a key is 32 bytes");
+    return view(key);
+}
+
+std::string_view checked_namespace(const nb::bytes& ns) {
+    if (ns.size() == 0 || ns.size() > RecordName::kMostNamespaceBytes)
+        throw nb::value_error("a namespace has 1 to 128 bytes");
+    return view(ns);
+}
+
+SpaceName space_of(const nb::bytes& ns, uint64_t generation, uint32_t group) {
+    return {checked_namespace(ns), generation, group};
+}
+
+nb::object holds(const RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
+                 const nb::bytes& keys) {
+    const auto bits = table.holds(space_of(ns, generation, group), checked_keys(keys));
+    return nb::steal(_PyLong_FromByteArray(bits.data(), bits.size(), 1, 0));
+}
+
+nb::object find(const RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
+                const nb::bytes& key) {
+    const auto found = table.find(space_of(ns, generation, group), checked_key(key));
+    if (!found) return nb::none();
+    return nb::make_tuple(found->meaning, to_bytes(found->extents), found->recovered);
+}
+
+void add(RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
+         const nb::bytes& key, const nb::bytes& parent, uint64_t meaning,
+         const nb::bytes& extents) {
+    table.add(space_of(ns, generation, group), checked_key(key),
+              parent.size() == 0 ? std::string_view() : checked_key(parent), meaning,
+              to_extents(extents));
+}
+
+nb::object remove(RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
+                  const nb::bytes& key) {
+    const auto extents = table.remove(space_of(ns, generation, group), checked_key(key));
+    if (!extents) return nb::none();
+    return to_bytes(*extents);
+}
+
+nb::object evict(RecordTable& table) {
+    const auto evicted = table.evict();
+    if (!evicted) return nb::none();
+    return nb::make_tuple(to_bytes(evicted->ns), evicted->group, to_bytes(evicted->key),
+                          to_bytes(evicted->extents));
+}
+
+nb::list spaces(const RecordTable& table) {
+    nb::list found;
+    for (const auto& space : table.spaces())
+        found.append(
+            nb::make_tuple(to_bytes(space.ns), space.generation, space.group, space.records));
+    return found;
+}
+
+std::pair<size_t, uint64_t> replay(RecordTable& table, const nb::bytes& data, uint64_t file_id,
+                                   uint64_t sequence) {
+    const std::string_view bytes = view(data);
+    nb::gil_scoped_release released;
+    return table.replay(bytes, file_id, sequence);
+}
+
+nb::tuple check_extents(RecordTable& table, uint32_t first, uint32_t pages) {
+    std::vector<Extent> gaps;
+    size_t dropped = 0;
+    {
+        nb::gil_scoped_release released;
+        dropped = table.check_extents(first, pages, gaps);
+    }
+    return nb::make_tuple(dropped, to_bytes(gaps));
+}
+
+void bind_record_table(nb::module_& m) {
+    nb::class_<RecordTable>(m, "RecordTable")
+        .def(nb::init<uint64_t>(), "seed"_a)
+        .def("holds", &holds, "namespace"_a, "generation"_a, "group"_a, "keys"_a)
+        .def("find", &find, "namespace"_a, "generation"_a, "group"_a, "key"_a)
+        .def("add", &add, "namespace"_a, "generation"_a, "group"_a, "key"_a, "parent"_a,
+             "meaning"_a, "extents"_a)
+        .def("remove", &remove, "namespace"_a, "generation"_a, "group"_a, "key"_a)
+        .def(
+            "touch",
+            [](RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
+               const nb::bytes& keys) {
+                table.touch(space_of(ns, generation, group), checked_keys(keys));
+            },
+            "namespace"_a, "generation"_a, "group"_a, "keys"_a)
+        .def("evict", &evict)
+        .def("spaces", &spaces)
+        .def(
+            "drop_space",
+            [](RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group) {
+                return table.drop_space(space_of(ns, generation, group));
+            },
+            "namespace"_a, "generation"_a, "group"_a)
+        .def(
+            "sweep", [](RecordTable& table, size_t most) { return to_bytes(table.sweep(most)); },
+            "most"_a)
+        .def_prop_ro("swept", &RecordTable::swept)
+        .def("begin_log", &RecordTable::begin_log, "file_id"_a, "sequence"_a)
+        .def("drain_log", [](RecordTable& table) { return to_bytes(table.drain_log()); })
+        .def_prop_ro("has_log", &RecordTable::has_log)
+        .def("begin_next_log", &RecordTable::begin_next_log, "file_id"_a)
+        .def("fill_next_log", &RecordTable::fill_next_log, "most"_a)
+        .def("drain_next_log", [](RecordTable& table) { return to_bytes(table.drain_next_log()); })
+        .def("switch_logs", &RecordTable::switch_logs)
+        .def("drop_next_log", &RecordTable::drop_next_log)
+        .def_prop_ro("live_journal_bytes", &RecordTable::live_journal_bytes)
+        .def("replay", &replay, "data"_a, "file_id"_a, "sequence"_a)
+        .def("link_orphans", &RecordTable::link_orphans)
+        .def("check_extents", &check_extents, "first"_a, "pages"_a)
+        .def_prop_ro("memory_bytes", &RecordTable::memory_bytes)
+        .def("__len__", &RecordTable::size);
+}
+
+}  // namespace
+
+void bind_l2(nb::module_& m) {
+    m.attr("RECORD_HEADER_BYTES") = kHeaderBytes;
+    m.attr("RECORD_FORMAT") = kRecordFormat;
+    nb::enum_<RecordMatch>(m, "RecordMatch")
+        .value("MATCH", RecordMatch::kMatch)
+        .value("OTHER", RecordMatch::kOther)
+        .value("CORRUPT", RecordMatch::kCorrupt);
+    nb::class_<Record>(m, "Record")
+        .def(nb::new_(&make_record), "region"_a, "page_bytes"_a, "namespace"_a, "group"_a, "key"_a,
+             "coverage"_a, "generation"_a, "slots"_a, "slot_bytes"_a)
+        .def_prop_ro("bytes", &Record::bytes)
+        .def_prop_ro("packed_bytes", &Record::packed_bytes)
+        .def_prop_ro("file_bytes", &Record::file_bytes)
+        .def("pack", &pack)
+        .def("pack_into", &pack_into, "buffer"_a)
+        .def("unpack", &unpack, "buffer"_a);
+    nb::enum_<FileOutcome>(m, "FileOutcome")
+        .value("DONE", FileOutcome::kDone)
+        .value("OTHER", FileOutcome::kOther)
+        .value("CORRUPT", FileOutcome::kCorrupt)
+        .value("FULL", FileOutcome::kFull)
+        .value("LATE", FileOutcome::kLate)
+        .value("FAILED", FileOutcome::kFailed)
+        .value("CANCELLED", FileOutcome::kCancelled);
+    nb::class_<FileCalls>(m, "FileCalls");
+    nb::class_<FileDevice>(m, "FileDevice")
+        .def(nb::new_(&make_device), "fd"_a, "page_bytes"_a, "pages"_a, "threads"_a,
+             "calls"_a.none() = nb::none())
+        .def_prop_ro("completion_fd", &FileDevice::completion_fd)
+        .def("drain", &drain)
+        .def("notify", &FileDevice::notify)
+        .def("submit", &submit, "ticket"_a, "put"_a, "record"_a, "extents"_a,
+             "deadline_nanos"_a = 0)
+        .def("cancel", &FileDevice::cancel, "ticket"_a)
+        .def("expire", &FileDevice::expire)
+        .def_prop_ro("stalled_nanos", &FileDevice::stalled_nanos)
+        .def("close", &FileDevice::close, "wait_nanos"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("checksum", &checksum_of, "data"_a);
+    bind_record_table(m);
+}

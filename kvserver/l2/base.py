@@ -1,0 +1,152 @@
+"""The contract of a tier of L2, and its values.
+
+A tier holds copies of L1's objects beyond the process or the machine. Owns: what the caller and a tier may rely on.
+Refuses to know: when something is written or read (`server.spill`, `server.fills`), and how a tier stores it.
+
+Contract, for every method of StorageTier:
+- The thread of the server's loop calls it. None waits for a disk or the network: what does, leaves with a ticket.
+- A ticket ends exactly once, by one TierEnd that drain() returns, whatever the outcome; ends come in any order.
+  `completion_fd` is readable while drain() would return something.
+- Until a ticket ends the tier may read (a put) or write (a get) the ticket's memory, after cancel() too; the caller
+  keeps it allocated and unshared meanwhile. A get that does not end as DONE may have written any part of it.
+- A get ends as DONE only if name, coverage, lengths and every byte were verified against what the put was given, and
+  no clear() of the namespace began meanwhile.
+- An expected outcome is a value, not an exception.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from kvserver.protocol.status import TierStatus
+
+State = Literal["opening", "ready", "read_only", "unavailable", "closed"]
+
+
+class TierOutcome(enum.Enum):
+    """How a ticket of a tier ended."""
+
+    DONE = "done"
+    MISSING = "missing"  # no such object
+    CORRUPT = "corrupt"  # an object was found and failed a check; the tier has dropped it
+    FULL = "full"  # no space for a put
+    TIMEOUT = "timeout"
+    UNAVAILABLE = "unavailable"  # closed, cut off, or failed by an error of the system
+    CANCELLED = "cancelled"
+
+
+class ObjectName(NamedTuple):
+    """The name of an object: groups of one chunk share namespace and key."""
+
+    namespace: bytes  # 32 bytes, and a variant's
+    group: int
+    key: bytes  # KEY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMemory:
+    """An object's bytes in L1: for each rank's slot its extents (`cache.pages`), and how many of its bytes count.
+
+    `coverage` is a digest of all that fixes the meaning of the bytes; a put and a get with different ones never match.
+    """
+
+    coverage: bytes  # COVERAGE_BYTES
+    slots: tuple[bytes, ...]
+    slot_bytes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.slot_bytes)
+
+
+COVERAGE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TierEnd:
+    """The end of a ticket: its outcome, bytes moved, nanoseconds since its first byte, and the reason of a failure."""
+
+    ticket: int
+    outcome: TierOutcome
+    bytes: int = 0
+    nanos: int = 0
+    what: str = ""
+
+
+class StorageTier(Protocol):
+    """REQUIRES: tickets and names are used with the tier that they belong to only."""
+
+    name: str  # the value of the `tier` label: "file", "s3", ...; a number follows where two are of one kind
+    kind: str  # "file", "s3", "valkey", "mooncake"
+    url: str  # without secrets
+    shared: bool  # other daemons write to it: what holds() does not know, probe() may find
+
+    @property
+    def completion_fd(self) -> int: ...
+
+    @property
+    def state(self) -> State:
+        """`opening` (it has nothing yet, and accepts no put), `ready`, `read_only` (no puts), `unavailable` (it has
+        nothing meanwhile, and tries again by itself), `closed` (failed for good)."""
+        ...
+
+    @property
+    def failure(self) -> str:
+        """Why the tier is neither opening nor ready; empty otherwise."""
+        ...
+
+    def holds(self, namespace: bytes, group: int, keys: bytes) -> int:
+        """Bit i is set if the tier holds the object of key number i, as far as memory knows. Never I/O."""
+        ...
+
+    def probe(self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int) -> int:
+        """Begin to find out which objects exist; after its end as DONE holds() knows. Returns the ticket.
+
+        `chain`: each object is useless without those before it. A tier that is not shared ends it at once.
+        """
+        ...
+
+    def put(self, name: ObjectName, memory: ObjectMemory, parent: bytes, deadline_ns: int) -> int:
+        """Begin to write the object; returns the ticket. `parent`: the key of the chunk before it, b"" if there is none.
+
+        An object that the tier holds already ends as DONE with 0 bytes.
+        """
+        ...
+
+    def get(self, name: ObjectName, memory: ObjectMemory, deadline_ns: int) -> int:
+        """Begin to read the object into memory; returns the ticket. Gets go before puts."""
+        ...
+
+    def touch(self, namespace: bytes, group: int, keys: bytes) -> None:
+        """The objects were used: those that the tier holds become its youngest, the last key first."""
+        ...
+
+    def drop(self, namespace: bytes, group: int, keys: bytes) -> None:
+        """Forget objects; a put or get of one that is under way ends as CANCELLED or MISSING."""
+        ...
+
+    def clear(self, prefix: bytes) -> int:
+        """Begin to forget all objects of the namespaces with this prefix; returns the ticket.
+
+        holds() is empty for them at once. After the end as DONE none comes back, after a power loss either.
+        """
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """End the ticket soon. An unknown one has ended."""
+        ...
+
+    def drain(self) -> Sequence[TierEnd]: ...
+
+    def tick(self, now_ns: int) -> None:
+        """Do what is due by time; called about once a second."""
+        ...
+
+    def status(self) -> TierStatus: ...
+
+    def close(self, deadline_ns: int) -> None:
+        """End the tier, open tickets too; waits until the deadline at most. Nothing of L1 is touched after it returns."""
+        ...

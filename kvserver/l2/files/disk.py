@@ -1,0 +1,51 @@
+"""The system calls below a file tier, in one place, so that tests can put faults there.
+
+Owns: nothing. `calls` are those of the threads that move records; None is the system's.
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvserver._native import FileCalls
+
+
+class Disk:
+    """Each method raises OSError as its call does."""
+
+    calls: FileCalls | None = None
+
+    def open(self, name: str, flags: int, folder: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+
+    def allocate(self, fd: int, size: int) -> None:
+        os.posix_fallocate(fd, 0, size)
+
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        """Up to `size` bytes; fewer at the end of the file only."""
+        parts = []
+        while size:
+            part = os.pread(fd, size, offset)
+            if not part:
+                break
+            parts.append(part)
+            size -= len(part)
+            offset += len(part)
+        return b"".join(parts)
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(fd, view, offset)
+            view = view[written:]
+            offset += written
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def replace(self, name: str, new_name: str, folder: int) -> None:
+        """Rename, durably once `sync` of the folder returned."""
+        os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -1,0 +1,111 @@
+"""The generation of each namespace: what a clear changes, durably.
+
+Owns: the rule which generation a namespace has, and the file `generations`. A record, its journal entry and its name in the
+index have the generation of their namespace when they were written; those of another one are never found again.
+A generation is a random number: none returns, after a clear that a crash interrupted either.
+
+The file: magic, u32 format, u32 clears, u64 base, then for each clear u64 generation, u16 bytes, its prefix; last XXH3-64
+of all that. A later clear is a later one in the file. Without a file that is whole there is a new base, so nothing that
+was cleared comes back, and nothing else either.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+
+from kvserver._native import checksum
+from kvserver.l2.files.folder import Folder, FormatError
+
+NAME = "generations"
+FORMAT = 1
+MOST_CLEARS = 4096
+_MAGIC = b"KVSL2GEN"
+_HEAD = struct.Struct("<8sIIQ")
+_CLEAR = struct.Struct("<QH")
+_SUM = struct.Struct("<Q")
+_MOST_BYTES = 1 << 20
+_MOST_CACHED = 4096
+
+
+def _new_generation() -> int:
+    return secrets.randbits(63) + 1
+
+
+class FolderGenerations:
+    """REQUIRES: one thread uses it."""
+
+    def __init__(self, base: int = 0, clears: dict[bytes, int] | None = None) -> None:
+        self._base = base or _new_generation()
+        self._clears = clears or {}  # by prefix, the last one last
+        self._known: dict[bytes, int] = {}
+
+    def of(self, namespace: bytes) -> int:
+        """The generation of the last clear whose prefix the namespace has, else the base."""
+        found = self._known.get(namespace)
+        if found is None:
+            if len(self._known) >= _MOST_CACHED:
+                self._known.clear()
+            prefixes = [prefix for prefix in self._clears if namespace.startswith(prefix)]
+            found = self._known[namespace] = self._clears[prefixes[-1]] if prefixes else self._base
+        return found
+
+    def clear(self, prefix: bytes) -> None:
+        """All namespaces with this prefix get a new generation; of too many clears, all namespaces."""
+        self._known.clear()
+        self._clears = {other: number for other, number in self._clears.items() if not other.startswith(prefix)}
+        if prefix and len(self._clears) < MOST_CLEARS:
+            self._clears[prefix] = _new_generation()
+        else:
+            self._base, self._clears = _new_generation(), {}
+
+    def encode(self) -> bytes:
+        parts = [_HEAD.pack(_MAGIC, FORMAT, len(self._clears), self._base)]
+        parts += [_CLEAR.pack(number, len(prefix)) + prefix for prefix, number in self._clears.items()]
+        raw = b"".join(parts)
+        return raw + _SUM.pack(checksum(raw))
+
+
+def decode(raw: bytes) -> FolderGenerations | None:
+    """None if the file is not whole. FormatError if it is of a later version."""
+    if len(raw) < _HEAD.size + _SUM.size or not raw.startswith(_MAGIC):
+        return None
+    _, format, count, base = _HEAD.unpack_from(raw)
+    if format > FORMAT:
+        raise FormatError(f"{NAME} has format {format}, and this version knows {FORMAT}")
+    body = raw[: -_SUM.size]
+    if _SUM.unpack(raw[-_SUM.size :])[0] != checksum(body):
+        return None
+    clears, at = {}, _HEAD.size
+    for _ in range(count):
+        number, size = _CLEAR.unpack_from(body, at)
+        at += _CLEAR.size
+        clears[body[at : at + size]] = number
+        at += size
+    return FolderGenerations(base, clears)
+
+
+def read(folder: Folder) -> tuple[FolderGenerations, bool]:
+    """The generations, and whether they are those of a file that was whole."""
+    try:
+        fd = folder.open_file(NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return FolderGenerations(), False
+    try:
+        found = decode(folder.disk.read(fd, _MOST_BYTES, 0))
+    finally:
+        os.close(fd)
+    return found or FolderGenerations(), found is not None
+
+
+def write(folder: Folder, raw: bytes) -> None:
+    """Replace the file; durable when this returns. OSError if it may not be."""
+    fd = folder.open_file(f"{NAME}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        folder.disk.write(fd, raw, 0)
+        folder.disk.sync(fd)
+    finally:
+        os.close(fd)
+    folder.disk.replace(f"{NAME}.new", NAME, folder.fd)
+    folder.disk.sync(folder.fd)

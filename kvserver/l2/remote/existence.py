@@ -1,0 +1,74 @@
+"""What a daemon remembers of a shared store: which objects it has, and which not.
+
+Owns: the answers, their expiry and their number. One thread uses it.
+
+The store drops objects when it likes and other daemons add some, so every answer expires. A remembered object that is no longer
+there costs one failed fill, which its lookup notices at once: 60 s. A remembered absence hides what another daemon has stored
+since, and looking again costs one round trip: 10 s.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvserver.l2.base import ObjectName
+from kvserver.protocol import KEY_BYTES
+
+PRESENT_SECONDS = 60.0
+ABSENT_SECONDS = 10.0
+MOST_ANSWERS = 1 << 17  # ~250 bytes each
+
+
+class Existence:
+    def __init__(self, most_answers: int = MOST_ANSWERS) -> None:
+        self._most = most_answers
+        self._count = 0
+        # By namespace and group, the longest unused first: when an answer expires, in ns; of an absent object negative.
+        self._scopes: OrderedDict[tuple[bytes, int], OrderedDict[bytes, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def note(self, name: ObjectName, present: bool, now_ns: int) -> None:
+        scope = (name.namespace, name.group)
+        answers = self._scopes.setdefault(scope, OrderedDict())
+        self._scopes.move_to_end(scope)
+        self._count += name.key not in answers
+        answers[name.key] = now_ns + int(PRESENT_SECONDS * 1e9) if present else -(now_ns + int(ABSENT_SECONDS * 1e9))
+        answers.move_to_end(name.key)
+        while self._count > self._most:
+            self._forget_oldest()
+
+    def find(self, name: ObjectName, now_ns: int) -> bool | None:
+        """Whether the store has the object; None if it is not known."""
+        answers = self._scopes.get((name.namespace, name.group))
+        expiry = answers.get(name.key, 0) if answers is not None else 0
+        return expiry > 0 if abs(expiry) > now_ns else None
+
+    def bitmap(self, namespace: bytes, group: int, keys: bytes, now_ns: int) -> int:
+        """Bit i is set if the store has key number i."""
+        answers = self._scopes.get((namespace, group))
+        if answers is None:
+            return 0
+        found = 0
+        for place in range(len(keys) // KEY_BYTES):
+            if answers.get(keys[place * KEY_BYTES : (place + 1) * KEY_BYTES], 0) > now_ns:
+                found |= 1 << place
+        return found
+
+    def forget(self, name: ObjectName) -> None:
+        answers = self._scopes.get((name.namespace, name.group))
+        if answers is not None and answers.pop(name.key, None) is not None:
+            self._count -= 1
+
+    def forget_namespaces(self, prefix: bytes) -> None:
+        for scope in [scope for scope in self._scopes if scope[0].startswith(prefix)]:
+            self._count -= len(self._scopes.pop(scope))
+
+    def _forget_oldest(self) -> None:
+        scope, answers = next(iter(self._scopes.items()))
+        if answers:
+            answers.popitem(last=False)
+            self._count -= 1
+        if not answers:
+            del self._scopes[scope]

@@ -1,0 +1,284 @@
+"""The threads of a tier whose store is remote: lanes, which call the client, and a clock, which ends what is overdue.
+
+Owns: the queue, the phases of each job and its one end. Refuses to know: what a job does, and what its result means.
+
+A job is QUEUED, then AWAY (with the client, which sees the lane's own buffer only) and for moments INSIDE (copying to or from
+L1), then ENDED. The clock and the loop end a job that is QUEUED or AWAY at once, whatever its lane is waiting for; a job that is
+INSIDE ends when it leaves. So a client that hangs keeps its lane and that lane's buffer, never memory of L1.
+
+The first lane runs readers only, the others readers first: a get never waits for a put. All state is guarded by one lock, which
+no thread keeps while it copies or waits for a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import heapq
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from kvserver.l2.remote.buffer import LaneBuffer
+from kvserver.l2.remote.store import ConnectStore, StoreClient, StoreClosed
+
+log = logging.getLogger(__name__)
+
+MOST_QUEUED = 1024  # of readers, and of the others
+R = TypeVar("R")
+
+
+class JobPhase(enum.Enum):
+    QUEUED = enum.auto()
+    AWAY = enum.auto()
+    INSIDE = enum.auto()
+    ENDED = enum.auto()
+
+
+class _EndedError(Exception):
+    """The job of a lane has been ended meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class Job(Generic[R]):
+    number: int
+    run: Callable[[Job[R], Lane], R]
+    reads: bool
+    deadline_ns: int
+    began_ns: int = 0  # when a lane began with it; 0: none did
+    ended_ns: int = 0
+    phase: JobPhase = JobPhase.QUEUED
+    verdict: R | None = None  # how it ends as soon as it leaves L1
+
+
+class Lane:
+    """What one thread has of its own: a client, made by its first job, and a buffer.
+
+    `inside(job)`: the context in which the job touches L1; it ends the lane's work, before or behind it, if the job has ended.
+    """
+
+    def __init__(self, connect: ConnectStore, inside: Callable[[Job[Any]], AbstractContextManager[None]]) -> None:
+        self.buffer = LaneBuffer()
+        self.inside = inside
+        self._connect = connect
+        self._client: StoreClient | None = None
+
+    @property
+    def client(self) -> StoreClient:
+        """StoreError if there is no connection."""
+        if self._client is None:
+            self._client = self._connect()
+        return self._client
+
+    def check(self, job: Job[Any]) -> None:
+        """End the lane's work if the job has ended."""
+        if job.phase is JobPhase.ENDED:
+            raise _EndedError
+
+    def disconnect(self) -> None:
+        """The next job makes another client."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+@dataclass(slots=True)
+class _Open(Generic[R]):
+    """The jobs that have not ended."""
+
+    jobs: dict[int, Job[R]] = field(default_factory=dict)
+    readers: deque[Job[R]] = field(default_factory=deque)
+    others: deque[Job[R]] = field(default_factory=deque)
+    deadlines: list[tuple[int, int]] = field(default_factory=list)  # a heap; of ended jobs, too
+
+
+class Lanes(Generic[R]):
+    """REQUIRES: submit, end, drain and close are called by one thread; numbers are used once."""
+
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        connect: ConnectStore,
+        overdue: Callable[[bool], R],
+        failed: Callable[[Exception], R],
+    ) -> None:
+        """`overdue`: the result of a job whose time is over; its argument: whether the store, not the queue, is to blame.
+        `failed`: the result of a job that raised."""
+        assert count >= 2, "one lane is for readers only"
+        self.completion_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._overdue, self._failed = overdue, failed
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # a job was queued, or the end has begun
+        self._time = threading.Condition(self._lock)  # an earlier deadline
+        self._left = threading.Condition(self._lock)  # a job left L1
+        self._open = _Open[R]()
+        self._running: dict[Lane, Job[R]] = {}
+        self._done: list[tuple[Job[R], R]] = []
+        self._closing = False
+        self._lanes = [Lane(connect, self._inside) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane, number > 0), name=f"{name}-{number}", daemon=True)
+            for number, lane in enumerate(self._lanes)
+        ]
+        self._threads.append(threading.Thread(target=self._watch_clock, name=f"{name}-clock", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job[R]) -> bool:
+        """Queue a job. False: the queue is full."""
+        with self._lock:
+            queue = self._open.readers if job.reads else self._open.others
+            if len(queue) >= MOST_QUEUED or self._closing:
+                return False
+            queue.append(job)
+            self._open.jobs[job.number] = job
+            heapq.heappush(self._open.deadlines, (job.deadline_ns, job.number))
+            self._work.notify_all()
+            if self._open.deadlines[0][1] == job.number:
+                self._time.notify()
+            return True
+
+    def end(self, number: int, result: R) -> None:
+        """End a job with this result: at once, or when it leaves L1. One that has ended stays as it is."""
+        with self._lock:
+            if (job := self._open.jobs.get(number)) is not None:
+                self._end_outside(job, result)
+
+    def end_at_once(self, job: Job[R], result: R) -> None:
+        """End a job that was never submitted."""
+        with self._lock:
+            self._open.jobs[job.number] = job
+            self._end(job, result)
+
+    def end_all(self, result: R) -> None:
+        with self._lock:
+            for job in list(self._open.jobs.values()):
+                self._end_outside(job, result)
+
+    def drain(self) -> list[tuple[Job[R], R]]:
+        """The jobs that ended since the last call."""
+        with self._lock:
+            if not self._closing:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self.completion_fd)
+            done, self._done = self._done, []
+        return done
+
+    def close(self, deadline_ns: int, result: R) -> None:
+        """End every job and thread. A thread that hangs in its client stays, with its own buffer. A second call does nothing."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._work.notify_all()
+            self._time.notify()
+        self.end_all(result)
+        with self._lock:
+            # Copies end by themselves, in milliseconds; L1 may be unmapped after this.
+            self._left.wait_for(lambda: not self._open.jobs)
+        for thread in self._threads:
+            thread.join(max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9))
+        os.close(self.completion_fd)
+
+    # ---- the lanes ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _inside(self, job: Job[R]) -> Iterator[None]:
+        with self._lock:
+            if job.phase is JobPhase.ENDED:
+                raise _EndedError
+            job.phase = JobPhase.INSIDE
+        try:
+            yield
+        finally:
+            with self._lock:
+                job.phase = JobPhase.AWAY
+                if job.verdict is not None:
+                    self._end(job, job.verdict)
+                ended = job.phase is JobPhase.ENDED
+        if ended:
+            raise _EndedError
+
+    def _serve(self, lane: Lane, all_kinds: bool) -> None:
+        while (job := self._next(lane, all_kinds)) is not None:
+            result: R | None = None
+            try:
+                result = job.run(job, lane)
+            except _EndedError:
+                pass
+            except StoreClosed as error:
+                _disconnect(lane)
+                result = self._failed(error)
+            except Exception as error:
+                result = self._failed(error)
+            with self._lock:
+                del self._running[lane]
+                if result is not None:
+                    self._end(job, result)
+        _disconnect(lane)
+        lane.buffer.free()
+
+    def _next(self, lane: Lane, all_kinds: bool) -> Job[R] | None:
+        """The next job, AWAY; None: the lane ends."""
+        with self._lock:
+            while not self._closing:
+                for queue in (self._open.readers, self._open.others) if all_kinds else (self._open.readers,):
+                    while queue:
+                        job = queue.popleft()
+                        if job.phase is JobPhase.QUEUED:
+                            job.phase, job.began_ns = JobPhase.AWAY, time.monotonic_ns()
+                            self._running[lane] = job
+                            return job
+                self._work.wait()
+        return None
+
+    # ---- ends; the lock is taken ------------------------------------------------------------------
+
+    def _end_outside(self, job: Job[R], result: R) -> None:
+        if job.phase is JobPhase.INSIDE:
+            job.verdict = result
+        else:
+            self._end(job, result)
+
+    def _end(self, job: Job[R], result: R) -> None:
+        if job.phase is JobPhase.ENDED:
+            return
+        job.phase, job.ended_ns = JobPhase.ENDED, time.monotonic_ns()
+        del self._open.jobs[job.number]
+        self._done.append((job, result))
+        self._left.notify_all()
+        if not self._closing:
+            os.eventfd_write(self.completion_fd, 1)
+
+    # ---- the clock ------------------------------------------------------------------------------
+
+    def _watch_clock(self) -> None:
+        deadlines = self._open.deadlines
+        with self._lock:
+            while not self._closing:
+                now_ns = time.monotonic_ns()
+                while deadlines and deadlines[0][0] <= now_ns:
+                    _, number = heapq.heappop(deadlines)
+                    if (job := self._open.jobs.get(number)) is not None:
+                        self._end_outside(job, self._overdue(job.began_ns > 0 or self._all_hang()))
+                self._time.wait((deadlines[0][0] - now_ns) / 1e9 if deadlines else None)
+
+    def _all_hang(self) -> bool:
+        """Every lane is with a job whose time was over before."""
+        return len(self._running) == len(self._lanes) and all(
+            job.phase is JobPhase.ENDED for job in self._running.values()
+        )
+
+
+def _disconnect(lane: Lane) -> None:
+    try:
+        lane.disconnect()
+    except Exception as error:
+        log.warning("a connection of a tier did not close: %s", type(error).__name__)

@@ -1,0 +1,318 @@
+"""A tier in a store that other daemons share: the contract of `l2.base` over the client of a store.
+
+Owns: what the loop knows of its tickets, and what each result means for existence, breaker and status. Refuses to know: the
+store's protocol (`valkey`, `s3`), what a request does there (`work`), threads and deadlines (`lanes`).
+
+The loop's thread calls every method. What lanes find out is applied by drain().
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from kvserver._native import RECORD_FORMAT, HostRegion
+from kvserver.config import TierUrl
+from kvserver.l2.base import ObjectMemory, ObjectName, State, TierEnd, TierOutcome
+from kvserver.l2.remote.breaker import StoreBreaker
+from kvserver.l2.remote.existence import Existence
+from kvserver.l2.remote.generations import Generations
+from kvserver.l2.remote.lanes import Lane, Lanes
+from kvserver.l2.remote.names import Names, scope_of
+from kvserver.l2.remote.store import ConnectStore
+from kvserver.l2.remote.work import Result, StoreWork, TierJob, failure, overdue
+from kvserver.protocol import KEY_BYTES
+from kvserver.protocol.status import TierStatus
+
+_CORRUPT_TO_CLOSE = 8  # in a row
+_LEAST_CONTROL_SECONDS = 5.0  # for clears and for what the tier does by itself
+_MOST_TOUCHED = 4096  # objects between two ticks
+
+_CLOSED = Result(TierOutcome.UNAVAILABLE, what="the tier is closed")
+
+
+@dataclass(slots=True)
+class _Ticket:
+    kind: str
+    shown: bool  # its end is the caller's; else it is a job of the tier's own
+    namespace: bytes = b""
+    name: ObjectName | None = None  # of a put or get
+    void: bool = False  # a clear or drop of its object began meanwhile
+
+
+class RemoteTier:
+    """StorageTier. `lanes`: threads, each with a connection and a buffer as large as the largest object it has met."""
+
+    shared = True
+
+    def __init__(
+        self, url: TierUrl, prefix: str, region: HostRegion, page_bytes: int, connect: ConnectStore, lanes: int
+    ) -> None:
+        self.name, self.kind, self.url = url.name, url.kind, url.shown
+        self._read_only, self._required = url.read_only, url.required
+        self._control_ns = int(max(_LEAST_CONTROL_SECONDS, url.timeout_seconds) * 1e9)
+        names = Names(prefix, RECORD_FORMAT)
+        self._generations = Generations(names)
+        self._work = StoreWork(names, self._generations, region, page_bytes)
+        self._existence = Existence()
+        self._breaker = StoreBreaker()
+        self._counts = _Counts()
+        self._touched: dict[ObjectName, None] = {}  # in the order of use
+        self._tickets: dict[int, _Ticket] = {}
+        self._numbers = itertools.count(1)
+        self._corrupt_in_a_row = 0
+        self._opening = True
+        self._closed = ""
+        self._last_failure = ""
+        self._lanes = Lanes[Result](f"l2-{self.name}", lanes, connect, overdue, failure)
+        self._ping()
+
+    # ---- what it is -------------------------------------------------------------------------------
+
+    @property
+    def completion_fd(self) -> int:
+        return self._lanes.completion_fd
+
+    @property
+    def state(self) -> State:
+        if self._closed:
+            return "closed"
+        if self._opening:
+            return "opening"
+        if not self._breaker.passes:
+            return "unavailable"
+        return "read_only" if self._read_only else "ready"
+
+    @property
+    def failure(self) -> str:
+        return self._closed or ("" if self._breaker.passes else self._last_failure)
+
+    def status(self) -> TierStatus:
+        return msgspec.structs.replace(
+            self._counts.status(),
+            name=self.name,
+            kind=self.kind,
+            url=self.url,
+            state=self.state,
+            failure=self.failure,
+            required=self._required,
+            objects=len(self._existence),
+            breaker=self._breaker.state,
+            breaks=self._breaker.breaks,
+        )
+
+    # ---- requests -----------------------------------------------------------------------------------
+
+    def holds(self, namespace: bytes, group: int, keys: bytes) -> int:
+        if self._refusal():
+            return 0
+        return self._existence.bitmap(namespace, group, keys, time.monotonic_ns())
+
+    def probe(self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int) -> int:
+        now_ns = time.monotonic_ns()
+        names = _names_of(namespace, group, keys)
+        known = [self._existence.find(name, now_ns) for name in names]
+        if chain and False in known:
+            del names[known.index(False) :]
+        unknown = [name for name, present in zip(names, known, strict=False) if present is None]
+        ticket = _Ticket("probe", True, namespace)
+        if not unknown and not self._refusal():
+            return self._end_at_once(ticket, Result(TierOutcome.DONE))
+        return self._begin(ticket, lambda job, lane: self._work.probe(job, lane, unknown, chain), deadline_ns)
+
+    def put(self, name: ObjectName, memory: ObjectMemory, parent: bytes, deadline_ns: int) -> int:
+        ticket = _Ticket("put", True, name.namespace, name)
+        present = self._existence.find(name, time.monotonic_ns())
+        if self._read_only:
+            return self._end_at_once(ticket, Result(TierOutcome.UNAVAILABLE, what="the tier is read only"))
+        if present and not self._refusal():
+            return self._end_at_once(ticket, Result(TierOutcome.DONE))
+        absent = present is False
+        return self._begin(
+            ticket, lambda job, lane: self._work.put(job, lane, name, memory, absent), deadline_ns, reads=False
+        )
+
+    def get(self, name: ObjectName, memory: ObjectMemory, deadline_ns: int) -> int:
+        ticket = _Ticket("get", True, name.namespace, name)
+        return self._begin(ticket, lambda job, lane: self._work.get(job, lane, name, memory), deadline_ns)
+
+    def touch(self, namespace: bytes, group: int, keys: bytes) -> None:
+        now_ns = time.monotonic_ns()
+        for name in reversed(_names_of(namespace, group, keys)):
+            if self._existence.find(name, now_ns) and (name in self._touched or len(self._touched) < _MOST_TOUCHED):
+                self._touched.pop(name, None)
+                self._touched[name] = None
+
+    def drop(self, namespace: bytes, group: int, keys: bytes) -> None:
+        names = _names_of(namespace, group, keys)
+        for name in names:
+            self._existence.forget(name)
+            self._touched.pop(name, None)
+        dropped = set(names)
+        self._void(lambda ticket: ticket.name in dropped)
+        if names and not self._refusal():
+            self._begin_own("drop", lambda job, lane: self._work.delete(lane, names))
+
+    def clear(self, prefix: bytes) -> int:
+        scope = scope_of(prefix)
+        # First, so that no put of before takes the new generation, which a lane may write at any time after the next line.
+        self._void(lambda ticket: ticket.kind != "clear" and ticket.shown and ticket.namespace.startswith(scope))
+        self._generations.clear(scope)
+        self._existence.forget_namespaces(scope)
+        self._touched = {name: None for name in self._touched if not name.namespace.startswith(scope)}
+        deadline_ns = time.monotonic_ns() + self._control_ns
+        # Of a tier that is closed or cut off, too: after a restart it would serve what was cleared.
+        return self._submit(_Ticket("clear", True, scope), lambda job, lane: self._work.clear(lane, scope), deadline_ns)
+
+    def cancel(self, ticket: int) -> None:
+        self._lanes.end(ticket, Result(TierOutcome.CANCELLED))
+
+    def tick(self, now_ns: int) -> None:
+        if self._breaker.begins_probe(now_ns):
+            self._ping()
+        if self._touched and not self._refusal():
+            names, self._touched = list(self._touched), {}
+            self._begin_own("touch", lambda job, lane: self._work.refresh(lane, names))
+
+    def drain(self) -> Sequence[TierEnd]:
+        ends: list[TierEnd] = []
+        done = self._lanes.drain()
+        for namespace in self._generations.changed():
+            self._existence.forget_namespaces(namespace)
+        for job, result in done:
+            ticket = self._tickets.pop(job.number)
+            result = self._apply(ticket, job, result)
+            if ticket.shown:
+                nanos = job.ended_ns - job.began_ns if job.began_ns else 0
+                ends.append(TierEnd(job.number, result.outcome, result.bytes, nanos, result.what))
+        return ends
+
+    def close(self, deadline_ns: int) -> None:
+        self._closed = self._closed or "the tier is closed"
+        self._lanes.close(deadline_ns, _CLOSED)
+
+    # ---- jobs -----------------------------------------------------------------------------------------
+
+    def _refusal(self) -> str:
+        """Why no request is sent; empty: one is."""
+        if self._closed or self._breaker.passes:
+            return self._closed
+        return "it is opening" if self._opening else f"its breaker is open: {self._last_failure}"
+
+    def _begin(
+        self, ticket: _Ticket, run: Callable[[TierJob, Lane], Result], deadline_ns: int, reads: bool = True
+    ) -> int:
+        if refusal := self._refusal():
+            return self._end_at_once(ticket, Result(TierOutcome.UNAVAILABLE, what=refusal))
+        return self._submit(ticket, run, deadline_ns, reads)
+
+    def _submit(
+        self, ticket: _Ticket, run: Callable[[TierJob, Lane], Result], deadline_ns: int, reads: bool = True
+    ) -> int:
+        job = TierJob(next(self._numbers), run, reads, deadline_ns)
+        self._tickets[job.number] = ticket
+        if not self._lanes.submit(job):
+            self._lanes.end_at_once(job, Result(TierOutcome.UNAVAILABLE, what="its queue is full or ended"))
+        return job.number
+
+    def _begin_own(self, kind: str, run: Callable[[TierJob, Lane], Result]) -> None:
+        self._begin(_Ticket(kind, False), run, time.monotonic_ns() + self._control_ns)
+
+    def _ping(self) -> None:
+        """Find out whether the store is there; beside clears the only request that passes a breaker that is not closed."""
+        deadline_ns = time.monotonic_ns() + self._control_ns
+        self._submit(_Ticket("ping", False), lambda job, lane: self._work.ping(lane), deadline_ns)
+
+    def _end_at_once(self, ticket: _Ticket, result: Result) -> int:
+        job = TierJob(next(self._numbers), _never, True, 0)
+        self._tickets[job.number] = ticket
+        self._lanes.end_at_once(job, result)
+        return job.number
+
+    def _void(self, concerns: Callable[[_Ticket], bool]) -> None:
+        """What these tickets bring counts no more, whether or not they have ended."""
+        for number, ticket in self._tickets.items():
+            if concerns(ticket):
+                ticket.void = True
+                self.cancel(number)
+
+    # ---- results --------------------------------------------------------------------------------------
+
+    def _apply(self, ticket: _Ticket, job: TierJob, result: Result) -> Result:
+        if ticket.kind == "ping":
+            self._opening = False
+        if result.answered:
+            self._breaker.succeeded()
+        elif result.failed or ticket.kind == "ping":
+            self._fail(result)
+        if ticket.void:
+            result = Result(TierOutcome.CANCELLED)
+        for name, present in result.exists:
+            self._existence.note(name, present, job.ended_ns)
+        if ticket.kind in ("put", "get"):
+            self._counts.add(ticket.kind, job, result)
+            self._watch_corruption(result.outcome)
+        return result
+
+    def _fail(self, result: Result) -> None:
+        self._last_failure = result.what
+        if self._breaker.failed(time.monotonic_ns()):
+            why = f"its breaker is open: {result.what}"
+            self._lanes.end_all(Result(TierOutcome.UNAVAILABLE, what=why))
+
+    def _watch_corruption(self, outcome: TierOutcome) -> None:
+        if outcome is TierOutcome.CORRUPT:
+            self._corrupt_in_a_row += 1
+            if self._corrupt_in_a_row == _CORRUPT_TO_CLOSE:
+                self._closed = f"{_CORRUPT_TO_CLOSE} objects in a row failed their checks"
+                self._lanes.end_all(Result(TierOutcome.UNAVAILABLE, what=self._closed))
+        elif outcome is TierOutcome.DONE:
+            self._corrupt_in_a_row = 0
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Of puts and gets; the fields are those of TierStatus."""
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    timeouts: int = 0
+    errors: int = 0
+    full: int = 0
+    written_objects: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    write_nanos: int = 0
+    read_nanos: int = 0
+
+    def status(self) -> TierStatus:
+        return TierStatus(**asdict(self))
+
+    def add(self, kind: str, job: TierJob, result: Result) -> None:
+        outcome = result.outcome
+        self.misses += outcome is TierOutcome.MISSING
+        self.corrupt += outcome is TierOutcome.CORRUPT
+        self.timeouts += outcome is TierOutcome.TIMEOUT
+        self.full += outcome is TierOutcome.FULL
+        self.errors += outcome is TierOutcome.UNAVAILABLE and result.failed
+        if outcome is TierOutcome.DONE and kind == "get":
+            self.hits += 1
+            self.read_bytes += result.bytes
+            self.read_nanos += job.ended_ns - job.began_ns
+        elif outcome is TierOutcome.DONE and result.bytes:
+            self.written_objects += 1
+            self.written_bytes += result.bytes
+            self.write_nanos += job.ended_ns - job.began_ns
+
+
+def _never(job: TierJob, lane: Lane) -> Result:
+    raise AssertionError("a job that was ended at once runs")
+
+
+def _names_of(namespace: bytes, group: int, keys: bytes) -> list[ObjectName]:
+    return [ObjectName(namespace, group, keys[first : first + KEY_BYTES]) for first in range(0, len(keys), KEY_BYTES)]

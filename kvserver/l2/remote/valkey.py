@@ -1,0 +1,147 @@
+"""The client of a Valkey or Redis server: `valkey-glide-sync`.
+
+Owns: the connection, the form of URLs of this kind, and which of the client's errors means what. One server, or a proxy before
+several: a cluster's own protocol is not used.
+
+A value is read straight into the caller's buffer. Expiry is the server's: `?expiry=7d` sends EX with every value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kvserver.config import TierUrl
+from kvserver.l2.remote.store import StoreClient, StoreClosed, StoreError, StoreFull, StoreTimeout, WrongSize
+from kvserver.protocol import ConfigError
+
+_PORT = 6379
+_MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, by default
+_MOST_QUESTIONS = 512
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_MOST_EXPIRY_SECONDS = 10 * 365 * 86400
+
+
+class ValkeyUrl:
+    """What a URL of this kind names. ConfigError if that is nothing."""
+
+    def __init__(self, url: TierUrl) -> None:
+        self.host, self.port = url.host, url.port or _PORT
+        self.username, self.password = url.username, url.password
+        self.tls = url.scheme in ("valkeys", "rediss")
+        self.timeout_ms = max(1, int(url.timeout_seconds * 1000))
+        first, _, rest = url.path.strip("/").partition("/")
+        self.database, self.prefix = (int(first), rest) if re.fullmatch(r"\d{1,5}", first) else (0, url.path.strip("/"))
+        self.prefix = self.prefix or "kvserver"
+        self.expiry_seconds = _expiry(url)
+
+
+def _expiry(url: TierUrl) -> int:
+    """0: values stay until the server evicts them."""
+    text = url.own.get("expiry", "")
+    match = re.fullmatch(r"(\d{1,10})([smhd]?)", text)
+    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
+    if text and not 0 < seconds <= _MOST_EXPIRY_SECONDS:
+        raise ConfigError(f"--l2 {url.shown}: expiry={text}: write a time such as 12h or 7d")
+    return seconds
+
+
+def require_client(url: TierUrl) -> None:
+    """ConfigError, with the command to type, unless the client's library is there."""
+    try:
+        import glide_sync
+    except ImportError:
+        raise ConfigError(
+            f"--l2 {url.shown} needs a client of Valkey: pip install 'kvserver[valkey]', or pip install valkey-glide-sync"
+        ) from None
+    glide_sync.Logger.set_logger_config(glide_sync.LogLevel.OFF)
+
+
+def connect(url: ValkeyUrl) -> StoreClient:
+    """StoreError if the server does not answer."""
+    return _ValkeyClient(url)
+
+
+class _ValkeyClient:
+    most_value_bytes = _MOST_VALUE_BYTES
+    most_questions = _MOST_QUESTIONS
+
+    def __init__(self, url: ValkeyUrl) -> None:
+        import glide_sync as glide
+
+        self._glide = glide
+        self._expiry_seconds = url.expiry_seconds
+        self._expiry = glide.ExpirySet(glide.ExpiryType.SEC, url.expiry_seconds) if url.expiry_seconds else None
+        credentials = (
+            glide.ServerCredentials(password=url.password, username=url.username or None) if url.password else None
+        )
+        configuration = glide.GlideClientConfiguration(
+            [glide.NodeAddress(url.host, url.port)],
+            use_tls=url.tls,
+            credentials=credentials,
+            database_id=url.database,
+            request_timeout=url.timeout_ms,
+            client_name="kvserver",
+            advanced_config=glide.AdvancedGlideClientConfiguration(connection_timeout=url.timeout_ms),
+        )
+        self._client = self._try(lambda: glide.GlideClient.create(configuration))
+
+    def get(self, name: str, buffer: memoryview) -> memoryview | None:
+        count = self._try(lambda: self._client.get(name, buffer=buffer))
+        return None if count is None else buffer[: int(count)]
+
+    def put(self, name: str, value: memoryview) -> None:
+        self._try(lambda: self._client.set(name, value, expiry=self._expiry))
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        if len(names) == 1:
+            return [bool(self._try(lambda: self._client.exists(list(names))))]
+        batch = self._glide.Batch(is_atomic=False)
+        for name in names:
+            batch.exists([name])
+        return [bool(answer) for answer in self._exec(batch)]
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._try(lambda: self._client.unlink(list(names)))
+
+    def refresh(self, names: Sequence[str]) -> None:
+        batch = self._glide.Batch(is_atomic=False)
+        for name in names:
+            if self._expiry_seconds:
+                batch.expire(name, self._expiry_seconds)
+            else:
+                batch.touch([name])
+        self._exec(batch)
+
+    def read_ids(self, names: Sequence[str]) -> list[bytes | None]:
+        return list(self._try(lambda: self._client.mget(list(names))))
+
+    def create_id(self, name: str, value: bytes) -> bytes:
+        condition = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
+        previous = self._try(lambda: self._client.set(name, value, conditional_set=condition, return_old_value=True))
+        return value if previous is None else bytes(previous)
+
+    def write_id(self, name: str, value: bytes) -> None:
+        self._try(lambda: self._client.set(name, value))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _exec(self, batch: Any) -> list[Any]:
+        return list(self._try(lambda: self._client.exec(batch, raise_on_error=True)) or [])
+
+    def _try(self, call: Any) -> Any:
+        """Its result; StoreError for what the library raises. The texts of its errors have addresses, no credentials."""
+        try:
+            return call()
+        except self._glide.TimeoutError as error:
+            raise StoreTimeout(str(error)) from None
+        except self._glide.GlideError as error:
+            text = str(error)
+            if "exceeds buffer capacity" in text:
+                raise WrongSize(text) from None
+            if "OOM" in text or "exceeds maximum allowed size" in text:
+                raise StoreFull(text) from None
+            kind = StoreClosed if isinstance(error, self._glide.ClosingError) else StoreError
+            raise kind(f"{type(error).__name__}: {text}") from None

@@ -1,0 +1,139 @@
+"""A daemon with a folder as L2: what it wrote comes back after its end, byte for byte, and nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.daemon import Daemon, wait_until
+from support.worker import Worker, make_keys
+
+from kvserver.protocol import AwaitFill, Clear, Cleared, LookupReply
+
+KEYS = make_keys(12, "files")
+
+
+@contextlib.contextmanager
+def daemon_with(folder: Path, parameters: str = "", **flags: Any) -> Iterator[Daemon]:
+    daemon = Daemon(l2=f"file://{folder}?size=64MiB{parameters}", l1_size="8MiB", **flags)
+    try:
+        daemon.start()
+        tier(daemon, "ready")
+        yield daemon
+    finally:
+        daemon.close()
+
+
+def tier(daemon: Daemon, state: str = "") -> dict[str, Any]:
+    """The tier in /status, in this state if one is given."""
+
+    def read() -> dict[str, Any] | None:
+        (found,) = daemon.status()["l2"]
+        return found if state in ("", found["state"]) else None
+
+    return wait_until(read, what=f"the tier is {state}")
+
+
+def written(daemon: Daemon, objects: int) -> None:
+    wait_until(lambda: (found := tier(daemon))["objects"] >= objects and not found["queue_objects"])
+
+
+def fill(worker: Worker, keys: list[bytes] = KEYS, wait_ms: int = 5000) -> int:
+    return worker.ask(AwaitFill(worker.lookup_message(keys), wait_ms), LookupReply).hit_chunks
+
+
+def store(worker: Worker) -> list[bytes]:
+    blocks = worker.blocks_for(len(KEYS))
+    content = worker.memory.blocks(blocks)
+    worker.store(KEYS, blocks)
+    return content
+
+
+def load(worker: Worker, keys: list[bytes]) -> list[bytes]:
+    blocks = worker.blocks_for(len(keys))
+    worker.memory.fill()
+    worker.load(keys, blocks)
+    return worker.memory.blocks(blocks)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_written_comes_back_after_the_daemons_end(tmp_path: Path, end: signal.Signals) -> None:
+    with daemon_with(tmp_path / "l2") as daemon:
+        with Worker(daemon.endpoint) as worker:
+            content = store(worker)
+            written(daemon, len(KEYS))
+        (daemon.terminate if end == signal.SIGTERM else daemon.kill)()
+        daemon.start()
+        tier(daemon, "ready")
+        with Worker(daemon.endpoint) as worker:
+            assert worker.lookup(KEYS) == 0
+            assert fill(worker) == len(KEYS)
+            assert load(worker, KEYS) == content
+        with Worker(daemon.endpoint, layout="other") as other:
+            assert fill(other) == 0, "another namespace"
+
+
+def test_a_damaged_object_is_a_counted_miss(tmp_path: Path) -> None:
+    with daemon_with(tmp_path / "l2") as daemon:
+        with Worker(daemon.endpoint) as worker:
+            content = store(worker)
+            written(daemon, len(KEYS))
+        daemon.terminate()
+        (data,) = (path for path in (tmp_path / "l2").iterdir() if path.stat().st_size >= 32 << 20)
+        raw = bytearray(data.read_bytes())
+        at = raw.index(content[len(content) // 2][:64])
+        raw[at + 5] ^= 1
+        with data.open("r+b") as file:
+            file.write(raw)
+        daemon.start()
+        tier(daemon, "ready")
+        with Worker(daemon.endpoint) as worker:
+            found = fill(worker)
+            assert found == len(KEYS) // 2
+            assert load(worker, KEYS[:found]) == content[: len(content) // 2]
+        assert tier(daemon)["corrupt"] == 1
+
+
+def test_what_was_cleared_does_not_come_back(tmp_path: Path) -> None:
+    with daemon_with(tmp_path / "l2") as daemon:
+        with Worker(daemon.endpoint) as worker:
+            store(worker)
+            written(daemon, len(KEYS))
+            assert worker.ask(Clear(), Cleared).chunks == len(KEYS)
+        daemon.kill()
+        daemon.start()
+        tier(daemon, "ready")
+        with Worker(daemon.endpoint) as worker:
+            assert fill(worker) == 0
+
+
+def test_more_than_l1_is_found(tmp_path: Path) -> None:
+    """L1 of a few chunks is a window on L2."""
+    with daemon_with(tmp_path / "l2") as daemon, Worker(daemon.endpoint) as worker:
+        prompts = [make_keys(12, number) for number in range(8)]
+        contents = []
+        for number, keys in enumerate(prompts):
+            blocks = worker.blocks_for(12)
+            worker.memory.fill()
+            contents.append(worker.memory.blocks(blocks))
+            worker.store(keys, blocks)
+            written(daemon, 12 * (number + 1))
+        assert daemon.status()["l1"]["evictions"] >= 0
+        for keys, content in zip(prompts, contents, strict=True):
+            assert fill(worker, keys) == 12
+            assert load(worker, keys) == content
+
+
+def test_a_second_daemon_on_the_folder_is_refused(tmp_path: Path) -> None:
+    with daemon_with(tmp_path / "l2"):
+        second = Daemon(l2=f"file://{tmp_path}/l2?size=64MiB", l1_size="8MiB")
+        try:
+            with pytest.raises(AssertionError, match="exited with 2") as error:
+                second.start()
+            assert "another daemon uses it" in str(error.value)
+        finally:
+            second.close()

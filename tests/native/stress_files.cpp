@@ -1,0 +1,212 @@
+// stress_files.cpp: the file device under sanitizers: threads put and get records over one file
+// whose calls are short, late, wrong or hang, others cancel and expire them.
+//
+// Checked: every ticket ends exactly once; a get that is done has the bytes of the put of its
+// record; no thread touches L1 after close().
+#include "stress_files.h"
+
+#include <sys/mman.h>
+#include <sys/select.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "copy/threads.h"
+#include "l2/file_device.h"
+#include "l2/record_table.h"
+#include "testing/faulty_file.h"
+
+using namespace kvserver;
+
+namespace {
+
+constexpr uint64_t kPage = 4096;
+constexpr uint32_t kRecords = 24;
+constexpr uint32_t kSlotPages = 20;  // of each record, in L1 and in the file, in three extents
+constexpr uint64_t kSlotBytes = kSlotPages * kPage - 100;
+constexpr uint32_t kFilePages = kRecords * (kSlotPages + 1);
+
+std::vector<Extent> extents_at(uint32_t first, uint32_t pages) {
+    return {{first + pages - 5, 5}, {first, 1}, {first + 1, pages - 6}};
+}
+
+struct Place {
+    std::shared_ptr<Record> record;
+    uint32_t first;  // page of L1
+};
+
+Place make_place(const std::shared_ptr<HostRegion>& region, uint32_t number, uint32_t first) {
+    std::string key(RecordName::kKeyBytes, static_cast<char>(number));
+    return {std::make_shared<Record>(
+                L1{region, kPage}, RecordName{"namespace", number, key}, std::string(16, 'c'), 7,
+                std::vector<std::vector<Extent>>{extents_at(first, kSlotPages)},
+                std::vector<uint64_t>{kSlotBytes}),
+            first};
+}
+
+std::byte content(uint32_t number) { return static_cast<std::byte>(number * 7 + 1); }
+
+std::vector<FileEnd> wait(FileDevice& device, size_t count) {
+    std::vector<FileEnd> found;
+    while (found.size() < count) {
+        fd_set set;
+        FD_ZERO(&set);
+        FD_SET(device.completion_fd(), &set);
+        timeval limit{20, 0};
+        CHECK(select(device.completion_fd() + 1, &set, nullptr, nullptr, &limit) == 1);
+        for (auto& end : device.drain()) found.push_back(std::move(end));
+    }
+    return found;
+}
+
+struct Scene {
+    std::shared_ptr<HostRegion> region =
+        std::make_shared<HostRegion>(2 * kRecords * kSlotPages * kPage);
+    std::shared_ptr<FaultyFile> faults = std::make_shared<FaultyFile>();
+    int fd = memfd_create("data", 0);
+    std::vector<Place> sources, targets;
+
+    Scene() {
+        CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(kFilePages * kPage)) == 0);
+        for (uint32_t i = 0; i < kRecords; ++i) {
+            sources.push_back(make_place(region, i, i * kSlotPages));
+            targets.push_back(make_place(region, i, (kRecords + i) * kSlotPages));
+            std::memset(region->data() + i * kSlotPages * kPage, static_cast<int>(content(i)),
+                        kSlotPages * kPage);
+        }
+    }
+    ~Scene() { close(fd); }
+
+    std::vector<Extent> file_extents(uint32_t number) const {
+        return extents_at(number * (kSlotPages + 1), kSlotPages + 1);
+    }
+};
+
+// Each record is written, then read while faults are switched on and off and tickets cancelled.
+void puts_and_gets(unsigned threads) {
+    Scene scene;
+    FileDevice device({scene.fd, kPage, kFilePages}, threads, scene.faults);
+    scene.faults->writes.most_bytes = 3 * kPage;
+    for (uint32_t i = 0; i < kRecords; ++i)
+        device.submit(i, true, scene.sources[i].record, scene.file_extents(i), 0);
+    for (const FileEnd& end : wait(device, kRecords)) CHECK(end.outcome == FileOutcome::kDone);
+    std::mt19937 random(threads);
+    for (int round = 0; round < 20; ++round) {
+        scene.faults->reads.error = round % 4 == 1 ? EIO : 0;
+        scene.faults->reads.flip_every = round % 4 == 2 ? 2 : 0;
+        scene.faults->reads.most_bytes = round % 4 == 3 ? kPage : 0;
+        scene.faults->reads.delay_micros = round % 2 == 0 ? 50 : 0;
+        std::thread troubles([&, seed = random()] {
+            std::mt19937 own(seed);
+            for (int i = 0; i < 20; ++i) {
+                device.cancel(own() % kRecords);
+                device.expire();
+                (void)device.stalled_nanos();
+                std::this_thread::sleep_for(std::chrono::microseconds(own() % 200));
+            }
+        });
+        for (uint32_t i = 0; i < kRecords; ++i) {
+            const uint64_t late = i % 7 == 0 ? monotonic_nanos() + 100'000 : 0;
+            // Half of them are written once more meanwhile: the same bytes, to the same pages.
+            const bool put = i % 2 == 0;
+            device.submit(i, put, (put ? scene.sources : scene.targets)[i].record,
+                          scene.file_extents(i), late);
+        }
+        std::set<uint64_t> ended;
+        for (const FileEnd& end : wait(device, kRecords)) {
+            CHECK(ended.insert(end.ticket).second);
+            const auto number = static_cast<uint32_t>(end.ticket);
+            if (end.outcome != FileOutcome::kDone || number % 2 == 0) continue;
+            CHECK(end.bytes == kSlotBytes);
+            const std::byte* at = scene.region->data() + scene.targets[number].first * kPage;
+            for (uint64_t i = 0; i < (kSlotPages - 6) * kPage; i += 97)
+                CHECK(at[kPage + i] == content(number) || i > (kSlotPages - 6) * kPage - 101);
+        }
+        troubles.join();
+    }
+    CHECK(device.close(10'000'000'000));
+}
+
+// A device whose thread hangs is closed and destroyed; its memory stays until the thread let go.
+void hanging_thread() {
+    std::weak_ptr<HostRegion> region;
+    std::shared_ptr<FaultyFile> faults;
+    {
+        Scene scene;
+        region = scene.region;
+        faults = scene.faults;
+        faults->hang(true);
+        FileDevice device({scene.fd, kPage, kFilePages}, 2, scene.faults);
+        device.submit(1, false, scene.targets[1].record, scene.file_extents(1), 0);
+        while (faults->hanging() == 0) std::this_thread::yield();
+        CHECK(!device.close(1'000'000));
+    }
+    CHECK(!region.expired());
+    faults->hang(false);
+    for (int i = 0; i < 20'000 && !region.expired(); ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    CHECK(region.expired());
+}
+
+// The index and its journal: what was added and not removed is found again.
+void table_and_journal() {
+    std::mt19937 random(3);
+    RecordTable table(1);
+    table.begin_log(9, 0);
+    std::map<std::string, uint32_t> there;
+    std::string log;
+    const SpaceName space{"namespace", 4, 2};
+    const auto key = [](uint32_t number) {
+        std::string made(RecordTable::kKeyBytes, 'k');
+        std::memcpy(made.data(), &number, sizeof(number));
+        return made;
+    };
+    for (uint32_t step = 0; step < 20'000; ++step) {
+        const uint32_t number = random() % 500;
+        if (there.contains(key(number))) {
+            CHECK(table.remove(space, key(number)).has_value());
+            there.erase(key(number));
+        } else {
+            table.add(space, key(number), key(number / 2), step, {{step + 1, 1}, {step + 9, 2}});
+            there[key(number)] = step;
+        }
+        if (step % 50 == 0) {
+            if (const auto evicted = table.evict()) there.erase(evicted->key);
+            log += table.drain_log();
+        }
+    }
+    log += table.drain_log();
+    RecordTable again(2);
+    CHECK(again.replay(log, 9, 0).first == log.size());
+    again.link_orphans();
+    CHECK(again.size() == there.size() && table.size() == there.size());
+    for (const auto& [name, meaning] : there) CHECK(again.find(space, name)->meaning == meaning);
+    for (int i = 0; i < 200; ++i) {
+        std::string damaged = log;
+        damaged[random() % damaged.size()] ^= static_cast<char>(1 << random() % 8);
+        damaged.resize(random() % damaged.size() + 1);
+        RecordTable other(3);
+        CHECK(other.replay(damaged, 9, 0).first <= damaged.size());
+        std::vector<Extent> gaps;
+        other.check_extents(1, 15'000, gaps);
+    }
+}
+
+}  // namespace
+
+void stress_files() {
+    for (unsigned threads : {1u, 2u, 4u}) puts_and_gets(threads);
+    hanging_thread();
+    table_and_journal();
+}

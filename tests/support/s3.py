@@ -1,0 +1,89 @@
+"""A real server of S3's protocol for a test, with one bucket, on a port that it keeps while it is down; what it had is then lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import boto3
+import botocore.config
+import botocore.exceptions
+
+from support.ports import reserved_port
+
+BUCKET = "bucket"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-s3-secret", "AWS_REGION": "us-east-1"}
+_START_SECONDS = 60.0
+
+
+class S3Server:
+    """REQUIRES: the process has CREDENTIALS in its environment."""
+
+    def __init__(self) -> None:
+        self._reservation, self.port = reserved_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        once = botocore.config.Config(retries={"max_attempts": 0}, connect_timeout=5, read_timeout=5)
+        self._client: Any = boto3.client("s3", endpoint_url=self.endpoint, config=once)
+        self.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def url_of(self, prefix: str, *parameters: str) -> str:
+        return f"s3://{BUCKET}/{prefix}?" + "&".join([f"endpoint={self.endpoint}", "region=us-east-1", *parameters])
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            with contextlib.suppress(botocore.exceptions.ConnectionError):
+                self._client.create_bucket(Bucket=BUCKET)
+                return
+            assert self._process.poll() is None, "the server has ended"
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.05)
+
+    def objects(self) -> list[str]:
+        """Names of records."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+        names = [each["Key"] for page in pages for each in page.get("Contents", [])]
+        return sorted(name for name in names if "/generations/" not in name)
+
+    def read(self, where: str) -> bytes:
+        found: bytes = self._client.get_object(Bucket=BUCKET, Key=where)["Body"].read()
+        return found
+
+    def write(self, where: str, value: bytes) -> None:
+        self._client.put_object(Bucket=BUCKET, Key=where, Body=value)
+
+    def remove(self, where: str) -> None:
+        self._client.delete_object(Bucket=BUCKET, Key=where)
+
+    def stop(self) -> None:
+        """It answers nothing, and keeps its connections, until go_on()."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        self._client.close()
+        self._reservation.close()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)

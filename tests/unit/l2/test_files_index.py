@@ -1,0 +1,204 @@
+"""The index of a file tier against a plain model, and its memory."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from support.file_tiers import key_of
+from support.properties import Dice, examples, walks
+
+from kvserver._native import RecordTable
+
+NAMESPACE, FILE = b"n" * 32, 77
+Name = tuple[int, int, int]  # generation, group, number
+
+
+def extents(*pairs: tuple[int, int]) -> bytes:
+    return b"".join(first.to_bytes(4, "little") + count.to_bytes(4, "little") for first, count in pairs)
+
+
+@dataclass
+class Model:
+    """Records by name, and what eviction chooses: the oldest of those that are no record's parent."""
+
+    records: dict[Name, tuple[int, bytes]] = field(default_factory=dict)
+    ages: dict[Name, int] = field(default_factory=dict)
+    parents: dict[Name, Name | None] = field(default_factory=dict)
+    clock: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def add(self, name: Name, parent: Name | None, meaning: int, where: bytes) -> None:
+        self.records[name], self.ages[name] = (meaning, where), next(self.clock)
+        self.parents[name] = parent if parent in self.records else None
+
+    def remove(self, name: Name) -> bytes:
+        for child, parent in self.parents.items():
+            if parent == name:
+                self.parents[child] = None
+        del self.ages[name], self.parents[name]
+        return self.records.pop(name)[1]
+
+    def victim(self) -> Name | None:
+        leaves = self.records.keys() - set(self.parents.values())
+        return min(leaves, key=self.ages.__getitem__, default=None)
+
+
+def names_in(table: RecordTable) -> list[Name]:
+    return [
+        (generation, group, number)
+        for generation in (1, 2)
+        for group in (0, 1)
+        for number in range(40)
+        if table.find(NAMESPACE, generation, group, key_of(number)) is not None
+    ]
+
+
+@given(walks(60))
+@examples(150)
+def test_random_changes_agree_with_a_plain_model_and_the_journal_replays_them(walk: list[Dice]) -> None:
+    table, model, log = RecordTable(5), Model(), b""
+    table.begin_log(FILE, 0)
+    page = itertools.count(1)
+    for dice in walk:
+        name = (dice.choice((1, 2)), dice.choice((0, 1)), dice.randrange(40))
+        generation, group, number = name
+        match dice.choice(("add", "add", "add", "remove", "touch", "evict", "drop_space", "log")):
+            case "add" if name not in model.records:
+                parent = (generation, group, number - 1)
+                where = extents(*[(next(page) * 8, dice.randint(1, 8)) for _ in range(dice.choice((1, 1, 3)))])
+                table.add(
+                    NAMESPACE, generation, group, key_of(number), key_of(number - 1) if number else b"", number, where
+                )
+                model.add(name, parent if number else None, number, where)
+            case "remove":
+                expected = model.remove(name) if name in model.records else None
+                assert table.remove(NAMESPACE, generation, group, key_of(number)) == expected
+            case "touch":
+                numbers = [dice.randrange(40) for _ in range(3)]
+                table.touch(NAMESPACE, generation, group, b"".join(map(key_of, numbers)))
+                for each in reversed(numbers):
+                    if (generation, group, each) in model.ages:
+                        model.ages[generation, group, each] = next(model.clock)
+            case "evict":
+                victim, evicted = model.victim(), table.evict()
+                if victim is None:
+                    assert evicted is None
+                else:
+                    assert evicted == (NAMESPACE, victim[1], key_of(victim[2]), model.remove(victim))
+            case "drop_space":
+                gone = [other for other in model.records if other[:2] == name[:2]]
+                assert table.drop_space(NAMESPACE, generation, group) == bool(gone)
+                freed = sorted(model.remove(other) for other in gone)
+                swept = b""
+                while not table.swept:
+                    swept += table.sweep(dice.randint(1, 9))
+                assert sorted(memoryview(swept).cast("Q").tolist()) == sorted(
+                    memoryview(b"".join(freed)).cast("Q").tolist()
+                )
+            case "log":
+                log += table.drain_log()
+        assert len(table) == len(model.records)
+        held = table.holds(NAMESPACE, generation, group, b"".join(map(key_of, range(40))))
+        assert held == sum(1 << each for each in range(40) if (generation, group, each) in model.records)
+    assert names_in(table) == sorted(model.records)
+    assert table.spaces() == [] if not model.records else len(table.spaces()) <= 4
+    log += table.drain_log()
+    again = RecordTable(6)
+    assert again.replay(log, FILE, 0)[0] == len(log)
+    for name, (meaning, where) in model.records.items():
+        assert again.find(NAMESPACE, name[0], name[1], key_of(name[2])) == (meaning, where, True)
+
+
+def test_a_compacted_log_has_the_same_records_ages_and_parents_whatever_changes_meanwhile() -> None:
+    table = RecordTable(1)
+    table.begin_log(FILE, 0)
+    for number in range(100):
+        table.add(
+            NAMESPACE, 1, 0, key_of(number), key_of(number - 1) if number % 10 else b"", 9, extents((number + 1, 1))
+        )
+    table.touch(NAMESPACE, 1, 0, b"".join(map(key_of, range(30, 40))))
+    table.begin_next_log(FILE + 1)
+    log, turn = b"", 0
+    while not table.fill_next_log(7):
+        log += table.drain_next_log()
+        table.remove(NAMESPACE, 1, 0, key_of(99 - turn))
+        table.remove(NAMESPACE, 1, 0, key_of(turn * 5 + 9))
+        table.add(NAMESPACE, 1, 0, key_of(200 + turn), b"" if turn else key_of(60), 9, extents((200 + turn, 1)))
+        turn += 1
+    log += table.drain_next_log()
+    table.switch_logs()
+    table.add(NAMESPACE, 1, 0, key_of(300), b"", 9, extents((300, 1)))
+    log += table.drain_log()
+    again = RecordTable(2)
+    assert again.replay(log, FILE + 1, 0)[0] == len(log)
+    again.link_orphans()
+    order = [evicted[2] for evicted in iter(table.evict, None)]
+    assert [evicted[2] for evicted in iter(again.evict, None)] == order
+    assert len(order) > 60
+
+
+@pytest.mark.parametrize("damage", ["other file", "other sequence", "a bit", "the end"])
+def test_replay_ends_at_the_first_entry_that_is_not_the_next_one(damage: str) -> None:
+    table = RecordTable(1)
+    table.begin_log(FILE, 0)
+    for number in range(10):
+        table.add(NAMESPACE, 1, 0, key_of(number), b"", 9, extents((number + 1, 1)))
+    log = table.drain_log()
+    entry = len(log) // 10
+    again = RecordTable(1)
+    match damage:
+        case "other file":
+            assert again.replay(log, FILE + 1, 0) == (0, 0)
+        case "other sequence":
+            assert again.replay(log, FILE, 1) == (0, 1)
+            assert again.replay(log[:entry] + log[2 * entry :], FILE, 0) == (entry, 1)
+        case "a bit":
+            for at in range(4 * entry, 5 * entry):
+                flipped = log[:at] + bytes([log[at] ^ 16]) + log[at + 1 :]
+                assert RecordTable(1).replay(flipped, FILE, 0) == (4 * entry, 4)
+        case "the end":
+            assert again.replay(log[: 5 * entry - 1], FILE, 0) == (4 * entry, 4)
+            assert again.replay(log[4 * entry :], FILE, 4) == (6 * entry, 10)
+            assert len(again) == 10
+
+
+def test_records_outside_the_file_or_on_pages_of_others_are_dropped_durably() -> None:
+    table = RecordTable(1)
+    good = [extents((1, 3)), extents((10, 1), (12, 1))]
+    bad = [extents((0, 1)), extents((2, 1)), extents((20, 1), (12, 2)), extents((99, 2)), extents((30, 2), (31, 1))]
+    for number, where in enumerate([*good, *bad]):
+        table.add(NAMESPACE, 1, 0, key_of(number), b"", 9, where)
+    table.begin_log(FILE, 0)
+    dropped, free = table.check_extents(1, 100)
+    assert (dropped, len(table)) == (len(bad), len(good))
+    assert free == extents((4, 6), (11, 1), (13, 87))
+    assert len(table.drain_log()) > 0
+    assert table.check_extents(1, 100) == (0, free)
+
+
+def test_an_object_uses_150_bytes_of_memory_at_most() -> None:
+    table = RecordTable(1)
+    count = 100_000
+    for number in range(count):
+        parent = key_of(number - 1) if number else b""
+        table.add(NAMESPACE, 1, 0, key_of(number), parent, 9, extents((number + 1, 1)))
+    assert table.memory_bytes / count <= 150
+    while table.evict() is not None:
+        pass
+    for number in range(count):
+        table.add(NAMESPACE, 1, 0, key_of(number), b"", 9, extents((number + 1, 1)))
+        table.touch(NAMESPACE, 1, 0, key_of(number))
+    assert table.memory_bytes / count <= 150, "records that were replaced leave nothing behind"
+
+
+@pytest.mark.parametrize("keys", [b"", b"k" * 31, b"k" * 33])
+def test_what_is_no_key_is_refused(keys: bytes) -> None:
+    table = RecordTable(1)
+    with pytest.raises(ValueError, match="key"):
+        table.find(NAMESPACE, 1, 0, keys)
+    with pytest.raises(ValueError, match="128"):
+        table.holds(b"", 1, 0, b"")
+    with pytest.raises(ValueError, match="without extents"):
+        table.add(NAMESPACE, 1, 0, key_of(1), b"", 9, b"")

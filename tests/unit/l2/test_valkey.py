@@ -1,0 +1,193 @@
+"""What is Valkey's own: its URLs, expiry, passwords, limits and what happens to the ids of generations."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.l1_memory import NAMESPACE, PAGE, key, keys, name, within
+from support.shared_tiers import MakeDaemon, TierDaemon
+from support.valkey import ValkeyStore
+
+from kvserver._native import HostRegion
+from kvserver.config import parse_tiers
+from kvserver.l2 import COVERAGE_BYTES, ObjectMemory, TierOutcome, make_tier
+from kvserver.l2.remote.generations import IDS_SECONDS
+from kvserver.l2.remote.valkey import ValkeyUrl
+from kvserver.protocol import ConfigError
+
+RANKS = (PAGE + 1, 2 * PAGE)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyStore]:
+    server = ValkeyStore(tmp_path_factory.mktemp("valkey"), maxmemory="32mb", maxmemory_policy="noeviction")
+    yield server
+    server.close()
+
+
+def place(url: str) -> ValkeyUrl:
+    (parsed,) = parse_tiers([url])
+    return ValkeyUrl(parsed)
+
+
+def stored(daemon: TierDaemon, number: int) -> list[bytes]:
+    memory = daemon.l1.object(*RANKS)
+    assert daemon.put(name(number), memory) is TierOutcome.DONE
+    return daemon.l1.read(memory)
+
+
+# ---- URLs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "database", "prefix"),
+    [("", 0, "kvserver"), ("/", 0, "kvserver"), ("/3", 3, "kvserver"), ("/a/b", 0, "a/b"), ("/3/a", 3, "a")],
+)
+def test_a_path_is_a_database_a_prefix_or_both(path: str, database: int, prefix: str) -> None:
+    found = place(f"valkey://host{path}")
+    assert (found.host, found.port, found.database, found.prefix, found.tls) == ("host", 6379, database, prefix, False)
+
+
+@pytest.mark.parametrize("scheme", ["valkeys", "rediss"])
+def test_some_schemes_mean_tls(scheme: str) -> None:
+    found = place(f"{scheme}://user:pass@host:7000/0")
+    assert (found.tls, found.port, found.username, found.password) == (True, 7000, "user", "pass")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("5m", 300), ("12h", 43200), ("7d", 604800)])
+def test_an_expiry_is_a_time(text: str, seconds: int) -> None:
+    assert place(f"valkey://host?expiry={text}").expiry_seconds == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "x", "-1d", "1w", "99999d"])
+def test_a_bad_expiry_is_refused_without_the_password(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"expiry={text}") as refusal:
+        place(f"valkey://me:secret@host?expiry={text}")
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_missing_client_is_refused_with_the_command_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "glide_sync", None)
+    (url,) = parse_tiers(["valkey://me:secret@host"])
+    with pytest.raises(ConfigError, match=r"pip install 'kvserver\[valkey\]'") as refusal:
+        make_tier(url, HostRegion(PAGE), PAGE)
+    assert "secret" not in str(refusal.value)
+
+
+# ---- expiry ---------------------------------------------------------------------------------------
+
+
+def test_objects_expire_and_ids_of_generations_do_not(
+    server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    daemon = make_daemon_of(server.url_of(prefix, "expiry=1h"))
+    stored(daemon, 1)
+    with server.client() as client:
+        lifetimes = {entry.decode(): client.ttl(entry) for entry in client.scan_iter(f"{prefix}/*")}
+    assert {ttl for where, ttl in lifetimes.items() if "/generations/" in where} == {-1}
+    (ttl,) = [ttl for where, ttl in lifetimes.items() if "/generations/" not in where]
+    assert 3500 < ttl <= 3600
+
+
+def test_objects_that_are_used_stay_for_longer(server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon) -> None:
+    daemon = make_daemon_of(server.url_of(prefix, "expiry=1h"))
+    stored(daemon, 1)
+    (where,) = [each for each in server.objects() if each.startswith(prefix)]
+    with server.client() as client:
+        client.expire(where, 100)
+        daemon.tier.touch(NAMESPACE, 0, keys(1, 2))
+        daemon.tier.tick(time.monotonic_ns())
+        deadline = time.monotonic() + 10
+        while client.ttl(where) <= 100:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+# ---- what the server refuses, forgets and requires --------------------------------------------------
+
+
+def test_a_full_server_is_no_failure_of_it(server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon) -> None:
+    daemon = make_daemon_of(server.url_of(prefix), pages=4096)
+    written = daemon.l1.object(4 << 20)
+    outcomes = [daemon.put(name(number), written) for number in range(11)]
+    assert outcomes.count(TierOutcome.DONE) >= 2
+    assert outcomes[-3:] == [TierOutcome.FULL] * 3
+    assert daemon.tier.state == "ready"
+    assert daemon.tier.status().full == outcomes.count(TierOutcome.FULL)
+    memory = daemon.l1.object(4 << 20)
+    assert daemon.get(name(0), memory) is TierOutcome.DONE
+    assert daemon.l1.read(memory) == daemon.l1.read(written)
+    with server.client() as client:
+        client.flushall()
+
+
+def test_an_object_above_the_servers_limit_is_full(
+    server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    size = 512 << 20
+    region = HostRegion(size)
+    (url,) = parse_tiers([server.url_of(prefix)])
+    tier = make_tier(url, region, PAGE)
+    try:
+        deadline = time.monotonic() + 10
+        while tier.state != "ready":
+            assert time.monotonic() < deadline
+            tier.drain()
+        slot = (0).to_bytes(4, sys.byteorder) + (size // PAGE).to_bytes(4, sys.byteorder)
+        ticket = tier.put(name(1), ObjectMemory(b"c" * COVERAGE_BYTES, (slot,), (size,)), b"", within(10))
+        ends = list[object]()
+        while not ends:
+            assert time.monotonic() < deadline
+            ends += [(end.ticket, end.outcome) for end in tier.drain()]
+        assert ends == [(ticket, TierOutcome.FULL)]
+    finally:
+        tier.close(within(5))
+
+
+def test_after_flushall_all_is_missing_and_new_objects_are_served(
+    server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    daemon, neighbour = (make_daemon_of(server.url_of(prefix)) for _ in range(2))
+    stored(daemon, 1)
+    with server.client() as client:
+        client.flushall()
+    memory = neighbour.l1.object(*RANKS)
+    assert neighbour.get(name(1), memory) is TierOutcome.MISSING
+    time.sleep(IDS_SECONDS)  # until all have the new ids
+    expected = stored(daemon, 2)
+    assert neighbour.get(name(2), memory) is TierOutcome.DONE
+    assert neighbour.l1.read(memory) == expected
+
+
+def test_what_was_cleared_stays_so_when_the_server_loses_the_ids(
+    server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    daemon = make_daemon_of(server.url_of(prefix))
+    stored(daemon, 1)
+    assert daemon.clear() is TierOutcome.DONE
+    with server.client() as client:
+        (where,) = client.scan_iter(f"{prefix}/*/generations/{NAMESPACE.hex()}")
+        client.delete(where)
+    other = make_daemon_of(server.url_of(prefix))
+    assert other.get(name(1), other.l1.object(*RANKS)) is TierOutcome.MISSING
+    assert other.probe([1]) == 0
+
+
+def test_a_wrong_password_makes_the_tier_unavailable_and_is_not_shown(
+    tmp_path_factory: pytest.TempPathFactory, make_daemon_of: MakeDaemon, capfd: pytest.CaptureFixture[str]
+) -> None:
+    guarded = ValkeyStore(tmp_path_factory.mktemp("valkey"), requirepass="right-secret")
+    try:
+        daemon = make_daemon_of(f"valkey://:wrong-secret@127.0.0.1:{guarded.port}", opens=False)
+        daemon.ends.until("unavailable")
+        shown = [daemon.tier.failure, repr(daemon.tier.status()), daemon.tier.url, *capfd.readouterr()]
+        assert daemon.tier.failure
+        assert "secret" not in " ".join(shown)
+        right = make_daemon_of(f"valkey://:right-secret@127.0.0.1:{guarded.port}")
+        stored(right, 1)
+        assert right.tier.holds(NAMESPACE, 0, key(1)) == 1
+    finally:
+        guarded.close()

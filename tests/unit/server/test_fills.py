@@ -1,0 +1,388 @@
+"""Fills: what L1 lacks and L2 has is read before the engine is answered, within its time and a bound of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from support.daemon import wait_until
+from support.plain_tier import PlainTier
+from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
+from support.worker import Worker, make_keys
+
+from kvserver._native import CpuDevice, HostRegion
+from kvserver.copy import Devices
+from kvserver.l2 import ObjectName, TierOutcome
+from kvserver.protocol import AwaitFill, Clear, Cleared, LookupReply
+from kvserver.protocol.status import RequestsStatus
+from kvserver.server import Audit, ConfiguredTier
+from kvserver.server.fills import memory_bound
+
+
+class Filling(NamedTuple):
+    running: Running
+    tier: PlainTier
+    worker: Worker
+
+    def store(self, keys: list[bytes], **changes: Any) -> list[bytes]:
+        """Store the chunks, 15 at most; returns the bytes of their blocks."""
+        blocks = self.worker.blocks_for(len(keys))
+        content = self.worker.memory.blocks(blocks)
+        self.worker.store(keys, blocks, **changes)
+        return content
+
+    def written(self, keys: list[bytes]) -> None:
+        wait_until(lambda: {name.key for name in self.tier.objects} >= set(keys))
+        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.spill.puts).result(10))
+
+    def forget_l1(self) -> None:
+        """As a restart of the daemon would."""
+        cache = self.running.parts.cache
+        self.running.server.call(cache.clear_namespaces).result(10)
+
+    def lookup(self, keys: list[bytes], request_id: str = "r") -> LookupReply:
+        return self.worker.ask(self.worker.lookup_message(keys, request_id), LookupReply)
+
+    def begin(self, keys: list[bytes], request_id: str = "r", wait_ms: int = 5000) -> int:
+        return self.worker.send(AwaitFill(self.worker.lookup_message(keys, request_id), wait_ms))
+
+    def reply(self, number: int, seconds: float = 10.0) -> LookupReply:
+        reply = self.worker.reply_to(number, seconds)
+        assert isinstance(reply, LookupReply), reply
+        return reply
+
+    def fill(self, keys: list[bytes], request_id: str = "r", wait_ms: int = 5000) -> int:
+        return self.reply(self.begin(keys, request_id, wait_ms)).hit_chunks
+
+    def loaded(self, keys: list[bytes], request_id: str = "r") -> list[bytes]:
+        target = self.worker.blocks_for(len(keys), first=1)
+        self.worker.memory.fill()
+        self.worker.load(keys, target, request_id=request_id)
+        return self.worker.memory.blocks(target)
+
+    def audit(self) -> None:
+        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.fills.open).result(10))
+        assert self.running.server.call(self.running.parts.upkeep.audit_now).result(10) is Audit.BALANCED
+
+    def gets(self) -> list[ObjectName]:
+        return [name for kind, name in self.tier.began if kind == "get"]
+
+    def bytes(self) -> int:
+        return self.running.server.call(lambda: self.running.parts.fills.used_bytes).result(10)
+
+
+@contextlib.contextmanager
+def filling(l1_bytes: int = 8 * L1_BYTES, more: list[str] | None = None, **worker: Any) -> Iterator[Filling]:
+    region = HostRegion(l1_bytes)
+    tiers = [PlainTier(region, PAGE_BYTES, name) for name in ["plain", *(more or [])]]
+    configured: list[ConfiguredTier] = [tier.configured() for tier in tiers]
+    with running_server(Devices(CpuDevice(region, PAGE_BYTES, 1)), l1_bytes, tiers=configured) as running:
+        engine = Worker(running.endpoint, **worker)
+        try:
+            yield Filling(running, tiers[0], engine)
+        finally:
+            engine.close()
+
+
+def requests_of(f: Filling) -> RequestsStatus:
+    (instance,) = f.running.server.call(f.running.parts.instances_status).result(10)
+    return instance.requests
+
+
+def test_what_left_l1_comes_back_byte_for_byte() -> None:
+    with filling() as f:
+        keys = make_keys(10)
+        content = f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        assert f.lookup(keys) == LookupReply(0, fill_chunks=10)
+        assert f.fill(keys) == 10
+        assert f.loaded(keys) == content
+        assert f.lookup(keys) == LookupReply(10, 10)
+        assert [name.key for name in f.gets()] == keys
+        f.worker.end_request()
+        f.audit()
+
+
+def test_only_what_l1_lacks_is_read() -> None:
+    with filling() as f:
+        keys = make_keys(6)
+        content = f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.objects, objects = {}, f.tier.objects
+        f.worker.store(keys[:2], f.worker.blocks_for(2))
+        f.tier.objects = objects
+        assert f.lookup(keys) == LookupReply(2, 2, fill_chunks=6)
+        assert f.fill(keys) == 6
+        assert {name.key for name in f.gets()} == set(keys[2:])
+        assert f.loaded(keys) == content
+
+
+def test_a_hit_ends_at_a_hole() -> None:
+    with filling() as f:
+        keys = make_keys(6)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        hole = next(name for name in f.tier.objects if name.key == keys[3])
+        del f.tier.objects[hole]
+        assert f.lookup(keys).fill_chunks == 3
+        assert f.fill(keys) == 3
+        assert {name.key for name in f.gets()} == set(keys[:3])
+
+
+@pytest.mark.parametrize("outcome", [TierOutcome.CORRUPT, TierOutcome.MISSING, TierOutcome.TIMEOUT])
+def test_an_object_whose_read_fails_is_never_found(outcome: TierOutcome) -> None:
+    with filling() as f:
+        keys = make_keys(6)
+        content = f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.fail = {keys[4]: outcome}
+        assert f.fill(keys) == 4
+        assert f.lookup(keys).hit_chunks == 4
+        per_chunk = len(content) // 6
+        assert f.loaded(keys[:4]) == content[: 4 * per_chunk]
+        f.audit()
+
+
+def test_the_next_tier_is_read_where_the_first_one_fails() -> None:
+    with filling(more=["second"]) as f:
+        keys = make_keys(6)
+        content = f.store(keys)
+        f.written(keys)
+        second = f.running.parts.upkeep.tiers.all[1].tier
+        assert isinstance(second, PlainTier)
+        wait_until(lambda: len(second.objects) == 6)
+        f.forget_l1()
+        f.tier.fail = {keys[2]: TierOutcome.CORRUPT}
+        assert f.fill(keys) == 6
+        assert [name.key for kind, name in second.began if kind == "get"] == [keys[2]]
+        assert f.loaded(keys) == content
+
+
+def test_another_namespace_finds_nothing() -> None:
+    with filling() as f:
+        keys = make_keys(3)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        other = Worker(f.running.endpoint, layout="other")
+        assert other.ask(other.lookup_message(keys), LookupReply) == LookupReply(0)
+        assert f.lookup(keys).fill_chunks == 3
+        other.close()
+
+
+def test_two_ranks_are_filled_together() -> None:
+    with filling(world_size=2) as f:
+        names = {"instance_id": f.worker.instance_id, "incarnation": f.worker.incarnation}
+        other = Worker(f.running.endpoint, rank=1, world_size=2, **names)
+        keys = make_keys(4)
+        f.store(keys)
+        blocks = other.blocks_for(4)
+        content = other.memory.blocks(blocks)
+        other.store(keys, blocks)
+        f.written(keys)
+        f.forget_l1()
+        assert f.fill(keys) == 4
+        other.memory.fill()
+        other.load(keys, blocks)
+        assert other.memory.blocks(blocks) == content
+        other.close()
+        f.worker.end_request()
+
+
+def test_an_answer_is_due_although_a_read_hangs_and_its_pages_stay_until_it_ends() -> None:
+    with filling() as f:
+        keys = make_keys(4)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.hangs = True
+        f.tier.stopped = True
+        began = time.monotonic()
+        assert f.fill(keys, wait_ms=300) == 0
+        assert 0.25 <= time.monotonic() - began < 5
+        used = f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10)
+        assert used > 0, "the reads may still write"
+        f.tier.hangs = False
+        f.tier.release()
+        f.audit()
+
+
+def test_two_requests_with_one_prompt_wait_for_the_same_reads() -> None:
+    with filling() as f:
+        keys = make_keys(4)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.stopped = True
+        one = f.begin(keys, "one")
+        wait_until(lambda: len(f.tier.waiting) == 4)
+        two = f.begin(keys, "two")
+        wait_until(lambda: f.running.server.call(lambda: f.running.parts.fills.open).result(10) >= 2)
+        f.tier.release()
+        assert (f.reply(one).hit_chunks, f.reply(two).hit_chunks) == (4, 4)
+        assert len(f.gets()) == 4
+        for name in ("one", "two"):
+            f.worker.end_request(name)
+        f.audit()
+
+
+def test_a_clear_meanwhile_ends_the_fill_with_nothing() -> None:
+    with filling() as f:
+        keys = make_keys(4)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.stopped = True
+        number = f.begin(keys)
+        wait_until(lambda: len(f.tier.waiting) == 4)
+        f.worker.ask(Clear(), Cleared)
+        assert f.reply(number).hit_chunks == 0
+        f.tier.release()
+        assert f.lookup(keys) == LookupReply(0)
+        f.audit()
+
+
+def test_the_end_of_its_request_or_engine_ends_a_fill() -> None:
+    with filling() as f:
+        keys = make_keys(4)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.stopped = True
+        number = f.begin(keys)
+        wait_until(lambda: len(f.tier.waiting) == 4)
+        f.worker.end_request()
+        f.reply(number)
+        wait_until(lambda: not f.tier.waiting)
+        number = f.begin(keys, "second")
+        wait_until(lambda: len(f.tier.waiting) == 4)
+        f.worker.hang_up()
+        wait_until(lambda: not f.tier.waiting)
+        f.tier.release()
+        f.audit()
+
+
+def test_fills_beyond_the_bound_wait_for_their_turn() -> None:
+    with filling(l1_bytes=L1_BYTES) as f:
+        bound = memory_bound(L1_BYTES)
+        keys = [make_keys(10, seed=number) for number in range(4)]
+        for each in keys:
+            f.store(each)
+            f.written(each)
+        size = sum(len(raw) for _, raw in f.tier.objects.values()) // 4
+        fitting = bound // size
+        assert 1 <= fitting < 4, "the test needs fills of which some but not all fit"
+        f.forget_l1()
+        numbers = [f.begin(each, f"request-{place}") for place, each in enumerate(keys)]
+        for place in range(fitting):
+            assert f.reply(numbers[place]).hit_chunks == 10
+        assert 0 < f.bytes() <= bound
+        assert {name.key for name in f.gets()} == {key for each in keys[:fitting] for key in each}
+        for place in range(4):
+            assert place < fitting or f.reply(numbers[place]).hit_chunks == 10
+            if place % 2:
+                f.worker.end_request(f"request-{place}")
+            else:
+                f.loaded(keys[place], f"request-{place}")
+        wait_until(lambda: f.bytes() == 0)
+        f.audit()
+
+
+def test_a_fill_that_never_fits_is_cut() -> None:
+    with filling(l1_bytes=L1_BYTES) as f:
+        keys: list[bytes] = []
+        for _ in range(4):
+            part = make_keys(10)
+            f.store(part)
+            f.written(part)
+            keys += part
+        f.forget_l1()
+        wait_until(lambda: not f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10))
+        assert f.lookup(keys).fill_chunks == 40
+        found = f.fill(keys)
+        assert 0 < found < 40
+        assert f.bytes() <= memory_bound(L1_BYTES)
+
+
+def test_an_engine_that_shares_with_no_other_reads_nothing() -> None:
+    with filling(connect_now=False) as f:
+        f.worker.attach()
+        f.worker.register(private="for a reason")
+        keys = make_keys(2)
+        f.store(keys)
+        assert f.fill(keys) == 2
+        assert not f.tier.began
+
+
+def test_what_came_from_l2_is_a_source_of_its_own() -> None:
+    with filling() as f:
+        keys = make_keys(4)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        assert f.fill(keys) == 4
+        f.loaded(keys)
+        tokens = 4 * 64
+        f.worker.end_request(prompt_tokens=tokens + 10, loaded_tokens=tokens, loads=1)
+        wait_until(lambda: requests_of(f).ended_requests)
+        requests = requests_of(f)
+        assert requests.prompt_tokens == {"l0": 0, "l1": 0, "l2": tokens, "computed": 10}
+        assert (requests.fills, requests.filled_tokens) == (1, tokens)
+
+
+def test_what_another_daemon_wrote_to_a_shared_tier_is_found_at_the_first_lookup() -> None:
+    with filling() as f:
+        keys = make_keys(6)
+        content = f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.shared, f.tier.known = True, set()
+        assert f.lookup(keys).fill_chunks == 6, "what the tier has is not known"
+        assert not f.gets()
+        assert f.fill(keys) == 6
+        assert f.loaded(keys) == content
+        assert [kind for kind, _ in f.tier.began if kind == "probe"] == ["probe"]
+        f.worker.end_request()
+        f.audit()
+
+
+def test_a_shared_tier_without_the_prompt_costs_one_probe() -> None:
+    with filling() as f:
+        f.tier.shared, f.tier.known = True, set()
+        keys = make_keys(6)
+        assert f.fill(keys) == 0
+        assert [kind for kind, _ in f.tier.began] == ["probe"]
+        assert requests_of(f).fills == 0
+        f.audit()
+
+
+def test_a_probe_that_hangs_ends_with_the_fills_time() -> None:
+    with filling() as f:
+        f.tier.shared, f.tier.known, f.tier.stopped, f.tier.hangs = True, set(), True, True
+        keys = make_keys(6)
+        began = time.monotonic()
+        assert f.fill(keys, wait_ms=300) == 0
+        assert 0.25 <= time.monotonic() - began < 5
+        other = make_keys(2)
+        f.store(other)
+        assert f.lookup(other).hit_chunks == 2
+        f.tier.hangs = False
+        f.tier.release()
+        f.audit()
+
+
+def test_a_tier_that_failed_is_not_asked() -> None:
+    with filling() as f:
+        f.tier.shared, f.tier.known = True, set()
+        f.tier.state, f.tier.failure = "unavailable", "it does not answer"
+        keys = make_keys(2)
+        assert f.lookup(keys).fill_chunks == 0
+        assert f.fill(keys) == 0
+        assert not f.tier.began

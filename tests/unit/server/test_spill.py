@@ -1,0 +1,242 @@
+"""Spill: what is written behind from L1 to L2, in which order, and what is left out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+from support.daemon import wait_until
+from support.plain_tier import PlainTier
+from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
+from support.worker import Worker, make_keys
+
+from kvserver._native import CpuDevice, HostRegion
+from kvserver.copy import Devices
+from kvserver.l2 import TierEnd, TierOutcome
+from kvserver.protocol import Clear, Cleared
+from kvserver.protocol.status import TierStatus
+from kvserver.server import Audit
+
+
+class Spilling(NamedTuple):
+    running: Running
+    tier: PlainTier
+    worker: Worker
+
+    def store(self, keys: list[bytes]) -> None:
+        for first in range(0, len(keys), 15):  # the worker has blocks for so many
+            part = keys[first : first + 15]
+            self.worker.store(part, self.worker.blocks_for(len(part)))
+
+    def status(self) -> TierStatus:
+        (status,) = self.running.server.call(self.running.parts.spill.status).result(10)
+        return status
+
+    def dropped(self) -> dict[str, int]:
+        return {reason: count for reason, count in self.status().dropped.items() if count}
+
+    def keys(self) -> list[bytes]:
+        """Of the objects in the tier, in the order of their puts."""
+        return [name.key for name in self.tier.objects]
+
+    def written(self, count: int) -> None:
+        wait_until(lambda: len(self.tier.objects) >= count and not self.status().queue_objects)
+
+    def audit(self) -> Audit:
+        return self.running.server.call(self.running.parts.upkeep.audit_now).result(10)
+
+
+Make = Callable[..., contextlib.AbstractContextManager[Spilling]]
+
+
+@contextlib.contextmanager
+def spilling(parameters: str = "", l1_bytes: int = 8 * L1_BYTES, **worker: Any) -> Iterator[Spilling]:
+    region = HostRegion(l1_bytes)
+    tier = PlainTier(region, PAGE_BYTES)
+    devices = Devices(CpuDevice(region, PAGE_BYTES, 1))
+    with running_server(devices, l1_bytes, tiers=[tier.configured(parameters)]) as running:
+        engine = Worker(running.endpoint, **worker)
+        try:
+            yield Spilling(running, tier, engine)
+        finally:
+            engine.close()
+
+
+def test_what_was_stored_is_written_whole_and_parents_first() -> None:
+    with spilling() as s:
+        keys = make_keys(5)
+        blocks = s.worker.blocks_for(5)
+        content = s.worker.memory.blocks(blocks)
+        s.worker.store(keys, blocks)
+        s.written(5)
+        assert s.keys() == keys
+        assert [s.tier.parents[name] for name in s.tier.objects] == [b"", *keys[:4]]
+        per_chunk = len(blocks) // 5
+        for place, (_, raw) in enumerate(s.tier.objects.values()):
+            expected = b"".join(content[place * per_chunk : (place + 1) * per_chunk])
+            assert sorted(raw) == sorted(expected)
+            assert len(raw) == len(expected)
+        assert s.audit() is Audit.BALANCED
+
+
+def test_two_ranks_are_one_object() -> None:
+    with spilling(world_size=2) as s:
+        other = Worker(
+            s.running.endpoint, rank=1, world_size=2, instance_id=s.worker.instance_id, incarnation=s.worker.incarnation
+        )
+        keys = make_keys(2)
+        s.store(keys)
+        assert not s.tier.began
+        other.store(keys, other.blocks_for(2))
+        s.written(2)
+        one, two = (sum(map(len, each.memory.blocks(each.blocks_for(2)))) for each in (s.worker, other))
+        assert sum(len(raw) for _, raw in s.tier.objects.values()) == one + two
+        other.close()
+
+
+def test_a_private_engine_writes_nothing() -> None:
+    with spilling(connect_now=False) as s:
+        s.worker.attach()
+        s.worker.register(private="scales of this process")
+        s.store(make_keys(3))
+        assert not s.tier.began
+        assert s.dropped() == {}
+
+
+def test_a_tier_that_is_stopped_holds_up_neither_stores_nor_evictions() -> None:
+    with spilling(l1_bytes=L1_BYTES) as s:
+        s.tier.stopped = True
+        first = make_keys(2)
+        s.store(first)
+        wait_until(lambda: len(s.tier.waiting) == 2)
+        for _ in range(40):  # several times L1
+            s.store(make_keys(8))
+        assert s.worker.lookup(first) == 2, "they are pinned while they are written"
+        assert len(s.tier.waiting) <= 16
+        s.tier.release()
+        wait_until(lambda: not s.status().queue_objects)
+        status = s.status()
+        assert status.dropped["left_l1"] > 0
+        assert len(s.tier.objects) + sum(status.dropped.values()) == 2 + 40 * 8
+        assert s.audit() is Audit.BALANCED
+
+
+def test_what_is_behind_a_dropped_object_is_dropped_too() -> None:
+    with spilling() as s:
+        s.tier.stopped = True
+        s.store(make_keys(15))
+        keys = make_keys(4)
+        s.store(keys)
+        wait_until(lambda: len(s.tier.waiting) == 16)
+        s.tier.fail[keys[0]] = TierOutcome.FULL
+        s.tier.release()
+        wait_until(lambda: not s.status().queue_objects)
+        assert s.dropped() == {"full": 1, "parent": 3}
+        assert len(s.tier.objects) == 15
+
+
+def test_a_later_load_offers_again_what_was_dropped() -> None:
+    with spilling() as s:
+        keys = make_keys(3)
+        s.tier.fail = dict.fromkeys(keys, TierOutcome.UNAVAILABLE)
+        s.store(keys)
+        wait_until(lambda: sum(s.dropped().values()) == 3)
+        assert not s.tier.objects
+        assert s.worker.lookup(keys) == 3
+        s.worker.load(keys, s.worker.blocks_for(3, first=30))
+        s.written(3)
+        assert s.keys() == keys
+
+
+def test_a_load_makes_objects_of_the_tier_young() -> None:
+    with spilling() as s:
+        old, new = make_keys(2), make_keys(2)
+        for keys in (old, new):
+            s.store(keys)
+        s.written(4)
+        s.worker.lookup(old)
+        s.worker.load(old, s.worker.blocks_for(2, first=30))
+        wait_until(lambda: s.keys() == new + old)
+        assert len(s.tier.began) == 4, "nothing is written twice"
+
+
+def test_only_what_was_loaded_is_written_with_admit_reused() -> None:
+    with spilling("&admit=reused") as s:
+        used, unused = make_keys(2), make_keys(2)
+        s.store(used)
+        s.store(unused)
+        s.worker.lookup(used)
+        s.worker.load(used, s.worker.blocks_for(2, first=30))
+        s.written(2)
+        assert s.keys() == used
+
+
+def test_a_tier_that_may_only_be_read_gets_nothing() -> None:
+    with spilling("&read_only=true") as s:
+        s.store(make_keys(3))
+        wait_until(lambda: s.dropped() == {"not_writable": 3})
+        assert not s.tier.began
+
+
+def test_a_write_limit_is_kept() -> None:
+    with spilling() as probe:
+        keys = make_keys(1)
+        probe.store(keys)
+        probe.written(1)
+        size = sum(len(raw) for _, raw in probe.tier.objects.values())
+    with spilling(f"&write_limit={2 * size}") as s:
+        s.store(make_keys(10))
+        wait_until(lambda: len(s.tier.objects) >= 2)
+        assert len(s.tier.objects) <= 4, "a second's worth, and one that overdraws it"
+        s.written(10)
+
+
+def test_clear_empties_the_tier_and_nothing_queued_enters_it_afterwards() -> None:
+    with spilling() as s:
+        s.store(make_keys(2))
+        s.written(2)
+        s.tier.stopped = True
+        s.store(make_keys(30))
+        wait_until(lambda: len(s.tier.waiting) == 16)
+        s.worker.ask(Clear(), Cleared)
+        s.tier.release()
+        wait_until(lambda: not s.status().queue_objects)
+        assert not s.tier.objects
+        assert s.tier.cleared == [b""]
+        assert s.audit() is Audit.BALANCED
+
+
+def test_a_clear_that_a_tier_cannot_make_durable_is_an_error_that_names_the_tier() -> None:
+    with spilling() as s:
+        s.store(make_keys(2))
+        s.tier.clear_ends = TierEnd(0, TierOutcome.UNAVAILABLE, what="the disk is full")
+        error = s.worker.error_of(Clear())
+        assert (error.code, error.message) == ("storage", "plain: unavailable the disk is full")
+        page = requests.post(f"http://127.0.0.1:{s.running.pages.port}/cache/clear", timeout=10)
+        assert page.status_code == 500
+        assert "the disk is full" in page.text
+        s.tier.clear_ends = TierEnd(0, TierOutcome.DONE)
+        page = requests.post(f"http://127.0.0.1:{s.running.pages.port}/cache/clear", timeout=10)
+        assert (page.status_code, page.json()) == (200, {"chunks": 0})
+
+
+def test_the_end_writes_what_is_queued() -> None:
+    with spilling() as s:
+        s.tier.stopped = True
+        s.store(make_keys(30))
+        wait_until(lambda: len(s.tier.waiting) == 16)
+        s.tier.release()
+        s.running.server.call(lambda: s.running.parts.upkeep.drain(5)).result(20)
+        assert len(s.tier.objects) == 30
+        assert s.tier.closed
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_required_tier_that_failed_makes_the_daemon_not_ready(required: bool) -> None:
+    with spilling("&required=true" if required else "") as s:
+        assert s.running.server.failure == ""
+        s.tier.state, s.tier.failure = "closed", "the disk is broken"
+        assert ("the disk is broken" in s.running.server.failure) is required
