@@ -79,6 +79,7 @@ class _Fill:
     todo: deque[MissingObjects] = field(default_factory=deque)
     bytes: int = 0
     began: bool = False
+    replanned: bool = False
     ended: bool = False
     batches: list[_Batch] = field(default_factory=list)
     pinned: list[Chunk] = field(default_factory=list)
@@ -168,8 +169,9 @@ class Fills:
             self._finish(fill)
             return
         fill.todo = deque(_batches(found.missing))
-        fill.bytes = _bytes_of(found, fill.coverages)
-        fill.instance.counts.fills += 1
+        if not fill.replanned:
+            fill.bytes = _bytes_of(found, fill.coverages)
+            fill.instance.counts.fills += 1
 
     def _fitting(self, instance: Instance, namespace: bytes, keys: bytes, hit_chunks: int) -> Attainable | None:
         """The greatest hit, or one of half, a quarter ... as many more chunks, whose fill is within the bound."""
@@ -227,6 +229,7 @@ class Fills:
                 if self.used_bytes and self.used_bytes + fill.bytes > self._bound:
                     return False  # none overtakes another
                 fill.began = True
+            self._finish_if_done(fill)  # or plan what another fill did not bring
             while not fill.ended and fill.todo and min(self._reads) < _MOST_READS and steps > 0:
                 steps = self._begin_batch(fill, steps)
             if fill.todo and steps <= 0:
@@ -304,8 +307,14 @@ class Fills:
     def _finish_if_done(self, fill: _Fill) -> None:
         if fill.ended or fill.todo or fill.batches:
             return
-        fill.awaited = [(chunk, group) for chunk, group in fill.awaited if _is_filling(chunk, group)]
-        if not fill.awaited:
+        if any(_is_filling(chunk, group) for chunk, group in fill.awaited):
+            return
+        lost = any(not chunk.ready >> group & 1 for chunk, group in fill.awaited)
+        fill.awaited.clear()
+        if lost and not fill.replanned:  # whom it waited for has ended early: its own reads bring the rest
+            fill.replanned = True
+            self._plan(fill)
+        else:
             self._finish(fill)
 
     def _count_ready(self, fill: _Fill, group: int, ready: Sequence[Chunk]) -> None:

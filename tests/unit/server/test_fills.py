@@ -233,6 +233,27 @@ def test_two_requests_with_one_prompt_wait_for_the_same_reads() -> None:
         f.audit()
 
 
+def test_the_end_of_a_request_leaves_another_with_its_prompt_the_whole_hit() -> None:
+    with filling() as f:
+        keys = make_keys(4)
+        content = f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.stopped = True
+        one = f.begin(keys, "one")
+        wait_until(lambda: len(f.tier.waiting) == 4)
+        two = f.begin(keys, "two")
+        wait_until(lambda: f.running.server.call(lambda: f.running.parts.fills.open).result(10) >= 3)
+        f.worker.end_request("one")
+        assert f.reply(one).hit_chunks == 0
+        f.tier.release()
+        assert f.reply(two).hit_chunks == 4
+        assert len(f.gets()) == 8
+        assert f.loaded(keys, "two") == content
+        f.worker.end_request("two")
+        f.audit()
+
+
 def test_a_clear_meanwhile_ends_the_fill_with_nothing() -> None:
     with filling() as f:
         keys = make_keys(4)
