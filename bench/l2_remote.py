@@ -31,7 +31,7 @@ from kvserver._native import checksum
 from kvserver.config import parse_tiers
 from kvserver.l2 import TierOutcome
 from kvserver.l2.remote import s3, valkey
-from kvserver.l2.remote.make import S3_LANES, VALKEY_LANES
+from kvserver.l2.remote.make import LANES
 from kvserver.l2.remote.store import StoreClient
 
 ROUNDS, TOTAL_BYTES = 5, 128 << 20
@@ -139,13 +139,13 @@ def main() -> None:
                 url = store.url_of("bench", "timeout=60s", "expiry=60s")
                 place = valkey.ValkeyUrl(*parse_tiers([url]))
                 valkey.require_client(*parse_tiers([url]))
-                rows += measure("valkey", store, lambda place=place: valkey.connect(place), VALKEY_LANES, url, size)
+                rows += measure("valkey", store, lambda place=place: valkey.connect(place), LANES["valkey"], url, size)
                 store.close()
         if arguments.only != "valkey":
             server = S3Server()
             url = server.url_of("bench", "timeout=60s")
             bucket = s3.S3Url(*parse_tiers([url]))
-            rows += measure("s3", server, lambda bucket=bucket: s3.connect(bucket), S3_LANES, url, size)
+            rows += measure("s3", server, lambda bucket=bucket: s3.connect(bucket), LANES["s3"], url, size)
             server.close()
     print(table(["kind", "MiB", "", "loop GB/s", "threads", "tier", "tier/best"], rows))
 

@@ -5,7 +5,7 @@ from kvserver.cache.chunk import Chunk
 from kvserver.cache.eviction import POLICIES
 from kvserver.cache.groups import WHOLE_CHUNKS, GroupObjects, Groups, one_group
 from kvserver.cache.index import Index
-from kvserver.cache.misses import LookupOutcome, MissReason, counted_in_l2
+from kvserver.cache.misses import LookupOutcome, MissReason, counted_in_l2, filled_to
 from kvserver.cache.namespace import (
     SLOT_FORMAT,
     check_agreement,

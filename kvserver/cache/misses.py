@@ -72,6 +72,12 @@ def counted_in_l2(outcome: LookupOutcome, boundary: int) -> LookupOutcome:
     return msgspec.structs.replace(outcome, missed=tuple(missed), other_namespace=b"")
 
 
+def filled_to(outcome: LookupOutcome, boundary: int) -> LookupOutcome:
+    """The outcome after chunks [hit_chunks, boundary) were read from L2: the hit is longer by them, and only the rest is missed."""
+    missed = counted_in_l2(outcome, boundary).missed[1:]
+    return LookupOutcome(outcome.chunks, boundary, missed, full_chunks=max(boundary, outcome.full_chunks))
+
+
 class EvictedKeys:
     """The last evicted (namespace, key) pairs: between one and two times as many as L1 has chunks.
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 
 from kvserver import __version__
-from kvserver.cli import checks, checks_engine, checks_gpu, checks_service
+from kvserver.cli import checks, checks_engine, checks_gpu, checks_service, checks_storage
 from kvserver.cli.checks import Finding, Level, Machine, ok, problem, warning
 from kvserver.cli.terminal import show
 from kvserver.config import flag, read_configuration
@@ -35,6 +35,7 @@ CHECKS: dict[str, Check] = {
     "endpoint": checks_service.endpoint_folder,
     "daemon": checks_service.daemon,
     "HTTP port": checks_service.http_port,
+    "storage": checks_storage.storage,
     "vLLM": checks_service.vllm,
 }
 

@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 
 from kvserver.cli import http_client
 from kvserver.cli.terminal import columns, show
-from kvserver.protocol.status import DaemonStatus, GpuStatus, InstanceStatus, L1Status
+from kvserver.protocol.status import DaemonStatus, GpuStatus, InstanceStatus, L1Status, TierStatus
 
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
@@ -81,6 +81,7 @@ def table(status: DaemonStatus) -> str:
         f"up {duration(status.uptime_seconds)}  boot {status.boot_id}",
         f"L1     {bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}, "
         f"{l1.chunks} chunks, {l1.evictions} evicted ({l1.policy})",
+        *map(_tier, status.l2),
         _prompts(totals.prompt_tokens),
         f"moved  {size(totals.stored_bytes)} stored, {size(totals.loaded_bytes)} loaded, "
         f"{totals.failed_stores} failed stores, {totals.failed_loads} failed loads, {totals.errors} errors",
@@ -116,6 +117,19 @@ def table(status: DaemonStatus) -> str:
     else:
         lines.append("no engine is connected")
     return "\n".join(lines)
+
+
+def _tier(tier: TierStatus) -> str:
+    """Use, benefit and the queue of what is to be written."""
+    if tier.state not in ("ready", "read_only"):
+        return f"L2     {tier.name} is {tier.state.upper()}" + (f": {tier.failure}" if tier.failure else "")
+    used = f"{bar(tier.used_bytes, tier.size_bytes)} {size(tier.used_bytes)} of {size(tier.size_bytes)}, "
+    return (
+        f"L2     {used if tier.size_bytes else ''}{tier.name}{', read only' * (tier.state == 'read_only')}: {tier.objects} objects, "
+        f"{size(tier.written_bytes)} written, {size(tier.read_bytes)} read, {tier.hits} hits, {tier.misses} misses, "
+        f"{tier.corrupt} corrupt, {tier.timeouts + tier.errors} failed, {sum(tier.dropped.values())} dropped, "
+        f"{size(tier.queue_bytes)} queued"
+    )
 
 
 def _gpu(gpu: GpuStatus, l1: L1Status) -> str:

@@ -142,6 +142,7 @@ class RequestEnded(_OfInstance, frozen=True):
     loads: int = 0
     failed_loads: int = 0
     not_loaded: str = ""  # why the engine loaded nothing, if it knows
+    filled_tokens: int = 0  # of the loaded ones those that were read from L2 for this request
 
 
 class BlockReport(_OfInstance, frozen=True):

@@ -73,20 +73,19 @@ class EngineReports:
         instance.counts.ended_requests += 1
         if _LEAST_SPEED <= request.prefill_tokens_per_second <= _MOST_SPEED:
             instance.prefill_speed = request.prefill_tokens_per_second
-        filled = self.fills.end((request.instance_id, request.request_id))
+        of_fills = self.fills.end((request.instance_id, request.request_id))
         self.cache.end_lease((request.instance_id, request.request_id))
         local = min(request.local_tokens, request.prompt_tokens)
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)
+        filled = min(of_fills, loaded)
         failed = min(request.failed_loads, request.loads)
-        instance.counts.benefit.request_ended(
-            request.prompt_tokens, local, loaded, request.loads, failed, min(filled, loaded)
-        )
+        instance.counts.benefit.request_ended(request.prompt_tokens, local, loaded, request.loads, failed, filled)
         instance.counts.sequence_gaps += instance.reports.receive(request.sequence)
         self._publish(
             instance,
             RequestEnded(
                 int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, instance.reports.gap,
-                request.prompt_tokens, local, loaded, request.loads, failed, request.not_loaded,
+                request.prompt_tokens, local, loaded, request.loads, failed, request.not_loaded, filled,
             ),
         )  # fmt: skip
 

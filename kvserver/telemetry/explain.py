@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvserver.cache import MissReason
+from kvserver.cache import MissReason, filled_to
 from kvserver.events import (
     ChunksEvicted,
     CopyBegan,
@@ -200,6 +200,11 @@ class Explain(Subscriber):
             request = self._remember(event, event.time_ns)
             request.chunk_tokens = self._chunk_tokens.get(event.instance_id, 0)
         request.ended = replace(event, request_id=request.request_id, not_loaded=event.not_loaded[:LONGEST_REASON])
+        if event.filled_tokens and (lookup := request.lookup) is not None:
+            # Of a whole prompt all tokens but the last one are loaded.
+            reached = (event.local_tokens + event.loaded_tokens + 1) // lookup.chunk_tokens
+            boundary = min(lookup.outcome.chunks, max(lookup.outcome.hit_chunks, reached))
+            request.lookup = replace(lookup, outcome=filled_to(lookup.outcome, boundary))
 
     def _chunks_evicted(self, event: ChunksEvicted) -> None:
         self._evicted.append(event)
@@ -238,7 +243,7 @@ class Explain(Subscriber):
 def _evicted_before(request: Request, evicted: Sequence[ChunksEvicted]) -> float | None:
     """How many seconds before its lookup the first missing chunk was evicted; None if that is not known, or not the reason."""
     lookup, missing = request.lookup, request.missing
-    if lookup is None or missing is None or missing[1] is not MissReason.EVICTED:
+    if lookup is None or missing is None or missing[1] is not MissReason.EVICTED or not lookup.outcome.missing_key:
         return None
     for event in reversed(evicted):
         if event.time_ns <= lookup.time_ns and event.namespace == lookup.namespace:

@@ -3,8 +3,9 @@
 Owns: the record of a request, and what `/explain` and spans show of it. Refuses to know: how many are remembered (`explain`),
 sentences (`explain_text`).
 
-Tokens: `computed` is None while the engine has not reported the request's end, or where its adapter is too old to report
-tokens; then `l1` is what loads copied and `l0` is None. `avoidable` counts the computed tokens that were in L1, are in L1 for
+Tokens: `l2` are those that were read from L2 into L1 for the request and then loaded, `l1` the other loaded ones. `computed` is None
+while the engine has not reported the request's end, or where its adapter is too old to report tokens; then `l1` is what loads
+copied and `l0` is None. `avoidable` counts the computed tokens that were in L1, are in L1 for
 others or had been there: all that were looked up and missed but those never stored, and those found and not loaded; never
 the prompt's last one, which engines compute in any case.
 """
@@ -38,7 +39,7 @@ _SHORT = 16  # of a namespace in hex
 class Tokens(TypedDict):
     prompt: int
     looked_up: int  # whole chunks only
-    found: int  # in L1, from the first on without a hole
+    found: int  # in L1, or read from L2 in time, from the first on without a hole
     l0: int | None  # that the engine had itself
     l1: int
     l2: int
@@ -178,11 +179,12 @@ class Request:
         found = lookup.hit_tokens if lookup is not None else 0
         if ended is not None and ended.prompt_tokens:
             l0: int | None = ended.local_tokens
-            l1 = ended.loaded_tokens
-            had = ended.local_tokens + l1
+            l2 = min(ended.filled_tokens, ended.loaded_tokens)
+            l1 = ended.loaded_tokens - l2
+            had = ended.local_tokens + ended.loaded_tokens
             computed: int | None = max(0, prompt - had)
         else:
-            l0, computed = None, None
+            l0, l2, computed = None, 0, None
             l1 = had = max((load.chunks for load in tuple(self.loads.values())), default=0) * self.chunk_tokens
         never = dict(lookup.outcome.missed).get(MissReason.NEVER_STORED, 0) if lookup is not None else 0
         missed = max(0, looked_up - max(found, l0 or 0))
@@ -190,7 +192,7 @@ class Request:
         if computed is not None:
             avoidable = min(max(0, computed - 1), avoidable + max(0, min(found, prompt - 1) - had))
         return Tokens(
-            prompt=prompt, looked_up=looked_up, found=found, l0=l0, l1=l1, l2=0, computed=computed, avoidable=avoidable
+            prompt=prompt, looked_up=looked_up, found=found, l0=l0, l1=l1, l2=l2, computed=computed, avoidable=avoidable
         )
 
     def outcome(self, tokens: Tokens) -> str:
@@ -201,15 +203,15 @@ class Request:
             return f"instance_{self.departure}" if self.departure else "running"
         if self.lookup is None:
             return "no_lookup"
-        usable, l0 = min(tokens["found"], tokens["prompt"] - 1), tokens["l0"]
+        usable, l0, loaded = min(tokens["found"], tokens["prompt"] - 1), tokens["l0"], tokens["l1"] + tokens["l2"]
         if l0 is None:
             if not tokens["found"]:
                 return "miss"
-            if not tokens["l1"]:
+            if not loaded:
                 return "found"
-        elif usable > l0 and not tokens["l1"]:
+        elif usable > l0 and not loaded:
             return "not_loaded"
-        had = (l0 or 0) + tokens["l1"]
+        had = (l0 or 0) + loaded
         if had >= min(tokens["looked_up"], tokens["prompt"] - 1):
             return "hit"
         return "partial" if had else "miss"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
+from kvserver.cli import status as cli_status
 from kvserver.protocol import AwaitFill, Clear, Cleared, LookupReply
+from kvserver.protocol.status import DaemonStatus
 
 KEYS = make_keys(12, "files")
 
@@ -40,6 +44,15 @@ def tier(daemon: Daemon, state: str = "") -> dict[str, Any]:
 
 def written(daemon: Daemon, objects: int) -> None:
     wait_until(lambda: (found := tier(daemon))["objects"] >= objects and not found["queue_objects"])
+
+
+def explained(daemon: Daemon, request_id: str) -> tuple[str, dict[str, int]] | None:
+    """Its outcome, and its tokens by source."""
+    code, body = daemon.http(f"/explain?request_id={request_id}")
+    if code != 200:
+        return None
+    (request,) = json.loads(body)["requests"]
+    return request["outcome"], {source: request["tokens"][source] for source in ("l0", "l1", "l2", "computed")}
 
 
 def fill(worker: Worker, keys: list[bytes] = KEYS, wait_ms: int = 5000) -> int:
@@ -75,6 +88,29 @@ def test_what_was_written_comes_back_after_the_daemons_end(tmp_path: Path, end: 
             assert load(worker, KEYS) == content
         with Worker(daemon.endpoint, layout="other") as other:
             assert fill(other) == 0, "another namespace"
+
+
+def test_what_was_read_for_a_request_counts_as_of_l2(tmp_path: Path) -> None:
+    """In totals, in the explanation of the request and in the table of `kvserver status`."""
+    with daemon_with(tmp_path / "l2") as daemon:
+        with Worker(daemon.endpoint) as worker:
+            store(worker)
+            written(daemon, len(KEYS))
+        daemon.terminate()
+        daemon.start()
+        tier(daemon, "ready")
+        with Worker(daemon.endpoint) as worker:
+            assert worker.lookup(KEYS) == 0
+            assert fill(worker) == len(KEYS)
+            load(worker, KEYS)
+            tokens = len(KEYS) * daemon.status()["instances"][0]["chunk_tokens"]
+            worker.end_request("r", prompt_tokens=tokens + 9, loaded_tokens=tokens, loads=1)
+            expected = {"l0": 0, "l1": 0, "l2": tokens, "computed": 9}
+            wait_until(lambda: daemon.status()["totals"]["prompt_tokens"] == expected)
+            wait_until(lambda: explained(daemon, "r") == ("hit", expected), what="the request is explained")
+            shown = cli_status.table(msgspec.convert(daemon.status(), DaemonStatus))
+            assert f"file: {len(KEYS)} objects" in shown
+            assert f"{len(KEYS)} hits, 0 misses" in shown
 
 
 def test_a_damaged_object_is_a_counted_miss(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ from msgspec.structs import replace
 from support.daemon import KVSERVER, wait_until
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol.status import AccountingStatus, DaemonStatus, DirectionStatus, GpuStatus, L1Status, TotalsStatus
+from kvserver.protocol.status import (
+    AccountingStatus,
+    DaemonStatus,
+    DirectionStatus,
+    GpuStatus,
+    L1Status,
+    TierStatus,
+    TotalsStatus,
+)
 
 
 @contextlib.contextmanager
@@ -158,6 +166,24 @@ def test_the_accounting_is_shown_only_when_it_does_not_balance():
     assert "AUDIT  the accounting did not balance in 2 audits" in cli_status.table(
         status_with(books=AccountingStatus(unbalanced=2, tickets=3))
     )
+
+
+def test_each_tier_has_a_line_that_states_its_use_or_why_it_is_out_of_use():
+    tier = TierStatus(
+        name="file", state="ready", size_bytes=4096, used_bytes=1024, objects=3, hits=5, misses=7, corrupt=1, timeouts=2,
+        errors=3, written_bytes=2048, read_bytes=10, queue_bytes=5, dropped={"queue": 2, "space": 4},
+    )  # fmt: skip
+    remote = TierStatus(name="valkey", state="read_only", objects=9)
+    out = TierStatus(name="s3", state="unavailable", failure="no route")
+    opening = TierStatus(name="s3-2", state="opening")
+    lines = cli_status.table(status_with(l2=[tier, remote, out, opening])).splitlines()
+    assert lines[2:6] == [
+        "L2     [#####...............] 1.0 KiB of 4.0 KiB, file: 3 objects, 2.0 KiB written, 10 B read, 5 hits, 7 misses, "
+        "1 corrupt, 5 failed, 6 dropped, 5 B queued",
+        "L2     valkey, read only: 9 objects, 0 B written, 0 B read, 0 hits, 0 misses, 0 corrupt, 0 failed, 0 dropped, 0 B queued",
+        "L2     s3 is UNAVAILABLE: no route",
+        "L2     s3-2 is OPENING",
+    ]
 
 
 def test_l2_is_shown_where_something_came_from_there():

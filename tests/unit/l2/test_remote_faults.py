@@ -14,9 +14,10 @@ from support.slow_proxy import SlowProxy
 
 from kvserver.config import parse_tiers
 from kvserver.l2 import TierOutcome
-from kvserver.l2.remote import generations, s3, valkey
+from kvserver.l2.remote import generations
 from kvserver.l2.remote.breaker import FAILURES_TO_OPEN
 from kvserver.l2.remote.generations import IDS_SECONDS
+from kvserver.l2.remote.make import store_of
 
 RANKS = (3 * PAGE + 17, 5 * PAGE)
 
@@ -360,9 +361,7 @@ def test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more(
 
 def test_the_first_id_of_a_scope_is_the_one_that_all_use(store: SharedStore, prefix: str) -> None:
     (url,) = parse_tiers([store.url_of(prefix)])
-    connect = (
-        (lambda: s3.connect(s3.S3Url(url))) if url.kind == "s3" else (lambda: valkey.connect(valkey.ValkeyUrl(url)))
-    )
+    _, connect = store_of(url)
     first, second = connect(), connect()
     try:
         assert first.create_id(f"{prefix}/id", b"ours") == b"ours"

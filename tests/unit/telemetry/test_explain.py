@@ -60,6 +60,49 @@ class Engine:
         return found
 
 
+# ---- tokens by tier -------------------------------------------------------------------------------
+
+
+def test_what_was_read_from_l2_is_no_hit_of_l1() -> None:
+    engine = Engine()
+    engine.lookup(chunks=4, hits=0, missed=((MissReason.IN_L2, 4),))
+    engine.load(chunks=4)
+    engine.end(prompt_tokens=1024, loaded_tokens=1023, filled_tokens=1023)
+    found = engine.of()
+    assert (found["outcome"], found["tokens"]["l1"], found["tokens"]["l2"], found["tokens"]["computed"]) == (
+        "hit", 0, 1023, 1
+    )  # fmt: skip
+    assert (found["tokens"]["found"], found["tokens"]["avoidable"], found["missing"]) == (1024, 0, None)
+    assert found["missed_tokens"] == {}
+
+
+def test_the_time_of_an_eviction_is_not_that_of_a_chunk_that_was_read_from_l2() -> None:
+    engine = Engine()
+    key = bytes([7]) * 32
+    engine.explain.handle(ChunksEvicted(engine.now, NAMESPACE, key))
+    engine.now += SECOND
+    engine.lookup(chunks=4, missed=((MissReason.IN_L2, 2), (MissReason.EVICTED, 2)), missing_key=key)
+    engine.end(prompt_tokens=1024, loaded_tokens=512, filled_tokens=512)
+    missing = engine.of()["missing"]
+    assert missing is not None
+    assert (missing["chunk"], missing["reason"], missing["evicted_seconds_before"]) == (2, "evicted", None)
+
+
+def test_what_was_not_read_from_l2_in_time_is_still_missed() -> None:
+    engine = Engine()
+    engine.lookup(chunks=6, hits=1, missed=((MissReason.IN_L2, 3), (MissReason.NEVER_STORED, 2)))
+    engine.end(prompt_tokens=1536, local_tokens=128, loaded_tokens=640, filled_tokens=512)
+    found = engine.of()
+    tokens = found["tokens"]
+    assert (tokens["l0"], tokens["l1"], tokens["l2"], tokens["computed"]) == (128, 128, 512, 768)
+    assert (found["outcome"], tokens["found"], tokens["avoidable"]) == ("partial", 768, 256)
+    assert found["missing"] is not None
+    assert (found["missing"]["chunk"], found["missing"]["reason"]) == (3, "in_l2")
+    assert found["missed_tokens"] == {"in_l2": 256, "never_stored": 512}
+    attributes = engine.explain.attributes("e", "r")
+    assert (attributes["l1_tokens"], attributes["l2_tokens"]) == (128, 512)
+
+
 # ---- bounds -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,109 @@
+"""The check of `kvserver doctor` on the storage behind L1: every tier of `--l2`.
+
+Owns: whether a folder can be used and has the space, and whether a server answers. Refuses to know: what a tier keeps there. It
+reads only, and loads what tiers need of other packages when there is a tier.
+"""
+
+from __future__ import annotations
+
+import shlex
+import stat
+from os import W_OK, X_OK
+from pathlib import Path
+
+from kvserver.cli.checks import Finding, Level, Machine, ok, problem, size, warning
+from kvserver.config import TierUrl, parse_size, parse_tiers
+from kvserver.protocol import ConfigError
+
+_OF_MEMORY = ("tmpfs", "ramfs")
+_OF_NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs")
+_LEVELS = list(Level)
+
+
+def storage(machine: Machine) -> Finding:
+    """The tiers in one line, as bad as the worst of them."""
+    tiers = parse_tiers(machine.settings.l2)
+    if not tiers:
+        return ok("none: KV is in memory only (--l2)")
+    found = [_folder(machine, tier) if tier.kind == "file" else _server(tier) for tier in tiers]
+    worst = max((finding.level for finding in found), key=_LEVELS.index)
+    texts = (f"{tier.shown}: {finding.text}" for tier, finding in zip(tiers, found, strict=True))
+    return Finding(worst, "; ".join(texts), "; ".join(finding.fix for finding in found if finding.fix))
+
+
+def _folder(machine: Machine, tier: TierUrl) -> Finding:
+    path, quoted = Path(tier.path), shlex.quote(tier.path)
+    made = f"sudo install -d -m 700 -o {machine.uid} {quoted}"
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        if tier.read_only:
+            return problem("the folder is not there, and would be read only", "leave read_only away")
+        if not path.parent.is_dir() or not machine.access(path.parent, W_OK | X_OK):
+            return problem(f"it is not there, and {path.parent} is no folder in which it can be made", made)
+        return _space(machine, tier, path.parent, 0)
+    except OSError as error:
+        return problem(error.strerror or str(error), made)
+    if not stat.S_ISDIR(found.st_mode):
+        return problem("it is no folder", "give the folder itself, not a link or a file")
+    if found.st_uid != machine.uid:
+        return problem(f"it belongs to uid {found.st_uid}, and this is uid {machine.uid}", made)
+    if found.st_mode & 0o022:
+        return problem("other users may write to it", f"chmod 700 {quoted}")
+    data = path / "data"
+    had = 512 * data.stat().st_blocks if data.exists() else 0
+    if not machine.access(path, W_OK | X_OK) and not tier.read_only:
+        text, fix = "it is not writable", f"chmod 700 {quoted}, or mount it for writing, or add read_only=true"
+        return warning(f"{text}, so nothing is written", fix) if had else problem(text, fix)
+    if tier.read_only:
+        return ok("read only") if had else problem("it is read only, and has no records", "leave read_only away")
+    return _space(machine, tier, path, had)
+
+
+def _space(machine: Machine, tier: TierUrl, folder: Path, had: int) -> Finding:
+    """Of a folder that can be written to. `had`: bytes of it that the tier has already."""
+    wanted, room = parse_size(tier.own["size"]), machine.statvfs(folder)
+    free = room.f_bavail * room.f_frsize + had
+    if free < wanted:
+        return problem(f"{size(free)} of {size(wanted)} can be had", f"give ?size={free * 9 // 10 >> 20}MiB or less")
+    kind = _kind_of_mount(machine, folder)
+    text = f"{size(wanted)} of {size(free)} free, on {kind}"
+    if kind in _OF_MEMORY:
+        return warning(f"{text}, which is memory", "give a folder on a disk, or a larger --l1-size in its place")
+    if kind in _OF_NETWORKS:
+        return warning(f"{text}, which is no local disk", "give a folder on a local disk; machines share S3 or Valkey")
+    return ok(text)
+
+
+def _kind_of_mount(machine: Machine, folder: Path) -> str:
+    """The file system's kind; "a disk" if it is unknown."""
+    resolved, kind, longest = folder.resolve(), "a disk", -1
+    for line in machine.read("proc/mounts").splitlines():
+        _, mount, name, *_ = [*line.split(), "", "", ""]
+        if resolved.is_relative_to(mount.replace("\\040", " ") or "/nowhere") and len(mount) >= longest:
+            kind, longest = name, len(mount)
+    return kind
+
+
+def _server(tier: TierUrl) -> Finding:
+    from kvserver.l2.remote.make import store_of
+    from kvserver.l2.remote.store import StoreError
+
+    try:
+        prefix, connect = store_of(tier)
+    except ConfigError as error:
+        return problem(
+            str(error).removeprefix(f"--l2 {tier.shown}").lstrip(": "), "change that, or leave the tier away"
+        )
+    try:
+        client = connect()
+        try:
+            client.read_ids([f"{prefix}/doctor"])
+        finally:
+            client.close()
+    except StoreError as error:
+        grade = problem if tier.required else warning  # the daemon starts, and tries again by itself
+        return grade(
+            f"does not serve: {error}", "check address, credentials and that it runs: nothing of it is used until then"
+        )
+    return ok("answers")
