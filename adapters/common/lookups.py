@@ -38,6 +38,7 @@ class Question:
 
     answer: Answer | None = None
     deadline: float = 0.0  # of the answer; 0 = not set: it is set when the lookup is sent or when the engine needs it, whichever is first
+    waits_for_fills: bool = True
 
 
 TailOf = Callable[[int], LookupTail]  # the single blocks behind so many chunks
@@ -121,7 +122,7 @@ class Lookups:
         del self._in_flight[question]
         self._full = False
         found = reply if isinstance(reply, LookupReply) else LookupReply(0)
-        if self._fills.begin(question, message, found):
+        if question.waits_for_fills and self._fills.begin(question, message, found):
             return
         number = None
         if found.wants_tail:

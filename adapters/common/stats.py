@@ -24,6 +24,7 @@ COUNTERS = {
     "lookup_timeouts": "Lookups that were not answered in time.",
     "fills": "Requests that waited until kvserver had read from its storage what their lookup missed.",
     "late_fills": "Fills that kvserver did not answer in time.",
+    "bad_wishes": "Values in kv_transfer_params of requests that kvserver does not know, and ignored.",
     "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only, since its weights may have changed.",
     "replaced_lora_requests": "Times that a request was kept from the cache, since the files of its LoRA were replaced.",
     "load_bytes": "Bytes loaded from kvserver, by all ranks.",

@@ -15,6 +15,7 @@ from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.lookups import Question
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.vllm.chunks import Offer, Tables
+from kvserver.adapters.vllm.wishes import NONE, Wishes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,6 +38,7 @@ class RequestState(Question):
     engine_boundary: int = 0  # tokens at which the engine itself wants the state; 0: none
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
+    wishes: Wishes = NONE
     not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
 
     def store_again(self) -> None:

@@ -39,6 +39,7 @@ from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
+from kvserver.adapters.vllm.wishes import wishes_of
 
 from kvserver._native import pack_blocks
 from kvserver.protocol import MAX_CHUNKS, HelloReply, Lookup, LookupTail
@@ -135,32 +136,41 @@ class SchedulerHalf:
         variant = self._variants.of(request)
         if variant is None:
             return  # it runs without cache
-        state = RequestState(request=request, variant=variant)
+        wishes = wishes_of(request.kv_transfer_params, self.counters)
+        state = RequestState(request=request, variant=variant, wishes=wishes, waits_for_fills=wishes.waits_for_storage)
         self._requests[request.request_id] = state
         usable = self._dispatcher.usable() is not None
-        if usable and self._is_useful(request) and not request.skip_reading_prefix_cache:
+        if usable and self._is_useful(state) and not request.skip_reading_prefix_cache:
             self._look_up(state)
 
-    def _is_useful(self, request: Request) -> bool:
+    def _is_useful(self, state: RequestState) -> bool:
         """Whether there is something to look up."""
-        return self._chunks.useful(request) > 0 or bool(self._chunks.tail(request, 0, request.num_tokens))
+        return self._useful_chunks(state) > 0 or bool(self._useful_tail(state, 0))
+
+    def _useful_chunks(self, state: RequestState) -> int:
+        """How many a hit may have; so that a hit, and the load of it, is one message too."""
+        return min(self._chunks.useful(state.request), state.wishes.most_tokens // self._chunks.tokens, MAX_CHUNKS)
+
+    def _useful_tail(self, state: RequestState, chunks: int) -> range:
+        """The single blocks behind so many chunks that a hit may have."""
+        request = state.request
+        return self._chunks.tail(request, chunks, min(request.num_tokens, state.wishes.most_tokens))
 
     def _look_up(self, state: RequestState) -> None:
         self._lookups.send(state, self._lookup_of(state), lambda chunks: self._tail_of(state, chunks))
 
     def _tail_of(self, state: RequestState, chunks: int) -> LookupTail:
-        blocks = self._chunks.tail(state.request, chunks, state.request.num_tokens)
         return LookupTail(
             self._facts.names.instance_id,
             self._facts.names.incarnation,
             state.request.request_id,
-            self._chunks.block_keys(state.request, blocks),
+            self._chunks.block_keys(state.request, self._useful_tail(state, chunks)),
         )
 
     def _lookup_of(self, state: RequestState) -> Lookup:
         request = state.request
-        chunks = min(self._chunks.useful(request), MAX_CHUNKS)  # so a hit, and the load of it, is one message too
-        tail = self._chunks.tail(request, chunks, request.num_tokens)
+        chunks = self._useful_chunks(state)
+        tail = self._useful_tail(state, chunks)
         return Lookup(
             instance_id=self._facts.names.instance_id,
             incarnation=self._facts.names.incarnation,
@@ -185,7 +195,11 @@ class SchedulerHalf:
         return tokens, asynchronously
 
     def _matched(self, state: RequestState | None, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        if state is None or state.give_up or not self._serves or not self._is_useful(request):
+        if state is None or state.give_up or not self._serves:
+            return 0, False
+        if not state.wishes.most_tokens:
+            state.not_loaded = "request_limit"
+        if not self._is_useful(state):
             return 0, False
         if request.skip_reading_prefix_cache:  # every token must be computed; vLLM before 0.31 queries all the same
             return 0, False
@@ -293,7 +307,7 @@ class SchedulerHalf:
         for state, before, computed in self._requests.scheduled(output):
             state.computed = computed
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
-            if may_store and not state.lost:
+            if may_store and state.wishes.stores and not state.lost:
                 self._guarded("stores of a request", self._plan_stores, state, output, computed)
                 self._guarded("the next state", self._want_state, state, computed)
         self._guarded("blocks that only stores keep", self._bound_pins)
@@ -348,7 +362,13 @@ class SchedulerHalf:
         The KV of its last token may not be computed.
         """
         request = state.request
-        if not self._chunks.tails or state.lost or not state.computed or not self._may_store():
+        if (
+            not self._chunks.tails
+            or not state.wishes.stores
+            or state.lost
+            or not state.computed
+            or not self._may_store()
+        ):
             return
         confirmed = self._confirmed(request, min(state.computed, request.num_tokens - 1 - self._facts.holds_back_tail))
         confirmed = min(confirmed, *self._chunks.tokens_of(tables))
@@ -404,7 +424,7 @@ class SchedulerHalf:
         was computed: until it has hashed the boundary's last token the boundary is the next one.
         """
         request, size = state.request, self._chunks.tokens
-        if not self._chunks.states or self._dispatcher.usable() is None:
+        if not self._chunks.states or not state.wishes.stores or self._dispatcher.usable() is None:
             return
         tokens = min(computed, request.num_tokens)
         if tokens < request.shared_prefix_boundary <= (tokens // size + 1) * size:

@@ -323,7 +323,7 @@ class EndRequest(Message):
     loads: Small = 0  # ended loads, counted once for all ranks; includes loads after a preemption
     failed_loads: Small = 0  # ended loads that failed on at least one rank
     # Why the engine loaded nothing although a lookup found chunks: lookup_timeout, computes_all, whole_prompts_only,
-    # weights_changed; "" if something was loaded or the reason is not known.
+    # weights_changed, request_limit; "" if something was loaded or the reason is not known.
     not_loaded: Label = ""
 
 

@@ -1,0 +1,63 @@
+"""What a request itself wants of the cache: the names with `kvserver.` in its `kv_transfer_params`.
+
+Owns: their form and meaning. A value that is none of these counts as if it were not there, and is counted: a client's mistake must
+not cost it the answer. Other names in `kv_transfer_params` are other connectors'.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+log = logging.getLogger("vllm.kvserver")
+
+_PREFIX = "kvserver."
+_TIERS = {(): (0, False), ("l1",): (sys.maxsize, False), ("l1", "l2"): (sys.maxsize, True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    stores: bool = True  # its KV may be stored
+    most_tokens: int = sys.maxsize  # of its prompt, from the first one on, that may be loaded
+    waits_for_storage: bool = True  # for what the daemon has in L2 alone
+
+
+NONE = Wishes()
+
+
+def wishes_of(params: object, counters: Counter[str]) -> Wishes:
+    """Of a request's `kv_transfer_params`."""
+    if not isinstance(params, Mapping):
+        return NONE
+    wishes = NONE
+    for name, value in params.items():
+        if isinstance(name, str) and name.startswith(_PREFIX):
+            wishes = _with(wishes, name.removeprefix(_PREFIX), value) or _refused(wishes, name, counters)
+    return wishes
+
+
+def _with(wishes: Wishes, name: str, value: object) -> Wishes | None:
+    """None: the name or the value has no meaning."""
+    if name == "no_store" and isinstance(value, bool):
+        return replace(wishes, stores=not value)
+    if name == "max_load_tokens" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return replace(wishes, most_tokens=min(value, wishes.most_tokens))
+    if name == "tiers" and isinstance(value, (list, tuple)) and all(isinstance(tier, str) for tier in value):
+        found = _TIERS.get(tuple(sorted(value)))
+        if found is not None:
+            return replace(wishes, most_tokens=min(found[0], wishes.most_tokens), waits_for_storage=found[1])
+    return None
+
+
+def _refused(wishes: Wishes, name: str, counters: Counter[str]) -> Wishes:
+    counters["bad_wishes"] += 1
+    if counters["bad_wishes"] == 1:
+        log.warning(
+            "kv_transfer_params of a request: %.100r has no such value, and is ignored; known are %sno_store (true or false), "
+            "%smax_load_tokens (0 or more) and %stiers ([], ['l1'] or ['l1', 'l2']). Further ones are only counted",
+            name, _PREFIX, _PREFIX, _PREFIX,
+        )  # fmt: skip
+    return wishes

@@ -1,0 +1,205 @@
+"""What a request wants of the cache, in its kv_transfer_params: it is kept, and what makes no sense costs nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hybrids import HYBRIDS
+from kvserver.adapters.vllm.wishes import NONE, Wishes, wishes_of
+from made_up_model import BLOCK, prompt
+from modelless import Answer, Engine
+from support.daemon import Daemon, wait_until
+
+CHUNK = 64
+TOKENS = prompt(1, 3 * CHUNK + 20)
+MakeDaemon = Callable[..., Daemon]
+MakeEngine = Callable[..., Engine]
+
+
+def ask(engine: Engine, name: str, tokens: list[int] = TOKENS, **wishes: Any) -> Answer:
+    params = {f"kvserver.{wish}": value for wish, value in wishes.items()}
+    return engine.generate(name, tokens, sampling={"extra_args": {"kv_transfer_params": params}})
+
+
+def stored(daemon: Daemon, make_engine: MakeEngine, tokens: list[int] = TOKENS, **options: Any) -> None:
+    engine = make_engine(daemon, **options)
+    engine.generate("cold", tokens)
+    engine.close()
+
+
+# ---- no_store -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tails", ["on", "off"])
+def test_nothing_of_it_is_stored_and_others_are(make_daemon: MakeDaemon, make_engine: MakeEngine, tails: str) -> None:
+    daemon = make_daemon(tails=tails)
+    engine = make_engine(daemon)
+    ask(engine, "secret", no_store=True)
+    daemon.wait_for_accounting(tickets=0)
+    assert (daemon.status()["l1"]["chunks"], daemon.status()["totals"]["stored_bytes"]) == (0, 0)
+    ask(engine, "open", prompt(2, CHUNK), no_store=False)
+    wait_until(lambda: daemon.status()["l1"]["chunks"] == 1)
+
+
+def test_no_state_of_it_is_stored(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
+    daemon = make_daemon()
+    for name, model in sorted(HYBRIDS.items()):
+        engine = make_engine(daemon, **model.options)
+        ask(engine, name, prompt(1, 3 * model.chunk + 5), no_store=True)
+        assert engine.stores == []
+        engine.close()
+    assert daemon.status()["totals"]["stored_bytes"] == 0
+
+
+def test_its_steps_do_not_end_at_boundaries_that_only_stores_need(
+    make_daemon: MakeDaemon, make_engine: MakeEngine
+) -> None:
+    model = HYBRIDS["qwen3-next"]
+    daemon, tokens = make_daemon(boundary_interval=model.chunk), prompt(1, 5 * model.chunk + 5)
+    steps = []
+    for no_store in (False, True):
+        engine = make_engine(daemon, **model.options)
+        ask(engine, "r", tokens, no_store=no_store, max_load_tokens=0)
+        steps.append(len([each for each in engine.stats if each.num_running_reqs]))
+        engine.close()
+    assert steps == [8, 4], "a step for each kept boundary, or none"
+
+
+def test_it_loads_what_others_stored(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
+    daemon = make_daemon()
+    stored(daemon, make_engine)
+    assert ask(make_engine(daemon), "reads", no_store=True).external == 3 * CHUNK
+
+
+# ---- max_load_tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [0, 1, BLOCK, CHUNK - 1, CHUNK, 2 * CHUNK + BLOCK + 1, 3 * CHUNK, 10_000])
+def test_no_more_is_loaded(make_daemon: MakeDaemon, make_engine: MakeEngine, most: int) -> None:
+    whole = most // CHUNK * CHUNK
+    with_blocks = (
+        most // BLOCK * BLOCK if whole >= 3 * CHUNK else whole
+    )  # single blocks are stored behind the last chunk only
+    for tails, limit, found in (("off", whole, 3 * CHUNK), ("on", with_blocks, len(TOKENS) // BLOCK * BLOCK)):
+        daemon = make_daemon(tails=tails)
+        stored(daemon, make_engine)
+        assert ask(make_engine(daemon), "limited", max_load_tokens=most).external == min(limit, found), tails
+
+
+@pytest.mark.parametrize("name", sorted(HYBRIDS))
+def test_windows_and_states_end_at_a_boundary_within_it(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, name: str
+) -> None:
+    """Every token of the answer is right, whatever is loaded."""
+    daemon, model = make_daemon(boundary_interval=HYBRIDS[name].chunk), HYBRIDS[name]
+    tokens = prompt(3, 5 * model.chunk + 20)
+    stored(daemon, make_engine, tokens, **model.options)
+    for chunks in (0, 2, 4):
+        engine = make_engine(daemon, **model.options)
+        external = ask(engine, f"{chunks}", tokens, max_load_tokens=chunks * model.chunk + 5).external
+        assert external <= chunks * model.chunk
+        assert bool(external) == bool(chunks)
+        engine.close()
+
+
+def test_a_request_that_wants_nothing_is_explained(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
+    daemon = make_daemon()
+    stored(daemon, make_engine)
+    engine = make_engine(daemon)
+    for number, wishes in enumerate([{"max_load_tokens": 0}, {"tiers": []}]):
+        assert ask(engine, f"none-{number}", prompt(5 + number, 2 * CHUNK), **wishes).external == 0
+        wait_until(lambda n=number: daemon.http(f"/explain?request_id=none-{n}")[0] == 200)
+        code, body = daemon.http(f"/explain?request_id=none-{number}")
+        (request,) = json.loads(body)["requests"]
+        assert (code, request["outcome"], request["not_loaded"]) == (200, "no_lookup", "request_limit")
+        assert "kvserver.max_load_tokens" in request["advice"][0]
+
+
+# ---- tiers ----------------------------------------------------------------------------------------
+
+
+def test_it_waits_for_storage_only_if_it_may(make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path) -> None:
+    daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB")
+    stored(daemon, make_engine)
+    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] > 0 and not tier["queue_objects"])
+    daemon.terminate()
+    daemon.start()
+    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    engine = make_engine(daemon)
+    assert ask(engine, "memory", tiers=["l1"], no_store=True).external == 0
+    assert engine.connector.scheduler.counters["fills"] == 0
+    engine.close()
+    for number, tiers in enumerate((["l1", "l2"], ["l2", "l1"])):
+        engine = make_engine(daemon)
+        assert ask(engine, f"both-{number}", tiers=tiers).external == 3 * CHUNK
+        engine.close()
+    assert ask(make_engine(daemon), "filled", tiers=["l1"]).external == 3 * CHUNK, "it is in memory now"
+
+
+# ---- their form -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (None, NONE),
+        ({}, NONE),
+        ({"do_remote_prefill": True, "remote_host": "x"}, NONE),
+        ({"kvserver.no_store": True}, Wishes(stores=False)),
+        ({"kvserver.max_load_tokens": 7}, Wishes(most_tokens=7)),
+        ({"kvserver.tiers": ["l1"]}, Wishes(waits_for_storage=False)),
+        ({"kvserver.tiers": ["l1"], "kvserver.max_load_tokens": 3}, Wishes(True, 3, False)),
+        ({"kvserver.max_load_tokens": 3, "kvserver.tiers": []}, Wishes(True, 0, False)),
+    ],
+)
+def test_what_is_known(params: object, expected: Wishes) -> None:
+    counters: Counter[str] = Counter()
+    assert wishes_of(params, counters) == expected
+    assert not counters["bad_wishes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("no_store", "yes"),
+        ("no_store", 1),
+        ("no_store", None),
+        ("max_load_tokens", -1),
+        ("max_load_tokens", True),
+        ("max_load_tokens", 2.5),
+        ("max_load_tokens", "100"),
+        ("tiers", "l1"),
+        ("tiers", ["l2"]),
+        ("tiers", ["l1", "l1"]),
+        ("tiers", ["l1", "l3"]),
+        ("tiers", [["l1"]]),
+        ("tiers", {"l1": 1}),
+        ("nonsense", 1),
+    ],
+)
+def test_what_is_not_known_is_counted_and_ignored(name: str, value: object) -> None:
+    counters: Counter[str] = Counter()
+    params = {"kvserver.no_store": True, f"kvserver.{name}": value}
+    expected = NONE if name == "no_store" else Wishes(stores=False)
+    assert wishes_of(params, counters) == expected
+    assert counters["bad_wishes"] == 1
+
+
+def test_a_request_with_nonsense_is_served_and_the_log_states_it_once(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "vllm.kvserver")
+    daemon = make_daemon()
+    stored(daemon, make_engine)
+    engine = make_engine(daemon)
+    assert ask(engine, "odd", max_load_tokens="all", tiers=7).external == 3 * CHUNK
+    assert engine.connector.scheduler.counters["bad_wishes"] == 2
+    lines = [record.getMessage() for record in caplog.records if "kv_transfer_params" in record.getMessage()]
+    assert len(lines) == 1
+    assert "kvserver.max_load_tokens" in lines[0]
