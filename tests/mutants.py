@@ -895,8 +895,18 @@ WORKER_HALF = (
     ),
     Mutant(
         "a prompt of more chunks than a message takes is refused",
-        SCHEDULER, "SchedulerHalf._lookup_of", "min(self._chunks.useful(request), MAX_CHUNKS)", "self._chunks.hashed(request)",
+        SCHEDULER, "SchedulerHalf._useful_chunks", ", MAX_CHUNKS)", ")",
         ("issues/adapters/test_a_very_long_prompt_was_always_a_miss.py",),
+    ),
+    Mutant(
+        "more is loaded for a request than it wants",
+        SCHEDULER, "SchedulerHalf._useful_chunks", "state.wishes.most_tokens // self._chunks.tokens", "MAX_CHUNKS",
+        ("adapters/test_wishes.py",),
+    ),
+    Mutant(
+        "a request that must not be stored is",
+        SCHEDULER, "SchedulerHalf.plan_step", "if may_store and state.wishes.stores and not state.lost:", "if may_store and not state.lost:",
+        ("adapters/test_wishes.py",),
     ),
     Mutant(
         "a store has ended when the first rank reports it",

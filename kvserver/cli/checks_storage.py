@@ -10,6 +10,7 @@ import shlex
 import stat
 from os import W_OK, X_OK
 from pathlib import Path
+from typing import Any
 
 from kvserver.cli.checks import Finding, Level, Machine, ok, problem, size, warning
 from kvserver.config import TierUrl, parse_size, parse_tiers
@@ -25,7 +26,7 @@ def storage(machine: Machine) -> Finding:
     tiers = parse_tiers(machine.settings.l2)
     if not tiers:
         return ok("none: KV is in memory only (--l2)")
-    found = [_folder(machine, tier) if tier.kind == "file" else _server(tier) for tier in tiers]
+    found = [_folder(machine, tier) if tier.kind == "file" else _server(machine, tier) for tier in tiers]
     worst = max((finding.level for finding in found), key=_LEVELS.index)
     texts = (f"{tier.shown}: {finding.text}" for tier, finding in zip(tiers, found, strict=True))
     return Finding(worst, "; ".join(texts), "; ".join(finding.fix for finding in found if finding.fix))
@@ -85,25 +86,17 @@ def _kind_of_mount(machine: Machine, folder: Path) -> str:
     return kind
 
 
-def _server(tier: TierUrl) -> Finding:
-    from kvserver.l2.remote.make import store_of
-    from kvserver.l2.remote.store import StoreError
-
+def _server(machine: Machine, tier: TierUrl) -> Finding:
+    l2: Any = machine.load("kvserver.l2")
     try:
-        prefix, connect = store_of(tier)
+        why = l2.why_not_served(tier)
     except ConfigError as error:
         return problem(
             str(error).removeprefix(f"--l2 {tier.shown}").lstrip(": "), "change that, or leave the tier away"
         )
-    try:
-        client = connect()
-        try:
-            client.read_ids([f"{prefix}/doctor"])
-        finally:
-            client.close()
-    except StoreError as error:
-        grade = problem if tier.required else warning  # the daemon starts, and tries again by itself
-        return grade(
-            f"does not serve: {error}", "check address, credentials and that it runs: nothing of it is used until then"
-        )
-    return ok("answers")
+    if not why:
+        return ok("answers")
+    grade = problem if tier.required else warning  # the daemon starts, and tries again by itself
+    return grade(
+        f"does not serve: {why}", "check address, credentials and that it runs: nothing of it is used until then"
+    )

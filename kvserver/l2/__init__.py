@@ -9,3 +9,4 @@ from kvserver.l2.base import (
     TierOutcome,
 )
 from kvserver.l2.kinds import make_tier
+from kvserver.l2.remote.make import why_not_served

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvserver._native import HostRegion
 from kvserver.config import TierUrl
 from kvserver.l2.remote import s3, valkey
-from kvserver.l2.remote.store import ConnectStore
+from kvserver.l2.remote.store import ConnectStore, StoreError
 from kvserver.l2.remote.tier import RemoteTier
 
 LANES = {
@@ -21,6 +21,20 @@ def make_remote_tier(url: TierUrl, region: HostRegion, page_bytes: int) -> Remot
     """The tier, opening: its lanes connect. ConfigError as of store_of()."""
     prefix, connect = store_of(url)
     return RemoteTier(url, prefix, region, page_bytes, connect, LANES[url.kind])
+
+
+def why_not_served(url: TierUrl) -> str:
+    """Why the store does not answer a request now; "" if it does. ConfigError as of store_of()."""
+    prefix, connect = store_of(url)
+    try:
+        client = connect()
+        try:
+            client.read_ids([f"{prefix}/doctor"])
+        finally:
+            client.close()
+    except StoreError as error:
+        return str(error)
+    return ""
 
 
 def store_of(url: TierUrl) -> tuple[str, ConnectStore]:
