@@ -37,6 +37,7 @@ CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/suppor
 WORKER, HAZARDS, COPIES = "adapters/common/worker.py", "adapters/common/hazards.py", "adapters/common/copies.py"
 ENDINGS = "adapters/common/endings.py"
 SCHEDULER, REQUESTS = "adapters/vllm/scheduler.py", "adapters/vllm/requests.py"
+STORE_PLANS, LOAD_PLANS = "adapters/vllm/store_plans.py", "adapters/vllm/load_plans.py"
 DISPATCHER, LOOKUPS, LINK = "adapters/common/dispatcher.py", "adapters/common/lookups.py", "adapters/common/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
 CACHE_STATUS, BOARD = "adapters/common/cache_status.py", "adapters/common/board.py"
@@ -819,7 +820,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "ranks take turns within a message instead of a prompt",
-        SCHEDULER, "SchedulerHalf._add_chunks", "first_chunk=chunks.start", "first_chunk=0",
+        STORE_PLANS, "StorePlanner._add_chunks", "first_chunk=chunks.start", "first_chunk=0",
         ("adapters/test_ranks.py::test_ranks_take_turns_to_store_what_all_hold",),
     ),
     Mutant(
@@ -961,7 +962,7 @@ WORKER_HALF = (
     ),
     Mutant(
         "stores go on when the weights may have changed",
-        SCHEDULER, "SchedulerHalf._begin_epoch", "self._plan.abort_stores.extend(self._stores)", "pass",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "self._plan.abort_stores.extend(self._pins)", "pass",
         (f"{PINS}::test_a_reset_succeeds_beside_stores_and_cancels_them",),
     ),
     Mutant(
@@ -1021,23 +1022,23 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "the position that a draft model rewrites is stored",
-        SCHEDULER, "SchedulerHalf._confirmed", "            tokens = request.num_tokens - 1", "            pass",
+        STORE_PLANS, "StorePlanner._confirmed", "            tokens = request.num_tokens - 1", "            pass",
         ("adapters/test_reuse.py::test_with_a_draft_model_the_last_position_is_held_back",),
     ),
     Mutant(
         "rejected drafts are stored",
-        SCHEDULER, "SchedulerHalf._confirmed",
+        STORE_PLANS, "StorePlanner._confirmed",
         "len(request.block_hashes) * self._chunks.hash_block_tokens", "computed",
         ("adapters/test_reuse.py::test_rejected_drafts_are_never_stored",),
     ),
     Mutant(
         "the last token of a request, whose KV is not computed, is stored",
-        SCHEDULER, "SchedulerHalf._plan_last_stores", "request.num_tokens - 1 - self._facts.holds_back_tail",
+        STORE_PLANS, "StorePlanner.plan_last", "request.num_tokens - 1 - self._facts.holds_back_tail",
         "request.num_tokens", ("adapters/test_tails.py::test_the_next_turn_of_a_chat_finds_where_the_last_one_ended",),
     ),
     Mutant(
         "of a prompt that ends inside a block the end is stored once its answer has filled that",
-        SCHEDULER, "SchedulerHalf._plan_stores", "computed >= state.request.num_prompt_tokens",
+        STORE_PLANS, "StorePlanner.plan", "computed >= state.request.num_prompt_tokens",
         "confirmed >= state.request.num_prompt_tokens",
         ("adapters/test_tails.py::test_the_end_of_a_prompt_is_found_after_its_answer_filled_the_chunk",),
     ),
@@ -1048,12 +1049,12 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "single blocks behind the end of the chunks are not loaded",
-        SCHEDULER, "SchedulerHalf._loads_of", "if end > of_chunks:", "if False:",
+        LOAD_PLANS, "LoadPlanner.plan", "if end > of_chunks:", "if False:",
         ("adapters/test_tails.py::test_a_prompt_is_found_up_to_its_last_whole_block",),
     ),
     Mutant(
         "an idle engine does not store the end of its last request",
-        SCHEDULER, "SchedulerHalf.has_pending_work", "bool(self._plan.stores) or ", "",
+        SCHEDULER, "SchedulerHalf.has_pending_work", "bool(self._stores.planned) or ", "",
         ("adapters/test_tails.py::test_an_idle_engine_stores_the_end_of_its_last_request",),
     ),
     Mutant(
@@ -1076,11 +1077,11 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "under async scheduling states of generated tokens are requested too late",
-        SCHEDULER, "SchedulerHalf._want_state", "min(computed, request.num_tokens)", "computed", STATE_TESTS,
+        STORE_PLANS, "StorePlanner.want_state", "min(computed, request.num_tokens)", "computed", STATE_TESTS,
     ),
     Mutant(
         "the engine's own wish for a state is forgotten",
-        SCHEDULER, "SchedulerHalf._want_state", "min(wanted, own) if own > tokens else wanted", "wanted", STATE_TESTS,
+        STORE_PLANS, "StorePlanner.want_state", "min(wanted, own) if own > tokens else wanted", "wanted", STATE_TESTS,
     ),
     Mutant(
         "states are served where no state is kept at the end of a block",
@@ -1257,7 +1258,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "what is computed after a LoRA's files were replaced is stored",
-        SCHEDULER, "SchedulerHalf._plan_stores", "if not self._is_current(state):", "if False:", (UNLISTED,),
+        STORE_PLANS, "StorePlanner.plan", "if not self._variants.is_current(state.request, state.variant):", "if False:", (UNLISTED,),
     ),
     # ---- what must agree ----------------------------------------------------------------------
     Mutant(

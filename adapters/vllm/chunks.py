@@ -153,6 +153,10 @@ class Chunks:
             )
         return chunks, first - begin, self._by_position(group, tables, first, end)
 
+    def tail_group(self, group: int) -> int:
+        """The number of the object group that the group's single blocks are."""
+        return len(self.groups) + group
+
     def tail_to_load(self, group: int, tables: Tables, first: int, tokens: int) -> tuple[range, list[int]]:
         """The single blocks from number `first` on that a load up to `tokens` reads, and the blocks that it writes."""
         blocks = range(first, -(-tokens // self.block_tokens))

@@ -1,7 +1,7 @@
 """The scheduler half: what to look up, load and store, and which blocks must not be touched.
 
-Owns: the decisions about each request, and the plan of the step. Refuses to know: memory, copies, tensors, and how messages
-reach the daemon. Runs on the engine's scheduler thread. A call of vLLM's does several things: each is done even if another
+Owns: the decisions about each request, and the plan of the step. Refuses to know: memory, copies, tensors, how messages
+reach the daemon, and of which objects a store or a load consists (`store_plans`, `load_plans`). Runs on the engine's scheduler thread. A call of vLLM's does several things: each is done even if another
 one raises.
 
 Hazard closed here: a block that is allocated again while a store still reads it. Its blocks are pinned in the pool from the
@@ -13,11 +13,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ParamSpec
 
 from kvserver.adapters.common.announcer import Announcer
-from kvserver.adapters.common.boundaries import Boundaries
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.faults import Faults
@@ -26,22 +25,22 @@ from kvserver.adapters.common.introduction import Introduction
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.lookups import Lookups
 from kvserver.adapters.common.notices import Notices
-from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.common.speed import PrefillSpeed
 from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm.blockpool import PoolHook
-from kvserver.adapters.vllm.chunks import Chunks, Offer, Tables
-from kvserver.adapters.vllm.contents import Contents
+from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.requests import Requests, RequestState, offers_of, tables_of
+from kvserver.adapters.vllm.load_plans import LoadPlanner
+from kvserver.adapters.vllm.requests import Requests, RequestState
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
+from kvserver.adapters.vllm.store_plans import StorePlanner
 from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
 from kvserver.adapters.vllm.wishes import wishes_of
 
-from kvserver._native import pack_blocks
 from kvserver.protocol import MAX_CHUNKS, HelloReply, Lookup, LookupTail
 
 if TYPE_CHECKING:
@@ -52,26 +51,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvserver")
 
-_STORE_TOKENS = 1 << 16  # in one message, which with their contents has less than 1 MiB
 _IDLE_WAIT_SECONDS = 0.001  # of a pass that schedules nothing, while requests wait for fills
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
 _MOST_KEPT = 16  # stores alone keep a sixteenth of the pool's blocks at most, once the engine may need blocks
 _LONGEST_TRACEPARENT = 512  # as the protocol has it
 
 P = ParamSpec("P")
-
-
-def runs(chunks: Iterable[int], most: int) -> Iterator[range]:
-    """Ascending chunks as ranges of neighbours, `most` at most in each."""
-    first = last = -1
-    for chunk in chunks:
-        if chunk != last or chunk - first >= most:
-            if last > first:
-                yield range(first, last)
-            first = chunk
-        last = chunk + 1
-    if last > first:
-        yield range(first, last)
 
 
 def traceparent(request: Request) -> str:
@@ -93,13 +78,9 @@ class SchedulerHalf:
         self._follows_resets = facts.weights_are_transferred or settings.on_prefix_reset == "private"
         self._resets_seen = 0
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
-        self._sends_contents = False  # with stores, in this session
-        self._boundary_interval = 0  # tokens, in this session
         self._requests = Requests(faults)
-        self._ids = itertools.count(1)
         self._plan = StepPlan()
         self._chunks = Chunks(facts.object_groups, facts.hash_block_tokens)
-        self._contents = Contents(self._chunks, self.counters)
         self._variants = Variants(
             f"{facts.names.instance_id}/{facts.names.incarnation}",
             facts.weights_version,
@@ -109,7 +90,10 @@ class SchedulerHalf:
         )
         self._pool = PoolHook()
         seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
-        self._stores = PinnedStores(self._pool, facts.world_size, seconds)
+        self._pins = PinnedStores(self._pool, facts.world_size, seconds)
+        ids = itertools.count(1)
+        self._stores = StorePlanner(self._chunks, facts, self._variants, self._pins, ids, self.counters)
+        self._loads = LoadPlanner(self._chunks, ids)
         self._quarantine = Quarantine(self._pool)
         self._speed = PrefillSpeed()
         self._sources = Sources()
@@ -218,7 +202,7 @@ class SchedulerHalf:
             return 0, False  # the engine lacks a part of a block at most, which it computes sooner than it loads it
         if self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
             state.not_loaded = "whole_prompts_only"
-        elif not self._is_current(state):
+        elif not self._variants.is_current(state.request, state.variant):
             state.not_loaded = "weights_changed"
         if state.not_loaded:
             return 0, False
@@ -240,7 +224,7 @@ class SchedulerHalf:
         try:
             if state is None:
                 raise LookupError("a load for a request that was never seen")
-            loads = self._loads_of(state, tables, external_tokens)
+            loads = self._loads.plan(state, tables, external_tokens)
             state.loads = loads
             if (answer := state.answer) is not None:
                 state.stored_chunks = max(state.stored_chunks, answer.hit_chunks)
@@ -249,49 +233,8 @@ class SchedulerHalf:
         except Exception as error:
             self._faults.count("planning of a load", error)
         if not loads:
-            # The request waits for this load now, so it must be planned all the same: without keys it fails.
-            every = pack_blocks([block_id for table in tables for block_id in table])
-            loads = [LoadSpec(next(self._ids), request.request_id, "", 1, b"", every, 0)]
+            loads = [self._loads.without_keys(request.request_id, tables)]
         self._plan.loads.extend(loads)
-
-    def _loads_of(self, state: RequestState, tables: Tables, external_tokens: int) -> list[LoadSpec]:
-        """The copies of a load, one for each object group that vLLM has allocated blocks of: of its chunks, and of single blocks."""
-        request, local, end = state.request, state.local_tokens, state.local_tokens + external_tokens
-        loads: list[LoadSpec] = []
-
-        def add(group: int, object_blocks: int, keys: bytes, blocks: list[int], skip: int) -> None:
-            loads.append(
-                LoadSpec(
-                    copy_id=next(self._ids),
-                    request_id=request.request_id,
-                    variant=state.variant,
-                    chunk_blocks=object_blocks,
-                    keys=keys,
-                    block_ids=pack_blocks(blocks),
-                    skip_blocks=skip,
-                    group=group,
-                    tokens=external_tokens,
-                )
-            )
-
-        hit_chunks = state.answer.hit_chunks if state.answer is not None else 0
-        of_chunks = min(end, hit_chunks * self._chunks.tokens) if self._chunks.tails else end
-        for group, object_blocks in enumerate(self._chunks.object_blocks):
-            chunks, skip, blocks = self._chunks.to_load(group, tables, local, of_chunks)
-            if blocks:
-                add(group, object_blocks, self._chunks.keys(request, chunks), blocks, skip)
-        if end > of_chunks:
-            first = max(local, of_chunks) // self._chunks.block_tokens
-            for group in range(len(self._chunks.groups)):
-                tail, blocks = self._chunks.tail_to_load(group, tables, first, end)
-                add(self._tail_group(group), 1, self._chunks.block_keys(request, tail), blocks, 0)
-        for load in loads:
-            load.copies = len(loads)
-        return loads
-
-    def _tail_group(self, group: int) -> int:
-        """The number of the group's single blocks."""
-        return len(self._chunks.groups) + group
 
     # ---- stores -------------------------------------------------------------------------------
 
@@ -308,7 +251,7 @@ class SchedulerHalf:
             state.computed = computed
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
             if may_store and state.wishes.stores and not state.lost:
-                self._guarded("stores of a request", self._plan_stores, state, output, computed)
+                self._guarded("stores of a request", self._stores.plan, state, output, computed)
                 self._guarded("the next state", self._want_state, state, computed)
         self._guarded("blocks that only stores keep", self._bound_pins)
         self._guarded("reports of blocks", self._notices.send_blocks)
@@ -326,7 +269,7 @@ class SchedulerHalf:
 
     def step_ended(self) -> None:
         """vLLM has taken the outputs of the oldest step that was planned."""
-        self._stores.step_ended()
+        self._pins.step_ended()
         self._speed.ended()
 
     def drain_events(self) -> Iterable[KVCacheEvent]:
@@ -335,151 +278,26 @@ class SchedulerHalf:
 
     def take_plan(self, idle: bool) -> StepPlan:
         """The plan, complete or not: a load in it must reach the worker, which alone can end the load."""
-        self._stores.planned()
+        self._pins.planned()
         plan, self._plan = self._plan, StepPlan()
+        plan.stores = self._stores.take_planned()
         plan.idle = idle
         return plan
 
-    def _plan_stores(self, state: RequestState, output: SchedulerOutput, computed: int) -> None:
-        """Store the chunks that this step completes, and the blocks behind them where the prompt ends."""
-        confirmed = self._confirmed(state.request, computed)
-        # Not by what is confirmed: the last, partial block of the prompt has no hash.
-        prompt_ends = self._chunks.tails and not state.has_prompt_tail and computed >= state.request.num_prompt_tokens
-        if state.stored_chunks >= confirmed // self._chunks.tokens and not prompt_ends:
-            return  # as in most steps; the tables of a long request cost more than all else here
-        tables = tables_of(state, output)
-        confirmed = min(confirmed, *self._chunks.tokens_of(tables))
-        if not self._is_current(state):
-            return
-        self._store_chunks(state, tables, offers_of(state, output), confirmed // self._chunks.tokens)
-        if prompt_ends:
-            self._store_tail(state, tables, confirmed)
-            state.has_prompt_tail = True
-
     def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
-        """Store what a request that ends has beyond its last store: the next turn of a chat begins with it.
-
-        The KV of its last token may not be computed.
-        """
-        request = state.request
-        if (
-            not self._chunks.tails
-            or not state.wishes.stores
-            or state.lost
-            or not state.computed
-            or not self._may_store()
-        ):
-            return
-        confirmed = self._confirmed(request, min(state.computed, request.num_tokens - 1 - self._facts.holds_back_tail))
-        confirmed = min(confirmed, *self._chunks.tokens_of(tables))
-        if confirmed // self._chunks.block_tokens > state.stored_blocks and self._is_current(state):
-            self._store_chunks(state, tables, (), confirmed // self._chunks.tokens)
-            self._store_tail(state, tables, confirmed)
-
-    def _store_chunks(self, state: RequestState, tables: Tables, offers: Sequence[Offer], end: int) -> None:
-        first = state.stored_chunks
-        if first >= end:
-            return
-        boundaries = self._boundaries_of(state)
-        tables = self._chunks.offered(tables, offers)
-        for number, group in enumerate(self._chunks.groups):
-            wanted = boundaries.wanted(group, first, end, self._chunks.tokens)
-            whole = [chunk for chunk in wanted if self._chunks.whole(number, tables, chunk)]
-            self.counters["chunks_left_by_window"] += len(wanted) - len(whole)
-            most = max(1, min(MAX_CHUNKS, _STORE_TOKENS // self._chunks.tokens))
-            dropped = boundaries.superseded(group, end, self._chunks.tokens)
-            for chunks in runs(whole, most):
-                self._add_chunks(state, number, chunks, tables, dropped)
-        boundaries.passed(end)
-        state.stored_chunks = end
-        state.stored_blocks = max(state.stored_blocks, end * self._chunks.blocks)
-
-    def _store_tail(self, state: RequestState, tables: Tables, tokens: int) -> None:
-        """The single blocks behind the last chunk, but for those that are stored."""
-        request, chunks = state.request, tokens // self._chunks.tokens
-        tail = self._chunks.tail(request, chunks, tokens)
-        tail = range(max(tail.start, state.stored_blocks), tail.stop)
-        if not tail:
-            return
-        for group in range(len(self._chunks.groups)):
-            block_ids = self._chunks.tail_ids(group, tables, tail)
-            store = StoreSpec(
-                copy_id=next(self._ids),
-                request_id=request.request_id,
-                variant=state.variant,
-                chunk_blocks=1,
-                keys=self._chunks.block_keys(request, tail),
-                block_ids=pack_blocks(block_ids),
-                group=self._tail_group(group),
-                first_chunk=tail.start,
-                after=self._chunks.keys(request, range(chunks - 1, chunks)) if chunks else None,
-            )
-            self._add_store(store, block_ids)
-        state.stored_blocks = tail.stop
+        if state.wishes.stores and not state.lost and self._may_store():
+            self._stores.plan_last(state, tables)
 
     def _want_state(self, state: RequestState, computed: int) -> None:
-        """Have vLLM end a step at the next kept boundary, or before it at its own one, and offer the state.
-
-        Where it schedules a step before it knows the tokens of the one before, it offers a state one step after the state
-        was computed: until it has hashed the boundary's last token the boundary is the next one.
-        """
-        request, size = state.request, self._chunks.tokens
-        if not self._chunks.states or not state.wishes.stores or self._dispatcher.usable() is None:
-            return
-        tokens = min(computed, request.num_tokens)
-        if tokens < request.shared_prefix_boundary <= (tokens // size + 1) * size:
-            return  # no boundary is nearer
-        wanted = self._boundaries_of(state).next_kept(tokens // size, request.num_tokens // size) * size
-        own = state.engine_boundary
-        request.shared_prefix_boundary = min(wanted, own) if own > tokens else wanted
-
-    def _boundaries_of(self, state: RequestState) -> Boundaries:
-        if state.boundaries is None:
-            size, tokens, answer = self._chunks.tokens, state.request.num_prompt_tokens, state.answer
-            junction = answer.full_chunks if answer is not None and answer.full_chunks > answer.hit_chunks else 0
-            state.boundaries = Boundaries(
-                (tokens // size, (tokens - 1) // size), junction, self._boundary_interval // size
-            )
-        return state.boundaries
-
-    def _confirmed(self, request: Request, computed: int) -> int:
-        """How many tokens' KV is final. Hashes exist for confirmed tokens only, so rejected drafts never count."""
-        hashed = len(request.block_hashes) * self._chunks.hash_block_tokens
-        tokens = min(computed, hashed)
-        if self._facts.holds_back_tail and tokens >= request.num_tokens:
-            tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
-        return tokens
-
-    def _add_chunks(
-        self, state: RequestState, group: int, chunks: range, tables: Tables, dropped: Sequence[int]
-    ) -> None:
-        block_ids = self._chunks.blocks_of(group, tables, chunks)
-        described = self._sends_contents and group == 0
-        store = StoreSpec(
-            copy_id=next(self._ids),
-            request_id=state.request.request_id,
-            variant=state.variant,
-            chunk_blocks=self._chunks.object_blocks[group],
-            keys=self._chunks.keys(state.request, chunks),
-            block_ids=pack_blocks(block_ids),
-            contents=self._contents.of(state.request, chunks.start, chunks.stop) if described else None,
-            group=group,
-            first_chunk=chunks.start,
-            dropped=self._chunks.keys(state.request, dropped),
-        )
-        self._add_store(store, block_ids)
-
-    def _add_store(self, store: StoreSpec, block_ids: list[int]) -> None:
-        """First pinned, then planned: no store may read blocks that are not pinned."""
-        self._stores.add(store.copy_id, block_ids)
-        self._plan.stores.append(store)
+        if self._chunks.states and state.wishes.stores and self._dispatcher.usable() is not None:
+            self._stores.want_state(state, computed)
 
     def _bound_pins(self) -> None:
         """Where requests may need blocks that only stores keep, have all of these stores cancelled but a sixteenth of the pool."""
         most, requests = self._pool.size // _MOST_KEPT, self._requests.values()
         scarce = requests and 2 * self._pool.free < self._pool.size
         if len(self._pool.kept) > most and (scarce or not all(state.admitted for state in requests)):
-            self._plan.abort_stores += self._stores.cancel_beyond(most)
+            self._plan.abort_stores += self._pins.cancel_beyond(most)
 
     @property
     def connected(self) -> bool:
@@ -496,7 +314,7 @@ class SchedulerHalf:
     @property
     def has_pending_work(self) -> bool:
         """Whether an idle engine should step on: a store's end is awaited, or records wait to be sent."""
-        return bool(self._plan.stores) or self._stores.awaited or (self.connected and self._notices.has_unsent_records)
+        return bool(self._stores.planned) or self._pins.awaited or (self.connected and self._notices.has_unsent_records)
 
     # ---- reports of workers -------------------------------------------------------------------
 
@@ -509,7 +327,7 @@ class SchedulerHalf:
         for load_id in report.released:
             self._guarded("the end of a quarantine", self._quarantine.release, load_id)
         for store_id in report.ended_stores:
-            self._guarded("the end of a store", self._stores.ended, store_id)
+            self._guarded("the end of a store", self._pins.ended, store_id)
 
     def _quarantined(self, load_id: int, block_ids: list[int]) -> None:
         if self._quarantine.add(load_id, block_ids):
@@ -582,7 +400,7 @@ class SchedulerHalf:
             log.warning(
                 "vLLM did not reset the prefix cache, since requests ran; nothing is stored until a reset succeeds"
             )
-        self._plan.abort_stores.extend(self._stores)  # what they read may be of both weights
+        self._plan.abort_stores.extend(self._pins)  # what they read may be of both weights
         for state in self._requests.values():
             self._abort_loads(state)
             self._lookups.drop_question(state)
@@ -611,13 +429,8 @@ class SchedulerHalf:
     def _begin_session(self, hello: HelloReply | None) -> None:
         """Lookups and their answers are void."""
         self._chunks.resize(hello.chunk_tokens if hello is not None else 0, hello is not None and hello.tails)
-        self._sends_contents = hello is not None and (hello.kv_events or self._facts.publishes)
-        self._boundary_interval = hello.boundary_interval if hello is not None else 0
+        self._stores.begin_session(hello)
         for state in self._requests.values():
             state.answer = None
             state.store_again()
             state.boundaries = None
-
-    def _is_current(self, state: RequestState) -> bool:
-        """Whether the request still computes with the weights that its variant names: a LoRA's files may be replaced."""
-        return state.request.lora_request is None or self._variants.of(state.request) == state.variant

@@ -94,6 +94,10 @@ class Variants:
         epoch = self._own(self.epoch) if private or known.fingerprint is None else self.epoch
         return f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}"
 
+    def is_current(self, request: Any, variant: str) -> bool:
+        """Whether the request still computes with the weights that `variant` names: a LoRA's files may be replaced."""
+        return request.lora_request is None or self.of(request) == variant
+
     def _own(self, epoch: str) -> str:
         """The epoch's text for this incarnation of the engine only."""
         return _digest(f"{epoch} {self._incarnation}")

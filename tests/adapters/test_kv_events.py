@@ -88,7 +88,7 @@ def test_a_model_of_windows_shorter_than_a_chunk_is_stored_where_contents_are_wa
 
 def test_a_store_of_a_very_long_prompt_goes_in_parts(make_daemon, make_tap, make_engine, monkeypatch):
     """A message has a limit, which hashes and tokens would soon reach."""
-    monkeypatch.setattr("kvserver.adapters.vllm.scheduler._STORE_TOKENS", 2 * CHUNK)
+    monkeypatch.setattr("kvserver.adapters.vllm.store_plans._STORE_TOKENS", 2 * CHUNK)
     daemon = make_daemon(kv_events="on")
     tap = make_tap(daemon)
     make_engine(tap.endpoint).generate("r", TOKENS)
