@@ -16,6 +16,7 @@ from pathlib import Path
 from support.mutation import Mutant, Outcome, Result, Tests, copy_package, mutated_package
 
 CACHE, INDEX, POOL = "kvserver/cache/cache.py", "kvserver/cache/index.py", "kvserver/cache/pages.py"
+SPACE, CACHE_STORES, LEASES = "kvserver/cache/space.py", "kvserver/cache/store_plans.py", "kvserver/cache/leases.py"
 CHUNK, GROUPS = "kvserver/cache/chunk.py", "kvserver/cache/groups.py"
 EVICTION, MISSES, NAMESPACE = (
     "kvserver/cache/eviction/lru.py",
@@ -79,7 +80,7 @@ STORES_AND_LOADS = (
     # ---- what each model has ------------------------------------------------------------------
     Mutant(
         "a slot that was freed after a failed copy still counts for its model",
-        CACHE, "Cache.finish_store", "chunk.namespace.model.pages -= plan.pages * len(plan.slots)", "pass", L1_MODELS_TESTS,
+        CACHE_STORES, "StorePlans.finish_store", "chunk.namespace.model.pages -= plan.pages * len(plan.slots)", "pass", L1_MODELS_TESTS,
     ),
     Mutant(
         "the chunks of a cleared namespace still count for their model",
@@ -87,7 +88,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a chunk that was never whole counts as one that was never loaded",
-        CACHE, "Cache._evict_chunk", "bool(chunk.ready) and not chunk.loaded", "not chunk.loaded", L1_MODELS_TESTS,
+        SPACE, "Space._evict_chunk", "bool(chunk.ready) and not chunk.loaded", "not chunk.loaded", L1_MODELS_TESTS,
     ),
     # ---- what the cache brought ---------------------------------------------------------------
     Mutant(
@@ -131,7 +132,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "an object is dropped while it is in use",
-        CACHE, "Cache.drop_objects", " or chunk.leases or chunk.pins", "", GROUP_TESTS,
+        CACHE_STORES, "StorePlans.drop_objects", " or chunk.leases or chunk.pins", "", GROUP_TESTS,
     ),
     Mutant(
         "objects are dropped although the store that replaces them failed",
@@ -148,19 +149,19 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "the first lease of a request that asks again is never ended",
-        CACHE, "Cache.lookup", "self.end_lease(owner)", "self._leases.pop(owner, None)", CACHE_TESTS,
+        CACHE, "Cache.lookup", "self.leases.end(owner)", "pass", CACHE_TESTS,
     ),
     Mutant(
         "the end of a lease makes the end of a prefix the youngest",
-        CACHE, "Cache._end_lease", "reversed(lease.chunks)", "lease.chunks", CACHE_TESTS,
+        LEASES, "Leases._end", "reversed(lease.chunks)", "lease.chunks", CACHE_TESTS,
     ),
     Mutant(
         "the end of a lease does not show its chunks to eviction",
-        CACHE, "Cache._end_lease", "self.policy.track(reversed(lease.chunks))", "pass", CACHE_TESTS,
+        LEASES, "Leases._end", "self._policy.track(reversed(lease.chunks))", "pass", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that is read when its namespace is cleared is removed twice",
-        CACHE, "Cache._free_one_chunk", " or namespace.chunks.get(chunk.key) is None", "", CACHE_TESTS,
+        SPACE, "Space._free_one_chunk", " or namespace.chunks.get(chunk.key) is None", "", CACHE_TESTS,
     ),
     # ---- single blocks behind the last full chunk ---------------------------------------------
     Mutant(
@@ -169,11 +170,11 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a tail leaves L1 after the chunk that it follows",
-        CACHE, "Cache.finish_store", "before=self._chunk_before(plan)", "before=None", ("unit/cache/test_tails.py",),
+        CACHE_STORES, "StorePlans.finish_store", "before=self._chunk_before(plan)", "before=None", ("unit/cache/test_tails.py",),
     ),
     Mutant(
         "a request that has a tail loses the lease of its chunks",
-        CACHE, "Cache.lookup_tail", "lease.chunks += blocks", "lease.chunks = blocks", ("unit/cache/test_tails.py",),
+        LEASES, "Leases.add", "lease.chunks += chunks", "lease.chunks = chunks", ("unit/cache/test_tails.py",),
     ),
     Mutant(
         "what a tail covers counts as missed",
@@ -201,37 +202,37 @@ STORES_AND_LOADS = (
     # ---- stores and loads ---------------------------------------------------------------------
     Mutant(
         "a chunk is stored twice while the first copy runs",
-        CACHE, "Cache.extend_plan", "any(map(chunk.has_slot, plan.slots))", "chunk.done >> plan.slots.start & 1", CACHE_TESTS,
+        CACHE_STORES, "StorePlans.extend_plan", "any(map(chunk.has_slot, plan.slots))", "chunk.done >> plan.slots.start & 1", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that another rank stored counts as this rank's",
-        CACHE, "Cache.extend_plan", "any(map(chunk.has_slot, plan.slots))", "not chunk.empty", CACHE_TESTS,
+        CACHE_STORES, "StorePlans.extend_plan", "any(map(chunk.has_slot, plan.slots))", "not chunk.empty", CACHE_TESTS,
     ),
     Mutant(
         "making room for one rank evicts the other ranks' bytes of that chunk",
-        CACHE, "Cache.plan_store", "self.index.find_chunks(namespace_id, plan.keys)", "[]",
+        CACHE_STORES, "StorePlans.plan_store", "self.index.find_chunks(namespace_id, plan.keys)", "[]",
         ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     Mutant(
         "a chunk is found when its first rank was copied",
-        CACHE, "Cache.finish_store", "if chunk.done & mask == mask:", "if True:",
+        CACHE_STORES, "StorePlans.finish_store", "if chunk.done & mask == mask:", "if True:",
         CACHE_TESTS,
     ),
     Mutant(
         "a failed copy is published",
-        CACHE, "Cache.finish_store", "if copied and not chunk.detached and", "if not chunk.detached and", CACHE_TESTS,
+        CACHE_STORES, "StorePlans.finish_store", "if copied and not chunk.detached and", "if not chunk.detached and", CACHE_TESTS,
     ),
     Mutant(
         "a store that ends after a clear is published",
-        CACHE, "Cache.finish_store", "if copied and not chunk.detached and", "if copied and", CACHE_TESTS,
+        CACHE_STORES, "StorePlans.finish_store", "if copied and not chunk.detached and", "if copied and", CACHE_TESTS,
     ),
     Mutant(
         "a failed copy keeps its pages",
-        CACHE, "Cache.finish_store", "self.pool.free_pages(chunk.slot(number))", "pass", CACHE_TESTS,
+        CACHE_STORES, "StorePlans.finish_store", "self.pool.free_pages(chunk.slot(number))", "pass", CACHE_TESTS,
     ),
     Mutant(
         "one rank's failure takes the chunk away that another rank fills",
-        CACHE, "Cache.finish_store", "chunk.empty", "not chunk.done", CACHE_TESTS,
+        CACHE_STORES, "StorePlans.finish_store", "chunk.empty", "not chunk.done", CACHE_TESTS,
     ),
     Mutant(
         "a load reads a chunk that is still being filled",
@@ -239,7 +240,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "what is read may be evicted",
-        CACHE, "Cache.pin_chunks", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
+        SPACE, "Space.pin_chunks", "            chunk.pins += 1", "            chunk.pins += 0", CACHE_TESTS,
     ),
     Mutant(
         "a load is no use of its chunks",
@@ -247,38 +248,38 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "the pages of a cleared chunk are freed while it is read",
-        CACHE, "Cache._free_or_track", "if chunk.detached and not chunk.pins:", "if chunk.detached:", CACHE_TESTS,
+        SPACE, "Space._free_or_track", "if chunk.detached and not chunk.pins:", "if chunk.detached:", CACHE_TESTS,
     ),
     Mutant(
         "a clear of one namespace clears all",
-        CACHE, "Cache.clear_namespaces", "if id.startswith(base) else None", "if True else None", CACHE_TESTS,
+        SPACE, "Space.clear_namespaces", "if id.startswith(base) else None", "if True else None", CACHE_TESTS,
     ),
     Mutant(
         "a store evicts while pages of cleared chunks could be freed",
-        CACHE, "Cache._allocate_slot", "if done := self._free_one_chunk():", "if done := 0:", CACHE_TESTS,
+        SPACE, "Space._allocate_slot", "if done := self._free_one_chunk():", "if done := 0:", CACHE_TESTS,
     ),
     Mutant(
         "an eviction is not published",
-        CACHE, "Cache._evict_chunk", "plan.evicted.append((chunk.namespace.id, chunk.key))", "pass",
+        SPACE, "Space._evict_chunk", "plan.evicted.append((chunk.namespace.id, chunk.key))", "pass",
         ("daemon/test_kv_stream.py::test_all_consumers_know_what_l1_holds_through_evictions_a_clear_a_halt_a_kill_and_the_end",),
     ),
     Mutant(
         "the end of a used prefix becomes the youngest",
-        CACHE, "Cache.finish_store", "*reversed(plan.prefix)", "*plan.prefix", CACHE_TESTS,
+        CACHE_STORES, "StorePlans.finish_store", "*reversed(plan.prefix)", "*plan.prefix", CACHE_TESTS,
     ),
     Mutant(
         "a store has no space while leases of a disconnected engine could end",
-        CACHE, "Cache._allocate_slot", "elif done := self._end_one_lease():", "elif done := 0:",
+        SPACE, "Space._allocate_slot", "elif done := self.leases.end_one():", "elif done := 0:",
         ("issues/test_turns_grew_with_the_cache.py::test_a_store_waits_for_the_leases_of_a_disconnected_engine",),
     ),
     Mutant(
         "one rank fills L1 with what the others have no room for",
-        CACHE, "Cache.plan_store", "(pages * groups.slots[group])", "pages",
+        CACHE_STORES, "StorePlans.plan_store", "(pages * groups.slots[group])", "pages",
         ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     Mutant(
         "leases of a disconnected engine never end",
-        CACHE, "Cache.end_leases_of", "self._ownerless.append(leases)", "pass", CACHE_TESTS,
+        LEASES, "Leases.end_of_instance", "self._ownerless.append(leases)", "pass", CACHE_TESTS,
     ),
     # ---- what is reported of a request ------------------------------------------------------------
     Mutant(
@@ -395,11 +396,11 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a chunk that a request leases is evicted",
-        CACHE, "Cache._allocate_slot", "if not (chunk.leases or chunk.pins):", "if not chunk.pins:", CACHE_TESTS,
+        SPACE, "Space._allocate_slot", "if not (chunk.leases or chunk.pins):", "if not chunk.pins:", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that is copied is evicted",
-        CACHE, "Cache._allocate_slot", "if not (chunk.leases or chunk.pins):", "if not chunk.leases:", CACHE_TESTS,
+        SPACE, "Space._allocate_slot", "if not (chunk.leases or chunk.pins):", "if not chunk.leases:", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that was freed comes back to the policy",
@@ -1604,8 +1605,8 @@ L2_AND_L1 = (
     ),
     Mutant(
         "a failed copy of a whole fill is published",
-        CACHE,
-        "Cache.finish_store",
+        CACHE_STORES,
+        "StorePlans.finish_store",
         "and place not in failed",
         "",
         FILL_TESTS,

@@ -1,10 +1,10 @@
 """The decisions of L1: which chunks are resident, in which pages, and which are evicted."""
 
-from kvserver.cache.cache import Cache, StorePlan, split_keys
+from kvserver.cache.cache import Cache
 from kvserver.cache.chunk import Chunk
 from kvserver.cache.eviction import POLICIES
 from kvserver.cache.groups import WHOLE_CHUNKS, GroupObjects, Groups, one_group
-from kvserver.cache.index import Index
+from kvserver.cache.index import Index, split_keys
 from kvserver.cache.misses import LookupOutcome, MissReason, counted_in_l2, filled_to
 from kvserver.cache.namespace import (
     SLOT_FORMAT,
@@ -19,3 +19,4 @@ from kvserver.cache.namespace import (
     with_variant,
 )
 from kvserver.cache.pages import PagePool, page_bytes_for
+from kvserver.cache.store_plan import StorePlan

@@ -6,12 +6,20 @@ One thread uses it.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from itertools import islice
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.groups import Groups
 from kvserver.protocol import KEY_BYTES, bounded
+
+_KEY = struct.Struct(f"{KEY_BYTES}s")
+
+
+def split_keys(keys: bytes) -> Iterator[tuple[bytes]]:
+    """Each key in a tuple of one: this runs for every chunk of every lookup, and no other way is as fast."""
+    return _KEY.iter_unpack(keys)
 
 
 class Index:

@@ -1,0 +1,161 @@
+"""The memory of L1: which chunks have it, and who must leave so that others get it.
+
+Owns: index, pool, eviction policy, pins, leases and cleared chunks, and what is counted of evictions. Refuses to know: what
+a store plans (`store_plans`) and what a lookup finds (`cache`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvserver.cache.chunk import Chunk, Namespace
+from kvserver.cache.eviction import EvictionPolicy
+from kvserver.cache.index import Index
+from kvserver.cache.leases import Leases
+from kvserver.cache.misses import EvictedKeys
+from kvserver.cache.pages import PagePool, page_count
+from kvserver.cache.store_plan import StorePlan
+
+SLICE = 256  # chunks that one step() frees or unleases
+_EVICTION_STEPS = 3  # steps of one eviction, beside the step of looking at the chunk
+
+
+class Space:
+    def __init__(self, pool: PagePool, policy: EvictionPolicy) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.index = Index(policy.make_chunk)
+        self.leases = Leases(policy)
+        self.evicted_chunks = 0
+        self.evicted_tail_blocks = 0
+        self.evicted_pages = 0
+        self.cleared_chunks = 0
+        self.pins = 0  # over all chunks; equals the pins of open plans and loads
+        self._garbage: deque[Namespace] = deque()  # cleared namespaces; a freed chunk is removed from its namespace
+        self._freed_next: Chunk | None = None  # if it is of the first of these
+        self._evicted_keys = EvictedKeys()
+
+    def pin_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Keep the chunks' pages until unpin_chunks(): they are read, by no engine."""
+        for chunk in chunks:
+            chunk.pins += 1
+        self.pins += len(chunks)
+
+    def unpin_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Unlike finish_load(), it leaves the chunks as old as they are."""
+        self.pins -= len(chunks)
+        for chunk in chunks:
+            chunk.pins -= 1
+            if chunk.detached or not self.policy.tracks(chunk):
+                self._free_or_track(chunk)
+
+    def clear_namespaces(self, base: bytes = b"") -> int:
+        """Detach all chunks of the namespaces that begin with `base`; step() frees their pages."""
+        before = self.index.chunk_count
+        for id in self.index.namespace_ids():
+            namespace = self.index.detach_namespace(id) if id.startswith(base) else None
+            if namespace is not None:
+                self._garbage.append(namespace)
+        cleared = before - self.index.chunk_count
+        self.cleared_chunks += cleared
+        return cleared
+
+    @property
+    def has_garbage(self) -> bool:
+        """Cleared chunks wait to be freed."""
+        return bool(self._garbage)
+
+    # ---- deferred work ------------------------------------------------------------------------
+
+    def step(self, limit: int = SLICE) -> bool:
+        """Free or unlease about `limit` chunks, or end one lease that has more. True while work remains."""
+        while limit > 0 and (done := self._free_one_chunk() or self.leases.end_one()):
+            limit -= done
+        return limit <= 0
+
+    def _free_one_chunk(self) -> int:
+        """Free one cleared chunk. Returns 1, or 0 if none is left.
+
+        Neighbours in the order of eviction come one after the other: most are neighbours in L1, whose pages merge when
+        they are freed. In any other order the pool would keep an extent for every few chunks meanwhile.
+        """
+        while self._garbage:
+            namespace = self._garbage[0]
+            if namespace.chunks:
+                chunk = self._freed_next
+                if chunk is None or chunk.namespace is not namespace or namespace.chunks.get(chunk.key) is None:
+                    chunk = namespace.chunks.pop()  # one that was removed while it is read may still be followed
+                else:
+                    namespace.chunks.remove(chunk.key)
+                self._freed_next = self.policy.younger(chunk)
+                self._free_or_track(chunk)
+                return 1
+            self._garbage.popleft()
+        self._freed_next = None
+        return 0
+
+    # ---- free, allocate, evict ----------------------------------------------------------------
+
+    def _free_or_track(self, *chunks: Chunk, before: Chunk | None = None) -> None:
+        """After a pin ended: free detached chunks, make the others the youngest, in this order, or older than `before`."""
+        for chunk in chunks:
+            if chunk.detached and not chunk.pins:
+                self._free_chunk(chunk)
+        self.policy.track(chunks, before)
+
+    def _free_chunk(self, chunk: Chunk) -> int:
+        """Free the pages of all ranks' slots. Returns their number."""
+        slots = chunk.remove_slots()
+        self.pool.free_pages(slots)
+        pages = page_count(slots)
+        chunk.namespace.model.pages -= pages
+        chunk.ready = 0
+        self.policy.untrack(chunk)
+        return pages
+
+    def _allocate_slots(self, plan: StorePlan) -> list[bytes] | None:
+        """All of one chunk's slots, or None and none."""
+        slots: list[bytes] = []
+        while len(slots) < len(plan.slots):
+            slot = self._allocate_slot(plan)
+            if slot is None:
+                for allocated in slots:
+                    self.pool.free_pages(allocated)
+                return None
+            slots.append(slot)
+        return slots
+
+    def _allocate_slot(self, plan: StorePlan) -> bytes | None:
+        """One slot of one chunk, evicting as needed. None if `plan.steps` are used up or no chunk may be evicted."""
+        while (slot := self.pool.allocate_pages(plan.pages)) is None:
+            if plan.steps <= 0:
+                return None
+            if done := self._free_one_chunk():
+                plan.steps -= done
+                continue
+            chunk = self.policy.pop_chunk()
+            if chunk is not None:
+                plan.steps -= 1
+                if not (chunk.leases or chunk.pins):
+                    plan.steps -= _EVICTION_STEPS
+                    self._evict_chunk(chunk, plan)
+            elif done := self.leases.end_one():
+                plan.steps -= done
+            else:
+                plan.full = True
+                return None
+        return slot
+
+    def _evict_chunk(self, chunk: Chunk, plan: StorePlan) -> None:
+        self.index.detach_chunk(chunk)
+        if chunk.namespace.groups.tails:
+            self.evicted_tail_blocks += 1  # no event, for none announced the block
+            self.evicted_pages += self._free_chunk(chunk)
+            return
+        self.evicted_chunks += 1
+        chunk.namespace.model.evicted_chunks += 1
+        chunk.namespace.model.never_loaded_chunks += bool(chunk.ready) and not chunk.loaded
+        self.evicted_pages += self._free_chunk(chunk)
+        plan.evicted.append((chunk.namespace.id, chunk.key))
+        self._evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)

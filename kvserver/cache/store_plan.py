@@ -1,0 +1,40 @@
+"""What one store or fill copies: the chunks, their keys, and how far its planning is.
+
+Owns: the plan's fields. Refuses to know: how slots are allocated (`space`), and what becomes of a plan (`store_plans`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvserver.cache.chunk import Chunk
+from kvserver.cache.groups import Groups
+
+
+@dataclass(slots=True)
+class StorePlan:
+    """The objects that one rank's store copies, or that a fill reads. That of `chunks[i]` has the key number `positions[i]`.
+
+    `prefix` is all chunks of the store in key order, skipped chunks included: they age together. `evicted` is the
+    (namespace id, key) of each chunk that was evicted for this store. finish_store() adds to `ready`.
+    """
+
+    group: int
+    slots: range  # the numbers of the slots of each chunk: one rank's of a store, all ranks' of a fill
+    groups: Groups
+    namespace_id: bytes = b""
+    model_name: str = ""  # the model of the namespace if the namespace is new
+    keys: bytes = b""  # of the chunks that may fit
+    pages: int = 0  # of one slot
+    steps: int = 0  # keys and chunks that extend_plan() may still look at before it returns
+    complete: bool = True  # every key has been looked at
+    full: bool = False  # no further chunk may be evicted
+    found: list[Chunk] = field(default_factory=list)  # resident when planning began; pinned until the plan is complete
+    prefix: list[Chunk] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    ready: list[Chunk] = field(default_factory=list)  # whose object became READY
+    evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
+    skipped: int = 0  # objects that were resident, or that another store fills
+    no_space: int = 0  # objects that found no space in L1
+    after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it

@@ -1,0 +1,173 @@
+"""Stores and fills: from keys to slots, and from the end of a copy to READY objects.
+
+Owns: what becomes of a plan. Refuses to know: whom an allocation evicts (`space`), who copies. The rules are `cache`'s.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+from kvserver.cache.chunk import Chunk
+from kvserver.cache.groups import Groups
+from kvserver.cache.index import split_keys
+from kvserver.cache.pages import page_count
+from kvserver.cache.space import Space
+from kvserver.cache.store_plan import StorePlan
+from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
+
+_FIRST_SLOT = range(1)
+
+
+class StorePlans(Space):
+    """REQUIRES: one thread uses it."""
+
+    def plan_store(
+        self,
+        namespace_id: bytes,
+        groups: Groups,
+        keys: bytes,
+        slot_bytes: int,
+        *,
+        group: int = 0,
+        slots: range = _FIRST_SLOT,
+        places: range | None = None,
+        steps: int = sys.maxsize,
+        model_name: str = "",
+        after: tuple[bytes, bytes] | None = None,
+    ) -> StorePlan:
+        """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
+
+        `after`: of a tail, (namespace id, key) of the chunk before it. `slots` are the numbers of one rank's slot in each chunk,
+        or of all ranks' slots; `places` where the keys are among those that all ranks store
+        together, if not from 0 on. Pair with finish_store().
+
+        Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the
+        first object that cannot fit, and all objects after it. An object cannot fit if L1 is too small for all ranks' bytes
+        of it and of the objects before it, or if no further chunk may be evicted. KVServerError(TOO_LARGE) if L1 is too
+        small for one slot. A plan that is not `complete` after `steps` steps is continued by extend_plan().
+        """
+        pages = self.pool.pages_for(slot_bytes)
+        if pages > self.pool.pages:
+            raise KVServerError(
+                ErrorCode.TOO_LARGE,
+                f"a chunk of {slot_bytes} bytes needs {pages} pages of {self.pool.page_bytes} bytes, L1 has "
+                f"{self.pool.pages}; raise --l1-size",
+            )
+        count = len(keys) // KEY_BYTES
+        places, room = places or range(count), max(1, self.pool.pages // (pages * groups.slots[group]))
+        fitting = len(range(places.start, min(places.stop, room), places.step))
+        plan = StorePlan(
+            group, slots, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
+            complete=False, after=after,
+        )  # fmt: skip
+        plan.no_space = count - fitting
+        plan.found = [chunk for chunk in self.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
+        self.pin_chunks(plan.found)
+        self.extend_plan(plan, steps)
+        return plan
+
+    def extend_plan(self, plan: StorePlan, steps: int) -> None:
+        """Continue planning for at most `steps` steps; `plan.steps` is the steps that remain. REQUIRES: not complete.
+
+        Each call may add to `evicted`. The index may change in any way between two calls.
+        """
+        plan.steps = steps
+        namespace = self.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
+        first = len(plan.prefix)
+        for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
+            if plan.steps <= 0:
+                return
+            chunk = namespace.chunks.get(key)
+            if chunk is not None and any(map(chunk.has_slot, plan.slots)):
+                plan.steps -= 1
+                plan.prefix.append(chunk)
+                plan.skipped += 1
+                continue
+            if chunk is not None:
+                chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
+            slots = self._allocate_slots(plan)
+            if slots is None:
+                if chunk is not None:
+                    chunk.pins -= 1
+                    self._free_or_track(chunk)
+                if not plan.full:
+                    return
+                plan.no_space += len(plan.keys) // KEY_BYTES - position
+                break
+            if chunk is None:
+                chunk = self.index.add_chunk(namespace, key)
+                chunk.pins += 1
+            for number, slot in zip(plan.slots, slots, strict=True):
+                chunk.set_slot(number, slot)
+            namespace.model.pages += plan.pages * len(plan.slots)
+            self.pins += 1
+            plan.steps -= 1
+            plan.prefix.append(chunk)
+            plan.chunks.append(chunk)
+            plan.positions.append(position)
+        self._complete_plan(plan)
+
+    def finish_store(self, plan: StorePlan, copied: bool, failed: Collection[int] = ()) -> int:
+        """Publish the plan's objects if `copied` (every byte of the plan's slots was copied), else free their slots.
+
+        `failed`: the places in `plan.chunks` whose object was not copied although others were. Returns the number of objects
+        that became READY; `plan.ready` has their chunks. REQUIRES: complete, or not copied.
+        """
+        if not plan.complete:
+            self._complete_plan(plan)
+        bits, mask = sum([1 << number for number in plan.slots]), plan.groups.masks[plan.group]
+        for place, chunk in enumerate(plan.chunks):
+            chunk.pins -= 1
+            self.pins -= 1
+            if copied and not chunk.detached and place not in failed:
+                chunk.done |= bits
+                if chunk.done & mask == mask:
+                    chunk.ready |= 1 << plan.group
+                    plan.ready.append(chunk)
+            else:
+                for number in plan.slots:
+                    self.pool.free_pages(chunk.slot(number))
+                    chunk.set_slot(number, b"")
+                chunk.namespace.model.pages -= plan.pages * len(plan.slots)
+                if not chunk.detached and chunk.empty:
+                    self.index.detach_chunk(chunk)
+        self._free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
+        return len(plan.ready)
+
+    def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
+        """Whether the group's objects of all keys are READY."""
+        namespace = self.index.find_namespace(namespace_id)
+        found = namespace.chunks.find(keys) if namespace is not None else [None]
+        return all(chunk is not None and chunk.ready >> group & 1 for chunk in found)
+
+    def drop_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bytes:
+        """Free objects that no kept boundary needs any more, but none of a chunk that is leased or pinned.
+
+        Returns the keys of those that were freed.
+        """
+        dropped = []
+        for chunk in self.index.find_chunks(namespace_id, keys):
+            if chunk is None or not chunk.ready >> group & 1 or chunk.leases or chunk.pins:
+                continue
+            slots = chunk.remove_object(group)
+            self.pool.free_pages(slots)
+            chunk.namespace.model.pages -= page_count(slots)
+            if not chunk.done:
+                self.index.detach_chunk(chunk)
+                self._free_chunk(chunk)
+            dropped.append(chunk.key)
+        return b"".join(dropped)
+
+    def _complete_plan(self, plan: StorePlan) -> None:
+        """Unpin all chunks but those that the plan fills."""
+        plan.complete = True
+        for chunk in plan.found:
+            chunk.pins -= 1
+        self.pins -= len(plan.found)
+        self._free_or_track(*reversed(plan.found), *reversed(plan.prefix), before=self._chunk_before(plan))
+
+    def _chunk_before(self, plan: StorePlan) -> Chunk | None:
+        """The chunk that the plan's blocks follow, which is useful without them."""
+        namespace = self.index.find_namespace(plan.after[0]) if plan.after is not None else None
+        return namespace.chunks.get(plan.after[1]) if namespace is not None and plan.after is not None else None
