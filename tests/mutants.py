@@ -1515,23 +1515,27 @@ REMOTE_TIERS = (
     ),
 )
 
-FILE_TIER, FILE_LOG = "kvserver/l2/files/tier.py", "kvserver/l2/files/log_writer.py"
+FILE_TIER, FILE_RECORDS = "kvserver/l2/files/tier.py", "kvserver/l2/files/records.py"
+FILE_PUTS, FILE_GETS = "kvserver/l2/files/puts.py", "kvserver/l2/files/gets.py"
+FILE_LOG = "kvserver/l2/files/log_writer.py"
 FILE_OPENING, FILE_JOURNAL = "kvserver/l2/files/opening.py", "kvserver/l2/files/journal.py"
 FILES, FILE_FAULTS = "unit/l2/test_files.py", "unit/l2/test_files_faults.py"
 
 FILE_TIERS = (
     Mutant(
         "a get that began before a clear is a hit",
-        FILE_TIER, "FileTier._get_ended", "if get.void or get.generation != current or self._closed:", "if False:",
+        FILE_GETS, "FileGets.ended", "if get.void or get.generation != self._records.generation_of(get.name) or closed:",
+        "if False:",
         (f"{FILES}::TestClear",),
     ),
     Mutant(
         "a put that began before a clear is found after it",
-        FILE_TIER, "FileTier._put_ended", "put.generation == current", "True", (f"{FILES}::TestClear",),
+        FILE_PUTS, "FilePuts._is_current", "put.generation == self._records.generation_of(put.name)", "True",
+        (f"{FILES}::TestClear",),
     ),
     Mutant(
         "a put that was dropped meanwhile is found",
-        FILE_TIER, "FileTier._put_ended", "not put.void", "True", (f"{FILES}::TestObjects",),
+        FILE_PUTS, "FilePuts.ended", "not put.void", "True", (f"{FILES}::TestObjects",),
     ),
     Mutant(
         "the journal's records of before a clear are found after a restart",
@@ -1543,13 +1547,13 @@ FILE_TIERS = (
     ),
     Mutant(
         "pages of a clear that is not durable are used again",
-        FILE_TIER, "FileTier._sweep", " or self._saving or not self._generations_saved", "",
+        FILE_TIER, "FileTier.drain", "parts.clears.durable and ", "",
         (f"{FILE_FAULTS}::TestJournal",),
     ),
     Mutant(
         "pages are used again before their drop is in the journal",
-        FILE_TIER, "FileTier._release", "self._writer.free_later(extents, _pages_of(extents))",
-        "self._pool.free_pages(extents)", (f"{FILE_FAULTS}::TestJournal",),
+        FILE_RECORDS, "FileRecords._release", "self._writer.free_later(extents, _pages_of(extents))",
+        "self.pool.free_pages(extents)", (f"{FILE_FAULTS}::TestJournal",),
     ),
     Mutant(
         "pages whose drop could not be written are used again",
@@ -1558,7 +1562,7 @@ FILE_TIERS = (
     ),
     Mutant(
         "pages are used again while a get reads them",
-        FILE_TIER, "FileTier._release", "if extents in self._reads.counts:", "if False:", (f"{FILES}::TestEviction",),
+        FILE_RECORDS, "FileRecords._release", "if extents in self._reads:", "if False:", (f"{FILES}::TestEviction",),
     ),
     Mutant(
         "entries are appended behind a bad one",
@@ -1574,20 +1578,20 @@ FILE_TIERS = (
     ),
     Mutant(
         "a get with another coverage reads the object",
-        FILE_TIER, "FileTier.get", " or found[0] != _meaning(memory)", "", (f"{FILES}::TestObjects",),
+        FILE_GETS, "FileGets.begin", " or found.meaning != meaning_of(memory)", "", (f"{FILES}::TestObjects",),
     ),
     Mutant(
         "a corrupt object is promised again",
-        FILE_TIER, "FileTier._found_corrupt", "self._remove(name, generation)", "pass", (f"{FILE_FAULTS}::TestRecords",),
+        FILE_GETS, "FileGets._found_corrupt", "self._records.remove(get.name)", "pass", (f"{FILE_FAULTS}::TestRecords",),
     ),
     Mutant(
         "a disk of corrupt objects is used for ever",
-        FILE_TIER, "FileTier._found_corrupt", "self._corrupt_in_a_row >= MOST_CORRUPT", "False",
+        FILE_GETS, "FileGets._found_corrupt", "self._corrupt_in_a_row >= MOST_CORRUPT", "False",
         (f"{FILE_FAULTS}::TestRecords",),
     ),
     Mutant(
         "a loss of power closes the tier",
-        FILE_TIER, "FileTier._found_corrupt", "if get.recovered:", "if False:", (f"{FILE_FAULTS}::TestFiles",),
+        FILE_GETS, "FileGets._found_corrupt", "if get.recovered:", "if False:", (f"{FILE_FAULTS}::TestFiles",),
     ),
 )  # fmt: skip
 

@@ -238,9 +238,7 @@ class FileRig:
 
     def written(self) -> FileRig:
         """All ends so far are in the journal."""
-        writer = self.tier._writer
-        assert writer is not None
-        self.until(lambda: writer.idle or writer.broken)
+        self.until(lambda: self.tier.journaled)
         return self
 
     def close(self) -> None:

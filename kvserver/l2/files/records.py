@@ -1,0 +1,173 @@
+"""The records of a file tier that is open: where they lie, which are evicted, and when a page is used again.
+
+Owns: the index, the pages of the data file, the generations in memory. Pages of a dropped record are used again once no get
+reads them and its drop is in the journal (`log_writer`). Refuses to know: tickets. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvserver._native import HostRegion, Record, checksum
+from kvserver.l2.base import ObjectMemory, ObjectName
+from kvserver.l2.files.log_writer import LogWriter
+from kvserver.l2.files.opening import HEAD_PAGES, Opened
+from kvserver.l2.files.worker import FileWorker
+
+_SWEEP = 4096  # records of one slice
+_EXTENT = struct.Struct("=II")
+
+
+class PlacedRecord(NamedTuple):
+    """A record of the index: what must agree before it is read, where it lies, whether a replay found it."""
+
+    meaning: int
+    extents: bytes
+    recovered: bool
+
+
+class FileRecords:
+    """REQUIRES: one thread uses it. `failed` gets the reason why the journal can have no more entries."""
+
+    def __init__(self, opened: Opened, worker: FileWorker, failed: Callable[[str], None]) -> None:
+        self.generations = opened.generations
+        self._table = opened.table
+        self.pool = opened.pool
+        self._writer = (
+            LogWriter(opened.table, opened.pool, opened.journal, worker, failed) if opened.journal is not None else None
+        )
+        self._reads = Counter[bytes]()  # under way, by extents
+        self._read_and_freed: set[bytes] = set()  # extents that are freed after their reads
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def writable(self) -> bool:
+        return self._writer is not None
+
+    @property
+    def used_bytes(self) -> int:
+        return self.pool.used_pages * self.pool.page_bytes
+
+    @property
+    def journaled(self) -> bool:
+        """All that changed is in the journal, or will never be."""
+        return self._writer is None or self._writer.idle or self._writer.broken
+
+    # ---- the index ------------------------------------------------------------------------------
+
+    def generation_of(self, name: ObjectName) -> int:
+        return self.generations.of(name.namespace)
+
+    def holds(self, namespace: bytes, group: int, keys: bytes) -> int:
+        return self._table.holds(namespace, self.generations.of(namespace), group, keys)
+
+    def touch(self, namespace: bytes, group: int, keys: bytes) -> None:
+        self._table.touch(namespace, self.generations.of(namespace), group, keys)
+
+    def find(self, name: ObjectName) -> PlacedRecord | None:
+        found = self._table.find(name.namespace, self.generation_of(name), name.group, name.key)
+        return PlacedRecord(*found) if found is not None else None
+
+    def add(self, name: ObjectName, parent: bytes, meaning: int, extents: bytes) -> None:
+        """In the place of any other of that name."""
+        self.remove(name)
+        generation = self.generation_of(name)
+        self._table.add(name.namespace, generation, name.group, name.key, parent, meaning, extents)
+
+    def remove(self, name: ObjectName) -> None:
+        extents = self._table.remove(name.namespace, self.generation_of(name), name.group, name.key)
+        if extents is not None:
+            self._release(extents)
+
+    def drop_other_generations(self) -> None:
+        """Nothing finds their records from now on; sweep() removes them."""
+        for namespace, generation, group, _ in self._table.spaces():
+            if generation != self.generations.of(namespace):
+                self._table.drop_space(namespace, generation, group)
+
+    # ---- pages ----------------------------------------------------------------------------------
+
+    def pages_for(self, record: Record) -> int:
+        return self.pool.pages_for(record.file_bytes)
+
+    def can_have(self, pages: int) -> bool:
+        """Whether so many could ever be free."""
+        return pages <= self.pool.pages - HEAD_PAGES
+
+    def make_room(self, pages: int) -> tuple[bool, int]:
+        """Evict until so many pages are free or will be; false if there is nothing to evict. And how many were evicted."""
+        assert self._writer is not None
+        evictions = 0
+        while self.pool.unused_pages + self._writer.pending_pages < pages:
+            evicted = self._table.evict()
+            if evicted is None:
+                return bool(self._read_and_freed) or not self._table.swept, evictions
+            evictions += 1
+            self._release(evicted[3])
+        return True, evictions
+
+    def pin(self, extents: bytes) -> None:
+        """A get begins to read them."""
+        self._reads[extents] += 1
+
+    def unpin(self, extents: bytes) -> None:
+        self._reads[extents] -= 1
+        if self._reads[extents]:
+            return
+        del self._reads[extents]
+        if extents in self._read_and_freed:
+            self._read_and_freed.remove(extents)
+            self._release(extents)
+
+    def _release(self, extents: bytes) -> None:
+        """The record left the index. Its pages are free after its gets and its drop's entry."""
+        if extents in self._reads:
+            self._read_and_freed.add(extents)
+        elif self._writer is not None:
+            self._writer.free_later(extents, _pages_of(extents))
+
+    # ---- the journal ----------------------------------------------------------------------------
+
+    def sweep(self) -> bool:
+        """Remove a slice of what drop_other_generations() left. REQUIRES: the generations are durable. True if more is left."""
+        if self._table.swept or self._writer is None:
+            return False
+        freed = self._table.sweep(_SWEEP)
+        for first, count in _EXTENT.iter_unpack(freed):
+            self._writer.free_later(_EXTENT.pack(first, count), count)
+        return not self._table.swept
+
+    def write_log(self) -> bool:
+        """Send what waits to the journal. True if there is more to do at once."""
+        return self._writer is not None and self._writer.step()
+
+    def write_last(self) -> None:
+        if self._writer is not None:
+            self._writer.write_last()
+
+
+class L1Pages(NamedTuple):
+    """L1, between which and the file records move."""
+
+    region: HostRegion
+    page_bytes: int
+
+    def record(self, name: ObjectName, memory: ObjectMemory, generation: int) -> Record:
+        return Record(
+            self.region, self.page_bytes, name.namespace, name.group, name.key, memory.coverage, generation,
+            memory.slots, memory.slot_bytes,
+        )  # fmt: skip
+
+
+def meaning_of(memory: ObjectMemory) -> int:
+    """What must agree before a record is read, but for its name and generation. The header has it in full."""
+    return checksum(memory.coverage + struct.pack(f"<{len(memory.slot_bytes)}Q", *memory.slot_bytes))
+
+
+def _pages_of(extents: bytes) -> int:
+    return sum(count for _, count in _EXTENT.iter_unpack(extents))
