@@ -44,6 +44,7 @@ from kvserver.server import (
     Lifelines,
     Loads,
     Presence,
+    ReadRates,
     Resync,
     Server,
     Spill,
@@ -158,11 +159,12 @@ class Parts:
         self.tickets: Tickets[Ticket] = Tickets(devices)
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
         tiers_of_l2 = Tiers(tiers)
-        self.spill = Spill(cache, tiers_of_l2, clock)
-        presence = Presence(cache, tiers_of_l2)
+        rates = ReadRates(len(tiers_of_l2), clock)
+        self.spill = Spill(cache, tiers_of_l2, rates, clock)
+        presence = Presence(cache, tiers_of_l2, rates)
         lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, presence, bus, clock)
         self.fills = fills = Fills(
-            cache, tiers_of_l2, presence, bus, lookups.answer_again, settings.lease_seconds, clock
+            cache, tiers_of_l2, presence, rates, bus, lookups.answer_again, settings.lease_seconds, clock
         )
         self.stores = Stores(cache, copies, bus, self.spill)
         loads = Loads(cache, copies, bus, self.spill, fills)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvserver._native import unpack_blocks
-from kvserver.protocol import ChunkContents
+from kvserver.protocol import ChunkContents, Durability
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class LoadSpec(CopySpec):
     group: int = 0
     tokens: int = 0  # that the engine need not compute when all copies of the load have ended
     copies: int = 1  # of the request's load
+    durability: Durability = Durability.PROCESS  # of the variant
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class StoreSpec(CopySpec):
     first_chunk: int = 0  # of the request, or which single block of it, which the first key names
     dropped: bytes = b""  # keys of the group's objects that no kept boundary needs after this store
     after: bytes | None = None  # of single blocks: key of the chunk before them
+    durability: Durability = Durability.PROCESS  # of the variant
 
 
 def ids_of(spec: CopySpec) -> list[int]:

@@ -1,13 +1,15 @@
 """Digests of a model's or a LoRA's files: samples of their content, so that copies are equal wherever and whenever they were made.
 
-Of safetensors the names, types and shapes of all tensors and some bytes of each; of other files pieces all through them.
-Names of folders and times of files do not matter. What was read of a file is remembered by its inode, size and ctime.
+Of safetensors the names, types and shapes of all tensors and some bytes of each; of other files pieces all through them. A *whole*
+digest is of every byte. Names of folders and times of files do not matter. What was read of a file is remembered by its
+inode, size and ctime; whole digests, which take a second for each gigabyte or so, in `$XDG_CACHE_HOME/kvserver` for other processes too.
 
 Owns: reading and digesting files. Refuses to know: which of them an engine reads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -27,6 +29,7 @@ _HARMLESS_FILES = (
 _SAMPLE_BYTES = 256
 _SAMPLES_OF_TENSOR = 3
 _SAMPLES_OF_FILE = 4096
+_PIECE_BYTES = 1 << 24  # of a file that is read whole
 _LONGEST_HEADER = 100_000_000  # as safetensors itself has it
 
 
@@ -53,17 +56,54 @@ def stamps_of(folder: Path) -> tuple[tuple[str, Stamp], ...]:
     return tuple((path.name, stamp_of(path)) for path in _files(folder, deep=False))
 
 
-def folder_digest(folder: Path, deep: bool = True) -> str:
+def folder_digest(folder: Path, deep: bool = True, whole: bool = False) -> str:
     """Digest of all files that a model reads from a folder, and if `deep` from folders in it. NoWeights, or an OSError."""
     files = list(_files(folder, deep))
     if not any(path.name.endswith(WEIGHT_SUFFIXES) for path in files):
         raise NoWeights("no weight files in the model's folder")
-    parts = [(path.relative_to(folder).as_posix(), file_digest(path)) for path in files]
+    parts = [(path.relative_to(folder).as_posix(), file_digest(path, whole)) for path in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    return _file_digest(path, stamp_of(path))
+def file_digest(path: Path, whole: bool = False) -> str:
+    return _whole_digest(path, stamp_of(path)) if whole else _file_digest(path, stamp_of(path))
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole_digest(path: Path, stamp: Stamp) -> str:
+    """OSError also if the file changes meanwhile."""
+    known = _remembered(path, stamp)
+    try:
+        return _checked(known.read_text())
+    except (OSError, ValueError):
+        pass  # it is computed
+    with path.open("rb") as file:
+        hashed = hashlib.sha256()
+        while piece := file.read(_PIECE_BYTES):
+            hashed.update(piece)
+        found = hashed.hexdigest()
+    if stamp_of(path) != stamp:
+        raise OSError(f"{path.name} changed while it was read")
+    with contextlib.suppress(OSError):  # the next process computes it again
+        known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = known.with_suffix(f".{os.getpid()}")
+        part.write_text(found)
+        part.replace(known)
+    return found
+
+
+def _remembered(path: Path, stamp: Stamp) -> Path:
+    """Where the digest of a file's whole content is kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = repr((path.stat().st_dev, stamp.inode, stamp.size, stamp.ctime_ns))
+    return cache / "kvserver" / "weights" / hashlib.sha256(name.encode()).hexdigest()
+
+
+def _checked(digest: str) -> str:
+    """ValueError unless it is one."""
+    if len(bytes.fromhex(digest)) != hashlib.sha256().digest_size:
+        raise ValueError("not a digest")
+    return digest
 
 
 @functools.lru_cache(maxsize=4096)

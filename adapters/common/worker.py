@@ -155,13 +155,14 @@ class WorkerHalf:
         if isinstance(spec, LoadSpec):  # the daemon explains requests by their loads
             return Retrieve(
                 **fields, skip_blocks=spec.skip_blocks, request_id=spec.request_id,
-                group=spec.group, tokens=spec.tokens, messages=spec.copies,
+                group=spec.group, tokens=spec.tokens, messages=spec.copies, durability=spec.durability,
             )  # fmt: skip
         named = spec.request_id if copy.session.hello.traces else ""
         contents = spec.contents if self._rank.number == 0 else None
         return Store(
             **fields, request_id=named, contents=contents,
             group=spec.group, dropped=spec.dropped, first_chunk=spec.first_chunk, after=spec.after,
+            durability=spec.durability,
         )  # fmt: skip
 
     # ---- copies end ---------------------------------------------------------------------------

@@ -28,8 +28,9 @@ from kvserver.adapters.vllm.support import hash_block_tokens
 from vllm import envs
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
 
-from kvserver.protocol import Counted
+from kvserver.protocol import Counted, Durability
 
 # Fields whose values may be sent to the daemon, to name what differs: never an address, a path or a secret.
 SHOWN = frozenset({
@@ -53,6 +54,7 @@ _FROM_FILES = frozenset({
 @dataclass
 class Identity:
     """`counted`: field -> digest. `values`: some fields' values, for people. `private`: why KV is not shared, or "".
+    `machine_only`: why it is shared on this machine only, or "".
 
     An engine is private if another start of it would have another identity, or would wrongly have the same one.
     """
@@ -60,6 +62,7 @@ class Identity:
     counted: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     private: str = ""
+    machine_only: str = ""
 
     def add(self, name: str, value: Any) -> None:
         """Add the digest of a value; a value without one makes the engine private, with the name as the reason."""
@@ -95,12 +98,18 @@ def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
     return found
 
 
-def with_weights(found: Identity, vllm_config: Any, model_version: str = "") -> Identity:
-    """The identity with the weights. Reads samples of their files, which may take seconds."""
+def with_weights(found: Identity, vllm_config: Any, model_version: str = "", whole_digests: bool = False) -> Identity:
+    """The identity with the weights. Reads samples of their files, which may take seconds, or all of them."""
     whole = dataclasses.replace(found, counted=dict(found.counted))
     for name, model, load in _models(vllm_config):
         try:
-            whole.counted[name] = digest([model_version, weights_of(model, load, model_version)])
+            weights = weights_of(model, load, model_version, whole_digests)
+            whole.counted[name] = digest([model_version, weights])
+            if not (model_version or whole_digests or weights.startswith("commit:")):
+                whole.machine_only = (
+                    f"{name}: samples of the files name them; kvserver.model_version or kvserver.weights_digest=whole "
+                    "would name them for other machines"
+                )
         except (NoWeights, OSError) as reason:
             unreadable = f"the model's files cannot be read, {type(reason).__name__}"
             why = reason if isinstance(reason, NoWeights) else unreadable
@@ -108,7 +117,7 @@ def with_weights(found: Identity, vllm_config: Any, model_version: str = "") -> 
     return whole
 
 
-def weights_of(model: Any, load: Any, model_version: str = "") -> str:
+def weights_of(model: Any, load: Any, model_version: str = "", whole_digests: bool = False) -> str:
     """A text that is the same for the same weights of a ModelConfig, or, where there are no files, "" if they have a name.
 
     NoWeights or OSError if there is neither.
@@ -121,9 +130,9 @@ def weights_of(model: Any, load: Any, model_version: str = "") -> str:
         if model.model_weights:
             raise NoWeights("they are not in the model's folder")
         if path.is_dir():
-            return "folder:" + folder_digest(path)
+            return "folder:" + folder_digest(path, whole=whole_digests)
         if path.is_file():
-            return "file:" + file_digest(path)
+            return "file:" + file_digest(path, whole_digests)
         commit = getattr(model.hf_config, "_commit_hash", None)
         if not commit or model.hf_config_path:
             raise NoWeights("the commit of the model is not known")
@@ -248,7 +257,22 @@ def chain_start(incarnation: str) -> str:
     return start.hex() if isinstance(start, bytes) else f"unknown-{incarnation}"
 
 
-def lora_fingerprint(lora: Any) -> str | None:
+def chain_durability(algorithm: str) -> Durability:
+    """Whether another start of an engine has the same chain of block hashes, so that its keys are found again.
+
+    Up to vLLM 0.28 the chain starts from a random value unless PYTHONHASHSEED is set. With xxhash, who knows the start can make
+    prompts that collide: such keys end with the process, also where PYTHONHASHSEED is set. REQUIRES: as chain_start().
+    """
+    if not algorithm.startswith("sha256"):
+        return Durability.PROCESS
+    from vllm.v1.core import kv_cache_utils
+
+    seeds = os.environ.get("PYTHONHASHSEED"), getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    start, hash_of = getattr(kv_cache_utils, "NONE_HASH", None), get_hash_fn_by_name(algorithm)
+    return Durability.ANYWHERE if start in [hash_of(seed) for seed in seeds if seed is not None] else Durability.PROCESS
+
+
+def lora_fingerprint(lora: Any, whole: bool = False) -> str | None:
     """Name and content of a LoRA: block hashes cover its name only, and files behind a name may differ.
 
     None where there is no folder: vLLM downloads whatever the hub has then.
@@ -256,4 +280,4 @@ def lora_fingerprint(lora: Any) -> str | None:
     folder = Path(lora.lora_path).expanduser()
     if not folder.is_dir():
         return None
-    return digest([lora.lora_name, bool(lora.is_3d_lora_weight), folder_digest(folder, deep=False)])
+    return digest([lora.lora_name, bool(lora.is_3d_lora_weight), folder_digest(folder, deep=False, whole=whole)])

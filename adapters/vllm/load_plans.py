@@ -31,7 +31,8 @@ class LoadPlanner:
                 LoadSpec(
                     copy_id=next(self._ids),
                     request_id=request.request_id,
-                    variant=state.variant,
+                    variant=state.variant.text,
+                    durability=state.variant.durability,
                     chunk_blocks=object_blocks,
                     keys=keys,
                     block_ids=pack_blocks(blocks),

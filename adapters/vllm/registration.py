@@ -80,6 +80,7 @@ class RankRegistration:
                 layout=f"{caches.layout} {backends}",
                 counted=self._whole_identity.fields(),
                 private=self._whole_identity.private,
+                machine_only=self._whole_identity.machine_only,
                 has_computed=self._has_computed(),
                 tails=hello.tails and has_tails(grouped, chunk_tokens),
             )
@@ -91,7 +92,8 @@ class RankRegistration:
     @cached_property
     def _whole_identity(self) -> Identity:
         """With the weights: read once, in the link's thread, since it may take seconds."""
-        whole = with_weights(self._identity, self._config, self._settings.model_version)
+        settings = self._settings
+        whole = with_weights(self._identity, self._config, settings.model_version, settings.weights_digest == "whole")
         if whole.private:
             log.warning("kvserver: this engine shares KV with no other: %s", whole.private)
         return whole

@@ -15,6 +15,7 @@ from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.lookups import Question
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.vllm.chunks import Offer, Tables
+from kvserver.adapters.vllm.variants import Variant
 from kvserver.adapters.vllm.wishes import NONE, Wishes
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState(Question):
     request: Request
-    variant: str
+    variant: Variant
     local_tokens: int = 0  # what vLLM had itself when the hit was reported to it
     loads: list[LoadSpec] = field(default_factory=list)  # the copies of its load, one for each object group
     admitted: bool = False  # vLLM has placed it

@@ -87,6 +87,8 @@ class SchedulerHalf:
             "epoch: weight_transfer_config is set" if facts.weights_are_transferred else "",
             counters=self.counters,
             trusts_uuids=settings.trust_multi_modal_uuids,
+            whole_digests=settings.weights_digest == "whole",
+            hash_algorithm=facts.hash_algorithm,
         )
         self._pool = PoolHook()
         seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
@@ -161,7 +163,8 @@ class SchedulerHalf:
             request_id=request.request_id,
             chunk_blocks=self._chunks.blocks,
             keys=self._chunks.keys(request, range(chunks)),
-            variant=state.variant,
+            variant=state.variant.text,
+            durability=state.variant.durability,
             tokens=request.num_tokens,
             traceparent=traceparent(request),
             tail_keys=self._chunks.block_keys(request, tail) if tail else b"",

@@ -33,6 +33,12 @@ class AdapterSettings(CommonSettings, frozen=True, kw_only=True):
             description="Names weights that have no files in the model's folder (s3://, tensorizer, dummy): engines with the same name share KV. Without a name such an engine shares KV with no other. Where there are files, both the files and the name must agree.",
         ),
     ] = ""
+    weights_digest: Annotated[
+        Literal["samples", "whole"],
+        Meta(
+            description="How the files of local models and LoRAs are compared. `samples` of their content take a second, and such KV goes to no L2 tier that machines share, unless `kvserver.model_version` names a model. `whole`: every byte is read (once, it is remembered by inode, size and time of change), before the engine registers and before a LoRA's first request. Set it in all engines that are to share."
+        ),
+    ] = "samples"
     trust_multi_modal_uuids: Annotated[
         bool,
         Meta(

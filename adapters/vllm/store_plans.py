@@ -133,7 +133,8 @@ class StorePlanner:
             store = StoreSpec(
                 copy_id=next(self._ids),
                 request_id=request.request_id,
-                variant=state.variant,
+                variant=state.variant.text,
+                durability=state.variant.durability,
                 chunk_blocks=1,
                 keys=self._chunks.block_keys(request, tail),
                 block_ids=pack_blocks(block_ids),
@@ -183,7 +184,8 @@ class StorePlanner:
         store = StoreSpec(
             copy_id=next(self._ids),
             request_id=state.request.request_id,
-            variant=state.variant,
+            variant=state.variant.text,
+            durability=state.variant.durability,
             chunk_blocks=self._chunks.object_blocks[group],
             keys=self._chunks.keys(state.request, chunks),
             block_ids=pack_blocks(block_ids),

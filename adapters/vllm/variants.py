@@ -1,6 +1,7 @@
 """What may differ between requests of one registration: weights, LoRA, and who named its images.
 
-Owns: the weights epoch, the LoRAs seen, and the text that goes with every key. Refuses to know: keys,
+Owns: the weights epoch, the LoRAs seen, and the text that goes with every key, with its durability: whether another start of an
+engine would have the same text, and whether one on another machine would. Refuses to know: keys,
 and how the server hashes the text into a namespace.
 
 A LoRA is the files that its name and path had at its first request. vLLM reads them again when it had evicted
@@ -16,12 +17,19 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvserver.adapters.common.weights import NoWeights, stamps_of
-from kvserver.adapters.vllm.identity import chain_start, lora_fingerprint
+from kvserver.adapters.vllm.identity import chain_durability, chain_start, lora_fingerprint
+
+from kvserver.protocol import Durability
 
 log = logging.getLogger("vllm.kvserver")
+
+
+class Variant(NamedTuple):
+    text: str
+    durability: Durability
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,8 @@ class Variants:
 
     `private` states why the engine shares KV with itself only; empty while it shares with others. If it is set from the
     start, a version that is configured at the start does not change it.
-    `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine.
+    `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine. `whole_digests`: the
+    fingerprint of a LoRA covers every byte of its files.
     """
 
     def __init__(
@@ -46,8 +55,12 @@ class Variants:
         *,
         counters: Counter[str] | None = None,
         trusts_uuids: bool = False,
+        whole_digests: bool = False,
+        hash_algorithm: str = "",
     ) -> None:
         self.private = private
+        self._whole_digests = whole_digests
+        self._hash_algorithm = hash_algorithm
         self._counters = counters if counters is not None else Counter()
         self._trusts_uuids = trusts_uuids
         self._incarnation = incarnation
@@ -82,19 +95,23 @@ class Variants:
             parts.append(f"epoch={self._incarnation}/{self._epoch}")
         return _digest(" ".join(parts))
 
-    def of(self, request: Any) -> str | None:
-        """The text for a request: "epoch" or "epoch/lora"; None if it must run without cache."""
+    def of(self, request: Any) -> Variant | None:
+        """For a request: the text "epoch" or "epoch/lora", and its durability; None if it must run without cache."""
         lora = request.lora_request
         private = bool(request.mm_features) and not self._trusts_uuids
-        if lora is None:
-            return self._own(self.epoch) if private else self.epoch
-        known = self._lora(lora)
-        if known is None:
+        known = self._lora(lora) if lora is not None else None
+        if lora is not None and known is None:
             return None
-        epoch = self._own(self.epoch) if private or known.fingerprint is None else self.epoch
-        return f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}"
+        private = private or (known is not None and known.fingerprint is None)
+        epoch = self._own(self.epoch) if private else self.epoch
+        durability = Durability.PROCESS if private or self.private else chain_durability(self._hash_algorithm)
+        if known is None:
+            return Variant(epoch, durability)
+        if not self._whole_digests:
+            durability = min(durability, Durability.MACHINE)
+        return Variant(f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}", durability)
 
-    def is_current(self, request: Any, variant: str) -> bool:
+    def is_current(self, request: Any, variant: Variant) -> bool:
         """Whether the request still computes with the weights that `variant` names: a LoRA's files may be replaced."""
         return request.lora_request is None or self.of(request) == variant
 
@@ -122,7 +139,7 @@ class Variants:
 
     def _read(self, lora: Any) -> str | None:
         try:
-            found = lora_fingerprint(lora)
+            found = lora_fingerprint(lora, self._whole_digests)
         except (NoWeights, OSError) as error:
             log.debug("LoRA %r", lora.lora_name, exc_info=error)
             found = None

@@ -22,6 +22,7 @@ class MissReason(str, Enum):
     )
     FILLING = "filling"  # a store fills it now
     IN_L2 = "in_l2"  # L1 lacks it, a tier of L2 has it; kvserver_filled_tokens_total counts those that were read
+    SLOW_L2 = "slow_l2"  # as IN_L2, and it was not read: to compute it was expected to take less time
     OTHER_NAMESPACE = "other_namespace"  # it is resident for engines that may not share KV with this one
     UNAVAILABLE = "unavailable"  # not all ranks are registered, or the device is lost: no chunk can be found
     NEVER_STORED = "never_stored"  # none of the other reasons; includes chunks that were cleared, or evicted long ago
@@ -60,10 +61,10 @@ class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
         return self.chunks * chunk_tokens + (0 if self.missed else self.tail_tokens)
 
 
-def counted_in_l2(outcome: LookupOutcome, boundary: int) -> LookupOutcome:
+def counted_in_l2(outcome: LookupOutcome, boundary: int, reason: MissReason = MissReason.IN_L2) -> LookupOutcome:
     """The outcome where chunks [hit_chunks, boundary) are in L2: they are missed for that reason, the others as before."""
     left = boundary - outcome.hit_chunks
-    missed = [(MissReason.IN_L2, left)]
+    missed = [(reason, left)]
     for reason, chunks in outcome.missed:
         moved = min(left, chunks)
         left -= moved

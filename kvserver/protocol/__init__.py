@@ -2,7 +2,7 @@
 
 from kvserver.protocol.endpoint import default_endpoint, stranger_at
 from kvserver.protocol.errors import CONNECTION_REFUSED, ConfigError, ErrorCode, KVServerError
-from kvserver.protocol.fields import CONTENT_BYTES, KEY_BYTES, MAX_CHUNKS, TOKEN_BYTES, Label, Name, Text
+from kvserver.protocol.fields import CONTENT_BYTES, KEY_BYTES, MAX_CHUNKS, TOKEN_BYTES, Durability, Label, Name, Text
 from kvserver.protocol.groups import (
     MAX_CHUNK_TOKENS,
     MAX_OBJECT_GROUPS,

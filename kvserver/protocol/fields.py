@@ -5,6 +5,7 @@ Owns: the two forms of a message and the bounds. Refuses to know: any message.
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import msgspec
@@ -26,6 +27,14 @@ Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 Size = Annotated[int, Meta(gt=0, le=1 << 62)]
 Ratio = Annotated[float, Meta(ge=0)]
 Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
+
+
+class Durability(enum.IntEnum):
+    """Who can find an object again, by its name, and so how far L2 may carry it."""
+
+    PROCESS = 0  # this start of the engine only: it goes to no tier
+    MACHINE = 1  # a later start too, on this machine: to tiers of this machine
+    ANYWHERE = 2  # engines on other machines too: to all tiers
 
 
 class Message(msgspec.Struct, tag_field="type", tag=True):

@@ -33,6 +33,7 @@ from kvserver.protocol.errors import ErrorCode, KVServerError
 from kvserver.protocol.fields import (
     ArrayMessage,
     Bytes,
+    Durability,
     Keys,
     Label,
     Message,
@@ -143,6 +144,7 @@ class RegisterWorker(Message):
     # Single blocks are stored, looked up and loaded too, as objects of the group len(groups) + g for each group g. Only
     # with HelloReply.tails, and if has_tails(groups).
     tails: bool = False
+    machine_only: Text = ""  # why its KV must stay on this machine, though it may outlive the engine; "" if it need not
 
     @property
     def chunk_tokens(self) -> int:
@@ -172,6 +174,7 @@ class Lookup(ArrayMessage):
     tokens: Tokens = 0  # of the whole prompt, also beyond the last full chunk; 0: not stated
     traceparent: Label = ""  # W3C trace context of the request, if the engine was sent one
     tail_keys: Keys = b""  # of the whole blocks behind the last chunk of `keys`, which may then be empty
+    durability: Durability = Durability.PROCESS  # of the variant
 
 
 class LookupTail(ArrayMessage):
@@ -219,6 +222,7 @@ class Store(_Copy):
     # sends all keys. Protocol 4: rank 0 copies all. Of single blocks: which block.
     first_chunk: Unsigned = 0
     after: Keys | None = None  # of single blocks: the key of the chunk before them, if there is one
+    durability: Durability = Durability.PROCESS  # of the variant
 
 
 class Retrieve(_Copy):
@@ -233,6 +237,7 @@ class Retrieve(_Copy):
     group: Small = 0  # number of the object group; one Retrieve of a load is of group 0
     tokens: Tokens = 0  # that the engine need not compute after this load; 0: those of the block ids
     messages: Annotated[int, Meta(gt=0, le=MAX_OBJECT_GROUPS)] = 1  # of this rank that the load consists of
+    durability: Durability = Durability.PROCESS  # of the variant
 
 
 class Clear(Message):

@@ -84,6 +84,10 @@ class RequestCounts(Struct):
     loads: int = 0
     fills: int = 0  # lookups for which objects were read from L2
     filled_tokens: int = 0  # of chunks that became READY in L1 from L2
+    fills_not_begun: int = (
+        0  # lookups for which nothing was read from L2, since that was expected to take longer than to compute
+    )
+    fills_slower: int = 0  # fills that took longer than expected
     stored_chunks: int = 0
     loaded_chunks: int = 0
     stored_bytes: int = 0
@@ -167,6 +171,7 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     model_name: str = ""
     namespace: str = ""  # empty until all ranks are registered and agree
     private: str = ""  # why it shares KV with no other instance
+    machine_only: str = ""  # why its KV goes to no tier of L2 that machines share
     world_size: int = 0
     l0_source: str = ""
     l0: L0Status = L0Status()
@@ -306,6 +311,7 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     queue_objects: int = 0
     queue_bytes: int = 0
     dropped: dict[str, int] = {}  # objects that were not written, by reason
+    read_bytes_per_second: float = 0.0  # of fills lately; 0 if it is not known
 
 
 class DaemonStatus(Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.loop import Server
 from kvserver.server.presence import Presence
+from kvserver.server.read_rates import ReadRates
 from kvserver.server.reports import EngineReports
 from kvserver.server.resync import Resync
 from kvserver.server.spill import Spill

@@ -14,7 +14,7 @@ from kvserver._native import Outcome
 from kvserver.cache import PagePool
 from kvserver.copy import Completion, Tickets
 from kvserver.events import Bus, CopyBegan, CopyEnded, CopyRefused
-from kvserver.protocol import Error, ErrorCode, KVServerError, Retrieve, Store
+from kvserver.protocol import Durability, Error, ErrorCode, KVServerError, Retrieve, Store
 from kvserver.server.coverage import Coverage
 from kvserver.server.instances import Counts, Instances, Worker
 from kvserver.server.tickets import CopyTicket, LoadTicket, StoreTicket, Ticket
@@ -119,13 +119,15 @@ class Copies:
             counts.benefit.copied(ticket.direction, waited, completion.nanos * 1e-9)
             self._count_copied(counts, ticket, completion)
 
-    def durable(self, ticket: CopyTicket) -> Coverage | None:
-        """What the ticket's objects are for the tiers of L2; None if they need not outlive L1."""
+    def coverage_in_l2(self, ticket: CopyTicket) -> tuple[Coverage, Durability] | None:
+        """What the ticket's objects are for the tiers of L2, and for which; None if for none."""
         spec = ticket.worker.spec
         instance = self.instances.by_id.get(spec.instance_id)
         if instance is None or instance.workers.get(spec.rank) is not ticket.worker:
             return None  # a later incarnation may have other objects
-        return instance.durable(ticket.group.number)
+        durability = instance.durability(ticket.request.durability)
+        coverage = instance.coverages[ticket.group.number] if durability is not Durability.PROCESS else None
+        return (coverage, durability) if coverage is not None else None
 
     # ---- counts -------------------------------------------------------------------------------
 

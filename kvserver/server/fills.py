@@ -1,12 +1,14 @@
 """Fills: objects that a prompt needs are read from L2 into L1 before its engine computes them.
 
 Owns: the fills under way and those that wait for room, the bound on the memory of both, and the one reply of each. Refuses to
-know: how a tier reads (`l2`), which hit is the greatest (`presence`), the reply's content (`lookups`).
+know: how a tier reads (`l2`), which hit is the greatest and whether it is worth reading (`presence`), the reply's content
+(`lookups`).
 
-A fill reads in batches, windows and states before the chunks of the body. A batch becomes READY when its reads have ended,
-those whose reads failed left out, and its chunks stay pinned until the fill ends: then the request leases what L1 has and gets
-its reply, in one step. A fill ends when all is read, at its deadline, when its request, engine or namespace ends. Reads that
-run then are cancelled; their pages stay allocated until their tickets end.
+A fill reserves slots for all that it will read, or is cut to a hit whose objects fit. Then it reads in batches, windows and
+states before the chunks of the body. A batch becomes READY when its reads have ended, those whose reads failed left out, and
+its chunks stay pinned until the fill ends: then the request leases what L1 has and gets its reply, in one step. A fill ends
+when all is read, at its deadline, when its request, engine or namespace ends. Reads that run then are cancelled; their pages
+stay allocated until their tickets end.
 
 Bytes of fills under way, and of fills whose request has not loaded them yet, are at most an eighth of L1, or 256 MiB if that is
 more, but never more than three quarters of L1: else waiting requests would evict what others are about to load. A fill that
@@ -17,74 +19,32 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
-from kvserver.cache import Cache, Chunk, StorePlan
+from kvserver.cache import Cache, Chunk
 from kvserver.events import Bus, ChunksStored
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
-from kvserver.protocol import KEY_BYTES, AwaitFill, Lookup, LookupReply
+from kvserver.protocol import KEY_BYTES, AwaitFill, Durability, Lookup, LookupReply
 from kvserver.server.chunk_events import publish_evicted
-from kvserver.server.coverage import Coverage
-from kvserver.server.instances import Instance, Worker
-from kvserver.server.presence import Attainable, MissingObjects, Presence, keys_of
+from kvserver.server.fill import BATCH, FillBatch, Fill, Filled, Owner, batches, bytes_of, is_filling
+from kvserver.server.instances import Instance
+from kvserver.server.presence import Attainable, Presence, keys_of
+from kvserver.server.read_rates import MOST_READS, ReadRates
 from kvserver.server.tickets import Respond
 from kvserver.server.tiers import Tiers
 
-BATCH = 16  # objects that become READY together
 MOST_FILLS = 1024  # under way and waiting
 _STEPS_PER_TURN = 1024  # of the plans of all fills (StorePlan.steps)
-_MOST_READS = 64  # of one tier under way at a time, those that hang included
 _MIB = 1 << 20
-
-Owner = tuple[str, str]  # (instance id, request id)
 
 
 def memory_bound(l1_bytes: int) -> int:
-    """Bytes that fills may occupy before their requests have loaded them."""
+    """Bytes that fills may occupy before their requests have loaded them.
+
+    An eighth of an L1 of 2 GiB or more; three quarters of one so small (341 MiB) that it is a window on L2, where a single
+    prompt must fit; 256 MiB between the two.
+    """
     return max(l1_bytes // 8, min(l1_bytes // 4 * 3, 256 * _MIB))
-
-
-@dataclass(eq=False, slots=True)
-class _Batch:
-    """Objects of one group whose reads run."""
-
-    plan: StorePlan
-    coverage: Coverage
-    failed: set[int] = field(default_factory=set)  # places in plan.chunks
-    reads: dict[int, tuple[int, int]] = field(default_factory=dict)  # place in plan.chunks -> (tier, ticket)
-
-
-@dataclass(slots=True)
-class _Filled:
-    """What an ended fill has read."""
-
-    bytes: int  # that its request has not loaded
-    tokens: int
-    deadline: float  # of the request's lease
-
-
-@dataclass(eq=False, slots=True)
-class _Fill:
-    owner: Owner
-    lookup: Lookup
-    respond: Respond
-    namespace: bytes
-    instance: Instance
-    worker: Worker  # one of the instance's, also after it disconnected
-    coverages: Sequence[Coverage | None]
-    due_ns: int
-    hit_chunks: int  # of L1 when the fill began
-    probes: int = 0  # that have not ended; nothing is planned before
-    todo: deque[MissingObjects] = field(default_factory=deque)
-    bytes: int = 0
-    began: bool = False
-    replanned: bool = False
-    ended: bool = False
-    batches: list[_Batch] = field(default_factory=list)
-    pinned: list[Chunk] = field(default_factory=list)
-    awaited: list[tuple[Chunk, int]] = field(default_factory=list)  # with the group: another fill or a store fills them
-    tokens: int = 0  # of the objects of group 0 that were read
 
 
 class Fills:
@@ -95,16 +55,17 @@ class Fills:
         cache: Cache,
         tiers: Tiers,
         presence: Presence,
+        rates: ReadRates,
         bus: Bus,
         answer: Callable[[Lookup], LookupReply],
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cache, self._tiers, self._presence, self._bus, self._answer = cache, tiers, presence, bus, answer
+        self._cache, self._tiers, self._presence, self._rates = cache, tiers, presence, rates
+        self._bus, self._answer = bus, answer
         self._lease_seconds, self._clock = lease_seconds, clock
-        self._fills: OrderedDict[Owner, _Fill] = OrderedDict()  # the first that has not begun is the next to begin
-        self._filled: OrderedDict[Owner, _Filled] = OrderedDict()  # by request, in the order of their deadlines
-        self._reads = [0] * len(tiers.all)  # under way, by tier
+        self._fills: OrderedDict[Owner, Fill] = OrderedDict()  # the first that has not begun is the next to begin
+        self._filled: OrderedDict[Owner, Filled] = OrderedDict()  # by request, in the order of their deadlines
         self._bound = memory_bound(cache.pool.pages * cache.pool.page_bytes)
         self._open_batches = 0
 
@@ -133,19 +94,19 @@ class Fills:
         owner = (lookup.instance_id, lookup.request_id)
         self.end(owner)
         reply = self._answer(lookup)  # what L1 has is leased meanwhile
-        namespace = instance.namespace_of(lookup.variant)
-        if namespace is None or instance.private or not instance.coverages or len(self._fills) >= MOST_FILLS:
+        namespace, durability = instance.namespace_of(lookup.variant), instance.durability(lookup.durability)
+        if namespace is None or durability is Durability.PROCESS or len(self._fills) >= MOST_FILLS:
             respond(reply)
             return
-        fill = self._fills[owner] = _Fill(
-            owner, lookup, respond, namespace, instance, instance.any_worker(), list(instance.coverages),
+        fill = self._fills[owner] = Fill(
+            owner, lookup, respond, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
             int(self._clock() * 1e9) + request.wait_ms * 1_000_000, reply.hit_chunks,
         )  # fmt: skip
         self._probe(fill)
         if not fill.probes:
             self._plan(fill)
 
-    def _probe(self, fill: _Fill) -> None:
+    def _probe(self, fill: Fill) -> None:
         """Ask the tiers that other daemons write to what they have; then plan."""
 
         def ended(end: TierEnd) -> None:
@@ -153,33 +114,51 @@ class Fills:
             if not fill.probes and not fill.ended:
                 self._plan(fill)
 
-        for tier in self._tiers.shared:
+        for tier in self._tiers.unknown_to(fill.durability):
             for group, spec in enumerate(fill.worker.spec.object_groups):
                 chain = spec.kind == "full"
                 keys = fill.lookup.keys[fill.hit_chunks * KEY_BYTES :] if chain else fill.lookup.keys
                 self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.due_ns, ended)
                 fill.probes += 1
 
-    def _plan(self, fill: _Fill) -> None:
-        """Queue what is to be read; answer at once if that is nothing."""
-        found = None
-        if fill.instance.coverages == fill.coverages:  # else a rank has disconnected
-            found = self._fitting(fill.instance, fill.namespace, fill.lookup.keys, fill.hit_chunks)
+    def _plan(self, fill: Fill) -> None:
+        """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""
+        found = self._fitting(fill)
         if found is None:
             self._finish(fill)
             return
-        fill.todo = deque(_batches(found.missing))
         if not fill.replanned:
-            fill.bytes = _bytes_of(found, fill.coverages)
+            if self._presence.is_slow(fill.instance, found.chunks - fill.hit_chunks, found.reads):
+                fill.instance.counts.fills_not_begun += 1
+                self._finish(fill)
+                return
             fill.instance.counts.fills += 1
+            fill.planned_at, fill.expected_seconds = self._clock(), self._rates.expected_seconds(found.reads)
+        self._queue(fill, found)
 
-    def _fitting(self, instance: Instance, namespace: bytes, keys: bytes, hit_chunks: int) -> Attainable | None:
-        """The greatest hit, or one of half, a quarter ... as many more chunks, whose fill is within the bound."""
-        found = self._presence.attainable(instance, namespace, keys, hit_chunks)
-        while found is not None and _bytes_of(found, instance.coverages) > self._bound:
-            most = hit_chunks + (found.chunks - hit_chunks) // 2
-            found = self._presence.attainable(instance, namespace, keys, hit_chunks, most)
-        return found
+    def _fitting(self, fill: Fill, most: int | None = None) -> Attainable | None:
+        """The greatest hit at boundary `most` or before whose fill is within the bound: of more, half, a quarter ... is tried."""
+        if fill.instance.coverages != fill.coverages:  # a rank has disconnected
+            return None
+        while True:
+            found = self._presence.attainable(
+                fill.instance, fill.namespace, fill.lookup.keys, fill.hit_chunks, fill.durability, most
+            )
+            if found is None or bytes_of(found) <= self._bound:
+                return found
+            most = fill.hit_chunks + (found.chunks - fill.hit_chunks) // 2
+
+    def _queue(self, fill: Fill, found: Attainable) -> None:
+        fill.chunks, fill.todo, fill.bytes = found.chunks, deque(batches(found.missing)), bytes_of(found)
+        self._unqueue(fill)
+        fill.queued = [part.bytes for part in found.reads]
+        for tier, size in enumerate(fill.queued):
+            self._rates.queue(tier, size)
+
+    def _unqueue(self, fill: Fill) -> None:
+        for tier, size in enumerate(fill.queued):
+            self._rates.queue(tier, -size)
+        fill.queued = []
 
     def end(self, owner: Owner) -> int:
         """The request ended: nothing more is read for it. Returns the tokens that were read for it."""
@@ -212,10 +191,10 @@ class Fills:
         for fill in list(self._fills.values()):
             self._finish(fill)
 
-    # ---- reading ------------------------------------------------------------------------------
+    # ---- reserving ----------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """At the end of a turn: answer what is due, begin reads. True while there is more to do at once."""
+        """At the end of a turn: answer what is due, reserve, begin reads. True while there is more to do at once."""
         if not self._fills:
             return False
         now_ns, steps = int(self._clock() * 1e9), _STEPS_PER_TURN
@@ -230,15 +209,17 @@ class Fills:
                     return False  # none overtakes another
                 fill.began = True
             self._finish_if_done(fill)  # or plan what another fill did not bring
-            while not fill.ended and fill.todo and min(self._reads) < _MOST_READS and steps > 0:
-                steps = self._begin_batch(fill, steps)
-            if fill.todo and steps <= 0:
+            while fill.todo and steps > 0:
+                steps = self._reserve_batch(fill, steps)
+            if fill.todo:
                 return True
+            while fill.reserved and self._has_room(fill, fill.reserved[0]):
+                self._begin_batch(fill, fill.reserved.popleft())
             self._finish_if_done(fill)
         return False
 
-    def _begin_batch(self, fill: _Fill, steps: int) -> int:
-        """Reserve and read the next batch; returns the steps that remain of the turn."""
+    def _reserve_batch(self, fill: Fill, steps: int) -> int:
+        """Reserve the slots of the next batch; returns the steps that remain of the turn."""
         missing = fill.todo.popleft()
         coverage = fill.coverages[missing.group]
         assert coverage is not None
@@ -248,25 +229,57 @@ class Fills:
             group=missing.group, slots=coverage.slots, model_name=worker.spec.model_name,
         )  # fmt: skip
         publish_evicted(self._bus, int(self._clock() * 1e9), plan)
-        if plan.no_space:
-            fill.todo.clear()  # what is behind needs these
         own = set(map(id, plan.chunks))
         fill.awaited += [(chunk, missing.group) for chunk in plan.prefix if id(chunk) not in own]
-        batch = _Batch(plan, coverage)
-        fill.batches.append(batch)
+        fill.reserved.append(FillBatch(plan, coverage))
         self._open_batches += 1
-        for place in range(len(plan.chunks)):
+        if plan.no_space:
+            self._cut(fill)
+        return steps - BATCH - 4 * len(plan.evicted)
+
+    def _cut(self, fill: Fill) -> None:
+        """L1 has no space for all of it now: the hit ends where what was reserved ends, or a smaller one is tried."""
+        fill.todo.clear()
+        if fill.only_chunks:
+            return
+        self._release(fill)
+        fill.awaited.clear()
+        found = self._fitting(fill, fill.hit_chunks + (fill.chunks - fill.hit_chunks) // 2)
+        if found is not None:
+            self._queue(fill, found)
+
+    def _release(self, fill: Fill) -> None:
+        """Free the slots of what it has not begun to read."""
+        while fill.reserved:
+            self._cache.finish_store(fill.reserved.popleft().plan, copied=False)
+            self._open_batches -= 1
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def _has_room(self, fill: Fill, batch: FillBatch) -> bool:
+        """Whether no object of the batch would have to wait for a read of another one."""
+        group, keys = batch.coverage.group, b"".join([chunk.key for chunk in batch.plan.chunks])
+        known = free = 0
+        for tier, bits in enumerate(self._tiers.present(fill.namespace, group, keys, fill.durability)):
+            known |= bits
+            free |= bits if self._rates.open(tier) < MOST_READS else 0
+        return known == free
+
+    def _begin_batch(self, fill: Fill, batch: FillBatch) -> None:
+        fill.reading.append(batch)
+        for place in range(len(batch.plan.chunks)):
             self._read(fill, batch, place, -1)
         if not batch.reads:
             self._batch_ended(fill, batch)
-        return steps - BATCH - 4 * len(plan.evicted)
 
-    def _read(self, fill: _Fill, batch: _Batch, place: int, after: int) -> None:
+    def _read(self, fill: Fill, batch: FillBatch, place: int, after: int) -> None:
         """Read the object from the first tier after tier number `after` that holds it, or count it as failed."""
         chunk, group = batch.plan.chunks[place], batch.coverage.group
-        bits = list(self._tiers.present(fill.namespace, group, chunk.key))
+        bits = list(self._tiers.present(fill.namespace, group, chunk.key, fill.durability))
         usable = (
-            number for number in range(after + 1, len(bits)) if bits[number] and self._reads[number] < _MOST_READS
+            number
+            for number in range(after + 1, len(bits))
+            if bits[number] and self._rates.open(number) < MOST_READS + BATCH
         )
         tier = next(usable, None)
         if tier is None or chunk.detached:
@@ -274,9 +287,14 @@ class Fills:
             return
 
         def ended(end: TierEnd) -> None:
-            self._reads[tier] -= 1
+            done = end.outcome is TierOutcome.DONE
+            self._rates.ended(tier, began, batch.coverage.bytes if done else 0)
+            if fill.queued:
+                less = min(fill.queued[tier], batch.coverage.bytes)
+                fill.queued[tier] -= less
+                self._rates.queue(tier, -less)
             del batch.reads[place]
-            if end.outcome is not TierOutcome.DONE:
+            if not done:
                 if fill.ended:
                     batch.failed.add(place)
                 else:
@@ -287,12 +305,12 @@ class Fills:
         name = ObjectName(fill.namespace, group, chunk.key)
         ticket = self._tiers.get(tier, name, batch.coverage.memory_of(chunk), fill.due_ns, ended)
         batch.reads[place] = (tier, ticket)
-        self._reads[tier] += 1
+        began = self._rates.begun(tier)
 
-    def _batch_ended(self, fill: _Fill, batch: _Batch) -> None:
+    def _batch_ended(self, fill: Fill, batch: FillBatch) -> None:
         plan = batch.plan
         self._open_batches -= 1
-        fill.batches.remove(batch)
+        fill.reading.remove(batch)
         self._cache.finish_store(plan, copied=True, failed=batch.failed)
         if ready := plan.ready:
             self._count_ready(fill, batch.coverage.group, ready)
@@ -301,13 +319,13 @@ class Fills:
         self._cache.pin_chunks(ready)
         fill.pinned += ready
         if batch.failed and batch.coverage.group == 0:
-            fill.todo.clear()  # a hit ends before what is missing
+            self._release(fill)  # a hit ends before what is missing
         self._finish_if_done(fill)
 
-    def _finish_if_done(self, fill: _Fill) -> None:
-        if fill.ended or fill.todo or fill.batches:
+    def _finish_if_done(self, fill: Fill) -> None:
+        if fill.ended or fill.waits:
             return
-        if any(_is_filling(chunk, group) for chunk, group in fill.awaited):
+        if any(is_filling(chunk, group) for chunk, group in fill.awaited):
             return
         lost = any(not chunk.ready >> group & 1 for chunk, group in fill.awaited)
         fill.awaited.clear()
@@ -317,7 +335,7 @@ class Fills:
         else:
             self._finish(fill)
 
-    def _count_ready(self, fill: _Fill, group: int, ready: Sequence[Chunk]) -> None:
+    def _count_ready(self, fill: Fill, group: int, ready: Sequence[Chunk]) -> None:
         keys, instance = b"".join([chunk.key for chunk in ready]), fill.instance
         event = ChunksStored(
             int(self._clock() * 1e9), instance.instance_id, instance.model_name, fill.namespace, keys,
@@ -329,41 +347,24 @@ class Fills:
             fill.tokens += tokens
             instance.counts.filled_tokens += tokens
 
-    def _finish(self, fill: _Fill) -> None:
+    def _finish(self, fill: Fill) -> None:
         """Answer with what L1 has now. Reads that still run end as they do; what they bring is not pinned."""
         fill.ended = True
         del self._fills[fill.owner]
         fill.todo.clear()
-        for batch in list(fill.batches):
+        self._release(fill)
+        self._unqueue(fill)
+        for batch in list(fill.reading):
             for tier, ticket in list(batch.reads.values()):
                 self._tiers.cancel(tier, ticket)
+        now = self._clock()
         if fill.began:
-            deadline = self._clock() + self._lease_seconds
-            self._filled[fill.owner] = _Filled(fill.bytes, fill.tokens, deadline)
+            self._filled[fill.owner] = Filled(fill.bytes, fill.tokens, now + self._lease_seconds)
             self._filled.move_to_end(fill.owner)
+        if fill.expected_seconds is not None and now - fill.planned_at > fill.expected_seconds:
+            fill.instance.counts.fills_slower += 1
         try:
             reply = self._answer(fill.lookup)
         finally:
             self._cache.unpin_chunks(fill.pinned)
         fill.respond(reply)
-
-
-def _is_filling(chunk: Chunk, group: int) -> bool:
-    groups = chunk.namespace.groups
-    slots = range(groups.first[group], groups.first[group] + groups.slots[group])
-    return not chunk.detached and not chunk.ready >> group & 1 and any(map(chunk.has_slot, slots))
-
-
-def _bytes_of(found: Attainable, coverages: Sequence[Coverage | None]) -> int:
-    total = 0
-    for missing in found.missing:
-        coverage = coverages[missing.group]
-        assert coverage is not None, "a tier holds objects of groups with a coverage only"
-        total += coverage.bytes * len(missing.places)
-    return total
-
-
-def _batches(missing: Sequence[MissingObjects]) -> Iterator[MissingObjects]:
-    for each in missing:
-        for first in range(0, len(each.places), BATCH):
-            yield MissingObjects(each.group, each.places[first : first + BATCH])

@@ -10,7 +10,7 @@ agree. A worker that is closing takes no new requests; its memory is unmapped wh
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -32,6 +32,7 @@ from kvserver.protocol import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,
     DescribeScheduler,
+    Durability,
     ErrorCode,
     KVServerError,
     ObjectGroup,
@@ -47,6 +48,7 @@ from kvserver.server.report_sync import ReportSync
 from kvserver.telemetry import Benefit, LoadWaits
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
+_MOST_SPEEDS = 256  # namespaces
 
 
 class Counts(RequestCounts):
@@ -128,6 +130,23 @@ class Worker:
         return [*self.memory, self.words]
 
 
+class PrefillSpeeds:
+    """The last speed of the engines of each namespace, for those that have just started."""
+
+    def __init__(self) -> None:
+        self._speeds: OrderedDict[bytes, float] = OrderedDict()  # that of the longest ago first
+
+    def note(self, namespace: bytes, tokens_per_second: float) -> None:
+        self._speeds[namespace] = tokens_per_second
+        self._speeds.move_to_end(namespace)
+        if len(self._speeds) > _MOST_SPEEDS:
+            self._speeds.popitem(last=False)
+
+    def of(self, namespace: bytes) -> float:
+        """Tokens a second; 0 if it is not known."""
+        return self._speeds.get(namespace, 0.0)
+
+
 @dataclass
 class Instance:
     instance_id: str
@@ -139,6 +158,7 @@ class Instance:
     coverages: list[Coverage | None] = field(default_factory=list)  # by object group, while there is a namespace
     counts: Counts = field(default_factory=Counts)
     reports: ReportSync = field(default_factory=ReportSync)
+    speeds: PrefillSpeeds = field(default_factory=lambda: PrefillSpeeds())  # that instances share
     prefill_speed: float = 0.0  # tokens a second, as the engine reported last
     description: DescribeScheduler | None = None
     engine_stats: EngineStats = field(default_factory=EngineStats)
@@ -181,6 +201,16 @@ class Instance:
         ready = sum(worker.mapped for worker in self.workers.values())
         return f"{ready} of {self.world_size} ranks of {self.instance_id!r} are registered"
 
+    @property
+    def expected_speed(self) -> float:
+        """Prompt tokens a second: as the engine reported last, or another start of one with its namespace; 0: not known."""
+        return self.prefill_speed or (self.speeds.of(self.namespace) if self.namespace is not None else 0.0)
+
+    def reported_speed(self, tokens_per_second: float) -> None:
+        self.prefill_speed = tokens_per_second
+        if self.namespace is not None:
+            self.speeds.note(self.namespace, tokens_per_second)
+
     def any_worker(self) -> Worker:
         return next(iter(self.workers.values()))
 
@@ -198,9 +228,16 @@ class Instance:
             )
             self.coverages = coverages_of(ranks[0].layout, spec.object_groups, spec.chunk_tokens, list(sizes))
 
-    def durable(self, group: int) -> Coverage | None:
-        """What an object of the group is, if a later engine may find it; None if it need not outlive L1."""
-        return self.coverages[group] if self.coverages and not self.private else None
+    def durability(self, of_variant: Durability) -> Durability:
+        """Of KV of one variant: the least of what the engine states of the variant and of the registration."""
+        if not self.coverages or self.private:
+            return Durability.PROCESS
+        return min(of_variant, Durability.MACHINE) if self.machine_only else of_variant
+
+    @property
+    def machine_only(self) -> str:
+        """Why its KV stays on this machine; empty if it need not."""
+        return next(filter(None, (worker.spec.machine_only for worker in self.workers.values())), "")
 
 
 class Disconnect(str, enum.Enum):
@@ -222,6 +259,7 @@ class Instances:
         self.connected = 0  # instances whose first worker registered
         self.disconnected: Counter[Disconnect] = Counter()
         self._forgotten = Counts()  # sums over the instances forgotten before
+        self._speeds = PrefillSpeeds()
         self._next = 0
 
     def check_registration(self, spec: RegisterWorker) -> None:
@@ -245,7 +283,9 @@ class Instances:
         """REQUIRES: check_registration(spec) passed."""
         instance = self.by_id.get(spec.instance_id)
         if instance is None:
-            instance = Instance(spec.instance_id, spec.incarnation, spec.model_name, spec.world_size)
+            instance = Instance(
+                spec.instance_id, spec.incarnation, spec.model_name, spec.world_size, speeds=self._speeds
+            )
             before = self.departed.pop((spec.instance_id, spec.model_name), None)
             if before is not None:
                 instance.counts, instance.engine_stats = before.counts, before.engine_stats

@@ -69,6 +69,6 @@ class Loads:
                 ),
                 len(keys),
             )
-            if (coverage := self.copies.durable(ticket)) is not None:
-                self.spill.loaded(ticket.namespace, coverage, ticket.chunks)
+            if (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
+                self.spill.loaded(ticket.namespace, *of_l2, ticket.chunks)
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))

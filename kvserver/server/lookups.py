@@ -70,11 +70,13 @@ class L1Lookups:
             outcome = LookupOutcome(chunks, 0, missed, request.keys[:KEY_BYTES], unavailable=why)
             return self._over(_Looked(request, instance, namespace or b"", spec.chunk_tokens, began_ns, outcome))
         outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
-        most = known = outcome.hit_chunks
+        most = outcome.hit_chunks
         if outcome.missed:
-            known, most = self.presence.with_l2(instance, namespace, request.keys, outcome.hit_chunks)
-        if known > outcome.hit_chunks:
-            outcome = counted_in_l2(outcome, known)
+            in_l2 = self.presence.with_l2(instance, namespace, request.keys, most, request.durability)
+            if in_l2.known > most:
+                outcome = counted_in_l2(outcome, in_l2.known, MissReason.SLOW_L2 if in_l2.slow else MissReason.IN_L2)
+            most = in_l2.most
+            instance.counts.fills_not_begun += in_l2.slow
         looked = _Looked(request, instance, namespace, spec.chunk_tokens, began_ns, outcome)
         if most > outcome.hit_chunks:
             return self._over(looked, most)

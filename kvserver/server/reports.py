@@ -72,7 +72,7 @@ class EngineReports:
         instance = self._reporter(request)
         instance.counts.ended_requests += 1
         if _LEAST_SPEED <= request.prefill_tokens_per_second <= _MOST_SPEED:
-            instance.prefill_speed = request.prefill_tokens_per_second
+            instance.reported_speed(request.prefill_tokens_per_second)
         of_fills = self.fills.end((request.instance_id, request.request_id))
         self.cache.end_lease((request.instance_id, request.request_id))
         local = min(request.local_tokens, request.prompt_tokens)

@@ -3,6 +3,8 @@
 Owns: the queue of each tier, what is admitted to it, and its rate. Refuses to know: how a tier stores objects (`l2`), and
 what is read back (`fills`).
 
+What no later start of an engine can find is offered to no tier, and what must stay on this machine to none that machines share.
+
 A queued object is not pinned: eviction never waits for storage, an object that left L1 before its turn is dropped and
 counted. It is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written
 first; an object whose parent was dropped is dropped as well. A later load of it offers it again.
@@ -19,8 +21,10 @@ from msgspec.structs import replace
 
 from kvserver.cache import Cache, Chunk
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
+from kvserver.protocol import Durability
 from kvserver.protocol.status import TierStatus
 from kvserver.server.coverage import Coverage
+from kvserver.server.read_rates import ReadRates
 from kvserver.server.tiers import ConfiguredTier, Tiers
 
 MOST_QUEUED = 1 << 16  # objects of each tier
@@ -59,9 +63,12 @@ class _Queue:
 class Spill:
     """REQUIRES: the loop's thread uses it."""
 
-    def __init__(self, cache: Cache, tiers: Tiers, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, cache: Cache, tiers: Tiers, rates: ReadRates, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._cache = cache
         self._tiers = tiers
+        self._rates = rates
         self._clock = clock
         self._queues = [_Queue(each) for each in tiers.all]
 
@@ -77,16 +84,19 @@ class Spill:
 
     # ---- which objects are offered ------------------------------------------------------------
 
-    def stored(self, namespace: bytes, coverage: Coverage, chunks: Sequence[Chunk]) -> None:
+    def stored(self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk]) -> None:
         """These objects became READY; chunks are in the order of their prompt."""
         for queue in self._queues:
-            if queue.configured.url.admit == "all":
+            if queue.configured.admits(durability) and queue.configured.url.admit == "all":
                 self._offer(queue, namespace, coverage, chunks)
 
-    def loaded(self, namespace: bytes, coverage: Coverage, chunks: Sequence[Chunk]) -> None:
+    def loaded(self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk]) -> None:
         """These objects were loaded: a tier that has them keeps them, and they are offered to the others."""
         keys = b"".join([chunk.key for chunk in chunks])
-        for queue, in_l2 in zip(self._queues, self._tiers.present(namespace, coverage.group, keys), strict=True):
+        present = self._tiers.present(namespace, coverage.group, keys, durability)
+        for queue, in_l2 in zip(self._queues, present, strict=True):
+            if not queue.configured.admits(durability):
+                continue
             queue.configured.tier.touch(namespace, coverage.group, keys)
             missing = [chunk for place, chunk in enumerate(chunks) if not in_l2 >> place & 1]
             if missing:
@@ -192,6 +202,7 @@ class Spill:
                 queue_objects=len(queue.waiting) + queue.puts,
                 queue_bytes=queue.waiting_bytes + queue.put_bytes,
                 dropped=_REASONS | queue.dropped,
+                read_bytes_per_second=self._rates.bytes_per_second(place),
             )
-            for queue in self._queues
+            for place, queue in enumerate(self._queues)
         ]

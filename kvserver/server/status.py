@@ -83,6 +83,7 @@ def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: flo
         model_name=instance.model_name,
         namespace=instance.namespace.hex() if instance.namespace is not None else "",
         private=instance.private,
+        machine_only=instance.machine_only,
         world_size=instance.world_size,
         l0_source=reports.source or "none",
         l0=replace(l0, source=reports.source, refused_reports=reports.refused),

@@ -213,8 +213,8 @@ class Stores:
                 ),
                 len(keys),
             )
-            if (coverage := self.copies.durable(ticket)) is not None:
-                self.spill.stored(ticket.namespace, coverage, ready)
+            if (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
+                self.spill.stored(ticket.namespace, *of_l2, ready)
 
 
 def _slots(group: WorkerGroup) -> range:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from kvserver.config import TierUrl
 from kvserver.l2 import ObjectMemory, ObjectName, StorageTier, TierEnd, TierOutcome
+from kvserver.protocol import Durability
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,10 @@ class ConfiguredTier:
     @property
     def writable(self) -> bool:
         return self.tier.state == "ready" and not self.url.read_only
+
+    def admits(self, durability: Durability) -> bool:
+        """Whether objects of this durability may be in the tier."""
+        return durability >= (Durability.ANYWHERE if self.tier.shared else Durability.MACHINE)
 
     @property
     def timeout_ns(self) -> int:
@@ -121,15 +126,18 @@ class Tiers:
 
     # ---- memory -------------------------------------------------------------------------------
 
-    def present(self, namespace: bytes, group: int, keys: bytes) -> Iterator[int]:
+    def present(self, namespace: bytes, group: int, keys: bytes, durability: Durability) -> Iterator[int]:
         """For each tier the bits of the keys whose object it holds. In memory only."""
         for each in self.all:
-            yield each.tier.holds(namespace, group, keys)
+            yield each.tier.holds(namespace, group, keys) if each.admits(durability) else 0
 
-    @property
-    def shared(self) -> list[int]:
-        """The tiers, by their places, that may have objects which only probe() finds."""
-        return [place for place, each in enumerate(self.all) if each.tier.shared and not each.tier.failure]
+    def unknown_to(self, durability: Durability) -> list[int]:
+        """The tiers, by their places, that may have such objects which only probe() finds."""
+        return [
+            place
+            for place, each in enumerate(self.all)
+            if each.tier.shared and not each.tier.failure and each.admits(durability)
+        ]
 
     # ---- time ---------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ _ADVICE = {
     MissReason.FILLING: "Requests with one prefix arrived together, before the first one's store had ended. Rare ones cost little; of many,"
     " send one ahead of the others.",
     MissReason.IN_L2: "L1 lacked it and a tier of L2 has it: it was read if the engine could wait for that (kvserver.fill_timeout_ms), and computed if not.",
+    MissReason.SLOW_L2: "L1 lacked it and a tier of L2 has it, but the engine was expected to compute it sooner than the tier is read at"
+    " present: kvserver_l2_read_bytes_per_second and kvserver_engine_prefill_tokens_per_second are compared. A faster tier, or a larger"
+    " --l1-size, helps.",
     MissReason.OTHER_NAMESPACE: "Engines share KV only where all that changes it agrees. Start them with the same values of the fields"
     " named here; `kvserver status` shows why an engine is private.",
     MissReason.UNAVAILABLE: "`kvserver status` shows which ranks are registered; the engine's log states why one is not. A lost device needs"
@@ -100,6 +103,8 @@ def _missing(facts: Facts) -> str:
             return f"{chunk} was on its way into L1 at that moment, by the store of another request"
         case MissReason.IN_L2:
             return f"{chunk} was not in L1 but in L2 at the lookup"
+        case MissReason.SLOW_L2:
+            return f"{chunk} was not in L1 but in L2, and reading it was expected to take longer than computing it"
         case MissReason.OTHER_NAMESPACE:
             return f"{chunk} is in L1 for engines that may not share KV with this one; {_differing(facts)}"
         case MissReason.UNAVAILABLE:

@@ -80,6 +80,7 @@ _TIER: tuple[Metric[TierStatus], ...] = (
     Metric("kvserver_l2_objects", "Objects (the KV of one chunk of one object group) that a tier of L2 has, as far as the daemon knows.", Kind.GAUGE, lambda of: of.objects),
     Metric("kvserver_l2_reads", "Reads of objects from a tier of L2, by outcome.", Kind.COUNTER, lambda of: {"hit": of.hits, "miss": of.misses, "corrupt": of.corrupt, "timeout": of.timeouts, "error": of.errors}, ("outcome",)),
     Metric("kvserver_l2_read_bytes", "Bytes of objects read from a tier of L2.", Kind.COUNTER, lambda of: of.read_bytes),
+    Metric("kvserver_l2_read_bytes_per_second", "How fast fills read from a tier of L2 lately; 0 while it is not known.", Kind.GAUGE, lambda of: of.read_bytes_per_second),
     Metric("kvserver_l2_written_objects", "Objects written to a tier of L2.", Kind.COUNTER, lambda of: of.written_objects),
     Metric("kvserver_l2_written_bytes", "Bytes of objects written to a tier of L2.", Kind.COUNTER, lambda of: of.written_bytes),
     Metric("kvserver_l2_evicted_objects", "Objects that a tier of L2 evicted to make space for others.", Kind.COUNTER, lambda of: of.evictions),

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kvserver.adapters.common import weights
 from kvserver.adapters.common.weights import NoWeights, folder_digest
 from model_folder import write_model, write_weights
 
@@ -122,3 +123,62 @@ def test_a_folder_without_weights_has_no_digest(tmp_path: Path) -> None:
     (write_model(tmp_path) / "model.safetensors").unlink()
     with pytest.raises(NoWeights, match="no weight files"):
         folder_digest(tmp_path)
+
+
+# ---- every byte ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where whole digests are kept for other processes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kvserver" / "weights"
+
+
+def as_another_process() -> None:
+    weights._whole_digest.cache_clear()
+
+
+def test_every_byte_counts_of_a_whole_digest(folder: Path, remembered: Path) -> None:
+    path = folder / "model.safetensors"
+    at = path.stat().st_size - SIZES["after"] - SIZES["large"] // 4  # between two samples
+    samples, before = folder_digest(folder), folder_digest(folder, whole=True)
+    poke(path, at)
+    assert folder_digest(folder) == samples
+    assert folder_digest(folder, whole=True) != before
+    poke(path, at)
+    assert folder_digest(folder, whole=True) == before
+
+
+def test_a_whole_digest_is_read_once_for_all_processes(folder: Path, remembered: Path) -> None:
+    before = folder_digest(folder, whole=True)
+    (kept,) = remembered.iterdir()
+    assert remembered.stat().st_mode & 0o077 == 0
+    as_another_process()
+    assert folder_digest(folder, whole=True) == before
+    kept.write_text("1" * 64)
+    as_another_process()
+    assert folder_digest(folder, whole=True) != before, "what was kept is used"
+    kept.write_text("damaged")
+    as_another_process()
+    assert folder_digest(folder, whole=True) == before
+
+
+def test_a_whole_digest_needs_no_place_to_be_kept(folder: Path, remembered: Path) -> None:
+    before = folder_digest(folder, whole=True)
+    shutil.rmtree(remembered.parent.parent)
+    remembered.parent.parent.write_text("a file, where a folder should be")
+    as_another_process()
+    assert folder_digest(folder, whole=True) == before
+
+
+def test_a_file_that_changes_while_it_is_read_has_no_digest(
+    folder: Path, remembered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "model.safetensors"
+    stamp = weights.stamp_of(path)
+    stamps = iter([stamp, stamp._replace(ctime_ns=stamp.ctime_ns + 1)])
+    monkeypatch.setattr(weights, "stamp_of", lambda path: next(stamps))
+    with pytest.raises(OSError, match="changed"):
+        weights.file_digest(path, whole=True)
+    assert not remembered.exists()

@@ -31,7 +31,7 @@ from kvserver.protocol import (
     ReportBlockAllocations,
     ReportedBlocks,
 )
-from kvserver.server import Fills, Presence, Tiers
+from kvserver.server import Fills, Presence, ReadRates, Tiers
 from kvserver.server.instances import Instances
 from kvserver.server.reports import EngineReports
 from kvserver.telemetry import BlockLifecycle
@@ -133,7 +133,9 @@ class Engine:
         self.instances = Instances()
         bus: Any = self  # publish() is all that is used of it
         cache = Cache(PagePool(1 << 20, 4096), POLICIES["lru"]())
-        fills = Fills(cache, Tiers(), Presence(cache, Tiers()), bus, lambda lookup: LookupReply(0), lease_seconds=60.0)
+        rates = ReadRates(0)
+        presence = Presence(cache, Tiers(), rates)
+        fills = Fills(cache, Tiers(), presence, rates, bus, lambda lookup: LookupReply(0), lease_seconds=60.0)
         self._reports = EngineReports(
             cache, fills, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND
         )

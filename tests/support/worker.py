@@ -24,6 +24,7 @@ from kvserver.protocol import (
     CudaVmmFabric,
     CudaVmmFd,
     DescribeScheduler,
+    Durability,
     EndRequest,
     EngineLoad,
     Error,
@@ -117,6 +118,7 @@ class Worker:
     replicated: bool = False
     groups: tuple[ObjectGroup, ...] = ()
     tails: bool = False
+    durability: Durability = Durability.ANYWHERE  # of its KV
     gpu: str = ""
     handles: type[GpuMemory] = CudaVmmFd
     connect_now: bool = True
@@ -257,6 +259,7 @@ class Worker:
             request_id=request_id,
             chunk_blocks=self.chunk_blocks,
             keys=b"".join(keys),
+            durability=self.durability,
         )
         return msgspec.structs.replace(message, **changes)
 
@@ -307,6 +310,7 @@ class Worker:
             "word": word,
             "sequence": sequence,
             "deadline_ns": time.monotonic_ns() + 30 * 10**9,
+            "durability": self.durability,
         }
         return {**fields, **changes}
 

@@ -14,9 +14,10 @@ from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
 from support.worker import Worker, make_keys
 
 from kvserver._native import CpuDevice, HostRegion
+from kvserver.cache import Cache
 from kvserver.copy import Devices
 from kvserver.l2 import ObjectName, TierOutcome
-from kvserver.protocol import AwaitFill, Clear, Cleared, LookupReply
+from kvserver.protocol import AwaitFill, Clear, Cleared, Durability, LookupReply
 from kvserver.protocol.status import RequestsStatus
 from kvserver.server import Audit, ConfiguredTier
 from kvserver.server.fills import memory_bound
@@ -66,6 +67,15 @@ class Filling(NamedTuple):
     def audit(self) -> None:
         wait_until(lambda: not self.running.server.call(lambda: self.running.parts.fills.open).result(10))
         assert self.running.server.call(self.running.parts.upkeep.audit_now).result(10) is Audit.BALANCED
+
+    def read_within(self, seconds: float, keys: list[bytes], request_id: str = "slow") -> None:
+        """A fill whose reads take that long: from now on it is known how slow the tier is."""
+        self.tier.stopped = True
+        number = self.begin(keys, request_id)
+        wait_until(lambda: len(self.tier.waiting) == len(keys))
+        time.sleep(seconds)
+        self.tier.release()
+        assert self.reply(number).hit_chunks == len(keys)
 
     def gets(self) -> list[ObjectName]:
         return [name for kind, name in self.tier.began if kind == "get"]
@@ -407,3 +417,149 @@ def test_a_tier_that_failed_is_not_asked() -> None:
         assert f.lookup(keys).fill_chunks == 0
         assert f.fill(keys) == 0
         assert not f.tier.began
+
+
+# ---- who may read what --------------------------------------------------------------------------
+
+
+def test_what_only_one_start_of_an_engine_can_use_is_not_looked_for() -> None:
+    with filling() as f:
+        keys = make_keys(3)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.worker.durability = Durability.PROCESS
+        f.tier.shared = True
+        assert f.lookup(keys) == LookupReply(0)
+        assert f.fill(keys) == 0
+        f.worker.durability = Durability.MACHINE
+        assert f.lookup(keys) == LookupReply(0), "machines share this tier"
+        assert f.fill(keys) == 0
+        assert {kind for kind, _ in f.tier.began} == {"put"}
+        f.tier.shared = False
+        assert f.fill(keys) == 3
+
+
+def test_an_engine_that_must_stay_on_its_machine_reads_from_no_tier_of_many() -> None:
+    with filling(connect_now=False) as f:
+        f.worker.attach()
+        f.worker.register(machine_only="samples of its files name them")
+        keys = make_keys(3)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.shared = True
+        assert f.fill(keys) == 0
+        assert {kind for kind, _ in f.tier.began} == {"put"}
+        f.tier.shared = False
+        assert f.fill(keys) == 3
+        (status,) = f.running.server.call(f.running.parts.instances_status).result(10)
+        assert status.machine_only == "samples of its files name them"
+
+
+# ---- reading or computing -----------------------------------------------------------------------
+
+
+def slow_and_forgotten(f: Filling, seconds: float = 0.3) -> list[bytes]:
+    """Chunks in a tier whose reads are known to take that long."""
+    keys = make_keys(6)
+    f.store(keys)
+    f.written(keys)
+    f.forget_l1()
+    f.read_within(seconds, keys)
+    f.worker.end_request("slow")
+    f.forget_l1()
+    return keys
+
+
+def test_what_is_computed_sooner_is_not_read() -> None:
+    with filling() as f:
+        keys = slow_and_forgotten(f)
+        f.worker.end_request("before", prefill_tokens_per_second=1e6)
+        wait_until(lambda: requests_of(f).ended_requests == 2)
+        assert f.lookup(keys) == LookupReply(0)
+        requests = requests_of(f)
+        assert (requests.fills_not_begun, requests.missed_tokens["slow_l2"]) == (1, 6 * 64)
+        assert f.fill(keys) == 0, "nor where the engine asks for it all the same"
+        assert requests_of(f).fills_not_begun == 2
+        assert len(f.gets()) == 6
+        f.worker.end_request("later", prefill_tokens_per_second=10)
+        wait_until(lambda: requests_of(f).ended_requests == 3)
+        assert f.lookup(keys).fill_chunks == 6
+        assert f.fill(keys) == 6
+        f.audit()
+
+
+def test_an_engine_of_unknown_speed_reads() -> None:
+    with filling() as f:
+        assert f.lookup(slow_and_forgotten(f)).fill_chunks == 6
+
+
+def test_an_engine_that_has_just_started_is_as_fast_as_the_last_one_of_its_namespace() -> None:
+    with filling() as f:
+        keys = slow_and_forgotten(f)
+        f.worker.end_request("before", prefill_tokens_per_second=1e6)
+        wait_until(lambda: requests_of(f).ended_requests == 2)
+        with Worker(f.running.endpoint) as restarted, Worker(f.running.endpoint, layout="other") as other:
+            assert restarted.ask(restarted.lookup_message(keys), LookupReply) == LookupReply(0)
+            blocks = other.blocks_for(6)
+            other.store(keys, blocks)
+            wait_until(lambda: len(f.tier.objects) == 12)
+            f.forget_l1()
+            assert other.ask(other.lookup_message(keys), LookupReply).fill_chunks == 6
+
+
+def test_of_a_shared_tier_that_is_too_slow_nothing_is_asked() -> None:
+    with filling() as f:
+        keys = slow_and_forgotten(f)
+        f.tier.shared, f.tier.known = True, set()
+        f.worker.end_request("before", prefill_tokens_per_second=1e6)
+        wait_until(lambda: requests_of(f).ended_requests == 2)
+        assert f.lookup(keys) == LookupReply(0)
+        f.worker.end_request("later", prefill_tokens_per_second=10)
+        wait_until(lambda: requests_of(f).ended_requests == 3)
+        assert f.lookup(keys).fill_chunks == 6
+
+
+def test_fills_that_took_longer_than_expected_are_counted() -> None:
+    with filling() as f:
+        keys = slow_and_forgotten(f, seconds=0.0)
+        before = requests_of(f).fills_slower
+        f.read_within(1.5, keys, "again")  # the slowest of machines has read them in less, the first time
+        assert requests_of(f).fills_slower == before + 1
+
+
+# ---- all or less --------------------------------------------------------------------------------
+
+
+def test_nothing_is_read_before_there_is_space_for_all_of_it() -> None:
+    """L1 has space for a part: the hit is cut to it, and no read is wasted on the rest."""
+    with filling(l1_bytes=L1_BYTES) as f:
+        keys = make_keys(15)
+        f.store(keys)
+        f.written(keys)
+        size = sum(len(raw) for _, raw in f.tier.objects.values()) // 15
+        f.forget_l1()
+        cache = f.running.parts.cache
+        held = f.running.server.call(lambda: _occupy(cache, keep=5 * size)).result(10)
+        found = f.fill(keys)
+        assert 0 < found <= 5
+        assert [name.key for name in f.gets()] == keys[:found]
+        f.running.server.call(lambda: cache.pool.free_pages(held)).result(10)
+
+
+def _occupy(cache: Cache, keep: int) -> bytes:
+    """All pages but so many bytes, as pinned chunks would."""
+    while cache.step():
+        pass
+    pages = cache.pool.allocate_pages(cache.pool.unused_pages - keep // PAGE_BYTES)
+    assert pages is not None
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("l1", "bound"),
+    [(64 << 20, 48 << 20), (256 << 20, 192 << 20), (1 << 30, 256 << 20), (2 << 30, 256 << 20), (64 << 30, 8 << 30)],
+)
+def test_the_bound_is_an_eighth_of_l1_and_three_quarters_of_a_small_one(l1: int, bound: int) -> None:
+    assert memory_bound(l1) == bound

@@ -16,7 +16,7 @@ from support.worker import Worker, make_keys
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.copy import Devices
 from kvserver.l2 import TierEnd, TierOutcome
-from kvserver.protocol import Clear, Cleared
+from kvserver.protocol import Clear, Cleared, Durability
 from kvserver.protocol.status import TierStatus
 from kvserver.server import Audit
 
@@ -104,6 +104,48 @@ def test_a_private_engine_writes_nothing() -> None:
         s.store(make_keys(3))
         assert not s.tier.began
         assert s.dropped() == {}
+
+
+@pytest.mark.parametrize(
+    ("durability", "shared", "written"),
+    [
+        (Durability.PROCESS, False, False),
+        (Durability.PROCESS, True, False),
+        (Durability.MACHINE, False, True),
+        (Durability.MACHINE, True, False),
+        (Durability.ANYWHERE, False, True),
+        (Durability.ANYWHERE, True, True),
+    ],
+)
+def test_only_those_tiers_get_an_object_whose_readers_can_find_it(
+    durability: Durability, shared: bool, written: bool
+) -> None:
+    with spilling() as s:
+        s.tier.shared = shared
+        s.worker.durability = durability
+        keys = make_keys(3)
+        s.store(keys)
+        assert s.worker.lookup(keys) == 3
+        s.worker.load(keys, s.worker.blocks_for(3, first=30))
+        s.worker.durability = Durability.ANYWHERE
+        last = make_keys(1)
+        s.store(last)
+        s.written(4 if written else 1)
+        assert s.keys() == (keys + last if written else last), "the queue keeps its order"
+        assert s.dropped() == {}
+
+
+def test_an_engine_that_must_stay_on_its_machine_writes_to_no_tier_of_many() -> None:
+    with spilling(connect_now=False) as s:
+        s.tier.shared = True
+        s.worker.attach()
+        s.worker.register(machine_only="samples of its files name them")
+        s.store(make_keys(3))
+        with Worker(s.running.endpoint) as other:
+            keys = make_keys(1)
+            other.store(keys, other.blocks_for(1))
+            s.written(1)
+        assert s.keys() == keys
 
 
 def test_a_tier_that_is_stopped_holds_up_neither_stores_nor_evictions() -> None:
