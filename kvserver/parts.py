@@ -34,6 +34,7 @@ from kvserver.protocol.kv_status import PublisherStatus
 from kvserver.protocol.status import AccountingStatus, DaemonStatus, InstanceStatus
 from kvserver.routing import make_index
 from kvserver.server import (
+    Ages,
     ConfiguredTier,
     Copies,
     EngineReports,
@@ -162,7 +163,8 @@ class Parts:
         rates = ReadRates(len(tiers_of_l2), clock)
         self.spill = Spill(cache, tiers_of_l2, rates, clock)
         presence = Presence(cache, tiers_of_l2, rates)
-        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, presence, bus, clock)
+        ages = Ages(tiers_of_l2)
+        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, presence, ages, bus, clock)
         self.fills = fills = Fills(
             cache, tiers_of_l2, presence, rates, bus, lookups.answer_again, settings.lease_seconds, clock
         )
@@ -180,6 +182,7 @@ class Parts:
             tiers_of_l2,
             self.spill,
             fills,
+            ages,
             bus,
             clock,
         )

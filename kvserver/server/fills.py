@@ -26,7 +26,7 @@ from kvserver.events import Bus, ChunksStored
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
 from kvserver.protocol import KEY_BYTES, AwaitFill, Durability, Lookup, LookupReply
 from kvserver.server.chunk_events import publish_evicted
-from kvserver.server.fill import BATCH, FillBatch, Fill, Filled, Owner, batches, bytes_of, is_filling
+from kvserver.server.fill import BATCH, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
 from kvserver.server.instances import Instance
 from kvserver.server.presence import Attainable, Presence, keys_of
 from kvserver.server.read_rates import MOST_READS, ReadRates

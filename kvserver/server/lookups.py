@@ -22,6 +22,7 @@ from kvserver.cache import Cache, LookupOutcome, MissReason, counted_in_l2
 from kvserver.copy import Devices
 from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
+from kvserver.server.ages import Ages
 from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
 from kvserver.server.instances import Instance, Instances
 from kvserver.server.presence import Presence
@@ -48,6 +49,7 @@ class L1Lookups:
     instances: Instances
     lease_seconds: float
     presence: Presence
+    ages: Ages
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     # By (instance id, request id), the oldest first: they have replied that the hit may go on.
@@ -71,6 +73,8 @@ class L1Lookups:
             return self._over(_Looked(request, instance, namespace or b"", spec.chunk_tokens, began_ns, outcome))
         outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
         most = outcome.hit_chunks
+        if most:
+            self.ages.found(instance, namespace, request.keys, most, request.durability)
         if outcome.missed:
             in_l2 = self.presence.with_l2(instance, namespace, request.keys, most, request.durability)
             if in_l2.known > most:

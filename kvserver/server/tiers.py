@@ -131,6 +131,12 @@ class Tiers:
         for each in self.all:
             yield each.tier.holds(namespace, group, keys) if each.admits(durability) else 0
 
+    def touch(self, namespace: bytes, group: int, keys: bytes, durability: Durability) -> None:
+        """These objects were used: those that tiers hold become their youngest, the last key first."""
+        for each in self.all:
+            if each.admits(durability):
+                each.tier.touch(namespace, group, keys)
+
     def unknown_to(self, durability: Durability) -> list[int]:
         """The tiers, by their places, that may have such objects which only probe() finds."""
         return [

@@ -16,6 +16,7 @@ from kvserver._native import Outcome
 from kvserver.cache import Cache
 from kvserver.copy import Completion, Devices, Tickets
 from kvserver.events import Bus, L1Cleared
+from kvserver.server.ages import Ages
 from kvserver.server.fills import Fills
 from kvserver.server.instances import Disconnect
 from kvserver.server.lifeline import Lifeline
@@ -51,6 +52,7 @@ class Upkeep:
     tiers: Tiers
     spill: Spill
     fills: Fills
+    ages: Ages
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     audit_seconds: float = 10.0  # at least between two audits while messages come
@@ -124,6 +126,7 @@ class Upkeep:
         self.tiers.tick(int(self.clock() * 1e9))
         self.workers.tick()
         self.fills.tick()
+        self.ages.tick()
         self.cache.expire_leases(self.clock())
 
     def seconds_left(self) -> float:
@@ -133,7 +136,7 @@ class Upkeep:
 
     def step(self) -> bool:
         """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
-        more = self.cache.step() | self.resync.step() | self.spill.step() | self.fills.step()
+        more = self.cache.step() | self.resync.step() | self.spill.step() | self.fills.step() | self.ages.step()
         for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)
         self._work_left = more or self.stores.waiting > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 from support.daemon import Daemon, wait_until
-from support.worker import Worker, make_keys
+from support.worker import Worker, make_keys, wire_form
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol import AwaitFill, Clear, Cleared, LookupReply
+from kvserver.protocol import AwaitFill, Clear, Cleared, Durability, LookupReply, Store, Stored
 from kvserver.protocol.status import DaemonStatus
 
 KEYS = make_keys(12, "files")
 
 
 @contextlib.contextmanager
-def daemon_with(folder: Path, parameters: str = "", **flags: Any) -> Iterator[Daemon]:
-    daemon = Daemon(l2=f"file://{folder}?size=64MiB{parameters}", l1_size="8MiB", **flags)
+def daemon_with(folder: Path, parameters: str = "", size: str = "64MiB", **flags: Any) -> Iterator[Daemon]:
+    daemon = Daemon(l2=f"file://{folder}?size={size}{parameters}", l1_size="8MiB", **flags)
     try:
         daemon.start()
         tier(daemon, "ready")
@@ -173,3 +174,81 @@ def test_a_second_daemon_on_the_folder_is_refused(tmp_path: Path) -> None:
             assert "another daemon uses it" in str(error.value)
         finally:
             second.close()
+
+
+def test_what_the_engine_computes_sooner_is_not_read_and_the_daemon_shows_why(tmp_path: Path) -> None:
+    measured = make_keys(6)
+    with daemon_with(tmp_path / "l2") as daemon:
+        with Worker(daemon.endpoint) as worker:
+            store(worker)
+            worker.store(measured, worker.blocks_for(6))
+            written(daemon, len(KEYS) + 6)
+        daemon.terminate()
+        daemon.start()
+        tier(daemon, "ready")
+        with Worker(daemon.endpoint) as worker:
+            assert fill(worker, measured) == 6
+            worker.end_request("r", prefill_tokens_per_second=1e11)
+            wait_until(lambda: daemon.status()["instances"][0]["prefill_tokens_per_second"])
+            assert worker.ask(worker.lookup_message(KEYS, "late"), LookupReply) == LookupReply(0)
+            status = daemon.status()
+            tokens = len(KEYS) * status["instances"][0]["chunk_tokens"]
+            requests = status["instances"][0]["requests"]
+            assert (requests["fills"], requests["fills_not_begun"]) == (1, 1)
+            assert requests["missed_tokens"]["slow_l2"] == tokens
+            assert tier(daemon)["read_bytes_per_second"] > 0
+            metrics = daemon.http("/metrics")[1]
+            named = f'instance_id="{worker.instance_id}",model_name="{worker.model_name}"'
+            assert f'kvserver_lookup_missed_tokens_total{{{named},reason="slow_l2"}} {tokens}' in metrics
+            assert f"kvserver_fills_not_begun_total{{{named}}} 1" in metrics
+            worker.end_request("late", prompt_tokens=tokens)
+            wait_until(lambda: explained(daemon, "late"))
+            _, body = daemon.http("/explain?request_id=late")
+            assert "reading it was expected to take longer than computing it" in body
+
+
+def test_what_cannot_be_found_again_is_not_on_the_disk(tmp_path: Path) -> None:
+    """Each weights epoch of a trainer is one life of its engine's."""
+    with daemon_with(tmp_path / "l2") as daemon, Worker(daemon.endpoint) as worker:
+        for epoch in range(50):
+            keys = make_keys(2)
+            worker.store(keys, worker.blocks_for(2), variant=f"epoch-{epoch}", durability=Durability.PROCESS)
+            assert worker.lookup(keys, variant=f"epoch-{epoch}", durability=Durability.PROCESS) == 2
+        store(worker)
+        written(daemon, len(KEYS))
+        found = tier(daemon)
+        assert (found["written_objects"], found["objects"]) == (len(KEYS), len(KEYS))
+
+
+def test_an_engine_of_before_durability_was_stated_writes_nothing(tmp_path: Path) -> None:
+    """Its messages lack the field."""
+    with daemon_with(tmp_path / "l2") as daemon, Worker(daemon.endpoint) as worker:
+        keys = make_keys(2)
+        raw = msgspec.msgpack.encode(wire_form(worker.store_message(keys, worker.blocks_for(2)))[:-1])
+        old = msgspec.msgpack.decode(raw, type=Store)
+        assert old.durability is Durability.PROCESS
+        worker.ask(old, Stored)
+        store(worker)
+        written(daemon, len(KEYS))
+        assert tier(daemon)["written_objects"] == len(KEYS)
+
+
+def test_a_prompt_that_is_always_found_in_l1_stays_in_a_full_tier(tmp_path: Path) -> None:
+    """Nothing of it is ever loaded: the engine has it, too."""
+    with daemon_with(tmp_path / "l2", size="2MiB") as daemon:
+        with Worker(daemon.endpoint) as worker:
+            hot, evicted = make_keys(6), 0
+            worker.store(hot, worker.blocks_for(6))
+            written(daemon, 6)
+            while evicted < 100:
+                keys = make_keys(12)
+                worker.store(keys, worker.blocks_for(12))
+                assert worker.lookup(hot) == 6
+                wait_until(lambda: not tier(daemon)["queue_objects"])
+                time.sleep(0.2)  # its age is kept by the second, and a real tier fills more slowly
+                evicted = tier(daemon)["evictions"]
+        daemon.terminate()
+        daemon.start()
+        tier(daemon, "ready")
+        with Worker(daemon.endpoint) as worker:
+            assert fill(worker, hot) == 6

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.daemon import Daemon, wait_until
+from support.registration import identity
 from support.valkey import ValkeyStore
 from support.worker import Worker, make_keys
 
@@ -42,11 +44,11 @@ def fill(worker: Worker, keys: list[bytes], wait_ms: int = 5000) -> int:
     return worker.ask(AwaitFill(worker.lookup_message(keys), wait_ms), LookupReply).hit_chunks
 
 
-def store_in(daemon: Daemon, keys: list[bytes], **options: Any) -> list[bytes]:
+def store_in(daemon: Daemon, keys: list[bytes], variant: str = "", **options: Any) -> list[bytes]:
     with Worker(daemon.endpoint, **options) as worker:
         blocks = worker.blocks_for(len(keys))
         content = worker.memory.blocks(blocks)
-        worker.store(keys, blocks)
+        worker.store(keys, blocks, variant=variant)
         wait_until(lambda: (found := tier(daemon))["written_objects"] >= len(keys) and not found["queue_objects"])
         return content
 
@@ -64,6 +66,51 @@ def test_a_second_daemon_hits_at_its_first_lookup(daemons: list[Daemon]) -> None
         assert worker.memory.blocks(blocks) == content
     with Worker(daemons[1].endpoint, layout="other") as other:
         assert fill(other, keys) == 0, "an engine that may not share"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"identity": identity(vllm="0.33.0")},
+        {"identity": identity(weights="sha256:other")},
+        {"identity": identity(dtype="float16")},
+        {"identity": identity(kv_dtype="fp8")},
+        {"identity": identity(device="cpu X86 AVX2")},
+        {"identity": identity(device="cuda 9.0")},
+        {"variant": "chain/another-lora"},
+        {"variant": "chain"},
+        {"variant": "another-chain/lora"},
+    ],
+    ids=["vllm", "weights", "dtype", "kv_dtype", "instruction_set", "gpu", "lora", "no_lora", "chain"],
+)
+def test_what_differs_in_one_fact_shares_nothing(daemons: list[Daemon], other: dict[str, Any]) -> None:
+    """Between two machines; that an engine states each of them: adapters/test_durability.py."""
+    facts = {"vllm": "0.32.0", "weights": "sha256:one", "device": "cpu X86 AVX512"}
+    same = {"identity": identity(**facts), "variant": "chain/lora"}
+    changed = {**facts, **{each.name: each.value for each in other.get("identity", ()) if each not in identity()}}
+    other = {**same, **other, "identity": identity(**changed)}
+    keys = make_keys(3)
+    store_in(daemons[0], keys, identity=same["identity"], variant=same["variant"])
+    for engine, found in ((other, 0), (same, 3)):
+        with Worker(daemons[1].endpoint, identity=engine["identity"]) as worker:
+            message = worker.lookup_message(keys, variant=engine["variant"])
+            assert worker.ask(AwaitFill(message, 5000), LookupReply).hit_chunks == found
+
+
+def test_what_must_stay_on_its_machine_is_in_its_own_tiers_only(
+    store: ValkeyStore, make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    url = store.url_of("machine-only")
+    daemon = make_daemon(l2=[f"file://{tmp_path}/l2?size=64MiB", url], l1_size="16MiB")
+    wait_until(lambda: [one["state"] for one in daemon.status()["l2"]] == ["ready", "ready"])
+    with Worker(daemon.endpoint, connect_now=False) as worker:
+        worker.attach()
+        worker.register(machine_only="samples of its files name them")
+        worker.store(make_keys(3), worker.blocks_for(3))
+        with Worker(daemon.endpoint) as other:
+            other.store(make_keys(1), other.blocks_for(1))
+        wait_until(lambda: all(one["written_objects"] and not one["queue_objects"] for one in daemon.status()["l2"]))
+        assert [one["written_objects"] for one in daemon.status()["l2"]] == [4, 1]
 
 
 def test_a_clear_by_one_is_one_by_the_other(daemons: list[Daemon]) -> None:

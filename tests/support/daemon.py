@@ -93,7 +93,8 @@ class Daemon:
     def command(self) -> list[str]:
         words = [*self.program, "serve"]
         for name, value in self.flags.items():
-            words += ["--" + name.replace("_", "-"), str(value)]
+            for one in value if isinstance(value, list) else [value]:
+                words += ["--" + name.replace("_", "-"), str(one)]
         return words
 
     def start(self) -> Daemon:

@@ -117,7 +117,7 @@ class PlainTier:
         return ticket
 
     def touch(self, namespace: bytes, group: int, keys: bytes) -> None:
-        for at in range(0, len(keys), KEY_BYTES):
+        for at in reversed(range(0, len(keys), KEY_BYTES)):
             name = ObjectName(namespace, group, keys[at : at + KEY_BYTES])
             if name in self.objects:
                 self.objects[name] = self.objects.pop(name)

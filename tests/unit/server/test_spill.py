@@ -39,7 +39,11 @@ class Spilling(NamedTuple):
         return {reason: count for reason, count in self.status().dropped.items() if count}
 
     def keys(self) -> list[bytes]:
-        """Of the objects in the tier, in the order of their puts."""
+        """Of the objects in the tier, in the order of their last puts."""
+        puts = [name for kind, name in self.tier.began if kind == "put"]
+        return [name.key for name in sorted(self.tier.objects, key=lambda name: len(puts) - puts[::-1].index(name))]
+
+    def oldest_first(self) -> list[bytes]:
         return [name.key for name in self.tier.objects]
 
     def written(self, count: int) -> None:
@@ -201,8 +205,45 @@ def test_a_load_makes_objects_of_the_tier_young() -> None:
         s.written(4)
         s.worker.lookup(old)
         s.worker.load(old, s.worker.blocks_for(2, first=30))
-        wait_until(lambda: s.keys() == new + old)
+        wait_until(lambda: s.oldest_first() == [*new, *reversed(old)])
         assert len(s.tier.began) == 4, "nothing is written twice"
+
+
+def test_a_prompt_that_is_only_looked_up_stays_young_in_the_tier() -> None:
+    """The engine has it itself, or L1 has it: nothing is loaded."""
+    with spilling() as s:
+        old, new = make_keys(4), make_keys(2)
+        for keys in (old, new):
+            s.store(keys)
+        s.written(6)
+        assert s.worker.lookup([*old[:3], *make_keys(1)]) == 3
+        wait_until(lambda: s.oldest_first() == [old[3], *new, *reversed(old[:3])], what="parents are the youngest")
+        assert s.worker.lookup(new, durability=Durability.PROCESS) == 2
+        assert s.worker.lookup(old) == 4
+        wait_until(lambda: s.oldest_first() == [*new, *reversed(old)])
+
+
+def test_a_very_long_prompt_is_made_young_in_slices_from_its_end() -> None:
+    with spilling() as s:
+        ages, tiers = s.running.parts.upkeep.ages, s.running.parts.upkeep.tiers
+        keys = make_keys(1000)
+        touched: list[bytes] = []
+        s.tier.touch = lambda namespace, group, part: touched.append(part)  # type: ignore[method-assign]
+        instance = next(iter(s.running.parts.instances.by_id.values()))
+
+        def one_turn() -> bool:
+            return ages.step()
+
+        def begin() -> None:
+            ages.found(instance, b"n" * 32, b"".join(keys), 1000, Durability.ANYWHERE)
+            ages.tick()
+            assert one_turn()
+
+        assert tiers.all
+        s.running.server.call(begin).result(10)
+        wait_until(lambda: sum(map(len, touched)) == 1000 * 32)
+        assert b"".join(reversed(touched)) == b"".join(keys)
+        assert max(map(len, touched)) <= 256 * 32
 
 
 def test_only_what_was_loaded_is_written_with_admit_reused() -> None:
