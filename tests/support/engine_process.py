@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvserver._native import State
-from kvserver.protocol import Plane, Reply, Retrieved, Stored
+from kvserver.protocol import AwaitFill, LookupReply, Plane, Reply, Retrieved, Stored
 
 from .gpu_memory import SIMULATED, by_ipc
 from .memory import Geometry
@@ -135,6 +135,17 @@ class Commands:
 
     def lookup(self, seed: str, count: int) -> int:
         return self.worker.lookup(make_keys(count, seed), request_id=seed)
+
+    def begin_fill(self, seed: str, count: int, wait_ms: int = 5000) -> int:
+        """The number of the message, whose reply nobody awaits."""
+        message = self.worker.lookup_message(make_keys(count, seed), request_id=seed)
+        return self.worker.send(AwaitFill(message, wait_ms))
+
+    def fill_hits(self, seed: str, count: int, wait_ms: int) -> int:
+        """How many chunks L1 has after a fill."""
+        reply = self.worker.reply_to(self.begin_fill(seed, count, wait_ms), 60)
+        assert isinstance(reply, LookupReply), reply
+        return reply.hit_chunks
 
     def begin_store(self, seed: str, first: int, count: int, skip: int = 0) -> None:
         """Of the chunks of this seed, those behind the first `skip`."""
