@@ -23,6 +23,7 @@ from kvserver.protocol import (
     ChunkContents,
     Counted,
     DescribeScheduler,
+    Durability,
     EndRequest,
     Lookup,
     LookupReply,
@@ -157,6 +158,7 @@ class BenchWorker:
             deadline_ns=time.monotonic_ns() + 120 * 10**9,
             variant=self.variant,
             group=group,
+            durability=Durability.ANYWHERE,
         )
 
     def store(self, keys: bytes, block_ids: array[int], group: int = 0, contents: ChunkContents | None = None) -> None:
@@ -178,6 +180,7 @@ class BenchWorker:
             chunk_blocks=self.chunk_blocks,
             keys=keys,
             variant=self.variant,
+            durability=Durability.ANYWHERE,
         )
 
     def lookup(self, keys: bytes) -> int:

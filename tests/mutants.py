@@ -1714,7 +1714,7 @@ L2_AND_L1 = (
         FILL_TESTS,
     ),
     Mutant(
-        "a shared tier is asked for what it may not have",
+        "a shared tier is probed for what it may not have",
         "kvserver/server/tiers.py",
         "Tiers.unknown_to",
         " and each.admits(durability)",
@@ -1916,7 +1916,7 @@ L2_AND_L1 = (
         SPILL_TESTS,
     ),
     Mutant(
-        "an object that left L1 and came back is written from other pages",
+        "an object that left L1 while it waited is written from other pages",
         SPILL,
         "Spill._put_next",
         "or not chunk.ready >> item.coverage.group & 1",

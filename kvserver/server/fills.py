@@ -82,6 +82,11 @@ class Fills:
         )
 
     @property
+    def queued_bytes(self) -> int:
+        """What fills have still to read."""
+        return self._rates.queued_bytes
+
+    @property
     def next_due_ns(self) -> int | None:
         """When the next fill must be answered."""
         return min((fill.due_ns for fill in self._fills.values()), default=None)

@@ -103,6 +103,11 @@ class ReadRates:
         """Fills have so many bytes more to read from the tier, or less."""
         self._tiers[tier].queued_bytes += more
 
+    @property
+    def queued_bytes(self) -> int:
+        """Of all tiers; 0 without fills."""
+        return sum(tier.queued_bytes for tier in self._tiers)
+
     def bytes_per_second(self, tier: int) -> float:
         """0 while it is not known."""
         return self._tiers[tier].rate(self._clock())

@@ -197,6 +197,7 @@ class Upkeep:
             return False
         self.cache.audit()
         assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
+        assert self.fills.queued_bytes == 0, f"{self.fills.queued_bytes} bytes to be read by no fill"
         self.workers.audit()
         return True
 

@@ -208,7 +208,7 @@ def test_what_the_engine_computes_sooner_is_not_read_and_the_daemon_shows_why(tm
 
 
 def test_what_cannot_be_found_again_is_not_on_the_disk(tmp_path: Path) -> None:
-    """Each weights epoch of a trainer is one life of its engine's."""
+    """Each weights epoch of a trainer is of its own."""
     with daemon_with(tmp_path / "l2") as daemon, Worker(daemon.endpoint) as worker:
         for epoch in range(50):
             keys = make_keys(2)

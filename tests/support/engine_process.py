@@ -137,7 +137,7 @@ class Commands:
         return self.worker.lookup(make_keys(count, seed), request_id=seed)
 
     def begin_fill(self, seed: str, count: int, wait_ms: int = 5000) -> int:
-        """The number of the message, whose reply nobody awaits."""
+        """The number of the message; its reply is not awaited."""
         message = self.worker.lookup_message(make_keys(count, seed), request_id=seed)
         return self.worker.send(AwaitFill(message, wait_ms))
 

@@ -31,7 +31,7 @@ class Begun:
 class PlainTier:
     """REQUIRES: the server's loop calls it, but for the fields and methods of the first part.
 
-    While `stopped`, what begins waits until release(). `fail`: how puts and gets of a key end, once each.
+    While `stopped`, what begins waits until release(), what is `kept_waiting` longer. `fail`: how puts and gets of a key end, once each.
     """
 
     def __init__(self, region: HostRegion, page_bytes: int, name: str = "plain", shared: bool = False) -> None:
@@ -40,6 +40,7 @@ class PlainTier:
         self.known: set[ObjectName] | None = None  # of a shared tier: what holds() knows; None: all
         self.stopped = False
         self.hangs = False  # what waits cannot be cancelled
+        self.kept_waiting: set[bytes] = set()  # keys whose puts and gets wait
         self.fail: dict[bytes, TierOutcome] = {}
         self.began: list[tuple[str, ObjectName]] = []
         self.cleared: list[bytes] = []
@@ -143,7 +144,7 @@ class PlainTier:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         if not self.stopped:
-            for begun in self.waiting[:]:
+            for begun in [begun for begun in self.waiting if begun.name.key not in self.kept_waiting]:
                 self._run(begun)
         ends, self._ends = self._ends, []
         return ends

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.daemon import wait_until
+from support.memory import two_groups
 from support.plain_tier import PlainTier
 from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
 from support.worker import Worker, make_keys
@@ -17,7 +18,7 @@ from kvserver._native import CpuDevice, HostRegion
 from kvserver.cache import Cache
 from kvserver.copy import Devices
 from kvserver.l2 import ObjectName, TierOutcome
-from kvserver.protocol import AwaitFill, Clear, Cleared, Durability, LookupReply
+from kvserver.protocol import AwaitFill, Clear, Cleared, Durability, LookupReply, ObjectGroup
 from kvserver.protocol.status import RequestsStatus
 from kvserver.server import Audit, ConfiguredTier
 from kvserver.server.fills import memory_bound
@@ -480,7 +481,7 @@ def test_what_is_computed_sooner_is_not_read() -> None:
         assert f.lookup(keys) == LookupReply(0)
         requests = requests_of(f)
         assert (requests.fills_not_begun, requests.missed_tokens["slow_l2"]) == (1, 6 * 64)
-        assert f.fill(keys) == 0, "nor where the engine asks for it all the same"
+        assert f.fill(keys) == 0, "nor where the engine awaits it all the same"
         assert requests_of(f).fills_not_begun == 2
         assert len(f.gets()) == 6
         f.worker.end_request("later", prefill_tokens_per_second=10)
@@ -563,3 +564,92 @@ def _occupy(cache: Cache, keep: int) -> bytes:
 )
 def test_the_bound_is_an_eighth_of_l1_and_three_quarters_of_a_small_one(l1: int, bound: int) -> None:
     assert memory_bound(l1) == bound
+
+
+# ---- windows ------------------------------------------------------------------------------------
+
+FULL, WINDOW = ObjectGroup("full", (0,), 16), ObjectGroup("window", (1,), 16, tokens=31)
+
+
+def store_hybrid(f: Filling, keys: list[bytes], boundaries: list[int]) -> None:
+    """Of the window only what a hit needs that ends behind so many chunks."""
+    for first in range(0, len(keys), 8):
+        part = keys[first : first + 8]
+        f.worker.store(part, range(1, 1 + len(part) * f.worker.object_blocks(0)))
+    windows = [keys[boundary - 1] for boundary in boundaries]
+    f.worker.store(windows, range(1, 1 + len(windows) * f.worker.object_blocks(1)), group=1)
+    wait_until(lambda: len(f.tier.objects) == len(keys) + len(boundaries))
+    wait_until(lambda: not f.running.server.call(lambda: f.running.parts.spill.puts).result(10))
+    f.forget_l1()
+
+
+def test_the_windows_of_the_greatest_boundary_are_read_first_and_no_others() -> None:
+    with filling(geometry=two_groups(), groups=(FULL, WINDOW)) as f:
+        keys = make_keys(12)
+        store_hybrid(f, keys, [4, 10])
+        assert f.lookup(keys).fill_chunks == 10
+        assert f.fill(keys) == 10
+        assert [(name.group, name.key) for name in f.gets()] == [(1, keys[9]), *((0, key) for key in keys[:10])]
+        f.worker.end_request()
+        f.audit()
+
+
+def test_a_hit_with_windows_is_cut_to_a_boundary_that_fits_and_nothing_is_read_for_another() -> None:
+    with filling(l1_bytes=L1_BYTES, geometry=two_groups(), groups=(FULL, WINDOW)) as f:
+        keys = make_keys(12)
+        store_hybrid(f, keys, [4, 10])
+        sizes = {name.group: -(-len(raw) // PAGE_BYTES) * PAGE_BYTES for name, (_, raw) in f.tier.objects.items()}
+        cache = f.running.parts.cache
+        held = f.running.server.call(lambda: _occupy(cache, keep=6 * sizes[0] + sizes[1])).result(10)
+        assert f.fill(keys) == 4
+        assert [(name.group, name.key) for name in f.gets()] == [(1, keys[3]), *((0, key) for key in keys[:4])]
+        f.running.server.call(lambda: cache.pool.free_pages(held)).result(10)
+        f.worker.end_request()
+        f.audit()
+
+
+# ---- many reads ---------------------------------------------------------------------------------
+
+
+def test_more_objects_than_may_be_read_at_once_are_read_in_turn() -> None:
+    with filling() as f:
+        keys: list[bytes] = []
+        for _ in range(6):
+            part = make_keys(15)
+            f.store(part)
+            f.written(part)
+            keys += part
+        f.forget_l1()
+        f.tier.stopped = True
+        number = f.begin(keys)
+        wait_until(lambda: len(f.tier.waiting) == 64)
+        assert f.lookup(make_keys(1), "the loop goes on").hit_chunks == 0
+        assert len(f.tier.waiting) == 64
+        f.tier.release()
+        assert f.reply(number).hit_chunks == 90
+        f.worker.end_request()
+        f.audit()
+
+
+def test_what_is_still_to_be_read_counts_for_later_fills() -> None:
+    with filling() as f:
+        keys = make_keys(6)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        size = sum(len(raw) for _, raw in f.tier.objects.values()) // 6
+
+        def queued() -> int:
+            return f.running.server.call(lambda: f.running.parts.fills.queued_bytes).result(10)
+
+        f.tier.stopped, f.tier.kept_waiting = True, {keys[5]}
+        number = f.begin(keys)
+        wait_until(lambda: len(f.tier.waiting) == 6)
+        assert queued() == 6 * size
+        f.tier.release()
+        wait_until(lambda: len(f.tier.waiting) == 1)
+        wait_until(lambda: queued() == size)
+        f.worker.end_request()
+        f.reply(number)
+        assert queued() == 0
+        f.audit()
