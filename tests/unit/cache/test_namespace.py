@@ -40,6 +40,7 @@ LEAVES_THE_SLOT: dict[str, Any] = {
     "num_blocks": 9,
     "has_computed": True,
     "tails": True,
+    "machine_only": "samples of its files name them",
 }
 
 
