@@ -1938,6 +1938,7 @@ L2_AND_L1 = (
         "if not queue.configured.writable:",
         "if False:",
         SPILL_TESTS,
+        equivalent="_put_next() drops it for the same reason: it only saves the queue",
     ),
     Mutant(
         "single uses are written with admit=reused",
@@ -1954,6 +1955,7 @@ L2_AND_L1 = (
         "self._finish(fill)",
         "pass",
         FILL_TESTS,
+        equivalent="tiers cancel what is under way, and cleared chunks are not read: the fill only ends later",
     ),
     Mutant(
         "a load does not end what its fill occupies",

@@ -34,7 +34,7 @@ from kvserver.server.tickets import Respond
 from kvserver.server.tiers import Tiers
 
 MOST_FILLS = 1024  # under way and waiting
-_STEPS_PER_TURN = 1024  # of the plans of all fills (StorePlan.steps)
+STEPS_PER_TURN = 1024  # of the plans of all fills (StorePlan.steps)
 _MIB = 1 << 20
 
 
@@ -202,7 +202,7 @@ class Fills:
         """At the end of a turn: answer what is due, reserve, begin reads. True while there is more to do at once."""
         if not self._fills:
             return False
-        now_ns, steps = int(self._clock() * 1e9), _STEPS_PER_TURN
+        now_ns, steps = int(self._clock() * 1e9), STEPS_PER_TURN
         for fill in list(self._fills.values()):
             if fill.due_ns <= now_ns:
                 self._finish(fill)

@@ -20,7 +20,7 @@ from kvserver.copy import Devices
 from kvserver.l2 import ObjectName, TierOutcome
 from kvserver.protocol import AwaitFill, Clear, Cleared, Durability, LookupReply, ObjectGroup
 from kvserver.protocol.status import RequestsStatus
-from kvserver.server import Audit, ConfiguredTier
+from kvserver.server import Audit, ConfiguredTier, fills
 from kvserver.server.fills import memory_bound
 
 
@@ -293,10 +293,12 @@ def test_the_end_of_its_request_or_engine_ends_a_fill() -> None:
         f.worker.end_request()
         f.reply(number)
         wait_until(lambda: not f.tier.waiting)
-        number = f.begin(keys, "second")
+        number = f.begin(keys, "second", wait_ms=10_000)
         wait_until(lambda: len(f.tier.waiting) == 4)
+        began = time.monotonic()
         f.worker.hang_up()
-        wait_until(lambda: not f.tier.waiting)
+        wait_until(lambda: not f.tier.waiting, 20)
+        assert time.monotonic() - began < 8, "not only at its limit"
         f.tier.release()
         f.audit()
 
@@ -566,6 +568,29 @@ def test_the_bound_is_an_eighth_of_l1_and_three_quarters_of_a_small_one(l1: int,
     assert memory_bound(l1) == bound
 
 
+def test_what_was_read_is_there_when_the_rest_arrives() -> None:
+    """Other stores may not evict it meanwhile."""
+    with filling(l1_bytes=L1_BYTES) as f:
+        keys = [*make_keys(15), *make_keys(5)]
+        for part in (keys[:15], keys[15:]):
+            f.store(part)
+            f.written(part)
+        f.forget_l1()
+        f.tier.stopped, f.tier.kept_waiting = True, {keys[19]}
+        number = f.begin(keys, wait_ms=10_000)
+        wait_until(lambda: len(f.tier.waiting) == 20)
+        f.tier.release()
+        wait_until(lambda: len(f.tier.waiting) == 1)
+        evicted = f.running.parts.cache
+        while f.running.server.call(lambda: evicted.evicted_chunks).result(10) < 40:
+            f.store(make_keys(15))
+        f.tier.kept_waiting = set()
+        f.tier.release()
+        assert f.reply(number).hit_chunks == 20
+        f.worker.end_request()
+        f.audit()
+
+
 # ---- windows ------------------------------------------------------------------------------------
 
 FULL, WINDOW = ObjectGroup("full", (0,), 16), ObjectGroup("window", (1,), 16, tokens=31)
@@ -594,7 +619,12 @@ def test_the_windows_of_the_greatest_boundary_are_read_first_and_no_others() -> 
         f.audit()
 
 
-def test_a_hit_with_windows_is_cut_to_a_boundary_that_fits_and_nothing_is_read_for_another() -> None:
+@pytest.mark.parametrize("steps", [1, 1024])
+def test_a_hit_with_windows_is_cut_to_a_boundary_that_fits_and_nothing_is_read_for_another(
+    monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Also where its slots are reserved in several turns of the loop."""
+    monkeypatch.setattr(fills, "STEPS_PER_TURN", steps)
     with filling(l1_bytes=L1_BYTES, geometry=two_groups(), groups=(FULL, WINDOW)) as f:
         keys = make_keys(12)
         store_hybrid(f, keys, [4, 10])
@@ -628,7 +658,30 @@ def test_more_objects_than_may_be_read_at_once_are_read_in_turn() -> None:
         f.tier.release()
         assert f.reply(number).hit_chunks == 90
         f.worker.end_request()
+        f.forget_l1()
+        f.tier.stopped = True
+        number = f.begin(keys, "ends early")
+        wait_until(lambda: len(f.tier.waiting) == 64)
+        f.worker.end_request("ends early")
+        assert f.reply(number).hit_chunks == 0
         f.audit()
+        used = f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10)
+        assert used == 0, "what was reserved is free"
+
+
+def test_reads_that_fail_show_no_rate() -> None:
+    with filling() as f:
+        keys = make_keys(3)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.fail = dict.fromkeys(keys, TierOutcome.CORRUPT)
+        assert f.fill(keys) == 0
+        (tier,) = f.running.server.call(f.running.parts.spill.status).result(10)
+        assert tier.read_bytes_per_second == 0
+        assert f.fill(keys) == 3
+        (tier,) = f.running.server.call(f.running.parts.spill.status).result(10)
+        assert tier.read_bytes_per_second > 0
 
 
 def test_what_is_still_to_be_read_counts_for_later_fills() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import requests
 from support.daemon import wait_until
+from support.memory import two_groups
 from support.plain_tier import PlainTier
 from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
 from support.worker import Worker, make_keys
@@ -16,9 +17,9 @@ from support.worker import Worker, make_keys
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.copy import Devices
 from kvserver.l2 import TierEnd, TierOutcome
-from kvserver.protocol import Clear, Cleared, Durability
+from kvserver.protocol import Clear, Cleared, Durability, ObjectGroup
 from kvserver.protocol.status import TierStatus
-from kvserver.server import Audit
+from kvserver.server import Audit, spill
 
 
 class Spilling(NamedTuple):
@@ -106,7 +107,11 @@ def test_a_private_engine_writes_nothing() -> None:
         s.worker.attach()
         s.worker.register(private="scales of this process")
         s.store(make_keys(3))
-        assert not s.tier.began
+        with Worker(s.running.endpoint) as other:
+            keys = make_keys(1)
+            other.store(keys, other.blocks_for(1))
+            s.written(1)
+        assert s.keys() == keys, "the queue keeps its order"
         assert s.dropped() == {}
 
 
@@ -290,6 +295,69 @@ def test_clear_empties_the_tier_and_nothing_queued_enters_it_afterwards() -> Non
         assert not s.tier.objects
         assert s.tier.cleared == [b""]
         assert s.audit() is Audit.BALANCED
+
+
+def test_what_is_loaded_while_it_is_cleared_is_not_written() -> None:
+    """Its bytes stay in L1 until the load has ended."""
+    with spilling() as s:
+        s.tier.stopped = True
+        keys = make_keys(20)
+        s.store(keys)
+        wait_until(lambda: len(s.tier.waiting) == 16)
+        cache = s.running.parts.cache
+        chunks = s.running.server.call(lambda: list(cache.index)).result(10)
+        s.running.server.call(lambda: cache.pin_chunks(chunks)).result(10)
+        s.worker.ask(Clear(), Cleared)
+        s.tier.release()
+        wait_until(lambda: not s.status().queue_objects)
+        s.running.server.call(lambda: cache.unpin_chunks(chunks)).result(10)
+        assert not s.tier.objects
+        assert s.dropped() == {"cancelled": 16, "left_l1": 4}
+        assert s.audit() is Audit.BALANCED
+
+
+def test_a_window_that_no_boundary_needs_any_more_is_not_written() -> None:
+    full, window = ObjectGroup("full", (0,), 16), ObjectGroup("window", (1,), 16, tokens=31)
+    with spilling(geometry=two_groups(), groups=(full, window)) as s:
+        s.tier.stopped = True
+        for _ in range(4):
+            s.worker.store(make_keys(4), range(1, 17))
+        wait_until(lambda: len(s.tier.waiting) == 16)
+        keys = make_keys(2)
+        s.worker.store(keys, range(1, 9))
+        s.worker.store(keys[:1], range(1, 3), group=1)
+        s.worker.store(keys[1:], range(1, 3), group=1, dropped=keys[0])
+        s.tier.release()
+        wait_until(lambda: not s.status().queue_objects)
+        assert [name.key for name in s.tier.objects if name.group == 1] == keys[1:]
+        assert s.dropped() == {"left_l1": 1}
+
+
+def test_a_queue_that_is_full_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill, "MOST_QUEUED", 20)
+    with spilling() as s:
+        s.tier.stopped = True
+        s.store(make_keys(30))
+        wait_until(lambda: len(s.tier.waiting) == 16)
+        assert s.dropped() == {"queue_full": 10}
+        s.tier.release()
+        s.written(20)
+        assert len(s.tier.objects) == 20
+
+
+def test_what_waits_is_not_queued_again() -> None:
+    with spilling() as s:
+        s.tier.stopped = True
+        keys = make_keys(15)
+        s.store(keys)
+        wait_until(lambda: len(s.tier.waiting) == 15)
+        assert s.worker.lookup(keys) == 15
+        s.worker.load(keys[:5], s.worker.blocks_for(5, first=20))
+        last = make_keys(1)
+        s.store(last)
+        s.tier.release()
+        s.written(16)
+        assert len(s.tier.began) == 16
 
 
 def test_a_clear_that_a_tier_cannot_make_durable_is_an_error_that_names_the_tier() -> None:
