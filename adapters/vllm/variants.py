@@ -69,6 +69,7 @@ class Variants:
         self._version = "" if private else self._version_seen
         self._epoch = 0
         self._chain = ""
+        self._chain_durability = Durability.PROCESS  # known when `_chain` is
         self._loras: dict[tuple[str, str], _Lora] = {}  # by name and path, as vLLM's block hashes have them
         self._replaced: set[tuple[str, str]] = set()
 
@@ -88,6 +89,7 @@ class Variants:
         """
         if not self._chain:
             self._chain = chain_start(self._incarnation)
+            self._chain_durability = chain_durability(self._hash_algorithm)
         parts = [f"chain={self._chain}"]
         if self._version:
             parts.append(f"weights={self._version}")
@@ -104,7 +106,7 @@ class Variants:
             return None
         private = private or (known is not None and known.fingerprint is None)
         epoch = self._own(self.epoch) if private else self.epoch
-        durability = Durability.PROCESS if private or self.private else chain_durability(self._hash_algorithm)
+        durability = Durability.PROCESS if private or self.private else self._chain_durability
         if known is None:
             return Variant(epoch, durability)
         if not self._whole_digests:

@@ -114,6 +114,12 @@ def table(status: DaemonStatus) -> str:
             for instance in status.instances
             if instance.private
         ]
+        if any(tier.kind != "file" for tier in status.l2):
+            lines += [
+                f"LOCAL  {instance.instance_id} uses L2 in files only: {instance.machine_only}"
+                for instance in status.instances
+                if instance.machine_only and not instance.private
+            ]
     else:
         lines.append("no engine is connected")
     return "\n".join(lines)

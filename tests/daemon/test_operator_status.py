@@ -19,6 +19,7 @@ from kvserver.protocol.status import (
     DaemonStatus,
     DirectionStatus,
     GpuStatus,
+    InstanceStatus,
     L1Status,
     TierStatus,
     TotalsStatus,
@@ -190,6 +191,14 @@ def test_l2_is_shown_where_something_came_from_there():
     tokens = {"l0": 1, "l1": 1, "l2": 2, "computed": 4}
     shown = cli_status.table(status_with(totals=TotalsStatus(prompt_tokens=tokens)))
     assert "prompts 8 tokens: 12.5% L0, 12.5% L1, 25.0% L2, 50.0% computed" in shown
+
+
+def test_an_engine_whose_kv_stays_on_its_machine_is_named_beside_a_tier_of_many():
+    engine = InstanceStatus(instance_id="e", machine_only="weights: samples of the files name them")
+    file, remote = (TierStatus(name=kind, kind=kind, state="ready") for kind in ("file", "valkey"))
+    assert "LOCAL" not in cli_status.table(status_with(instances=[engine], l2=[file]))
+    shown = cli_status.table(status_with(instances=[engine], l2=[file, remote]))
+    assert "LOCAL  e uses L2 in files only: weights: samples of the files name them" in shown
 
 
 def test_a_status_that_is_old_states_so():
