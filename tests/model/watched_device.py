@@ -8,6 +8,7 @@ from typing import Any
 
 from support.memory import Memory
 from support.simulators import FakeDevice
+from support.turns import repeat
 
 from kvserver import _native
 from kvserver._native import BlockIds, Direction, Mapping, Outcome, WordPage
@@ -34,8 +35,10 @@ class WatchedDevice(FakeDevice):
     """REQUIRES: expect(side) before the worker of that side registers."""
 
     def __init__(self, l1_bytes: int, page_bytes: int, seed: int, trouble: float) -> None:
-        super().__init__(_native.HostRegion(l1_bytes), page_bytes, seed, trouble)
+        self.region = _native.HostRegion(l1_bytes)
+        super().__init__(self.region, page_bytes, seed, trouble)
         self.newest: Copy | None = None
+        self.runs = False  # by itself: all has ended when it is drained
         self.drained: list[tuple[int, Outcome]] = []  # by the last drain()
         self._copies: dict[int, Copy] = {}
         self._expected: deque[Side] = deque()
@@ -71,6 +74,8 @@ class WatchedDevice(FakeDevice):
             self._copies[ticket].cancelled = True
 
     def drain(self) -> list[tuple[int, Outcome, int, int, str]]:
+        if self.runs:
+            repeat(lambda: self.step() or bool(self.open))
         ends = super().drain()
         self.drained = [(number, outcome) for number, outcome, *_ in ends]
         for number, _ in self.drained:

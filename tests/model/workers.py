@@ -8,10 +8,11 @@ import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from logging.handlers import BufferingHandler
 from pathlib import Path
 
+from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.config import Settings
 from kvserver.copy import Devices
@@ -31,7 +32,7 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
-from kvserver.server import Lifelines
+from kvserver.server import ConfiguredTier, Lifelines
 
 from .engines import CHUNK_TOKENS, Call, Engine, Model, Rank
 from .plain import Plain
@@ -43,15 +44,18 @@ PAGE_BYTES = 32
 class Workers:
     """All of `engines`, none of which is connected at first."""
 
+    page_bytes = PAGE_BYTES
+
     def __init__(self, folder: Path, models: dict[str, Model], pages: int, trouble: float) -> None:
-        self.now = time.monotonic() + 1e6  # by the device's clock no deadline passes but by trouble
+        self.now = self.begins()
         self.plain = Plain()
-        self.device = WatchedDevice(pages * PAGE_BYTES, PAGE_BYTES, 2, trouble)
-        self.cache = Cache(PagePool(pages * PAGE_BYTES, PAGE_BYTES), POLICIES["lru"]())
+        self.device = WatchedDevice(pages * self.page_bytes, self.page_bytes, 2, trouble)
+        self.cache = Cache(PagePool(pages * self.page_bytes, self.page_bytes), POLICIES["lru"]())
         self.lifelines = Lifelines(str(folder / "fd"), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
         devices = Devices(self.device)
-        self.parts = Parts(settings, self.cache, devices, self.lifelines, clock=lambda: self.now)
+        tiers = self.make_tiers(folder, self.device.region)
+        self.parts = Parts(settings, self.cache, devices, self.lifelines, clock=lambda: self.now, tiers=tiers)
         self.parts.observability.start(list)
         self.engines = [Engine(name, model) for name, model in models.items()]
         self.pending: list[tuple[Rank, Call]] = []  # registrations
@@ -62,6 +66,13 @@ class Workers:
         self.faults = BufferingHandler(1000)  # what the server logs as an error
         self.faults.setLevel(logging.ERROR)
         logging.getLogger("kvserver").addHandler(self.faults)
+
+    def begins(self) -> float:
+        """Its clock at first: by the device's no deadline passes but by trouble."""
+        return time.monotonic() + 1e6
+
+    def make_tiers(self, folder: Path, l1: HostRegion) -> Sequence[ConfiguredTier]:
+        return ()
 
     def close(self) -> None:
         self.lifelines.shut()

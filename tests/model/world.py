@@ -62,19 +62,24 @@ class World(Workers):
         if not engine.ready or self.device.lost:
             assert reply.hit_chunks == 0, "a hit that no rank could load"
             return 0
-        names, groups = [(engine.namespace(variant), key) for key in keys], engine.model.groups
-        expected = self.plain.boundary(names, groups, CHUNK_TOKENS)
+        expected = self.lease_boundary(engine, request_id, keys, variant)
         assert (reply.hit_chunks, reply.full_chunks) == expected, f"{reply}, of what was stored whole {expected}"
         hits = reply.hit_chunks
+        self.counts["hits"] += hits
+        self.counts[f"hits of {engine.model.name}"] += hits
+        return hits
+
+    def lease_boundary(self, engine: Engine, request_id: str, keys: list[bytes], variant: str) -> tuple[int, int]:
+        """The greatest hit of what was stored whole, which the request leases; as `Plain.boundary`."""
+        names, groups = [(engine.namespace(variant), key) for key in keys], engine.model.groups
+        expected = hits, _ = self.plain.boundary(names, groups, CHUNK_TOKENS)
         needed = [
             self.plain.entries[name]
             for number, name in enumerate(names[:hits])
             if any(needs(group, number, hits, CHUNK_TOKENS) for group in groups)
         ]
         self.plain.lease((engine.instance_id, request_id), self.now + 20.0, needed)
-        self.counts["hits"] += hits
-        self.counts[f"hits of {engine.model.name}"] += hits
-        return hits
+        return expected
 
     def end_request(self, engine: Engine, request_id: str) -> None:
         call = Call()
@@ -296,12 +301,17 @@ class World(Workers):
         self.parts.upkeep.complete_tickets()
         self.parts.stores.step()
         self.faults.buffer = [each for each in self.faults.buffer if "the device is lost" not in each.getMessage()]
-        for ticket, outcome in self.device.drained:
+        self.follow_drained()
+        self.end_registrations()
+
+    def follow_drained(self) -> None:
+        """What the ends of copies change."""
+        while self.device.drained:
+            ticket, outcome = self.device.drained.pop(0)
             operation = self.operations.pop(ticket, None)
             if operation is not None:
                 self.ended(operation, outcome)
             self.end_registrations()
-        self.end_registrations()
 
     def ended(self, operation: Operation, outcome: Outcome) -> None:
         rank = operation.rank

@@ -1,0 +1,330 @@
+"""A world with L2 behind L1: a real file tier, and a tier whose store is faulty; both outlive the world, as they outlive a daemon.
+
+What L1 has without a store was read from L2. It is compared with what was stored under its name, of all ranks together, and from
+then on counts as stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.faulty_store import FaultyStore
+from support.file_tiers import FaultyDisk
+from support.slots import pages_of
+from support.turns import repeat
+
+from kvserver._native import HostRegion, Outcome
+from kvserver.cache import Chunk
+from kvserver.cache.groups import one_group
+from kvserver.config import parse_tiers
+from kvserver.l2.files.make import make_file_tier
+from kvserver.l2.remote.tier import RemoteTier
+from kvserver.protocol import (
+    AwaitFill,
+    Clear,
+    Cleared,
+    Error,
+    ErrorCode,
+    Lookup,
+    LookupReply,
+    Reply,
+)
+from kvserver.server import ConfiguredTier
+
+from .engines import Call, Engine, Model, Operation
+from .plain import Entry, Name, Slot
+from .world import World
+
+PAGE_BYTES = 4096
+_WAIT_SECONDS = 20.0  # for what must end by itself
+_LANES = 3
+VARIANTS = ("", "lora")
+
+Whole = dict[Slot, list[bytes]]  # an object: the blocks of each of its slots
+
+
+@dataclass
+class Version:
+    """An object that was READY once, and the clears of its namespace since then."""
+
+    whole: Whole
+    clears: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Storage:
+    """What is left of a daemon when it ends: its folder, the store, and what a test knows of them."""
+
+    folder: Path
+    size: str
+    store: FaultyStore = field(default_factory=FaultyStore)
+    versions: defaultdict[tuple[Name, int], list[Version]] = field(default_factory=lambda: defaultdict(list))
+    clears: int = 0
+    done_clears: set[int] = field(default_factory=set)
+
+    def stored(self, name: Name, group: int, whole: Whole) -> None:
+        if not any(version.whole == whole and not version.clears for version in self.versions[name, group]):
+            self.versions[name, group].append(Version(whole))
+
+    def clear(self, base: bytes) -> int:
+        """Returns the number of the clear."""
+        self.clears += 1
+        for ((namespace, _), _), versions in self.versions.items():
+            if namespace.startswith(base):
+                for version in versions:
+                    version.clears.add(self.clears)
+        return self.clears
+
+    def restarted(self) -> None:
+        """What was cleared stays so if that was acknowledged; else it may be there or not."""
+        for versions in self.versions.values():
+            for version in versions:
+                version.clears &= self.done_clears
+
+    def kill(self) -> None:
+        """Copy the folder as it is now, in which the next daemon begins. The end of the old one changes only its own."""
+        copied = self.folder.with_name(f"{self.folder.name}+")
+        copied.mkdir(0o700)
+        for name in ("generations", "journal", "data"):
+            with contextlib.suppress(FileNotFoundError):  # it was opening
+                shutil.copy(self.folder / name, copied / name)
+        self.folder = copied
+
+    def flip(self, dice: random.Random) -> None:
+        """A bit of the data file, near its beginning, where records are."""
+        with (self.folder / "data").open("r+b") as file:
+            at = PAGE_BYTES + dice.randrange(64 * PAGE_BYTES)
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1 << dice.randrange(8)]))
+
+
+@dataclass(eq=False, kw_only=True)
+class Clearing(Call):
+    storage: Storage
+    number: int
+    least: int  # chunks of L1
+
+    def respond(self, reply: Reply) -> None:
+        super().respond(reply)
+        if isinstance(reply, Cleared):
+            assert reply.chunks >= self.least
+            self.storage.done_clears.add(self.number)
+        else:
+            assert self.error == ErrorCode.STORAGE.value, reply
+
+
+@dataclass(eq=False, kw_only=True)
+class Fill(Call):
+    world: TieredWorld
+    engine: Engine
+    lookup: Lookup
+
+    def respond(self, reply: Reply) -> None:
+        super().respond(reply)
+        self.world.filled(self, reply)
+
+
+class TieredWorld(World):
+    page_bytes = PAGE_BYTES
+
+    def __init__(self, folder: Path, models: dict[str, Model], pages: int, storage: Storage, trouble: float) -> None:
+        self.storage = storage
+        self.disk = FaultyDisk()
+        self._passed = 0.0
+        self.request_id = ""  # of copies
+        super().__init__(folder, models, pages, trouble)
+        # From the beginning: what an earlier daemon wrote is found before anything is stored.
+        self.models |= {engine.namespace(variant): engine.model for engine in self.engines for variant in VARIANTS}
+
+    def begins(self) -> float:
+        return time.monotonic()
+
+    def make_tiers(self, folder: Path, l1: HostRegion) -> Sequence[ConfiguredTier]:
+        file, remote = parse_tiers(
+            [f"file://{self.storage.folder}?size={self.storage.size}&timeout=10s", "valkey://store/p?timeout=100ms"]
+        )
+        self.file = make_file_tier(file, l1, PAGE_BYTES, self.disk)
+        self.remote = RemoteTier(remote, "p", l1, PAGE_BYTES, self.storage.store.connect, _LANES)
+        return [ConfiguredTier(self.file, file), ConfiguredTier(self.remote, remote)]
+
+    def go_on(self) -> None:
+        """The clock moves between two steps only, so that the server and the plain model read the same time."""
+        self.now = time.monotonic() + self._passed
+
+    def pass_time(self, seconds: float) -> None:
+        self._passed += seconds
+        self.go_on()
+        super().pass_time(seconds=0.0)
+
+    # ---- fills --------------------------------------------------------------------------------
+
+    def await_fill(self, engine: Engine, request_id: str, keys: list[bytes], variant: str, wait_ms: int) -> None:
+        lookup = Lookup(
+            engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant
+        )
+        fill = Fill(world=self, engine=engine, lookup=lookup)
+        self.calls.append(fill)
+        self.ask(AwaitFill(lookup, wait_ms), fill)
+        if fill.reply is None:
+            self.counts["fills"] += 1
+            self.lease(fill)
+
+    def filled(self, fill: Fill, reply: Reply) -> None:
+        """In the midst of a step: the copies that have ended with it come first."""
+        self.follow_drained()
+        if isinstance(reply, Error):
+            assert not self.registered(fill.engine), reply
+            return
+        assert isinstance(reply, LookupReply), reply
+        self.sync()
+        assert (reply.hit_chunks, reply.full_chunks) == self.lease(fill), reply
+        self.counts["filled hits"] += reply.hit_chunks > 0
+
+    def lease(self, fill: Fill) -> tuple[int, int]:
+        """What the server has leased for it, of what L1 has now: that boundary, as a lookup's reply has it."""
+        engine, lookup = fill.engine, fill.lookup
+        instance = self.parts.instances.by_id.get(engine.instance_id)
+        if instance is None or instance.namespace_of(lookup.variant) is None or self.device.lost:
+            return 0, 0  # no rank could load
+        keys = [lookup.keys[at : at + 32] for at in range(0, len(lookup.keys), 32)]
+        return self.lease_boundary(engine, lookup.request_id, keys, lookup.variant)
+
+    def wire(self, operation: Operation, variant: str) -> dict[str, Any]:
+        return super().wire(operation, variant) | {"request_id": self.request_id}
+
+    def evict(self, pages: int) -> None:
+        """Something else of L1 needs so many pages for a moment, as far as they can be had."""
+        plan = self.cache.plan_store(b"something else", one_group(1), bytes(32), pages * PAGE_BYTES)
+        self.cache.finish_store(plan, copied=False)
+
+    # ---- what came from L2 --------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Follow what L1 has evicted and read since the last call."""
+        self.counts["evicted"] += self.plain.drop_evicted(self.record)
+        for chunk in self.cache.index:
+            name = (chunk.namespace.id, chunk.key)
+            model = self.models.get(name[0])
+            if model is None or not chunk.ready:
+                continue
+            for group in range(len(model.groups)):
+                if chunk.ready >> group & 1 and not self.plain.ready(name, group):
+                    self.adopt(model, name, chunk, group)
+
+    def adopt(self, model: Model, name: Name, chunk: Chunk, group: int) -> None:
+        slots = [slot for slot in model.slots if slot[0] == group]
+        found = {slot: self.l1_bytes(chunk, model.slots.index(slot)) for slot in slots}
+        versions = [version for version in self.storage.versions[name, group] if not version.clears]
+        for version in versions:
+            parts = {slot: model.object_bytes(group, version.whole[slot]) for slot in slots}
+            if all(found[slot].startswith(parts[slot]) for slot in slots):
+                entry = self.plain.entries.setdefault(name, Entry(model.slots, chunk))
+                assert entry.chunk is chunk
+                entry.done.update(version.whole)
+                self.counts["adopted"] += 1
+                return
+        raise AssertionError(f"L2 returned bytes that none of {len(versions)} versions of the object has had")
+
+    def l1_bytes(self, chunk: Chunk, number: int) -> bytes:
+        return b"".join(self.device.read_l1(page) for page in pages_of(chunk.slot(number)))
+
+    def ended(self, operation: Operation, outcome: Outcome) -> None:
+        super().ended(operation, outcome)
+        group = operation.group
+        for name, entry, _ in operation.entries:
+            if self.plain.entries.get(name) is entry and entry.ready(group):
+                whole = {slot: blocks for slot, blocks in entry.done.items() if slot[0] == group}
+                self.storage.stored(name, group, whole)
+
+    # ---- clears -------------------------------------------------------------------------------
+
+    def clear(self, engine: Engine | None) -> None:
+        """Its reply comes once it is durable, or cannot be."""
+        self.counts["clears"] += 1
+        base: bytes | None = None
+        if engine is not None and engine.known:
+            base = engine.namespace("") if engine.ready else b""
+        if engine is not None and not engine.known:
+            assert isinstance(self.answer(Clear(engine.instance_id)), Error)
+            return
+        number = self.storage.clear(base or b"") if base != b"" else 0
+        clearing = Clearing(storage=self.storage, number=number, least=self.plain.clear(base))
+        self.calls.append(clearing)
+        self.ask(Clear(engine.instance_id if engine is not None else ""), clearing)
+
+    # ---- turns --------------------------------------------------------------------------------
+
+    def complete_copies(self) -> None:
+        super().complete_copies()
+        self.sync()
+        self.parts.upkeep.step()
+        self.sync()
+
+    def busy(self) -> bool:
+        parts = self.parts
+        copies = parts.tickets.open_tickets or parts.stores.waiting
+        return bool(copies or parts.upkeep.tiers.open_tickets or parts.fills.open or parts.spill.waiting)
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while not reached():
+            assert time.monotonic() < deadline, what
+            select.select(self.parts.upkeep.completion_fds, [], [], 0.02)
+            self.pass_time(0.05)
+            self.copies_end()
+
+    def come_to_rest(self) -> None:
+        self.storage.store.heal()
+        self.disk.file.hang(False)
+        self.until(lambda: not self.busy(), "a ticket of L2, a fill or what waits to be written does not end")
+        super().come_to_rest()
+
+    def check_contents(self) -> None:
+        self.sync()
+        super().check_contents()
+
+    # ---- ends ---------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        super().end()
+        self.come_to_rest()
+        assert self.parts.fills.used_bytes == 0, "requests that have ended use room of fills"
+        if self.file.state == "ready":
+            self.until(lambda: self.file.journaled and self.file.status().used_bytes == PAGE_BYTES, "pages are lost")
+
+    def killed(self) -> None:
+        """Nothing more of it counts."""
+        self.check()
+        self.disk.file.hang(False)
+        self.storage.kill()
+        for call in self.calls:
+            if isinstance(call, Clearing):
+                call.number = 0  # no reply leaves a process that was killed
+
+    def terminated(self) -> None:
+        """What has been stored is written, if there is time."""
+        self.check()
+        repeat(self.copies_end)  # what is stored after this is not followed
+        self.device.runs = True
+        self.parts.upkeep.drain(1.0)
+
+    def close(self) -> None:
+        for rank in self.processes:
+            if rank.connection is not None:
+                rank.connection.close()
+            rank.side.memory.close()
+        self.disk.file.hang(False)
+        if not self.device.runs:
+            self.parts.upkeep.tiers.close(time.monotonic_ns() + 100_000_000)  # a store that hangs goes on hanging
+        super().close()
