@@ -1609,6 +1609,10 @@ FILE_TIERS = (
         FILE_OPENING, "open_tier", "written.append(table.drain_log())", "table.drain_log()", (f"{FILES}::TestReopening",),
     ),
     Mutant(
+        "each put waits for a journal's write of its own",
+        FILE_PUTS, "FilePuts.start", "sum(each.pages for each in self._waiting)", "put.pages", (f"{FILES}::TestEviction",),
+    ),
+    Mutant(
         "a get with another coverage reads the object",
         FILE_GETS, "FileGets.begin", " or found.meaning != meaning_of(memory)", "", (f"{FILES}::TestObjects",),
     ),

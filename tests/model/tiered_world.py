@@ -178,27 +178,34 @@ class TieredWorld(World):
         self.ask(AwaitFill(lookup, wait_ms), fill)
         if fill.reply is None:
             self.counts["fills"] += 1
-            self.lease(fill)
+            if self.loadable(fill):
+                self.lease(fill)
 
     def filled(self, fill: Fill, reply: Reply) -> None:
         """In the midst of a step: the copies that have ended with it come first."""
-        self.follow_drained()
         if isinstance(reply, Error):
             assert not self.registered(fill.engine), reply
             return
         assert isinstance(reply, LookupReply), reply
+        if not self.loadable(fill):
+            assert reply.hit_chunks == 0, reply
+            return
+        self.follow_drained()
         self.sync()
         assert (reply.hit_chunks, reply.full_chunks) == self.lease(fill), reply
         self.counts["filled hits"] += reply.hit_chunks > 0
 
+    def loadable(self, fill: Fill) -> bool:
+        """Whether all ranks could load a hit."""
+        instance = self.parts.instances.by_id.get(fill.engine.instance_id)
+        known = instance is not None and instance.namespace_of(fill.lookup.variant) is not None
+        return known and not self.device.lost
+
     def lease(self, fill: Fill) -> tuple[int, int]:
         """What the server has leased for it, of what L1 has now: that boundary, as a lookup's reply has it."""
-        engine, lookup = fill.engine, fill.lookup
-        instance = self.parts.instances.by_id.get(engine.instance_id)
-        if instance is None or instance.namespace_of(lookup.variant) is None or self.device.lost:
-            return 0, 0  # no rank could load
+        lookup = fill.lookup
         keys = [lookup.keys[at : at + 32] for at in range(0, len(lookup.keys), 32)]
-        return self.lease_boundary(engine, lookup.request_id, keys, lookup.variant)
+        return self.lease_boundary(fill.engine, lookup.request_id, keys, lookup.variant)
 
     def wire(self, operation: Operation, variant: str) -> dict[str, Any]:
         return super().wire(operation, variant) | {"request_id": self.request_id}

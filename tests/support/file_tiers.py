@@ -191,6 +191,11 @@ class FileRig:
     def ended(self, ticket: int) -> bool:
         return ticket in self._ends
 
+    def outcomes(self) -> set[TierOutcome]:
+        """How tickets ended since the last call."""
+        ends, self._ends = self._ends, {}
+        return {end.outcome for end in ends.values()}
+
     def content(self, name: ObjectName, size: int, version: int = 0) -> bytes:
         return (version.to_bytes(8, "little") + random.Random(repr((name, version))).randbytes(size))[:size]
 

@@ -63,7 +63,7 @@ class FilePuts:
             put = self._waiting[0]
             extents = self._records.pool.allocate_pages(put.pages)
             if extents is None:
-                possible, evictions = self._records.make_room(put.pages)
+                possible, evictions = self._records.make_room(put.pages, sum(each.pages for each in self._waiting))
                 self._tickets.counts.evictions += evictions
                 if possible:
                     return

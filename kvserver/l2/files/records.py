@@ -99,14 +99,18 @@ class FileRecords:
         """Whether so many could ever be free."""
         return pages <= self.pool.pages - HEAD_PAGES
 
-    def make_room(self, pages: int) -> tuple[bool, int]:
-        """Evict until so many pages are free or will be; false if there is nothing to evict. And how many were evicted."""
+    def make_room(self, pages: int, more: int) -> tuple[bool, int]:
+        """Evict until so many pages are free or will be, and `more` as far as possible; false if `pages` never will be.
+
+        And how many were evicted. Their drops go to the journal together, and only then their pages are free: were they evicted
+        put by put, each put would wait for a write of the journal. REQUIRES: more >= pages.
+        """
         assert self._writer is not None
         evictions = 0
-        while self.pool.unused_pages + self._writer.pending_pages < pages:
+        while (coming := self.pool.unused_pages + self._writer.pending_pages) < more:
             evicted = self._table.evict()
             if evicted is None:
-                return bool(self._read_and_freed) or not self._table.swept, evictions
+                return coming >= pages or bool(self._read_and_freed) or not self._table.swept, evictions
             evictions += 1
             self._release(evicted[3])
         return True, evictions

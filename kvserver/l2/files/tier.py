@@ -93,6 +93,11 @@ class FileTier:
         return self._closed or self._stalled or self._read_only
 
     @property
+    def direct(self) -> bool:
+        """By O_DIRECT."""
+        return self._folder.data.direct
+
+    @property
     def journaled(self) -> bool:
         """All that changed is in the journal, or will never be."""
         return self._parts is None or self._parts.records.journaled

@@ -264,6 +264,15 @@ class TestEviction:
         assert len(there) > 20
         assert all(rig.get(name_of(number), *SIZES) is DONE for number in there)
 
+    def test_room_is_made_at_once_for_all_that_waits(self, make_rig: MakeRig) -> None:
+        """Pages are free once a write of the journal has ended: of one for each put, puts would wait for each other."""
+        rig = make_rig(size="1MiB")
+        self.fill(rig, 31, 1)
+        waiting = [rig.begin_put(name_of(100 + number), *SIZES) for number in range(8)]
+        assert rig.tier.status().evictions == 8
+        assert all(rig.end(ticket).outcome is DONE for ticket, _ in waiting)
+        assert rig.tier.status().evictions == 8
+
     def test_an_object_larger_than_the_tier_is_refused(self, make_rig: MakeRig) -> None:
         rig = make_rig(size="1MiB", l1=SmallL1(1024, fragmented=False))
         assert rig.put(name_of(1), 256 * PAGE) is TierOutcome.FULL

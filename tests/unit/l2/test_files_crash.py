@@ -14,6 +14,7 @@ import pytest
 from support.file_tiers import COVERAGE, NAMESPACE, PAGE, FaultyDisk, FileRig, SmallL1, keys_of, name_of
 
 from kvserver.l2 import TierOutcome
+from kvserver.protocol import ConfigError
 from unit.l2.file_writer import NUMBERS, sizes_of
 
 WRITER = Path(__file__).with_name("file_writer.py")
@@ -53,11 +54,12 @@ def test_a_killed_daemons_records_are_right_or_missing(tmp_path: Path, size: str
     assert found > 20
 
 
-def test_a_machine_that_lost_power_gives_no_wrong_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("losses", [25, pytest.param(250, marks=pytest.mark.long)])
+def test_a_machine_that_lost_power_gives_no_wrong_bytes(tmp_path: Path, losses: int) -> None:
     """Of the 4 KiB pages written since a sync, each may be old or new, in the data and in the journal."""
-    dice = random.Random(1)
+    dice = random.Random(losses)
     outcomes = Counter[str]()
-    for turn in range(25):
+    for turn in range(losses):
         before, after = tmp_path / f"before{turn}", tmp_path / f"tier{turn}"
         rig = FileRig(after, "1MiB", l1=SmallL1(2048)).opened()
         for number in range(20):
@@ -85,8 +87,57 @@ def test_a_machine_that_lost_power_gives_no_wrong_bytes(tmp_path: Path) -> None:
         rig.close()
         for folder in (before, after, crashed):
             shutil.rmtree(folder)
-    assert outcomes["right"] > 50
-    assert outcomes["missing"] > 50, "the losses were none"
+    assert outcomes["right"] > 2 * losses
+    assert outcomes["missing"] > 2 * losses, "the losses were none"
+
+
+@pytest.mark.parametrize("flips", [40, pytest.param(1000, marks=pytest.mark.long)])
+def test_a_flipped_bit_of_a_file_is_a_counted_miss_at_most(tmp_path: Path, flips: int) -> None:
+    """Of one that was closed, then of one that is in use: of its data only, for nothing else is read then."""
+    dice = random.Random(flips)
+    outcomes = Counter[str]()
+    rig = FileRig(tmp_path / "tier", "1MiB", l1=SmallL1(2048)).opened()
+    assert rig.clear(NAMESPACE) is TierOutcome.DONE
+    for number in range(20):
+        assert rig.put(name_of(number), *sizes_of(number), version=number) is TierOutcome.DONE
+    rig.written().close()
+    used_bytes = rig.tier.status().used_bytes
+    for flip in range(flips):
+        name = dice.choice(("data", "data", "journal", "generations"))
+        shutil.copytree(tmp_path / "tier", folder := tmp_path / f"flipped{flip}")
+        size = used_bytes if name == "data" else (folder / name).stat().st_size
+        in_use = name == "data" and dice.random() < 0.5
+        if not in_use:
+            flip_bit(folder / name, dice.randrange(size), dice.randrange(8))
+        try:
+            rig = FileRig(folder, "1MiB", l1=SmallL1(2048)).opened()
+        except ConfigError as error:
+            outcomes[f"{name}: refused"] += "has format" in str(error)
+            continue
+        if in_use:
+            flip_bit(folder / name, dice.randrange(size), dice.randrange(8))
+        there = rig.holds(*range(20))
+        read = [rig.version_in(name_of(number), *sizes_of(number)) for number in there]
+        assert all(version in (None, number) for number, version in zip(there, read, strict=True))
+        corrupt = rig.tier.status().corrupt
+        assert corrupt == read.count(None) <= 1
+        assert name == "data" or not corrupt, "what is in the index is in the journal as it was"
+        outcomes[f"{name}: {'corrupt' if corrupt else 'fewer' if len(there) < 20 else 'all there'}"] += 1
+        rig.close()
+        shutil.rmtree(folder)
+    print(dict(outcomes))
+    assert sum(outcomes.values()) == flips
+    assert outcomes["data: corrupt"] > flips // 5
+    assert outcomes["journal: fewer"] > flips // 20
+    assert outcomes["generations: fewer"] > flips // 20
+
+
+def flip_bit(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
 
 
 def lose_pages(before: Path, after: Path, dice: random.Random) -> None:

@@ -1,0 +1,174 @@
+"""L2 in files: the tier beside plain threads on the same disk, what L1 notices of it, and what its index uses.
+
+    .venv/bin/python bench/l2.py [FOLDER] [--only files beside index] [--size MIB ...] [--rounds 9]
+
+`files`: puts and gets of the tier, as many at a time as a daemon has under way, beside threads that only call pread or pwrite and hash
+the same bytes: as many, the same sizes in the same order in a file, by O_DIRECT if the tier uses it. The tier does what they do, finds
+and makes room, verifies, and keeps its index and journal; its space is full from the third round on. Expected is 0.9 of the threads.
+
+`beside`: L1 of a real daemon while L2 writes at its limit, and while a request is filled from it, beside quiet moments of the same
+daemon, in turn. Expected is 1.1 of quiet.
+
+`index`: bytes of memory an object, of which at most 150 are expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from common import alternate, median, table
+from support.file_tiers import PAGE, FileRig, SmallL1, key_of, name_of
+
+from kvserver._native import RecordTable, checksum
+from kvserver.l2 import TierOutcome
+from kvserver.l2.files.tier import THREADS
+
+TOTAL_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT = 256 << 20, 64 << 20, 16  # as server/spill.py has it
+
+
+class Threads:
+    """pread or pwrite, and the checksum."""
+
+    def __init__(self, folder: Path, size: int, count: int, direct: bool) -> None:
+        self._size, self._count, self._bytes = size, count, size + PAGE  # with a header, as a record
+        self._fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
+        os.posix_fallocate(self._fd, 0, self._bytes * count)
+        self._buffers = [mmap.mmap(-1, self._bytes) for _ in range(count)]
+        for buffer in self._buffers:
+            buffer.write(os.urandom(PAGE) * (self._bytes // PAGE))
+
+    def put(self) -> float:
+        return self._run(True)
+
+    def get(self) -> float:
+        return self._run(False)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _run(self, put: bool) -> float:
+        """GB/s."""
+
+        def work(first: int) -> None:
+            for number in range(first, self._count, THREADS):
+                buffer = self._buffers[number]
+                if put:
+                    checksum(buffer)
+                    os.pwritev(self._fd, [buffer], number * self._bytes)
+                else:
+                    os.preadv(self._fd, [buffer], number * self._bytes)
+                    checksum(buffer)
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(THREADS)]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self._size * self._count / (time.perf_counter() - began) / 1e9
+
+
+class Tier:
+    """As many at a time as a daemon has under way; the thread that begins them is the one that waits, as a daemon's loop."""
+
+    def __init__(self, folder: Path, size: int, count: int) -> None:
+        l1 = SmallL1(count * (size // PAGE) + 16, fragmented=False)
+        self._rig = FileRig(folder / "tier", f"{TOTAL_BYTES * 3 >> 20}MiB", l1=l1).opened()
+        self._memories = [l1.memory(size) for _ in range(count)]
+        for memory in self._memories:
+            l1.write(memory, os.urandom(PAGE) * (size // PAGE))
+        self._size, self._first = size, 0
+        self._most = max(1, min(IN_FLIGHT, IN_FLIGHT_BYTES // size))
+
+    @property
+    def direct(self) -> bool:
+        return self._rig.tier.direct
+
+    def put(self) -> float:
+        self._first += len(self._memories)
+        tier = self._rig.tier
+        return self._run(lambda number, memory: tier.put(name_of(number), memory, b"", 0))
+
+    def get(self) -> float:
+        tier = self._rig.tier
+        return self._run(lambda number, memory: tier.get(name_of(number), memory, 0))
+
+    def close(self) -> None:
+        self._rig.close()
+
+    def _run(self, begin: Callable[..., int]) -> float:
+        """GB/s."""
+        waiting = deque(enumerate(self._memories, self._first))
+        under_way: set[int] = set()
+        began = time.perf_counter()
+        while waiting or under_way:
+            while waiting and len(under_way) < self._most:
+                under_way.add(begin(*waiting.popleft()))
+            self._rig.turn()
+            under_way = {ticket for ticket in under_way if not self._rig.ended(ticket)}
+        seconds = time.perf_counter() - began
+        assert self._rig.outcomes() == {TierOutcome.DONE}
+        return self._size * len(self._memories) / seconds / 1e9
+
+
+def files(folder: Path | None, sizes: list[float], rounds: int) -> str:
+    rows: list[list[object]] = []
+    for size in [int(mib * (1 << 20)) for mib in sizes]:
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            tier = Tier(Path(name), size, TOTAL_BYTES // size)
+            plain = Threads(Path(name), size, TOTAL_BYTES // size, tier.direct)
+            for way in ("put", "get"):
+                found = alternate(rounds, getattr(plain, way), getattr(tier, way))
+                ratio = median([ours / theirs for theirs, ours in zip(*found, strict=True)])
+                rows.append([f"{size >> 10} KiB", way, *map(median, found), ratio])
+            tier.close()
+            plain.close()
+    return table(["object", "", "threads GB/s", "tier GB/s", "tier / threads"], rows)
+
+
+def index(objects: int) -> str:
+    table_of_records = RecordTable(1)
+    began = time.perf_counter()
+    for number in range(objects):
+        extents = (number + 1).to_bytes(4, "little") + b"\1\0\0\0"
+        table_of_records.add(b"n" * 32, 1, 0, key_of(number), b"", 9, extents)
+        if number % 100_000 == 0:
+            table_of_records.drain_log()
+    seconds = time.perf_counter() - began
+    return table(
+        ["objects", "bytes an object", "resident", "us a put"],
+        [[objects, table_of_records.memory_bytes / objects, resident_bytes() / objects, seconds / objects * 1e6]],
+    )
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--only", nargs="+", choices=["files", "beside", "index"], default=["files", "beside", "index"])
+    parser.add_argument("--size", type=float, nargs="+", default=[0.25, 2, 16, 32])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--objects", type=int, default=10_000_000)
+    options = parser.parse_args()
+    if "files" in options.only:
+        print(files(options.folder, options.size, options.rounds), end="\n\n")
+    if "index" in options.only:
+        print(index(options.objects))
+
+
+if __name__ == "__main__":
+    main()

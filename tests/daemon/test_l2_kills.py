@@ -1,0 +1,84 @@
+"""A daemon that is killed while it writes to its folder and reads from it: the next one has right bytes or misses, and its accounting balances."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+from support.daemon import Daemon, wait_until
+from support.memory import awkward
+from support.worker import Worker, make_keys
+
+from kvserver.protocol import AwaitFill, LookupReply, Retrieved
+
+PROMPTS, CHUNKS = 12, 5
+Versions = defaultdict[bytes, list[bytes]]  # by key, what was stored under it
+
+
+class Killed:
+    """Daemons one after the other on one folder, which is too small for all prompts."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.daemon = Daemon(l2=f"file://{folder}?size=3MiB", l1_size="2MiB")
+        self.counts: Counter[str] = Counter()
+        self._dice = random.Random(seed)
+        self._versions: Versions = defaultdict(list)
+
+    def run(self) -> None:
+        """One daemon's time, from its start to its kill."""
+        self.daemon.start()
+        wait_until(lambda: self.daemon.status()["l2"][0]["state"] == "ready")
+        with Worker(self.daemon.endpoint, geometry=awkward(scale=8)) as worker:
+            self._look(worker)
+            (tier,) = self.daemon.status()["l2"]
+            assert (tier["corrupt"], tier["errors"]) == (0, 0), "a killed process leaves whole records"
+            assert tier["used_bytes"] <= tier["size_bytes"]
+            self._write_until_killed(worker)
+
+    def _look(self, worker: Worker) -> None:
+        """What earlier daemons wrote."""
+        for prompt in self._dice.sample(range(PROMPTS), PROMPTS // 2):
+            keys = make_keys(CHUNKS, prompt)
+            found = worker.ask(AwaitFill(worker.lookup_message(keys), 10_000), LookupReply).hit_chunks
+            self.counts["found"] += found
+            if found:
+                blocks = worker.blocks_for(found)
+                assert worker.load(keys[:found], blocks) == Retrieved(chunks=found)
+                content = b"".join(worker.memory.blocks(blocks))
+                for place, key in enumerate(keys[:found]):
+                    chunk = content[place * worker.chunk_bytes : (place + 1) * worker.chunk_bytes]
+                    assert chunk in self._versions[key], "WRONG BYTES"
+            worker.end_request()
+        self.daemon.wait_for_accounting(tickets=0, pins=0, leases=0)
+        self.daemon.audit()
+
+    def _write_until_killed(self, worker: Worker) -> None:
+        """Stores of the same blocks under many keys, and fills; nothing waits for a reply."""
+        worker.memory.fill()
+        blocks = worker.blocks_for(CHUNKS, first=1 + CHUNKS * worker.chunk_blocks)
+        content = b"".join(worker.memory.blocks(blocks))
+        end = time.monotonic() + self._dice.uniform(0.0, 0.15)
+        while time.monotonic() < end:
+            keys = make_keys(CHUNKS, self._dice.randrange(PROMPTS))
+            for place, key in enumerate(keys):
+                self._versions[key].append(content[place * worker.chunk_bytes : (place + 1) * worker.chunk_bytes])
+            worker.begin_store(keys, blocks)
+            worker.send(AwaitFill(worker.lookup_message(make_keys(CHUNKS, self._dice.randrange(PROMPTS))), 1000))
+            time.sleep(self._dice.uniform(0.0, 0.01))
+        self.daemon.kill()
+        self.counts["kills"] += 1
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.long)])
+def test_what_killed_daemons_wrote_comes_back_byte_for_byte_or_is_missing(tmp_path: Path, kills: int) -> None:
+    killed = Killed(tmp_path / "l2", seed=kills)
+    try:
+        for _ in range(kills + 1):
+            killed.run()
+    finally:
+        killed.daemon.close()
+    print(dict(killed.counts))
+    assert killed.counts["found"] > kills, "hits come back"
