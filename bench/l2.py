@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import l2_beside
 from common import alternate, median, table
 from support.file_tiers import PAGE, FileRig, SmallL1, key_of, name_of
 
@@ -34,6 +35,7 @@ from kvserver._native import RecordTable, checksum
 from kvserver.l2 import TierOutcome
 from kvserver.l2.files.tier import THREADS
 
+BESIDE = ["while L2 is", "", "samples", "quiet p50 ms", "p50 ms", "ratio", "quiet p99 ms", "p99 ms", "ratio"]
 TOTAL_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT = 256 << 20, 64 << 20, 16  # as server/spill.py has it
 
 
@@ -166,6 +168,9 @@ def main() -> None:
     options = parser.parse_args()
     if "files" in options.only:
         print(files(options.folder, options.size, options.rounds), end="\n\n")
+    if "beside" in options.only:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            print(table(BESIDE, l2_beside.rows(Path(folder) / "tier", options.rounds)), end="\n\n")
     if "index" in options.only:
         print(index(options.objects))
 

@@ -101,6 +101,7 @@ class BenchWorker:
         memory: tuple[int, Memory] | None = None,
         groups: tuple[ObjectGroup, ...] = (),
         words: int = 1,
+        private: str = "",
     ) -> None:
         self.client = Client(endpoint, timeout=120)
         self.instance_id = instance_id or uuid.uuid4().hex
@@ -136,6 +137,7 @@ class BenchWorker:
                 chunk_blocks=self.chunk_blocks,
                 counted=_IDENTITY,
                 groups=self.groups,
+                private=private,
             ),
             Registered,
         ).registration

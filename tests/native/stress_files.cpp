@@ -2,7 +2,8 @@
 // whose calls are short, late, wrong or hang, others cancel and expire them.
 //
 // Checked: every ticket ends exactly once; a get that is done has the bytes of the put of its
-// record; no thread touches L1 after close().
+// record; no thread touches L1 after close(). The index, its journal and its replacement, and
+// records that are packed for shared stores, whole and damaged, are of one thread.
 #include "stress_files.h"
 
 #include <sys/mman.h>
@@ -24,6 +25,7 @@
 #include "check.h"
 #include "copy/threads.h"
 #include "l2/file_device.h"
+#include "l2/record.h"
 #include "l2/record_table.h"
 #include "testing/faulty_file.h"
 
@@ -35,6 +37,7 @@ constexpr uint64_t kPage = 4096;
 constexpr uint32_t kRecords = 24;
 constexpr uint32_t kSlotPages = 20;  // of each record, in L1 and in the file, in three extents
 constexpr uint64_t kSlotBytes = kSlotPages * kPage - 100;
+constexpr size_t kSeal = 336;  // from there on each byte of a header counts
 constexpr uint32_t kFilePages = kRecords * (kSlotPages + 1);
 
 std::vector<Extent> extents_at(uint32_t first, uint32_t pages) {
@@ -203,10 +206,93 @@ void table_and_journal() {
     }
 }
 
+// A journal is replaced slice by slice while the index changes: replay of either finds the same.
+void compaction() {
+    std::mt19937 random(5);
+    RecordTable table(1);
+    table.begin_log(9, 0);
+    std::string log, next;
+    const auto key = [](uint32_t number) {
+        return std::string(RecordTable::kKeyBytes - 1, 'k') + static_cast<char>(number);
+    };
+    uint32_t page = 1;
+    std::vector<uint64_t> generations{1, 2, 3};  // none returns once its space was dropped
+    const auto change = [&] {
+        uint64_t& generation = generations[random() % generations.size()];
+        const SpaceName space{"namespace", generation, 0};
+        const std::string name = key(random() % 100);
+        if (!table.find(space, name))
+            table.add(space, name, key(random() % 100), page, {{page, 1}});
+        else if (random() % 2 == 0)
+            table.remove(space, name);
+        else
+            table.touch(space, name + key(random() % 100));
+        ++page;
+        if (random() % 400 == 0 && table.drop_space(space)) generation = page + 10;
+        if (!table.swept()) table.sweep(random() % 20);
+        (void)table.holds(space, key(1) + key(2) + key(3));
+    };
+    for (uint64_t file = 10; file < 40; ++file) {
+        for (int i = 0; i < 300; ++i) change();
+        table.begin_next_log(file);
+        next.clear();
+        while (!table.fill_next_log(1 + random() % 50)) {
+            change();
+            next += table.drain_next_log();
+        }
+        next += table.drain_next_log();
+        log += table.drain_log();
+        table.switch_logs();
+        RecordTable before(2), after(3);
+        CHECK(before.replay(log, file == 10 ? 9 : file - 1, 0).first == log.size());
+        CHECK(after.replay(next, file, 0).first == next.size());
+        for (const auto& space : table.spaces()) {
+            const SpaceName name{space.ns, space.generation, space.group};
+            for (uint32_t number = 0; number < 100; ++number) {
+                const auto found = table.find(name, key(number));
+                for (const RecordTable* each : {&before, &after}) {
+                    const auto other = each->find(name, key(number));
+                    CHECK(found.has_value() == other.has_value());
+                    CHECK(!found || found->extents[0].first == other->extents[0].first);
+                }
+            }
+        }
+        log = next;
+    }
+}
+
+// Of any damage unpack() makes a refusal, and leaves L1 as it was.
+void packed_records() {
+    Scene scene;
+    std::mt19937 random(7);
+    for (uint32_t i = 0; i < kRecords; ++i) {
+        const Record& source = *scene.sources[i].record;
+        std::vector<std::byte> packed(source.packed_bytes());
+        source.pack(packed.data());
+        const Record& target = *scene.targets[i].record;
+        std::byte* at = scene.region->data() + scene.targets[i].first * kPage;
+        for (int damage = 0; damage < 20; ++damage) {
+            std::vector<std::byte> other = packed;
+            if (damage % 3 == 0)
+                other.resize(random() % other.size());
+            else
+                other[kSeal + random() % (other.size() - kSeal)] ^= std::byte{1} << random() % 8;
+            if (damage % 3 == 1) other.push_back(std::byte{0});
+            CHECK(target.unpack(other) != RecordMatch::kMatch);
+            CHECK(at[kPage] == std::byte{0});
+        }
+        CHECK(target.unpack(packed) == RecordMatch::kMatch);
+        CHECK(at[kPage] == content(i));
+        CHECK(scene.targets[(i + 1) % kRecords].record->unpack(packed) == RecordMatch::kCorrupt);
+    }
+}
+
 }  // namespace
 
 void stress_files() {
     for (unsigned threads : {1u, 2u, 4u}) puts_and_gets(threads);
     hanging_thread();
     table_and_journal();
+    compaction();
+    packed_records();
 }
