@@ -15,7 +15,7 @@ daemon, in turn. Expected is 1.1 of quiet.
 from __future__ import annotations
 
 import argparse
-import mmap
+import json
 import os
 import sys
 import tempfile
@@ -28,13 +28,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import l2_beside
-from common import alternate, median, table
+from common import Buffer, alternate, median, table
+from rig import BenchDaemon, rss_bytes
+from support.daemon import fetch, wait_until
 from support.file_tiers import PAGE, FileRig, SmallL1, key_of, name_of
 
 from kvserver._native import RecordTable, checksum
 from kvserver.l2 import TierOutcome
+from kvserver.l2.files import generations, journal
+from kvserver.l2.files.disk import Disk
+from kvserver.l2.files.folder import Folder
+from kvserver.l2.files.journal import Journal
 from kvserver.l2.files.tier import THREADS
 
+PIECE_BYTES = 1 << 20  # of one call, as the tier's
 BESIDE = ["while L2 is", "", "samples", "quiet p50 ms", "p50 ms", "ratio", "quiet p99 ms", "p99 ms", "ratio"]
 TOTAL_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT = 256 << 20, 64 << 20, 16  # as server/spill.py has it
 
@@ -46,9 +53,10 @@ class Threads:
         self._size, self._count, self._bytes = size, count, size + PAGE  # with a header, as a record
         self._fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
         os.posix_fallocate(self._fd, 0, self._bytes * count)
-        self._buffers = [mmap.mmap(-1, self._bytes) for _ in range(count)]
+        memory = memoryview(Buffer(self._bytes * count).memory)  # in large pages, as L1
+        self._buffers = [memory[at : at + self._bytes] for at in range(0, self._bytes * count, self._bytes)]
         for buffer in self._buffers:
-            buffer.write(os.urandom(PAGE) * (self._bytes // PAGE))
+            buffer[:] = os.urandom(PAGE) * (self._bytes // PAGE)
 
     def put(self) -> float:
         return self._run(True)
@@ -62,14 +70,17 @@ class Threads:
     def _run(self, put: bool) -> float:
         """GB/s."""
 
+        def call(pieces: list[memoryview], offset: int) -> None:
+            (os.pwritev if put else os.preadv)(self._fd, pieces, offset)
+
         def work(first: int) -> None:
             for number in range(first, self._count, THREADS):
                 buffer = self._buffers[number]
                 if put:
                     checksum(buffer)
-                    os.pwritev(self._fd, [buffer], number * self._bytes)
-                else:
-                    os.preadv(self._fd, [buffer], number * self._bytes)
+                for at in range(0, self._bytes, PIECE_BYTES):
+                    call([buffer[at : at + PIECE_BYTES]], number * self._bytes + at)
+                if not put:
                     checksum(buffer)
 
         threads = [threading.Thread(target=work, args=(first,)) for first in range(THREADS)]
@@ -139,23 +150,65 @@ def files(folder: Path | None, sizes: list[float], rounds: int) -> str:
     return table(["object", "", "threads GB/s", "tier GB/s", "tier / threads"], rows)
 
 
-def index(objects: int) -> str:
-    table_of_records = RecordTable(1)
+def index(folder: Path | None, objects: int) -> str:
+    """The native table alone, then a daemon that finds so many in a journal, beside one with an empty folder."""
     began = time.perf_counter()
+    records = RecordTable(1)
     for number in range(objects):
-        extents = (number + 1).to_bytes(4, "little") + b"\1\0\0\0"
-        table_of_records.add(b"n" * 32, 1, 0, key_of(number), b"", 9, extents)
+        add(records, 1, number)
         if number % 100_000 == 0:
-            table_of_records.drain_log()
-    seconds = time.perf_counter() - began
-    return table(
-        ["objects", "bytes an object", "resident", "us a put"],
-        [[objects, table_of_records.memory_bytes / objects, resident_bytes() / objects, seconds / objects * 1e6]],
-    )
+            records.drain_log()
+    micros = (time.perf_counter() - began) / objects * 1e6
+    rows: list[list[object]] = [["the table", objects, records.memory_bytes / objects, micros]]
+    del records
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        fewer = objects // 5  # the data file has a page for each
+        empty, _ = daemon_bytes(Path(name) / "tier", fewer)
+        write_journal(Path(name) / "tier", fewer)
+        full, seconds = daemon_bytes(Path(name) / "tier", fewer)
+        rows.append(["a daemon", fewer, (full - empty) / fewer, seconds / fewer * 1e6])
+    return table(["", "objects", "bytes an object", "us an object"], rows)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+def add(records: RecordTable, generation: int, number: int) -> None:
+    extents = (number + 1).to_bytes(4, "little") + b"\1\0\0\0"
+    records.add(b"n" * 32, generation, 0, key_of(number), key_of(number - 1) if number % 64 else b"", 9, extents)
+
+
+def write_journal(path: Path, objects: int) -> None:
+    """As if so many objects of one page had been put."""
+    folder = Folder(str(path), size_for(objects), False, Disk())
+    known, whole = generations.read(folder)
+    assert whole
+    records, file = RecordTable(1), Journal.make(folder, journal.new_id())
+    records.begin_log(file.id, 0)
+    for number in range(objects):
+        add(records, known.of(b"n" * 32), number)
+        if number % 10_000 == 0:
+            file.append(records.drain_log())
+    file.append(records.drain_log())
+    file.close()
+    folder.close()
+
+
+def daemon_bytes(path: Path, objects: int) -> tuple[int, float]:
+    """Resident memory of a daemon whose tier has opened, and the seconds until then."""
+    daemon = BenchDaemon(l1_size="64MiB", l2=f"file://{path}?size={size_for(objects)}")
+    try:
+        began = time.perf_counter()
+
+        def ready() -> bool:
+            (tier,) = json.loads(fetch(f"http://127.0.0.1:{daemon.http_port}/status")[1])["l2"]
+            return bool(tier["state"] == "ready")
+
+        wait_until(ready, 120)
+        return rss_bytes(daemon.process.pid), time.perf_counter() - began
+    finally:
+        daemon.close()
+
+
+def size_for(objects: int) -> int:
+    return (objects + 64) * PAGE
 
 
 def main() -> None:
@@ -172,7 +225,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             print(table(BESIDE, l2_beside.rows(Path(folder) / "tier", options.rounds)), end="\n\n")
     if "index" in options.only:
-        print(index(options.objects))
+        print(index(options.folder, options.objects))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ L1_SIZE, LIMIT = "3GiB", "200MB/s"
 PLANES, RUN, BLOCK_TOKENS, CHUNK_BLOCKS = 8, 32 << 10, 32, 8  # 2 MiB a chunk of 256 tokens
 PROMPT, PROMPTS = 72, 6  # chunks of one, within the bound of fills; as many as are written in more than a second
 OWN = 4  # chunks of the measured engine's copies; 1k tokens
-SAMPLES = 60  # of each operation in a slice
+SAMPLES = 120  # of each operation in a slice
 Millis = dict[str, list[float]]
 
 
