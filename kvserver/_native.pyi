@@ -407,6 +407,8 @@ class RecordTable:
         """(namespace, group, key, extents) of a record that was removed."""
     def spaces(self) -> list[tuple[bytes, int, int, int]]:
         """(namespace, generation, group, records)."""
+    def walk(self, at: int, most: int) -> tuple[int | None, list[tuple[bytes, int, int, bytes]]]:
+        """Where to go on, None at the end; (namespace, generation, group, keys) of up to `most` records from `at` on."""
     def drop_space(self, namespace: bytes, generation: int, group: int) -> bool: ...
     def sweep(self, most: int) -> bytes:
         """The extents of records that were removed."""

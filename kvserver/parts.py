@@ -42,11 +42,11 @@ from kvserver.server import (
     Handlers,
     Instances,
     L1Lookups,
+    L2Events,
     Lifelines,
     Loads,
     Presence,
     ReadRates,
-    Resync,
     Server,
     Spill,
     Stores,
@@ -58,6 +58,7 @@ from kvserver.server import (
     departed_status,
     instance_status,
     l1_status,
+    resync_of_l1,
     totals_status,
 )
 from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, RpcCounts, all_families
@@ -89,7 +90,7 @@ class Observability:
             self.traces = tracing.Traces(otlp.span_exporter(endpoint), sender, attributes=self.explain.attributes)
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
         boot_micros = time.time_ns() // 1000
-        context = ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot)
+        context = ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot, self.hub.snapshot_of_tiers)
         lines = make_lines(context)  # first: it may raise, and the others begin threads
         self.publisher = make_publisher(context)  # None where no KV events are published
         self.index, self.feed = make_index(context), Feed(context)
@@ -168,7 +169,8 @@ class Parts:
         self.fills = fills = Fills(
             cache, tiers_of_l2, presence, rates, bus, lookups.answer_again, settings.lease_seconds, clock
         )
-        self.stores = Stores(cache, copies, bus, self.spill)
+        l2_events = L2Events(tiers_of_l2.local, bus, clock)
+        self.stores = Stores(cache, copies, bus, self.spill, l2_events)
         loads = Loads(cache, copies, bus, self.spill, fills)
         self.workers = Workers(settings, cache, devices, self.tickets, instances, lifelines, fills, bus, clock)
         self.upkeep = Upkeep(
@@ -178,8 +180,9 @@ class Parts:
             self.stores,
             loads,
             self.workers,
-            Resync(cache.index, bus),
+            resync_of_l1(cache.index, bus),
             tiers_of_l2,
+            l2_events,
             self.spill,
             fills,
             ages,

@@ -55,6 +55,21 @@ std::vector<RecordTable::Space> RecordTable::spaces() const {
     return found;
 }
 
+std::vector<RecordTable::Keys> RecordTable::walk(size_t& at, size_t most) const {
+    std::vector<Keys> found;
+    std::unordered_map<uint32_t, size_t> numbers;  // of spaces, in `found`
+    const size_t end = std::min(nodes_.size(), at + std::min(most, nodes_.size()));
+    for (; at < end; ++at) {
+        const Node& node = nodes_[at];
+        if (node.space == kNone || spaces_[node.space].dead) continue;
+        const auto [entry, fresh] = numbers.try_emplace(node.space, found.size());
+        if (fresh) found.push_back({&spaces_[node.space].space, {}});
+        found[entry->second].keys.append(node.key.data(), kKeyBytes);
+    }
+    if (at >= nodes_.size()) at = SIZE_MAX;
+    return found;
+}
+
 bool RecordTable::drop_space(const SpaceName& space) {
     const uint32_t number = space_number(space);
     if (number == kNone) return false;

@@ -70,6 +70,14 @@ class RecordTable {
     std::optional<Evicted> evict();     // removes it
 
     std::vector<Space> spaces() const;
+    struct Keys {
+        const Space* space;
+        std::string keys;
+    };
+    // The keys of up to `most` places for records, from place `at` on; `at` moves on, to SIZE_MAX
+    // behind the last one. A record that is added meanwhile may have any place. `space` is valid
+    // until the next call that is not const.
+    std::vector<Keys> walk(size_t& at, size_t most) const;
     bool drop_space(const SpaceName& space);  // without entries in the journal; false: no such
     // Remove records of dropped spaces among up to `most` records; their extents. `swept` then.
     std::vector<Extent> sweep(size_t most);

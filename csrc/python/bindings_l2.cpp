@@ -169,6 +169,14 @@ nb::list spaces(const RecordTable& table) {
     return found;
 }
 
+nb::tuple walk(const RecordTable& table, size_t at, size_t most) {
+    nb::list found;
+    for (const auto& [space, keys] : table.walk(at, most))
+        found.append(
+            nb::make_tuple(to_bytes(space->ns), space->generation, space->group, to_bytes(keys)));
+    return nb::make_tuple(at == SIZE_MAX ? nb::none() : nb::cast(at), found);
+}
+
 std::pair<size_t, uint64_t> replay(RecordTable& table, const nb::bytes& data, uint64_t file_id,
                                    uint64_t sequence) {
     const std::string_view bytes = view(data);
@@ -203,6 +211,7 @@ void bind_record_table(nb::module_& m) {
             "namespace"_a, "generation"_a, "group"_a, "keys"_a)
         .def("evict", &evict)
         .def("spaces", &spaces)
+        .def("walk", &walk, "at"_a, "most"_a)
         .def(
             "drop_space",
             [](RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group) {

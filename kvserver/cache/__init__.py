@@ -9,6 +9,7 @@ from kvserver.cache.misses import LookupOutcome, MissReason, counted_in_l2, fill
 from kvserver.cache.namespace import (
     SLOT_FORMAT,
     check_agreement,
+    chunks_of,
     counted,
     epoch_of,
     fingerprint,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from kvserver.protocol import ObjectGroup
 
@@ -22,10 +23,20 @@ class _HasReady(Protocol):
 class GroupObjects(msgspec.Struct, frozen=True):
     """What an object of a group holds: the last `blocks` blocks of its chunk, of each KV cache group in `members`."""
 
-    number: int  # of the object group
+    number: int  # of the object group; of its single blocks (tails) -1 - number
     members: tuple[int, ...]  # as the engine numbers KV cache groups; (): all of the engine's
     block_tokens: int
     blocks: int
+
+    @property
+    def place(self) -> int:
+        """Of the group in its layout."""
+        return self.number if self.number >= 0 else -1 - self.number
+
+    @property
+    def first(self) -> int:
+        """The number of the first group, of chunks or of single blocks, with whose stores the contents come."""
+        return 0 if self.number >= 0 else -1
 
 
 WHOLE_CHUNKS = GroupObjects(0, (), 0, 0)  # of a model with one object group: all blocks of the chunk
@@ -51,6 +62,8 @@ class Groups:
         self.objects = [_objects_of(number, group, chunk_tokens) for number, group in enumerate(groups)]
         if len(groups) == 1 and self.objects[0].blocks * self.objects[0].block_tokens == chunk_tokens:
             self.objects = [WHOLE_CHUNKS]
+        if tails:
+            self.objects = [replace(of, number=-1 - of.number) for of in self.objects]
         self._others = [(1 << number, group) for number, group in enumerate(groups) if group.kind != "full"]
 
     def boundary(self, chunks: Sequence[_HasReady | None]) -> int:

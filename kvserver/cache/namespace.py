@@ -131,6 +131,11 @@ def tails_of(namespace: bytes) -> bytes:
     return namespace + _TAILS
 
 
+def chunks_of(tails: bytes) -> bytes:
+    """The namespace of chunks beside a namespace of single blocks. REQUIRES: tails_of() made it."""
+    return tails.removesuffix(_TAILS)
+
+
 def epoch_of(namespace: bytes) -> bytes:
     """The part of a namespace's id that all LoRAs of the same weights share."""
     return namespace[:_EPOCH_BYTES]

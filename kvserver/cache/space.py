@@ -150,7 +150,8 @@ class Space:
     def _evict_chunk(self, chunk: Chunk, plan: StorePlan) -> None:
         self.index.detach_chunk(chunk)
         if chunk.namespace.groups.tails:
-            self.evicted_tail_blocks += 1  # no event, for none announced the block
+            self.evicted_tail_blocks += 1
+            plan.evicted_tails.append((chunk.namespace, chunk.key))
             self.evicted_pages += self._free_chunk(chunk)
             return
         self.evicted_chunks += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvserver.cache.chunk import Chunk
+from kvserver.cache.chunk import Chunk, Namespace
 from kvserver.cache.groups import Groups
 
 
@@ -16,7 +16,8 @@ class StorePlan:
     """The objects that one rank's store copies, or that a fill reads. That of `chunks[i]` has the key number `positions[i]`.
 
     `prefix` is all chunks of the store in key order, skipped chunks included: they age together. `evicted` is the
-    (namespace id, key) of each chunk that was evicted for this store. finish_store() adds to `ready`.
+    (namespace id, key) of each chunk that was evicted for this store, `evicted_tails` the same of single blocks.
+    finish_store() adds to `ready`.
     """
 
     group: int
@@ -35,6 +36,7 @@ class StorePlan:
     positions: list[int] = field(default_factory=list)
     ready: list[Chunk] = field(default_factory=list)  # whose object became READY
     evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
+    evicted_tails: list[tuple[Namespace, bytes]] = field(default_factory=list)
     skipped: int = 0  # objects that were resident, or that another store fills
     no_space: int = 0  # objects that found no space in L1
     after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it

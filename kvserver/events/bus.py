@@ -24,6 +24,10 @@ from kvserver.events.types import (
     InstanceRegistered,
     L1Cleared,
     L1Resynced,
+    L2Cleared,
+    L2Removed,
+    L2Resynced,
+    L2Stored,
     NamespaceFormed,
     WorkerDisconnected,
     WorkerRegistered,
@@ -54,7 +58,10 @@ _NEVER_DROPPED = {  # few, and later events mean nothing without them
     WorkerRegistered,
     WorkerDisconnected,
 }
-_OF_CHUNKS = (ChunksStored, ChunksEvicted, L1Cleared, L1Resynced)  # without all of these, what L1 has is not known
+_RESYNCED: dict[type[Event], type[Event]] = {  # without all of these what a tier has is not known: the resync for it
+    **dict.fromkeys((ChunksStored, ChunksEvicted, L1Cleared, L1Resynced), L1Resynced),
+    **dict.fromkeys((L2Stored, L2Removed, L2Cleared, L2Resynced), L2Resynced),
+}
 
 
 class Bus:
@@ -69,7 +76,7 @@ class Bus:
         self.dropped = dict.fromkeys(NAMES.values(), 0)
         self.errors: Counter[str] = Counter()  # exceptions, by subscriber
         self.lag_seconds = 0.0  # from an event's time until the thread handled it: the longest of the last second
-        self.lost_chunks = False  # events about chunks were dropped; the resync resets it
+        self.needs_resync: set[type[Event]] = set()  # L1Resynced, L2Resynced: events were dropped; the resync resets it
         self._waits = Histogram(WAIT_SECONDS)  # from an event's time until the thread handled it, of every event
         self._lag = 0.0  # the longest since then
         self._last_errors: dict[str, str] = {}
@@ -87,7 +94,8 @@ class Bus:
             self.published[name] += 1
             return True
         self.dropped[name] += 1
-        self.lost_chunks |= isinstance(event, _OF_CHUNKS)
+        if kind in _RESYNCED:
+            self.needs_resync.add(_RESYNCED[kind])
         return False
 
     def start(self) -> None:

@@ -175,6 +175,7 @@ class ChunksDescribed(_Event, frozen=True):
     ready: tuple[tuple[GroupObjects, bytes], ...]  # those of `keys` whose objects of a group are READY already
     block_tokens: int  # of the contents' blocks
     contents: ChunkContents
+    in_l2: tuple[bytes, ...] = ()  # for each group of `ready` those of `keys` whose objects are in L2; (): none
 
 
 class ChunksLoaded(_OfChunks, frozen=True):
@@ -182,7 +183,10 @@ class ChunksLoaded(_OfChunks, frozen=True):
 
 
 class ChunksEvicted(_Event, frozen=True):
-    """Chunks were evicted with the objects of all groups; or the objects of one group were dropped, if `group` is set."""
+    """Chunks were evicted with the objects of all groups; or the objects of one group were dropped, if `group` is set.
+
+    An eviction of single blocks names their group.
+    """
 
     namespace: bytes
     keys: bytes
@@ -207,6 +211,38 @@ class L1Resynced(_Event, frozen=True, tag="L1Recounted"):
     group: GroupObjects = WHOLE_CHUNKS
 
 
+# ---- the tiers of L2 that know what they have -------------------------------------------------
+
+
+class _InL2(_Event, frozen=True):
+    namespace: bytes
+    keys: bytes  # KEY_BYTES each
+    group: int  # number of the object group
+
+
+class L2Stored(_InL2, frozen=True):
+    """Objects are in a tier, and were in none before."""
+
+
+class L2Removed(_InL2, frozen=True):
+    """Objects are in no tier any more; some may never have been in one."""
+
+
+class L2Cleared(_Event, frozen=True):
+    """All objects of the namespaces whose id begins with `namespace` were removed."""
+
+    namespace: bytes
+
+
+class L2Resynced(_Event, frozen=True):
+    """As L1Resynced. A slice names no object that an L2Stored since the begin names."""
+
+    part: ResyncPart
+    namespace: bytes = b""
+    keys: bytes = b""
+    group: int = 0
+
+
 Event: TypeAlias = (
     InstanceRegistered
     | InstanceDisconnected
@@ -227,6 +263,10 @@ Event: TypeAlias = (
     | ChunksEvicted
     | L1Cleared
     | L1Resynced
+    | L2Stored
+    | L2Removed
+    | L2Cleared
+    | L2Resynced
 )
 TYPES: tuple[type[Any], ...] = get_args(Event)
 NAMES: dict[type[Any], str] = {kind: kind.__struct_config__.tag for kind in TYPES}

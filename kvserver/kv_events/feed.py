@@ -52,7 +52,7 @@ class _Reader:
 
 class Feed:
     def __init__(self, context: ObserverContext, most_queued: int = MOST_QUEUED) -> None:
-        self._snapshot = context.snapshot
+        self._snapshot = context.snapshot_of_tiers
         self._most_queued = most_queued
         self._follows = context.boot_micros  # numbers differ from those of every earlier boot
         self._lock = threading.Lock()  # of all below; held only briefly, since the loop must not wait
@@ -184,11 +184,11 @@ class _FeedCursor:
         unfinished = not self._past_snapshot or bool(self._events)
         return unfinished and not (enough or self.at_work or self.dropped)
 
-    def start(self, number: int, chunks: list[KVChunk]) -> None:
-        """`chunks`: the READY chunks after event `number`, which observe() may not have received yet."""
+    def start(self, number: int, chunks: list[tuple[Tier, KVChunk]]) -> None:
+        """`chunks`: those of both tiers after event `number`, which observe() may not have received yet."""
         self.started = True
         self._snapshot_at = number
-        self._changes = ((True, Tier.L1, chunk) for chunk in chunks)
+        self._changes = ((True, tier, chunk) for tier, chunk in chunks)
         while self._events and self._events[0].number <= number:
             self.queued -= len(self._events.popleft().chunks)
 

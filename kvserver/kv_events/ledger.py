@@ -12,7 +12,7 @@ import secrets
 from collections import defaultdict
 
 from kvserver._native import HashCounts
-from kvserver.kv_events.types import Description, Tier
+from kvserver.kv_events.types import Description, Members, Tier
 
 Run = tuple[int, int]  # blocks [first, last) of a chunk
 
@@ -41,7 +41,7 @@ class Ledger:
         return self._counts.memory_bytes
 
 
-class Ledgers(defaultdict[tuple[Tier, tuple[int, ...]], Ledger]):
+class Ledgers(defaultdict[tuple[Tier, Members], Ledger]):
     """A ledger for each tier and the KV cache groups of a Description: groups name different blocks by the same hashes."""
 
     def __init__(self) -> None:

@@ -119,7 +119,7 @@ class ZmqPublisher:
                         stream.stored(event)
                 case KVRemoved():
                     for chunk in event.chunks:
-                        self._resident.remove(event.tier, event.namespace, chunk.description.members, [chunk.key])
+                        self._resident.remove(event.tier, event.namespace, chunk.group, [chunk.key])
                     for stream in self._streams.values():
                         stream.removed(event)
                 case ReaderConnected():

@@ -1,6 +1,6 @@
 """Which described objects are in each tier after an event: the hub's after the last one, the publisher's after those it received.
 
-Owns: references to these, by tier, namespace, KV cache groups and key. Refuses to know: what was published to whom.
+Owns: references to these, by tier, namespace, object group and key. Refuses to know: what was published to whom.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ from typing import TypeAlias
 from kvserver.cache import epoch_of
 from kvserver.kv_events.types import Description, KVChunk, Tier
 
-Members: TypeAlias = tuple[int, ...]  # as of a Description
-Name: TypeAlias = tuple[Tier, bytes, Members, bytes]  # tier, namespace, KV cache groups and key
+Name: TypeAlias = tuple[Tier, bytes, int, bytes]  # tier, namespace, object group and key
 
 
 class ResidentChunks:
     def __init__(self) -> None:
-        # By tier and namespace, then by KV cache groups; none is empty.
-        self.places: dict[tuple[Tier, bytes], dict[Members, dict[bytes, KVChunk]]] = {}
+        # By tier and namespace, then by object group; none is empty.
+        self.places: dict[tuple[Tier, bytes], dict[int, dict[bytes, KVChunk]]] = {}
 
     def add(self, tier: Tier, namespace: bytes, chunks: Iterable[KVChunk]) -> None:
         for chunk in chunks:
             groups = self.places.setdefault((tier, namespace), {})
-            groups.setdefault(chunk.description.members, {})[chunk.key] = chunk
+            groups.setdefault(chunk.group, {})[chunk.key] = chunk
 
-    def remove(self, tier: Tier, namespace: bytes, members: Members, keys: Iterable[bytes]) -> list[KVChunk]:
+    def remove(self, tier: Tier, namespace: bytes, group: int, keys: Iterable[bytes]) -> list[KVChunk]:
         """Returns the chunks that were resident."""
         groups = self.places.get((tier, namespace), {})
-        chunks = groups.get(members, {})
+        chunks = groups.get(group, {})
         removed = [chunk for key in keys if (chunk := chunks.pop(key, None)) is not None]
         if removed and not chunks:
-            del groups[members]
+            del groups[group]
             if not groups:
                 del self.places[tier, namespace]
         return removed
+
+    def of_group(self, tier: Tier, namespace: bytes, group: int) -> dict[bytes, KVChunk]:
+        return self.places.get((tier, namespace), {}).get(group, {})
 
     def __contains__(self, prefix: bytes) -> bool:
         """True if any chunk is resident in that namespace prefix."""
@@ -43,6 +45,6 @@ class ResidentChunks:
     def within(self, prefix: bytes) -> Iterator[tuple[Name, Description]]:
         """The chunks in that namespace prefix."""
         for (tier, namespace), groups in self.places.items():
-            for members, chunks in groups.items() if epoch_of(namespace) == prefix else ():
+            for group, chunks in groups.items() if epoch_of(namespace) == prefix else ():
                 for key, chunk in chunks.items():
-                    yield (tier, namespace, members, key), chunk.description
+                    yield (tier, namespace, group, key), chunk.description

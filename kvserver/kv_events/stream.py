@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from kvserver.cache import epoch_of
 from kvserver.kv_events.ledger import Ledgers
-from kvserver.kv_events.resident import Members, Name, ResidentChunks
-from kvserver.kv_events.types import Description, KVRemoved, KVStored, Tier
+from kvserver.kv_events.resident import Name, ResidentChunks
+from kvserver.kv_events.types import Description, KVRemoved, KVStored, Members, Tier
 from kvserver.kv_events.wire import Form, Writer, batch
 from kvserver.protocol import KVGroup
 
@@ -178,9 +178,9 @@ class Stream:
         prefix = epoch_of(event.namespace)
         for view in self.views.values():
             if prefix in view.prefixes:
-                place, chunks = (event.tier, event.namespace), [(each.key, each.description) for each in event.chunks]
-                waited = [view.waiting.pop((*place, chunk.members, key), None) for key, chunk in chunks]
-                announced = [chunk for (_, chunk), before in zip(chunks, waited, strict=True) if before is None]
+                place = event.tier, event.namespace
+                waited = [view.waiting.pop((*place, each.group, each.key), None) for each in event.chunks]
+                announced = [each.description for each, was in zip(event.chunks, waited, strict=True) if was is None]
                 self._announce_removed(view, event.tier, announced)
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -28,6 +28,9 @@ class Tier(enum.Enum):
     L2 = "STORAGE"
 
 
+Members: TypeAlias = tuple[int, ...]  # KV cache groups, as the engine numbers them; (): all
+
+
 class Description(msgspec.Struct, frozen=True, gc=False):
     """What is in an object, as reported by the engine that stored it: the last blocks of a chunk, mostly all of them."""
 
@@ -38,7 +41,7 @@ class Description(msgspec.Struct, frozen=True, gc=False):
     block_tokens: int
     lora_name: str = ""
     extra_keys: bytes = b""  # msgpack: a list with an array or nil for each block; b"": all nil
-    members: tuple[int, ...] = ()  # KV cache groups that have the blocks, as the engine numbers them; (): all
+    members: Members = ()  # KV cache groups that have the blocks
 
     @property
     def blocks(self) -> int:
@@ -61,10 +64,13 @@ class CoarseDescription(Description, frozen=True, gc=False, kw_only=True):
 
 
 class KVChunk(msgspec.Struct, frozen=True, gc=False):
-    """One chunk in a tier; of an engine with several object groups, its object of one of them (`description.members`)."""
+    """One chunk in a tier, or a single block behind a prompt's last chunk; of an engine with several object groups, its object
+    of one of them (`description.members`). An object that is in both tiers is one KVChunk.
+    """
 
     key: bytes
     description: Description
+    group: int = 0  # number of the object group; of its single blocks -1 - number
 
 
 class _KVEvent(msgspec.Struct, frozen=True, tag=True):
@@ -127,16 +133,16 @@ class KeysStored(msgspec.Struct, frozen=True, gc=False):
     tier: Tier
     namespace: bytes
     keys: Sequence[bytes]
-    group: int = 0  # number of the object group
+    group: int = 0  # as of a KVChunk
 
 
 class KeysRemoved(msgspec.Struct, frozen=True, gc=False):
-    """These chunks' objects left the tier. Some may never have been READY."""
+    """These chunks' objects left the tier. Some may never have been there."""
 
     tier: Tier
     namespace: bytes
     keys: Sequence[bytes]
-    group: int | None = None  # None: of all groups
+    group: int | None = None  # None: of all groups of chunks, but no single blocks
 
 
 class KeysCleared(msgspec.Struct, frozen=True, gc=False):
@@ -166,11 +172,13 @@ class DirectObserver(Protocol):
     def observe(self, event: DirectEvent) -> None: ...
 
 
-# From a namespace prefix to the number of the last event and the described chunks that are in L1 after that event.
+# From a namespace prefix to the number of the last event and the described chunks that are in L1 after that event, or in
+# both tiers.
 Snapshot: TypeAlias = Callable[[bytes], tuple[int, list[KVChunk]]]
+SnapshotOfTiers: TypeAlias = Callable[[bytes], tuple[int, list[tuple[Tier, KVChunk]]]]
 
 
-def _nothing(prefix: bytes) -> tuple[int, list[KVChunk]]:
+def _nothing(prefix: bytes) -> tuple[int, list[Any]]:
     return 0, []
 
 
@@ -179,7 +187,8 @@ class ObserverContext:
     settings: Settings
     boot_id: str
     boot_micros: int  # wall clock at the daemon's start, in microseconds
-    snapshot: Snapshot = _nothing  # callable from any thread; may take long: it copies references to all chunks
+    snapshot: Snapshot = _nothing  # both callable from any thread; may take long: they copy references to all chunks
+    snapshot_of_tiers: SnapshotOfTiers = _nothing
 
 
 # The function that an entry point of GROUP names. It returns None if the settings do not enable the observer.

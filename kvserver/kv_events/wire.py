@@ -13,8 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvserver.kv_events.ledger import Run
-from kvserver.kv_events.resident import Members
-from kvserver.kv_events.types import Description, Tier
+from kvserver.kv_events.types import Description, Members, Tier
 from kvserver.protocol import KVGroup
 
 Form = Literal[

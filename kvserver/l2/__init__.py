@@ -2,6 +2,8 @@
 
 from kvserver.l2.base import (
     COVERAGE_BYTES,
+    READABLE,
+    LocalTier,
     ObjectMemory,
     ObjectName,
     StorageTier,

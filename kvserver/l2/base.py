@@ -17,13 +17,14 @@ Contract, for every method of StorageTier:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kvserver.protocol.status import TierStatus
 
 State = Literal["opening", "ready", "read_only", "unavailable", "closed"]
+READABLE = ("ready", "read_only")
 
 
 class TierOutcome(enum.Enum):
@@ -149,4 +150,26 @@ class StorageTier(Protocol):
 
     def close(self, deadline_ns: int) -> None:
         """End the tier, open tickets too; waits until the deadline at most. Nothing of L1 is touched after it returns."""
+        ...
+
+
+Changed: TypeAlias = Callable[[bool, ObjectName], None]  # True: the tier holds the object from now on; False: no longer
+
+
+@runtime_checkable
+class LocalTier(StorageTier, Protocol):
+    """A tier that no other daemon writes to: it knows at any time all that it holds."""
+
+    def watch(self, changed: Changed) -> None:
+        """Call `changed` from now on whenever holds() changes for an object, in the loop's thread.
+
+        Not for what clear() forgets, nor for what a change of `state` hides or shows.
+        """
+        ...
+
+    def walk(self) -> Iterator[tuple[bytes, int, bytes]]:
+        """Namespace, group and keys of all objects, in slices of about a thousand; each as of when it is taken.
+
+        What changes meanwhile may be named or not. Nothing if the tier is not READABLE.
+        """
         ...

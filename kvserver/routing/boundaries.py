@@ -29,15 +29,15 @@ def unit_tokens(groups: Sequence[ObjectGroup]) -> int:
     return math.lcm(*(group.block_tokens for group in groups))
 
 
-def hit_units(groups: tuple[ObjectGroup, ...], tokens: int, owners: Sequence[int], owner_of: Sequence[int]) -> int:
+def hit_units(groups: tuple[ObjectGroup, ...], tokens: int, owners: Sequence[int], owners_of: Sequence[int]) -> int:
     """How many units of `tokens` tokens a hit has.
 
-    `owners` has bits of owners for each unit of the prompt, `owner_of` the owner of each group, -1 if it has none.
+    `owners` has bits of owners for each unit of the prompt, `owners_of` those of each group: in one of them is enough.
     """
     searched = _groups(groups, tokens)
     # Of thousands of units few differ.
     units = {
-        bits: _Unit(sum(1 << number for number, owner in enumerate(owner_of) if owner >= 0 and bits >> owner & 1))
+        bits: _Unit(sum(1 << number for number, of_group in enumerate(owners_of) if bits & of_group))
         for bits in set(owners)
     }
     found = [units[bits] for bits in owners]

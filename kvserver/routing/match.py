@@ -7,11 +7,12 @@ as JSON or, with `Content-Type: application/msgpack`, msgpack; the answer has th
 in JSON, bytes in msgpack, or the unsigned integers that engines publish; in msgpack also all end to end as one `bytes`
 with `hash_bytes` for each. Tokens are hashed as the engines hash them, if the engines describe how.
 
-    {"instances": [{"instance_id", "model_name", "blocks", "l0", "l1", "l2", "best", "block_tokens", "chunk_tokens", "load"}],
-     "skipped": [{"instance_id", "reason"}]}
+    {"instances": [{"instance_id", "model_name", "blocks", "l0", "l1", "l2", "l1_l2", "best", "block_tokens", "chunk_tokens",
+     "load"}], "skipped": [{"instance_id", "reason"}]}
 
-in blocks: `blocks` of the prompt, the leading blocks that each tier has, and `best`, those that all tiers have together; of engines
-with several object groups the boundary that a lookup finds in each tier, and the greatest of these.
+in blocks: `blocks` of the prompt, the leading blocks that each tier has, `l1_l2`, those of L1 and L2 together, and `best`, those that
+all tiers have together; of engines with several object groups the boundary that a lookup finds in each tier and in L1 and L2
+together, and the greatest of these.
 Errors are {"error": code, "message": text}.
 
 Owns: both forms and their limits. Refuses to know: sockets, the loop. Engine stats are up to ENGINE_STATS_SECONDS old.
@@ -186,6 +187,7 @@ class MatchPages:
                     "l0": match.l0,
                     "l1": match.l1,
                     "l2": match.l2,
+                    "l1_l2": match.l1_l2,
                     "best": match.best,
                     "block_tokens": engine.block_tokens,
                     "chunk_tokens": engine.block_tokens * engine.chunk_blocks,

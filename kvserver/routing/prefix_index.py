@@ -4,7 +4,7 @@ Owns: which owner in the index is which tier and group of which namespace prefix
 
 L1 and L2 are kept by namespace prefix and object group: all engines with the same prefix find the same chunks there. Chunks that no engine
 can read now stay known for the next engine that can. Only the keys of chunks are needed, so chunks without a description
-count too. While the hub resyncs, chunks of L1 are missing until it names them.
+count too, such as those that a tier of L2 found at its start. While the hub resyncs a tier, its chunks are missing until it names them.
 """
 
 from __future__ import annotations
@@ -52,11 +52,15 @@ _ENGINES: tuple[Metric[EngineEventsStatus], ...] = (
 
 
 class Match(NamedTuple):
-    """Leading blocks in each tier alone, and in all of them together."""
+    """Leading blocks in each tier alone, and in all of them together.
+
+    `l1` is what a lookup finds at once, `l1_l2` what it finds after a fill; both have the single blocks behind its chunks.
+    """
 
     l0: int
     l1: int
     l2: int
+    l1_l2: int
     best: int
 
 
@@ -88,7 +92,7 @@ class KVIndex:
             case KeysRemoved():
                 namespace_prefix = epoch_of(event.namespace)
                 for (tier, group), owner in self._owners.get(namespace_prefix, {}).items():
-                    if tier is event.tier and event.group in (None, group):
+                    if tier is event.tier and (group >= 0 if event.group is None else group == event.group):
                         self._index.remove_blocks(owner, _ends(event.keys), _KNOWN_BYTES)
                 self._forget_if_empty(namespace_prefix)
             case KeysCleared():
@@ -193,45 +197,83 @@ class KVIndex:
 
         `tokens`: of the prompt, 0 if not known. An engine with a window or a state computes one of them in any case.
         """
-        found = self._index.match(hashes, hash_bytes, [self._tiers(engine) for engine in engines])
-        return [
+        plain = iter(self._plain([of for of in engines if not has_boundaries(of.object_groups)], hashes, hash_bytes))
+        found = [
             self._boundaries(engine, hashes, hash_bytes, tokens)
             if has_boundaries(engine.object_groups)
-            else Match._make(blocks)
-            for engine, blocks in zip(engines, found, strict=True)
+            else next(plain)
+            for engine in engines
+        ]
+        return [self._with_tail(*each, hashes, hash_bytes) for each in zip(engines, found, strict=True)]
+
+    def _plain(self, engines: Sequence[ReaderConnected], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
+        """Of engines whose hit is what leads the prompt."""
+        readers = [self._tiers(engine) for engine in engines]
+        without_l0 = [(-1, l1, l2, blocks) for _, l1, l2, blocks in readers if l2 >= 0]
+        found = self._index.match(hashes, hash_bytes, readers + without_l0)
+        l1_l2 = iter([best for *_, best in found[len(readers) :]])
+        return [
+            Match(l0, l1, l2, next(l1_l2) if reader[2] >= 0 else l1, best)
+            for reader, (l0, l1, l2, best) in zip(readers, found, strict=False)
         ]
 
     def _boundaries(self, engine: ReaderConnected, hashes: bytes | memoryview, hash_bytes: int, tokens: int) -> Match:
-        """Of each tier the boundary that a lookup finds there. A lookup finds none of two tiers together."""
+        """Of each tier, and of L1 and L2 together, the boundary that a lookup finds there."""
         own_blocks = unit_tokens(engine.object_groups) // engine.block_tokens
-        tiers = [(self._engines.index_owners(engine.instance_id), own_blocks)]
-        tiers += [(self._tier_owners(engine, tier), engine.chunk_blocks) for tier in Tier]
-        found = [self._hit_blocks(engine, owners, blocks, hashes, hash_bytes, tokens) for owners, blocks in tiers]
-        return Match._make([*found, max(found)])
+        own = [_bits(owner) for owner in self._engines.index_owners(engine.instance_id)]
+        l1, l2 = ([_bits(owner) for owner in self._tier_owners(engine, tier)] for tier in Tier)
+        both = [first | second for first, second in zip(l1, l2, strict=True)]
+        (l0,) = self._hit_blocks(engine, [own], own_blocks, hashes, hash_bytes, tokens)
+        tiers = self._hit_blocks(
+            engine, [l1, l2, both] if any(l2) else [l1], engine.chunk_blocks, hashes, hash_bytes, tokens
+        )
+        in_l1, in_l2, in_both = tiers if any(l2) else (*tiers, 0, *tiers)
+        return Match(l0, in_l1, in_l2, in_both, max(l0, in_both))
 
     def _hit_blocks(
         self,
         engine: ReaderConnected,
-        owners: Sequence[int],
+        tiers: Sequence[Sequence[int]],
         blocks: int,
         hashes: bytes | memoryview,
         hash_bytes: int,
         tokens: int,
-    ) -> int:
-        """In the tier of these owners, where hits are multiples of `blocks` blocks."""
-        if max(owners, default=-1) < 0:
-            return 0
+    ) -> list[int]:
+        """In each of these tiers, given by the owners' bits of each group, where hits are multiples of `blocks` blocks."""
+        if not any(map(any, tiers)):
+            return [0] * len(tiers)
         groups, size = engine.object_groups, blocks * engine.block_tokens
         units = array("Q", self._index.owners_of(hashes, hash_bytes, blocks))
         if tokens and any(group.kind != "full" for group in groups):
             del units[(tokens - 1) // size :]
-        return blocks * hit_units(groups, size, units, owners)
+        return [blocks * hit_units(groups, size, units, owners) if any(owners) else 0 for owners in tiers]
 
-    def _tier_owners(self, engine: ReaderConnected, tier: Tier) -> tuple[int, ...]:
-        """By object group; -1: the group has none."""
+    def _with_tail(self, engine: ReaderConnected, match: Match, hashes: bytes | memoryview, hash_bytes: int) -> Match:
+        """With the single blocks that a lookup finds behind the chunks: of the first missed chunk, unless L2 has that chunk.
+
+        After a fill that ends before the prompt's last chunk none are looked up.
+        """
+        owners = self._tier_owners(engine, Tier.L1, tails=True)
+        if min(owners) < 0:
+            return match
+        wanted, size = sum(map(_bits, owners)), engine.chunk_blocks
+        whole = len(hashes) // hash_bytes // size * size
+
+        def behind(blocks: int) -> int:
+            part = memoryview(hashes)[blocks * hash_bytes : (blocks + size) * hash_bytes]
+            found = array("Q", self._index.owners_of(part, hash_bytes, 1))
+            return blocks + next((at for at, bits in enumerate(found) if bits & wanted != wanted), len(found))
+
+        l1 = behind(match.l1)
+        l1_l2 = l1 if match.l1_l2 == match.l1 else behind(whole) if match.l1_l2 == whole else match.l1_l2
+        return match._replace(l1=l1, l1_l2=l1_l2, best=max(match.best, l1_l2))
+
+    def _tier_owners(self, engine: ReaderConnected, tier: Tier, tails: bool = False) -> tuple[int, ...]:
+        """By object group, or by that of their single blocks; -1: the group has none."""
         with self._lock:
             owners = self._owners.get(engine.namespace_prefix, {})
-            return tuple(owners.get((tier, group), -1) for group in range(max(1, len(engine.object_groups))))
+            groups = range(max(1, len(engine.object_groups)))
+            return tuple(owners.get((tier, -1 - group if tails else group), -1) for group in groups)
 
     def _tiers(self, engine: ReaderConnected) -> tuple[int, int, int, int]:
         """Of the first object group."""
@@ -282,6 +324,10 @@ class KVIndex:
 
     def close(self) -> None:
         self._engines.close()
+
+
+def _bits(owner: int) -> int:
+    return 1 << owner if owner >= 0 else 0
 
 
 def _ends(keys: Sequence[bytes]) -> bytes:

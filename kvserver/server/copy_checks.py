@@ -63,10 +63,10 @@ def store_blocks(request: Store, worker: Worker, group: WorkerGroup) -> BlockIds
     positions = chunk_count(request.keys) * group.blocks
     blocks = _block_ids(group, Direction.STORE, request.block_ids, positions, positions)
     if request.contents is not None:
-        if request.group:
-            raise KVServerError(ErrorCode.BAD_KEYS, f"contents with a store of object group {request.group}, not of 0")
-        # Of whole chunks, whatever an object holds of them.
-        described = chunk_count(request.keys) * worker.spec.chunk_blocks
+        if group.number:
+            raise KVServerError(ErrorCode.BAD_KEYS, f"contents with a store of object group {group.number}, not of 0")
+        # Of whole chunks, whatever an object holds of them, or of single blocks.
+        described = chunk_count(request.keys) * (1 if group.layout.tails else worker.spec.chunk_blocks)
         _check_contents(request.contents, described, worker.spec.block_tokens)
     return blocks
 

@@ -21,6 +21,7 @@ from kvserver.cache import (
     Groups,
     MissReason,
     check_agreement,
+    chunks_of,
     counted,
     fingerprint,
     private_reason,
@@ -74,8 +75,16 @@ class WorkerGroup:
     ranks: int = 1  # that take turns
     table: PlaneTable | None = None  # None until the worker's memory was mapped
 
+    @property
+    def objects(self) -> GroupObjects:
+        return self.layout.objects[self.number]
+
     def namespace(self, of_chunks: bytes) -> bytes:
         return tails_of(of_chunks) if self.layout.tails else of_chunks
+
+    def chunks_namespace(self, namespace: bytes) -> bytes:
+        """As namespace() was given it: events of single blocks have it, too."""
+        return chunks_of(namespace) if self.layout.tails else namespace
 
 
 @dataclass(eq=False)
@@ -108,9 +117,6 @@ class Worker:
     def chunk_groups(self) -> list[WorkerGroup]:
         """Those of chunks, whose objects go to L2 too: single blocks stay in L1."""
         return self.groups[: len(self.spec.object_groups)]
-
-    def objects(self, group: WorkerGroup) -> GroupObjects:
-        return self.layout.objects[group.number]
 
     def _groups(self, layout: Groups, chunk_tokens: int) -> list[WorkerGroup]:
         return [

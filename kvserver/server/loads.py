@@ -65,7 +65,7 @@ class Loads:
                     model_name,
                     ticket.namespace,
                     keys,
-                    ticket.worker.objects(ticket.group),
+                    ticket.group.objects,
                 ),
                 len(keys),
             )

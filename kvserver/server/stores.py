@@ -15,6 +15,7 @@ from kvserver.server.chunk_events import publish_evicted
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, store_blocks
 from kvserver.server.instances import Worker, WorkerGroup
+from kvserver.server.l2_events import L2Events
 from kvserver.server.spill import Spill
 from kvserver.server.tickets import Respond, StoreTicket
 
@@ -29,6 +30,7 @@ class Stores:
     copies: Copies
     bus: Bus
     spill: Spill
+    l2_events: L2Events
     _steps: int = STEPS_PER_TURN  # that are left in this turn
     # Stores whose plan takes more than one turn. Each ends when the plan is complete, at its deadline or when its worker
     # closes, whose memory stays mapped until then.
@@ -162,7 +164,7 @@ class Stores:
 
     def _drop(self, ticket: StoreTicket) -> None:
         """Free the objects that no boundary needs once all ranks have stored those of this request."""
-        group, namespace = ticket.worker.objects(ticket.group), ticket.namespace
+        group, namespace = ticket.group.objects, ticket.namespace
         if not ticket.request.dropped or ticket.group.layout.tails:
             return
         if not self.cache.has_objects(namespace, group.number, ticket.request.keys):
@@ -179,41 +181,30 @@ class Stores:
         contents, spec = ticket.request.contents, ticket.worker.spec
         if contents is not None:
             size = len(contents.hashes) + len(contents.tokens) + len(contents.extra_keys)
-            chunks = self.cache.index.find_chunks(
-                ticket.namespace, ticket.request.keys
-            )  # also those of other ranks' stores
+            keys, namespace = ticket.request.keys, ticket.group.chunks_namespace(ticket.namespace)
+            chunks = self.cache.index.find_chunks(ticket.namespace, keys)  # also those of other ranks' stores
             ready = tuple(
                 (
                     group,
-                    b"".join([chunk.key for chunk in chunks if chunk is not None and chunk.ready >> group.number & 1]),
+                    b"".join([chunk.key for chunk in chunks if chunk is not None and chunk.ready >> group.place & 1]),
                 )
-                for group in ticket.worker.layout.objects
+                for group in ticket.group.layout.objects
             )
+            in_l2 = () if ticket.group.layout.tails else self.l2_events.present(namespace, len(ready), keys)
             hashed_tokens = len(contents.tokens) // TOKEN_BYTES * contents.hash_bytes // len(contents.hashes)
-            self.bus.publish(
-                ChunksDescribed(
-                    self.copies.now_ns(), spec.instance_id, ticket.namespace, ticket.request.keys, ready,
-                    hashed_tokens, contents,
-                ),
-                size,
-            )  # fmt: skip
+            described = ChunksDescribed(
+                self.copies.now_ns(), spec.instance_id, namespace, keys, ready, hashed_tokens, contents, in_l2
+            )
+            self.bus.publish(described, size)
 
     def _publish_ready(self, ticket: StoreTicket) -> None:
-        if (ready := ticket.plan.ready) and not ticket.group.layout.tails:
+        if ready := ticket.plan.ready:
             instance_id, model_name, _ = ticket.worker.identity
-            keys = b"".join([chunk.key for chunk in ready])
-            self.bus.publish(
-                ChunksStored(
-                    self.copies.now_ns(),
-                    instance_id,
-                    model_name,
-                    ticket.namespace,
-                    keys,
-                    ticket.worker.objects(ticket.group),
-                ),
-                len(keys),
-            )
-            if (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
+            group, keys = ticket.group, b"".join([chunk.key for chunk in ready])
+            namespace = group.chunks_namespace(ticket.namespace)
+            stored = ChunksStored(self.copies.now_ns(), instance_id, model_name, namespace, keys, group.objects)
+            self.bus.publish(stored, len(keys))
+            if not group.layout.tails and (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
                 self.spill.stored(ticket.namespace, *of_l2, ready)
 
 

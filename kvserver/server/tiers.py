@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvserver.config import TierUrl
-from kvserver.l2 import ObjectMemory, ObjectName, StorageTier, TierEnd, TierOutcome
+from kvserver.l2 import LocalTier, ObjectMemory, ObjectName, StorageTier, TierEnd, TierOutcome
 from kvserver.protocol import Durability
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,12 @@ class Tiers:
             for place, each in enumerate(self.all)
             if each.tier.shared and not each.tier.failure and each.admits(durability)
         ]
+
+    @property
+    def local(self) -> list[LocalTier]:
+        """Those that know at any time all that they hold."""
+        tiers = [each.tier for each in self.all]
+        return [tier for tier in tiers if not tier.shared and isinstance(tier, LocalTier)]
 
     # ---- time ---------------------------------------------------------------------------------
 

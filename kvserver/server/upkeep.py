@@ -19,6 +19,7 @@ from kvserver.events import Bus, L1Cleared
 from kvserver.server.ages import Ages
 from kvserver.server.fills import Fills
 from kvserver.server.instances import Disconnect
+from kvserver.server.l2_events import L2Events
 from kvserver.server.lifeline import Lifeline
 from kvserver.server.loads import Loads
 from kvserver.server.resync import Resync
@@ -50,6 +51,7 @@ class Upkeep:
     workers: Workers
     resync: Resync
     tiers: Tiers
+    l2_events: L2Events
     spill: Spill
     fills: Fills
     ages: Ages
@@ -89,6 +91,7 @@ class Upkeep:
             except Exception:
                 log.exception("internal error while completing a %s", type(ticket).__name__)
         self.tiers.complete()
+        self.l2_events.publish()
 
     def _log_loss(self) -> None:
         lost = self.devices.lost
@@ -137,6 +140,7 @@ class Upkeep:
     def step(self) -> bool:
         """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
         more = self.cache.step() | self.resync.step() | self.spill.step() | self.fills.step() | self.ages.step()
+        more |= self.l2_events.step()
         for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)
         self._work_left = more or self.stores.waiting > 0
@@ -149,6 +153,7 @@ class Upkeep:
         can come back from L2, after a power loss either.
         """
         chunks = self.cache.clear_namespaces(base)
+        self.l2_events.clear(base)
         self.bus.publish(L1Cleared(int(self.clock() * 1e9), base))
         log.info("%d chunks cleared from L1", chunks)
         self.fills.clear(base)

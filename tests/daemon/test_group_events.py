@@ -54,7 +54,7 @@ def followed(engine: Worker) -> Follower:
 def wait_for(follower: Follower, expected: set[tuple[int, bytes]]) -> None:
     def received() -> bool:
         follower.step()
-        return follower.whole and follower.names == expected
+        return follower.whole and follower.names == {("CPU", *name) for name in expected}
 
     wait_until(received, what=f"{len(expected)} blocks are received")
     assert follower.before == set()

@@ -15,6 +15,7 @@ from support.worker import Worker
 
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.copy import Devices
+from kvserver.events import L1Resynced
 from kvserver.protocol import KVEventsTaken, TakeKVEvents
 
 
@@ -162,7 +163,7 @@ def test_the_servers_loop_resyncs_when_its_bus_had_to_drop_chunks():
 
             def lose() -> None:
                 parts.cache.clear_namespaces()  # and no event reports it
-                parts.bus.lost_chunks = True
+                parts.bus.needs_resync.add(L1Resynced)
 
             running.pages.ask(lose)
             wait_for(follower, [])

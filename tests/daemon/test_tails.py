@@ -1,4 +1,4 @@
-"""Single blocks behind the last full chunk of a prompt: stored, found with the chunks, loaded, counted, published to no observer."""
+"""Single blocks behind the last full chunk of a prompt: stored, found with the chunks, loaded, counted, published and matched."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from typing import Any
 import pytest
 from support.daemon import Daemon, wait_until
 from support.devices import on_each_device
+from support.kv_chunks import Prompt
+from support.kv_follower import Follower
 from support.memory import awkward, two_groups
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import Error, ErrorCode, LookupReply, LookupTail, ObjectGroup, Retrieved, Stored
+from kvserver.protocol import (
+    Error,
+    ErrorCode,
+    KVEventsTaken,
+    KVGroup,
+    LookupReply,
+    LookupTail,
+    ObjectGroup,
+    Retrieved,
+    Stored,
+)
 from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
@@ -242,19 +254,67 @@ def test_a_load_of_blocks_that_were_cleared_fails_and_writes_nothing(daemon: Dae
     daemon.wait_for_accounting(tickets=0, pins=0)
 
 
-def test_a_full_l1_evicts_tails_without_a_word_to_observers(make_daemon: Any, make_worker: MakeWorker) -> None:
-    daemon = make_daemon(l1_size="1MiB")
+def test_events_and_matches_name_the_blocks_that_lookups_find(make_daemon: Any, make_worker: MakeWorker) -> None:
+    """Through evictions and a clear; a tail is known by itself, also where its block is in no chunk."""
+    daemon = make_daemon(l1_size="1MiB", kv_events="on")
     engine = make_worker(daemon, groups=(FULL,), tails=True)
-    for number in range(30):
-        chunks, tail = make_keys(1), make_keys(3)
-        engine.store(chunks, range(1, 5))
-        engine.store(tail, [20, 21, 22], group=TAIL, first_chunk=4, after=chunks[0])
-        assert found(ask(engine, chunks, tail, request_id=str(number))) == (1, 3, False)
+    engine.send(engine.description(groups=[KVGroup("full_attention")], hash_start=b"start"))
+    follower = Follower(lambda message: engine.ask(message, KVEventsTaken), engine.instance_id, engine.incarnation)
+    prompts = [Prompt(range(100 * number, 100 * number + 7 * BLOCK), 1, block=BLOCK) for number in range(30)]
+
+    def chunk_of(one: Prompt) -> Prompt:
+        return Prompt(one.tokens[:CHUNK], 4, block=BLOCK)
+
+    def hit(number: int) -> int:
+        """Blocks of the prompt that a lookup finds."""
+        reply = ask(engine, chunk_of(prompts[number]).keys, prompts[number].keys[4:], request_id=str(number))
+        tail = reply.tail_blocks
+        if reply.wants_tail:
+            tail = go_on(engine, prompts[number].keys[:4], str(number)).tail_blocks
         engine.end_request(str(number))
-    published = daemon.status()["events"]["published_types"]
+        return 4 * reply.hit_chunks + tail
+
+    def agree() -> list[int]:
+        hits = [hit(number) for number in range(len(prompts))]
+        resident = {one.hashes[at] for one, found in zip(prompts, hits, strict=True) for at in range(found)}
+        # Blocks of a tail whose chunk was evicted are there, and no lookup finds them.
+        wait_until(
+            lambda: (
+                follower.step().whole
+                and resident <= set(follower.blocks)
+                and all(one.hashes[0] in resident for one in prompts if one.hashes[0] in follower.blocks)
+            )
+        )
+        for one, found in zip(prompts, hits, strict=True):
+            matched = daemon.match(block_hashes=[value.hex() for value in one.hashes])[engine.instance_id]
+            assert (matched["l1"], matched["l1_l2"], matched["best"]) == (found, found, found)
+        return hits
+
+    for one in prompts:
+        chunk = chunk_of(one)
+        engine.store(chunk.keys, range(1, 5), contents=chunk.contents())
+        engine.store(
+            one.keys[4:], [20, 21, 22], group=TAIL, first_chunk=4, after=chunk.keys[0], contents=one.contents(4)
+        )
     l1 = daemon.status()["l1"]
     assert l1["tail_blocks"] < 90
     assert l1["evictions"] + l1["chunks"] == 30
-    assert published["ChunksStored"] == 30
-    assert published.get("ChunksEvicted", 0) <= l1["evictions"]
+    hits = agree()
+    assert 7 in hits
+    assert 0 in hits
+    named = [event for event in follower.received if event.stored and prompts[-1].hashes[5] in event.hashes]
+    assert [(event.parent, event.tokens) for event in named] == [
+        (prompts[-1].hashes[4], prompts[-1].contents(5, 6).tokens)
+    ]
+    daemon.http("/cache/clear", method="POST")
+    wait_until(lambda: not follower.step().more and not follower.blocks)
+    assert agree() == [0] * 30
+    assert daemon.status()["kv_events"]["unannounced"] == {"undescribed": 0, "memory": 0, "mismatched": 0}
     daemon.wait_for_accounting(tickets=0, pins=0)
+
+
+def test_contents_of_single_blocks_must_fit_them(engine: Worker) -> None:
+    one = Prompt(range(2 * BLOCK), 1, block=BLOCK)
+    for contents in (one.contents(0, 1), one.contents(hashes=one.hashes[0])):
+        message = engine.store_message(one.keys, [20, 21], group=TAIL, contents=contents)
+        assert engine.error_of(message).code == ErrorCode.BAD_KEYS.value

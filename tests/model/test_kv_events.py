@@ -1,4 +1,4 @@
-"""Each consumer of KV events ends with what L1 holds, whatever happens to L1, engines, events, messages and daemons.
+"""Each consumer of KV events ends with what L1 and L2 hold, whatever happens to tiers, engines, events, messages and daemons.
 
 One property over stages. A stage is a kind of consumer: engines that request events from a feed and lose replies, and
 subscribers of the publisher from its start, with losses, by a snapshot and by a replay. All outlive their daemons. Beside
@@ -23,12 +23,14 @@ from support.kv_follower import Follower, split
 from support.kv_loop import Loop
 from support.kv_publisher import Published, from_snapshot
 from support.kv_subscriber import Blocks, Subscriber
+from support.listed_tier import ListedTier
 from support.properties import examples
 
 from kvserver.cache import Groups
 from kvserver.config import Settings
 from kvserver.kv_events import Feed, Hub, ObserverContext
 from kvserver.kv_events.types import DirectEvent, KVChunk, KVEvent, KVRemoved, KVStored, Tier
+from kvserver.l2 import ObjectName
 from kvserver.protocol import ObjectGroup
 from kvserver.routing import KVIndex
 
@@ -42,11 +44,11 @@ BOOT = 1_700_000_000_000_000
 PROMPTS = st.lists(st.integers(0, 2), min_size=2, max_size=8).map(lambda of: Prompt([n for n in of for _ in range(4)]))
 
 
-def blocks_of(chunks: list[KVChunk], group: int | None = 0) -> set[tuple[int | None, bytes]]:
-    """KV cache group and hash of each. `group`: of an engine with one."""
+def blocks_of(chunks: list[tuple[Tier, KVChunk]], group: int | None = 0) -> set[tuple[str, int | None, bytes]]:
+    """Medium, KV cache group and hash of each. `group`: of an engine with one."""
     return {
-        (number, name)
-        for each in chunks
+        (tier.value, number, name)
+        for tier, each in chunks
         for name in split(each.description.hashes, each.description.hash_bytes)
         for number in each.description.members or (group,)
     }
@@ -61,11 +63,12 @@ class Engines:
         self.queued: deque[KVEvent] = deque()
 
     def start(self, hub: Hub, boot: int) -> None:
-        def snapshot(prefix: bytes) -> tuple[int, list[KVChunk]]:
+        def snapshot(prefix: bytes) -> tuple[int, list[tuple[Tier, KVChunk]]]:
             self.observe_queued(2)  # while the feed's worker takes it
-            return hub.snapshot(prefix)
+            return hub.snapshot_of_tiers(prefix)
 
-        self.feed = Feed(ObserverContext(Settings(), "boot", boot, snapshot), most_queued=self.most_queued)
+        context = ObserverContext(Settings(), "boot", boot, snapshot_of_tiers=snapshot)
+        self.feed = Feed(context, most_queued=self.most_queued)
 
     def observe_queued(self, most: int) -> None:
         while self.queued and most > 0:
@@ -76,7 +79,7 @@ class Engines:
         self.observe_queued(len(self.queued))
         for engine in self.engines:
             engine.catch_up()
-            assert engine.names == blocks_of(hub.snapshot(prefixes[engine.instance_id])[1])
+            assert engine.names == blocks_of(hub.snapshot_of_tiers(prefixes[engine.instance_id])[1])
             assert engine.before == set(), "what an earlier follow reported was reported again or withdrawn"
         assert all(row.unbalanced_blocks == 0 for row in self.feed.status().followers)
 
@@ -86,7 +89,7 @@ class Engines:
 
 
 class Subscribers:
-    """Of a publisher that observes L2, too: from the start, with losses, and by a snapshot in the middle."""
+    """Of a publisher: from the start, with losses, and by a snapshot in the middle."""
 
     def __init__(self, folder: Path) -> None:
         self.urls = {f"kv_events{name}_endpoint": f"ipc://{folder}/events{name}" for name in ("", "_replay")}
@@ -94,7 +97,7 @@ class Subscribers:
 
     def start(self, boot: int) -> None:
         self.published = Published(boot, **self.urls)
-        self.l2: dict[bytes, KVChunk] = {}
+        self.last: KVChunk | None = None
 
     def connect(self) -> Subscriber:
         """It begins as one that lost its state: all that is kept is replayed."""
@@ -102,21 +105,19 @@ class Subscribers:
         made.last = 0
         return made
 
-    def change_l2(self, name: str) -> None:
-        changed = chunk(f"{name}'s first", f"{name}'s second")
-        kind = KVStored if self.l2.pop(changed.key, None) is None else KVRemoved
-        if kind is KVStored:
-            self.l2[changed.key] = changed
+    def publish_last(self) -> list[tuple[Tier, KVChunk]]:
+        """A change of no daemon's, which shows a gap to a subscriber that lost all. Returns what is resident by it."""
+        kind, changed = (KVStored, chunk("last")) if self.last is None else (KVRemoved, self.last)
+        self.last = changed if kind is KVStored else None
         self.published.publisher.observe(kind(1, 1, Tier.L2, PREFIX, (changed,)))
+        return [] if self.last is None else [(Tier.L2, self.last)]
 
     def lose(self, subscriber: Subscriber, messages: int) -> None:
         while messages and subscriber.receive(1) is not None:
             messages -= 1
 
     def check(self, hub: Hub) -> None:
-        self.change_l2("the last")  # shows a gap to a subscriber that lost all
-        chunks = {"CPU": hub.snapshot(b"")[1], Tier.L2.value: list(self.l2.values())}
-        expected = {(medium, *name) for medium, found in chunks.items() for name in blocks_of(found, None)}
+        expected = blocks_of(hub.snapshot_of_tiers(b"")[1] + self.publish_last(), None)
         publisher = self.published.publisher
         sequence = self.published.sequence()
         by_replay = self.connect()
@@ -149,6 +150,10 @@ class World:
     def __init__(self, limit: int, memory_bytes: int, most_queued: int) -> None:
         self.limit, self.memory_bytes, self.boot = limit, memory_bytes, BOOT
         self.described_keys: set[bytes] = set()
+        self.tiers = [ListedTier(), ListedTier()]  # which outlive daemons, too
+        self.written: set[tuple[bytes, bytes]] = (
+            set()
+        )  # chunks with a description, by this daemon, and readable ever since
         self.folder = Path(tempfile.mkdtemp(prefix="kvs-"))
         self.engines, self.subscribers = Engines(most_queued), Subscribers(self.folder)
         self.start_daemon()
@@ -156,8 +161,15 @@ class World:
 
     def start_daemon(self) -> None:
         self.loop = Loop(
-            self.limit, pages=12, memory_bytes=self.memory_bytes, observe=self.observe, groups={OTHER: WINDOWS}
+            self.limit,
+            pages=12,
+            memory_bytes=self.memory_bytes,
+            observe=self.observe,
+            groups={OTHER: WINDOWS},
+            tiers=self.tiers,
         )
+        self.loop.l2_events.step()  # from now on it knows which tiers can be read
+        self.written.clear()
         self.index = KVIndex(ENOUGH, follow_engines=False)
         self.engines.start(self.loop.hub, self.boot)
         self.subscribers.start(self.boot)
@@ -187,16 +199,27 @@ class World:
         self.loop.catch_up()
         self.loop.check()
         if self.limit == self.memory_bytes == ENOUGH:
-            for members, number in (((), 0), *((of.members, of.number) for of in WINDOWS.objects)):
-                described = {key for _, key in self.loop.witness.groups.get(members, ())}
-                ready = {key for at, key in self.loop.ready_objects(number) if (at == OTHER) == bool(members)}
-                assert described == ready & self.described_keys
+            self.check_described()
         for name, prefix in self.prefixes.items():
             indexed = self.index.instance(name)
             assert indexed is not None
-            assert indexed["l1"]["chunks"] == len({key for at, key in self.loop.ready_chunks if at.startswith(prefix)})
+            for tier, chunks in (("l1", self.loop.ready_chunks), ("l2", self.loop.in_l2(0))):
+                assert indexed[tier]["chunks"] == len({key for at, key in chunks if at.startswith(prefix)})
         self.engines.check(self.loop.hub, self.prefixes)
         self.subscribers.check(self.loop.hub)
+
+    def check_described(self) -> None:
+        """Where no event and no description was dropped."""
+        loop, described_in = self.loop, self.loop.witness.tiers[Tier.L1]
+        chunks = {name for members in ((), WINDOWS.objects[0].members) for name in described_in.get(members, ())}
+        assert chunks == {name for name in loop.ready_chunks if name[1] in self.described_keys}
+        windows = set(described_in.get(WINDOWS.objects[1].members, ()))
+        assert windows & chunks == set(loop.ready_objects(1)) & chunks
+        assert set(described_in.get((-1,), ())) == set(loop.ready_objects(-1))
+        in_l2 = {
+            name for resident in loop.witness.tiers[Tier.L2].values() for name, of in resident.items() if not of.group
+        }
+        assert self.written & set(loop.in_l2(0)) <= in_l2 <= set(loop.in_l2(0))
 
     # ---- what may happen ------------------------------------------------------------------------
 
@@ -213,14 +236,43 @@ class World:
         self.loop.store(OTHER, prompt.keys[-1:], group=1)
         self.loop.drop(OTHER, prompt.keys[:-1][:dropped], group=1)
 
+    def store_tail(self, space: bytes, prompt: Prompt, first: int) -> None:
+        self.loop.store_tail(space, prompt.single, first % len(prompt.hashes))
+
+    def write(self, space: bytes, prompt: Prompt, group: int, tier: int) -> None:
+        """To L2 what L1 has of the prompt."""
+        group = group if space == OTHER else 0
+        before = set(self.loop.in_l2(group))
+        written = {
+            (space, key) for key in self.loop.write(space, prompt.keys, group, tier) if key in self.described_keys
+        }
+        if not group and self.tiers[tier].state == "ready":
+            self.written |= written - before
+
+    def drop_in_l2(self, prompt: Prompt, tier: int) -> None:
+        """Evicted, corrupt or dropped."""
+        for space in SPACES:
+            for group in (0, 1):
+                for key in prompt.keys:
+                    self.tiers[tier].drop(ObjectName(space, group, key))
+                    if not group and (space, key) not in self.loop.in_l2(0):
+                        self.written.discard((space, key))
+
+    def change_state(self, tier: int) -> None:
+        """It cannot be read, or can again: what is read again is described by what L1 has."""
+        self.tiers[tier].state = "unavailable" if self.tiers[tier].state == "ready" else "ready"
+        self.written.clear()
+
     def clear(self, base: bytes) -> None:
         self.loop.clear(base)
+        self.written = {name for name in self.written if not name[0].startswith(base)}
 
     def turn(self, handled: bool) -> None:
         """Of the loop, with the events so far handled or still queued."""
         if handled:
             self.loop.handle_events()
         self.loop.resync.step()
+        self.loop.l2_events.step()
 
     def change_weights(self, prefix: bytes) -> None:
         self.prefixes["a"] = prefix
@@ -245,9 +297,6 @@ class World:
         self.engines.engines[number].follow = 0
         self.engines.engines[number].ask()
 
-    def change_l2(self, name: str) -> None:
-        self.subscribers.change_l2(name)
-
     def lose_messages(self, messages: int) -> None:
         self.subscribers.lose(self.subscribers.subscribers[1], messages)
 
@@ -260,7 +309,10 @@ OPERATIONS: dict[str, tuple[int, tuple[st.SearchStrategy[Any], ...]]] = {  # how
     "turn": (8, (st.booleans(),)),
     "request": (10, (ENGINE, st.integers(0, 4), st.booleans())),
     "lose_messages": (3, (st.integers(1, 5),)),
-    "change_l2": (3, (st.sampled_from("xyz"),)),
+    "store_tail": (5, (st.sampled_from(SPACES[:2]), PROMPTS, st.integers(0, 7))),
+    "write": (10, (st.sampled_from(SPACES), PROMPTS, st.integers(0, 1), st.integers(0, 1))),
+    "drop_in_l2": (4, (PROMPTS, st.integers(0, 1))),
+    "change_state": (2, (st.integers(0, 1),)),
     "clear": (1, (st.sampled_from([b"", PREFIX, OTHER]),)),
     "change_weights": (2, (st.sampled_from([PREFIX, OTHER]),)),
     "forget": (3, (ENGINE,)),
@@ -279,7 +331,7 @@ WEIGHTED = st.sampled_from([name for name, (weight, _) in OPERATIONS.items() for
     ),
 )
 @examples(25)
-def test_every_consumer_ends_with_what_l1_holds(
+def test_every_consumer_ends_with_what_l1_and_l2_hold(
     limit: int, memory_bytes: int, most_queued: int, operations: list[tuple[Any, ...]]
 ) -> None:
     world = World(limit, memory_bytes, most_queued)

@@ -21,6 +21,7 @@ from kvserver.kv_events.types import (
     KVEvent,
     KVRemoved,
     KVStored,
+    Tier,
 )
 from kvserver.protocol import ChunkContents, DescribeScheduler
 
@@ -67,13 +68,19 @@ class Prompt:
         last: int | None = None,
         instance: str = "engine",
         ready: Sequence[bytes] | Mapping[GroupObjects, Sequence[bytes]] = (),
+        in_l2: tuple[bytes, ...] = (),
         **changes: Any,
     ) -> ChunksDescribed:
         """`ready`: the keys whose chunks are READY already, or of several groups whose objects are."""
         keys, contents = b"".join(self.keys[first:last]), self.contents(first, last, **changes)
         by_group = ready if isinstance(ready, Mapping) else {WHOLE_CHUNKS: ready}
         resident = tuple((group, b"".join(of)) for group, of in by_group.items())
-        return ChunksDescribed(1, instance, namespace, keys, resident, self.block, contents)
+        return ChunksDescribed(1, instance, namespace, keys, resident, self.block, contents, in_l2)
+
+    @property
+    def single(self) -> Prompt:
+        """The same tokens, each block by itself: what is stored of the prompt's tail."""
+        return Prompt(self.tokens, 1, self.hash_bytes, self.block)
 
 
 def scheduler(instance_id: str = "engine", incarnation: str = "one", **changes: Any) -> DescribeScheduler:
@@ -83,21 +90,31 @@ def scheduler(instance_id: str = "engine", incarnation: str = "one", **changes: 
 
 
 class Witness:
-    """A direct observer that checks the promise: each described object is stored once, then removed once.
+    """A direct observer that checks the promise: each described object is stored once in each tier, then removed once.
 
-    By group: `resident` and `keys` are those of models with one.
+    By tier and group; `groups` and `keys_of` are those of L1, `resident` and `keys` those of chunks of models with one group.
     """
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[int, ...], dict[tuple[bytes, bytes], KVChunk]] = {(): {}}
+        self.tiers: dict[Tier, dict[tuple[int, ...], dict[tuple[bytes, bytes], KVChunk]]] = {
+            tier: {(): {}} for tier in Tier
+        }
         self.events: list[KVEvent] = []
-        self.keys_of: dict[int, Counter[tuple[bytes, bytes]]] = {
-            0: Counter()
+        self.keys_in: dict[Tier, dict[int, Counter[tuple[bytes, bytes]]]] = {
+            tier: {0: Counter()} for tier in Tier
         }  # how often each is stored, described or not
+
+    @property
+    def groups(self) -> dict[tuple[int, ...], dict[tuple[bytes, bytes], KVChunk]]:
+        return self.tiers[Tier.L1]
 
     @property
     def resident(self) -> dict[tuple[bytes, bytes], KVChunk]:
         return self.groups[()]
+
+    @property
+    def keys_of(self) -> dict[int, Counter[tuple[bytes, bytes]]]:
+        return self.keys_in[Tier.L1]
 
     @property
     def keys(self) -> Counter[tuple[bytes, bytes]]:
@@ -106,14 +123,17 @@ class Witness:
     def observe(self, event: DirectEvent) -> None:
         match event:
             case KeysStored():
-                self.keys_of.setdefault(event.group, Counter()).update((event.namespace, key) for key in event.keys)
+                of_group = self.keys_in[event.tier].setdefault(event.group, Counter())
+                of_group.update((event.namespace, key) for key in event.keys)
             case KeysRemoved():
-                for group in self.keys_of if event.group is None else [event.group]:
-                    self.keys_of[group] -= Counter((event.namespace, key) for key in event.keys)
+                of_tier = self.keys_in[event.tier]
+                for group in [each for each in of_tier if each >= 0] if event.group is None else [event.group]:
+                    of_tier.setdefault(group, Counter())
+                    of_tier[group] -= Counter((event.namespace, key) for key in event.keys)
             case KeysCleared():
-                self.keys_of = {
+                self.keys_in[event.tier] = {
                     group: Counter({at: n for at, n in keys.items() if not at[0].startswith(event.namespace_prefix)})
-                    for group, keys in self.keys_of.items()
+                    for group, keys in self.keys_in[event.tier].items()
                 }
             case _:
                 self._observe(event)
@@ -123,13 +143,18 @@ class Witness:
         self.events.append(event)
         if isinstance(event, KVStored):
             for chunk in event.chunks:
-                resident = self.groups.setdefault(chunk.description.members, {})
+                resident = self.tiers[event.tier].setdefault(_place(chunk), {})
                 assert (event.namespace, chunk.key) not in resident, "stored twice"
                 resident[event.namespace, chunk.key] = chunk
         elif isinstance(event, KVRemoved):
             for chunk in event.chunks:
-                resident = self.groups[chunk.description.members]
+                resident = self.tiers[event.tier][_place(chunk)]
                 assert resident.pop((event.namespace, chunk.key)) is chunk, "it is not as it was stored"
+
+
+def _place(chunk: KVChunk) -> tuple[int, ...]:
+    """A block may have the key of a chunk."""
+    return chunk.description.members if chunk.group >= 0 else (-1, *chunk.description.members)
 
 
 def prompt(*tokens: int, **options: Any) -> Prompt:

@@ -18,20 +18,20 @@ class Follower:
     def __init__(self, drain: Drain, instance_id: str = "engine", incarnation: str = "one") -> None:
         self.drain, self.instance_id, self.incarnation = drain, instance_id, incarnation
         self.follow = self.cursor = 0
-        self.groups: dict[int, dict[bytes, KVBlocks]] = {0: {}}  # by KV cache group
+        self.places: dict[tuple[str, int], dict[bytes, KVBlocks]] = {}  # by medium and KV cache group
         self.received: list[KVBlocks] = []
-        self.before: set[tuple[int, bytes]] = set()  # received in an earlier follow, and not again yet
+        self.before: set[tuple[str, int, bytes]] = set()  # received in an earlier follow, and not again yet
         self.whole = False
         self.follows: list[int] = []
 
     @property
     def blocks(self) -> dict[bytes, KVBlocks]:
-        """Of the first group."""
-        return self.groups[0]
+        """Of L1 and the first group."""
+        return self.places.get(("CPU", 0), {})
 
     @property
-    def names(self) -> set[tuple[int, bytes]]:
-        return {(group, hash) for group, blocks in self.groups.items() for hash in blocks}
+    def names(self) -> set[tuple[str, int, bytes]]:
+        return {(*place, hash) for place, blocks in self.places.items() for hash in blocks}
 
     def ask(self) -> KVEventsTaken:
         return self.drain(
@@ -46,7 +46,7 @@ class Follower:
         if reply.follow != self.follow:
             self.follow, self.whole = reply.follow, False
             self.before |= self.names
-            self.groups = {0: {}}
+            self.places = {}
             self.follows.append(reply.follow)
         self.cursor = reply.cursor
         for event in reply.events:
@@ -58,12 +58,12 @@ class Follower:
 
     def _apply(self, event: KVBlocks) -> None:
         self.received.append(event)
-        blocks = self.groups.setdefault(event.group, {})
+        blocks = self.places.setdefault((event.medium, event.group), {})
         for hash in split(event.hashes, event.hash_bytes):
             if event.stored:
                 assert hash not in blocks, "stored twice"
                 blocks[hash] = event
-                self.before.discard((event.group, hash))
+                self.before.discard((event.medium, event.group, hash))
             else:
                 del blocks[hash]
 

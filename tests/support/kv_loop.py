@@ -1,4 +1,4 @@
-"""A cache, the events that the server's loop publishes of it, and the hub that makes KV events of them.
+"""A cache and tiers of L2, the events that the server's loop publishes of them, and the hub that makes KV events of them.
 
 The bus handles events only in `handle_events()` and `catch_up()`, unless the gate is open.
 """
@@ -7,20 +7,34 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from kvserver.cache import Cache, Groups, PagePool, one_group
+from kvserver.cache import Cache, Groups, PagePool, one_group, tails_of
 from kvserver.cache.eviction import LeastRecentlyUsed
-from kvserver.events import Bus, ChunksEvicted, ChunksStored, Event, InstanceDescribed, L1Cleared, L1Resynced
-from kvserver.kv_events import Hub
+from kvserver.events import (
+    Bus,
+    ChunksEvicted,
+    ChunksStored,
+    Event,
+    InstanceDescribed,
+    L1Cleared,
+    L1Resynced,
+)
+from kvserver.kv_events import Hub, Tier
 from kvserver.kv_events.types import DirectEvent
-from kvserver.server.resync import Resync
+from kvserver.l2 import ObjectName
+from kvserver.protocol import ObjectGroup
+from kvserver.server.chunk_events import publish_evicted
+from kvserver.server.l2_events import L2Events
+from kvserver.server.resync import resync_of_l1
 
 from .daemon import wait_until
 from .kv_chunks import Prompt, Witness, scheduler
+from .listed_tier import ListedTier
 from .turns import repeat
 
 PAGE = 4096
+TAILS = Groups([ObjectGroup("full", (0,), 1)], 1, 1, tails=True)
 
 
 class Gated:
@@ -49,6 +63,7 @@ class Loop:
         memory_bytes: int = 1 << 30,
         observe: Callable[[DirectEvent], None] = lambda _: None,
         groups: Mapping[bytes, Groups] = {},
+        tiers: Sequence[ListedTier] = (),
     ) -> None:
         """`observe` receives every event of the hub after the witness. `groups`: of namespaces with several."""
 
@@ -56,11 +71,14 @@ class Loop:
             self.witness.observe(event)
             observe(event)
 
+        self.memory_bytes = memory_bytes
         self.cache = Cache(PagePool(pages * PAGE, PAGE), LeastRecentlyUsed())
         self.witness, self.gated = Witness(), Gated()
         self.hub = Hub(memory_bytes, hand_over)
         self.bus = Bus([self.gated, self.hub], limit)
-        self.resync = Resync(self.cache.index, self.bus)
+        self.resync = resync_of_l1(self.cache.index, self.bus)
+        self.tiers = tiers
+        self.l2_events = L2Events(tiers, self.bus)  # type: ignore[arg-type]
         self.groups = groups
         self.bus.start()
 
@@ -83,7 +101,8 @@ class Loop:
             ready = {
                 of: [key for key in keys if (namespace, key) in self.ready_objects(of.number)] for of in groups.objects
             }
-            self.bus.publish(contents.described(namespace, ready=ready))
+            in_l2 = self.l2_events.present(namespace, len(ready), b"".join(contents.keys))
+            self.bus.publish(contents.described(namespace, ready=ready, in_l2=in_l2))
         plan = self.cache.plan_store(
             namespace,
             groups,
@@ -92,13 +111,33 @@ class Loop:
             group=group,
             slots=range(groups.first[group], groups.first[group] + 1),
         )
-        for space in {space for space, _ in plan.evicted}:
-            keys_of_space = b"".join(key for owner, key in plan.evicted if owner == space)
-            self.bus.publish(ChunksEvicted(1, space, keys_of_space), len(keys_of_space))
+        publish_evicted(self.bus, 1, plan)
         self.cache.finish_store(plan, copied)
         if plan.ready:
             ready = b"".join(chunk.key for chunk in plan.ready)
             self.bus.publish(ChunksStored(1, "engine", "m", namespace, ready, groups.objects[group]), len(ready))
+
+    def store_tail(self, namespace: bytes, blocks: Prompt, first: int) -> None:
+        """The blocks from number `first` on, one by one, with their contents. `blocks`: chunks of one block."""
+        keys, tails = blocks.keys[first:], tails_of(namespace)
+        found = self.cache.index.find_chunks(tails, b"".join(keys))
+        ready = {TAILS.objects[0]: [chunk.key for chunk in found if chunk is not None and chunk.ready]}
+        self.bus.publish(blocks.described(namespace, first, ready=ready))
+        plan = self.cache.plan_store(tails, TAILS, b"".join(keys), PAGE)
+        publish_evicted(self.bus, 1, plan)
+        self.cache.finish_store(plan, True)
+        if plan.ready:
+            stored = b"".join(chunk.key for chunk in plan.ready)
+            self.bus.publish(ChunksStored(1, "engine", "m", namespace, stored, TAILS.objects[0]), len(stored))
+
+    def write(self, namespace: bytes, keys: list[bytes], group: int, tier: int) -> list[bytes]:
+        """To the tier, those that L1 has. Returns their keys."""
+        chunks = self.cache.index.find_chunks(namespace, b"".join(keys))
+        there = [chunk.key for chunk in chunks if chunk is not None and chunk.ready >> group & 1]
+        for key in there:
+            self.tiers[tier].put(ObjectName(namespace, group, key))
+        self.l2_events.publish()
+        return there
 
     def drop(self, namespace: bytes, keys: list[bytes], group: int) -> None:
         if dropped := self.cache.drop_objects(namespace, group, b"".join(keys)):
@@ -108,7 +147,10 @@ class Loop:
 
     def clear(self, base: bytes) -> None:
         self.cache.clear_namespaces(base)
+        self.l2_events.clear(base)
         self.bus.publish(L1Cleared(1, base))
+        for tier in self.tiers:
+            tier.clear(base)
         repeat(self.cache.step)
 
     def handle_events(self) -> None:
@@ -121,9 +163,9 @@ class Loop:
 
         def is_complete() -> bool:
             self.handle_events()  # so that there is room
-            more = self.resync.step()
+            more = self.resync.step() | self.l2_events.step()
             self.handle_events()
-            return not more and not self.bus.lost_chunks
+            return not more and not self.bus.needs_resync
 
         wait_until(is_complete)
 
@@ -133,21 +175,38 @@ class Loop:
         return self.ready_objects(0)
 
     def ready_objects(self, group: int) -> list[tuple[bytes, bytes]]:
-        return sorted((chunk.namespace.id, chunk.key) for chunk in self.cache.index if chunk.ready >> group & 1)
+        """-1: single blocks."""
+        tails, group = group < 0, max(group, 0)
+        return sorted(
+            (chunk.namespace.id.removesuffix(b"tails"), chunk.key)
+            for chunk in self.cache.index
+            if chunk.ready >> group & 1 and chunk.namespace.groups.tails == tails
+        )
+
+    def in_l2(self, group: int) -> list[tuple[bytes, bytes]]:
+        names = {name for tier in self.tiers for name in tier.readable}
+        return sorted((namespace, key) for namespace, of, key in names if of == group)
 
     def check(self) -> None:
-        """The witness has what the cache has; the hub's snapshot and its status have what is described of it."""
-        number, chunks = self.hub.snapshot(b"")
-        status = self.hub.status()
-        members = {of.members: of.number for each in self.groups.values() for of in each.objects} | {(): 0}
-        for group in members.values():
-            assert sorted(self.witness.keys_of.get(group, Counter()).elements()) == self.ready_objects(group)
-        for of, resident in self.witness.groups.items():
-            assert set(resident) <= set(self.ready_objects(members[of]))
-        known = [chunk for resident in self.witness.groups.values() for chunk in resident.values()]
-        assert sorted(map(id, chunks)) == sorted(map(id, known))
+        """The witness has what the tiers have; the hub's snapshot and its status have what is described of it."""
+        number, chunks = self.hub.snapshot_of_tiers(b"")
+        status, described = self.hub.status(), []
+        for tier, objects in ((Tier.L1, self.ready_objects), (Tier.L2, self.in_l2)):
+            for group in {-1, 0, *(of.number for each in self.groups.values() for of in each.objects)}:
+                held, keys = objects(group), self.witness.keys_in[tier].get(group, Counter())
+                assert sorted(keys.elements()) == held, (tier, group)
+                named = {
+                    name: chunk
+                    for resident in self.witness.tiers[tier].values()
+                    for name, chunk in resident.items()
+                    if chunk.group == group
+                }
+                assert set(named) <= set(held)
+                described += [(tier, id(chunk)) for chunk in named.values()]
+        assert sorted((tier.value, id(chunk)) for tier, chunk in chunks) == sorted((t.value, at) for t, at in described)
         assert number == len(self.witness.events) == status.events
         assert status.described_chunks == len(chunks)
+        assert status.state_bytes <= self.memory_bytes
 
     def close(self) -> None:
         self.gated.gate.set()

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvserver._native import HostRegion, Record, checksum
-from kvserver.l2.base import ObjectMemory, ObjectName
+from kvserver.l2.base import Changed, ObjectMemory, ObjectName
 from kvserver.l2.files.log_writer import LogWriter
 from kvserver.l2.files.opening import HEAD_PAGES, Opened
 from kvserver.l2.files.worker import FileWorker
 
 _SWEEP = 4096  # records of one slice
+_WALK = 1024
 _EXTENT = struct.Struct("=II")
 
 
@@ -30,9 +31,10 @@ class PlacedRecord(NamedTuple):
 
 
 class FileRecords:
-    """REQUIRES: one thread uses it. `failed` gets the reason why the journal can have no more entries."""
+    """REQUIRES: one thread uses it. `failed` gets the reason why the journal can have no more entries, `changed` each change."""
 
-    def __init__(self, opened: Opened, worker: FileWorker, failed: Callable[[str], None]) -> None:
+    def __init__(self, opened: Opened, worker: FileWorker, failed: Callable[[str], None], changed: Changed) -> None:
+        self._changed = changed
         self.generations = opened.generations
         self._table = opened.table
         self.pool = opened.pool
@@ -78,11 +80,22 @@ class FileRecords:
         self.remove(name)
         generation = self.generation_of(name)
         self._table.add(name.namespace, generation, name.group, name.key, parent, meaning, extents)
+        self._changed(True, name)
 
     def remove(self, name: ObjectName) -> None:
         extents = self._table.remove(name.namespace, self.generation_of(name), name.group, name.key)
         if extents is not None:
             self._release(extents)
+            self._changed(False, name)
+
+    def walk(self, at: int) -> tuple[int | None, Iterator[tuple[bytes, int, bytes]]]:
+        """Namespace, group and keys of the records in a slice of places from `at` on, and the place behind it; None: the end."""
+        behind, found = self._table.walk(at, _WALK)
+        return behind, (
+            (namespace, group, keys)
+            for namespace, generation, group, keys in found
+            if generation == self.generations.of(namespace)
+        )
 
     def drop_other_generations(self) -> None:
         """Nothing finds their records from now on; sweep() removes them."""
@@ -113,6 +126,7 @@ class FileRecords:
                 return coming >= pages or bool(self._read_and_freed) or not self._table.swept, evictions
             evictions += 1
             self._release(evicted[3])
+            self._changed(False, ObjectName(*evicted[:3]))
         return True, evictions
 
     def pin(self, extents: bytes) -> None:

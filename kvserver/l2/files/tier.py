@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvserver._native import FileDevice, HostRegion
 from kvserver.config import TierUrl
-from kvserver.l2.base import ObjectMemory, ObjectName, State, TierEnd, TierOutcome
+from kvserver.l2.base import READABLE, Changed, ObjectMemory, ObjectName, State, TierEnd, TierOutcome
 from kvserver.l2.files.clears import FileClears
 from kvserver.l2.files.folder import Folder
 from kvserver.l2.files.gets import FileGets
@@ -66,6 +66,7 @@ class FileTier:
         self._worker = FileWorker(url.name, self._device.notify)
         self._tickets = FileTickets(url.name, self._device.notify)
         self._parts: _Parts | None = None
+        self._watcher: Changed | None = None
         self._closed = ""
         self._read_only = folder.read_only_reason
         self._stalled = ""
@@ -103,13 +104,13 @@ class FileTier:
         return self._parts is None or self._parts.records.journaled
 
     def _readable(self) -> _Parts | None:
-        return self._parts if self.state in ("ready", "read_only") else None
+        return self._parts if self.state in READABLE else None
 
     def _opened(self, opened: Opened | None, error: Exception | None) -> None:
         if opened is None:
             self._close_tier(f"{self._folder.path}: {error}")
             return
-        records = FileRecords(opened, self._worker, self._stop_writing)
+        records = FileRecords(opened, self._worker, self._stop_writing, self._changed)
         self._parts = _Parts(
             records,
             FilePuts(records, self._device, self._l1, self._tickets),
@@ -141,6 +142,19 @@ class FileTier:
     def holds(self, namespace: bytes, group: int, keys: bytes) -> int:
         parts = self._readable()
         return parts.records.holds(namespace, group, keys) if parts is not None else 0
+
+    def watch(self, changed: Changed) -> None:
+        self._watcher = changed
+
+    def walk(self) -> Iterator[tuple[bytes, int, bytes]]:
+        at: int | None = 0
+        while at is not None and (parts := self._readable()) is not None:
+            at, found = parts.records.walk(at)
+            yield from found
+
+    def _changed(self, stored: bool, name: ObjectName) -> None:
+        if self._watcher is not None:
+            self._watcher(stored, name)
 
     def probe(self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int) -> int:
         return self._tickets.end(self._tickets.number(), TierOutcome.DONE)

@@ -25,7 +25,9 @@ class World:
 
     def __init__(self, **options: Any) -> None:
         self.hub = Hub(1 << 30, lambda event: self.feed.observe(event))
-        self.feed = Feed(ObserverContext(Settings(), "boot", BOOT, self.hub.snapshot), **options)
+        self.feed = Feed(
+            ObserverContext(Settings(), "boot", BOOT, snapshot_of_tiers=self.hub.snapshot_of_tiers), **options
+        )
 
     def reader(self, instance_id: str = "engine", prefix: bytes = PREFIX, **changes: Any) -> None:
         self.hub.handle(InstanceDescribed(1, scheduler(instance_id, **changes), prefix, 2, 4))

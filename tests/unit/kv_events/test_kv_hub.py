@@ -17,7 +17,7 @@ from kvserver.events import (
     L1Cleared,
 )
 from kvserver.kv_events import Hub, ReaderCame, ReaderGone
-from kvserver.kv_events import hub as hub_module
+from kvserver.kv_events import described as described_module
 from kvserver.kv_events.types import MOST_CHUNKS, KVRemoved, KVStored, ReaderConnected, ReaderDisconnected, Tier
 
 HERE, THERE = b"n" * 32, b"o" * 32
@@ -228,7 +228,7 @@ def test_chunks_beyond_the_memory_count_as_undescribed_and_those_evicted_make_ro
 
 
 def test_descriptions_of_chunks_that_never_become_ready_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_MOST_EXPECTED", 10)
+    monkeypatch.setattr(described_module, "_MOST_EXPECTED", 10)
     one, world = Prompt(range(8 * 30)), WitnessedHub()
     world.described(one)
     world.stored(one.keys)

@@ -1,4 +1,4 @@
-"""What the index answers for engines with several object groups is what a lookup of the server finds."""
+"""What the index answers for engines with several object groups is what a lookup of the server finds, at once and with L2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from kvserver.cache import POLICIES, Cache, Groups, PagePool
 from kvserver.kv_events.types import KeysCleared, KeysRemoved, KeysStored, ReaderConnected, Tier
 from kvserver.protocol import DescribeScheduler, ObjectGroup
 from kvserver.routing import KVIndex
+from kvserver.routing.prefix_index import Match
+from kvserver.server.presence import hit_with
 
 PAGE, PREFIX = 4096, b"n" * 64
 BLOCK_TOKENS, CHUNK_BLOCKS, CHUNKS = 4, 2, 12
@@ -29,7 +31,8 @@ class World:
 
     def __init__(self, *groups: ObjectGroup) -> None:
         self.cache = Cache(PagePool(1000 * PAGE, PAGE), POLICIES["lru"]())
-        self.groups = Groups(groups, 1, CHUNK_TOKENS)
+        self.groups, self.specs = Groups(groups, 1, CHUNK_TOKENS), groups
+        self.in_l2 = [0] * len(groups)  # bits of chunks
         self.index = KVIndex(64 << 20, follow_engines=False)
         scheduler = DescribeScheduler(instance_id="engine", incarnation="1", model_name="model", variant="")
         self.engine = ReaderConnected(1, 0, scheduler, PREFIX, CHUNK_BLOCKS, BLOCK_TOKENS, groups)
@@ -53,6 +56,15 @@ class World:
         self.cache.drop_objects(PREFIX, group, b"".join(keys))
         self.index.observe(KeysRemoved(Tier.L1, PREFIX, keys, group))
 
+    def spill(self, group: int, *chunks: int) -> None:
+        self.in_l2[group] |= sum(1 << chunk for chunk in chunks)
+        self.index.observe(KeysStored(Tier.L2, PREFIX, [KEYS[chunk] for chunk in chunks], group))
+
+    def filled(self, chunks: int = CHUNKS) -> int:
+        """What a lookup finds after a fill."""
+        resident = self.cache.index.find_chunks(PREFIX, b"".join(KEYS[:chunks]))
+        return hit_with(self.groups, self.specs, CHUNK_TOKENS, resident, self.in_l2).chunks
+
     def looked_up(self, chunks: int = CHUNKS) -> int:
         owner = ("engine", "request")
         found = self.cache.lookup(PREFIX, b"".join(KEYS[:chunks]), owner, 1e9).hit_chunks
@@ -60,11 +72,16 @@ class World:
         return found
 
     def matched(self, chunks: int = CHUNKS, tokens: int = 0) -> int:
-        """In chunks."""
-        (match,) = self.index.match([self.engine], b"".join(HASHES[: chunks * CHUNK_BLOCKS]), 32, tokens)
-        assert match.best == match.l1
+        """In chunks, of L1."""
+        match = self.match(chunks, tokens)
         assert match.l1 % CHUNK_BLOCKS == 0
+        assert match.l1 == match.l1_l2 or any(self.in_l2)
         return match.l1 // CHUNK_BLOCKS
+
+    def match(self, chunks: int, tokens: int = 0) -> Match:
+        (match,) = self.index.match([self.engine], b"".join(HASHES[: chunks * CHUNK_BLOCKS]), 32, tokens)
+        assert match.best == match.l1_l2
+        return match
 
 
 GROUPS = st.lists(
@@ -92,8 +109,14 @@ def test_a_match_is_the_hit_of_a_lookup(groups: list[ObjectGroup], data: Any) ->
             of.store(number, *sorted(there if absent_most else set(range(CHUNKS)) - there))
         dropped = data.draw(st.tuples(st.integers(0, len(groups) - 1), st.sets(st.integers(0, CHUNKS - 1))))
         of.drop(dropped[0], *sorted(chunk for chunk in dropped[1]))
-        for chunks in (CHUNKS, data.draw(st.integers(0, CHUNKS))):
+        lengths = (CHUNKS, data.draw(st.integers(0, CHUNKS)))
+        for chunks in lengths:
             assert of.matched(chunks) == of.looked_up(chunks)
+        for number in range(len(groups)):
+            of.spill(number, *data.draw(st.sets(st.integers(0, CHUNKS - 1))))
+        for chunks in lengths:
+            assert of.matched(chunks) == of.looked_up(chunks)
+            assert of.match(chunks).l1_l2 == CHUNK_BLOCKS * of.filled(chunks)
     finally:
         of.index.close()
 
@@ -121,6 +144,15 @@ def test_evicted_chunks_have_no_object_of_any_group() -> None:
     of.index.observe(KeysCleared(Tier.L1, PREFIX))
     assert of.matched() == 0
     assert of.index.status().blocks == 0
+    of.index.close()
+
+
+def test_a_window_in_l2_carries_on_what_full_attention_has_in_l1() -> None:
+    of = World(FULL, STATE)
+    of.store(0, *range(6))
+    of.spill(1, 1, 4)
+    match = of.match(CHUNKS)
+    assert (match.l1, match.l2, match.l1_l2) == (0, 0, 5 * CHUNK_BLOCKS)
     of.index.close()
 
 

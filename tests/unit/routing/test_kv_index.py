@@ -55,12 +55,26 @@ def chunk(prompt, number, chunk_blocks=CHUNK_BLOCKS):
     return prompt[(number + 1) * chunk_blocks - 1].ljust(32, b"\0")
 
 
-def stored(*keys, tier=Tier.L1, namespace=PREFIXES[0]):
-    return KeysStored(tier, namespace, keys)
+def stored(*keys, tier=Tier.L1, namespace=PREFIXES[0], group=0):
+    return KeysStored(tier, namespace, keys, group)
 
 
-def removed(*keys, tier=Tier.L1, namespace=PREFIXES[0]):
-    return KeysRemoved(tier, namespace, keys)
+def removed(*keys, tier=Tier.L1, namespace=PREFIXES[0], group=None):
+    return KeysRemoved(tier, namespace, keys, group)
+
+
+def plain(prompt, l1, l2, tails):
+    """As a lookup finds it, for an engine without an L0: `tails` are single blocks in L1."""
+
+    def behind(first):
+        part = prompt[first : first + CHUNK_BLOCKS]
+        return first + next((at for at, block in enumerate(part) if not tails[block]), len(part))
+
+    _, in_l1, in_l2, both = plain_match(prompt, [l1, l2], (-1, 0, 1, CHUNK_BLOCKS))
+    filled = both > in_l1
+    whole = len(prompt) // CHUNK_BLOCKS * CHUNK_BLOCKS
+    l1_l2 = both if filled and both < whole else behind(both)
+    return Match(0, behind(in_l1), in_l2, l1_l2, max(both, l1_l2))
 
 
 def match(index, prompt, name="engine"):
@@ -72,11 +86,41 @@ def test_chunks_are_found_from_the_start_of_the_prompt(index):
     prompt = prompt_of(1)
     index.observe(reader_of("engine"))
     index.observe(stored(*(chunk(prompt, n) for n in (0, 1, 3))))
-    assert match(index, prompt) == Match(0, 8, 0, 8)
+    assert match(index, prompt) == Match(0, 8, 0, 8, 8)
     index.observe(stored(chunk(prompt, 2), tier=Tier.L2))
-    assert match(index, prompt) == Match(0, 8, 0, 16), "L2 carries L1 on"
+    assert match(index, prompt) == Match(0, 8, 0, 16, 16), "L2 carries L1 on"
     index.observe(removed(chunk(prompt, 0)))
-    assert match(index, prompt) == Match(0, 0, 0, 0)
+    assert match(index, prompt) == Match(0, 0, 0, 0, 0)
+
+
+def test_single_blocks_are_found_behind_the_chunks_where_a_lookup_finds_them(index):
+    prompt = prompt_of(1, blocks=10)
+    index.observe(reader_of("engine"))
+    index.observe(stored(chunk(prompt, 0)))
+    index.observe(stored(*prompt[4:6], group=-1))
+    index.observe(stored(*prompt[8:10], group=-1))
+    assert match(index, prompt) == Match(0, 6, 0, 6, 6), "inside the first missed chunk"
+    index.observe(stored(chunk(prompt, 1), tier=Tier.L2))
+    assert match(index, prompt) == Match(0, 6, 0, 10, 10), "behind the last chunk, once a fill has brought it"
+    assert match(index, prompt_of(1, blocks=16)[:10] + prompt_of(2, blocks=6)) == Match(0, 6, 0, 8, 8), (
+        "after a fill that ends before the last chunk none are looked up"
+    )
+    index.observe(removed(*prompt[:6]))
+    assert match(index, prompt).l1 == 0, "the chunk was evicted, and its blocks are no chunks'"
+    index.observe(stored(chunk(prompt, 0)))
+    assert match(index, prompt).l1 == 6
+    index.observe(removed(prompt[5], group=-1))
+    assert match(index, prompt).l1 == 5
+    index.observe(KeysCleared(Tier.L1, b""))
+    assert match(index, prompt) == Match(0, 0, 0, 0, 0)
+
+
+def test_only_single_blocks_are_found_too(index):
+    prompt = prompt_of(1, blocks=3)
+    index.observe(reader_of("engine"))
+    index.observe(stored(*prompt[:2], group=-1))
+    assert match(index, prompt) == Match(0, 2, 0, 2, 2)
+    assert match(index, [block[-8:] for block in prompt]) == Match(0, 2, 0, 2, 2)
 
 
 @pytest.mark.parametrize("hash_bytes", [16, 32])
@@ -206,20 +250,21 @@ def test_random_events_agree_with_a_plain_model(steps):
     for generator in steps:
         namespace = generator.choice(PREFIXES) + generator.choice([b"", LORA])
         tier, prompt = generator.choice(list(Tier)), generator.choice(prompts)
-        one = chunk(prompt, generator.randrange(10))
-        mine = held[namespace, tier]
+        tails = tier is Tier.L1 and generator.random() < 0.5
+        one = prompt[generator.randrange(40)] if tails else chunk(prompt, generator.randrange(10))
+        mine, group = held[namespace, "tails" if tails else tier], -1 if tails else 0
         action = generator.random()
         if action < 0.02:
             index.observe(KeysCleared(tier, cleared := generator.choice([b"", *PREFIXES])))
             for (space, at), keys in held.items():
-                if at is tier and space.startswith(cleared):
+                if at in ((tier, "tails") if tier is Tier.L1 else (tier,)) and space.startswith(cleared):
                     keys.clear()
         elif action < 0.5 and not mine[one]:
             mine[one] = 1
-            index.observe(stored(one, tier=tier, namespace=namespace))
+            index.observe(stored(one, tier=tier, namespace=namespace, group=group))
         elif action < 0.8 and mine[one]:
             mine[one] = 0
-            index.observe(removed(one, tier=tier, namespace=namespace))
+            index.observe(removed(one, tier=tier, namespace=namespace, group=-1 if tails else None))
         elif action < 0.9:
             name = generator.choice("ab")
             readers[name] = generator.choice(PREFIXES)
@@ -228,6 +273,7 @@ def test_random_events_agree_with_a_plain_model(steps):
             del readers[name]
             index.observe(reader_leaves(name))
         for name, prefix in readers.items():
-            keys = [held[prefix, tier] + held[prefix + LORA, tier] for tier in (Tier.L1, Tier.L2)]
-            assert match(index, prompt, name) == plain_match(prompt, keys, (-1, 0, 1, CHUNK_BLOCKS))
+            keys = [held[prefix, at] + held[prefix + LORA, at] for at in (Tier.L1, Tier.L2, "tails")]
+            for asked in (prompt, prompt[: generator.randrange(41)]):
+                assert not asked or match(index, asked, name) == plain(asked, *keys)
     index.close()

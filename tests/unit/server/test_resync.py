@@ -9,7 +9,7 @@ from support.kv_loop import PAGE, Loop
 from support.worker import make_keys
 
 from kvserver.cache import one_group
-from kvserver.events import ErrorSent
+from kvserver.events import ErrorSent, L1Resynced
 from kvserver.server.resync import SLICE
 
 SPACES = [b"a" * 32, b"a" * 32 + b"lora" * 8, b"b" * 32]
@@ -45,7 +45,7 @@ def test_dropped_events_are_made_up_for_once_there_is_room(make_loop: Callable[.
     loop.handle_events()
     for at in range(40):
         loop.store(SPACES[2], second[at : at + 1])  # each evicts one of the first
-    assert loop.bus.lost_chunks
+    assert loop.bus.needs_resync
     assert not loop.resync.step(), "the queue is full"
     loop.catch_up()
     loop.check()
@@ -55,7 +55,7 @@ def test_dropped_events_are_made_up_for_once_there_is_room(make_loop: Callable[.
 def test_one_turn_publishes_a_slice_and_the_next_goes_on(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(limit=1000, pages=3 * SLICE)
     loop.store(SPACES[0], make_keys(2 * SLICE + 5))
-    loop.bus.lost_chunks = True
+    loop.bus.needs_resync.add(L1Resynced)
     assert [loop.resync.step() for _ in range(5)] == [True] * 4 + [False], "the beginning and three slices"
     loop.handle_events()
     assert [len(event.keys) // 32 for event in loop.gated.resyncs] == [0, SLICE, SLICE, 5, 0]
@@ -66,7 +66,7 @@ def test_chunks_that_go_during_a_resync_are_not_published_again(make_loop: Calla
     loop = make_loop(limit=1000, pages=3 * SLICE)
     keys = make_keys(2 * SLICE)
     loop.store(SPACES[0], keys)
-    loop.bus.lost_chunks = True
+    loop.bus.needs_resync.add(L1Resynced)
     for _ in range(2):
         assert loop.resync.step()
     loop.clear(SPACES[0])
@@ -82,7 +82,7 @@ def test_chunks_that_are_evicted_and_stored_again_during_a_resync_are_known_afte
     loop = make_loop(limit=1000, pages=SLICE)
     keys = make_keys(SLICE)
     loop.store(SPACES[0], keys)
-    loop.bus.lost_chunks = True
+    loop.bus.needs_resync.add(L1Resynced)
     for _ in range(2):
         assert loop.resync.step()  # all are named
     loop.store(SPACES[0], make_keys(3, "other"))
@@ -97,7 +97,7 @@ def test_a_chunk_that_is_being_filled_is_not_in_a_resync(make_loop: Callable[...
     loop = make_loop(limit=1000)
     loop.cache.plan_store(SPACES[0], one_group(1), b"".join(make_keys(3)), PAGE)
     loop.store(SPACES[0], make_keys(2))
-    loop.bus.lost_chunks = True
+    loop.bus.needs_resync.add(L1Resynced)
     loop.catch_up()
     loop.check()
     assert len(loop.ready_chunks) == 2

@@ -1,0 +1,146 @@
+"""The objects that an engine described, by tier, and descriptions that wait for their chunks.
+
+Owns: the memory of both, which is bounded, and why an object has no description. Refuses to know: events, what is in a tier.
+
+An object that is in L1 and in L2 has one KVChunk, whose memory counts once. What L2 alone has uses at most half of the
+memory, so that L1 can always be described: an object that L1 evicts is no longer described in L2 either where there is no room.
+
+Engines describe chunks, with the stores of their first object group. The objects of other groups are described by the part of
+a chunk that they hold, in a Description of their own: 0.4 KB and 4 bytes a token. Where the first group's blocks are larger than
+another's, the chunk's own description is kept beside that of the first group's object.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from kvserver.cache import GroupObjects
+from kvserver.kv_events.descriptions import of_objects
+from kvserver.kv_events.resident import ResidentChunks
+from kvserver.kv_events.types import Description, KVChunk, Tier
+
+_MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be
+_Name: TypeAlias = tuple[bytes, int, bytes]  # namespace, first group of its kind, key
+_OTHER = {Tier.L1: Tier.L2, Tier.L2: Tier.L1}
+
+
+class Unannounced(enum.Enum):
+    """Why an object that became READY has no description."""
+
+    UNDESCRIBED = "undescribed"  # no engine described its chunk
+    MEMORY = "memory"
+    MISMATCHED = "mismatched"  # the description does not fit the chunk
+
+
+class Described:
+    """REQUIRES: one lock around all calls but objects()."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        """`memory_bytes`: most for descriptions."""
+        self._limit = memory_bytes
+        self.resident = ResidentChunks()
+        self._expected: OrderedDict[_Name, Description] = OrderedDict()  # of chunks that are not READY yet
+        self._expected_bytes = 0
+        self._refused: OrderedDict[_Name, Unannounced] = OrderedDict()  # why such a description is not kept
+        self.bytes = 0  # of all descriptions
+        self._l2_bytes = 0  # of objects that are in L2 alone
+        self.count = 0  # objects, by tier
+
+    def objects(self, tier: Tier, namespace: bytes, group: int) -> dict[bytes, KVChunk]:
+        return self.resident.of_group(tier, namespace, group)
+
+    # ---- objects ------------------------------------------------------------------------------
+
+    def twin(self, tier: Tier, namespace: bytes, group: int, key: bytes) -> KVChunk | None:
+        """The object as it is described in the other tier."""
+        return self.resident.of_group(_OTHER[tier], namespace, group).get(key)
+
+    def make(self, tier: Tier, namespace: bytes, group: GroupObjects, key: bytes) -> KVChunk | Unannounced:
+        """The object as it is described in the other tier, by the chunk's description that waits, or by another object's."""
+        first = group.number == group.first
+        why, waiting = self._waiting((namespace, group.first, key), take=first and tier is Tier.L1)
+        if (twin := self.twin(tier, namespace, group.number, key)) is not None:
+            return twin
+        for source in (waiting, *self._others(namespace, group, key)):
+            if source is not None and (found := of_objects(source, group)) is not None:
+                return KVChunk(key, found, group.number) if self._has_room(found, tier) else Unannounced.MEMORY
+        return why
+
+    def _others(self, namespace: bytes, group: GroupObjects, key: bytes) -> Iterator[Description]:
+        for tier in Tier:
+            for number, chunks in self.resident.places.get((tier, namespace), {}).items():
+                if (number < 0) == (group.number < 0) and key in chunks:
+                    yield chunks[key].description
+
+    def add(self, tier: Tier, namespace: bytes, chunks: Sequence[KVChunk]) -> None:
+        for chunk in chunks:
+            size, shared = chunk.description.size, self.twin(tier, namespace, chunk.group, chunk.key) is not None
+            self.bytes += 0 if shared else size
+            if shared is (tier is Tier.L1):
+                self._l2_bytes += -size if shared else size
+        self.count += len(chunks)
+        self.resident.add(tier, namespace, chunks)
+
+    def remove(self, tier: Tier, namespace: bytes, group: int, keys: Iterable[bytes]) -> list[KVChunk]:
+        """Returns the objects that were described."""
+        removed = self.resident.remove(tier, namespace, group, keys)
+        for chunk in removed:
+            size, shared = chunk.description.size, self.twin(tier, namespace, group, chunk.key) is not None
+            self.bytes -= 0 if shared else size
+            if shared is (tier is Tier.L1):
+                self._l2_bytes += size if shared else -size
+        self.count -= len(removed)
+        return removed
+
+    def trim(self, namespace: bytes, group: int, left_l1: Sequence[KVChunk]) -> list[KVChunk]:
+        """Remove from L2 those of the objects that have just left L1 for which there is no room."""
+        removed: list[KVChunk] = []
+        for chunk in left_l1:
+            if self._l2_bytes <= self._limit // 2:
+                break
+            removed += self.remove(Tier.L2, namespace, group, [chunk.key])
+        return removed
+
+    # ---- descriptions that wait ---------------------------------------------------------------
+
+    def expect(self, namespace: bytes, first: int, key: bytes, description: Description | None) -> None:
+        """Keep the description until the chunk is READY. The oldest such descriptions are dropped when there are too many."""
+        name = namespace, first, key
+        if name in self._expected:
+            return
+        if description is None or not self._has_room(description):
+            self._refuse(name, Unannounced.MISMATCHED if description is None else Unannounced.MEMORY)
+            return
+        self._refused.pop(name, None)
+        self._expected[name] = description
+        self._count_expected(description.size)
+        while len(self._expected) > _MOST_EXPECTED or self._expected_bytes > self._limit // 4:
+            oldest, forgotten = self._expected.popitem(last=False)
+            self._count_expected(-forgotten.size)
+            self._refuse(oldest, Unannounced.MEMORY)
+
+    def _waiting(self, name: _Name, take: bool) -> tuple[Unannounced, Description | None]:
+        """The chunk's description, or why there is none. `take`: it waits no longer."""
+        if not take:
+            return self._refused.get(name, Unannounced.UNDESCRIBED), self._expected.get(name)
+        found = self._expected.pop(name, None)
+        if found is not None:
+            self._count_expected(-found.size)
+        return self._refused.pop(name, Unannounced.UNDESCRIBED), found
+
+    def _count_expected(self, size: int) -> None:
+        self._expected_bytes += size
+        self.bytes += size
+
+    def _refuse(self, name: _Name, why: Unannounced) -> None:
+        self._refused[name] = why
+        if len(self._refused) > _MOST_EXPECTED:
+            self._refused.popitem(last=False)
+
+    def _has_room(self, description: Description, tier: Tier = Tier.L1) -> bool:
+        if tier is Tier.L2 and self._l2_bytes + description.size > self._limit // 2:
+            return False
+        return self.bytes + description.size <= self._limit
