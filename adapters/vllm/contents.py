@@ -42,8 +42,15 @@ class Contents:
 
     def of(self, request: Request, first: int, last: int) -> ChunkContents | None:
         """The contents of chunks [first, last). None, counted, if they have no description or a message cannot carry it."""
+        return self._of(request, first, last, self._chunks.tokens)
+
+    def of_blocks(self, request: Request, first: int, last: int) -> ChunkContents | None:
+        """The same of single blocks."""
+        return self._of(request, first, last, self._chunks.block_tokens)
+
+    def _of(self, request: Request, first: int, last: int, tokens: int) -> ChunkContents | None:
         try:
-            parts = self._chunks.tokens // self._chunks.described_tokens
+            parts = tokens // self._chunks.described_tokens
             return self._describe(request, first * parts, last * parts)
         except Exception as error:
             self._counters["undescribed_chunks"] += last - first

@@ -139,6 +139,9 @@ class StorePlanner:
                 keys=self._chunks.block_keys(request, tail),
                 block_ids=pack_blocks(block_ids),
                 group=self._chunks.tail_group(group),
+                contents=self._contents.of_blocks(request, tail.start, tail.stop)
+                if self._sends_contents and group == 0
+                else None,
                 first_chunk=tail.start,
                 after=self._chunks.keys(request, range(chunks - 1, chunks)) if chunks else None,
             )

@@ -165,10 +165,29 @@ class FileRig:
         )
         self._ends: dict[int, TierEnd] = {}
         self._closed = False
+        self.reported: set[ObjectName] = set()  # what the tier holds, by a walk and its changes since
 
     def opened(self) -> FileRig:
         self.until(lambda: self.tier.state != "opening")
         return self
+
+    def watched(self) -> FileRig:
+        """`reported` is up to date from now on, if clears are the rig's."""
+        self.tier.watch(self._changed)
+        self.reported = self.walked()
+        return self
+
+    def walked(self) -> set[ObjectName]:
+        return {
+            ObjectName(namespace, group, keys[at : at + 32])
+            for namespace, group, keys in self.tier.walk()
+            for at in range(0, len(keys), 32)
+        }
+
+    def _changed(self, held: bool, name: ObjectName) -> None:
+        assert (name in self.reported) != held, "a change that is none"
+        assert bool(self.tier.holds(*name)) == held
+        (self.reported.add if held else self.reported.remove)(name)
 
     def turn(self, seconds: float = 0.05) -> None:
         """One turn of a loop."""
@@ -239,7 +258,9 @@ class FileRig:
         return [number for place, number in enumerate(numbers) if bits >> place & 1]
 
     def clear(self, prefix: bytes = b"") -> TierOutcome:
-        return self.end(self.tier.clear(prefix)).outcome
+        ticket = self.tier.clear(prefix)
+        self.reported = {name for name in self.reported if not name.namespace.startswith(prefix)}
+        return self.end(ticket).outcome
 
     def written(self) -> FileRig:
         """All ends so far are in the journal."""

@@ -15,6 +15,11 @@ from kvserver.events import (
     InstanceDescribed,
     InstanceDisconnected,
     L1Cleared,
+    L2Cleared,
+    L2Removed,
+    L2Resynced,
+    L2Stored,
+    ResyncPart,
 )
 from kvserver.kv_events import Hub, ReaderCame, ReaderGone
 from kvserver.kv_events import described as described_module
@@ -37,6 +42,17 @@ class WitnessedHub:
     def evicted(self, keys: list[bytes], namespace: bytes = HERE) -> None:
         self.hub.handle(ChunksEvicted(6, namespace, b"".join(keys)))
 
+    def written(self, keys: list[bytes], namespace: bytes = HERE) -> None:
+        self.hub.handle(L2Stored(7, namespace, b"".join(keys), 0))
+
+    def left_l2(self, keys: list[bytes], namespace: bytes = HERE) -> None:
+        self.hub.handle(L2Removed(8, namespace, b"".join(keys), 0))
+
+    @property
+    def in_l2(self) -> list[bytes]:
+        """Keys of the described objects there."""
+        return [key for _, key in self.witness.tiers[Tier.L2][()]]
+
     def described(self, prompt: Prompt, *args: Any, namespace: bytes = HERE, **changes: Any) -> None:
         self.hub.handle(prompt.described(namespace, *args, **changes))
 
@@ -47,11 +63,14 @@ class WitnessedHub:
 
     def check(self) -> None:
         """The state, the status and the published events agree."""
-        number, chunks = self.hub.snapshot(b"")
-        status, held = self.hub.status(), list(self.witness.resident.values())
+        number, chunks = self.hub.snapshot_of_tiers(b"")
+        status = self.hub.status()
+        held = [(tier, chunk) for tier in Tier for chunk in self.witness.tiers[tier][()].values()]
         assert number == len(self.witness.events) == status.events
-        assert sorted(map(id, chunks)) == sorted(map(id, held))
+        assert sorted((tier.value, id(chunk)) for tier, chunk in chunks) == sorted((t.value, id(c)) for t, c in held)
+        assert self.hub.snapshot(b"") == (number, [chunk for tier, chunk in chunks if tier is Tier.L1])
         assert status.described_chunks == len(held)
+        assert status.state_bytes == sum({id(chunk): chunk.description.size for _, chunk in held}.values())
         assert self.witness.resident.keys() <= self.witness.keys.keys()
 
 
@@ -282,3 +301,71 @@ def test_a_snapshot_is_of_one_namespace_prefix_and_names_the_last_event(world: W
     number, chunks = world.hub.snapshot(HERE)
     assert number == 3
     assert sorted(chunk.key for chunk in chunks) == sorted(one.keys * 2)
+
+
+class TestL2:
+    def test_what_is_written_is_described_as_in_l1_and_stays_when_l1_evicts_it(self, world: WitnessedHub) -> None:
+        one = Prompt(range(16))
+        world.described(one)
+        world.stored(one.keys)
+        world.written(one.keys)
+        first, second = world.witness.events
+        assert isinstance(second, KVStored)
+        assert (second.tier, second.chunks) == (Tier.L2, first.chunks)
+        world.evicted(one.keys)
+        assert world.in_l2 == one.keys
+        world.stored(one.keys)  # a fill, which no engine describes
+        assert {key for _, key in world.witness.resident} == set(one.keys)
+        world.left_l2(one.keys[:1])
+        assert world.in_l2 == one.keys[1:]
+        world.hub.handle(L2Cleared(9, HERE))
+        assert world.in_l2 == []
+        assert world.unannounced == {}
+
+    def test_what_nothing_describes_is_announced_once_an_engine_stores_it_again(self, world: WitnessedHub) -> None:
+        one = Prompt(range(16))
+        world.written(one.keys)
+        assert world.witness.keys_in[Tier.L2][0].total() == 2
+        assert world.in_l2 == []
+        assert world.unannounced == {"undescribed": 2}
+        world.described(one, in_l2=(b"".join(one.keys[:1]),))
+        assert world.in_l2 == one.keys[:1]
+        world.stored(one.keys)
+        assert {key for _, key in world.witness.resident} == set(one.keys)
+
+    def test_l2_alone_uses_half_of_the_memory_and_l1_is_described_as_before(self) -> None:
+        one, world = Prompt(range(8 * 100)), WitnessedHub(memory_bytes=20_000)
+        for at in range(100):
+            world.described(one, at, at + 1)
+            world.stored(one.keys[at : at + 1])
+            world.written(one.keys[at : at + 1])
+            assert world.in_l2[-1] == one.keys[at]
+            world.evicted(one.keys[at : at + 1])
+            assert world.hub.status().state_bytes <= 10_000
+            world.check()
+        assert 15 < len(world.in_l2) < 30
+        assert world.unannounced == {"memory": 100 - len(world.in_l2)}
+        world.described(one, 99, ready=(), in_l2=(one.keys[99],))
+        assert one.keys[99] not in world.in_l2, "there is no room for a late description either"
+        world.left_l2(one.keys)
+        assert world.in_l2 == []
+
+    def test_a_resync_removes_what_it_does_not_name_and_keeps_what_is_described_meanwhile(
+        self, world: WitnessedHub
+    ) -> None:
+        one, two = Prompt(range(24)), Prompt(range(100, 108))
+        world.described(one)
+        world.stored(one.keys)
+        world.written(one.keys)
+        world.hub.handle(L2Resynced(9, ResyncPart.BEGIN))
+        assert world.witness.keys_in[Tier.L2][0].total() == 0
+        world.hub.handle(L2Resynced(9, ResyncPart.SLICE, HERE, b"".join([*one.keys[:2], *two.keys])))
+        world.described(two, in_l2=(two.keys[0],))
+        world.left_l2(one.keys[1:2])
+        world.hub.handle(L2Resynced(9, ResyncPart.END))
+        assert set(world.in_l2) == {one.keys[0], *two.keys}
+        assert world.witness.keys_in[Tier.L2][0].total() == 2
+        world.evicted(two.keys)
+        world.hub.handle(L2Removed(9, HERE, two.keys[0], 0))
+        world.stored(two.keys)  # takes the description that waits
+        assert world.hub.status().recounts == 1

@@ -55,6 +55,19 @@ def names_in(table: RecordTable) -> list[Name]:
     ]
 
 
+def walked(table: RecordTable, most: int) -> list[Name]:
+    """By slices of so many places; a name that is there twice is so here."""
+    found: list[Name] = []
+    at: int | None = 0
+    while at is not None:
+        at, slices = table.walk(at, most)
+        assert sum(len(keys) for *_, keys in slices) <= most * 32
+        for namespace, generation, group, keys in slices:
+            assert namespace == NAMESPACE
+            found += [(generation, group, int.from_bytes(keys[i : i + 32], "big")) for i in range(0, len(keys), 32)]
+    return sorted(found)
+
+
 @given(walks(60))
 @examples(150)
 def test_random_changes_agree_with_a_plain_model_and_the_journal_replays_them(walk: list[Dice]) -> None:
@@ -103,6 +116,7 @@ def test_random_changes_agree_with_a_plain_model_and_the_journal_replays_them(wa
         held = table.holds(NAMESPACE, generation, group, b"".join(map(key_of, range(40))))
         assert held == sum(1 << each for each in range(40) if (generation, group, each) in model.records)
     assert names_in(table) == sorted(model.records)
+    assert walked(table, most=len(walk) % 7 + 1) == sorted(model.records)
     assert table.spaces() == [] if not model.records else len(table.spaces()) <= 4
     log += table.drain_log()
     again = RecordTable(6)

@@ -18,7 +18,7 @@ NAMESPACES = (b"n" * 32, b"n" * 64, b"o" * 32)
 @examples(25)
 def test_walks_agree_with_a_plain_model(walk: list[Dice]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        rig = FileRig(Path(folder) / "tier", "1MiB").opened()
+        rig = FileRig(Path(folder) / "tier", "1MiB").opened().watched()
         try:
             model: dict[ObjectName, tuple[int, int]] = {}  # bytes and version
             evicted = False
@@ -46,12 +46,16 @@ def test_walks_agree_with_a_plain_model(walk: list[Dice]) -> None:
                         }
                     case "reopen":
                         rig.written().close()
-                        rig = FileRig(Path(folder) / "tier", "1MiB", l1=rig.l1).opened()
+                        rig = FileRig(Path(folder) / "tier", "1MiB", l1=rig.l1).opened().watched()
                 evicted |= rig.tier.status().evictions > 0
-                for namespace in NAMESPACES:
-                    for group in (0, 1):
-                        for number in rig.holds(*range(6), namespace=namespace, group=group):
-                            assert name_of(number, namespace, group) in model, "it was dropped or cleared"
+                held = {
+                    name_of(number, namespace, group)
+                    for namespace in NAMESPACES
+                    for group in (0, 1)
+                    for number in rig.holds(*range(6), namespace=namespace, group=group)
+                }
+                assert rig.walked() == rig.reported == held
+                assert held <= model.keys(), "it was dropped or cleared"
                 assert rig.tier.status().used_bytes <= 1 << 20
                 assert rig.tier.status().corrupt == 0
         finally:
