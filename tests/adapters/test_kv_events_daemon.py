@@ -90,6 +90,35 @@ def test_all_streams_state_the_same_of_a_block(make_scene, tmp_path):
     assert {block[3] for block in through.values()} == {None, "sql"}
 
 
+def test_single_blocks_behind_the_last_chunk_are_stated_as_those_of_chunks(make_scene):
+    scene = make_scene(tails="on")
+    (engine,) = scene.engines
+    engine.generate("long", TOKENS[: 2 * CHUNK] + prompt(3, 2 * BLOCK + 3), cache_salt="pepper", count=1)
+    engine.generate("short", prompt(4, BLOCK + 3), count=1)
+    resident = scene.agree()
+    assert len(resident) == 2 * PER_CHUNK + 2 + 1
+    own = by_block(scene.logs[0].stored("GPU"))
+    for events in (scene.logs[0].stored("CPU"), scene.stream.audience.stored("CPU")):
+        assert by_block(events) == {name: own[name] for name in resident}
+    assert scene.daemon.status()["kv_events"]["unannounced"]["undescribed"] == 0
+
+
+def test_an_engine_announces_what_l2_has_beside_what_l1_has(make_scene, tmp_path):
+    scene = make_scene(engines=2, l2=f"file://{tmp_path}/l2?size=64MiB")
+    scene.engines[0].generate("one", TOKENS)
+    resident = scene.agree()
+    written = {(0, name) for name in in_chunks(scene.logs[0])}
+    assert {name for _, name in written} == resident
+    for log in scene.logs:
+        scene.step_until(lambda log=log: log.by_group("STORAGE") == written)
+    assert by_block(scene.logs[1].stored("STORAGE")) == by_block(scene.logs[1].stored("CPU"))
+    scene.step_until(lambda: scene.stream.by_group("STORAGE") == written)
+    scene.clear()
+    assert scene.agree() == set()
+    for log in scene.logs:
+        scene.step_until(lambda log=log: not log.by_group("STORAGE"))
+
+
 def test_what_is_evicted_is_removed_everywhere(make_scene):
     scene = make_scene(engines=2, l1_size="128KiB")
     for number in range(20):
