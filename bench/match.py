@@ -6,6 +6,9 @@ Each engine has its share of the prompts in L0, all of them have the same chunks
 put to the native index; to another process over HTTP (msgpack, one connection that is kept), with whole hashes and with
 the last 8 bytes of each, by a plain socket and by Python's own client, which takes its time too; and to plain Python: a
 dict from hash to a mask of engines, walked block by block until no engine is left, without tiers and chunks.
+
+Without HTTP, what L2 and single blocks add: each engine has its share of the prompts in L1 in chunks of 16 blocks; or the second half
+of them in L2 instead; or the last chunk of each as single blocks, too.
 """
 
 from __future__ import annotations
@@ -112,6 +115,43 @@ def serve(prompts: list[bytes], engines: int) -> tuple[int, int]:
     os.write(write, str(pages.port).encode())
     pages.serve_forever()
     os._exit(0)
+
+
+def tiers_index(prompts: list[bytes], engines: int, l2: bool, tails: bool) -> KVIndex:
+    index = KVIndex(1 << 30, follow_engines=False)
+    for number in range(engines):
+        scheduler = DescribeScheduler(instance_id=f"engine-{number}", incarnation="1", model_name="m", variant="")
+        index.observe(ReaderConnected(1, 0, scheduler, namespace_prefix(number), CHUNK_BLOCKS, BLOCK_TOKENS))
+    for number, prompt in enumerate(prompts):
+        at, blocks = namespace_prefix(number % engines), hashes(prompt)
+        keys = blocks[CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]
+        half = len(keys) // 2 if l2 else len(keys)
+        index.observe(KeysStored(Tier.L1, at, keys[:half]))
+        if l2:
+            index.observe(KeysStored(Tier.L2, at, keys[half:]))
+        if tails:
+            index.observe(KeysStored(Tier.L1, at, blocks[-CHUNK_BLOCKS:], -1))
+    return index
+
+
+def show_tiers(options: argparse.Namespace) -> None:
+    asked = options.asked // CHUNK_BLOCKS * CHUNK_BLOCKS
+    prompts = prompts_of(options.blocks, asked)
+    kinds = {"L1": (False, False), "L1 and L2": (True, False), "L1 and L2, single blocks": (True, True)}
+    indexes = {name: tiers_index(prompts, options.engines, *kind) for name, kind in kinds.items()}
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(10):
+        for name, index in indexes.items():
+            engines = index.known_engines()
+
+            def ask(prompt: bytes, index: KVIndex = index, engines: list[ReaderConnected] = engines) -> int:
+                return max(match.l1_l2 for match in index.match(engines, prompt, HASH_BYTES))
+
+            times[name] += millis(ask, prompts, options.samples // 10)
+    rows: list[list[object]] = [[name, percentile(t, 0.5), percentile(t, 0.99)] for name, t in times.items()]
+    print(table(["chunks of 16 blocks in", "p50 ms", "p99 ms"], rows))
+    for index in indexes.values():
+        index.close()
 
 
 class PlainClient:
@@ -221,6 +261,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{options.blocks} blocks, {options.asked} asked about, {options.engines} engines, {options.samples} samples")
     show_matches(options)
+    show_tiers(options)
     show_hashing()
 
 

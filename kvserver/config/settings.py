@@ -214,8 +214,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_memory: Annotated[
         str,
         Meta(
-            description="Memory for the contents of chunks that KV events announce: about 6 bytes a token. Chunks "
-            "beyond this limit are counted and not announced."
+            description="Memory for the contents of chunks that KV events announce: about 6 bytes a token, at most half of it "
+            "for chunks that only L2 has. Chunks beyond this limit are counted and not announced."
         ),
     ] = "256MiB"
     kv_events_file: Annotated[
