@@ -38,7 +38,7 @@ class TableTier:
     def __init__(self) -> None:
         self.state: State = "ready"
         self.table = RecordTable(1)
-        self.changed: Changed = lambda held, name: None
+        self.changed: Changed = lambda stored, name: None
 
     def fill(self, objects: int) -> None:
         rng = random.Random(0)
@@ -132,9 +132,9 @@ def show_changes() -> None:
         took = []
         for _ in range(2000):
             began = time.perf_counter()
-            for held in (True, False):
+            for stored in (True, False):
                 for name in names if tiers else ():
-                    tiers[0].changed(held, name)
+                    tiers[0].changed(stored, name)
                 events.step()
             took.append((time.perf_counter() - began) / 16 * 1e6)
         rows.append([count, percentile(took, 0.5), percentile(took, 0.99)])

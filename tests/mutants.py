@@ -62,6 +62,7 @@ RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 EXPLAIN_TESTS = ("unit/telemetry/test_explain.py", "daemon/test_explain.py")
 OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.py"
+L2_EVENTS = "kvserver/server/l2_events.py"
 HUB, FEED, STREAM = "kvserver/kv_events/hub.py", "kvserver/kv_events/feed.py", "kvserver/kv_events/stream.py"
 CONSUMERS = ("model/test_kv_events.py",)
 CACHE_TESTS = ("unit/cache/test_cache.py",)
@@ -188,7 +189,11 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a tail is published as if it were chunks",
-        STORES, "Stores._publish_ready", " and not ticket.group.layout.tails", "", ("daemon/test_tails.py",),
+        STORES, "Stores._publish_ready", "group.chunks_namespace(ticket.namespace)", "ticket.namespace", ("daemon/test_tails.py",),
+    ),
+    Mutant(
+        "consumers believe in single blocks that were evicted",
+        CACHE, "Cache._evict_chunk", "plan.evicted_tails.append((chunk.namespace, chunk.key))", "pass", CONSUMERS,
     ),
     Mutant(
         "a load of chunks and blocks saves its tokens twice",
@@ -477,15 +482,65 @@ SERVER = (
     ),
     Mutant(
         "a resync names a chunk twice to the index",
-        HUB, "Hub._confirm", " if key not in confirmed]", "]", CONSUMERS,
+        HUB, "Hub._confirm_l1", " if key not in confirmed]", "]", CONSUMERS,
     ),
     Mutant(
         "a chunk that is stored again during a resync is unknown to the index",
-        HUB, "Hub._evict", "if self._confirmed is not None:", "if False:", ("unit/server/test_resync.py",),
+        HUB, "Hub._evict", "self._confirmed.get(tier, {})", "dict[bytes, dict[int, set[bytes]]]()", ("unit/server/test_resync.py",),
     ),
     Mutant(
         "a resync that begins again believes the one before",
-        HUB, "Hub._resync", "self._confirmed = {}", "self._confirmed = self._confirmed or {}", CONSUMERS,
+        HUB, "Hub._resync", "self._confirmed[tier] = {}", "self._confirmed.setdefault(tier, {})", CONSUMERS,
+    ),
+    Mutant(
+        "what L2 has described during a resync is removed at its end",
+        HUB, "Hub._add", "if tier is Tier.L2 and tier in self._confirmed:", "if False:", ("unit/kv_events/test_kv_hub.py",),
+    ),
+    Mutant(
+        "an eviction of a chunk removes its last block from those that are stored one by one",
+        "kvserver/routing/prefix_index.py", "KVIndex.observe", "group >= 0 if event.group is None", "True if event.group is None",
+        ("unit/routing/test_kv_index.py",),
+    ),
+    Mutant(
+        "single blocks are found behind a fill that ends early",
+        "kvserver/routing/prefix_index.py", "KVIndex._with_tail", "behind(whole) if match.l1_l2 == whole else match.l1_l2",
+        "behind(match.l1_l2)", ("unit/routing/test_kv_index.py",),
+    ),
+    Mutant(
+        "a match of a hybrid model does not join L1 and L2",
+        "kvserver/routing/prefix_index.py", "KVIndex._boundaries", "first | second for", "max(first, second) for",
+        ("unit/routing/test_boundaries.py",),
+    ),
+    Mutant(
+        "an object that two tiers hold is removed with the first of them",
+        L2_EVENTS, "L2Events._changed", "elif not elsewhere:", "else:", ("unit/server/test_l2_events.py",),
+    ),
+    Mutant(
+        "a resync of L2 names again what was stored meanwhile",
+        L2_EVENTS, "L2Events._unnamed", " and ObjectName(namespace, group, key) not in self._stored", "", ("unit/server/test_l2_events.py",),
+    ),
+    Mutant(
+        "a resync of L2 names what two tiers hold twice",
+        L2_EVENTS, "L2Events._unnamed", "named = self._holds(walked, namespace, group, keys)", "named = 0", ("unit/server/test_l2_events.py",),
+    ),
+    Mutant(
+        "a tier that cannot be read any more stays announced",
+        L2_EVENTS, "L2Events.step", "self._bus.needs_resync.add(L2Resynced)", "pass", CONSUMERS,
+    ),
+    Mutant(
+        "an object in L1 and L2 counts twice for the memory of descriptions",
+        "kvserver/kv_events/described.py", "Described.add", "self.bytes += 0 if shared else size", "self.bytes += size",
+        ("unit/kv_events/test_kv_hub.py",),
+    ),
+    Mutant(
+        "descriptions of L2 leave no memory for those of L1",
+        "kvserver/kv_events/described.py", "Described.trim", "self._l2_bytes <= self._limit // 2", "True",
+        ("unit/kv_events/test_kv_hub.py",),
+    ),
+    Mutant(
+        "a file tier does not report what it evicts",
+        "kvserver/l2/files/tier.py", "FileTier._make_room", "self._changed(False, ObjectName(*evicted[:3]))", "pass",
+        ("daemon/test_l2_events.py::test_what_the_tier_evicts_is_removed",),
     ),
     Mutant(
         "a follower receives again what its snapshot had",

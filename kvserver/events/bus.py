@@ -107,9 +107,9 @@ class Bus:
         reason = self._runner.reason
         return f"the event thread handles no more events: {reason}" if reason else ""
 
-    @property
-    def half_empty(self) -> bool:
-        return self._runner.queued < self._limit // 2
+    def has_room(self, share: int) -> bool:
+        """Whether less than a `share`-th of the queue is used."""
+        return self._runner.queued < max(1, self._limit // share)
 
     def flush(self, seconds: float = 5.0) -> bool:
         """Wait until all events published so far were handled. False if they were not within `seconds`."""

@@ -1,7 +1,7 @@
 """Publishes which chunks are in L1 and L2, for routers.
 
 `types` are the events that observers receive. `hub` makes them from the loop's events, with the contents of each chunk, which
-`descriptions` reads from stores. `observers` makes and runs the observers. `ledger` counts blocks for them. The
+`descriptions` reads from stores and `described` keeps. `observers` makes and runs the observers. `ledger` counts blocks for them. The
 observers here: `publisher` (ZMQ), `feed` (engines that publish events themselves), `lines` (a file).
 """
 

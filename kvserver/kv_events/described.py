@@ -61,7 +61,7 @@ class Described:
     def make(self, tier: Tier, namespace: bytes, group: GroupObjects, key: bytes) -> KVChunk | Unannounced:
         """The object as it is described in the other tier, by the chunk's description that waits, or by another object's."""
         first = group.number == group.first
-        why, waiting = self._waiting((namespace, group.first, key), take=first and tier is Tier.L1)
+        why, waiting = self._waiting((namespace, group.first, key), uses=first and tier is Tier.L1)
         if (twin := self.twin(tier, namespace, group.number, key)) is not None:
             return twin
         for source in (waiting, *self._others(namespace, group, key)):
@@ -122,9 +122,9 @@ class Described:
             self._count_expected(-forgotten.size)
             self._refuse(oldest, Unannounced.MEMORY)
 
-    def _waiting(self, name: _Name, take: bool) -> tuple[Unannounced, Description | None]:
-        """The chunk's description, or why there is none. `take`: it waits no longer."""
-        if not take:
+    def _waiting(self, name: _Name, uses: bool) -> tuple[Unannounced, Description | None]:
+        """The chunk's description, or why there is none. `uses`: it waits no longer."""
+        if not uses:
             return self._refused.get(name, Unannounced.UNDESCRIBED), self._expected.get(name)
         found = self._expected.pop(name, None)
         if found is not None:

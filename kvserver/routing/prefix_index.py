@@ -77,12 +77,14 @@ class KVIndex:
         # In the index, by namespace prefix, then by tier and object group.
         self._owners: dict[bytes, dict[tuple[Tier, int], int]] = {}
         self._dropped_prefixes = 0
-        self._ownerless_chunks = 0  # stored while the index had no free owner
+        self._ownerless_chunks = 0  # stored while the index had no free owner, or no room for L2
 
     # ---- KV events ----------------------------------------------------------------------
 
     def observe(self, event: DirectEvent) -> None:
         match event:
+            case KeysStored(tier=Tier.L2) if self._index.memory_bytes > self._most_bytes // 4 * 3:
+                self._ownerless_chunks += len(event.keys)  # the rest is L0's and L1's
             case KeysStored():
                 owner = self._owner(epoch_of(event.namespace), (event.tier, event.group))
                 if owner >= 0:

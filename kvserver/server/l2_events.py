@@ -23,6 +23,8 @@ from kvserver.protocol import KEY_BYTES
 from kvserver.server.presence import keys_of
 from kvserver.server.resync import Resync
 
+_SHARE = 8  # of the queue of events: what a tier has may be as much as 300 MB of keys
+
 
 class L2Events:
     """REQUIRES: the loop's thread uses it."""
@@ -32,7 +34,7 @@ class L2Events:
         self._readable = [False] * len(self._tiers)
         self._changes: list[tuple[bool, ObjectName]] = []  # stored or removed, not published yet
         self._stored: set[ObjectName] = set()  # since the running resync began
-        self._resync = Resync(L2Resynced, self._walk, bus)
+        self._resync = Resync(L2Resynced, self._walk, bus, _SHARE)
         for place, tier in enumerate(self._tiers):
             tier.watch(partial(self._changed, place))
 

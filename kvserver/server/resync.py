@@ -21,11 +21,12 @@ Resynced: TypeAlias = L1Resynced | L2Resynced
 
 @dataclass
 class Resync:
-    """`walk` yields the slices: each has what the tier holds when it is taken."""
+    """`walk` yields the slices: each has what the tier holds when it is taken. At most a `share`-th of the bus's queue is used."""
 
     kind: type[L1Resynced] | type[L2Resynced]
     walk: Callable[[], Iterator[Resynced]]
     bus: Bus
+    share: int = 2
     _slices: Iterator[Resynced] | None = None  # while a resync runs
 
     def step(self) -> bool:
@@ -37,7 +38,7 @@ class Resync:
             self._slices = None
         elif self._slices is None:
             return False
-        if not self.bus.half_empty:
+        if not self.bus.has_room(self.share):
             return False
         if self._slices is None:
             self.bus.needs_resync.discard(self.kind)

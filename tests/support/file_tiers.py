@@ -184,10 +184,10 @@ class FileRig:
             for at in range(0, len(keys), 32)
         }
 
-    def _changed(self, held: bool, name: ObjectName) -> None:
-        assert (name in self.reported) != held, "a change that is none"
-        assert bool(self.tier.holds(*name)) == held
-        (self.reported.add if held else self.reported.remove)(name)
+    def _changed(self, stored: bool, name: ObjectName) -> None:
+        assert (name in self.reported) != stored, "a change that is none"
+        assert bool(self.tier.holds(*name)) == stored
+        (self.reported.add if stored else self.reported.remove)(name)
 
     def turn(self, seconds: float = 0.05) -> None:
         """One turn of a loop."""

@@ -19,7 +19,7 @@ class ListedTier:
     def __init__(self) -> None:
         self.state: State = "ready"
         self.objects: dict[ObjectName, None] = {}
-        self._changed: Changed = lambda held, name: None
+        self._changed: Changed = lambda stored, name: None
 
     @property
     def readable(self) -> set[ObjectName]:

@@ -229,6 +229,22 @@ def test_memory_is_the_settings_and_what_does_not_fit_is_counted():
     index.close()
 
 
+def test_a_large_l2_leaves_room_for_l1():
+    index = make_index(ObserverContext(Settings(kv_index_size="1MiB"), "boot", 0))
+    index.observe(reader_of("engine"))
+    found = [prompt_of(seed, 256) for seed in range(250)]
+    for keys in found:
+        index.observe(stored(*keys, tier=Tier.L2))
+    status = index.status()
+    assert status.refused_blocks == 250 * 256 - status.blocks > 0
+    prompt = prompt_of("l1", 256 * CHUNK_BLOCKS)
+    index.observe(stored(*(chunk(prompt, n) for n in range(256))))
+    assert match(index, prompt).l1 == len(prompt)
+    assert index.status().refused_blocks == status.refused_blocks
+    index.observe(removed(*found[-1], tier=Tier.L2))  # which were refused
+    index.close()
+
+
 def test_what_an_instance_shows_is_what_its_tiers_hold(index):
     prompt = prompt_of(1)
     index.observe(reader_of("engine"))
