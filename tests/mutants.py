@@ -193,7 +193,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "consumers believe in single blocks that were evicted",
-        CACHE, "Cache._evict_chunk", "plan.evicted_tails.append((chunk.namespace, chunk.key))", "pass", CONSUMERS,
+        "kvserver/cache/space.py", "Space._evict_chunk", "plan.evicted_tails.append((chunk.namespace, chunk.key))", "pass", CONSUMERS,
     ),
     Mutant(
         "a load of chunks and blocks saves its tokens twice",
@@ -539,7 +539,7 @@ SERVER = (
     ),
     Mutant(
         "a file tier does not report what it evicts",
-        "kvserver/l2/files/tier.py", "FileTier._make_room", "self._changed(False, ObjectName(*evicted[:3]))", "pass",
+        "kvserver/l2/files/records.py", "FileRecords.make_room", "self._changed(False, ObjectName(*evicted[:3]))", "pass",
         ("daemon/test_l2_events.py::test_what_the_tier_evicts_is_removed",),
     ),
     Mutant(
