@@ -76,6 +76,7 @@ class KVIndex:
         self._known: dict[str, ReaderConnected] = {}  # the engines that described themselves
         # In the index, by namespace prefix, then by tier and object group.
         self._owners: dict[bytes, dict[tuple[Tier, int], int]] = {}
+        self._has_tails = False  # single blocks were stored once
         self._dropped_prefixes = 0
         self._ownerless_chunks = 0  # stored while the index had no free owner, or no room for L2
 
@@ -143,6 +144,7 @@ class KVIndex:
         if owner >= 0:
             with self._lock:
                 self._owners.setdefault(namespace_prefix, {})[place] = owner
+                self._has_tails |= place[1] < 0
         return owner
 
     def _free_owners(self, count: int) -> None:
@@ -206,6 +208,8 @@ class KVIndex:
             else next(plain)
             for engine in engines
         ]
+        if not self._has_tails:
+            return found
         return [self._with_tail(*each, hashes, hash_bytes) for each in zip(engines, found, strict=True)]
 
     def _plain(self, engines: Sequence[ReaderConnected], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
