@@ -32,6 +32,7 @@ from kvserver.protocol import (
     AwaitFill,
     Clear,
     Cleared,
+    Durability,
     Error,
     ErrorCode,
     Lookup,
@@ -171,8 +172,9 @@ class TieredWorld(World):
 
     def await_fill(self, engine: Engine, request_id: str, keys: list[bytes], variant: str, wait_ms: int) -> None:
         lookup = Lookup(
-            engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant
-        )
+            engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant,
+            durability=Durability.ANYWHERE,
+        )  # fmt: skip
         fill = Fill(world=self, engine=engine, lookup=lookup)
         self.calls.append(fill)
         self.ask(AwaitFill(lookup, wait_ms), fill)

@@ -18,6 +18,7 @@ from kvserver.cache import Chunk
 from kvserver.protocol import (
     Clear,
     Cleared,
+    Durability,
     EndRequest,
     Error,
     ErrorCode,
@@ -52,9 +53,10 @@ class World(Workers):
     def lookup(self, engine: Engine, request_id: str, keys: list[bytes], variant: str) -> int:
         reply = self.answer(
             Lookup(
-                engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant
+                engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant,
+                durability=Durability.ANYWHERE,
             )
-        )
+        )  # fmt: skip
         if not self.registered(engine):
             assert isinstance(reply, Error)
             return 0
@@ -132,6 +134,7 @@ class World(Workers):
             "deadline_ns": operation.deadline_ns,
             "variant": variant,
             "group": operation.group,
+            "durability": Durability.ANYWHERE,
         }
 
     def send(self, operation: Operation, request: Store | Retrieve) -> None:
