@@ -100,7 +100,7 @@ def prefill_bytes(shuffled: bool, chunk_tokens: int = CHUNK_TOKENS) -> tuple[int
             block_tokens=PREFILL_BLOCK_TOKENS,
             incarnation=uuid.uuid4().hex,
             request_id=f"cmpl-{uuid.uuid4().hex}-0",
-            variant=uuid.uuid4().hex,
+            variant=uuid.uuid4().hex[:30],
         )
         messages, size = relay.messages, relay.payload_bytes
         assert worker.lookup(keys) == 0

@@ -29,7 +29,7 @@ MODEL = "meta-llama/Llama-3.1-405B-Instruct"
 
 def prefill(blocks: list[int]) -> list[Request]:
     """Every message for one prompt but the block-pool reports, with names of realistic length."""
-    instance_id, incarnation, variant = uuid.uuid4().hex, uuid.uuid4().hex, uuid.uuid4().hex
+    instance_id, incarnation, variant = uuid.uuid4().hex, uuid.uuid4().hex, uuid.uuid4().hex[:30]
     request_id = f"cmpl-{uuid.uuid4().hex}-0"
     step_chunks = CHUNKS // STORES
     step_blocks = step_chunks * CHUNK_BLOCKS
