@@ -85,7 +85,7 @@ class Hostile:
             (10, self.random_frames),
             (20, self.hostile_copy),
             (10, self.hostile_registration),
-            (5, self.hostile_notice),
+            (5, self.hostile_small_message),
         ]
 
     def frames(self, number: int) -> list[bytes]:
@@ -146,8 +146,8 @@ class Hostile:
             message.memory = [SharedFd(self._small_or_edge(), self._small_or_edge()) for _ in range(2)]
         return self._with_edges(message)
 
-    def hostile_notice(self) -> bytes:
-        return self._with_edges(self.random.choice(self._notices()))
+    def hostile_small_message(self) -> bytes:
+        return self._with_edges(self.random.choice([*self._notices(), Hello(protocol_version=1, client="fuzz")]))
 
     def _contents(self, keys: list[bytes]) -> ChunkContents:
         """Of chunks of 4 blocks of 16 tokens: mostly of the right size, and sometimes with the right hashes."""
