@@ -14,15 +14,14 @@ from kvserver.protocol import KEY_BYTES, Durability
 from kvserver.server.instances import Instance
 from kvserver.server.tiers import Tiers
 
-_MOST_PROMPTS = 1024  # of one second
-_MOST_CHUNKS = 16384  # of one second, times object groups
+_MOST_CHUNKS = 16384  # of all prompts of one second; of one second's work, times object groups
 _CHUNKS_PER_TURN = 256
 
 
 class _Found(NamedTuple):
     instance: Instance
     namespace: bytes
-    keys: bytes  # of which the first `chunks` were found
+    keys: bytes  # of the chunks
     chunks: int
     durability: Durability
 
@@ -34,18 +33,23 @@ class Ages:
         self._tiers = tiers
         self._found: dict[tuple[bytes, bytes], _Found] = {}  # by namespace and key of the last chunk
         self._due: deque[_Found] = deque()
-        self._chunks_left = 0  # of this second
+        self._room = _MOST_CHUNKS  # that may still be added in this second
+        self._chunks_left = 0  # that may still be made young in this second
 
     def found(self, instance: Instance, namespace: bytes, keys: bytes, chunks: int, durability: Durability) -> None:
         """A lookup found the first `chunks` of these chunks in L1. `durability`: of the variant."""
-        if self._tiers.all and durability is not Durability.PROCESS and len(self._found) < _MOST_PROMPTS:
-            end = chunks * KEY_BYTES
-            self._found[namespace, keys[end - KEY_BYTES : end]] = _Found(instance, namespace, keys, chunks, durability)
+        if not self._tiers.all or durability is Durability.PROCESS:
+            return
+        end = chunks * KEY_BYTES
+        prompt = namespace, keys[end - KEY_BYTES : end]
+        if self._room > 0 and prompt not in self._found:
+            self._room -= chunks
+            self._found[prompt] = _Found(instance, namespace, keys[:end], chunks, durability)
 
     def tick(self) -> None:
         """Once a second or so."""
         self._due = deque(self._found.values())
-        self._found, self._chunks_left = {}, _MOST_CHUNKS
+        self._found, self._room, self._chunks_left = {}, _MOST_CHUNKS, _MOST_CHUNKS
 
     def step(self) -> bool:
         """At the end of a turn: make some objects young, those of a prompt from its end on. True while there is more."""
