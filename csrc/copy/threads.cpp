@@ -2,6 +2,8 @@
 #include "copy/threads.h"
 
 #include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <ctime>
@@ -21,6 +23,12 @@ uint64_t monotonic_nanos() {
     clock_gettime(CLOCK_MONOTONIC, &now);
     return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000ull +
            static_cast<uint64_t>(now.tv_nsec);
+}
+
+void give_way() {
+    // By number and not 0, which is this thread too, but by POSIX the process. It cannot fail:
+    // lower is always permitted.
+    setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), 19);
 }
 
 }  // namespace kvserver

@@ -160,6 +160,7 @@ bool FileDevice::close(uint64_t wait_nanos) {
 
 void FileDevice::run(const std::shared_ptr<Shared>& shared) {
     block_signals();
+    give_way();
     std::unique_lock lock(shared->mutex);
     for (;;) {
         shared->wake.wait(lock, [&] { return shared->stopping || shared->has_work(); });

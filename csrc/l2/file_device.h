@@ -52,7 +52,8 @@ struct DataFile {
 //   record. A get writes it before it is verified: what did not end as kDone is garbage.
 // Verification. A get ends as kDone only if each field of the header is the record's and the
 //   digest is that of the bytes that are in L1.
-// Order. Gets go before puts, and one thread never puts (if there are two).
+// Order. Gets go before puts, and one thread never puts (if there are two). All run at the lowest
+//   priority: copies of L1 and lookups come first.
 // Cancel. cancel() ends a waiting ticket at once, a running one at its next piece. An unknown one
 //   has ended.
 // Deadline. A ticket whose deadline has passed does not begin: expire() ends those that wait. A get

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -26,6 +27,7 @@ from support.file_tiers import (
 
 from kvserver._native import HostRegion
 from kvserver.l2 import TierOutcome, make_tier
+from kvserver.l2.files.tier import THREADS
 from kvserver.protocol import ConfigError
 
 SIZES = (3 * PAGE + 17, 2 * PAGE, 1)  # 8 pages of the data file, with the header
@@ -412,6 +414,23 @@ class TestTickets:
         assert disk.file.reads.calls == reads + 1
         disk.file.hang(False)
         assert {rig.end(ticket).outcome for ticket in (*puts, get)} == {DONE}
+
+
+def threads_of_nice(nice: int) -> set[str]:
+    """Threads of this process with that priority."""
+    found = set()
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(path.read_text().rpartition(")")[2].split()[16]) == nice:
+                found.add(path.parent.name)
+    return found
+
+
+def test_the_threads_of_a_tier_give_way_to_all_others(make_rig: MakeRig) -> None:
+    """Else L1's copies wait for them: a store took 1.35 of its time while a fill ran."""
+    before = threads_of_nice(19)
+    rig = make_rig()
+    rig.until(lambda: len(threads_of_nice(19) - before) == THREADS)
 
 
 class TestFolders:
