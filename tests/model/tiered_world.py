@@ -48,7 +48,7 @@ from .world import World
 PAGE_BYTES = 4096
 _WAIT_SECONDS = 20.0  # for what must end by itself
 _LANES = 3
-VARIANTS = ("", "lora")
+VARIANTS = {"": Durability.ANYWHERE, "lora": Durability.MACHINE}
 
 Whole = dict[Slot, list[bytes]]  # an object: the blocks of each of its slots
 
@@ -69,6 +69,7 @@ class Storage:
     size: str
     store: FaultyStore = field(default_factory=FaultyStore)
     versions: defaultdict[tuple[Name, int], list[Version]] = field(default_factory=lambda: defaultdict(list))
+    daemons: int = 0  # so far
     clears: int = 0
     done_clears: set[int] = field(default_factory=set)
 
@@ -153,11 +154,13 @@ class TieredWorld(World):
 
     def make_tiers(self, folder: Path, l1: HostRegion) -> Sequence[ConfiguredTier]:
         file, remote = parse_tiers(
-            [f"file://{self.storage.folder}?size={self.storage.size}&timeout=10s", "valkey://store/p?timeout=100ms"]
+            [f"file://{self.storage.folder}?size={self.storage.size}&timeout=10s", "valkey://store/p?timeout=500ms"]
         )
         self.file = make_file_tier(file, l1, PAGE_BYTES, self.disk)
         self.remote = RemoteTier(remote, "p", l1, PAGE_BYTES, self.storage.store.connect, _LANES)
-        return [ConfiguredTier(self.file, file), ConfiguredTier(self.remote, remote)]
+        configured = [ConfiguredTier(self.file, file), ConfiguredTier(self.remote, remote)]
+        self.storage.daemons += 1
+        return configured if self.storage.daemons % 2 else configured[::-1]  # each is preferred now and then
 
     def go_on(self) -> None:
         """The clock moves between two steps only, so that the server and the plain model read the same time."""
@@ -171,10 +174,7 @@ class TieredWorld(World):
     # ---- fills --------------------------------------------------------------------------------
 
     def await_fill(self, engine: Engine, request_id: str, keys: list[bytes], variant: str, wait_ms: int) -> None:
-        lookup = Lookup(
-            engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant,
-            durability=Durability.ANYWHERE,
-        )  # fmt: skip
+        lookup = self.lookup_message(engine, request_id, keys, variant)
         fill = Fill(world=self, engine=engine, lookup=lookup)
         self.calls.append(fill)
         self.ask(AwaitFill(lookup, wait_ms), fill)
@@ -208,6 +208,9 @@ class TieredWorld(World):
         lookup = fill.lookup
         keys = [lookup.keys[at : at + 32] for at in range(0, len(lookup.keys), 32)]
         return self.lease_boundary(fill.engine, lookup.request_id, keys, lookup.variant)
+
+    def durability(self, variant: str) -> Durability:
+        return VARIANTS[variant]
 
     def wire(self, operation: Operation, variant: str) -> dict[str, Any]:
         return super().wire(operation, variant) | {"request_id": self.request_id}
@@ -293,6 +296,15 @@ class TieredWorld(World):
             self.pass_time(0.05)
             self.copies_end()
 
+    def recover(self) -> None:
+        """All that L2 has begun ends, but for what the next faults are about."""
+        for _ in range(10):
+            if self.remote.state == "ready" and not self.parts.upkeep.tiers.open_tickets:
+                return
+            self.pass_time(0.3)
+            select.select(self.parts.upkeep.completion_fds, [], [], 0.01)
+            self.complete_copies()
+
     def come_to_rest(self) -> None:
         self.storage.store.heal()
         self.disk.file.hang(False)
@@ -308,6 +320,8 @@ class TieredWorld(World):
     def end(self) -> None:
         super().end()
         self.come_to_rest()
+        local = {engine.namespace("lora").hex() for engine in self.engines}
+        assert not [name for name in self.storage.store.values if name.split("/")[2] in local], "it left the machine"
         assert self.parts.fills.used_bytes == 0, "requests that have ended use room of fills"
         if self.file.state == "ready":
             self.until(lambda: self.file.journaled and self.file.status().used_bytes == PAGE_BYTES, "pages are lost")
@@ -329,6 +343,9 @@ class TieredWorld(World):
         self.parts.upkeep.drain(1.0)
 
     def close(self) -> None:
+        for tier in (self.file, self.remote):
+            self.counts[f"hits of {tier.kind}"] += tier.status().hits
+            self.counts[f"corrupt of {tier.kind}"] += tier.status().corrupt
         for rank in self.processes:
             if rank.connection is not None:
                 rank.connection.close()

@@ -48,15 +48,19 @@ class World(Workers):
         namespace = self.cache.index.find_namespace(name[0])
         return namespace.chunks.get(name[1]) if namespace is not None else None
 
+    def lookup_message(self, engine: Engine, request_id: str, keys: list[bytes], variant: str) -> Lookup:
+        return Lookup(
+            engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant,
+            durability=self.durability(variant),
+        )  # fmt: skip
+
+    def durability(self, variant: str) -> Durability:
+        return Durability.PROCESS
+
     # ---- lookups ------------------------------------------------------------------------------
 
     def lookup(self, engine: Engine, request_id: str, keys: list[bytes], variant: str) -> int:
-        reply = self.answer(
-            Lookup(
-                engine.instance_id, engine.incarnation, request_id, engine.model.chunk_blocks, b"".join(keys), variant,
-                durability=Durability.ANYWHERE,
-            )
-        )  # fmt: skip
+        reply = self.answer(self.lookup_message(engine, request_id, keys, variant))
         if not self.registered(engine):
             assert isinstance(reply, Error)
             return 0
@@ -133,8 +137,8 @@ class World(Workers):
             "sequence": operation.sequence,
             "deadline_ns": operation.deadline_ns,
             "variant": variant,
+            "durability": self.durability(variant),
             "group": operation.group,
-            "durability": Durability.ANYWHERE,
         }
 
     def send(self, operation: Operation, request: Store | Retrieve) -> None:
