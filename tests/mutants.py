@@ -38,6 +38,8 @@ CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/suppor
 WORKER, HAZARDS, COPIES = "adapters/common/worker.py", "adapters/common/hazards.py", "adapters/common/copies.py"
 ENDINGS = "adapters/common/endings.py"
 SCHEDULER, REQUESTS = "adapters/vllm/scheduler.py", "adapters/vllm/requests.py"
+FAILED_LOADS, PROMISES = "adapters/common/failed_loads.py", "adapters/vllm/promises.py"
+FAILED_LOADS_TEST, PROMISES_TEST = "adapters/test_failed_loads.py", "adapters/test_promises.py"
 STORE_PLANS, LOAD_PLANS = "adapters/vllm/store_plans.py", "adapters/vllm/load_plans.py"
 DISPATCHER, LOOKUPS, LINK = "adapters/common/dispatcher.py", "adapters/common/lookups.py", "adapters/common/link.py"
 CONNECTOR, CHUNKS, BLOCKPOOL = "adapters/vllm/connector.py", "adapters/vllm/chunks.py", "adapters/vllm/blockpool.py"
@@ -1197,7 +1199,41 @@ SCHEDULER_HALF = (
     Mutant(
         "a request whose load failed tries again and again",
         SCHEDULER, "SchedulerHalf._load_failed", "state.give_up = True", "pass",
-        ("adapters/test_failures.py::test_a_load_that_is_refused_is_over_at_once",),
+        (f"{FAILED_LOADS_TEST}::test_a_request_tries_one_load_whatever_is_remembered",),
+    ),
+    Mutant(
+        "a load that failed is tried again by every request",
+        SCHEDULER, "SchedulerHalf._load_failed", "self._failed.failed(load)", "pass", (FAILED_LOADS_TEST,),
+    ),
+    Mutant(
+        "an answer from before a failure is loaded",
+        SCHEDULER, "SchedulerHalf._matched", "state.answer.hit_chunks > self._useful_chunks(state)", "False",
+        (f"{FAILED_LOADS_TEST}::test_requests_that_wait_with_an_answer_do_not_load_what_failed_meanwhile",),
+    ),
+    Mutant(
+        "keys that were stored anew stay remembered as failed",
+        STORE_PLANS, "StorePlanner._add_store", "1 if group.replicated else self._facts.world_size", "1 << 20", (FAILED_LOADS_TEST,),
+    ),
+    Mutant(
+        "the memory of failed loads has no bound",
+        FAILED_LOADS, "FailedLoads.failed", "while len(self._keys) > MOST_KEYS:", "while False:", (FAILED_LOADS_TEST,),
+    ),
+    Mutant(
+        "one rank's store makes keys loadable for all",
+        FAILED_LOADS, "FailedLoads.store_copied", "if left > objects:", "if False:", (FAILED_LOADS_TEST,),
+    ),
+    Mutant(
+        "promised tokens whose load failed count as loaded",
+        PROMISES, "Promises.failed", "promise.placed:", "False:", (PROMISES_TEST,),
+    ),
+    Mutant(
+        "a promise that vLLM does not use is forgotten",
+        PROMISES, "Promises.placed", " - l1, promise.l2 - l2,", " - promise.l1, 0,", (PROMISES_TEST,),
+    ),
+    Mutant(
+        "what a fill read counts as of L1",
+        "kvserver/server/lookups.py", "L1Lookups.answer_again", "l2_chunks=l2_chunks", "l2_chunks=0",
+        ("unit/server/test_fills.py::test_the_reply_counts_the_chunks_of_each_tier",),
     ),
     Mutant(
         "what a failed load did not bring is not stored",
@@ -1387,7 +1423,7 @@ SCHEDULER_HALF = (
     # ---- whether the cache is on --------------------------------------------------------------
     Mutant(
         "vLLM does not know that hits are of the host's memory",
-        CONNECTOR, "KVServerConnector", "_cache_hit_source = HOST", "_cache_hit_source = None",
+        CONNECTOR, "KVServerConnector.get_external_cache_hit_sources", "(HOST, l1)", "(None, l1)",
         ("adapters/test_connector_stats.py::test_vllms_prometheus_has_the_sums",),
     ),
     Mutant(

@@ -30,6 +30,7 @@ class Answer:
     full_chunks: int = 0  # that full attention alone would find
     tail_blocks: int = 0  # behind these chunks
     timed_out: bool = False  # the daemon did not answer in time: a miss
+    l2_chunks: int = 0  # of the hit: read from L2 for it
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -139,7 +140,9 @@ class Lookups:
         self._answer(question, reply if isinstance(reply, LookupReply) else before)
 
     def _answer(self, question: Question, found: LookupReply) -> None:
-        question.answer = Answer(found.hit_chunks, time.monotonic(), found.full_chunks, found.tail_blocks)
+        question.answer = Answer(
+            found.hit_chunks, time.monotonic(), found.full_chunks, found.tail_blocks, l2_chunks=found.l2_chunks
+        )
         self._counters["lookup_hits"] += found.hit_chunks != 0 or found.tail_blocks != 0
 
     def answer_to(self, question: Question) -> Answer | None:

@@ -60,6 +60,7 @@ class Prompt:
     loaded_tokens: int = 0
     loads: int = 0
     failed_loads: int = 0
+    l2_tokens: int = 0
 
 
 class Notices:

@@ -17,6 +17,11 @@ from kvserver.adapters.common.cache_status import CacheStatus
 HALVES = "halves"  # by name: whether it has a daemon, and why not
 QUARANTINED = "quarantined_blocks"
 REFUSED = "refused"  # by error code
+PROMISED_TOKENS, LOADED_TOKENS = "promised_tokens", "loaded_tokens"  # by tier
+WITHDRAWN_TOKENS = "withdrawn_tokens"  # by tier and reason, as "l1 load_failed"
+TIERS = ("l1", "l2")
+WITHDRAWN_REASONS = ("load_failed", "not_used", "not_placed", "request_ended")
+_BY_LABEL = (REFUSED, PROMISED_TOKENS, LOADED_TOKENS, WITHDRAWN_TOKENS)  # counters "refused_internal", ...
 FAULTS = "faults"  # by place
 COUNTERS = {
     "lookups": "Lookups sent to kvserver.",
@@ -60,8 +65,10 @@ class StatsReporter:
         for name, more in (counters - self._counted).items():
             if name in COUNTERS:
                 data[name] = more
-            elif name.startswith("refused_"):
-                data.setdefault(REFUSED, {})[name.removeprefix("refused_")] = more
+            else:
+                for family in _BY_LABEL:
+                    if name.startswith(f"{family}_"):
+                        data.setdefault(family, {})[name.removeprefix(f"{family}_")] = more
         for kind, more in (errors - self._faults).items():
             places = data.setdefault(FAULTS, Counter())
             places[kind.rsplit(": ", 1)[0]] += more
@@ -95,7 +102,7 @@ def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
     line: dict[str, int | float] = {}
     if HALVES in data:
         line["connected"] = int(all(CacheStatus(*half).connected for half in data[HALVES].values()))
-    for name in (*COUNTERS, QUARANTINED, REFUSED, FAULTS, *TIMES):
+    for name in (*COUNTERS, QUARANTINED, *_BY_LABEL, FAULTS, *TIMES):
         if name in TIMES and name in data:
             line[name.replace("_seconds", "s")] = len(data[name])
             line[name] = round(sum(data[name]), 4)

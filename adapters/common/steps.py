@@ -28,6 +28,7 @@ class StepReport:
     """Worker to scheduler; after aggregate() the lists hold one entry per rank."""
 
     ended_stores: list[int] = field(default_factory=list)
+    copied: list[tuple[int, int]] = field(default_factory=list)  # (store id, objects): they were not there before
     failed_loads: list[str] = field(default_factory=list)  # request ids
     # Loads that failed while the server may still write: their blocks must not be reused yet.
     quarantined: list[tuple[int, list[int]]] = field(default_factory=list)  # (load id, block ids)
@@ -36,6 +37,7 @@ class StepReport:
     def aggregate(self, other: StepReport) -> StepReport:
         return StepReport(
             self.ended_stores + other.ended_stores,
+            self.copied + other.copied,
             self.failed_loads + other.failed_loads,
             self.quarantined + other.quarantined,
             self.released + other.released,

@@ -235,6 +235,8 @@ class WorkerHalf:
         self._forget(copy)
         self._report.ended_stores.append(spec.copy_id)
         if isinstance(answer, Stored):
+            if answer.stored:
+                self._report.copied.append((spec.copy_id, answer.stored))
             self.count_copy(copy, answer.stored * spec.chunk_blocks * self._rank.positions[spec.group].bytes)
         else:
             self.counters["store_failures"] += 1

@@ -32,7 +32,7 @@ from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import AdapterSettings
-from kvserver.adapters.vllm.stats import HOST, KVServerStats
+from kvserver.adapters.vllm.stats import DISK, HOST, KVServerStats
 from kvserver.adapters.vllm.support import TransferResults, unsupported
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -93,7 +93,6 @@ class StillWritten(Exception):
 
 class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     make_exporter: MakeExporter | None = None  # None: by the memory's device
-    _cache_hit_source = HOST  # L1
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -303,6 +302,14 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, scheduler: SchedulerHalf, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         return scheduler.matched_tokens(request, num_computed_tokens)
+
+    @fenced(dict, "scheduler")
+    def get_external_cache_hit_sources(
+        self, scheduler: SchedulerHalf, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """vLLM 0.31 and later count hits by where they come from. Tokens that are missing here have no source."""
+        l1, l2 = scheduler.hit_sources(request.request_id)
+        return {source: tokens for source, tokens in ((HOST, l1), (DISK, l2)) if tokens}
 
     @fenced(half="scheduler")
     def update_state_after_alloc(

@@ -12,7 +12,19 @@ from typing import Any
 
 import prometheus_client
 from kvserver.adapters.common.board import Board, Labels
-from kvserver.adapters.common.stats import COUNTERS, FAULTS, HALVES, QUARANTINED, REFUSED, TIMES
+from kvserver.adapters.common.stats import (
+    COUNTERS,
+    FAULTS,
+    HALVES,
+    LOADED_TOKENS,
+    PROMISED_TOKENS,
+    QUARANTINED,
+    REFUSED,
+    TIERS,
+    TIMES,
+    WITHDRAWN_REASONS,
+    WITHDRAWN_TOKENS,
+)
 from kvserver.adapters.common.watch import Watch
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.nesting import own_settings
@@ -40,12 +52,25 @@ _PLACES = """
     update_connector_output, update_state_after_alloc, wait_for_save, waiting for the engine's own work
 """
 PLACES = [" ".join(place.split()) for place in _PLACES.split(",")]
-_BY_LABEL = {
-    REFUSED: ("code", "Messages of all ranks that kvserver refused, by error code.", [c.value for c in ErrorCode]),
+_WITHDRAWN = [f"{tier} {reason}" for tier in TIERS for reason in WITHDRAWN_REASONS]
+# (labels, text, the values of each series). In a report a space is between the values of several labels.
+_BY_LABEL: dict[str, tuple[list[str], str, list[str]]] = {
+    REFUSED: (["code"], "Messages of all ranks that kvserver refused, by error code.", [c.value for c in ErrorCode]),
     FAULTS: (
-        "place",
+        ["place"],
         "Faults in the connector that were kept from the engine, by place; the engine's log has each once.",
         PLACES,
+    ),
+    PROMISED_TOKENS: (
+        ["tier"],
+        "Tokens that kvserver promised to vLLM for requests, by the tier that has them: l1 is memory, l2 storage.",
+        [*TIERS],
+    ),
+    LOADED_TOKENS: (["tier"], "Promised tokens that a load brought, by the tier that had them.", [*TIERS]),
+    WITHDRAWN_TOKENS: (
+        ["tier", "reason"],
+        "Promised tokens that no load brought, by the tier that had them and why.",
+        _WITHDRAWN,
     ),
 }
 
@@ -87,11 +112,14 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, text in TIMES.items():
             made = histogram(_PREFIX + name, text, labelnames, buckets=_BUCKETS)
             self._times[name] = create_metric_per_engine(made, per_engine)
-        for name, (label, text, values) in _BY_LABEL.items():
-            made = counter(_PREFIX + name, text, [*labelnames, label])
+        for name, (own, text, values) in _BY_LABEL.items():
+            made = counter(_PREFIX + name, text, [*labelnames, *own])
             # All series exist from the start, so that the first event of a kind is an increase too.
             self._by_label[name] = {
-                index: {value: made.labels(*labels, value) for value in (*values, _OTHER)}
+                index: {
+                    value: made.labels(*labels, *(value.split(" ") if len(own) > 1 else [value]))
+                    for value in (*values, " ".join([_OTHER] * len(own)))
+                }
                 for index, labels in per_engine.items()
             }
         self._board = Board(_PREFIX, gauge, labelnames, per_engine, local)
@@ -115,8 +143,9 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                         self._times[name][engine_idx].observe(seconds)
                 elif name in self._by_label:
                     series = self._by_label[name][engine_idx]
+                    *_, other = series
                     for label, count in value.items():
-                        series[label if label in series else _OTHER].inc(count)
+                        series[label if label in series else other].inc(count)
                 elif name == QUARANTINED:
                     self._quarantined[engine_idx].set(value)
                 elif name == HALVES and self._board is not None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ParamSpec
 from kvserver.adapters.common.announcer import Announcer
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
+from kvserver.adapters.common.failed_loads import FailedLoads
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.hazards import PinnedStores, Quarantine
 from kvserver.adapters.common.introduction import Introduction
@@ -33,6 +34,7 @@ from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.load_plans import LoadPlanner
+from kvserver.adapters.vllm.promises import Promises
 from kvserver.adapters.vllm.requests import Requests, RequestState
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sources import Sources
@@ -93,12 +95,14 @@ class SchedulerHalf:
         self._pool = PoolHook()
         seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
         self._pins = PinnedStores(self._pool, facts.world_size, seconds)
-        ids = itertools.count(1)
-        self._stores = StorePlanner(self._chunks, facts, self._variants, self._pins, ids, self.counters)
+        self._ids = ids = itertools.count(1)
+        self._failed = FailedLoads()
+        self._stores = StorePlanner(self._chunks, facts, self._variants, self._pins, self._failed, ids, self.counters)
         self._loads = LoadPlanner(self._chunks, ids)
         self._quarantine = Quarantine(self._pool)
         self._speed = PrefillSpeed()
         self._sources = Sources()
+        self._promises = Promises(self.counters)
         self._dispatcher = Dispatcher(link, self.counters, faults)
         self._dispatcher.on_session.append(self._begin_session)
         self._lookups = Lookups(self._dispatcher, settings, self.counters)
@@ -135,12 +139,18 @@ class SchedulerHalf:
 
     def _useful_chunks(self, state: RequestState) -> int:
         """How many a hit may have; so that a hit, and the load of it, is one message too."""
-        return min(self._chunks.useful(state.request), state.wishes.most_tokens // self._chunks.tokens, MAX_CHUNKS)
+        useful = min(self._chunks.useful(state.request), state.wishes.most_tokens // self._chunks.tokens, MAX_CHUNKS)
+        if not self._failed:
+            return useful
+        return self._failed.leading(state.variant.text, self._chunks.keys(state.request, range(useful)))
 
     def _useful_tail(self, state: RequestState, chunks: int) -> range:
         """The single blocks behind so many chunks that a hit may have."""
         request = state.request
-        return self._chunks.tail(request, chunks, min(request.num_tokens, state.wishes.most_tokens))
+        tail = self._chunks.tail(request, chunks, min(request.num_tokens, state.wishes.most_tokens))
+        if not tail or not self._failed:
+            return tail
+        return tail[: self._failed.leading(state.variant.text, self._chunks.block_keys(request, tail))]
 
     def _look_up(self, state: RequestState) -> None:
         self._lookups.send(state, self._lookup_of(state), lambda chunks: self._tail_of(state, chunks))
@@ -176,6 +186,8 @@ class SchedulerHalf:
         self._follow_resets()
         state = self._requests.get(request.request_id)
         tokens, asynchronously = self._matched(state, request, local_tokens)
+        if state is not None and state.answer is not None:
+            self._promises.answered(request.request_id, tokens or 0, state.answer.l2_chunks * self._chunks.tokens)
         if state is not None and tokens is not None and self._chunks.states:
             state.engine_boundary = request.shared_prefix_boundary  # vLLM has just set it
             self._want_state(state, local_tokens + tokens)
@@ -187,12 +199,16 @@ class SchedulerHalf:
         if not state.wishes.most_tokens:
             state.not_loaded = "request_limit"
         if not self._is_useful(state):
+            if self._failed and self._chunks.useful(request):
+                state.not_loaded = state.not_loaded or "load_failed"
             return 0, False
         if request.skip_reading_prefix_cache:  # every token must be computed; vLLM before 0.31 queries all the same
             return 0, False
         if state.admitted:  # it was preempted since: look up again, more may be stored by now
             state.admitted = False
             state.answer = None
+        if self._failed and state.answer is not None and state.answer.hit_chunks > self._useful_chunks(state):
+            state.answer = None  # it is older than the failure of another request's load
         if self._lookups.must_send(state):
             state.boundaries = None
             self._look_up(state)
@@ -212,11 +228,15 @@ class SchedulerHalf:
         state.local_tokens = local_tokens
         return tokens, True
 
+    def hit_sources(self, request_id: str) -> tuple[int, int]:
+        """How many tokens of the load that was just planned come from L1, and from L2."""
+        return self._promises.being_loaded(request_id)
+
     # ---- loads --------------------------------------------------------------------------------
 
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has allocated the request's blocks; with external tokens, some of them are to be loaded."""
-        self._guarded("sources of a prompt", self._sources.placed, request, external_tokens)
+        self._guarded("sources of a prompt", self._placed, request, external_tokens)
         state = self._requests.get(request.request_id)
         if state is not None:
             state.admitted = True
@@ -227,6 +247,7 @@ class SchedulerHalf:
         try:
             if state is None:
                 raise LookupError("a load for a request that was never seen")
+            state.loads = []
             loads = self._loads.plan(state, tables, external_tokens)
             state.loads = loads
             if (answer := state.answer) is not None:
@@ -238,6 +259,10 @@ class SchedulerHalf:
         if not loads:
             loads = [self._loads.without_keys(request.request_id, tables)]
         self._plan.loads.extend(loads)
+
+    def _placed(self, request: Request, external_tokens: int) -> None:
+        from_l2 = self._promises.placed(request.request_id, external_tokens)
+        self._sources.placed(request, external_tokens, from_l2)
 
     # ---- stores -------------------------------------------------------------------------------
 
@@ -331,6 +356,8 @@ class SchedulerHalf:
             self._guarded("the end of a quarantine", self._quarantine.release, load_id)
         for store_id in report.ended_stores:
             self._guarded("the end of a store", self._pins.ended, store_id)
+        for store_id, objects in report.copied:
+            self._guarded("the end of a store", self._failed.store_copied, store_id, objects)
 
     def _quarantined(self, load_id: int, block_ids: list[int]) -> None:
         if self._quarantine.add(load_id, block_ids):
@@ -340,7 +367,10 @@ class SchedulerHalf:
     def _load_failed(self, request_id: str) -> None:
         self.counters["failed_loads"] += 1
         self._sources.load_failed(request_id)
+        self._promises.failed(request_id)
         if (state := self._requests.get(request_id)) is not None:
+            for load in state.loads:
+                self._failed.failed(load)
             state.give_up = True
             state.store_again()
 
@@ -357,6 +387,7 @@ class SchedulerHalf:
             self._abort_loads(state)
             self._guarded("stores of a request", self._plan_last_stores, state, tables)
         prompt = self._sources.ended(request)
+        self._promises.ended(request.request_id)
         if state is not None:
             self._lookups.drop_question(state)
         why = "computes_all" if request.skip_reading_prefix_cache else state.not_loaded if state is not None else ""
@@ -433,6 +464,7 @@ class SchedulerHalf:
         """Lookups and their answers are void."""
         self._chunks.resize(hello.chunk_tokens if hello is not None else 0, hello is not None and hello.tails)
         self._stores.begin_session(hello)
+        self._failed.begin_session(next(self._ids))
         for state in self._requests.values():
             state.answer = None
             state.store_again()

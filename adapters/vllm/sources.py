@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class _Account:
     prompt: Prompt = field(default_factory=Prompt)
     asked: int | None = None  # local tokens in vLLM's query, until vLLM places the request
-    loading: int | None = None  # tokens of the prompt that the load under way brings, if it ends well
+    loading: tuple[int, int] | None = (
+        None  # tokens of the prompt that the load under way brings, if it ends well; and from L2
+    )
 
 
 class Sources:
@@ -35,25 +37,26 @@ class Sources:
         """vLLM tries to place the request, and has `local_tokens` of it itself."""
         self._accounts.setdefault(request_id, _Account()).asked = local_tokens
 
-    def placed(self, request: Request, external_tokens: int) -> None:
-        """With external tokens a load begins; vLLM places the request again when the load has ended."""
+    def placed(self, request: Request, external_tokens: int, from_l2: int) -> None:
+        """With external tokens a load begins, so many of them from L2; vLLM places the request again when the load has ended."""
         account = self._accounts.get(request.request_id)
         if account is None:
             return
         prompt = account.prompt
         if account.loading is not None:
             prompt.loads += 1
-            prompt.loaded_tokens += account.loading
+            prompt.loaded_tokens += account.loading[0]
+            prompt.l2_tokens += account.loading[1]
             account.loading = None
         brings = 0
         if account.asked is not None and request.num_preemptions <= 0:
             prompt.prompt_tokens = request.num_prompt_tokens
             prompt.local_tokens = min(account.asked, prompt.prompt_tokens)
-            prompt.loaded_tokens = 0
+            prompt.loaded_tokens = prompt.l2_tokens = 0
             brings = min(external_tokens, prompt.prompt_tokens - prompt.local_tokens)
         account.asked = None
         if external_tokens > 0:
-            account.loading = brings
+            account.loading = brings, min(from_l2, brings)
 
     def load_failed(self, request_id: str) -> None:
         """The load failed on one rank; other ranks may report the same later."""
@@ -68,4 +71,4 @@ class Sources:
         found = self._accounts.pop(request.request_id, _Account()).prompt
         if request.num_output_tokens > 0 or request.prefill_stats is None:
             return found
-        return replace(found, prompt_tokens=0, local_tokens=0, loaded_tokens=0)
+        return replace(found, prompt_tokens=0, local_tokens=0, loaded_tokens=0, l2_tokens=0)

@@ -11,8 +11,8 @@ from kvserver.adapters.common.stats import added, summary
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-# vLLM's name for hits from CPU memory, where it counts hits by their source.
-HOST: Any = getattr(getattr(base, "CacheHitSource", None), "HOST", None)
+# vLLM's names for hits from CPU memory and from storage, where it counts hits by their source.
+HOST, DISK = (getattr(getattr(base, "CacheHitSource", None), name, None) for name in ("HOST", "DISK"))
 
 
 class KVServerStats(KVConnectorStats):  # type: ignore[misc]

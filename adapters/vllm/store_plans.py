@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvserver.adapters.common.boundaries import Boundaries
+from kvserver.adapters.common.failed_loads import FailedLoads
 from kvserver.adapters.common.hazards import PinnedStores
 from kvserver.adapters.common.specs import StoreSpec
 from kvserver.adapters.vllm.chunks import Chunks, Offer, Tables
@@ -53,12 +54,13 @@ class StorePlanner:
         facts: EngineFacts,
         variants: Variants,
         pins: PinnedStores,
+        failed: FailedLoads,
         ids: Iterator[int],
         counters: Counter[str],
     ) -> None:
         self.planned: list[StoreSpec] = []
         self._chunks, self._facts, self._variants, self._pins, self._ids = chunks, facts, variants, pins, ids
-        self._counters = counters
+        self._failed, self._counters = failed, counters
         self._contents = Contents(chunks, counters)
         self._sends_contents = False  # with stores, in this session
         self._boundary_interval = 0  # tokens, in this session
@@ -203,3 +205,5 @@ class StorePlanner:
         """First pinned, then planned: no store may read blocks that are not pinned."""
         self._pins.add(store.copy_id, block_ids)
         self.planned.append(store)
+        group = self._chunks.groups[store.group % len(self._chunks.groups)]
+        self._failed.store_planned(store, 1 if group.replicated else self._facts.world_size)

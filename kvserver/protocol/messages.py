@@ -315,7 +315,7 @@ class ReportBlockAllocations(Message):
     payload: ExactRecords | ReportedBlocks
 
 
-class EndRequest(Message):
+class EndRequest(Message, omit_defaults=True):
     instance_id: Name
     incarnation: Name
     model_name: Name
@@ -328,8 +328,9 @@ class EndRequest(Message):
     loads: Small = 0  # ended loads, counted once for all ranks; includes loads after a preemption
     failed_loads: Small = 0  # ended loads that failed on at least one rank
     # Why the engine loaded nothing although a lookup found chunks: lookup_timeout, computes_all, whole_prompts_only,
-    # weights_changed, request_limit; "" if something was loaded or the reason is not known.
+    # weights_changed, request_limit, load_failed; "" if something was loaded or the reason is not known.
     not_loaded: Label = ""
+    l2_tokens: Tokens | None = None  # of loaded_tokens: read from L2 for this request; None: not stated
 
 
 class Heartbeat(Message):
@@ -372,6 +373,7 @@ class LookupReply(Message):
     tail_blocks: int = 0  # blocks behind these chunks that the hit has too
     wants_tail: bool = False  # the hit ends before the last chunk: send LookupTail, this lookup is not over
     fill_chunks: int = 0  # the most that hit_chunks could be after AwaitFill; 0: no more than now
+    l2_chunks: int = 0  # of hit_chunks: read from L2 for this AwaitFill; the others were in L1
 
 
 class Stored(Message):

@@ -48,7 +48,9 @@ def memory_bound(l1_bytes: int) -> int:
 
 
 class Fills:
-    """REQUIRES: the loop's thread uses it. `answer` looks the request up in L1, leases what it finds and makes the reply."""
+    """REQUIRES: the loop's thread uses it. `answer` looks the request up in L1, leases what it finds and makes the reply; it is given
+    the tokens that were read for the request.
+    """
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Fills:
         presence: Presence,
         rates: ReadRates,
         bus: Bus,
-        answer: Callable[[Lookup], LookupReply],
+        answer: Callable[[Lookup, int], LookupReply],
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -98,7 +100,7 @@ class Fills:
         lookup = request.lookup
         owner = (lookup.instance_id, lookup.request_id)
         self.end(owner)
-        reply = self._answer(lookup)  # what L1 has is leased meanwhile
+        reply = self._answer(lookup, 0)  # what L1 has is leased meanwhile
         namespace, durability = instance.namespace_of(lookup.variant), instance.durability(lookup.durability)
         if namespace is None or durability is Durability.PROCESS or len(self._fills) >= MOST_FILLS:
             respond(reply)
@@ -369,7 +371,7 @@ class Fills:
         if fill.expected_seconds is not None and now - fill.planned_at > fill.expected_seconds:
             fill.instance.counts.fills_slower += 1
         try:
-            reply = self._answer(fill.lookup)
+            reply = self._answer(fill.lookup, fill.tokens)
         finally:
             self._cache.unpin_chunks(fill.pinned)
         fill.respond(reply)

@@ -119,8 +119,8 @@ class L1Lookups:
         tokens = blocks * looked.chunk_tokens // request.chunk_blocks
         looked.outcome = replace(looked.outcome, tail_blocks=blocks, tail_tokens=tokens)
 
-    def answer_again(self, request: Lookup) -> LookupReply:
-        """After a fill: lease what L1 has now. The lookup was counted before."""
+    def answer_again(self, request: Lookup, filled_tokens: int) -> LookupReply:
+        """After a fill, which read so many tokens: lease what L1 has now. The lookup was counted before."""
         instance = self.instances.by_id.get(request.instance_id)
         namespace = instance.namespace_of(request.variant) if instance is not None else None
         if instance is None or namespace is None or self.devices.lost:
@@ -130,7 +130,8 @@ class L1Lookups:
         looked = _Looked(request, instance, namespace, instance.any_worker().spec.chunk_tokens, 0, outcome)
         if not outcome.missed:
             self._find_tail(looked, request.tail_keys)
-        return _reply(looked.outcome)
+        l2_chunks = min(outcome.hit_chunks, filled_tokens // looked.chunk_tokens)
+        return replace(_reply(looked.outcome), l2_chunks=l2_chunks)
 
     def _deadline(self) -> float:
         return self.clock() + self.lease_seconds

@@ -77,7 +77,7 @@ class EngineReports:
         self.cache.end_lease((request.instance_id, request.request_id))
         local = min(request.local_tokens, request.prompt_tokens)
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)
-        filled = min(of_fills, loaded)
+        filled = min(of_fills if request.l2_tokens is None else request.l2_tokens, loaded)
         failed = min(request.failed_loads, request.loads)
         instance.counts.benefit.request_ended(request.prompt_tokens, local, loaded, request.loads, failed, filled)
         instance.counts.sequence_gaps += instance.reports.receive(request.sequence)

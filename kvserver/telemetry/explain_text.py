@@ -45,6 +45,7 @@ _NOT_LOADED = {
     " kvserver_rpc_seconds and kvserver_loop_lag_seconds show how long it takes.",
     "computes_all": "The engine must compute the whole prompt, as for prompt logprobs.",
     "whole_prompts_only": "This engine can only decode behind a hit, not prefill, so it loads whole prompts or nothing.",
+    "load_failed": "A load of the same chunks had failed less than 10 seconds before, so they were computed.",
     "request_limit": "The request itself wants nothing loaded: kvserver.max_load_tokens or kvserver.tiers in its kv_transfer_params.",
     "weights_changed": "The weights may have changed between the lookup and the load (kvserver.on_prefix_reset).",
 }

@@ -135,7 +135,7 @@ class Engine:
         cache = Cache(PagePool(1 << 20, 4096), POLICIES["lru"]())
         rates = ReadRates(0)
         presence = Presence(cache, Tiers(), rates)
-        fills = Fills(cache, Tiers(), presence, rates, bus, lambda lookup: LookupReply(0), lease_seconds=60.0)
+        fills = Fills(cache, Tiers(), presence, rates, bus, lambda lookup, tokens: LookupReply(0), lease_seconds=60.0)
         self._reports = EngineReports(
             cache, fills, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND
         )

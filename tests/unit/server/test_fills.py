@@ -371,6 +371,40 @@ def test_what_came_from_l2_is_a_source_of_its_own() -> None:
         assert (requests.fills, requests.filled_tokens) == (1, tokens)
 
 
+def test_the_reply_counts_the_chunks_of_each_tier() -> None:
+    """Those that a request's own fill read are of L2; what L1 has by then, of L1."""
+    with filling() as f:
+        keys = make_keys(6)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        assert f.reply(f.begin(keys[:2], "first")) == LookupReply(2, 2, l2_chunks=2)
+        assert f.reply(f.begin(keys, "second")) == LookupReply(6, 6, l2_chunks=4)
+        assert f.lookup(keys, "third") == LookupReply(6, 6)
+        assert f.reply(f.begin(keys, "fourth")) == LookupReply(6, 6)
+
+
+def test_an_engine_states_what_it_loaded_from_l2() -> None:
+    """It knows better: of what was read for it, it had two chunks itself."""
+    with filling() as f:
+        keys = make_keys(4)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        assert f.fill(keys) == 4
+        f.worker.end_request(prompt_tokens=266, local_tokens=128, loaded_tokens=128, l2_tokens=64, loads=1)
+        wait_until(lambda: requests_of(f).ended_requests)
+        assert requests_of(f).prompt_tokens == {"l0": 128, "l1": 64, "l2": 64, "computed": 10}
+
+
+def test_an_engine_cannot_state_more_than_it_loaded() -> None:
+    with filling() as f:
+        f.store(make_keys(1))
+        f.worker.end_request(prompt_tokens=100, loaded_tokens=64, l2_tokens=90, loads=1)
+        wait_until(lambda: requests_of(f).ended_requests)
+        assert requests_of(f).prompt_tokens == {"l0": 0, "l1": 0, "l2": 64, "computed": 36}
+
+
 def test_what_another_daemon_wrote_to_a_shared_tier_is_found_at_the_first_lookup() -> None:
     with filling() as f:
         keys = make_keys(6)

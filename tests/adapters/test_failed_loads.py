@@ -1,0 +1,263 @@
+"""A load that failed is not tried again at once: lookups stop before its chunks for a while, or until they are stored anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hybrids import HYBRIDS
+from kvserver.adapters.common import failed_loads
+from kvserver.adapters.common.failed_loads import MOST_KEYS, SECONDS, FailedLoads
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from made_up_model import prompt
+from modelless import Engine
+from support.daemon import Daemon, wait_until
+from tap import Tap
+
+from kvserver.protocol import KEY_BYTES, EndRequest, Error, Lookup, Reply, Request, Retrieve
+
+CHUNK = 64
+TOKENS = prompt(1, 4 * CHUNK + 10)
+MakeDaemon = Callable[..., Daemon]
+MakeEngine = Callable[..., Engine]
+MakeTap = Callable[[Daemon], Tap]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of the memory of every engine."""
+    clock = Clock()
+    made = FailedLoads.__init__
+    monkeypatch.setattr(FailedLoads, "__init__", lambda self: made(self, clock))
+    return clock
+
+
+def refuse_loads(message: Request) -> Reply | None:
+    return Error(code="internal", message="no") if isinstance(message, Retrieve) else None
+
+
+@pytest.fixture
+def tap(make_daemon: MakeDaemon, make_tap: MakeTap) -> Tap:
+    return make_tap(make_daemon(chunk_tokens=CHUNK))
+
+
+def stored(tap: Tap, make_engine: MakeEngine, tokens: list[int] = TOKENS, **options: object) -> None:
+    engine = make_engine(tap.endpoint, **options)
+    engine.generate("cold", tokens)
+    engine.close()
+
+
+def test_of_many_requests_with_one_prompt_one_tries_a_load_that_fails(
+    clock: Clock, tap: Tap, make_engine: MakeEngine
+) -> None:
+    """vllm#49176: each of them loaded, failed and computed."""
+    stored(tap, make_engine)
+    tap.instead = refuse_loads
+    engine = make_engine(tap.endpoint, extra={"kvserver.on_prefix_reset": "keep"})
+    for number in range(6):
+        engine.generate(f"r{number}", TOKENS)
+        engine.scheduler.reset_prefix_cache()
+    assert len(engine.loads) == 1
+    wait_until(lambda: len(tap.of(EndRequest)) == 7)
+    assert [end.not_loaded for end in tap.of(EndRequest)[1:]] == ["", *["load_failed"] * 5]
+    clock.now += SECONDS
+    tap.instead = lambda message: None
+    assert engine.generate("later", TOKENS).external == 4 * CHUNK
+
+
+def test_a_request_tries_one_load_whatever_is_remembered(
+    monkeypatch: pytest.MonkeyPatch, tap: Tap, make_engine: MakeEngine
+) -> None:
+    monkeypatch.setattr(failed_loads, "SECONDS", 0.0)
+    stored(tap, make_engine)
+    tap.instead = refuse_loads
+    engine = make_engine(tap.endpoint)
+    engine.generate("warm", TOKENS)
+    assert len(engine.loads) == 1
+
+
+def test_requests_that_wait_with_an_answer_do_not_load_what_failed_meanwhile(
+    clock: Clock, tap: Tap, make_engine: MakeEngine
+) -> None:
+    stored(tap, make_engine)
+    tap.instead = refuse_loads
+    engine = make_engine(tap.endpoint, num_blocks=25, extra={"kvserver.lookup_age_ms": 600_000})
+    answers = [engine.add(f"r{number}", TOKENS) for number in range(4)]
+    engine.run()
+    assert all(answer.right for answer in answers)
+    assert len(engine.loads) == 1
+
+
+def test_a_lookup_goes_as_far_as_nothing_failed(clock: Clock, tap: Tap, make_engine: MakeEngine) -> None:
+    """What is before the failed chunks, and other prompts, are loaded as ever."""
+    stored(tap, make_engine)
+    other = TOKENS[: 2 * CHUNK] + prompt(9, 2 * CHUNK + 5)
+    stored(tap, make_engine, other)
+    engine = make_engine(tap.endpoint, extra={"kvserver.on_prefix_reset": "keep"})
+    engine.generate("own", TOKENS[: 2 * CHUNK + 5])
+    tap.instead = refuse_loads
+    engine.generate("fails", TOKENS)
+    tap.instead = lambda message: None
+    engine.scheduler.reset_prefix_cache()
+    before = len(tap.of(Lookup))
+    assert engine.generate("short", TOKENS).external == 2 * CHUNK
+    assert [len(lookup.keys) // KEY_BYTES for lookup in tap.of(Lookup)[before:]] == [2]
+    engine.scheduler.reset_prefix_cache()
+    assert engine.generate("other", other).external == 4 * CHUNK
+
+
+def test_what_is_stored_anew_is_loaded_at_once(
+    clock: Clock, make_daemon: MakeDaemon, make_tap: MakeTap, make_engine: MakeEngine
+) -> None:
+    """A load failed since the chunks were cleared meanwhile; also on both of two ranks."""
+    for world_size in (1, 2):
+        daemon = make_daemon(chunk_tokens=CHUNK)
+        tap = make_tap(daemon)
+        stored(tap, make_engine, world_size=world_size)
+        engine = make_engine(tap.endpoint, world_size=world_size, extra={"kvserver.on_prefix_reset": "keep"})
+
+        def clear(plan, daemon=daemon) -> None:
+            if plan.loads:
+                daemon.http("/cache/clear", "POST")
+
+        engine.before_step = clear
+        assert engine.generate("fails", TOKENS).right
+        assert engine.connector.scheduler.counters["failed_loads"] >= 1
+        engine.before_step = lambda plan: None
+        engine.scheduler.reset_prefix_cache()
+        assert engine.generate("again", TOKENS).external == 4 * CHUNK
+        engine.close()
+
+
+def test_another_daemon_is_asked_at_once(clock: Clock, tap: Tap, make_engine: MakeEngine) -> None:
+    stored(tap, make_engine)
+    tap.instead = refuse_loads
+    engine = make_engine(tap.endpoint)
+    engine.generate("fails", TOKENS)
+    half = engine.connector.scheduler
+    assert half is not None
+    assert len(half._failed) == 4
+    half._begin_session(half._dispatcher.usable())
+    assert len(half._failed) == 0
+
+
+@pytest.mark.parametrize("name", sorted(HYBRIDS))
+def test_windows_and_states_are_not_tried_again_either(
+    clock: Clock, tap: Tap, make_engine: MakeEngine, name: str
+) -> None:
+    model = HYBRIDS[name]
+    tokens = prompt(3, 5 * model.chunk + 20)
+    stored(tap, make_engine, tokens, **model.options)
+    tap.instead = refuse_loads
+    engine = make_engine(tap.endpoint, extra={"kvserver.on_prefix_reset": "keep"}, **model.options)
+    engine.generate("fails", tokens)
+    loads = len(engine.loads)
+    assert loads
+    engine.scheduler.reset_prefix_cache()
+    engine.generate("again", tokens)
+    assert len(engine.loads) == loads
+    clock.now += SECONDS
+    tap.instead = lambda message: None
+    engine.scheduler.reset_prefix_cache()
+    assert engine.generate("later", tokens).external > 0
+
+
+def test_single_blocks_are_not_tried_again_either(
+    clock: Clock, make_daemon: MakeDaemon, make_tap: MakeTap, make_engine: MakeEngine
+) -> None:
+    tap = make_tap(make_daemon(chunk_tokens=CHUNK, tails="on"))
+    tokens = prompt(4, CHUNK - 10)
+    stored(tap, make_engine, tokens)
+    tap.instead = refuse_loads
+    engine = make_engine(tap.endpoint, extra={"kvserver.on_prefix_reset": "keep"})
+    for number in range(3):
+        engine.generate(f"r{number}", tokens)
+        engine.scheduler.reset_prefix_cache()
+    assert len(engine.loads) == 1
+
+
+# ---- the memory itself ----------------------------------------------------------------------------
+
+
+def keys(first: int, count: int) -> bytes:
+    return b"".join(number.to_bytes(KEY_BYTES, "little") for number in range(first, first + count))
+
+
+def load(copy_id: int, names: bytes, group: int = 0, variant: str = "v") -> LoadSpec:
+    return LoadSpec(copy_id, "r", variant, 1, names, b"", 0, group)
+
+
+def store(copy_id: int, names: bytes, group: int = 0) -> StoreSpec:
+    return StoreSpec(copy_id, "r", "v", 1, names, b"", None, group)
+
+
+def test_it_is_bounded_and_forgets_ends_of_prompts_first() -> None:
+    failed = FailedLoads(Clock())
+    failed.failed(load(1, keys(0, 3 * MOST_KEYS)))
+    assert len(failed) == MOST_KEYS
+    assert failed.leading("v", keys(0, 5)) == 0
+    for number in range(3):
+        failed.failed(load(2 + number, keys(10_000 * (1 + number), MOST_KEYS // 4)))
+    assert len(failed) == MOST_KEYS
+    assert failed.leading("v", keys(0, 5)) == 0, "the first keys of the oldest are the last to go"
+    failed.failed(load(9, keys(90_000, MOST_KEYS)))
+    assert failed.leading("v", keys(0, 5)) == 5
+
+
+def test_each_key_has_its_time() -> None:
+    clock = Clock()
+    failed = FailedLoads(clock)
+    failed.failed(load(1, keys(0, 2)))
+    clock.now += SECONDS / 2
+    failed.failed(load(2, keys(1, 2)))
+    clock.now += SECONDS / 2
+    assert (failed.leading("v", keys(0, 3)), len(failed)) == (1, 2)
+    clock.now += SECONDS / 2
+    assert (failed.leading("v", keys(0, 3)), bool(failed)) == (3, False)
+
+
+def test_other_weights_are_other_keys() -> None:
+    failed = FailedLoads(Clock())
+    failed.failed(load(1, keys(0, 2)))
+    assert failed.leading("another", keys(0, 2)) == 2
+
+
+def test_only_a_store_of_the_same_group_by_all_ranks_ends_it() -> None:
+    failed = FailedLoads(Clock())
+    failed.failed(load(1, keys(0, 2)))
+    failed.failed(load(2, keys(0, 2), group=1))
+    failed.store_planned(store(3, keys(0, 2)), 2)
+    failed.store_planned(store(4, keys(0, 2), group=1), 2)
+    failed.store_copied(3, 2)
+    failed.store_copied(4, 2)
+    failed.store_copied(4, 2)
+    assert failed.leading("v", keys(0, 2)) == 0, "one rank of group 0 has not copied"
+    failed.store_copied(3, 1)
+    assert failed.leading("v", keys(0, 2)) == 0, "one object was there"
+    failed.store_copied(3, 1)
+    assert not failed
+
+
+def test_a_store_that_was_planned_before_does_not_end_it() -> None:
+    failed = FailedLoads(Clock())
+    failed.store_planned(store(3, keys(0, 2)), 1)
+    failed.failed(load(4, keys(0, 2)))
+    failed.store_copied(3, 2)
+    assert failed.leading("v", keys(0, 2)) == 0
+
+
+def test_a_load_from_the_daemon_before_counts_nothing() -> None:
+    failed = FailedLoads(Clock())
+    failed.begin_session(5)
+    failed.failed(load(4, keys(0, 2)))
+    assert not failed
+    failed.failed(load(6, keys(0, 2)))
+    assert failed
