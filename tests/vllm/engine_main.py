@@ -89,10 +89,13 @@ class Driver:
         return {}
 
     def op_metrics(self) -> dict[str, Any]:
+        """Sums over all labels, and those of one tier, reason or source: "name tier"."""
         sums: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             if hasattr(metric, "value"):
-                sums[metric.name] = sums.get(metric.name, 0) + metric.value
+                labels = [metric.labels[label] for label in ("tier", "reason", "source") if label in metric.labels]
+                for name in {metric.name, " ".join([metric.name, *labels])}:
+                    sums[name] = sums.get(name, 0) + metric.value
         return {"metrics": sums}
 
     def op_histograms(self) -> dict[str, Any]:

@@ -221,6 +221,44 @@ def test_the_ids_that_a_client_knows_find_its_requests_and_where_the_tokens_came
         assert hit["waits"]["first_lookup_to_load_seconds"] > 0
 
 
+def wishing(server: Server, words: Prompt, **wishes: Any) -> list[int]:
+    """The answer to a request with these wishes in its body."""
+    params = {f"kvserver.{name}": value for name, value in wishes.items()}
+    answer = server.post("/v1/completions", completion(words, 8, kv_transfer_params=params))
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def test_what_a_request_wants_arrives_over_http(daemon: Daemon, server: Server, prompt: Callable[..., Prompt]) -> None:
+    """`kvserver.no_store`, `kvserver.max_load_tokens` and `kvserver.tiers`, and one that means nothing."""
+    words = prompt(65, 3 * CHUNK + 40)
+    stored = row_of(daemon)["requests"]["stored_chunks"]
+    cold = wishing(server, words, no_store=True)
+    seen = prompt(66, 2 * CHUNK + 40)
+    server.generate(seen)  # its chunks are the next that are stored
+    wait_until(
+        lambda: row_of(daemon)["requests"]["stored_chunks"] == stored + 2, 20, "those of the second request only"
+    )
+    server.forget()
+    assert server.generate(words) == cold  # a miss: it stores them
+    wait_until(lambda: row_of(daemon)["requests"]["stored_chunks"] == stored + 5, 20, "those of the first one")
+
+    def hits(**wishes: Any) -> float:
+        """What vLLM counts of a request with these wishes."""
+        server.forget()
+        before = agreed(daemon, server)["external_hits"]
+        assert wishing(server, words, **wishes) == cold
+        return float(agreed(daemon, server)["external_hits"] - before)
+
+    assert hits(max_load_tokens=0) == 0
+    assert hits(max_load_tokens=2 * CHUNK + 1) == 2 * CHUNK
+    assert hits(tiers=[]) == 0
+    assert hits(tiers=["l1"]) == 3 * CHUNK
+    bad = server.metrics()["vllm:kvserver_bad_wishes_total"]
+    assert hits(tiers="everything") == 3 * CHUNK
+    wait_until(lambda: server.metrics()["vllm:kvserver_bad_wishes_total"] == bad + 1, 20, "it is counted")
+
+
 def test_the_server_goes_on_while_the_daemon_is_stopped_and_its_stats_are_sent_afterwards(
     daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
 ) -> None:
