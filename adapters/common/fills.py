@@ -36,9 +36,8 @@ class AwaitedFills(Generic[Q]):
         self._timeout_ms = timeout_ms
         self._counters = counters
         self._answer = answer
-        self._in_flight: dict[
-            Q, tuple[int, float, LookupReply]
-        ] = {}  # the message's number, deadline, what was found before
+        # The message's number, deadline, what was found before; the first is due first, since all have the same time.
+        self._in_flight: dict[Q, tuple[int, float, LookupReply]] = {}
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -62,19 +61,18 @@ class AwaitedFills(Generic[Q]):
         _, _, before = self._in_flight.pop(question)
         self._answer(question, reply if isinstance(reply, LookupReply) else before)
 
-    def end_if_late(self, question: Q) -> None:
-        """Answer with what was found before, if the daemon has not answered in time or cannot any more."""
-        if question not in self._in_flight:
-            return
-        number, deadline, before = self._in_flight[question]
-        if time.monotonic() <= deadline and self._dispatcher.usable() is not None:
-            return
-        if question not in self._in_flight:  # its session ended
-            return
-        self._counters["late_fills"] += 1
-        self._dispatcher.forget(number)
-        del self._in_flight[question]
-        self._answer(question, before)
+    def end_late(self) -> None:
+        """Answer with what was found before, where the daemon has not answered in time or cannot any more."""
+        usable, now = self._dispatcher.usable() is not None, time.monotonic()
+        while self._in_flight:
+            question = next(iter(self._in_flight))
+            number, deadline, before = self._in_flight[question]
+            if usable and now <= deadline:
+                return
+            self._counters["late_fills"] += 1
+            self._dispatcher.forget(number)
+            del self._in_flight[question]
+            self._answer(question, before)
 
     def drop(self, question: Q) -> None:
         if (fill := self._in_flight.pop(question, None)) is not None:

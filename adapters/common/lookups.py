@@ -55,6 +55,7 @@ class Lookups:
         self._waiting: dict[Question, tuple[Lookup, TailOf]] = {}  # for a place in the queue, the oldest first
         self._in_flight: dict[Question, int] = {}  # the messages' numbers
         self._full = False  # the queue had no place; an answer may have freed one
+        self._looked_at_fills = False  # in this pass
         self._fills: AwaitedFills[Question] = AwaitedFills(dispatcher, settings.fill_timeout_ms, counters, self._answer)
         dispatcher.on_session.append(self._begin_session)
 
@@ -69,7 +70,7 @@ class Lookups:
     def next_pass(self) -> None:
         """A scheduler pass ends. Lookups that wait are sent, the oldest first."""
         self._poll_left = self._poll_seconds
-        self._full = False
+        self._full = self._looked_at_fills = False
         self._send_waiting()
 
     @property
@@ -145,12 +146,20 @@ class Lookups:
         )
         self._counters["lookup_hits"] += found.hit_chunks != 0 or found.tail_blocks != 0
 
+    def awaits_fill(self, question: Question) -> bool:
+        """Whether the daemon still reads for it. However many wait, a pass looks for replies and late ones once."""
+        if question not in self._fills:
+            return False
+        if not self._looked_at_fills:
+            self._looked_at_fills = True
+            self._dispatcher.receive()
+            self._fills.end_late()
+        return question in self._fills
+
     def answer_to(self, question: Question) -> Answer | None:
         """The answer; waits for it within what is left of this pass's time. REQUIRES: no lookup must be sent."""
-        if question in self._fills:
-            self._dispatcher.receive()
-            self._fills.end_if_late(question)
-            return question.answer
+        if self.awaits_fill(question):
+            return None
         if question.answer is not None:
             return question.answer
         question.deadline = question.deadline or time.monotonic() + self._timeout_seconds

@@ -182,9 +182,11 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM: (tokens beyond `local_tokens` to load, asynchronously); (None, False) = not known yet."""
+        state = self._requests.get(request.request_id)
+        if state is not None and self._lookups.awaits_fill(state):
+            return None, False  # first, for many may wait, and vLLM asks for each in each pass
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
-        state = self._requests.get(request.request_id)
         tokens, asynchronously = self._matched(state, request, local_tokens)
         if state is not None and state.answer is not None:
             self._promises.answered(request.request_id, tokens or 0, state.answer.l2_chunks * self._chunks.tokens)

@@ -9,8 +9,11 @@ from hybrids import HYBRIDS
 from kvserver.adapters.common import failed_loads
 from kvserver.adapters.common.failed_loads import MOST_KEYS, SECONDS, FailedLoads
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.common.steps import StepPlan
+from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import prompt
 from modelless import Engine
+from reconnect import replace_daemon
 from support.daemon import Daemon, wait_until
 from tap import Tap
 
@@ -38,6 +41,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = FailedLoads.__init__
     monkeypatch.setattr(FailedLoads, "__init__", lambda self: made(self, clock))
     return clock
+
+
+def half_of(engine: Engine) -> SchedulerHalf:
+    assert engine.connector.scheduler is not None
+    return engine.connector.scheduler
 
 
 def refuse_loads(message: Request) -> Reply | None:
@@ -124,29 +132,70 @@ def test_what_is_stored_anew_is_loaded_at_once(
         stored(tap, make_engine, world_size=world_size)
         engine = make_engine(tap.endpoint, world_size=world_size, extra={"kvserver.on_prefix_reset": "keep"})
 
-        def clear(plan, daemon=daemon) -> None:
+        def clear(plan: StepPlan, daemon: Daemon = daemon) -> None:
             if plan.loads:
                 daemon.http("/cache/clear", "POST")
 
         engine.before_step = clear
         assert engine.generate("fails", TOKENS).right
-        assert engine.connector.scheduler.counters["failed_loads"] >= 1
+        assert half_of(engine).counters["failed_loads"] >= 1
         engine.before_step = lambda plan: None
         engine.scheduler.reset_prefix_cache()
         assert engine.generate("again", TOKENS).external == 4 * CHUNK
         engine.close()
 
 
-def test_another_daemon_is_asked_at_once(clock: Clock, tap: Tap, make_engine: MakeEngine) -> None:
+def test_what_a_request_of_one_step_stores_is_known_though_it_ends_before_its_store(
+    clock: Clock, make_daemon: MakeDaemon, make_tap: MakeTap, make_engine: MakeEngine
+) -> None:
+    daemon = make_daemon(chunk_tokens=CHUNK, copy_delay_us=3000)
+    tap = make_tap(daemon)
     stored(tap, make_engine)
-    tap.instead = refuse_loads
-    engine = make_engine(tap.endpoint)
-    engine.generate("fails", TOKENS)
-    half = engine.connector.scheduler
-    assert half is not None
-    assert len(half._failed) == 4
-    half._begin_session(half._dispatcher.usable())
-    assert len(half._failed) == 0
+    engine = make_engine(tap.endpoint, extra={"kvserver.on_prefix_reset": "keep"})
+    engine.run()
+
+    def clear(plan: StepPlan) -> None:
+        if plan.loads:
+            daemon.http("/cache/clear", "POST")
+
+    engine.before_step = clear
+    answer = engine.add("one step", TOKENS, count=1)
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert engine.connector.has_pending_push_work(), "its store runs"
+    engine.before_step = lambda plan: None
+    engine.run()
+    assert (answer.right, half_of(engine).counters["failed_loads"]) == (True, 1)
+    engine.scheduler.reset_prefix_cache()
+    assert engine.generate("again", TOKENS).external == 4 * CHUNK
+
+
+def test_another_daemon_is_asked_at_once(
+    clock: Clock, make_daemon: MakeDaemon, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = make_daemon(chunk_tokens=CHUNK)
+
+    def store_by_another() -> None:
+        other = make_engine(daemon)
+        other.generate("cold", TOKENS)
+        other.close()
+
+    store_by_another()
+    engine = make_engine(daemon, extra={"kvserver.on_prefix_reset": "keep"})
+    engine.before_step = lambda plan: daemon.http("/cache/clear", "POST") if plan.loads else None
+    no_store = {"extra_args": {"kv_transfer_params": {"kvserver.no_store": True}}}
+    engine.generate("fails", TOKENS, sampling=no_store)
+    engine.before_step = lambda plan: None
+    store_by_another()
+    engine.scheduler.reset_prefix_cache()
+    assert engine.generate("avoids", TOKENS, sampling=no_store).external == 0
+    runs = engine.add("runs", prompt(5, 40), count=1000)
+    replace_daemon(daemon, engine, caplog)
+    assert not runs.finish_reason
+    engine.abort("runs")
+    engine.run()
+    store_by_another()
+    engine.scheduler.reset_prefix_cache()
+    assert engine.generate("again", TOKENS).external == 4 * CHUNK
 
 
 @pytest.mark.parametrize("name", sorted(HYBRIDS))
@@ -210,6 +259,15 @@ def test_it_is_bounded_and_forgets_ends_of_prompts_first() -> None:
     assert failed.leading("v", keys(0, 5)) == 0, "the first keys of the oldest are the last to go"
     failed.failed(load(9, keys(90_000, MOST_KEYS)))
     assert failed.leading("v", keys(0, 5)) == 5
+
+
+def test_loads_that_overlap_are_all_remembered() -> None:
+    """Merged as ranges, 5 to 7 and 3 to 7 left out 3 and 4 (AIBrix PR 2146)."""
+    for first, second in (((5, 3), (3, 5)), ((3, 5), (5, 3)), ((3, 2), (4, 4))):
+        failed = FailedLoads(Clock())
+        failed.failed(load(1, keys(*first)))
+        failed.failed(load(2, keys(*second)))
+        assert [number for number in range(10) if not failed.leading("v", keys(number, 1))] == [3, 4, 5, 6, 7]
 
 
 def test_each_key_has_its_time() -> None:

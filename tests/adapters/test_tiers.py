@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from hybrids import HYBRIDS
 from made_up_model import prompt
+from model_folder import write_lora
 from modelless import Engine
 from support.daemon import Daemon, wait_until
+from vllm.lora.request import LoRARequest
 
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
@@ -42,6 +44,49 @@ def wait_until_written(daemon: Daemon) -> None:
         return done and not status["books"]["tickets"]
 
     wait_until(written)
+
+
+def restart(daemon: Daemon) -> None:
+    wait_until_written(daemon)
+    daemon.terminate()
+    daemon.start()
+    wait_until(lambda: all(tier["state"] == "ready" for tier in daemon.status()["l2"]))
+
+
+def test_of_l2_too_a_lora_loads_what_its_own_files_made_only(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    daemon, tokens = make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB"), prompt(7, 3 * CHUNK + 20)
+    files = write_lora(tmp_path / "one")
+    engine = make_engine(daemon)
+    engine.generate("cold", tokens, lora_request=LoRARequest("sql", 1, str(files)))
+    engine.close()
+    restart(daemon)
+    assert make_engine(daemon).generate("plain", tokens).external == 0
+    assert (
+        make_engine(daemon).generate("warm", tokens, lora_request=LoRARequest("sql", 1, str(files))).external
+        == 3 * CHUNK
+    )
+    restart(daemon)
+    write_lora(files, seed=1)
+    assert make_engine(daemon).generate("changed", tokens, lora_request=LoRARequest("sql", 1, str(files))).external == 0
+
+
+def test_of_l2_too_nothing_is_found_after_the_weights_have_changed(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """By a reset, unless a version names the weights."""
+    daemon, tokens = make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB"), prompt(8, 3 * CHUNK + 20)
+    engine = make_engine(daemon)
+    engine.generate("old", tokens)
+    engine.close()
+    restart(daemon)
+    engine = make_engine(daemon)
+    engine.generate("first", prompt(9, 40))
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.generate("new", tokens).external == 0
+    assert not engine.loads
+    assert make_engine(daemon).generate("other", tokens).external == 3 * CHUNK
 
 
 @pytest.mark.parametrize("which", TIERS)
