@@ -4,13 +4,13 @@
 
 A real daemon, and vLLM's real scheduler with the connector around a model that is not there (tests/adapters/modelless.py).
 
-Waiting: 8 requests decode, and in a second engine 8 more beside 32 whose prompts the daemon is said to have in L2, and whose fills
-never end: a relay in a process of its own answers so. In turn, a step of the first engine, of the second, and of the second with a
+Waiting: 8 requests decode, and in a second engine 8 more beside 32 whose prompts are in L2 by the daemon's replies, and whose fills
+never end: a relay in a process of its own sends these replies. In turn, a step of the first engine, of the second, and of the second with a
 connector that answers "not known yet" at once, which is what vLLM itself takes to ask. Times are of `Scheduler.schedule()`, with
 the connector's part, in milliseconds. *added*: over no waiting requests; *ours*: over the connector that answers at once.
 
 Questions: requests whose prompts of 1,500 tokens are in L1 arrive between two steps, as vLLM takes them, alone or 32 at once, at an idle
-engine or beside 8 that decode. *early*: share of the first questions that came before the answer; *again*: questions that were put off to
+engine or beside 8 that decode. *early*: share of the first questions that were asked before the answer was there; *again*: questions that were put off to
 a later pass, a request; *wait*: what all questions of a pass took, in milliseconds, beside *known*: the same, of requests whose answers had
 arrived before; *lost*: their difference.
 """
@@ -182,7 +182,7 @@ class Questions:
 
 
 def wait_for_answers(engine: Engine) -> None:
-    """Before vLLM asks for them."""
+    """Before vLLM asks about them."""
     half = engine.connector.scheduler
     assert half is not None
     deadline = time.monotonic() + 5

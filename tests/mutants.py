@@ -1236,6 +1236,15 @@ SCHEDULER_HALF = (
         ("unit/server/test_fills.py::test_the_reply_counts_the_chunks_of_each_tier",),
     ),
     Mutant(
+        "requests that wait for storage look for replies once and no more",
+        LOOKUPS, "Lookups.next_pass", "self._full = self._looked_at_fills = False", "self._full = False", ("adapters/test_fills.py",),
+    ),
+    Mutant(
+        "a late fill is awaited for ever",
+        "adapters/common/fills.py", "AwaitedFills.end_late", "if usable and now <= deadline:", "if usable:",
+        ("adapters/test_fills.py::test_requests_compute_though_the_daemon_never_answers_their_fills",),
+    ),
+    Mutant(
         "what a failed load did not bring is not stored",
         SCHEDULER, "SchedulerHalf._load_failed", "            state.store_again()\n", "",
         ("adapters/test_failures.py::test_cleared_between_lookup_and_load",),

@@ -31,7 +31,7 @@ class Promises:
 
     def answered(self, request_id: str, tokens: int, from_l2: int) -> None:
         """`tokens` are promised, of which `from_l2` at most come from L2. 0: nothing is, whatever was answered before."""
-        self.failed(request_id)  # vLLM asks again only if its load came to nothing
+        self.failed(request_id)  # vLLM asks again only if its load brought nothing
         self._open.pop(request_id, None)
         if tokens > 0:
             l2 = min(tokens, from_l2)

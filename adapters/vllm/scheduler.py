@@ -184,7 +184,7 @@ class SchedulerHalf:
         """Answer vLLM: (tokens beyond `local_tokens` to load, asynchronously); (None, False) = not known yet."""
         state = self._requests.get(request.request_id)
         if state is not None and self._lookups.awaits_fill(state):
-            return None, False  # first, for many may wait, and vLLM asks for each in each pass
+            return None, False  # first: many may wait, and vLLM asks about each in each pass
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
         tokens, asynchronously = self._matched(state, request, local_tokens)

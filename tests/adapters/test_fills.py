@@ -158,3 +158,22 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(stoppable: Stoppable,
     engine.close()
     parts = stoppable.running.parts
     wait_until(lambda: stoppable.running.server.call(lambda: parts.fills.open == parts.cache.pins == 0).result(10))
+
+
+def test_requests_compute_though_the_daemon_never_answers_their_fills(
+    stoppable: Stoppable, make_engine: MakeEngine
+) -> None:
+    tokens = prompt(9, 3 * CHUNK + 20)
+    stored(stoppable, make_engine, tokens)
+    engine = make_engine(stoppable.running.endpoint, extra={"kvserver.fill_timeout_ms": 2000})
+    half = engine.connector.scheduler
+    assert half is not None
+    answers = [engine.add(f"waits-{number}", tokens) for number in range(2)]
+    engine.run(until=lambda: half.counters["fills"] == 2)
+    with stoppable.running.loop_stopped():
+        engine.run(until=lambda: half.counters["late_fills"] == 2)
+    engine.run()
+    assert [answer.external for answer in answers] == [0, 0]
+    assert all(answer.right for answer in answers)
+    assert half.counters["lookup_timeouts"] == 0
+    stoppable.tier.release()

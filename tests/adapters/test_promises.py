@@ -196,7 +196,7 @@ def test_a_load_that_fails_withdraws_its_tokens(stored: tuple[Tap, list[int]], m
 def test_a_request_that_ends_before_it_is_placed_withdraws_its_tokens(
     stored: tuple[Tap, list[int]], make_engine: MakeEngine
 ) -> None:
-    """However often vLLM asked for it."""
+    """However often vLLM asked."""
     tap, tokens = stored
     engine = make_engine(tap.endpoint, num_blocks=12)
     engine.add("runs", prompt(4, 3 * BLOCK), count=4 * BLOCK)
