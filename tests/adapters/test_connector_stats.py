@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kvserver.adapters.common.stats import TIERS, WITHDRAWN_REASONS, WITHDRAWN_TOKENS
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.stats import KVServerStats
 from made_up_model import BLOCK, prompt
@@ -151,6 +152,18 @@ def test_vllms_prometheus_has_the_sums(make_daemon, make_forgetful_engine):
     assert value("vllm:kvserver_load_failures_total") == 0
     assert value("vllm:external_prefix_cache_hits_total") == 4 * CHUNK
     assert value("vllm:prompt_tokens_cached_by_source_total", source="host") == 4 * CHUNK
+    for what in ("promised", "loaded"):
+        by_tier = [value(f"vllm:kvserver_{what}_tokens_total", tier=tier) for tier in TIERS]
+        assert by_tier == [4 * CHUNK, 0], what
+    withdrawn = [
+        value("vllm:kvserver_withdrawn_tokens_total", tier=tier, reason=reason)
+        for tier in TIERS
+        for reason in WITHDRAWN_REASONS
+    ]
+    assert withdrawn == [0] * 8, "all series exist from the start"
+    logger.kv_connector_prom.observe({WITHDRAWN_TOKENS: {"l2 load_failed": 3, "l9 of another version": 4}}, 0)
+    assert value("vllm:kvserver_withdrawn_tokens_total", tier="l2", reason="load_failed") == 3
+    assert value("vllm:kvserver_withdrawn_tokens_total", tier="other", reason="other") == 4
 
 
 def test_hits_are_labelled_as_the_hosts(make_daemon, make_forgetful_engine):
