@@ -298,7 +298,7 @@ def test_what_the_daemon_refused_is_counted_by_its_code(make_daemon, make_engine
         else None
     )
     engine.generate("a", TOKENS)
-    engine.generate("b", TOKENS)
+    engine.generate("b", prompt(8, 2 * CHUNK))
     front.record_steps()
     assert front.series("refused_total")["not_found",] == 1
     assert front.series("refused_total")["other",] == 1

@@ -92,16 +92,23 @@ def test_a_request_tries_one_load_whatever_is_remembered(
     assert len(engine.loads) == 1
 
 
+@pytest.mark.parametrize("own", [20, 2 * CHUNK + 5])
 def test_requests_that_wait_with_an_answer_do_not_load_what_failed_meanwhile(
-    clock: Clock, tap: Tap, make_engine: MakeEngine
+    clock: Clock, tap: Tap, make_engine: MakeEngine, own: int
 ) -> None:
+    """Nothing of it, or as far as nothing failed: the engine has the first `own` tokens itself."""
     stored(tap, make_engine)
-    tap.instead = refuse_loads
     engine = make_engine(tap.endpoint, num_blocks=25, extra={"kvserver.lookup_age_ms": 600_000})
-    answers = [engine.add(f"r{number}", TOKENS) for number in range(4)]
+    engine.generate("own", TOKENS[:own])
+    tap.instead, before = refuse_loads, len(engine.loads)
+    engine.add("fails", TOKENS)
+    waits = engine.add("waits", TOKENS)
+    engine.run(until=lambda: half_of(engine).counters["failed_loads"] == 1)
+    assert engine.status_of("waits") == "WAITING", "there are no blocks for it"
+    engine.abort("fails")  # else it computes what the other one needs
     engine.run()
-    assert all(answer.right for answer in answers)
-    assert len(engine.loads) == 1
+    assert waits.right
+    assert len(engine.loads) == before + 1
 
 
 def test_a_lookup_goes_as_far_as_nothing_failed(clock: Clock, tap: Tap, make_engine: MakeEngine) -> None:
