@@ -1245,6 +1245,12 @@ SCHEDULER_HALF = (
         ("adapters/test_fills.py::test_requests_compute_though_the_daemon_never_answers_their_fills",),
     ),
     Mutant(
+        "the daemon's memory of fills, which ends with leases, counts more than what the engine states",
+        "kvserver/server/reports.py", "EngineReports.end_request",
+        "of_fills if request.l2_tokens is None else request.l2_tokens", "of_fills",
+        ("issues/adapters/test_what_a_long_request_loaded_from_l2_counted_as_l1s.py",),
+    ),
+    Mutant(
         "what a failed load did not bring is not stored",
         SCHEDULER, "SchedulerHalf._load_failed", "            state.store_again()\n", "",
         ("adapters/test_failures.py::test_cleared_between_lookup_and_load",),

@@ -158,24 +158,6 @@ def test_a_hit_of_both_tiers_is_split(make_daemon: MakeDaemon, make_engine: Make
     wait_until(lambda: prompt_tokens(daemon, both) == {"l0": 2 * BLOCK, "computed": 33 + 20, **expected})
 
 
-def test_what_a_long_request_loaded_from_l2_is_counted_though_its_lease_has_ended(
-    make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    """Then the daemon itself no longer knows it."""
-    daemon = make_daemon(chunk_tokens=CHUNK, lease_seconds=1, l2=f"file://{tmp_path}/l2?size=64MiB")
-    tokens = prompt(2, 2 * CHUNK + 20)
-    first = make_engine(daemon)
-    first.generate("cold", tokens)
-    first.close()
-    restart(daemon)
-    engine = make_engine(daemon)
-    answer = engine.add("long", tokens, count=300)
-    engine.run(until=lambda: len(answer.tokens) > 0)
-    wait_until(lambda: not daemon.status()["books"]["leases"], what="the lease has ended")
-    engine.run()
-    wait_until(lambda: prompt_tokens(daemon, engine)["l2"] == 2 * CHUNK)
-
-
 @pytest.fixture
 def stored(make_daemon: MakeDaemon, make_tap: MakeTap, make_engine: MakeEngine) -> tuple[Tap, list[int]]:
     """A daemon that has a prompt of two chunks and a little more."""
