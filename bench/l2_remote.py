@@ -1,6 +1,6 @@
 """Tiers of L2 in shared stores, beside their client library's own loop with a checksum of the same bytes, in the same run.
 
-    .venv/bin/python bench/l2_remote.py [--size MIB ...] [--only valkey|s3]
+    .venv/bin/python bench/l2_remote.py [--size MIB ...] [--only KIND]
 
 The servers are those of the tests, on this machine: Valkey, and moto for S3, which is slow itself. `loop`: one thread that calls the
 library and XXH3; `threads`: as many as the tier has lanes, each with a client. The tier does what they do, and gathers from and
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import tempfile
 import threading
@@ -30,11 +31,12 @@ from support.valkey import ValkeyStore
 from kvserver._native import checksum
 from kvserver.config import parse_tiers
 from kvserver.l2 import TierOutcome
-from kvserver.l2.remote import s3, valkey
-from kvserver.l2.remote.make import LANES
+from kvserver.l2.remote.buffer import LaneBuffer
+from kvserver.l2.remote.make import LANES, store_of
 from kvserver.l2.remote.store import StoreClient
 
-ROUNDS, TOTAL_BYTES = 5, 128 << 20
+ROUNDS, TOTAL_BYTES = 9, 64 << 20
+AT_ONCE = {"put": 16, "get": 64}  # as the daemon has them under way
 Connect = Callable[[], StoreClient]
 
 
@@ -56,10 +58,10 @@ class Loop:
 
     def _put(self, number: int, where: str, value: bytes) -> None:
         checksum(value)
-        self._clients[number].put(where, memoryview(value))
+        self._clients[number].put([where], [memoryview(value)])
 
     def _get(self, number: int, where: str, value: bytes) -> None:
-        found = self._clients[number].get(where, self._buffers[number])
+        (found,) = self._clients[number].get([where], [self._buffers[number]])
         assert found is not None
         checksum(self._values[0])  # as many bytes, and as near
 
@@ -94,27 +96,34 @@ class Tier:
     def put(self) -> float:
         self._first += len(self._memory)
         self._daemon.probe(list(range(self._first, self._first + len(self._memory))))
-        return self._run(lambda number, memory: self._daemon.tier.put(name(number), memory, b"", within(100)))
+        put = self._daemon.tier.put
+        return self._run("put", lambda number, memory: put(name(number), memory, b"", within(100)))
 
     def get(self) -> float:
-        return self._run(lambda number, memory: self._daemon.tier.get(name(number), memory, within(100)))
+        return self._run("get", lambda number, memory: self._daemon.tier.get(name(number), memory, within(100)))
 
     def close(self) -> None:
         self._daemon.tier.close(within(5))
 
-    def _run(self, begin: Callable[..., int]) -> float:
+    def _run(self, what: str, begin: Callable[..., int]) -> float:
         """GB/s."""
-        began = time.perf_counter()
-        tickets = [begin(self._first + number, memory) for number, memory in enumerate(self._memory)]
-        ends = self._daemon.ends.all(tickets, 100)
-        seconds = time.perf_counter() - began
-        assert {end.outcome for end in ends} == {TierOutcome.DONE}, ends
-        return self._bytes / seconds / 1e9
+        began, open_, todo = time.perf_counter(), 0, list(enumerate(self._memory, self._first))[::-1]
+        while todo or open_:
+            while todo and open_ < AT_ONCE[what]:
+                begin(*todo.pop())
+                open_ += 1
+            select.select([self._daemon.tier.completion_fd], [], [], 1)
+            for end in self._daemon.tier.drain():
+                assert end.outcome is TierOutcome.DONE, end
+                open_ -= 1
+        return self._bytes / (time.perf_counter() - began) / 1e9
 
 
-def measure(kind: str, store: SharedStore, connect: Connect, lanes: int, url: str, size: int) -> list[list[object]]:
-    count = max(2 * lanes, TOTAL_BYTES // size)
-    loop, threads, tier = Loop(connect, 1, size, count), Loop(connect, lanes, size, count), Tier(url, size, count)
+def measure(kind: str, url: str, size: int) -> list[list[object]]:
+    lanes, count = LANES[kind], max(2 * LANES[kind], TOTAL_BYTES // size)
+    connect = store_of(*parse_tiers([url]))[1]
+    loop, threads = (Loop(lambda: connect(LaneBuffer()), number, size, count) for number in (1, lanes))
+    tier = Tier(url, size, count)
     rows = []
     for what in ("put", "get"):
         found = alternate(ROUNDS, *(getattr(each, what) for each in (loop, threads, tier)))
@@ -124,29 +133,26 @@ def measure(kind: str, store: SharedStore, connect: Connect, lanes: int, url: st
     return rows
 
 
+def start(kind: str, folder: Path) -> SharedStore:
+    return ValkeyStore(folder) if kind == "valkey" else S3Server()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=float, nargs="+", default=[0.25, 2, 16], help="MiB of an object")
-    parser.add_argument("--only", choices=["valkey", "s3"])
+    parser.add_argument("--size", type=float, nargs="+", default=[0.0625, 0.25, 2, 16], help="MiB of an object")
+    parser.add_argument("--only", choices=list(LANES))
     arguments = parser.parse_args()
     os.environ.update(CREDENTIALS)
     rows: list[list[object]] = []
-    for mebibytes in arguments.size:
-        size = int(mebibytes * (1 << 20))
-        if arguments.only != "s3":
+    for kind in [arguments.only] if arguments.only else LANES:
+        for mebibytes in arguments.size:
             with tempfile.TemporaryDirectory() as folder:
-                store = ValkeyStore(Path(folder))
-                url = store.url_of("bench", "timeout=60s", "expiry=60s")
-                place = valkey.ValkeyUrl(*parse_tiers([url]))
-                valkey.require_client(*parse_tiers([url]))
-                rows += measure("valkey", store, lambda place=place: valkey.connect(place), LANES["valkey"], url, size)
-                store.close()
-        if arguments.only != "valkey":
-            server = S3Server()
-            url = server.url_of("bench", "timeout=60s")
-            bucket = s3.S3Url(*parse_tiers([url]))
-            rows += measure("s3", server, lambda bucket=bucket: s3.connect(bucket), LANES["s3"], url, size)
-            server.close()
+                store = start(kind, Path(folder))
+                try:
+                    url = store.url_of("bench", "timeout=60s", *(["expiry=60s"] if kind == "valkey" else []))
+                    rows += measure(kind, url, int(mebibytes * (1 << 20)))
+                finally:
+                    store.close()
     print(table(["kind", "MiB", "", "loop GB/s", "threads", "tier", "tier/best"], rows))
 
 

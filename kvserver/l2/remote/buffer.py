@@ -1,25 +1,58 @@
 """A lane's own memory for packed records, between a client and L1.
 
-Owns: its size, which grows to the largest record that the lane has met. A client that hangs may use it for ever; it is then lost
+Owns: its size, which grows to the largest command that the lane has met. A client that hangs may use it for ever; it is then lost
 with its lane, and L1 is not touched.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+from collections.abc import Sequence
 
 _STEP_BYTES = 1 << 20
 
 
 class LaneBuffer:
+    """Of a memory file, which a client may hand to another process."""
+
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
+        self.fd = -1  # another one after each growth
 
-    def view(self, count: int) -> memoryview:
-        """`count` bytes of it. What an earlier view showed is no longer there. REQUIRES: no earlier one is used."""
-        if self._memory is None or len(self._memory) < count:
-            self._memory = mmap.mmap(-1, max(_STEP_BYTES, -(-count // _STEP_BYTES) * _STEP_BYTES))
-        return memoryview(self._memory)[:count]
+    @property
+    def bytes(self) -> int:
+        return len(self._memory) if self._memory is not None else 0
+
+    def views(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Pieces of these sizes, each from a page on. What earlier ones showed is no longer there. REQUIRES: none of them is used."""
+        ends, end = [], 0
+        for size in sizes:
+            ends.append(end + size)
+            end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if end > self.bytes:
+            self._grow(-(-end // _STEP_BYTES) * _STEP_BYTES)
+        whole = memoryview(self._memory) if self._memory is not None else memoryview(bytearray())
+        return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+    def offset_of(self, view: memoryview) -> int:
+        """REQUIRES: it is one of views()."""
+        assert self._memory is not None
+        return _address(view) - _address(self._memory)
 
     def free(self) -> None:
         self._memory = None
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+
+    def _grow(self, size: int) -> None:
+        self.free()
+        self.fd = os.memfd_create("kvserver-lane", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, size)
+        self._memory = mmap.mmap(self.fd, size)
+
+
+def _address(memory: memoryview | mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

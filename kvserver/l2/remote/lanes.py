@@ -6,6 +6,9 @@ A job is QUEUED, then AWAY (with the client, which sees the lane's own buffer on
 L1), then ENDED. The clock and the loop end a job that is QUEUED or AWAY at once, whatever its lane is waiting for; a job that is
 INSIDE ends when it leaves. So a client that hangs keeps its lane and that lane's buffer, never memory of L1.
 
+Small jobs of one bundle share a command: a lane takes as many as are queued behind each other, up to BUNDLE_BYTES. Each has its own
+deadline and its own end.
+
 The first lane runs readers only, the others readers first: a get never waits for a put. All state is guarded by one lock, which
 no thread keeps while it copies or waits for a store.
 """
@@ -15,15 +18,16 @@ from __future__ import annotations
 import contextlib
 import enum
 import heapq
+import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.store import ConnectStore, StoreClient, StoreClosed
@@ -31,6 +35,7 @@ from kvserver.l2.remote.store import ConnectStore, StoreClient, StoreClosed
 log = logging.getLogger(__name__)
 
 MOST_QUEUED = 1024  # of readers, and of the others
+BUNDLE_BYTES = 1 << 20  # of jobs that share a command; the last one may go beyond
 R = TypeVar("R")
 
 
@@ -41,16 +46,21 @@ class JobPhase(enum.Enum):
     ENDED = enum.auto()
 
 
-class _EndedError(Exception):
-    """The job of a lane has been ended meanwhile."""
+class JobEnded(Exception):
+    """A job has been ended meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
 class Job(Generic[R]):
     number: int
-    run: Callable[[Job[R], Lane], R]
+    run: RunJobs[R]
     reads: bool
     deadline_ns: int
+    item: Any = None  # what `run` needs to know of it
+    bundle: Hashable = None  # jobs with the same one are run together by `run` of the first; None: it is run alone
+    bytes: int = 0
+    command: int = 0  # the number of the command that it is part of, and
+    share: float = 1.0  # how much of that is its
     began_ns: int = 0  # when a lane began with it; 0: none did
     ended_ns: int = 0
     phase: JobPhase = JobPhase.QUEUED
@@ -73,19 +83,28 @@ class Lane:
     def client(self) -> StoreClient:
         """StoreError if there is no connection."""
         if self._client is None:
-            self._client = self._connect()
+            self._client = self._connect(self.buffer)
         return self._client
 
     def check(self, job: Job[Any]) -> None:
         """End the lane's work if the job has ended."""
         if job.phase is JobPhase.ENDED:
-            raise _EndedError
+            raise JobEnded
 
     def disconnect(self) -> None:
         """The next job makes another client."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
+
+
+# Of a job that has ended meanwhile there need be no result.
+RunJobs: TypeAlias = Callable[[Sequence[Job[R]], Lane], dict[Job[R], R]]
+
+
+def alone(run: Callable[[Job[R], Lane], R]) -> RunJobs[R]:
+    """As a job of no bundle is run."""
+    return lambda jobs, lane: {jobs[0]: run(jobs[0], lane)}
 
 
 @dataclass(slots=True)
@@ -119,7 +138,8 @@ class Lanes(Generic[R]):
         self._time = threading.Condition(self._lock)  # an earlier deadline
         self._left = threading.Condition(self._lock)  # a job left L1
         self._open = _Open[R]()
-        self._running: dict[Lane, Job[R]] = {}
+        self._running: dict[Lane, list[Job[R]]] = {}
+        self._commands = itertools.count(1)
         self._done: list[tuple[Job[R], R]] = []
         self._closing = False
         self._lanes = [Lane(connect, self._inside) for _ in range(count)]
@@ -193,7 +213,7 @@ class Lanes(Generic[R]):
     def _inside(self, job: Job[R]) -> Iterator[None]:
         with self._lock:
             if job.phase is JobPhase.ENDED:
-                raise _EndedError
+                raise JobEnded
             job.phase = JobPhase.INSIDE
         try:
             yield
@@ -204,40 +224,47 @@ class Lanes(Generic[R]):
                     self._end(job, job.verdict)
                 ended = job.phase is JobPhase.ENDED
         if ended:
-            raise _EndedError
+            raise JobEnded
 
     def _serve(self, lane: Lane, all_kinds: bool) -> None:
-        while (job := self._next(lane, all_kinds)) is not None:
-            result: R | None = None
+        while jobs := self._next(lane, all_kinds):
+            results: dict[Job[R], R] = {}
             try:
-                result = job.run(job, lane)
-            except _EndedError:
+                results = jobs[0].run(jobs, lane)
+            except JobEnded:
                 pass
             except StoreClosed as error:
                 _disconnect(lane)
-                result = self._failed(error)
+                results = dict.fromkeys(jobs, self._failed(error))
             except Exception as error:
-                result = self._failed(error)
+                results = dict.fromkeys(jobs, self._failed(error))
             with self._lock:
                 del self._running[lane]
-                if result is not None:
-                    self._end(job, result)
+                for job in jobs:
+                    if job in results:
+                        self._end(job, results[job])
+                    assert job.phase is JobPhase.ENDED, "a job without a result"
         _disconnect(lane)
         lane.buffer.free()
 
-    def _next(self, lane: Lane, all_kinds: bool) -> Job[R] | None:
-        """The next job, AWAY; None: the lane ends."""
+    def _next(self, lane: Lane, all_kinds: bool) -> list[Job[R]]:
+        """The jobs of the next command, AWAY; none: the lane ends."""
         with self._lock:
             while not self._closing:
                 for queue in (self._open.readers, self._open.others) if all_kinds else (self._open.readers,):
-                    while queue:
-                        job = queue.popleft()
-                        if job.phase is JobPhase.QUEUED:
-                            job.phase, job.began_ns = JobPhase.AWAY, time.monotonic_ns()
-                            self._running[lane] = job
-                            return job
+                    if jobs := _take_bundle(queue):
+                        command, size, now_ns = (
+                            next(self._commands),
+                            sum(job.bytes for job in jobs),
+                            time.monotonic_ns(),
+                        )
+                        for job in jobs:
+                            job.phase, job.began_ns, job.command = JobPhase.AWAY, now_ns, command
+                            job.share = job.bytes / size if size else 1.0
+                        self._running[lane] = jobs
+                        return jobs
                 self._work.wait()
-        return None
+        return []
 
     # ---- ends; the lock is taken ------------------------------------------------------------------
 
@@ -273,8 +300,23 @@ class Lanes(Generic[R]):
     def _all_hang(self) -> bool:
         """Every lane is with a job whose time was over before."""
         return len(self._running) == len(self._lanes) and all(
-            job.phase is JobPhase.ENDED for job in self._running.values()
+            job.phase is JobPhase.ENDED for jobs in self._running.values() for job in jobs
         )
+
+
+def _take_bundle(queue: deque[Job[R]]) -> list[Job[R]]:
+    """The first job that is still queued, and those behind it that share its command."""
+    jobs: list[Job[R]] = []
+    size = 0
+    while queue and size < BUNDLE_BYTES:
+        if queue[0].phase is JobPhase.ENDED:
+            queue.popleft()
+            continue
+        if jobs and (jobs[0].bundle is None or queue[0].bundle != jobs[0].bundle):
+            break
+        jobs.append(queue.popleft())
+        size += jobs[-1].bytes
+    return jobs
 
 
 def _disconnect(lane: Lane) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvserver._native import HostRegion
 from kvserver.config import TierUrl
 from kvserver.l2.remote import s3, valkey
+from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.store import ConnectStore, StoreError
 from kvserver.l2.remote.tier import RemoteTier
 
@@ -27,7 +28,7 @@ def why_not_served(url: TierUrl) -> str:
     """Why the store does not answer a request now; "" if it does. ConfigError as of store_of()."""
     prefix, connect = store_of(url)
     try:
-        client = connect()
+        client = connect(LaneBuffer())
         try:
             client.read_ids([f"{prefix}/doctor"])
         finally:
@@ -42,8 +43,8 @@ def store_of(url: TierUrl) -> tuple[str, ConnectStore]:
     if url.kind == "valkey":
         server = valkey.ValkeyUrl(url)
         valkey.require_client(url)
-        return server.prefix, lambda: valkey.connect(server)
+        return server.prefix, lambda buffer: valkey.connect(server)
     assert url.kind == "s3", url.kind
     bucket = s3.S3Url(url)
     s3.require_client(url)
-    return bucket.prefix, lambda: s3.connect(bucket)
+    return bucket.prefix, lambda buffer: s3.connect(bucket)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from kvserver.config import TierUrl
-from kvserver.l2.remote.store import StoreClient, StoreError, StoreFull, StoreTimeout, WrongSize
+from kvserver.l2.remote.store import StoreClient, StoreError, StoreFull, StoreTimeout
 from kvserver.protocol import ConfigError
 
 T = TypeVar("T")
 
 _MOST_VALUE_BYTES = 5 << 30  # of one PUT
-_MOST_QUESTIONS = 16  # requests at once
+_MOST_QUESTIONS = 16  # requests at once, of objects, too
 _MOST_RETRIES = 2  # of one request, inside its time-out: S3 answers 503 where it wants less of them
 _NO_SPACE = ("EntityTooLarge", "QuotaExceeded", "StorageFull", "507 Insufficient Storage")
 _MOST_TEXT = 300
@@ -67,7 +67,7 @@ class _S3Client:
         from obstore.exceptions import AlreadyExistsError, NotSupportedError
         from obstore.store import S3Store
 
-        self._obstore, self._gather = obstore, asyncio.gather
+        self._obstore, self._gather, self._semaphore = obstore, asyncio.gather, asyncio.Semaphore
         self._exists_already, self._not_supported = AlreadyExistsError, NotSupportedError
         self._loop = asyncio.new_event_loop()
         self._store = self._try(
@@ -88,17 +88,28 @@ class _S3Client:
             )
         )
 
-    def get(self, name: str, buffer: memoryview) -> memoryview | None:
-        def get() -> memoryview:
-            found = self._obstore.get(self._store, name)
-            if found.meta["size"] > len(buffer):
-                raise WrongSize(f"{found.meta['size']} bytes")
-            return memoryview(found.bytes())
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+        async def get(name: str, buffer: memoryview) -> memoryview | None:
+            try:
+                found = await self._obstore.get_async(self._store, name)
+            except FileNotFoundError as error:
+                _require_bucket(error)
+                return None
+            return buffer[:0] if found.meta["size"] > len(buffer) else memoryview(await found.bytes_async())
 
-        return self._find(get)
+        return self._all(get, names, buffers)
 
-    def put(self, name: str, value: memoryview) -> None:
-        self._try(lambda: self._obstore.put(self._store, name, value, use_multipart=False))
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+        async def put(name: str, value: memoryview) -> str:
+            try:
+                await self._obstore.put_async(self._store, name, value, use_multipart=False)
+            except self._obstore.exceptions.BaseError as error:
+                if isinstance(full := _store_error(error), StoreFull):
+                    return str(full)
+                raise
+            return ""
+
+        return self._all(put, names, values)
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         async def exists(name: str) -> bool:
@@ -144,20 +155,22 @@ class _S3Client:
     def close(self) -> None:
         self._loop.close()
 
-    def _all(self, request: Callable[[str], Awaitable[T]], names: Sequence[str]) -> list[T]:
-        """All requests at once."""
+    def _all(self, request: Callable[..., Awaitable[T]], *of: Sequence[Any]) -> list[T]:
+        """The requests' answers, _MOST_QUESTIONS at a time. All have ended when this returns or raises."""
 
         async def together() -> list[T]:
-            return list(await self._gather(*map(request, names)))
+            free = self._semaphore(_MOST_QUESTIONS)
+
+            async def one(*arguments: Any) -> T:
+                async with free:
+                    return await request(*arguments)
+
+            found = await self._gather(*map(one, *of), return_exceptions=True)
+            if errors := [each for each in found if isinstance(each, BaseException)]:
+                raise errors[0]
+            return cast(list[T], found)
 
         return self._try(lambda: self._loop.run_until_complete(together()))
-
-    def _find(self, call: Callable[[], T]) -> T | None:
-        """None if the object, but not the bucket, is missing."""
-        try:
-            return self._try(call)
-        except FileNotFoundError:
-            return None
 
     def _try(self, call: Callable[[], T]) -> T:
         """StoreError for what the library raises, but FileNotFoundError of an object and the two of conditional puts."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from kvserver.l2.remote.buffer import LaneBuffer
+
 
 class StoreError(Exception):
     """The store did not do what was requested. Its text has no secrets."""
@@ -28,20 +30,20 @@ class StoreClosed(StoreError):
     """The client is of no use any more: make another one."""
 
 
-class WrongSize(StoreError):
-    """The value is larger than the buffer for it."""
-
-
 class StoreClient(Protocol):
+    """REQUIRES: the memory of get() and put() is that of the buffer which the client was made with."""
+
     most_value_bytes: int
     most_questions: int  # that exist() puts into one round trip
 
-    def get(self, name: str, buffer: memoryview) -> memoryview | None:
-        """The value, in `buffer` or in memory of its own; None if there is none. WrongSize if it is larger than `buffer`."""
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+        """The values, all in one round trip where the store can: each in its buffer or in memory of the client's own; None if
+        there is none; an empty one if it is larger than its buffer."""
         ...
 
-    def put(self, name: str, value: memoryview) -> None:
-        """Store the value, which the client has let go of when this returns or raises, with the expiry of the URL."""
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+        """Store the values, likewise, with the expiry of the URL; of each why the store has no space for it, or "". The client
+        has let go of them when this returns or raises. A store may keep what it has under a name."""
         ...
 
     def exist(self, names: Sequence[str]) -> list[bool]: ...
@@ -65,4 +67,4 @@ class StoreClient(Protocol):
     def close(self) -> None: ...
 
 
-ConnectStore: TypeAlias = Callable[[], StoreClient]
+ConnectStore: TypeAlias = Callable[[LaneBuffer], StoreClient]

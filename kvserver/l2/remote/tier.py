@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
@@ -21,10 +22,10 @@ from kvserver.l2.base import ObjectMemory, ObjectName, State, TierEnd, TierOutco
 from kvserver.l2.remote.breaker import StoreBreaker
 from kvserver.l2.remote.existence import Existence
 from kvserver.l2.remote.generations import Generations
-from kvserver.l2.remote.lanes import Lane, Lanes
+from kvserver.l2.remote.lanes import Lanes, RunJobs, alone
 from kvserver.l2.remote.names import Names, scope_of
 from kvserver.l2.remote.store import ConnectStore
-from kvserver.l2.remote.work import Result, StoreWork, TierJob, failure, overdue
+from kvserver.l2.remote.work import Result, StoreObject, StoreWork, TierJob, failure, overdue
 from kvserver.protocol import KEY_BYTES
 from kvserver.protocol.status import TierStatus
 
@@ -65,6 +66,7 @@ class RemoteTier:
         self._tickets: dict[int, _Ticket] = {}
         self._numbers = itertools.count(1)
         self._corrupt_in_a_row = 0
+        self._failed_command = 0
         self._opening = True
         self._closed = ""
         self._last_failure = ""
@@ -122,7 +124,8 @@ class RemoteTier:
         ticket = _Ticket("probe", True, namespace)
         if not unknown and not self._refusal():
             return self._end_at_once(ticket, Result(TierOutcome.DONE))
-        return self._begin(ticket, lambda job, lane: self._work.probe(job, lane, unknown, chain), deadline_ns)
+        run = alone(lambda job, lane: self._work.probe(job, lane, unknown, chain))
+        return self._begin(ticket, run, deadline_ns)
 
     def put(self, name: ObjectName, memory: ObjectMemory, parent: bytes, deadline_ns: int) -> int:
         ticket = _Ticket("put", True, name.namespace, name)
@@ -131,14 +134,26 @@ class RemoteTier:
             return self._end_at_once(ticket, Result(TierOutcome.UNAVAILABLE, what="the tier is read only"))
         if present and not self._refusal():
             return self._end_at_once(ticket, Result(TierOutcome.DONE))
-        absent = present is False
         return self._begin(
-            ticket, lambda job, lane: self._work.put(job, lane, name, memory, absent), deadline_ns, reads=False
+            ticket,
+            self._work.put,
+            deadline_ns,
+            reads=False,
+            item=StoreObject(name, memory, absent=present is False),
+            bundle=("put", name.namespace),
+            bytes=memory.bytes,
         )
 
     def get(self, name: ObjectName, memory: ObjectMemory, deadline_ns: int) -> int:
         ticket = _Ticket("get", True, name.namespace, name)
-        return self._begin(ticket, lambda job, lane: self._work.get(job, lane, name, memory), deadline_ns)
+        return self._begin(
+            ticket,
+            self._work.get,
+            deadline_ns,
+            item=StoreObject(name, memory),
+            bundle=("get", name.namespace),
+            bytes=memory.bytes,
+        )
 
     def touch(self, namespace: bytes, group: int, keys: bytes) -> None:
         now_ns = time.monotonic_ns()
@@ -155,7 +170,7 @@ class RemoteTier:
         dropped = set(names)
         self._void(lambda ticket: ticket.name in dropped)
         if names and not self._refusal():
-            self._begin_own("drop", lambda job, lane: self._work.delete(lane, names))
+            self._begin_own("drop", alone(lambda job, lane: self._work.delete(lane, names)))
 
     def clear(self, prefix: bytes) -> int:
         scope = scope_of(prefix)
@@ -166,7 +181,8 @@ class RemoteTier:
         self._touched = {name: None for name in self._touched if not name.namespace.startswith(scope)}
         deadline_ns = time.monotonic_ns() + self._control_ns
         # Of a tier that is closed or cut off, too: after a restart it would serve what was cleared.
-        return self._submit(_Ticket("clear", True, scope), lambda job, lane: self._work.clear(lane, scope), deadline_ns)
+        run = alone(lambda job, lane: self._work.clear(lane, scope))
+        return self._submit(_Ticket("clear", True, scope), run, deadline_ns)
 
     def cancel(self, ticket: int) -> None:
         self._lanes.end(ticket, Result(TierOutcome.CANCELLED))
@@ -176,7 +192,7 @@ class RemoteTier:
             self._ping()
         if self._touched and not self._refusal():
             names, self._touched = list(self._touched), {}
-            self._begin_own("touch", lambda job, lane: self._work.refresh(lane, names))
+            self._begin_own("touch", alone(lambda job, lane: self._work.refresh(lane, names)))
 
     def drain(self) -> Sequence[TierEnd]:
         ends: list[TierEnd] = []
@@ -187,8 +203,7 @@ class RemoteTier:
             ticket = self._tickets.pop(job.number)
             result = self._apply(ticket, job, result)
             if ticket.shown:
-                nanos = job.ended_ns - job.began_ns if job.began_ns else 0
-                ends.append(TierEnd(job.number, result.outcome, result.bytes, nanos, result.what))
+                ends.append(TierEnd(job.number, result.outcome, result.bytes, _nanos(job), result.what))
         return ends
 
     def close(self, deadline_ns: int) -> None:
@@ -204,31 +219,32 @@ class RemoteTier:
         return "it is opening" if self._opening else f"its breaker is open: {self._last_failure}"
 
     def _begin(
-        self, ticket: _Ticket, run: Callable[[TierJob, Lane], Result], deadline_ns: int, reads: bool = True
+        self, ticket: _Ticket, run: RunJobs[Result], deadline_ns: int, reads: bool = True, **options: Any
     ) -> int:
         if refusal := self._refusal():
             return self._end_at_once(ticket, Result(TierOutcome.UNAVAILABLE, what=refusal))
-        return self._submit(ticket, run, deadline_ns, reads)
+        return self._submit(ticket, run, deadline_ns, reads, **options)
 
     def _submit(
-        self, ticket: _Ticket, run: Callable[[TierJob, Lane], Result], deadline_ns: int, reads: bool = True
+        self, ticket: _Ticket, run: RunJobs[Result], deadline_ns: int, reads: bool = True, **options: Any
     ) -> int:
-        job = TierJob(next(self._numbers), run, reads, deadline_ns)
+        """`options`: fields of a Job."""
+        job = TierJob(next(self._numbers), run, reads, deadline_ns, **options)
         self._tickets[job.number] = ticket
         if not self._lanes.submit(job):
             self._lanes.end_at_once(job, Result(TierOutcome.UNAVAILABLE, what="its queue is full or ended"))
         return job.number
 
-    def _begin_own(self, kind: str, run: Callable[[TierJob, Lane], Result]) -> None:
+    def _begin_own(self, kind: str, run: RunJobs[Result]) -> None:
         self._begin(_Ticket(kind, False), run, time.monotonic_ns() + self._control_ns)
 
     def _ping(self) -> None:
         """Find out whether the store is there; beside clears the only request that passes a breaker that is not closed."""
         deadline_ns = time.monotonic_ns() + self._control_ns
-        self._submit(_Ticket("ping", False), lambda job, lane: self._work.ping(lane), deadline_ns)
+        self._submit(_Ticket("ping", False), alone(lambda job, lane: self._work.ping(lane)), deadline_ns)
 
     def _end_at_once(self, ticket: _Ticket, result: Result) -> int:
-        job = TierJob(next(self._numbers), _never, True, 0)
+        job = TierJob(next(self._numbers), alone(_never), True, 0)
         self._tickets[job.number] = ticket
         self._lanes.end_at_once(job, result)
         return job.number
@@ -247,7 +263,8 @@ class RemoteTier:
             self._opening = False
         if result.answered:
             self._breaker.succeeded()
-        elif result.failed or ticket.kind == "ping":
+        elif (result.failed or ticket.kind == "ping") and not 0 < job.command == self._failed_command:
+            self._failed_command = job.command  # what shares a command fails once
             self._fail(result)
         if ticket.void:
             result = Result(TierOutcome.CANCELLED)
@@ -303,14 +320,19 @@ class _Counts:
         if outcome is TierOutcome.DONE and kind == "get":
             self.hits += 1
             self.read_bytes += result.bytes
-            self.read_nanos += job.ended_ns - job.began_ns
+            self.read_nanos += _nanos(job)
         elif outcome is TierOutcome.DONE and result.bytes:
             self.written_objects += 1
             self.written_bytes += result.bytes
-            self.write_nanos += job.ended_ns - job.began_ns
+            self.write_nanos += _nanos(job)
 
 
-def _never(job: TierJob, lane: Lane) -> Result:
+def _nanos(job: TierJob) -> int:
+    """The job's share of the time of its command."""
+    return int((job.ended_ns - job.began_ns) * job.share) if job.began_ns else 0
+
+
+def _never(job: TierJob, lane: object) -> Result:
     raise AssertionError("a job that was ended at once runs")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvserver.config import TierUrl
-from kvserver.l2.remote.store import StoreClient, StoreClosed, StoreError, StoreFull, StoreTimeout, WrongSize
+from kvserver.l2.remote.store import StoreClient, StoreClosed, StoreError, StoreFull, StoreTimeout
 from kvserver.protocol import ConfigError
 
 _PORT = 6379
@@ -63,6 +63,10 @@ def connect(url: ValkeyUrl) -> StoreClient:
     return _ValkeyClient(url)
 
 
+class _TooLarge(StoreError):
+    """A value is larger than the buffer for it."""
+
+
 class _ValkeyClient:
     most_value_bytes = _MOST_VALUE_BYTES
     most_questions = _MOST_QUESTIONS
@@ -87,12 +91,30 @@ class _ValkeyClient:
         )
         self._client = self._try(lambda: glide.GlideClient.create(configuration))
 
-    def get(self, name: str, buffer: memoryview) -> memoryview | None:
-        count = self._try(lambda: self._client.get(name, buffer=buffer))
-        return None if count is None else buffer[: int(count)]
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+        try:
+            if len(names) == 1:
+                counts = [self._try(lambda: self._client.get(names[0], buffer=buffers[0]))]
+            else:
+                counts = self._try(lambda: self._client.mget(list(names), buffers=list(buffers)))
+        except _TooLarge:
+            if len(names) == 1:
+                return [buffers[0][:0]]
+            return [self.get([name], [buffer])[0] for name, buffer in zip(names, buffers, strict=True)]
+        pairs = zip(counts, buffers, strict=True)
+        return [None if count is None else buffer[: int(count)] for count, buffer in pairs]
 
-    def put(self, name: str, value: memoryview) -> None:
-        self._try(lambda: self._client.set(name, value, expiry=self._expiry))
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+        if len(names) == 1:
+            try:
+                self._try(lambda: self._client.set(names[0], values[0], expiry=self._expiry))
+            except StoreFull as error:
+                return [str(error)]
+            return [""]
+        batch = self._glide.Batch(is_atomic=False)
+        for name, value in zip(names, values, strict=True):
+            batch.set(name, value, expiry=self._expiry)
+        return [self._refusal(answer) for answer in self._exec(batch, raises=False)]
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         if len(names) == 1:
@@ -128,20 +150,32 @@ class _ValkeyClient:
     def close(self) -> None:
         self._client.close()
 
-    def _exec(self, batch: Any) -> list[Any]:
-        return list(self._try(lambda: self._client.exec(batch, raise_on_error=True)) or [])
+    def _refusal(self, answer: Any) -> str:
+        """Why a value of a batch was not stored; "" if it was. StoreError if the store is not full."""
+        if not isinstance(answer, self._glide.GlideError):
+            return ""
+        error = self._error(answer)
+        if isinstance(error, StoreFull):
+            return str(error)
+        raise error
+
+    def _exec(self, batch: Any, raises: bool = True) -> list[Any]:
+        return list(self._try(lambda: self._client.exec(batch, raise_on_error=raises)) or [])
 
     def _try(self, call: Any) -> Any:
         """Its result; StoreError for what the library raises. The texts of its errors have addresses, no credentials."""
         try:
             return call()
-        except self._glide.TimeoutError as error:
-            raise StoreTimeout(str(error)) from None
         except self._glide.GlideError as error:
-            text = str(error)
-            if "exceeds buffer capacity" in text:
-                raise WrongSize(text) from None
-            if "OOM" in text or "exceeds maximum allowed size" in text:
-                raise StoreFull(text) from None
-            kind = StoreClosed if isinstance(error, self._glide.ClosingError) else StoreError
-            raise kind(f"{type(error).__name__}: {text}") from None
+            raise self._error(error) from None
+
+    def _error(self, error: Exception) -> StoreError:
+        text = str(error)
+        if isinstance(error, self._glide.TimeoutError):
+            return StoreTimeout(text)
+        if "exceeds buffer capacity" in text:
+            return _TooLarge(text)
+        if "OOM" in text or "exceeds maximum allowed size" in text:
+            return StoreFull(text)
+        kind = StoreClosed if isinstance(error, self._glide.ClosingError) else StoreError
+        return kind(f"{type(error).__name__}: {text}")

@@ -6,19 +6,20 @@ it finds out goes back with the result.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvserver._native import HostRegion, Record, RecordMatch
 from kvserver.l2.base import ObjectMemory, ObjectName, TierOutcome
 from kvserver.l2.remote.generations import Generations
-from kvserver.l2.remote.lanes import Job, Lane
+from kvserver.l2.remote.lanes import Job, JobEnded, Lane
 from kvserver.l2.remote.names import Names
 from kvserver.l2.remote.search import chain_length
-from kvserver.l2.remote.store import StoreError, StoreFull, StoreTimeout, WrongSize
+from kvserver.l2.remote.store import StoreError, StoreFull, StoreTimeout
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,15 @@ class Result:
     answered: bool = False  # the store answered, whatever it was
     failed: bool = False  # it did not, or was not there
     exists: tuple[tuple[ObjectName, bool], ...] = ()  # what was found out on the way
+
+
+@dataclass(frozen=True, slots=True)
+class StoreObject:
+    """What a put or get is of."""
+
+    name: ObjectName
+    memory: ObjectMemory
+    absent: bool = False  # the store is known not to have it
 
 
 TierJob: TypeAlias = Job[Result]
@@ -59,51 +69,81 @@ def failure(error: Exception) -> Result:
     return Result(TierOutcome.UNAVAILABLE, what=f"{type(error).__name__}: {error}")
 
 
+def _read(item: StoreObject, match: RecordMatch | None, changed: bool) -> Result:
+    """`match`: of the record that was found; None: none was."""
+    absent = [(item.name, False)]
+    if match is None:
+        return answer(TierOutcome.MISSING, exists=absent)
+    if match is RecordMatch.CORRUPT:
+        return answer(TierOutcome.CORRUPT, what="its checks failed", exists=absent)
+    if match is RecordMatch.OTHER:
+        return answer(TierOutcome.MISSING, what="it is another one", exists=absent)
+    if changed:
+        return answer(TierOutcome.MISSING, what=CHANGED)
+    return answer(TierOutcome.DONE, item.memory.bytes, exists=[(item.name, True)])
+
+
 class StoreWork:
     def __init__(self, names: Names, generations: Generations, region: HostRegion, page_bytes: int) -> None:
         self._names, self._generations = names, generations
         self._region, self._page_bytes = region, page_bytes
 
-    def put(self, job: TierJob, lane: Lane, name: ObjectName, memory: ObjectMemory, absent: bool) -> Result:
-        """`absent`: the store is known not to have it."""
-        client = lane.client
-        generation = self._generations.of(client, name.namespace)
-        where = self._names.of(name, generation)
-        record = self._record(name, memory, generation)
-        if record.packed_bytes > client.most_value_bytes:
-            return Result(TierOutcome.FULL, what=f"the store takes values of {client.most_value_bytes} bytes at most")
-        if not absent and client.exist([where])[0]:
-            return answer(TierOutcome.DONE, exists=[(name, True)])
-        packed = lane.buffer.view(record.packed_bytes)
-        with lane.inside(job):
-            record.pack_into(packed)
-        client.put(where, packed)
-        if self._generations.of(client, name.namespace) != generation:
-            return answer(TierOutcome.CANCELLED, what=CHANGED)
-        return answer(TierOutcome.DONE, record.bytes, exists=[(name, True)])
+    def put(self, jobs: Sequence[TierJob], lane: Lane) -> dict[TierJob, Result]:
+        """REQUIRES: each is of a StoreObject, all of one namespace."""
+        client, namespace = lane.client, jobs[0].item.name.namespace
+        generation = self._generations.of(client, namespace)
+        results: dict[TierJob, Result] = {}
+        records = {job: self._record(job.item, generation) for job in jobs}
+        for job in jobs:
+            if records[job].packed_bytes > client.most_value_bytes:
+                what = f"the store takes values of {client.most_value_bytes} bytes at most"
+                results[job] = Result(TierOutcome.FULL, what=what)
+        unsure = [job for job in jobs if job not in results and not job.item.absent]
+        if unsure:
+            for job, there in zip(unsure, client.exist(self._where(unsure, generation)), strict=True):
+                if there:
+                    results[job] = answer(TierOutcome.DONE, exists=[(job.item.name, True)])
+        packed: dict[TierJob, memoryview] = {}
+        absent = [job for job in jobs if job not in results]
+        views = lane.buffer.views([records[job].packed_bytes for job in absent])
+        for job, view in zip(absent, views, strict=True):
+            with contextlib.suppress(JobEnded):
+                with lane.inside(job):
+                    records[job].pack_into(view)
+                packed[job] = view
+        if packed:
+            refusals = client.put(self._where(packed, generation), list(packed.values()))
+            changed = self._generations.of(client, namespace) != generation
+            for job, refusal in zip(packed, refusals, strict=True):
+                if refusal:
+                    results[job] = answer(TierOutcome.FULL, what=refusal)
+                elif changed:
+                    results[job] = answer(TierOutcome.CANCELLED, what=CHANGED)
+                else:
+                    results[job] = answer(TierOutcome.DONE, records[job].bytes, exists=[(job.item.name, True)])
+        return results
 
-    def get(self, job: TierJob, lane: Lane, name: ObjectName, memory: ObjectMemory) -> Result:
-        client = lane.client
-        generation = self._generations.of(client, name.namespace)
-        where = self._names.of(name, generation)
-        record = self._record(name, memory, generation)
-        try:
-            packed = client.get(where, lane.buffer.view(record.packed_bytes))
-        except WrongSize:
-            match = RecordMatch.CORRUPT
-        else:
-            if packed is None:
-                return answer(TierOutcome.MISSING, exists=[(name, False)])
-            with lane.inside(job):
-                match = record.unpack(packed)
-        if match is RecordMatch.CORRUPT:
-            client.delete([where])
-            return answer(TierOutcome.CORRUPT, what="its checks failed", exists=[(name, False)])
-        if match is RecordMatch.OTHER:
-            return answer(TierOutcome.MISSING, what="it is another one", exists=[(name, False)])
-        if self._generations.of(client, name.namespace) != generation:
-            return answer(TierOutcome.MISSING, what=CHANGED)
-        return answer(TierOutcome.DONE, record.bytes, exists=[(name, True)])
+    def get(self, jobs: Sequence[TierJob], lane: Lane) -> dict[TierJob, Result]:
+        """REQUIRES: each is of a StoreObject, all of one namespace."""
+        client, namespace = lane.client, jobs[0].item.name.namespace
+        generation = self._generations.of(client, namespace)
+        records = [self._record(job.item, generation) for job in jobs]
+        where = self._where(jobs, generation)
+        found = client.get(where, lane.buffer.views([record.packed_bytes for record in records]))
+        matches: dict[TierJob, RecordMatch | None] = {}
+        for job, record, packed in zip(jobs, records, found, strict=True):
+            with contextlib.suppress(JobEnded):
+                if packed is None:
+                    matches[job] = None
+                    continue
+                with lane.inside(job):
+                    match = record.unpack(packed)
+                matches[job] = match
+        useless = (RecordMatch.CORRUPT, RecordMatch.OTHER)
+        if wrong := [place for job, place in zip(jobs, where, strict=True) if matches.get(job) in useless]:
+            client.delete(wrong)  # a store may keep it, else, when the right one is put
+        changed = self._generations.of(client, namespace) != generation
+        return {job: _read(job.item, match, changed) for job, match in matches.items()}
 
     def probe(self, job: TierJob, lane: Lane, names: Sequence[ObjectName], chain: bool) -> Result:
         """REQUIRES: all names are of one namespace. Of a chain what is behind the first absent object counts as absent, too."""
@@ -155,7 +195,11 @@ class StoreWork:
             batches += [where[first : first + step] for first in range(0, len(where), step)]
         return batches
 
-    def _record(self, name: ObjectName, memory: ObjectMemory, generation: int) -> Record:
+    def _where(self, jobs: Iterable[TierJob], generation: int) -> list[str]:
+        return [self._names.of(job.item.name, generation) for job in jobs]
+
+    def _record(self, item: StoreObject, generation: int) -> Record:
+        name, memory = item.name, item.memory
         return Record(
             self._region, self._page_bytes, name.namespace, name.group, name.key, memory.coverage, generation,
             list(memory.slots), list(memory.slot_bytes),

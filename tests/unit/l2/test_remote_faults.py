@@ -16,6 +16,7 @@ from kvserver.config import parse_tiers
 from kvserver.l2 import TierOutcome
 from kvserver.l2.remote import generations
 from kvserver.l2.remote.breaker import FAILURES_TO_OPEN
+from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.generations import IDS_SECONDS
 from kvserver.l2.remote.make import store_of
 
@@ -250,6 +251,27 @@ def test_wrong_bytes_under_a_right_name_are_found(
     assert daemon.l1.read(memory) == again != expected
 
 
+def test_each_object_of_a_command_has_its_own_outcome(
+    daemon: TierDaemon, neighbour: TierDaemon, store: SharedStore, prefix: str
+) -> None:
+    """Small objects that are read at once, most of them by one command of the store."""
+    for number in range(8):
+        stored(daemon, number)
+    store.remove(where(store, prefix, 1))
+    for number, change in ((2, b"\1"), (4, b"longer" * PAGE), (6, b"")):
+        place = where(store, prefix, number)
+        raw = store.read(place)
+        store.write(place, raw[: -len(change) or -1] + change if len(change) < PAGE else raw + change)
+    memories = [neighbour.l1.object(*RANKS) for _ in range(9)]
+    before = [neighbour.l1.read(memory) for memory in memories]
+    tickets = [neighbour.tier.get(name(number), memory, within(20)) for number, memory in enumerate(memories)]
+    outcomes = [end.outcome for end in neighbour.ends.all(tickets)]
+    wrong = {1: TierOutcome.MISSING, 8: TierOutcome.MISSING, **dict.fromkeys((2, 4, 6), TierOutcome.CORRUPT)}
+    assert outcomes == [wrong.get(number, TierOutcome.DONE) for number in range(9)]
+    for number, memory in enumerate(memories):
+        assert (neighbour.l1.read(memory) == before[number]) == (number in (1, 8, 2, 4, 6))
+
+
 def test_another_groups_bytes_under_a_right_name_are_found(daemon: TierDaemon, store: SharedStore, prefix: str) -> None:
     memory = daemon.l1.object(*RANKS)
     for group in (0, 1):
@@ -362,7 +384,7 @@ def test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more(
 def test_the_first_id_of_a_scope_is_the_one_that_all_use(store: SharedStore, prefix: str) -> None:
     (url,) = parse_tiers([store.url_of(prefix)])
     _, connect = store_of(url)
-    first, second = connect(), connect()
+    first, second = connect(LaneBuffer()), connect(LaneBuffer())
     try:
         assert first.create_id(f"{prefix}/id", b"ours") == b"ours"
         assert second.create_id(f"{prefix}/id", b"theirs") == b"ours"

@@ -106,6 +106,53 @@ def test_objects_that_are_used_stay_for_longer(server: ValkeyStore, prefix: str,
             time.sleep(0.02)
 
 
+# ---- bundles --------------------------------------------------------------------------------------
+
+
+def commands(server: ValkeyStore) -> dict[str, int]:
+    """How often the server ran each command."""
+    with server.client() as client:
+        stats = client.info("commandstats")
+    return {name.removeprefix("cmdstat_"): found["calls"] for name, found in stats.items()}
+
+
+def test_small_objects_share_round_trips(server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon) -> None:
+    daemon = make_daemon_of(server.url_of(prefix))
+    daemon.probe(list(range(40)), chain=False)  # so that no put asks
+    written = [daemon.l1.object(PAGE + number) for number in range(40)]
+    puts = [daemon.tier.put(name(number), memory, b"", within(20)) for number, memory in enumerate(written)]
+    assert {end.outcome for end in daemon.ends.all(puts)} == {TierOutcome.DONE}
+    before = commands(server)
+    read = [daemon.l1.object(PAGE + number) for number in range(40)]
+    gets = [daemon.tier.get(name(number), memory, within(20)) for number, memory in enumerate(read)]
+    assert {end.outcome for end in daemon.ends.all(gets)} == {TierOutcome.DONE}
+    assert [daemon.l1.read(memory) for memory in read] == [daemon.l1.read(memory) for memory in written]
+    after = commands(server)
+    trips = sum(after.get(which, 0) - before.get(which, 0) for which in ("get", "mget"))
+    assert trips < 20, "40 objects"
+    assert after["mget"] > before.get("mget", 0)
+
+
+def test_a_full_server_refuses_each_object_of_a_command(
+    tmp_path_factory: pytest.TempPathFactory, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    small = ValkeyStore(tmp_path_factory.mktemp("valkey"), maxmemory="12mb", maxmemory_policy="noeviction")
+    try:
+        daemon = make_daemon_of(small.url_of(prefix), pages=8192)
+        written = [daemon.l1.object(250_000) for _ in range(64)]
+        puts = [daemon.tier.put(name(number), memory, b"", within(20)) for number, memory in enumerate(written)]
+        outcomes = [end.outcome for end in daemon.ends.all(puts)]
+        assert set(outcomes) == {TierOutcome.DONE, TierOutcome.FULL}
+        assert daemon.tier.state == "ready"
+        for number, outcome in enumerate(outcomes):
+            memory = daemon.l1.object(250_000) if number < 16 else written[number]
+            if number < 16 and outcome is TierOutcome.DONE:
+                assert daemon.get(name(number), memory) is TierOutcome.DONE
+                assert daemon.l1.read(memory) == daemon.l1.read(written[number])
+    finally:
+        small.close()
+
+
 # ---- what the server refuses, forgets and requires --------------------------------------------------
 
 
