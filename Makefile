@@ -152,6 +152,7 @@ clean:
 # simulators that tests import, in build/testing.
 $(VENV)/.installed: $(NATIVE_SOURCES) tests/constraints.txt tests/requirements.txt $(VENV)/.files
 	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/requirements.txt
+	bash .ci/mooncake_libs.sh $(VENV)
 	$(VENV)/bin/python $(PIP) install $(CONSTRAINTS) --no-build-isolation -C cmake.define.KVSERVER_TESTING=ON -e .
 	touch $@
 

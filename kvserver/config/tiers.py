@@ -13,13 +13,15 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvserver.config.settings import parse_size
 
+_VALKEY = {"expiry", "cluster"}
 KINDS = {  # by scheme: the kind, and its own parameters
     "file": ("file", {"size"}),
     "s3": ("s3", {"endpoint", "region"}),
-    "valkey": ("valkey", {"expiry"}),
-    "valkeys": ("valkey", {"expiry"}),
-    "redis": ("valkey", {"expiry"}),
-    "rediss": ("valkey", {"expiry"}),
+    "valkey": ("valkey", _VALKEY),
+    "valkeys": ("valkey", {*_VALKEY, "ca"}),
+    "redis": ("valkey", _VALKEY),
+    "rediss": ("valkey", {*_VALKEY, "ca"}),
+    "mooncake": ("mooncake", {"protocol", "devices", "metadata"}),
 }
 _COMMON = {"admit", "required", "write_limit", "read_only", "timeout"}
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}

@@ -17,6 +17,6 @@ def make_tier(url: TierUrl, region: HostRegion, page_bytes: int) -> StorageTier:
     """The tier, opening. ConfigError if the URL names nothing that can be, or a package is missing."""
     if url.kind == "file":
         return make_file_tier(url, region, page_bytes)
-    if url.kind in ("s3", "valkey"):
+    if url.kind in ("s3", "valkey", "mooncake"):
         return make_remote_tier(url, region, page_bytes)
     raise ConfigError(f"--l2 {url.shown}: no tier of the kind {url.kind}")

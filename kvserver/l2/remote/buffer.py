@@ -19,7 +19,8 @@ class LaneBuffer:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self.fd = -1  # another one after each growth
+        self.fd = -1
+        self.growths = 0  # after each of which the file is another one, whatever its number
 
     @property
     def bytes(self) -> int:
@@ -49,6 +50,7 @@ class LaneBuffer:
 
     def _grow(self, size: int) -> None:
         self.free()
+        self.growths += 1
         self.fd = os.memfd_create("kvserver-lane", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, size)
         self._memory = mmap.mmap(self.fd, size)

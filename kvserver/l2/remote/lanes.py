@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvserver.l2.remote.buffer import LaneBuffer
-from kvserver.l2.remote.store import ConnectStore, StoreClient, StoreClosed
+from kvserver.l2.remote.store import ConnectStore, StoreClient, StoreClosed, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +227,8 @@ class Lanes(Generic[R]):
             raise JobEnded
 
     def _serve(self, lane: Lane, all_kinds: bool) -> None:
+        with contextlib.suppress(StoreError):
+            _ = lane.client  # now, not when somebody waits for it; else its first job tries again
         while jobs := self._next(lane, all_kinds):
             results: dict[Job[R], R] = {}
             try:

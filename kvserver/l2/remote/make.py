@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvserver._native import HostRegion
 from kvserver.config import TierUrl
-from kvserver.l2.remote import s3, valkey
+from kvserver.l2.remote import mooncake, s3, valkey
 from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.store import ConnectStore, StoreError
 from kvserver.l2.remote.tier import RemoteTier
@@ -15,6 +15,7 @@ from kvserver.l2.remote.tier import RemoteTier
 LANES = {
     "valkey": 3,  # one connection each
     "s3": 6,  # most of a request's time is the way there and back
+    "mooncake": 3,  # a process of its client each
 }
 
 
@@ -44,6 +45,10 @@ def store_of(url: TierUrl) -> tuple[str, ConnectStore]:
         server = valkey.ValkeyUrl(url)
         valkey.require_client(url)
         return server.prefix, lambda buffer: valkey.connect(server)
+    if url.kind == "mooncake":
+        store = mooncake.MooncakeUrl(url)
+        mooncake.require_client(url)
+        return store.prefix, lambda buffer: mooncake.connect(store, buffer)
     assert url.kind == "s3", url.kind
     bucket = s3.S3Url(url)
     s3.require_client(url)

@@ -7,22 +7,24 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from support.mooncake import MooncakeStore
 from support.s3 import CREDENTIALS, S3Server
 from support.shared_tiers import MakeDaemon, SharedStore, TierDaemon
 from support.valkey import ValkeyStore
 
 
-@pytest.fixture(scope="module", params=["valkey", "s3"])
+@pytest.fixture(scope="module", params=["valkey", "s3", "mooncake"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStore]:
     """A server of each kind. A test leaves it running."""
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in CREDENTIALS.items():
             patch.setenv(variable, value)
-        server = (
-            ValkeyStore(tmp_path_factory.mktemp("valkey"), requirepass="test-valkey-secret")
-            if request.param == "valkey"
-            else S3Server()
-        )
+        folder = tmp_path_factory.mktemp(request.param)
+        server: SharedStore = {
+            "valkey": lambda: ValkeyStore(folder, requirepass="test-valkey-secret"),
+            "s3": S3Server,
+            "mooncake": lambda: MooncakeStore(folder),
+        }[request.param]()
         yield server
         server.close()
 

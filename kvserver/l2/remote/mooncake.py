@@ -1,0 +1,267 @@
+"""The client of a Mooncake Store: `mooncake-transfer-engine-non-cuda`, each in a process of its own (`mooncake_child`).
+
+Owns: the form of URLs of this kind, that process, and which of the library's codes means what. A request that has no answer in time
+ends the process, so that nothing writes to the lane's buffer after its request; the next request starts another one.
+
+Objects there are immutable, and may be evicted at any time; ids of generations are pinned, and replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvserver.config import TierUrl
+from kvserver.l2.remote.buffer import LaneBuffer
+from kvserver.l2.remote.mooncake_child import LENGTH_BYTES, TOO_LARGE
+from kvserver.l2.remote.store import StoreClient, StoreError, StoreTimeout
+from kvserver.protocol import ConfigError
+
+_PORT = 50051
+_MOST_VALUE_BYTES = 512 << 20
+_MOST_QUESTIONS = 512
+_CHILD = str(Path(__file__).with_name("mooncake_child.py"))
+_LOAD_SECONDS = 60.0
+_START_SECONDS = 10.0  # of a process, on a busy machine; the library's own requests end before
+# Codes of the library.
+_NO_SPACE = -200
+_ABSENT = {-703, -704, -712}  # being written, not there, evicted
+_KEPT = -705  # there is one already
+_BUSY = {-703, -706, -708, -714}  # in use: try again
+_LEASE_EXPIRED = -707  # the read took longer than its memory was reserved
+_TRANSFER_FAILED = -800  # the owner of the memory is not there; the master notices after 10 s
+_UNREAD = {_LEASE_EXPIRED, _TRANSFER_FAILED}
+_TIMEOUT = -901
+_MEANING = {
+    -1: "the master does not answer",
+    _NO_SPACE: "the store has no memory for it: a mooncake_client gives it some",
+    _LEASE_EXPIRED: "a read took longer than its lease",
+    _TRANSFER_FAILED: "an owner of memory does not answer",
+    -900: "the master does not answer",
+    _TIMEOUT: "the master does not answer in time",
+}
+_RETRY_SECONDS = 0.02
+
+
+class MooncakeUrl:
+    """What a URL of this kind names. ConfigError if that is nothing."""
+
+    def __init__(self, url: TierUrl) -> None:
+        self.prefix = url.path.strip("/") or "kvserver"
+        self.timeout_seconds = url.timeout_seconds
+        if url.username or url.password:
+            raise ConfigError(f"--l2 {url.shown}: Mooncake has no users: write mooncake://host:port/prefix")
+        self.settings = {
+            "host": url.host,
+            "port": url.port or _PORT,
+            "protocol": url.own.get("protocol", "tcp"),
+            "devices": url.own.get("devices", ""),
+            "metadata": url.own.get("metadata", "P2PHANDSHAKE"),
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the library reads from there: limits of its waits, and silence."""
+        milliseconds = str(max(1, int(self.timeout_seconds * 1000)))
+        return {
+            "MC_RPC_TIMEOUT_MS": milliseconds,
+            "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+            "MC_TCP_STATUS_TIMEOUT_SEC": str(math.ceil(self.timeout_seconds)),
+            "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+            "MC_STORE_MEMCPY": "0",  # it copies inside one process, which has nothing to read from itself
+        }
+
+
+def require_client(url: TierUrl) -> None:
+    """ConfigError, with the command to type, unless the client's library is there and loads."""
+    command = [sys.executable, "-I", _CHILD, json.dumps(sys.path)]
+    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LOAD_SECONDS)
+    if not found.returncode:
+        return
+    *_, why = found.stderr.strip().splitlines() or ["it does not load"]
+    if "No module named" in why:
+        raise ConfigError(
+            f"--l2 {url.shown} needs a client of Mooncake: pip install 'kvserver[mooncake]', or pip install"
+            " mooncake-transfer-engine-non-cuda"
+        )
+    raise ConfigError(
+        f"--l2 {url.shown}: the client of Mooncake does not load ({why}); it needs libraries of the system:"
+        " apt-get install libibverbs1 libnuma1 libcurl4"
+    )
+
+
+def connect(url: MooncakeUrl, buffer: LaneBuffer) -> StoreClient:
+    """StoreError if the store does not answer."""
+    client = _MooncakeClient(url, buffer)
+    client.start()
+    return client
+
+
+class _MooncakeClient:
+    most_value_bytes = _MOST_VALUE_BYTES
+    most_questions = _MOST_QUESTIONS
+
+    def __init__(self, url: MooncakeUrl, buffer: LaneBuffer) -> None:
+        self._url, self._buffer = url, buffer
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._mapped = 0  # the growth of the buffer that the process has
+
+    def start(self) -> None:
+        deadline = time.monotonic() + self._url.timeout_seconds + _START_SECONDS
+        ours, theirs = socket.socketpair()
+        with theirs:
+            settings = json.dumps({**self._url.settings, "socket": theirs.fileno()})
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", _CHILD, json.dumps(sys.path), settings],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **self._url.environment},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._socket, self._mapped = ours, 0
+        if code := self._receive(deadline):
+            self.close()
+            raise _error(code)
+
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+        codes = self._ask("get", names=names, **self._places(buffers))
+        unread = [code for code in codes if code in _UNREAD]
+        if unread and all(code in _UNREAD or code in _ABSENT for code in codes):
+            raise _error(unread[0])
+        found: list[memoryview | None] = []
+        for code, buffer in zip(codes, buffers, strict=True):
+            if code == TOO_LARGE:
+                found.append(buffer[:0])
+            elif code in _ABSENT or code in _UNREAD:  # as of one of several owners
+                found.append(None)
+            else:
+                found.append(buffer[: _no_error(code)])
+        return found
+
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+        codes = self._ask("put", names=names, **self._places(values))
+        return [_MEANING[_NO_SPACE] if code == _NO_SPACE else _stored(code) for code in codes]
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        return [_no_error(code) > 0 for code in self._ask("exist", names=names)]
+
+    def delete(self, names: Sequence[str]) -> None:
+        for code in self._ask("remove", names=names):
+            if code not in _ABSENT and code not in _BUSY:
+                _no_error(code)
+
+    def refresh(self, names: Sequence[str]) -> None:
+        """A question is a use."""
+        self.exist(names)
+
+    def read_ids(self, names: Sequence[str]) -> list[bytes | None]:
+        found = self._ask("read_ids", names=names)
+        return [None if value is None else bytes.fromhex(_no_code(value)) for value in found]
+
+    def create_id(self, name: str, value: bytes) -> bytes:
+        self._retry("create_id", name, value)
+        (present,) = self.read_ids([name])
+        if present is None:
+            raise StoreError("an id is gone as soon as it was written")
+        return present
+
+    def write_id(self, name: str, value: bytes) -> None:
+        self._retry("write_id", name, value)
+
+    def close(self) -> None:
+        """Nothing is written to the buffer when this returns."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._socket = self._process = None
+
+    # ---- requests -----------------------------------------------------------------------------------
+
+    def _retry(self, call: str, name: str, value: bytes) -> None:
+        """Write an id that another daemon may be writing."""
+        deadline = time.monotonic() + self._url.timeout_seconds
+        while (code := self._ask(call, name=name, value=value.hex())) in _BUSY and time.monotonic() < deadline:
+            time.sleep(_RETRY_SECONDS)
+        _stored(code)
+
+    def _places(self, views: Sequence[memoryview]) -> dict[str, list[int]]:
+        return {"offsets": [self._buffer.offset_of(view) for view in views], "sizes": [len(view) for view in views]}
+
+    def _ask(self, call: str, **arguments: Any) -> Any:
+        """The process's reply. StoreTimeout, StoreError: there is none, and the process has ended."""
+        if self._socket is None:
+            self.start()
+        deadline = time.monotonic() + self._url.timeout_seconds
+        if "offsets" in arguments and self._mapped != self._buffer.growths:
+            self._send({"call": "map", "size": self._buffer.bytes}, deadline, [self._buffer.fd])
+            self._receive(deadline)
+            self._mapped = self._buffer.growths
+        self._send({"call": call, **arguments}, deadline)
+        return self._receive(deadline)
+
+    def _send(self, message: dict[str, Any], deadline: float, descriptors: Sequence[int] = ()) -> None:
+        raw = json.dumps(message).encode()
+        with self._or_end(deadline) as connection:
+            socket.send_fds(connection, [len(raw).to_bytes(LENGTH_BYTES, "big")], descriptors)
+            connection.sendall(raw)
+
+    def _receive(self, deadline: float) -> Any:
+        with self._or_end(deadline) as connection:
+            count, raw = LENGTH_BYTES, b""
+            while len(raw) < count:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                part = connection.recv(count - len(raw))
+                if not part:
+                    raise ConnectionResetError
+                raw += part
+                if count == LENGTH_BYTES == len(raw):
+                    count += int.from_bytes(raw, "big")
+            return json.loads(raw[LENGTH_BYTES:])
+
+    @contextlib.contextmanager
+    def _or_end(self, deadline: float) -> Iterator[socket.socket]:
+        """The connection. The process ends with a request that fails: it may still be writing to the buffer."""
+        assert self._socket is not None
+        try:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            yield self._socket
+        except TimeoutError:
+            self.close()
+            raise StoreTimeout("the store does not answer in time") from None
+        except OSError:
+            self.close()
+            raise StoreError("the client of Mooncake has ended") from None
+
+
+def _error(code: int) -> StoreError:
+    kind = StoreTimeout if code == _TIMEOUT else StoreError
+    return kind(_MEANING.get(code, f"Mooncake's error {code}"))
+
+
+def _no_error(code: int) -> int:
+    if code < 0:
+        raise _error(code)
+    return code
+
+
+def _no_code(value: str | int) -> str:
+    if isinstance(value, int):
+        raise _error(value)
+    return value
+
+
+def _stored(code: int) -> str:
+    if code and code != _KEPT:
+        raise _error(code)
+    return ""
