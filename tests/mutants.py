@@ -1486,7 +1486,7 @@ REMOTE, REMOTE_PARTS = "unit/l2/test_remote.py", ("unit/l2/test_remote_parts.py"
 REMOTE_FAULTS = "unit/l2/test_remote_faults.py"
 LANES, GENERATIONS = "kvserver/l2/remote/lanes.py", "kvserver/l2/remote/generations.py"
 STORE_WORK, REMOTE_TIER = "kvserver/l2/remote/work.py", "kvserver/l2/remote/tier.py"
-EXISTENCE = "kvserver/l2/remote/existence.py"
+EXISTENCE, MOONCAKE = "kvserver/l2/remote/existence.py", "kvserver/l2/remote/mooncake.py"
 
 REMOTE_TIERS = (
     # ---- what a lane may touch ----------------------------------------------------------------
@@ -1666,6 +1666,30 @@ REMOTE_TIERS = (
         "/{name.group}/",
         "/",
         REMOTE_PARTS,
+    ),
+    Mutant(
+        "a buffer that grew is not the one that Mooncake's client writes to",
+        MOONCAKE,
+        "_MooncakeClient._ask",
+        "self._mapped != self._buffer.growths",
+        "not self._mapped",
+        ("unit/l2/test_mooncake.py::test_a_buffer_that_grew_is_the_one_that_is_written_to",),
+    ),
+    Mutant(
+        "a process of Mooncake's client that hangs is used on",
+        MOONCAKE,
+        "_MooncakeClient.close",
+        "self._process.kill()",
+        "pass",
+        ("unit/l2/test_mooncake.py::test_a_process_that_hangs_ends_with_its_request",),
+    ),
+    Mutant(
+        "a clear leaves the id that Mooncake has",
+        "kvserver/l2/remote/mooncake_child.py",
+        "Client.write_id",
+        "batch_upsert_from",
+        "batch_put_from",
+        (f"{REMOTE}::test_what_was_cleared_is_never_served_again",),
     ),
     Mutant(
         "two daemons that start together have other ids of one scope",

@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 import yaml
 from support.daemon import KVSERVER, Daemon, wait_until
+from support.mooncake import BINARIES as MOONCAKE
+from support.valkey import ValkeyStore
 
-from kvserver.config import field_types, variable
+from kvserver.config import field_types, parse_tiers, variable
 from kvserver.daemon import EXIT_DEVICE_LOST
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,6 +70,11 @@ def copied(stage, folder):
                 shutil.copy(ROOT / source, goal)
 
 
+def stage_arguments(path):
+    """(name, default) of every ARG of a Dockerfile."""
+    return [tuple(rest.split("=", 1)) for keyword, rest in instructions(path) if keyword == "ARG" and "=" in rest]
+
+
 @pytest.fixture(scope="module", params=["the wheel of make", pytest.param("its own build", marks=pytest.mark.long)])
 def image(tmp_path_factory, request):
     """The Dockerfile's own steps in a folder, all but those that install packages and users of a system.
@@ -88,9 +95,9 @@ def image(tmp_path_factory, request):
     taken = 0
     for keyword, rest in build:
         if keyword == "RUN" and not rest.startswith("apt-get"):
-            install = "pip install --no-cache-dir ."
+            install = 'pip install --no-cache-dir ".${EXTRAS:+[${EXTRAS}]}"'
             assert rest.count(install) == 1
-            steps = rest.replace(install, install.removesuffix(".") + what)
+            steps = rest.replace(install, f"pip install --no-cache-dir {what}")
             subprocess.run(
                 ["sh", "-ec", steps.replace("/opt/kvserver", str(folder / "opt/kvserver"))],
                 cwd=folder / "src",
@@ -224,6 +231,55 @@ def test_the_token_of_compose_is_where_the_daemon_looks_for_it_and_may_be_left_o
     )
     assert f"${{KVSERVER_HTTP_TOKEN_FILE:-/dev/null}}:{where}:ro" in service["volumes"]
     assert where.startswith("/")
+
+
+@pytest.mark.parametrize("kind", ["valkey", "s3", "mooncake"])
+def test_the_storage_of_each_compose_file_is_a_tier_whose_client_the_image_has(compose, kind):
+    added = yaml.safe_load((DEPLOY / f"compose.{kind}.yaml").read_text())["services"]
+    service = added.pop("kvserver")
+    assert service.keys() == {"environment"}, "the rest is compose.yaml's"
+    given = {name for name in service["environment"] if name.startswith("KVSERVER_")}
+    assert given <= {variable(name) for name in field_types()} - compose["services"]["kvserver"]["environment"].keys()
+    url = service["environment"]["KVSERVER_L2"].removeprefix("${KVSERVER_L2:-").removesuffix("}")
+    (tier,) = parse_tiers([url])
+    assert tier.kind == kind
+    assert kind in dict(stage_arguments(DEPLOY / "Dockerfile"))["EXTRAS"].split(",")
+    if kind != "s3":
+        assert tier.host in added
+    for name, other in added.items():
+        assert name not in compose["services"]
+        assert "ports" not in other, "for this network only: it has no passwords"
+        assert other["restart"] == "unless-stopped"
+
+
+def test_the_commands_of_the_examples_start_their_servers(tmp_path):
+    """With addresses of this machine, and less memory."""
+    program, *words = example("valkey", "valkey")["command"]
+    assert program == "valkey-server"
+    names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
+    store = ValkeyStore(tmp_path, **dict(zip(names, words[1::2], strict=True)) | {"maxmemory": "64mb"})
+    with store.client() as client:
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-lru"}
+    store.close()
+    for program, name in MOONCAKE_PROGRAMS.items():
+        assert example("mooncake", name)["entrypoint"] == [program]
+        flags = [word.partition("=")[0] for word in example("mooncake", name)["command"]]
+        known = subprocess.run([MOONCAKE / program, "-help"], capture_output=True, text=True).stdout
+        assert all(f"    {flag} (" in known for flag in flags), flags
+
+
+def test_the_extras_of_the_image_are_those_of_the_package():
+    project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    assert set(dict(stage_arguments(DEPLOY / "Dockerfile"))["EXTRAS"].split(",")) == set(
+        re.findall(r"^(\w+) = ", project, re.MULTILINE)
+    )
+
+
+MOONCAKE_PROGRAMS = {"mooncake_master": "master", "mooncake_client": "memory"}
+
+
+def example(kind, service):
+    return yaml.safe_load((DEPLOY / f"compose.{kind}.yaml").read_text())["services"][service]
 
 
 # ---- systemd ------------------------------------------------------------------------------------

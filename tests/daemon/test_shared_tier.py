@@ -1,4 +1,4 @@
-"""Two daemons with one Valkey, standing for two machines: what one wrote the other finds, and nothing else."""
+"""Two daemons with one store, standing for two machines: what one wrote the other finds, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Any
 import pytest
 from support.daemon import Daemon, wait_until
 from support.registration import identity
+from support.mooncake import MooncakeStore
+from support.shared_tiers import SharedStore
 from support.valkey import ValkeyStore
 from support.worker import Worker, make_keys
 
 from kvserver.protocol import AwaitFill, Clear, Cleared, LookupReply
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyStore]:
-    server = ValkeyStore(tmp_path_factory.mktemp("valkey"))
+@pytest.fixture(scope="module", params=[ValkeyStore, MooncakeStore])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStore]:
+    server: SharedStore = request.param(tmp_path_factory.mktemp("store"))
     yield server
     server.close()
 
 
 @pytest.fixture
-def daemons(store: ValkeyStore, make_daemon: Callable[..., Daemon], request: pytest.FixtureRequest) -> list[Daemon]:
+def daemons(store: SharedStore, make_daemon: Callable[..., Daemon], request: pytest.FixtureRequest) -> list[Daemon]:
     url = store.url_of(request.node.name.replace("[", "-").replace("]", ""))
     found = [make_daemon(l2=url, l1_size="16MiB") for _ in range(2)]
     for daemon in found:
@@ -122,7 +124,7 @@ def test_a_clear_by_one_is_one_by_the_other(daemons: list[Daemon]) -> None:
         assert fill(worker, keys) == 0
 
 
-def test_a_stopped_server_costs_a_bounded_wait_and_hits_come_back(store: ValkeyStore, daemons: list[Daemon]) -> None:
+def test_a_stopped_server_costs_a_bounded_wait_and_hits_come_back(store: SharedStore, daemons: list[Daemon]) -> None:
     keys = make_keys(4)
     store_in(daemons[0], keys)
     with Worker(daemons[1].endpoint) as worker:

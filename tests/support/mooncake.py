@@ -18,7 +18,7 @@ from kvserver.l2.remote.store import StoreClient
 from support.ports import reserved_port
 
 _START_SECONDS = 60.0
-_BINARIES = Path(mooncake.__file__).parent
+BINARIES = Path(mooncake.__file__).parent
 _MOST_BYTES = 8 << 20  # of an object that a test reads
 
 
@@ -103,7 +103,7 @@ class MooncakeStore:
             reservation.close()
 
     def _run(self, program: str, **flags: object) -> subprocess.Popen[bytes]:
-        command = [str(_BINARIES / program), *(f"-{name}={value}" for name, value in flags.items())]
+        command = [str(BINARIES / program), *(f"-{name}={value}" for name, value in flags.items())]
         with (self._folder / f"{program}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
 

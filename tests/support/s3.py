@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import boto3
 import botocore.config
@@ -22,9 +23,11 @@ _START_SECONDS = 60.0
 
 
 class S3Server:
-    """REQUIRES: the process has CREDENTIALS in its environment."""
+    """REQUIRES: the process has CREDENTIALS in its environment. `conditions`: whether it knows If-None-Match, as not all stores do."""
 
-    def __init__(self) -> None:
+    def __init__(self, conditions: Literal["known", "refused", "ignored"] = "known") -> None:
+        self._program = ["-m", "moto.server" if conditions == "known" else "support.s3_without_conditions"]
+        self._environment = {**os.environ, "CONDITIONS": conditions}
         self._reservation, self.port = reserved_port()
         self._process: subprocess.Popen[bytes] | None = None
         once = botocore.config.Config(retries={"max_attempts": 0}, connect_timeout=5, read_timeout=5)
@@ -39,8 +42,14 @@ class S3Server:
         return f"s3://{BUCKET}/{prefix}?" + "&".join([f"endpoint={self.endpoint}", "region=us-east-1", *parameters])
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [sys.executable, *self._program, "-H", "127.0.0.1", "-p", str(self.port)]
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=Path(__file__).parents[1],
+            env=self._environment,
+        )
         deadline = time.monotonic() + _START_SECONDS
         while True:
             with contextlib.suppress(botocore.exceptions.ConnectionError):

@@ -64,11 +64,11 @@ class _S3Client:
         import asyncio
 
         import obstore
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError
+        from obstore.exceptions import AlreadyExistsError
         from obstore.store import S3Store
 
         self._obstore, self._gather, self._semaphore = obstore, asyncio.gather, asyncio.Semaphore
-        self._exists_already, self._not_supported = AlreadyExistsError, NotSupportedError
+        self._exists_already = AlreadyExistsError
         self._loop = asyncio.new_event_loop()
         self._store = self._try(
             lambda: S3Store(
@@ -144,7 +144,7 @@ class _S3Client:
             return value
         except self._exists_already:
             pass
-        except self._not_supported:  # the last one wins, and all read that one when their cached ids expire
+        except _NotImplementedError:  # the last one wins, and all read that one when their cached ids expire
             self.write_id(name, value)
         (present,) = self.read_ids([name])
         return present or value
@@ -173,16 +173,20 @@ class _S3Client:
         return self._try(lambda: self._loop.run_until_complete(together()))
 
     def _try(self, call: Callable[[], T]) -> T:
-        """StoreError for what the library raises, but FileNotFoundError of an object and the two of conditional puts."""
+        """StoreError for what the library raises, but FileNotFoundError of an object and that of a conditional put."""
         try:
             return call()
-        except (self._exists_already, self._not_supported):
+        except self._exists_already:
             raise
         except FileNotFoundError as error:
             _require_bucket(error)
             raise
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise _store_error(error) from None
+
+
+class _NotImplementedError(StoreError):
+    """The store does not know what was requested, as some do not know conditional puts."""
 
 
 def _require_bucket(error: FileNotFoundError) -> None:
@@ -197,4 +201,6 @@ def _store_error(error: Exception) -> StoreError:
         return StoreTimeout(shown)
     if any(word in text for word in _NO_SPACE):
         return StoreFull(shown)
+    if "501 Not Implemented" in text or "<Code>NotImplemented" in text:
+        return _NotImplementedError(shown)
     return StoreError(shown)

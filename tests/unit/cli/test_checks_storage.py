@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.mooncake import MooncakeStore
 from support.ports import reserved_port
 from support.s3 import CREDENTIALS, S3Server
 from support.valkey import ValkeyStore
@@ -17,7 +18,7 @@ from kvserver.cli import checks, checks_storage
 from kvserver.cli.checks import Finding, Level
 from kvserver.config import Settings
 from kvserver.config.settings import GiB, MiB
-from kvserver.l2.remote import s3, valkey
+from kvserver.l2.remote import mooncake, s3, valkey
 from kvserver.protocol import ConfigError
 
 LOCAL = "/dev/vda / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\nhost:/x /srv/our\\040files nfs4 rw 0 0\n"
@@ -138,6 +139,19 @@ def test_a_server_is_asked(server: ValkeyStore, capfd: pytest.CaptureFixture[str
     assert server.objects() == [], "nothing is written"
 
 
+def test_a_master_of_mooncake_is_asked(tmp_path: Path) -> None:
+    store = MooncakeStore(tmp_path)
+    try:
+        finding(Level.OK, Machine(store.url_of("p")), "mooncake://127.0.0.1:", "answers")
+        assert store.names() == []
+        store.kill()
+        finding(
+            Level.WARNING, Machine(store.url_of("p", "timeout=500ms")), "does not serve: the master does not answer"
+        )
+    finally:
+        store.close()
+
+
 def test_a_server_that_does_not_answer_is_a_warning_and_a_problem_if_it_is_required() -> None:
     reservation, port = reserved_port()
     with reservation:
@@ -160,9 +174,9 @@ def test_a_bucket_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         bucket.close()
 
 
-@pytest.mark.parametrize("kind", ["valkey", "s3"])
+@pytest.mark.parametrize("kind", ["valkey", "s3", "mooncake"])
 def test_a_missing_client_is_a_problem_with_the_command(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    module = {"valkey": valkey, "s3": s3}[kind]
+    module = {"valkey": valkey, "s3": s3, "mooncake": mooncake}[kind]
 
     def missing(tier: Any) -> None:
         raise ConfigError(f"--l2 {tier.shown} needs a client: pip install 'kvserver[{kind}]'")

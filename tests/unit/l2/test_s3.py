@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
-from support.l1_memory import PAGE, name
+from support.l1_memory import PAGE, name, within
 from support.s3 import CREDENTIALS, S3Server
 from support.shared_tiers import MakeDaemon
 
 from kvserver._native import HostRegion
 from kvserver.config import parse_tiers
 from kvserver.l2 import TierOutcome, make_tier
+from kvserver.l2.remote.buffer import LaneBuffer
+from kvserver.l2.remote.generations import IDS_SECONDS
+from kvserver.l2.remote.make import store_of
 from kvserver.protocol import ConfigError
 
 
@@ -53,6 +58,34 @@ def test_a_bucket_that_does_not_exist_makes_the_tier_unavailable(server: S3Serve
     daemon = make_daemon_of(server.url_of("a").replace("s3://bucket/", "s3://no-such-bucket/"), opens=False)
     daemon.ends.until("unavailable")
     assert daemon.tier.failure == "the bucket does not exist"
+
+
+@pytest.mark.parametrize("conditions", ["refused", "ignored"])
+def test_a_store_without_conditional_puts_has_one_id_for_all_after_a_while(
+    prefix: str, make_daemon_of: MakeDaemon, server: S3Server, conditions: Literal["refused", "ignored"]
+) -> None:
+    """Two daemons that start at once may each write an id: the last one counts, for both as soon as their cached ids expire."""
+    plain = S3Server(conditions)
+    try:
+        _, connect = store_of(*parse_tiers([plain.url_of(prefix)]))
+        client = connect(LaneBuffer())
+        assert client.create_id(f"{prefix}/id", b"ours") == b"ours"
+        assert client.create_id(f"{prefix}/id", b"theirs") == b"theirs", "the last one"
+        assert client.read_ids([f"{prefix}/id"]) == [b"theirs"]
+        client.close()
+        daemon, neighbour = (make_daemon_of(plain.url_of(prefix)) for _ in range(2))
+        tickets = [each.tier.put(name(1), each.l1.object(PAGE), b"", within(20)) for each in (daemon, neighbour)]
+        for each, ticket in zip((daemon, neighbour), tickets, strict=True):
+            assert each.ends.of(ticket).outcome in (TierOutcome.DONE, TierOutcome.CANCELLED)
+        time.sleep(IDS_SECONDS)
+        memory, read = daemon.l1.object(PAGE), neighbour.l1.object(PAGE)
+        assert daemon.put(name(2), memory) is TierOutcome.DONE
+        assert neighbour.get(name(2), read) is TierOutcome.DONE
+        assert neighbour.l1.read(read) == daemon.l1.read(memory)
+        assert daemon.clear() is TierOutcome.DONE
+        assert daemon.get(name(2), read) is TierOutcome.MISSING
+    finally:
+        plain.close()
 
 
 def test_tiers_with_other_prefixes_share_nothing(server: S3Server, prefix: str, make_daemon_of: MakeDaemon) -> None:
