@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/l2_remote.py [--size MIB ...] [--only KIND]
 
-The servers are those of the tests, on this machine: Valkey, and moto for S3, which is slow itself. `loop`: one thread that calls the
+The servers are those of the tests, on this machine: Valkey, Mooncake, and moto for S3, which is slow itself. `loop`: one thread that calls the
 library and XXH3; `threads`: as many as the tier has lanes, each with a client. The tier does what they do, and gathers from and
 scatters to L1; before its puts it has probed, as a lookup does. Expected is 0.85 of the faster one.
 """
@@ -10,6 +10,8 @@ scatters to L1; before its puts it has probed, as a lookup does. Expected is 0.8
 from __future__ import annotations
 
 import argparse
+import ctypes
+import mmap
 import os
 import select
 import sys
@@ -19,11 +21,13 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias, cast
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from common import alternate, median, table
 from support.l1_memory import PAGE, name, within
+from support.mooncake import MooncakeStore
 from support.s3 import CREDENTIALS, S3Server
 from support.shared_tiers import SharedStore, TierDaemon
 from support.valkey import ValkeyStore
@@ -33,11 +37,13 @@ from kvserver.config import parse_tiers
 from kvserver.l2 import TierOutcome
 from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.make import LANES, store_of
+from kvserver.l2.remote.mooncake import MooncakeUrl
 from kvserver.l2.remote.store import StoreClient
 
 ROUNDS, TOTAL_BYTES = 9, 64 << 20
 AT_ONCE = {"put": 16, "get": 64}  # as the daemon has them under way
 Connect = Callable[[], StoreClient]
+Buffer: TypeAlias = "bytes | memoryview"
 
 
 class Loop:
@@ -46,8 +52,8 @@ class Loop:
     def __init__(self, connect: Connect, threads: int, size: int, count: int) -> None:
         self._clients = [connect() for _ in range(threads)]
         self._buffers = [memoryview(bytearray(size)) for _ in range(threads)]
-        self._values = [os.urandom(size) for _ in range(count)]  # as L1 has them: not in the CPU's caches
-        self._places: list[tuple[str, bytes]] = []
+        self._values: list[Buffer] = [os.urandom(size) for _ in range(count)]  # as L1: not in the CPU's caches
+        self._places: list[tuple[str, Buffer]] = []
 
     def put(self) -> float:
         self._places = [(uuid.uuid4().hex, value) for value in self._values]
@@ -56,16 +62,20 @@ class Loop:
     def get(self) -> float:
         return self._run(self._get)
 
-    def _put(self, number: int, where: str, value: bytes) -> None:
+    def _put(self, number: int, where: str, value: Buffer) -> None:
         checksum(value)
         self._clients[number].put([where], [memoryview(value)])
 
-    def _get(self, number: int, where: str, value: bytes) -> None:
+    def _get(self, number: int, where: str, value: Buffer) -> None:
         (found,) = self._clients[number].get([where], [self._buffers[number]])
         assert found is not None
         checksum(self._values[0])  # as many bytes, and as near
 
-    def _run(self, step: Callable[[int, str, bytes], None]) -> float:
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def _run(self, step: Callable[[int, str, Buffer], None]) -> float:
         """GB/s."""
         waiting = list(self._places)
 
@@ -84,6 +94,42 @@ class Loop:
         for thread in threads:
             thread.join()
         return sum(map(len, self._values)) / (time.perf_counter() - began) / 1e9
+
+
+class MooncakeLoop(Loop):
+    """The library in this process, with buffers that it knows."""
+
+    def __init__(self, url: MooncakeUrl, threads: int, size: int, count: int) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._memory = mmap.mmap(-1, (count + threads) * size)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._stores = []
+        for _ in range(threads):
+            store = MooncakeDistributedStore()
+            master = f"{url.settings['host']}:{url.settings['port']}"
+            assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master) == 0
+            assert store.register_buffer(self._address, len(self._memory)) == 0
+            self._stores.append(store)
+        super().__init__(lambda: cast(StoreClient, None), threads, 0, 0)
+        for at in range(count):
+            self._memory[at * size : (at + 1) * size] = os.urandom(size)
+        self._values = [memoryview(self._memory)[at * size : (at + 1) * size] for at in range(count)]
+        self._size = size
+
+    def _put(self, number: int, where: str, value: Buffer) -> None:
+        checksum(value)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(value))
+        assert self._stores[number].batch_put_from([where], [at], [self._size]) == [0]
+
+    def _get(self, number: int, where: str, value: Buffer) -> None:
+        at = self._address + (len(self._values) + number) * self._size
+        assert self._stores[number].batch_get_into([where], [at], [self._size]) == [self._size]
+        checksum(self._values[0])
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
 
 
 class Tier:
@@ -121,19 +167,27 @@ class Tier:
 
 def measure(kind: str, url: str, size: int) -> list[list[object]]:
     lanes, count = LANES[kind], max(2 * LANES[kind], TOTAL_BYTES // size)
-    connect = store_of(*parse_tiers([url]))[1]
-    loop, threads = (Loop(lambda: connect(LaneBuffer()), number, size, count) for number in (1, lanes))
+    (parsed,) = parse_tiers([url])
+    loops: list[Loop]
+    if kind == "mooncake":
+        loops = [MooncakeLoop(MooncakeUrl(parsed), number, size, count) for number in (1, lanes)]
+    else:
+        connect = store_of(parsed)[1]
+        loops = [Loop(lambda: connect(LaneBuffer()), number, size, count) for number in (1, lanes)]
     tier = Tier(url, size, count)
     rows = []
     for what in ("put", "get"):
-        found = alternate(ROUNDS, *(getattr(each, what) for each in (loop, threads, tier)))
+        found = alternate(ROUNDS, *(getattr(each, what) for each in (*loops, tier)))
         ours, best = median(found[2]), max(median(found[0]), median(found[1]))
         rows.append([kind, size / (1 << 20), what, median(found[0]), median(found[1]), ours, ours / best])
-    tier.close()
+    for each in (*loops, tier):
+        each.close()
     return rows
 
 
 def start(kind: str, folder: Path) -> SharedStore:
+    if kind == "mooncake":  # evicts what was not used for a while
+        return MooncakeStore(folder, memory="4GB", lease_ms=60_000)
     return ValkeyStore(folder) if kind == "valkey" else S3Server()
 
 

@@ -357,7 +357,7 @@ class Record:
     def pack_into(self, buffer: bytearray | memoryview) -> None:
         """The same into a writable buffer of `packed_bytes`."""
     def unpack(self, buffer: Buffer) -> RecordMatch:
-        """Verify a packed record; write it to L1 if all of it matches, else L1 is untouched."""
+        """Write a packed record to L1, and match what was written; one of another header or length writes nothing."""
 
 class FileOutcome(enum.Enum):
     DONE = 0

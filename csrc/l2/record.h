@@ -80,7 +80,8 @@ class Record : public std::enable_shared_from_this<Record> {
 
     // Gather: the header with its digest, and the slots end to end. REQUIRES: packed_bytes().
     void pack(std::byte* to) const;
-    // Scatter a packed record, if and only if all of it matches; else L1 is untouched.
+    // Scatter a packed record, and match what has been scattered: only after kMatch does it count.
+    // Of one whose header or length is another, nothing is.
     RecordMatch unpack(std::span<const std::byte> from) const;
 
   private:

@@ -160,7 +160,7 @@ class Lanes(Generic[R]):
             queue.append(job)
             self._open.jobs[job.number] = job
             heapq.heappush(self._open.deadlines, (job.deadline_ns, job.number))
-            self._work.notify_all()
+            self._work.notify(1 if job.reads else 2)  # of two that wait one is for all kinds
             if self._open.deadlines[0][1] == job.number:
                 self._time.notify()
             return True
@@ -283,7 +283,7 @@ class Lanes(Generic[R]):
         del self._open.jobs[job.number]
         self._done.append((job, result))
         self._left.notify_all()
-        if not self._closing:
+        if len(self._done) == 1 and not self._closing:
             os.eventfd_write(self.completion_fd, 1)
 
     # ---- the clock ------------------------------------------------------------------------------

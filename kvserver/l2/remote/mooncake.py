@@ -164,7 +164,10 @@ class _MooncakeClient:
         self.exist(names)
 
     def read_ids(self, names: Sequence[str]) -> list[bytes | None]:
-        found = self._ask("read_ids", names=names)
+        """Waits for one that another daemon is writing."""
+        deadline = time.monotonic() + self._url.timeout_seconds
+        while not _BUSY.isdisjoint(found := self._ask("read_ids", names=names)) and time.monotonic() < deadline:
+            time.sleep(_RETRY_SECONDS)
         return [None if value is None else bytes.fromhex(_no_code(value)) for value in found]
 
     def create_id(self, name: str, value: bytes) -> bytes:

