@@ -1689,7 +1689,7 @@ REMOTE_TIERS = (
         "Client.write_id",
         "batch_upsert_from",
         "batch_put_from",
-        (f"{REMOTE}::test_what_was_cleared_is_never_served_again",),
+        (f"{REMOTE}::test_a_clear_survives_a_restart",),
     ),
     Mutant(
         "two daemons that start together have other ids of one scope",

@@ -228,7 +228,7 @@ class Lanes(Generic[R]):
 
     def _serve(self, lane: Lane, all_kinds: bool) -> None:
         with contextlib.suppress(StoreError):
-            _ = lane.client  # now, not when somebody waits for it; else its first job tries again
+            _ = lane.client  # before a job waits for it; where it fails, the first job tries again
         while jobs := self._next(lane, all_kinds):
             results: dict[Job[R], R] = {}
             try:

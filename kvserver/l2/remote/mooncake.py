@@ -37,14 +37,14 @@ _NO_SPACE = -200
 _ABSENT = {-703, -704, -712}  # being written, not there, evicted
 _KEPT = -705  # there is one already
 _BUSY = {-703, -706, -708, -714}  # in use: try again
-_LEASE_EXPIRED = -707  # the read took longer than its memory was reserved
+_LEASE_EXPIRED = -707  # the memory was reserved for a shorter time than the read needed
 _TRANSFER_FAILED = -800  # the owner of the memory is not there; the master notices after 10 s
 _UNREAD = {_LEASE_EXPIRED, _TRANSFER_FAILED}
 _TIMEOUT = -901
 _MEANING = {
     -1: "the master does not answer",
     _NO_SPACE: "the store has no memory for it: a mooncake_client gives it some",
-    _LEASE_EXPIRED: "a read took longer than its lease",
+    _LEASE_EXPIRED: "a read needed more time than its lease has",
     _TRANSFER_FAILED: "an owner of memory does not answer",
     -900: "the master does not answer",
     _TIMEOUT: "the master does not answer in time",
@@ -174,7 +174,7 @@ class _MooncakeClient:
         self._retry("create_id", name, value)
         (present,) = self.read_ids([name])
         if present is None:
-            raise StoreError("an id is gone as soon as it was written")
+            raise StoreError("an id is missing as soon as it was written")
         return present
 
     def write_id(self, name: str, value: bytes) -> None:

@@ -130,7 +130,7 @@ def _address_towards(master: tuple[str, int]) -> str:
 
 
 def _receive(connection: socket.socket, count: int) -> tuple[bytes, int]:
-    """`count` bytes, and the descriptor that came with them, or -1. EOFError where the other side is gone."""
+    """`count` bytes, and the descriptor that arrived with them, or -1. EOFError after the other side has ended."""
     raw, descriptor = b"", -1
     while len(raw) < count:
         part, descriptors, _, _ = socket.recv_fds(connection, count - len(raw), 1)

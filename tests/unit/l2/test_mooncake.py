@@ -1,4 +1,4 @@
-"""What is Mooncake's own: its URLs, the processes of its client, owners of memory that come and go, and eviction."""
+"""What is Mooncake's own: its URLs, the processes of its client, deaths of owners of memory, and eviction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvserver.l2.remote.mooncake import MooncakeUrl
 from kvserver.protocol import ConfigError
 
 RANKS = (PAGE + 1, 2 * PAGE)
-GONE_SECONDS = 40.0  # the master drops an owner that is silent for 10 s
+UNMOUNT_SECONDS = 40.0  # the master drops an owner that is silent for 10 s
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +293,7 @@ def test_one_of_two_owners_takes_its_objects_along_and_no_more(
         for number in written:
             while (outcome := daemon.get(name(number), memory, 2.0)) not in (TierOutcome.DONE, TierOutcome.MISSING):
                 assert outcome in (TierOutcome.UNAVAILABLE, TierOutcome.TIMEOUT)
-                assert time.monotonic() - began < GONE_SECONDS
+                assert time.monotonic() - began < UNMOUNT_SECONDS
                 daemon.ends.until("ready")
             outcomes[number] = outcome
             if outcome is TierOutcome.DONE:

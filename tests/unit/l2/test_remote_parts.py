@@ -380,7 +380,7 @@ def test_a_command_that_fails_fails_all_of_its_jobs(lanes: Lanes[str]) -> None:
 # ---- a lane's buffer ------------------------------------------------------------------------------
 
 
-def test_views_of_a_buffer_do_not_overlap_and_are_where_it_says() -> None:
+def test_views_of_a_buffer_do_not_overlap_and_are_at_their_offsets() -> None:
     buffer = LaneBuffer()
     for sizes in ([1, 4096, 5000], [3 << 20, 7], [10]):
         views = buffer.views(sizes)
