@@ -1686,7 +1686,7 @@ REMOTE_TIERS = (
     Mutant(
         "a clear leaves the id that Mooncake has",
         "kvserver/l2/remote/mooncake_child.py",
-        "Client.write_id",
+        "LibraryStore.write_id",
         "batch_upsert_from",
         "batch_put_from",
         (f"{REMOTE}::test_a_clear_survives_a_restart",),

@@ -29,7 +29,7 @@ _MOST_IDS = 512
 _NOT_FOUND, _BAD_PARAMETERS = -704, -600
 
 
-class Memory:
+class RegisteredMemory:
     """Memory that is registered with the store."""
 
     def __init__(self, store: Any, descriptor: int, size: int) -> None:
@@ -43,7 +43,7 @@ class Memory:
         self._store.unregister_buffer(self.address)
 
 
-class Client:
+class LibraryStore:
     def __init__(self, settings: dict[str, Any]) -> None:
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
@@ -63,13 +63,13 @@ class Client:
                 "master_server_addr": f"{settings['host']}:{settings['port']}",
             }
         )
-        self._buffer: Memory | None = None
-        self._ids = Memory(self._store, -1, _MOST_IDS * _ID_BYTES) if not self.code else None
+        self._buffer: RegisteredMemory | None = None
+        self._ids = RegisteredMemory(self._store, -1, _MOST_IDS * _ID_BYTES) if not self.code else None
 
     def map(self, descriptor: int, size: int) -> int:
         if self._buffer is not None:
             self._buffer.free()
-        self._buffer = Memory(self._store, descriptor, size)
+        self._buffer = RegisteredMemory(self._store, descriptor, size)
         os.close(descriptor)
         return 0
 
@@ -141,7 +141,7 @@ def _receive(connection: socket.socket, count: int) -> tuple[bytes, int]:
 
 
 def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
-    client = Client(settings)
+    client = LibraryStore(settings)
     _reply(connection, client.code)
     while True:
         header, descriptor = _receive(connection, LENGTH_BYTES)
