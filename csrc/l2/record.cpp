@@ -18,7 +18,7 @@ constexpr size_t kFormatAt = 8, kSizeAt = 12, kGroupAt = 16, kSlotsAt = 20, kGen
 constexpr size_t kKeyAt = 32, kCoverageAt = 64, kNamespaceBytesAt = 80, kNamespaceAt = 88;
 constexpr size_t kDigestAt = 256, kSealAt = 272, kSealBytes = 64, kLengthsAt = 512;
 constexpr size_t kCoverageBytes = 16;
-constexpr uint64_t kStepBytes = 64 << 10;  // stays in a core's cache
+constexpr uint64_t kStepBytes = 16 << 10;  // with its copy it stays in the first cache
 constexpr size_t kMostSlots = (kHeaderBytes - kLengthsAt) / sizeof(uint64_t);
 
 template <typename T>

@@ -39,17 +39,26 @@ class MooncakeStore:
         return f"mooncake://127.0.0.1:{self.port}/{prefix}?" + "&".join(parameters)
 
     def start(self) -> None:
+        self.start_master()
+        self.owners = [self._own(port) for port in self._owner_ports]
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._serves():
+            assert self._master is not None
+            assert self._master.poll() is None, "the master has ended"
+            assert time.monotonic() < deadline, "the store does not start"
+            time.sleep(0.05)
+
+    def start_master(self) -> None:
         self._master = self._run(
             "mooncake_master",
             rpc_address="127.0.0.1", rpc_port=self.port, metrics_host="127.0.0.1", metrics_port=self._http_port,
             default_kv_lease_ttl=self._lease_ms,
         )  # fmt: skip
-        self.owners = [self._own(port) for port in self._owner_ports]
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._serves():
-            assert self._master.poll() is None, "the master has ended"
-            assert time.monotonic() < deadline, "the store does not start"
-            time.sleep(0.05)
+
+    def kill_master(self) -> None:
+        assert self._master is not None
+        self._master.kill()
+        self._master.wait()
 
     def add_owner(self) -> None:
         reservation, port = reserved_port()

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvserver.l2.remote.buffer import LaneBuffer
-from kvserver.l2.remote.store import ConnectStore, StoreClient, StoreClosed, StoreError
+from kvserver.l2.remote.store import ConnectStore, StoreClient, StoreClosed
 
 log = logging.getLogger(__name__)
 
@@ -227,8 +227,8 @@ class Lanes(Generic[R]):
             raise JobEnded
 
     def _serve(self, lane: Lane, all_kinds: bool) -> None:
-        with contextlib.suppress(StoreError):
-            _ = lane.client  # before a job waits for it; where it fails, the first job tries again
+        with contextlib.suppress(Exception):  # which the first job meets again, and reports
+            _ = lane.client  # before a job waits for it
         while jobs := self._next(lane, all_kinds):
             results: dict[Job[R], R] = {}
             try:

@@ -121,13 +121,17 @@ class _MooncakeClient:
         ours, theirs = socket.socketpair()
         with theirs:
             settings = json.dumps({**self._url.settings, "socket": theirs.fileno()})
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", _CHILD, json.dumps(sys.path), settings],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **self._url.environment},
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-        self._socket, self._mapped = ours, 0
+            self._socket, self._mapped = ours, 0
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", _CHILD, json.dumps(sys.path), settings],
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, **self._url.environment},
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+            except OSError as error:
+                self.close()
+                raise StoreError(f"the client of Mooncake did not start: {error.strerror}") from None
         if code := self._receive(deadline):
             self.close()
             raise _error(code)

@@ -22,7 +22,7 @@ from kvserver.config import parse_tiers
 from kvserver.l2 import ObjectMemory, TierOutcome, make_tier
 from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.generations import IDS_SECONDS
-from kvserver.l2.remote.make import store_of
+from kvserver.l2.remote.make import LANES, store_of
 from kvserver.l2.remote.mooncake import MooncakeUrl
 from kvserver.protocol import ConfigError
 
@@ -123,7 +123,7 @@ def test_a_process_that_was_killed_is_replaced(server: MooncakeStore, prefix: st
     expected = stored(daemon, 1)
     memory = daemon.l1.object(*RANKS)
     deadline = time.monotonic() + 30
-    while len(clients(os.getpid())) < 3:
+    while len(clients(os.getpid())) < LANES["mooncake"]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     before = clients(os.getpid())
@@ -144,7 +144,7 @@ def test_a_process_that_hangs_ends_with_its_request(
     memory = daemon.l1.object(*RANKS)
     before = daemon.l1.read(memory)
     deadline = time.monotonic() + 60
-    while len(clients(os.getpid())) < 3:
+    while len(clients(os.getpid())) < LANES["mooncake"]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     stopped = clients(os.getpid())
@@ -277,6 +277,26 @@ def test_a_store_without_memory_is_unavailable_until_there_is_some(
         stored(daemon, 1)
     finally:
         empty.close()
+
+
+def test_a_master_that_started_anew_has_nothing_and_is_used_again(
+    server: MooncakeStore, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    daemon = make_daemon_of(server.url_of(prefix, "timeout=1s"))
+    stored(daemon, 1)
+    memory = daemon.l1.object(*RANKS)
+    server.kill_master()
+    while daemon.tier.state == "ready":
+        assert daemon.get(name(1), memory, 2.0) in (TierOutcome.UNAVAILABLE, TierOutcome.TIMEOUT)
+    server.start_master()
+    daemon.ends.until("ready", 60)  # the owner of memory finds the new one by itself
+    deadline = time.monotonic() + 60
+    written = daemon.l1.object(*RANKS)
+    while not (daemon.put(name(2), written) is daemon.get(name(2), memory) is TierOutcome.DONE):
+        assert time.monotonic() < deadline
+        daemon.ends.until("ready", 60)
+    assert daemon.l1.read(memory) == daemon.l1.read(written)
+    assert daemon.get(name(1), memory) is TierOutcome.MISSING
 
 
 def test_one_of_two_owners_takes_its_objects_along_and_no_more(
