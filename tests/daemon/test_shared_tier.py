@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, wait_until
-from support.registration import identity
 from support.mooncake import MooncakeStore
+from support.registration import identity
 from support.shared_tiers import SharedStore
 from support.valkey import ValkeyStore
 from support.worker import Worker, make_keys
@@ -100,7 +100,7 @@ def test_what_differs_in_one_fact_shares_nothing(daemons: list[Daemon], other: d
 
 
 def test_what_must_stay_on_its_machine_is_in_its_own_tiers_only(
-    store: ValkeyStore, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: SharedStore, make_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     url = store.url_of("machine-only")
     daemon = make_daemon(l2=[f"file://{tmp_path}/l2?size=64MiB", url], l1_size="16MiB")
