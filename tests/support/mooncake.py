@@ -93,6 +93,8 @@ class MooncakeStore:
     def stop(self) -> None:
         """It answers nothing, and keeps its connections, until go_on()."""
         self._signal(signal.SIGSTOP)
+        for process in self._processes():
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)

@@ -78,6 +78,8 @@ class S3Server:
     def stop(self) -> None:
         """It answers nothing, and keeps its connections, until go_on()."""
         self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)

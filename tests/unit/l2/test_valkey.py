@@ -138,10 +138,12 @@ def test_a_file_without_authorities_is_refused(tmp_path: Path, content: str | No
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ValkeyStore]]:
     nodes = [ValkeyStore(tmp_path_factory.mktemp("node"), cluster_enabled="yes") for _ in range(3)]
-    join(nodes)
-    yield nodes
-    for node in nodes:
-        node.close()
+    try:
+        join(nodes)
+        yield nodes
+    finally:
+        for node in nodes:
+            node.close()
 
 
 def test_a_node_of_a_cluster_is_refused_with_what_to_write(
