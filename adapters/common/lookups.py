@@ -146,6 +146,11 @@ class Lookups:
         )
         self._counters["lookup_hits"] += found.hit_chunks != 0 or found.tail_blocks != 0
 
+    def forgo(self, question: Question) -> None:
+        """The engine has all that the daemon could find for it: no fill is awaited. A lookup under way may still be answered."""
+        question.waits_for_fills = False
+        self._fills.drop(question)
+
     def awaits_fill(self, question: Question) -> bool:
         """Whether the daemon still reads for it. However many wait, a pass looks for replies and late ones once."""
         if question not in self._fills:

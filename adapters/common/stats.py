@@ -57,11 +57,7 @@ class StatsReporter:
         self._again_at = 0.0
         self._quarantined = 0
 
-    def report(
-        self, counters: Counter[str], errors: Counter[str], status: CacheStatus, quarantined: int
-    ) -> dict[str, Any]:
-        """What is new: by how much counts have grown, and how the half is. `errors`: by "place: kind"."""
-        data: dict[str, Any] = {}
+    def _add_counts(self, data: dict[str, Any], counters: Counter[str]) -> None:
         for name, more in (counters - self._counted).items():
             if name in COUNTERS:
                 data[name] = more
@@ -69,10 +65,19 @@ class StatsReporter:
                 for family in _BY_LABEL:
                     if name.startswith(f"{family}_"):
                         data.setdefault(family, {})[name.removeprefix(f"{family}_")] = more
-        for kind, more in (errors - self._faults).items():
+        self._counted = counters.copy()
+
+    def report(
+        self, counters: Counter[str], errors: Counter[str], status: CacheStatus, quarantined: int
+    ) -> dict[str, Any]:
+        """What is new: by how much counts have grown, and how the half is. `errors`: by "place: kind"."""
+        data: dict[str, Any] = {}
+        if dict.__ne__(counters, self._counted):  # in most steps nothing has grown; a Counter's own comparison is slow
+            self._add_counts(data, counters)
+        for kind, more in (errors - self._faults).items() if errors else ():
             places = data.setdefault(FAULTS, Counter())
             places[kind.rsplit(": ", 1)[0]] += more
-        self._counted, self._faults = counters.copy(), errors.copy()
+            self._faults[kind] += more
         if quarantined != self._quarantined:
             self._quarantined = data[QUARANTINED] = quarantined
         now = time.monotonic()

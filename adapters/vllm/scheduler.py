@@ -183,11 +183,16 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM: (tokens beyond `local_tokens` to load, asynchronously); (None, False) = not known yet."""
         state = self._requests.get(request.request_id)
-        if state is not None and self._lookups.awaits_fill(state):
+        has_all = False  # that the daemon could find, so its answer is not waited for
+        if state is not None and local_tokens:
+            has_all = not self._worth_loading(request, self._most_found(state), local_tokens)
+        if has_all and state is not None:
+            self._lookups.forgo(state)
+        elif state is not None and self._lookups.awaits_fill(state):
             return None, False  # first: many may wait, and vLLM asks about each in each pass
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
-        tokens, asynchronously = self._matched(state, request, local_tokens)
+        tokens, asynchronously = self._matched(state, request, local_tokens, has_all)
         if state is not None and state.answer is not None:
             self._promises.answered(request.request_id, tokens or 0, state.answer.l2_chunks * self._chunks.tokens)
         if state is not None and tokens is not None and self._chunks.states:
@@ -195,7 +200,9 @@ class SchedulerHalf:
             self._want_state(state, local_tokens + tokens)
         return tokens, asynchronously
 
-    def _matched(self, state: RequestState | None, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+    def _matched(
+        self, state: RequestState | None, request: Request, local_tokens: int, has_all: bool
+    ) -> tuple[int | None, bool]:
         if state is None or state.give_up or not self._serves:
             return 0, False
         if not state.wishes.most_tokens:
@@ -206,9 +213,13 @@ class SchedulerHalf:
             return 0, False
         if request.skip_reading_prefix_cache:  # every token must be computed; vLLM before 0.31 queries all the same
             return 0, False
+        if has_all:
+            state.not_loaded = ""
+            return 0, False
         if state.admitted:  # it was preempted since: look up again, more may be stored by now
             state.admitted = False
             state.answer = None
+            state.waits_for_fills = state.wishes.waits_for_storage
         if self._failed and state.answer is not None and state.answer.hit_chunks > self._useful_chunks(state):
             state.answer = None  # it is older than the failure of another request's load
         if self._lookups.must_send(state):
@@ -217,10 +228,10 @@ class SchedulerHalf:
         if (answer := self._lookups.answer_to(state)) is None:
             return None, False
         found = self._chunks.found_tokens(answer.hit_chunks, answer.tail_blocks)
-        tokens = min(found, request.num_tokens - 1) - local_tokens
+        tokens = self._worth_loading(request, found, local_tokens)
         state.not_loaded = "lookup_timeout" if answer.timed_out else ""
-        if tokens <= 0 or (local_tokens and tokens < self._chunks.block_tokens):
-            return 0, False  # the engine lacks a part of a block at most, which it computes sooner than it loads it
+        if not tokens:
+            return 0, False
         if self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
             state.not_loaded = "whole_prompts_only"
         elif not self._variants.is_current(state.request, state.variant):
@@ -229,6 +240,19 @@ class SchedulerHalf:
             return 0, False
         state.local_tokens = local_tokens
         return tokens, True
+
+    def _most_found(self, state: RequestState) -> int:
+        """The tokens of the greatest hit that its lookup may have."""
+        chunks = self._useful_chunks(state)
+        return self._chunks.found_tokens(chunks, len(self._useful_tail(state, chunks)))
+
+    def _worth_loading(self, request: Request, found: int, local_tokens: int) -> int:
+        """The tokens that a load brings where so many are found; 0 if there is none to begin.
+
+        Of an engine that has a prefix itself and lacks a part of a block at most: it computes that sooner than it loads it.
+        """
+        tokens = min(found, request.num_tokens - 1) - local_tokens
+        return 0 if tokens <= 0 or (local_tokens and tokens < self._chunks.block_tokens) else tokens
 
     def hit_sources(self, request_id: str) -> tuple[int, int]:
         """How many tokens of the load that was just planned come from L1, and from L2."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("KVSERVER_TAILS", "off")  # these tests are about chunks; those of single blocks pass tails="on"
 
+from kvserver.adapters.common.speed import PrefillSpeed
 from kvserver.adapters.vllm import KVServerConnector
 from late_gpu import LateGpu
 from model_folder import write_model
@@ -28,8 +31,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
-    """Start an engine on a daemon, or on an endpoint. At the end it is closed; it swallowed no exception unless it may."""
+def make_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Start an engine on a daemon, or on an endpoint. At the end it is closed; it swallowed no exception unless it may.
+
+    Without a model a prompt takes next to no time, and no storage would be worth reading: unless it `measures_speed`, the
+    engine's clock of prefill stands still, and the daemon, which knows no speed, reads all that it has.
+    """
     engines: list[Engine] = []
     forgiven: list[Engine] = []
 
@@ -39,11 +46,14 @@ def make_engine(model_folder: Path) -> Iterator[Callable[..., Engine]]:
         *,
         may_fail: bool = False,
         register: bool = True,
+        measures_speed: bool = False,
         runner: int = 1,
         gpu: LateGpu | None = None,
         **options: Any,
     ) -> Engine:
         endpoint = daemon if isinstance(daemon, str) else daemon.endpoint
+        clock = time.monotonic if measures_speed else lambda: 0.0
+        monkeypatch.setattr("kvserver.adapters.vllm.scheduler.PrefillSpeed", partial(PrefillSpeed, clock))
         engines.append(Engine(*configure(folder or model_folder, endpoint, **options), register, runner, gpu))
         if may_fail:
             forgiven.append(engines[-1])

@@ -137,6 +137,20 @@ def test_a_request_computes_when_storage_is_too_slow(stoppable: Stoppable, make_
     stoppable.tier.release()
 
 
+def test_an_engine_that_has_a_prompt_itself_awaits_no_fill(stoppable: Stoppable, make_engine: MakeEngine) -> None:
+    tokens = prompt(10, 3 * CHUNK + 20)
+    engine = make_engine(stoppable.running.endpoint, extra={"kvserver.fill_timeout_ms": 10_000})
+    engine.generate("cold", tokens)
+    wait_until(lambda: len(stoppable.tier.objects) == 3)
+    stoppable.running.server.call(stoppable.running.parts.cache.clear_namespaces).result(10)
+    stoppable.tier.stopped = True
+    answer = engine.add("again", tokens)
+    engine.run(8, until=lambda: answer.finish_reason is not None)
+    assert (answer.local, answer.external, answer.right) == (3 * CHUNK + 16, 0, True)
+    stoppable.tier.release()
+    engine.run()
+
+
 def test_nothing_is_awaited_where_that_is_switched_off(stoppable: Stoppable, make_engine: MakeEngine) -> None:
     tokens = prompt(7, 3 * CHUNK + 20)
     stored(stoppable, make_engine, tokens)

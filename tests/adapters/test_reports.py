@@ -311,7 +311,7 @@ def test_loads_name_their_request_and_stores_where_the_daemon_traces(make_daemon
 
 def test_an_end_reports_how_fast_the_engine_computes_prompts(make_daemon, make_engine, make_tap):
     tap = make_tap(make_daemon())
-    engine = make_engine(tap.endpoint)
+    engine = make_engine(tap.endpoint, measures_speed=True)
     engine.generate("short", prompt(1, FLOOR_TOKENS - 1))
     engine.generate("long", prompt(2, FLOOR_TOKENS))
     engine.generate("short again", prompt(3, 5))

@@ -79,6 +79,20 @@ def test_a_longer_local_hit_needs_no_load(make_daemon, make_engine):
     assert not engine.loads
 
 
+def test_an_engine_that_has_a_prompt_itself_waits_for_no_answer(make_daemon, make_engine):
+    """Its lookup could find no block more; the daemon hangs, and a lookup is given up after 15 s."""
+    daemon = make_daemon()
+    tokens = prompt(6, 2 * CHUNK + 2 * BLOCK)
+    engine = make_engine(daemon)
+    engine.generate("first", tokens)
+    daemon.freeze()
+    answer = engine.add("second", tokens)
+    engine.run(10, until=lambda: answer.finish_reason is not None)
+    assert (answer.local, answer.external, answer.right) == (2 * CHUNK + BLOCK, 0, True)
+    daemon.thaw()
+    engine.run()
+
+
 def test_chunked_prefill_stores_chunks_as_they_get_full(make_daemon, make_engine, how):
     daemon = make_daemon()
     tokens = prompt(6, 5 * CHUNK + 7)
