@@ -73,9 +73,18 @@ class Driver:
         self.op_await(name, count)
         tokens = tokens_of(name, count)
         request_id, _ = self._lookup(tokens)
+        return self._load(request_id, tokens)
+
+    def op_fill(self, name: str, count: int) -> dict[str, Any]:
+        """A lookup, which brings what only storage has into L1, and the load; seconds of both."""
+        tokens = tokens_of(name, count)
+        request_id, milliseconds = self._lookup(tokens)
+        return {"seconds": milliseconds / 1000 + self._load(request_id, tokens)["seconds"]}
+
+    def _load(self, request_id: str, tokens: list[int]) -> dict[str, Any]:
         began = time.perf_counter()
         event = self._worker.create_recorded_event()
-        self._worker.submit_retrieve_request(request_id, self._copy(tokens, 0, count), event)
+        self._worker.submit_retrieve_request(request_id, self._copy(tokens, 0, len(tokens)), event)
         self._ended(self._worker.retrieve_futures[request_id][0])
         seconds = time.perf_counter() - began
         self._scheduler.end_session(request_id)

@@ -57,7 +57,8 @@ def free_port() -> int:
 class Peer:
     """The peer's server, and a process with its adapters from connect() on. What both log stays in a file."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, l2: dict[str, Any] | None = None) -> None:
+        """`l2`: of its `--l2-adapter`."""
         self._python = python
         self._environ = os.environ | {"LMCACHE_MP_TRANSFER_MODE": "lmcache_driven", "LMCACHE_DISABLE_BANNER": "1"}
         self._log = Path(tempfile.gettempdir(), f"kvserver-peer-{os.getpid()}.log").open("w")  # noqa: SIM115
@@ -67,6 +68,7 @@ class Peer:
         flags = {"port": port, "http-port": self._http.rsplit(":", 1)[1], "l1-size-gb": L1_GIB}
         flags |= {"eviction-policy": "LRU", "chunk-size": CHUNK_TOKENS}
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        words += ["--l2-adapter", json.dumps(l2)] if l2 else []
         began = time.perf_counter()
         self.process = subprocess.Popen(
             [python, "-m", "lmcache.cli.main", "server", *words],
@@ -112,7 +114,13 @@ class Peer:
         return answer
 
     def clear(self) -> None:
+        """L1, but for what is being copied; what lies behind it stays."""
         urllib.request.urlopen(urllib.request.Request(f"{self._http}/cache/clear", method="POST"), timeout=30).close()
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self._http}/status", timeout=30) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
 
     def __enter__(self) -> Peer:
         return self

@@ -80,6 +80,14 @@ class Driver:
             core.step_fn()
         return {"pending": core.scheduler.connector.has_pending_push_work()}
 
+    def op_drain(self, seconds: float) -> dict[str, Any]:
+        """Step as a server does until no connector keeps the blocks of an ended request."""
+        core = self.engine.engine_core.engine_core
+        deadline = time.monotonic() + seconds
+        while core.scheduler.has_requests() and time.monotonic() < deadline:
+            core.step_fn()
+        return {"pending": core.scheduler.has_requests()}
+
     def op_reset_prefix_cache(self, reset_connector: bool = False) -> dict[str, Any]:
         return {"ok": self.llm.reset_prefix_cache(reset_connector=reset_connector)}
 
