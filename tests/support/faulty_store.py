@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvserver.l2.remote.store import StoreClosed, StoreError, StoreFull, StoreTimeout, WrongSize
+from kvserver.l2.remote.buffer import LaneBuffer
+from kvserver.l2.remote.store import StoreClosed, StoreError, StoreFull, StoreTimeout
 
 _HANG_SECONDS = 20.0  # then a test has failed
 _ERRORS = {"error": StoreError, "timeout": StoreTimeout, "closed": StoreClosed, "full": StoreFull}
@@ -40,7 +41,7 @@ class FaultyStore:
         self._goes = threading.Event()
         self._goes.set()
 
-    def connect(self) -> FaultyClient:
+    def connect(self, buffer: LaneBuffer) -> FaultyClient:
         return FaultyClient(self)
 
     # ---- what a test does ---------------------------------------------------------------------
@@ -91,6 +92,11 @@ class FaultyStore:
         if fault == "error afterwards":
             raise StoreTimeout("made up: no answer")
 
+    def of_one(self, names: Sequence[str], fault: str) -> list[str]:
+        """The fault of one of the values of a request, and those of the others: none."""
+        unlucky = self._dice.randrange(len(names))
+        return [fault if place == unlucky else "" for place in range(len(names))]
+
     def read(self, name: str, fault: str) -> bytes | None:
         """REQUIRES: inside request()."""
         value = self.values.get(name)
@@ -131,19 +137,29 @@ class FaultyClient:
     def __init__(self, store: FaultyStore) -> None:
         self._store = store
 
-    def get(self, name: str, buffer: memoryview) -> memoryview | None:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
         with self._store.request() as fault:
-            value = self._store.read(name, fault)
+            faults = self._store.of_one(names, fault)
+            values = [self._store.read(name, each) for name, each in zip(names, faults, strict=True)]
+        return [self._in(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
+
+    @staticmethod
+    def _in(buffer: memoryview, value: bytes | None) -> memoryview | None:
         if value is None:
             return None
         if len(value) > len(buffer):
-            raise WrongSize
+            return buffer[:0]
         buffer[: len(value)] = value
         return buffer[: len(value)]
 
-    def put(self, name: str, value: memoryview) -> None:
-        with self._store.request() as fault:
-            self._store.write(name, bytes(value), fault)
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+        try:
+            with self._store.request() as fault:
+                for name, value, each in zip(names, values, self._store.of_one(names, fault), strict=True):
+                    self._store.write(name, bytes(value), each)
+        except StoreFull as error:
+            return [str(error)] * len(names)
+        return [""] * len(names)
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         with self._store.request() as fault:
