@@ -1820,9 +1820,9 @@ L2_AND_L1 = (
     Mutant(
         "fills use more of L1 than their bound",
         FILLS,
-        "Fills.step",
-        "if self.used_bytes and self.used_bytes + fill.bytes > self._bound:",
-        "if False:",
+        "Fills._fits_beside_others",
+        "return not used or used + fill.bytes <= self._bound",
+        "return True",
         FILL_TESTS,
     ),
     Mutant(

@@ -208,12 +208,14 @@ class Fills:
         for fill in list(self._fills.values()):
             if fill.due_ns <= now_ns:
                 self._finish(fill)
+        has_room = True
         for fill in list(self._fills.values()):
             if fill.probes or fill.ended:
                 continue
             if not fill.began:
-                if self.used_bytes and self.used_bytes + fill.bytes > self._bound:
-                    return False  # none overtakes another
+                has_room = has_room and self._fits_beside_others(fill)
+                if not has_room:  # none overtakes another, but those that have begun go on
+                    continue
                 fill.began = True
             self._finish_if_done(fill)  # or plan what another fill did not bring
             while fill.todo and steps > 0:
@@ -224,6 +226,10 @@ class Fills:
                 self._begin_batch(fill, fill.reserved.popleft())
             self._finish_if_done(fill)
         return False
+
+    def _fits_beside_others(self, fill: Fill) -> bool:
+        used = self.used_bytes
+        return not used or used + fill.bytes <= self._bound
 
     def _reserve_batch(self, fill: Fill, steps: int) -> int:
         """Reserve the slots of the next batch; returns the steps that remain of the turn."""
