@@ -241,6 +241,7 @@ class Fills:
             fill.namespace, worker.layout, keys_of(fill.lookup.keys, missing.places), coverage.slot_bytes,
             group=missing.group, slots=coverage.slots, model_name=worker.spec.model_name,
         )  # fmt: skip
+        steps -= BATCH + 4 * (len(plan.evicted) + len(plan.evicted_tails))
         publish_evicted(self._bus, int(self._clock() * 1e9), plan)
         own = set(map(id, plan.chunks))
         fill.awaited += [(chunk, missing.group) for chunk in plan.prefix if id(chunk) not in own]
@@ -248,7 +249,7 @@ class Fills:
         self._open_batches += 1
         if plan.no_space:
             self._cut(fill)
-        return steps - BATCH - 4 * len(plan.evicted)
+        return steps
 
     def _cut(self, fill: Fill) -> None:
         """L1 has no space for all of it now: the hit ends where what was reserved ends, or a smaller one is tried."""
