@@ -330,21 +330,29 @@ class Fills:
             self._count_ready(fill, batch.coverage.group, ready)
         if fill.ended:
             return
-        self._cache.pin_chunks(ready)
-        fill.pinned += ready
+        self._pin(fill, ready)
         if batch.failed and batch.coverage.group == 0:
             self._release(fill)  # a hit ends before what is missing
         self._finish_if_done(fill)
 
+    def _pin(self, fill: Fill, chunks: list[Chunk]) -> None:
+        self._cache.pin_chunks(chunks)
+        fill.pinned += chunks
+
     def _finish_if_done(self, fill: Fill) -> None:
         if fill.ended or fill.waits:
             return
-        if any(is_filling(chunk, group) for chunk, group in fill.awaited):
-            return
-        lost = any(not chunk.ready >> group & 1 for chunk, group in fill.awaited)
-        fill.awaited.clear()
-        if lost and not fill.replanned:  # whom it waited for has ended early: its own reads bring the rest
-            fill.replanned = True
+        while fill.awaited:
+            chunk, group = fill.awaited[0]
+            if is_filling(chunk, group):
+                return
+            fill.awaited.popleft()  # each is looked at once in all, however many turns the others take
+            if chunk.ready >> group & 1:
+                self._pin(fill, [chunk])
+            else:
+                fill.lost = True
+        if fill.lost and not fill.replanned:  # whom it waited for has ended early: its own reads bring the rest
+            fill.replanned, fill.lost = True, False
             self._plan(fill)
         else:
             self._finish(fill)
