@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 
 #include "copy/threads.h"
@@ -25,16 +26,51 @@ ssize_t FileCalls::write(int fd, const iovec* from, int count, off_t offset) {
     return pwritev(fd, from, count, offset);
 }
 
+enum class JobState : uint8_t { kWaits, kRuns, kEnded };  // kEnded: before it ran
+
 struct FileDevice::Job {
     uint64_t ticket;
     bool put;
     std::shared_ptr<const Record> record;
     std::vector<Extent> extents;
     uint64_t deadline_nanos;
+    std::atomic<JobState> state{JobState::kWaits};
     std::atomic<bool> stop{false};
-    uint64_t started_nanos = 0;
+    std::atomic<uint64_t> started_nanos{0};
+    FileEnd end{};          // the thread's until it pushes the job to `ended`
+    bool reported = false;  // the callers': the end was drained, or will not be
+    Job* next = nullptr;    // on the stack where it is
+
+    bool late() const { return deadline_nanos != 0 && monotonic_nanos() > deadline_nanos; }
+    bool leave(JobState from, JobState to) { return state.compare_exchange_strong(from, to); }
 };
 
+// Jobs that callers and threads hand to each other. Neither ever waits here.
+class FileDevice::JobStack {
+  public:
+    void push(Job* job) {
+        job->next = top_.load(std::memory_order_relaxed);
+        while (!top_.compare_exchange_weak(job->next, job, std::memory_order_release,
+                                           std::memory_order_relaxed)) {
+        }
+    }
+    // All of them: the first that was pushed, and its `next` the one after it.
+    Job* take() {
+        Job* first = nullptr;
+        for (Job* job = top_.exchange(nullptr, std::memory_order_acquire); job != nullptr;) {
+            Job* const before = job->next;
+            job->next = std::exchange(first, job);
+            job = before;
+        }
+        return first;
+    }
+
+  private:
+    std::atomic<Job*> top_{nullptr};
+};
+
+// Callers and threads have no mutex in common, and no thread frees a job: a thread of the lowest
+// priority that a busy machine suspends while it has a lock holds up who wants it for a second.
 struct FileDevice::Shared {
     Shared(const DataFile& data_file, unsigned count, std::shared_ptr<FileCalls> file_calls)
         : file(data_file), most_puts(count > 1 ? count - 1 : 1), calls(std::move(file_calls)) {
@@ -43,26 +79,73 @@ struct FileDevice::Shared {
     }
     ~Shared() { ::close(file.fd); }
 
-    bool late(const Job& job) const {
-        return job.deadline_nanos != 0 && monotonic_nanos() > job.deadline_nanos;
+    void wake_one() {
+        ++signal;
+        signal.notify_one();
     }
-    // REQUIRES: mutex held.
-    bool has_work() const { return !gets.empty() || (!puts.empty() && running_puts < most_puts); }
+    // Of a thread: its next job, which runs from now on; null when it should end.
+    Job* wait_for_job();
+    // Of callers, with their mutex: the end of a job that has not begun, and those of others.
+    bool end_early(Job& job, FileOutcome outcome, const char* what);
+    void collect_ends();
 
     DataFile file;
     const unsigned most_puts;
     const std::shared_ptr<FileCalls> calls;
-    EndQueue<FileEnd> ends;
+    JobStack submitted, ended;
+    EventFd completion;
+    std::atomic<uint32_t> signal{0};  // a thread that finds no job waits until this changes
+    std::atomic<bool> stopping{false};
 
-    std::mutex mutex;  // guards what follows
-    std::condition_variable wake;
-    std::condition_variable left;  // a thread has ended
-    std::deque<std::shared_ptr<Job>> gets, puts;
-    std::vector<std::shared_ptr<Job>> running;
+    std::mutex callers;  // guards:
+    std::unordered_map<const Job*, std::unique_ptr<Job>> open;
+    std::vector<FileEnd> ends;
+
+    std::mutex threads;  // guards:
+    std::deque<Job*> gets, puts;
     unsigned running_puts = 0;
-    unsigned threads = 0;
-    bool stopping = false;
+    unsigned alive = 0;
+    std::condition_variable left;  // a thread has ended
 };
+
+FileDevice::Job* FileDevice::Shared::wait_for_job() {
+    std::unique_lock lock(threads);
+    for (;;) {
+        const uint32_t seen = signal;
+        if (stopping) return nullptr;
+        for (Job* job = submitted.take(); job != nullptr; job = job->next)
+            (job->put ? puts : gets).push_back(job);
+        while (!gets.empty() || (!puts.empty() && running_puts < most_puts)) {
+            auto& queue = gets.empty() ? puts : gets;
+            Job* const job = queue.front();
+            queue.pop_front();
+            job->started_nanos = monotonic_nanos();
+            if (job->leave(JobState::kWaits, JobState::kRuns)) {
+                running_puts += job->put;
+                return job;
+            }
+            ended.push(job);
+        }
+        lock.unlock();
+        signal.wait(seen);
+        lock.lock();
+    }
+}
+
+bool FileDevice::Shared::end_early(Job& job, FileOutcome outcome, const char* what) {
+    if (!job.leave(JobState::kWaits, JobState::kEnded)) return false;
+    job.reported = true;  // freed when a thread has seen that it need not run
+    ends.push_back({job.ticket, outcome, 0, 0, what});
+    completion.notify();
+    return true;
+}
+
+void FileDevice::Shared::collect_ends() {
+    for (Job* job = ended.take(); job != nullptr;) {
+        if (!job->reported) ends.push_back(std::move(job->end));
+        open.erase(std::exchange(job, job->next));
+    }
+}
 
 FileDevice::FileDevice(const DataFile& file, unsigned threads, std::shared_ptr<FileCalls> calls)
     : shared_(std::make_shared<Shared>(file, threads,
@@ -72,9 +155,9 @@ FileDevice::FileDevice(const DataFile& file, unsigned threads, std::shared_ptr<F
         throw std::invalid_argument("a data file has pages of whole 4 KiB, and at least one");
     try {
         for (unsigned i = 0; i < threads; ++i) {
-            std::lock_guard lock(shared_->mutex);
+            std::lock_guard lock(shared_->threads);
             std::thread([shared = shared_] { run(shared); }).detach();
-            ++shared_->threads;
+            ++shared_->alive;
         }
     } catch (...) {
         close(0);
@@ -84,9 +167,15 @@ FileDevice::FileDevice(const DataFile& file, unsigned threads, std::shared_ptr<F
 
 FileDevice::~FileDevice() { close(0); }
 
-int FileDevice::completion_fd() const { return shared_->ends.fd(); }
-std::vector<FileEnd> FileDevice::drain() { return shared_->ends.drain(); }
-void FileDevice::notify() { shared_->ends.notify(); }
+int FileDevice::completion_fd() const { return shared_->completion.fd(); }
+void FileDevice::notify() { shared_->completion.notify(); }
+
+std::vector<FileEnd> FileDevice::drain() {
+    shared_->completion.reset();
+    std::lock_guard lock(shared_->callers);
+    shared_->collect_ends();
+    return std::exchange(shared_->ends, {});
+}
 
 void FileDevice::submit(uint64_t ticket, bool put, std::shared_ptr<const Record> record,
                         std::vector<Extent> extents, uint64_t deadline_nanos) {
@@ -105,101 +194,98 @@ void FileDevice::submit(uint64_t ticket, bool put, std::shared_ptr<const Record>
             if (reinterpret_cast<uintptr_t>(piece.data) % kHeaderBytes != 0)
                 throw std::invalid_argument("pages of L1 are not whole 4 KiB");
     auto job =
-        std::make_shared<Job>(ticket, put, std::move(record), std::move(extents), deadline_nanos);
+        std::make_unique<Job>(ticket, put, std::move(record), std::move(extents), deadline_nanos);
     {
-        std::lock_guard lock(shared_->mutex);
+        std::lock_guard lock(shared_->callers);
         if (shared_->stopping) throw std::invalid_argument("the file device was closed");
-        (put ? shared_->puts : shared_->gets).push_back(std::move(job));
+        Job* const submitted = job.get();
+        shared_->open.emplace(submitted, std::move(job));
+        shared_->submitted.push(submitted);
     }
-    shared_->wake.notify_one();
+    shared_->wake_one();
 }
 
 void FileDevice::cancel(uint64_t ticket) {
-    std::lock_guard lock(shared_->mutex);
-    for (auto* queue : {&shared_->gets, &shared_->puts}) {
-        const auto found = std::ranges::find_if(
-            *queue, [ticket](const auto& job) { return job->ticket == ticket; });
-        if (found == queue->end()) continue;
-        shared_->ends.push({ticket, FileOutcome::kCancelled, 0, 0, ""});
-        queue->erase(found);
-        return;
-    }
-    for (const auto& job : shared_->running)
-        if (job->ticket == ticket) job->stop = true;
+    std::lock_guard lock(shared_->callers);
+    for (const auto& [_, job] : shared_->open)
+        if (job->ticket == ticket && !shared_->end_early(*job, FileOutcome::kCancelled, ""))
+            job->stop = true;
 }
 
 void FileDevice::expire() {
-    std::lock_guard lock(shared_->mutex);
-    for (auto* queue : {&shared_->gets, &shared_->puts})
-        std::erase_if(*queue, [this](const auto& job) {
-            if (!shared_->late(*job)) return false;
-            shared_->ends.push(
-                {job->ticket, FileOutcome::kLate, 0, 0, "its deadline passed before it began"});
-            return true;
-        });
+    std::lock_guard lock(shared_->callers);
+    for (const auto& [_, job] : shared_->open)
+        if (job->late())
+            shared_->end_early(*job, FileOutcome::kLate, "its deadline passed before it began");
 }
 
 uint64_t FileDevice::stalled_nanos() const {
-    std::lock_guard lock(shared_->mutex);
+    std::lock_guard lock(shared_->callers);
     uint64_t oldest = UINT64_MAX;
-    for (const auto& job : shared_->running) oldest = std::min(oldest, job->started_nanos);
+    for (const auto& [_, job] : shared_->open)
+        if (job->state == JobState::kRuns) oldest = std::min<uint64_t>(oldest, job->started_nanos);
     const uint64_t now = monotonic_nanos();
     return oldest < now ? now - oldest : 0;
 }
 
 bool FileDevice::close(uint64_t wait_nanos) {
-    std::unique_lock lock(shared_->mutex);
-    shared_->stopping = true;
-    shared_->gets.clear();
-    shared_->puts.clear();
-    for (const auto& job : shared_->running) job->stop = true;
-    shared_->wake.notify_all();
-    return shared_->left.wait_for(lock, std::chrono::nanoseconds(wait_nanos),
-                                  [this] { return shared_->threads == 0; });
+    {
+        std::lock_guard lock(shared_->callers);
+        shared_->stopping = true;
+        for (const auto& [_, job] : shared_->open) {
+            if (job->leave(JobState::kWaits, JobState::kEnded)) job->reported = true;
+            job->stop = true;
+        }
+    }
+    ++shared_->signal;
+    shared_->signal.notify_all();
+    {
+        std::unique_lock lock(shared_->threads);
+        if (!shared_->left.wait_for(lock, std::chrono::nanoseconds(wait_nanos),
+                                    [this] { return shared_->alive == 0; }))
+            return false;
+    }
+    std::lock_guard lock(shared_->callers);
+    shared_->collect_ends();
+    shared_->open.clear();
+    return true;
 }
 
 void FileDevice::run(const std::shared_ptr<Shared>& shared) {
     block_signals();
     give_way();
-    std::unique_lock lock(shared->mutex);
-    for (;;) {
-        shared->wake.wait(lock, [&] { return shared->stopping || shared->has_work(); });
-        if (shared->stopping) break;
-        auto& queue = shared->gets.empty() ? shared->puts : shared->gets;
-        const std::shared_ptr<Job> job = queue.front();
-        queue.pop_front();
-        if (shared->late(*job)) {
-            shared->ends.push(
-                {job->ticket, FileOutcome::kLate, 0, 0, "its deadline passed before it began"});
-            continue;
-        }
-        job->started_nanos = monotonic_nanos();
-        shared->running.push_back(job);
-        shared->running_puts += job->put;
-        lock.unlock();
-        FileEnd end{job->ticket, FileOutcome::kDone, 0, 0, ""};
-        try {
-            const auto move = job->put ? write_record : read_record;
-            const IoResult result = move(*job->record, shared->file, job->extents, *shared->calls,
-                                         job->stop, end.bytes);
-            end.outcome = result.outcome;
-            end.what = result.what;
-        } catch (const std::exception& error) {
-            end.outcome = FileOutcome::kFailed;
-            end.what = error.what();
-        }
-        if (!job->put && end.outcome == FileOutcome::kDone && shared->late(*job)) {
+    while (Job* const job = shared->wait_for_job()) {
+        const bool put = job->put;
+        FileEnd& end = job->end;
+        end = {job->ticket, FileOutcome::kDone, 0, 0, ""};
+        if (job->late()) {
             end.outcome = FileOutcome::kLate;
-            end.what = "the read ended after its deadline";
+            end.what = "its deadline passed before it began";
+        } else {
+            try {
+                const auto move = put ? write_record : read_record;
+                const IoResult result = move(*job->record, shared->file, job->extents,
+                                             *shared->calls, job->stop, end.bytes);
+                end.outcome = result.outcome;
+                end.what = result.what;
+            } catch (const std::exception& error) {
+                end.outcome = FileOutcome::kFailed;
+                end.what = error.what();
+            }
+            if (!put && end.outcome == FileOutcome::kDone && job->late()) {
+                end.outcome = FileOutcome::kLate;
+                end.what = "the read ended after its deadline";
+            }
+            end.nanos = monotonic_nanos() - job->started_nanos;
         }
-        end.nanos = monotonic_nanos() - job->started_nanos;
-        lock.lock();
-        std::erase(shared->running, job);
-        shared->running_puts -= job->put;
-        if (job->put && !shared->puts.empty()) shared->wake.notify_one();
-        shared->ends.push(std::move(end));
+        shared->ended.push(job);  // from now on it is the callers'
+        shared->completion.notify();
+        std::lock_guard lock(shared->threads);
+        shared->running_puts -= put;
+        if (put && !shared->puts.empty()) shared->wake_one();
     }
-    --shared->threads;
+    std::lock_guard lock(shared->threads);
+    --shared->alive;
     shared->left.notify_all();
 }
 

@@ -53,7 +53,8 @@ struct DataFile {
 // Verification. A get ends as kDone only if each field of the header is the record's and the
 //   digest is that of the bytes that are in L1.
 // Order. Gets go before puts, and one thread never puts (if there are two). All run at the lowest
-//   priority: copies of L1 and lookups come first.
+//   priority: copies of L1 and lookups come first. No caller waits for one of them, however long
+//   a busy machine suspends it.
 // Cancel. cancel() ends a waiting ticket at once, a running one at its next piece. An unknown one
 //   has ended.
 // Deadline. A ticket whose deadline has passed does not begin: expire() ends those that wait. A get
@@ -84,6 +85,7 @@ class FileDevice {
 
   private:
     struct Job;
+    class JobStack;
     struct Shared;  // what a thread that hangs keeps
     static void run(const std::shared_ptr<Shared>& shared);
 
