@@ -65,7 +65,7 @@ class Fill:
     planned_at: float = 0.0
     expected_seconds: float | None = None  # from then on
     pinned: list[Chunk] = field(default_factory=list)
-    awaited: deque[tuple[Chunk, int]] = field(default_factory=deque)  # with the group: another fill or a store fills them
+    awaited: deque[tuple[Chunk, int]] = field(default_factory=deque)  # with the group; others fill them
     lost: bool = False  # one of them was not filled
     tokens: int = 0  # of the objects of group 0 that were read
 
