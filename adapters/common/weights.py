@@ -73,10 +73,9 @@ def file_digest(path: Path, whole: bool = False) -> str:
 def _whole_digest(path: Path, stamp: Stamp) -> str:
     """OSError also if the file changes meanwhile."""
     known = _remembered(path, stamp)
-    try:
-        return _checked(known.read_text())
-    except (OSError, ValueError):
-        pass  # it is computed
+    with contextlib.suppress(OSError, ValueError):  # it is computed
+        if known is not None:
+            return _checked(known.read_text())
     with path.open("rb") as file:
         hashed = hashlib.sha256()
         while piece := file.read(_PIECE_BYTES):
@@ -84,6 +83,8 @@ def _whole_digest(path: Path, stamp: Stamp) -> str:
         found = hashed.hexdigest()
     if stamp_of(path) != stamp:
         raise OSError(f"{path.name} changed while it was read")
+    if known is None:
+        return found
     with contextlib.suppress(OSError):  # the next process computes it again
         known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = known.with_suffix(f".{os.getpid()}")
@@ -92,9 +93,12 @@ def _whole_digest(path: Path, stamp: Stamp) -> str:
     return found
 
 
-def _remembered(path: Path, stamp: Stamp) -> Path:
-    """Where the digest of a file's whole content is kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _remembered(path: Path, stamp: Stamp) -> Path | None:
+    """Where the digest of a file's whole content is kept; None for a user without a home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
     name = repr((path.stat().st_dev, stamp.inode, stamp.size, stamp.ctime_ns))
     return cache / "kvserver" / "weights" / hashlib.sha256(name.encode()).hexdigest()
 
