@@ -36,7 +36,7 @@ class AdapterSettings(CommonSettings, frozen=True, kw_only=True):
     weights_digest: Annotated[
         Literal["samples", "whole"],
         Meta(
-            description="How the files of local models and LoRAs are compared. `samples` of their content take a second, and such KV goes to no L2 tier that machines share, unless `kvserver.model_version` names a model. `whole`: every byte is read (once, it is remembered by inode, size and time of change), before the engine registers and before a LoRA's first request. Set it in all engines that are to share."
+            description="How the files of local models and LoRAs are compared. `samples` of their content take a second, and such KV goes to no L2 tier that machines share, unless `kvserver.model_version` names a model. `whole`: every byte is read (once, it is remembered by inode, size and time of change) before the engine registers; requests with a LoRA run without cache until its files were read. Set it in all engines that are to share."
         ),
     ] = "samples"
     trust_multi_modal_uuids: Annotated[

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from kvserver.adapters.common.weights import NoWeights, stamps_of
@@ -32,10 +34,11 @@ class Variant(NamedTuple):
     durability: Durability
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Lora:
-    stamps: object  # of its files when they were read
-    fingerprint: str | None  # None: not known, so it is shared with no other engine
+    stamps: object  # of its files at its first request
+    fingerprint: str | None = None  # None: not known, so it is shared with no other engine
+    is_read: bool = False
 
 
 class Variants:
@@ -44,7 +47,8 @@ class Variants:
     `private` states why the engine shares KV with itself only; empty while it shares with others. If it is set from the
     start, a version that is configured at the start does not change it.
     `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine. `whole_digests`: the
-    fingerprint of a LoRA covers every byte of its files.
+    fingerprint of a LoRA covers every byte of its files, which a thread of its own reads: a second for each gigabyte is too long for
+    the scheduler's. Until then the LoRA's requests run without cache.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class Variants:
         self._chain_durability = Durability.PROCESS  # known when `_chain` is
         self._loras: dict[tuple[str, str], _Lora] = {}  # by name and path, as vLLM's block hashes have them
         self._replaced: set[tuple[str, str]] = set()
+        self._unread: SimpleQueue[tuple[_Lora, Any]] = SimpleQueue()
+        self._reader: threading.Thread | None = None
 
     def weights_changed(self, since: str) -> None:
         """Begin a private epoch, for the reason `since`, unless a new version was configured since the last change."""
@@ -122,14 +128,18 @@ class Variants:
         return _digest(f"{epoch} {self._incarnation}")
 
     def _lora(self, lora: Any) -> _Lora | None:
-        """None if its files are not those of its first request."""
+        """None if its files are not read yet, or are not those of its first request."""
         name = (lora.lora_name, lora.lora_path)
         stamps = stamps_of(Path(lora.lora_path).expanduser())
         known = self._loras.get(name)
         if known is None:
-            known = self._loras[name] = _Lora(stamps, self._read(lora))
+            known = self._loras[name] = _Lora(stamps)
+            if self._whole_digests and stamps:
+                self._read_later(known, lora)
+            else:
+                self._read(known, lora)
         if known.stamps == stamps:
-            return known
+            return known if known.is_read else None
         self._counters["replaced_lora_requests"] += 1
         if name not in self._replaced:
             self._replaced.add(name)
@@ -139,15 +149,26 @@ class Variants:
             )
         return None
 
-    def _read(self, lora: Any) -> str | None:
+    def _read_later(self, known: _Lora, lora: Any) -> None:
+        self._unread.put((known, lora))
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read_all, name="kvserver-loras", daemon=True)
+            self._reader.start()
+
+    def _read_all(self) -> None:
+        while True:
+            self._read(*self._unread.get())
+
+    def _read(self, known: _Lora, lora: Any) -> None:
         try:
-            found = lora_fingerprint(lora, self._whole_digests)
+            known.fingerprint = lora_fingerprint(lora, self._whole_digests)
         except (NoWeights, OSError) as error:
             log.debug("LoRA %r", lora.lora_name, exc_info=error)
-            found = None
-        if found is None:
+        except Exception:  # a bug, which must not end the thread
+            log.exception("kvserver: a fault while LoRA %r was read", lora.lora_name)
+        if known.fingerprint is None:
             log.warning("kvserver: KV with LoRA %r is shared with no other engine: no files to read", lora.lora_name)
-        return found
+        known.is_read = True
 
 
 def _digest(text: str) -> str:

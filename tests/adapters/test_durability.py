@@ -104,7 +104,9 @@ def test_images_count_by_names_that_are_trusted_only() -> None:
 def test_a_lora_leaves_its_machine_only_by_every_byte_of_its_files(tmp_path: Path) -> None:
     lora = LoRARequest("sql", 1, str(write_lora(tmp_path / "lora")))
     assert durability(made(), lora) is MACHINE
-    assert durability(made(whole_digests=True), lora) is ANYWHERE
+    whole = made(whole_digests=True)
+    wait_until(lambda: whole.of(request(lora)) is not None)
+    assert durability(whole, lora) is ANYWHERE
     assert durability(made(whole_digests=True), LoRARequest("sql", 1, "org/of-the-hub")) is PROCESS
 
 
