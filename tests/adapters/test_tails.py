@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -208,8 +209,9 @@ def test_a_model_with_windows_goes_on_with_chunks(daemon, make_engine):
 
 
 @pytest.mark.parametrize("newer", ["on", "off"])
-def test_an_engine_follows_the_daemon_to_one_with_or_without_tails(make_daemon, make_engine, newer):
+def test_an_engine_follows_the_daemon_to_one_with_or_without_tails(make_daemon, make_engine, newer, caplog):
     """A daemon without tails is what an older one looks like."""
+    caplog.set_level(logging.INFO, "vllm.kvserver")
     older = {"on": "off", "off": "on"}[newer]
     daemon = make_daemon(tails=older)
     engine = make_engine(daemon)
@@ -218,8 +220,14 @@ def test_an_engine_follows_the_daemon_to_one_with_or_without_tails(make_daemon, 
     daemon.terminate()
     daemon.flags["tails"] = newer
     daemon.start()
-    wait_until(lambda: (engine.generate_free("wait"), daemon.status()["instances"])[1])
-    wait_until(lambda: daemon.status()["instances"][0]["namespace"])
+
+    def scheduler_connected() -> bool:
+        """Each half connects by itself; the scheduler's, in a step."""
+        engine.generate_free("wait")
+        return any("scheduler: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
+
+    wait_until(scheduler_connected)
+    wait_until(lambda: any(instance["namespace"] for instance in daemon.status()["instances"]))
     other = prompt(22, CHUNK + 2 * BLOCK + 3)
     engine.generate("after", other, count=1)
     assert make_engine(daemon).generate("warm", other).external == CHUNK + (2 * BLOCK if newer == "on" else 0)
