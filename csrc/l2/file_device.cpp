@@ -55,7 +55,7 @@ class FileDevice::JobStack {
         }
     }
     // All of them: the first that was pushed, and its `next` the one after it.
-    Job* take() {
+    Job* drain() {
         Job* first = nullptr;
         for (Job* job = top_.exchange(nullptr, std::memory_order_acquire); job != nullptr;) {
             Job* const before = job->next;
@@ -113,7 +113,7 @@ FileDevice::Job* FileDevice::Shared::wait_for_job() {
     for (;;) {
         const uint32_t seen = signal;
         if (stopping) return nullptr;
-        for (Job* job = submitted.take(); job != nullptr; job = job->next)
+        for (Job* job = submitted.drain(); job != nullptr; job = job->next)
             (job->put ? puts : gets).push_back(job);
         while (!gets.empty() || (!puts.empty() && running_puts < most_puts)) {
             auto& queue = gets.empty() ? puts : gets;
@@ -141,7 +141,7 @@ bool FileDevice::Shared::end_early(Job& job, FileOutcome outcome, const char* wh
 }
 
 void FileDevice::Shared::collect_ends() {
-    for (Job* job = ended.take(); job != nullptr;) {
+    for (Job* job = ended.drain(); job != nullptr;) {
         if (!job->reported) ends.push_back(std::move(job->end));
         open.erase(std::exchange(job, job->next));
     }
