@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from kvserver.events import (
 from kvserver.l2 import ObjectName
 from kvserver.protocol import KEY_BYTES
 from kvserver.server.l2_events import L2Events
+from kvserver.server.upkeep import Upkeep
 
 SPACES = (b"n" * 32, b"n" * 64, b"o" * 32)
 ACTIONS = ("put", "drop", "step", "flush", "clear", "lose", "state")
@@ -144,3 +147,19 @@ def test_changes_of_one_turn_are_one_event() -> None:
     world.check()
     assert world.bus.status().published_types["L2Stored"] == before + 1
     world.bus.close()
+
+
+def test_what_a_put_stored_is_published_before_a_message_can_evict_it_from_l1() -> None:
+    """The turn that ends the put goes on with messages, whose stores publish evictions at once; L1's description would be lost."""
+    bus, tier = Bus([Counting()], 100), ListedTier()
+    events = L2Events([tier], bus)  # type: ignore[list-item]
+    events.step()
+    turn: Any = SimpleNamespace(
+        devices=SimpleNamespace(lost=""),
+        tickets=SimpleNamespace(drain_completions=list),
+        tiers=SimpleNamespace(complete=lambda: tier.put(NAMES[0])),
+        l2_events=events,
+        _log_loss=lambda: None,
+    )
+    Upkeep.complete_tickets(turn)
+    assert bus.published["L2Stored"] == 1
