@@ -255,10 +255,13 @@ def test_each_object_of_a_command_has_its_own_outcome(
     """Small objects that are read at once, most of them by one command of the store."""
     written = [stored(daemon, number) for number in range(8)]
     store.remove(where(store, prefix, 1))
-    for number, change in ((2, b"\1"), (4, b"longer" * PAGE), (6, b"")):
+    for number, damage in (
+        (2, lambda raw: raw[:-1] + bytes([raw[-1] ^ 1])),
+        (4, lambda raw: raw + b"longer" * PAGE),
+        (6, lambda raw: raw[:-1]),
+    ):
         place = where(store, prefix, number)
-        raw = store.read(place)
-        store.write(place, raw[: -len(change) or -1] + change if len(change) < PAGE else raw + change)
+        store.write(place, damage(store.read(place)))
     memories = [neighbour.l1.object(*RANKS) for _ in range(9)]
     before = [neighbour.l1.read(memory) for memory in memories]
     tickets = [neighbour.tier.get(name(number), memory, within(20)) for number, memory in enumerate(memories)]
