@@ -185,8 +185,9 @@ def test_requests_compute_though_the_daemon_never_answers_their_fills(
     answers = [engine.add(f"waits-{number}", tokens) for number in range(2)]
     engine.run(until=lambda: half.counters["fills"] == 2)
     with stoppable.running.loop_stopped():
-        engine.run(until=lambda: half.counters["late_fills"] == 2)
+        engine.run(until=lambda: all(answer.finish_reason for answer in answers))
     engine.run()
+    assert half.counters["late_fills"] > 0  # the second may find computed what it waits for
     assert [answer.external for answer in answers] == [0, 0]
     assert all(answer.right for answer in answers)
     assert half.counters["lookup_timeouts"] == 0
