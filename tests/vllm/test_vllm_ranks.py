@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
+from kvserver.adapters.common.failed_loads import SECONDS as FAILED_SECONDS
 from support.daemon import Daemon, wait_until
 from test_vllm_outputs import zero_l1
 
@@ -121,6 +122,7 @@ def test_one_rank_that_goes_during_a_load_costs_the_hit(
     assert warm["tokens"] == cold["tokens"]
     assert daemon.status()["totals"]["failed_loads"] == 1
     wait_until_both_registered(engines, daemon, pair)
+    time.sleep(FAILED_SECONDS)  # until then the engine tries none of the keys whose load failed
     pair.forget()
     again = pair.generate([text])[0]
     assert (again["cached_tokens"], again["tokens"]) == (768, cold["tokens"]), "it is still there, whole"
