@@ -12,9 +12,14 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon
 from test_vllm_outputs import zero_l1
+
+pytestmark = pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="vLLM's MLA for CPUs with AMX takes no float32"
+)
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
