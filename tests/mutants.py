@@ -1188,7 +1188,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "an engine that has a prompt itself awaits a fill",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "self._lookups.forgo(state)", "has_all = False",
+        SCHEDULER, "SchedulerHalf._has_all", "self._lookups.forgo(state)", "pass",
         ("adapters/test_fills.py::test_an_engine_that_has_a_prompt_itself_awaits_no_fill",),
     ),
     Mutant(

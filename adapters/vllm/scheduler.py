@@ -1,8 +1,8 @@
 """The scheduler half: what to look up, load and store, and which blocks must not be touched.
 
 Owns: the decisions about each request, and the plan of the step. Refuses to know: memory, copies, tensors, how messages
-reach the daemon, and of which objects a store or a load consists (`store_plans`, `load_plans`). Runs on the engine's scheduler thread. A call of vLLM's does several things: each is done even if another
-one raises.
+reach the daemon, and of which objects a store or a load consists (`store_plans`, `load_plans`). Runs on the engine's scheduler
+thread. A call of vLLM's does several things: each is done even if another one raises.
 
 Hazard closed here: a block that is allocated again while a store still reads it. Its blocks are pinned in the pool from the
 store's plan until all ranks have reported its end.
@@ -183,12 +183,8 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM: (tokens beyond `local_tokens` to load, asynchronously); (None, False) = not known yet."""
         state = self._requests.get(request.request_id)
-        has_all = False  # that the daemon could find, so its answer is not waited for
-        if state is not None and local_tokens:
-            has_all = not self._worth_loading(request, self._most_found(state), local_tokens)
-        if has_all and state is not None:
-            self._lookups.forgo(state)
-        elif state is not None and self._lookups.awaits_fill(state):
+        has_all = state is not None and self._has_all(state, local_tokens)
+        if state is not None and self._lookups.awaits_fill(state):
             return None, False  # first: many may wait, and vLLM asks about each in each pass
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
@@ -241,10 +237,16 @@ class SchedulerHalf:
         state.local_tokens = local_tokens
         return tokens, True
 
-    def _most_found(self, state: RequestState) -> int:
-        """The tokens of the greatest hit that its lookup may have."""
+    def _has_all(self, state: RequestState, local_tokens: int) -> bool:
+        """Whether the engine has itself all that the daemon could find. Then no answer and no fill is waited for."""
+        if not local_tokens:
+            return False
         chunks = self._useful_chunks(state)
-        return self._chunks.found_tokens(chunks, len(self._useful_tail(state, chunks)))
+        most = self._chunks.found_tokens(chunks, len(self._useful_tail(state, chunks)))
+        if self._worth_loading(state.request, most, local_tokens):
+            return False
+        self._lookups.forgo(state)
+        return True
 
     def _worth_loading(self, request: Request, found: int, local_tokens: int) -> int:
         """The tokens that a load brings where so many are found; 0 if there is none to begin.

@@ -220,7 +220,7 @@ class TieredWorld(World):
         plan = self.cache.plan_store(b"something else", one_group(1), bytes(32), pages * PAGE_BYTES)
         self.cache.finish_store(plan, copied=False)
 
-    # ---- what came from L2 --------------------------------------------------------------------
+    # ---- objects that were read from L2 -------------------------------------------------------
 
     def sync(self) -> None:
         """Follow what L1 has evicted and read since the last call."""
