@@ -138,13 +138,27 @@ def test_a_request_computes_when_storage_is_too_slow(stoppable: Stoppable, make_
 
 
 def test_an_engine_that_has_a_prompt_itself_awaits_no_fill(stoppable: Stoppable, make_engine: MakeEngine) -> None:
+    """Its fill has begun before vLLM asks about it, since another request runs, and never ends."""
+
+    def one_at_a_time(config: Any, caches: Any) -> None:
+        config.scheduler_config.max_num_seqs = 1
+
     tokens = prompt(10, 3 * CHUNK + 20)
-    engine = make_engine(stoppable.running.endpoint, extra={"kvserver.fill_timeout_ms": 10_000})
+    engine = make_engine(
+        stoppable.running.endpoint, extra={"kvserver.fill_timeout_ms": 10_000}, adjust=one_at_a_time, asynchronous=False
+    )
+    half = engine.connector.scheduler
+    assert half is not None
     engine.generate("cold", tokens)
     wait_until(lambda: len(stoppable.tier.objects) == 3)
     stoppable.running.server.call(stoppable.running.parts.cache.clear_namespaces).result(10)
     stoppable.tier.stopped = True
+    runs = engine.add("runs", prompt(11, 20), count=500)
+    engine.run(until=lambda: bool(runs.tokens))
     answer = engine.add("again", tokens)
+    engine.run(until=lambda: half.counters["fills"] == 1)
+    assert runs.finish_reason is None
+    engine.abort("runs")
     engine.run(8, until=lambda: answer.finish_reason is not None)
     assert (answer.local, answer.external, answer.right) == (3 * CHUNK + 16, 0, True)
     stoppable.tier.release()
