@@ -1,6 +1,6 @@
 """The connection to the daemon, kept by a thread that is not the engine's.
 
-The thread sends Hello; for a worker it also attaches, registers and then watches the lifeline. It tries
+The thread sends Hello, for a worker it also attaches and registers, then it watches the lifeline. It tries
 again, with jitter, for as long as the engine runs. The engine's threads only read `session`: None
 means no cache at present. A `Breaker` counts timeouts; while it is open, the engine waits for
 nothing until the thread has received an answer.
@@ -31,7 +31,7 @@ from kvserver.protocol import (
     UnregisterWorker,
     stranger_at,
 )
-from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed, has_listener
+from kvserver.protocol.client import Attachment, Channel, Client, Lifeline, RequestFailed, has_listener
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -57,7 +57,7 @@ class Session:
     channel: Channel
     registration: int = 0
     words: WordPage | None = None
-    attachment: Attachment | None = None
+    lifeline: Lifeline | Attachment | None = None  # of a worker the attachment
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -133,7 +133,6 @@ class Link:
         self._stopping = False
         self._closed = False
         self._refresh = False
-        self._refresh_after = 0.0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._why = STARTING  # why there is no session
         self._thread = threading.Thread(target=self._run, name=f"kvserver-{name}", daemon=True)
@@ -144,12 +143,10 @@ class Link:
         self._attempted.wait(wait_seconds)
 
     def refresh(self) -> None:
-        """Check whether the daemon is still the one of the session: an answer stated that it does not know this engine."""
-        if time.monotonic() < self._refresh_after:
-            return
-        self._refresh_after = time.monotonic() + _REFRESH_SECONDS
-        self._refresh = True
-        self._wake()
+        """Check, now or soon, whether the daemon is still the one of the session: it does not know this engine."""
+        if not self._refresh:
+            self._refresh = True
+            self._wake()
 
     def usable(self) -> Session | None:
         """The session, if there is one, it has not ended and the breaker is closed."""
@@ -222,28 +219,33 @@ class Link:
         if (absent := absence(self._endpoint)) is not None:
             self._note_absence(absent)
             return None
-        attachment: Attachment | None = None
-        try:
-            with Client(self._endpoint, _HELLO_SECONDS) as client:
-                hello = client.hello(self._name)
-                if self._registration is None:
-                    session = Session(hello, Channel(self._endpoint))
-                else:
-                    words = WordPage(WORDS)
-                    fds = [*self._registration.fds, words.fd]
-                    attachment = Attachment(hello.fd_path, hello.token, fds, _HELLO_SECONDS)
-                    message = self._registration.message(hello, attachment.number)
-                    answer = client.ask(message, Registered, _REGISTER_SECONDS)
-                    session = Session(hello, Channel(self._endpoint), answer.registration, words, attachment)
-            session.channel.wait_writable(_HELLO_SECONDS)
-        except Exception as error:
-            if attachment is not None:
-                attachment.close()
-            self._note_absence(failure(self._endpoint, error))
-            return None
-        log.info("%s: connected to kvserver %s, boot %s", self._name, hello.server_version, hello.boot_id)
+        with contextlib.ExitStack() as unfinished:
+            try:
+                session = self._greet(unfinished)
+                session.channel.wait_writable(_HELLO_SECONDS)
+            except Exception as error:
+                self._note_absence(failure(self._endpoint, error))
+                return None
+            unfinished.pop_all()
+        log.info(
+            "%s: connected to kvserver %s, boot %s", self._name, session.hello.server_version, session.hello.boot_id
+        )
         self._why = CacheStatus("no_daemon", "the connection to kvserver ended")
         return session
+
+    def _greet(self, unfinished: contextlib.ExitStack) -> Session:
+        """A session; what must be closed should none come of it is in `unfinished`."""
+        client = unfinished.enter_context(Lifeline(self._endpoint, _HELLO_SECONDS))
+        hello = client.hello(self._name)
+        if self._registration is None:
+            return Session(hello, Channel(self._endpoint), lifeline=client)
+        words = WordPage(WORDS)
+        attachment = Attachment(hello.fd_path, hello.token, [*self._registration.fds, words.fd], _HELLO_SECONDS)
+        unfinished.callback(attachment.close)
+        message = self._registration.message(hello, attachment.number)
+        answer = client.ask(message, Registered, _REGISTER_SECONDS)
+        client.close()
+        return Session(hello, Channel(self._endpoint), answer.registration, words, attachment)
 
     def _note_absence(self, why: CacheStatus) -> None:
         """Log a reason once, not at every attempt."""
@@ -254,25 +256,26 @@ class Link:
     def _watch(self, session: Session) -> bool:
         """Return when the session is over; while the breaker is open, send Hello until the daemon answers.
 
-        True if another daemon answers at the endpoint, and only lookups and notices are sent in this session: the session
-        is used until the next one is connected, since requests in between would miss.
+        True if only lookups and notices are sent in this session: it is used until the next one is connected, should there
+        be a daemon already, since requests in between would miss.
         """
-        pause = _RETRY_SECONDS[0]
+        keeps, pause, refresh_at = self._registration is None, _RETRY_SECONDS[0], 0.0
         while not self._stopping:
-            if self._refresh:
-                self._refresh = False
-                if session.attachment is None and (boot_id := self._boot_id()) != session.hello.boot_id:
-                    return bool(boot_id)
-            seconds = pause * random.uniform(0.5, 1.5) if self.breaker.open else 3600.0
-            if self._wait(session.attachment, seconds):
+            left = 3600.0
+            if keeps and self._refresh and (left := refresh_at - time.monotonic()) <= 0:
+                self._refresh, left = False, 3600.0
+                refresh_at = time.monotonic() + _REFRESH_SECONDS
+                if self._boot_id() != session.hello.boot_id:
+                    return True
+            seconds = pause * random.uniform(0.5, 1.5) if self.breaker.open else left
+            if self._wait(session.lifeline, seconds):
                 log.warning("%s: the connection to kvserver ended", self._name)
-                return False
+                return keeps
             if not self.breaker.open:
                 pause = _RETRY_SECONDS[0]
-            elif boot_id := self._boot_id():
-                self._refresh = boot_id != session.hello.boot_id
+            elif self._boot_id():
                 self.breaker.answered()
-            elif session.attachment is None and not self._stopping:
+            elif keeps and not self._stopping:
                 pause = min(pause * 2, _RETRY_SECONDS[1])
         return False
 
@@ -284,16 +287,18 @@ class Link:
         except (RequestFailed, OSError, TimeoutError):
             return ""
 
-    def _wait(self, attachment: Attachment | None, seconds: float) -> bool:
+    def _wait(self, lifeline: Lifeline | Attachment | None, seconds: float) -> bool:
         """Wait until woken, until the time is over, or until the lifeline ended (True)."""
         poller = select.poll()  # not select(): an engine may have thousands of descriptors
         poller.register(self._wake_read, select.POLLIN)
-        if attachment is not None:
-            poller.register(attachment.fileno(), select.POLLIN)
+        if lifeline is not None:
+            if not lifeline.alive():
+                return True
+            poller.register(lifeline.fileno(), select.POLLIN)
         poller.poll(seconds * 1000)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
-        return attachment is not None and not attachment.alive()
+        return lifeline is not None and not lifeline.alive()
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -302,8 +307,10 @@ class Link:
 
     def _hang_up(self, session: Session) -> None:
         """Returns when the server has closed its mappings or its process has ended; never if the server hangs."""
-        attachment = session.attachment
-        if attachment is None:
+        attachment = session.lifeline
+        if not isinstance(attachment, Attachment):
+            if attachment is not None:
+                attachment.close()
             return
         if not self._unregistered(session, attachment) and not attachment.detached:
             # The server dies. The kernel closes its sockets before it releases its GPU, which may still write.

@@ -106,13 +106,17 @@ class Channel:
         """Wait at most `seconds` for a connection to the server. True if there is one."""
         return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLOUT))
 
+    def disconnections(self) -> zmq.Socket[bytes]:
+        """A socket with a message for each connection that the server has ended, from now on. Closed with the channel."""
+        return self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
     def close(self) -> None:
         self._closed()
 
 
 def _close(dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
     dealer.close(0)
-    context.term()
+    context.destroy(0)
 
 
 def has_listener(endpoint: str) -> bool:
@@ -178,6 +182,26 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Lifeline(Client):
+    """A client that notices the end of its connection, though nothing is sent: the server ended, or died."""
+
+    def __init__(self, endpoint: str, timeout: float = 5.0) -> None:
+        super().__init__(endpoint, timeout)
+        self._disconnections = self.channel.disconnections()
+
+    def fileno(self) -> int:
+        """Becomes readable when alive() may have changed; call alive() each time."""
+        return int(self._disconnections.FD)
+
+    def alive(self) -> bool:
+        """False after the server ended this connection or died; once. Never waits."""
+        try:
+            self._disconnections.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return True
+        return False
 
 
 class Attachment:

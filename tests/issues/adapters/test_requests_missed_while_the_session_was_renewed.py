@@ -15,9 +15,12 @@ PROMPTS = [prompt(100 + i, CHUNK + 1) for i in range(60)]
 PAUSE_SECONDS = 0.4
 
 
-def test_requests_that_come_while_the_next_daemon_is_greeted_find_what_it_has(make_daemon, make_engine, monkeypatch):
+def test_requests_that_come_while_the_next_daemon_is_greeted_find_what_it_has(
+    make_daemon, make_engine, make_tap, monkeypatch
+):
+    """Behind a proxy, whose connection does not end: only a refused message shows that the daemon is another one."""
     daemon = make_daemon(chunk_tokens=CHUNK)
-    engine = make_engine(daemon)
+    engine = make_engine(make_tap(daemon).endpoint)
     engine.generate("before", prompt(1, CHUNK))
     daemon.kill()
     daemon.start()
