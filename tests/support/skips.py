@@ -20,7 +20,6 @@ ALLOWED = {
     r"the owner of GPU memory cannot take it back: .*": "The module runs over the CPU, too, where this happens.",
     r"no huge pages: .*": "Only root reserves them, for the whole machine.",
     r"this container forbids mbind": "A container's seccomp filter may; another test covers that a refused policy is reported.",
-    r"vLLM's MLA for CPUs with AMX takes no float32": "Other processors run them; without a model MLA is tested everywhere.",
     r"this kernel has no PR_SET_MDWE": "Linux has it since 6.3.",
     r"there is no systemd-analyze": "Containers have no systemd.",
     r"root may write everywhere": "It takes a user without privileges.",
