@@ -1,5 +1,5 @@
 """The scheduler half learned of another daemon by a refused message alone. An idle one kept the dead daemon's chunk size and features, and a
-request in progress was looked up again once it knew. Where the next daemon came within a second of the last one, and a full state
+request in progress was looked up again once it knew. Where the next daemon followed within a second, and a full state
 of the blocks was due, the daemon refused nothing: the engine kept the former session for good.
 """
 
