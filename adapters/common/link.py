@@ -235,7 +235,8 @@ class Link:
 
     def _greet(self, unfinished: contextlib.ExitStack) -> Session:
         """A session; what must be closed should none come of it is in `unfinished`."""
-        client = unfinished.enter_context(Lifeline(self._endpoint, _HELLO_SECONDS))
+        client = Lifeline(self._endpoint, _HELLO_SECONDS)
+        unfinished.callback(client.close)
         hello = client.hello(self._name)
         if self._registration is None:
             return Session(hello, Channel(self._endpoint), lifeline=client)
