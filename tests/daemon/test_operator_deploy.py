@@ -21,6 +21,7 @@ from support.daemon import KVSERVER, Daemon, wait_until
 from support.mooncake import BINARIES as MOONCAKE
 from support.valkey import ValkeyStore
 
+from kvserver import __version__
 from kvserver.config import field_types, parse_tiers, variable
 from kvserver.daemon import EXIT_DEVICE_LOST
 
@@ -101,7 +102,7 @@ def image(tmp_path_factory, request):
             subprocess.run(
                 ["sh", "-ec", steps.replace("/opt/kvserver", str(folder / "opt/kvserver"))],
                 cwd=folder / "src",
-                env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"},
+                env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "VERSION": __version__},
                 check=True,
                 timeout=500,
             )
@@ -155,6 +156,22 @@ def test_the_image_holds_neither_pip_nor_engines(image):
     names = set(shown.stdout.lower().split())
     assert "kvserver" in names
     assert not names & {"pip", "torch", "vllm", "cmake", "nanobind"}
+
+
+def test_an_image_is_labelled_with_the_version_that_is_in_it(image):
+    folder, _, _ = image
+    (labels,) = [rest for keyword, rest in stages(DEPLOY / "Dockerfile")[-1] if keyword == "LABEL"]
+    assert "org.opencontainers.image.version=${VERSION}" in labels.split()
+    steps = next(rest for keyword, rest in stages(DEPLOY / "Dockerfile")[1] if "--version" in rest)
+    (check,) = re.findall(r'found="\$\(\S+ --version\)" && test .*? = "\$found"', steps)
+
+    def builds(version):
+        words = check.replace("/opt/kvserver", f"{folder}/opt/kvserver")
+        return subprocess.run(["sh", "-ec", words], env={**os.environ, "VERSION": version}).returncode == 0
+
+    assert builds(__version__)
+    assert builds("")
+    assert not builds("9.9.9")
 
 
 def test_the_daemon_of_the_image_is_not_root():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import nanobind
 import pytest
+from support.nvcc import find_nvcc
 
 import kvserver._native
 
@@ -22,11 +22,6 @@ ROOT = Path(__file__).parent.parent.parent
 OBJECT = "CMakeFiles/kvserver_core.dir/csrc/gpu/copy_blocks.cu.o"
 KERNELS = 2  # a direction each
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
-
-
-def find_nvcc() -> str | None:
-    beside = sorted(str(nvcc) for nvcc in Path("/usr/local").glob("cuda*/bin/nvcc"))
-    return os.environ.get("CUDACXX") or shutil.which("nvcc") or next(iter(beside), None)
 
 
 def cmake(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,8 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from .test_cuda_build import find_nvcc
+from support.nvcc import find_nvcc
 
 HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
