@@ -20,11 +20,15 @@ from kvserver.config import (
     HUGE_PAGE_BYTES,
     GiB,
     MiB,
+    Placement,
     Settings,
     available_memory,
+    bytes_beside_l1,
     choose_l1,
     field_types,
     interleaved_nodes,
+    memory_limit,
+    parse_size,
     variable,
 )
 from kvserver.protocol import ConfigError
@@ -135,6 +139,29 @@ def l1_memory(machine: Machine) -> Finding:
         return ok(f"{text} in huge pages of {placement.pages} that are reserved")
     pages = "small pages" if placement.pages == "off" else "transparent huge pages"
     return ok(f"{text} of {size(free)} left by {bound}, in {pages}")
+
+
+def memory_beside_l1(machine: Machine) -> Finding:
+    """Whether a container's limit holds L1 and what the daemon needs beside it: a daemon that grows past it is killed."""
+    try:
+        l1_bytes, placement = choose_l1(machine.settings, machine.root)
+    except ConfigError as error:  # of a running daemon, whose L1 is what is missing
+        if machine.settings.l1_size == "auto":
+            return ok(f"not known: {error}")
+        l1_bytes, placement = parse_size(machine.settings.l1_size), Placement()
+    beside = bytes_beside_l1(machine.settings, l1_bytes, uses_gpus(machine))
+    in_limit = 0 if placement.huge_page_bytes else l1_bytes  # explicit huge pages have a limit of their own
+    needed = -(-(in_limit + beside) // MiB)
+    text = f"{needed} MiB are needed: L1 {'in huge pages' if not in_limit else size(in_limit)} and {size(beside)} beside it"
+    if (found := memory_limit(machine.root)) is None:
+        return ok(f"{text}; there is no limit but the machine's memory")
+    limit, name = found
+    if limit >= needed * MiB:
+        return ok(f"{text}, of {size(limit)} in {name}")
+    return warning(
+        f"{text}; {name} is {size(limit)}, and a daemon that grows past it is killed",
+        f"Kubernetes: memory {needed}Mi as request and limit; docker: --memory {needed}m; systemd: MemoryMax={needed}M; or a lower --l1-size",
+    )
 
 
 def locked_memory(machine: Machine) -> Finding:

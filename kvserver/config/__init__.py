@@ -1,6 +1,6 @@
 """Settings, the sources of their values, and the choices that follow: L1's size and placement, and logs."""
 
-from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory
+from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory, bytes_beside_l1, memory_limit
 from kvserver.config.http_token import bearer, read_token
 from kvserver.config.logs import set_up_logging
 from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes

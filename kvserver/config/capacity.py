@@ -1,6 +1,7 @@
 """The memory that this process may still use, by the limits of the machine and of its cgroups.
 
-Owns: the size of L1 in ordinary memory, and the number of free huge pages. Refuses to know: the use of the memory.
+Owns: the size of L1 in ordinary memory, the number of free huge pages, and what a daemon needs beside L1. Refuses to know: the use of
+the memory.
 """
 
 from __future__ import annotations
@@ -8,12 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvserver.config.settings import GiB, KiB, MiB, parse_size
+from kvserver.config.settings import GiB, KiB, MiB, Settings, parse_size
+from kvserver.config.tiers import parse_tiers
 from kvserver.protocol import ConfigError
 
 HUGE_PAGE_BYTES = {"2MiB": 2 * MiB, "1GiB": GiB}
 _CGROUP_NAMES = {2 * MiB: "2MB", GiB: "1GB"}
 _RESERVE_BYTES = 256 * MiB  # left free for the rest of the machine
+
+# What a daemon needs beside L1; bench/overhead.py measures each.
+_PROCESS_BYTES = 128 * MiB  # interpreter, libraries, threads, clients of storage, answers on their way
+_QUEUE_BYTES = (
+    288 * MiB
+)  # 65,536 events that wait for their thread: 4 KiB that each may carry, and the structs themselves
+_OBJECT_BYTES = 128 * KiB  # assumed size of an object: one block of a small model
+_INDEXED_BYTES = 512  # of the index and its observers, for each object of L1
+_FILED_BYTES = 128  # of the index, for each object of a tier in files
+_CONTEXT_BYTES = 512 * MiB  # of the host, for a CUDA context; an estimate that no run has shown yet
 
 
 def available_memory(root: Path = Path("/")) -> tuple[int, str]:
@@ -24,6 +36,29 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
         if left < bound:
             bound, source = left, limit
     return bound, source
+
+
+def bytes_beside_l1(settings: Settings, l1_bytes: int, uses_gpus: bool = False) -> int:
+    """The most memory that a daemon needs beside L1 itself: what a container's limit must hold as well."""
+    files = sum(parse_size(tier.own["size"]) for tier in parse_tiers(settings.l2) if tier.kind == "file")
+    events = parse_size(settings.kv_events_memory) + parse_size(settings.kv_events_buffer)
+    return (
+        _PROCESS_BYTES
+        + _QUEUE_BYTES
+        + l1_bytes * _INDEXED_BYTES // _OBJECT_BYTES
+        + files * _FILED_BYTES // _OBJECT_BYTES
+        + parse_size(settings.kv_index_size)
+        + (events if settings.kv_events_endpoint else 0)
+        + (_CONTEXT_BYTES if uses_gpus else 0)
+    )
+
+
+def memory_limit(root: Path = Path("/")) -> tuple[int, str] | None:
+    """The lowest memory limit of this process's cgroups, and its name; None if the machine's memory is the only limit."""
+    meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    machine = int(meminfo["MemTotal"].split()[0]) * 1024
+    found = [(limit, name) for limit, _, name in _cgroup_limits(root, "memory", "memory") if limit < machine]
+    return min(found, default=None)
 
 
 def free_huge_bytes(page_bytes: int, root: Path = Path("/"), node: int | None = None) -> int:
@@ -49,12 +84,17 @@ def huge_page_folder(page_bytes: int, root: Path = Path("/"), node: int | None =
 
 def _cgroup_room(root: Path, controller: str, prefix: str) -> Iterator[tuple[int, str]]:
     """For each limit of this process's cgroups of either version: the bytes left, and the limit's name."""
+    return ((limit - used, name) for limit, used, name in _cgroup_limits(root, controller, prefix))
+
+
+def _cgroup_limits(root: Path, controller: str, prefix: str) -> Iterator[tuple[int, int, str]]:
+    """Each limit of this process's cgroups of either version: its bytes, the bytes used, its name."""
     for folder, (limit, usage) in _cgroup_folders(root, controller):
         try:
-            left = int((folder / f"{prefix}.{limit}").read_text()) - int((folder / f"{prefix}.{usage}").read_text())
+            bound, used = (int((folder / f"{prefix}.{name}").read_text()) for name in (limit, usage))
         except (OSError, ValueError):  # no such file, or "max"
             continue
-        yield left, f"{prefix}.{limit} of the cgroup {folder}"
+        yield bound, used, f"{prefix}.{limit} of the cgroup {folder}"
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, str]]]:

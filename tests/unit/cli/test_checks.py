@@ -14,7 +14,7 @@ import pytest
 from kvserver import __version__
 from kvserver.cli import checks, checks_service, doctor
 from kvserver.cli.checks import Finding, Level, Machine
-from kvserver.config import Settings
+from kvserver.config import Settings, bytes_beside_l1
 from kvserver.config.settings import GiB, MiB
 
 
@@ -82,6 +82,56 @@ def test_an_l1_that_the_cgroup_does_not_hold_is_a_problem_with_a_size_that_fits(
     write(tmp_path, "sys/fs/cgroup/pod/memory.current", "0")
     found = checks.l1_memory(machine(tmp_path, settings={"l1_size": "20GiB"}))
     is_problem(found, "--l1-size 20GiB", "memory.max of the cgroup", "kvserver serve --l1-size 2048MiB")
+
+
+def in_a_container(root: Path, limit: int, used: int = 0, **settings: Any) -> Machine:
+    """With 64 GiB of memory, of which the container may use `limit`."""
+    write(root, "proc/meminfo", f"MemTotal: {64 * GiB // 1024} kB\nMemAvailable: {64 * GiB // 1024} kB\n")
+    write(root, "proc/self/cgroup", "0::/pod\n")
+    write(root, "sys/fs/cgroup/pod/memory.max", str(limit))
+    write(root, "sys/fs/cgroup/pod/memory.current", str(used))
+    return machine(root, settings=settings)
+
+
+def test_a_limit_that_holds_l1_but_not_what_the_daemon_needs_beside_it_is_a_warning_with_the_request(
+    tmp_path: Path,
+) -> None:
+    beside = bytes_beside_l1(Settings(), 20 * GiB)
+    tight = in_a_container(tmp_path, 20 * GiB + beside - 1, l1_size="20GiB")
+    is_ok(checks.l1_memory(tight), "20.0 GiB of 20.7 GiB left")
+    needed = 20 * 1024 + beside // MiB
+    is_warning(checks.memory_beside_l1(tight), "memory.max of the cgroup", "20.0 GiB and 752 MiB", f"memory {needed}Mi")
+    is_ok(checks.memory_beside_l1(in_a_container(tmp_path, needed * MiB, l1_size="20GiB")), f"{needed} MiB are needed")
+
+
+def test_a_daemon_that_runs_in_the_container_does_not_hide_its_limit(tmp_path: Path) -> None:
+    """Its L1 is used already, so that another daemon would not find space for one."""
+    running = in_a_container(tmp_path, 20 * GiB, used=19 * GiB, l1_size="20GiB")
+    is_problem(checks.l1_memory(running), "are left")
+    is_warning(checks.memory_beside_l1(running), "memory 21232Mi", "--l1-size")
+    is_ok(checks.memory_beside_l1(in_a_container(tmp_path, 64 * MiB)), "not known")
+
+
+def test_without_a_limit_the_memory_for_a_request_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 * GiB // 1024} kB\nMemAvailable: {64 * GiB // 1024} kB\n")
+    is_ok(checks.memory_beside_l1(machine(tmp_path, settings={"l1_size": "1GiB"})), "1700 MiB are needed", "no limit")
+
+
+def test_what_needs_memory_beside_l1_counts(tmp_path: Path) -> None:
+    def needed(**settings: Any) -> int:
+        return bytes_beside_l1(Settings(**settings), 20 * GiB)
+
+    assert needed(l2=("file:///x?size=128GiB",)) - needed() == 128 * MiB
+    assert needed(kv_index_size="1GiB") - needed() == 768 * MiB
+    assert needed(kv_events_endpoint="tcp://127.0.0.1:5557") - needed() == 320 * MiB
+    assert bytes_beside_l1(Settings(), 20 * GiB, uses_gpus=True) > needed()
+
+
+def test_l1_in_reserved_huge_pages_is_not_counted_against_the_limit(tmp_path: Path) -> None:
+    found = in_a_container(tmp_path, 64 * GiB - 1, l1_size="1GiB", l1_huge_pages="2MiB")
+    for name, count in {"free_hugepages": 1024, "resv_hugepages": 0}.items():
+        write(tmp_path, f"sys/kernel/mm/hugepages/hugepages-2048kB/{name}", str(count))
+    is_ok(checks.memory_beside_l1(found), "676 MiB are needed: L1 in huge pages")
 
 
 def test_the_limit_of_a_cgroup_of_the_first_version_counts_too(tmp_path: Path) -> None:
