@@ -18,7 +18,7 @@
 #   make wheel   dist/: a wheel for this Python and for systems with this one's glibc or a newer; with the GPU path where there is nvcc
 #   make sdist   dist/: the sources from which pip builds kvserver, with a C++ compiler and no git
 #   make image   the container image of deploy/Dockerfile, tagged and labelled with the version
-#   make dashboard  Grafana's dashboard, from deploy/grafana/panels.yaml
+#   make dashboard  Grafana's dashboard, from deploy/grafana/panels.yaml, and the rules of Prometheus Operator, from deploy/prometheus
 
 PYTHON ?= python3
 VENV := .venv
@@ -152,6 +152,7 @@ docs: $(VENV)/.installed
 
 dashboard: $(VENV)/.installed
 	$(VENV)/bin/python deploy/grafana/make.py
+	$(VENV)/bin/python deploy/kubernetes/make.py
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) build $(DIST)

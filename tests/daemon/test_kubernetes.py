@@ -1,0 +1,445 @@
+"""deploy/kubernetes: the overlays are valid, and the daemon's containers run as they are written, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from support.containers import (
+    KUBECTL,
+    NAMES,
+    OVERLAYS,
+    Container,
+    Object,
+    built,
+    container,
+    forbidden,
+    refusals,
+    workloads,
+)
+from support.daemon import KVSERVER, fetch, wait_until
+from support.ports import reserved_port
+
+from kvserver.config import MiB, bytes_beside_l1, parse_size, read_configuration
+
+DEPLOY = OVERLAYS.parents[1]
+VERSIONS = ("1.29", "1.37")  # the first with native sidecars, and the newest schema
+TOKEN = "0123456789abcdef" * 4
+
+
+@pytest.fixture(params=NAMES)
+def objects(request: pytest.FixtureRequest) -> list[Object]:
+    return built(OVERLAYS / request.param)
+
+
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    """An overlay with the component that its own file does not have."""
+    folder = tmp_path_factory.mktemp("overlay")
+    relative = {
+        name: os.path.relpath(DEPLOY / "kubernetes" / name, folder) for name in ("base/node", "components/monitoring")
+    }
+    made = {"resources": [relative["base/node"]], "components": [relative["components/monitoring"]], "namespace": "llm"}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(made))
+    return built(folder)
+
+
+# ---- what is written --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid_for_the_oldest_and_the_newest_kubernetes(objects: list[Object], version: str) -> None:
+    assert len(objects) >= 4
+    for found in objects:
+        kubernetes_validate.validate(found, version, strict=True)
+
+
+def test_a_misspelt_field_is_invalid() -> None:
+    """So that the test above may fail."""
+    (found,) = (o for o in built(OVERLAYS / "node") if o["kind"] == "DaemonSet")
+    broken = json.loads(json.dumps(found).replace("terminationGracePeriodSeconds", "terminationGraceSeconds"))
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[1], strict=True)
+
+
+def mebibytes(quantity: str) -> int:
+    return parse_size(quantity + "B") // MiB
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_memory_of_the_daemon_is_what_doctor_computes(name: str) -> None:
+    daemon = container(built(OVERLAYS / name), "kvserver")
+    settings = read_configuration({}, daemon.environment).settings
+    l1_bytes = parse_size(settings.l1_size)
+    needed = l1_bytes + bytes_beside_l1(settings, l1_bytes, uses_gpus=name.endswith("-gpu"))
+    resources = daemon.spec["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"] == f"{-(-needed // MiB)}Mi"
+
+
+def test_the_engine_and_the_daemon_have_one_endpoint_one_user_and_the_same_folder(objects: list[Object]) -> None:
+    """At the same path, since the daemon names its second socket in its answers."""
+    daemon, engine = container(objects, "kvserver"), container(objects, "vllm")
+    words = engine.words({"POD_NAME": "vllm-0", **engine.environment})
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer == {
+        "kv_connector": "KVServerConnector",
+        "kv_role": "kv_both",
+        "engine_id": "vllm-0",
+        "kv_connector_extra_config": {"kvserver.endpoint": daemon.environment["KVSERVER_ENDPOINT"]},
+    }
+    assert daemon.mounts["socket"]["mountPath"] == engine.mounts["socket"]["mountPath"]
+    assert engine.mounts["socket"]["readOnly"]
+    assert daemon.setting("runAsUser") == engine.setting("runAsUser") != 0
+    volumes = [{v["name"]: v for v in pod.pod["volumes"]}["socket"] for pod in (daemon, engine)]
+    assert volumes[0] == volumes[1]
+
+
+def test_the_shared_memory_of_an_engine_holds_its_kv_cache_and_counts_in_its_limit() -> None:
+    for name in ("sidecar", "node"):
+        engine = container(built(OVERLAYS / name), "vllm")
+        (shm,) = (volume["emptyDir"] for volume in engine.pod["volumes"] if volume["name"] == "shm")
+        assert shm["medium"] == "Memory"
+        assert engine.mounts["shm"]["mountPath"] == "/dev/shm"
+        cache = int(engine.environment["VLLM_CPU_KVCACHE_SPACE"]) * 1024
+        assert cache < mebibytes(shm["sizeLimit"]) < mebibytes(engine.spec["resources"]["limits"]["memory"])
+
+
+def test_no_pod_shares_the_nodes_ipc_namespace_and_only_gpus_of_a_node_its_pids() -> None:
+    for name in NAMES:
+        for workload in workloads(built(OVERLAYS / name)):
+            pod = workload["spec"]["template"]["spec"]
+            assert not pod.get("hostIPC")
+            assert not pod.get("hostNetwork")
+            assert bool(pod.get("hostPID")) == (name == "node-gpu")
+            assert bool(pod.get("shareProcessNamespace")) == (name == "sidecar-gpu")
+
+
+@pytest.mark.parametrize("name", ["sidecar", "sidecar-gpu"])
+def test_the_pods_of_sidecars_pass_the_restricted_standard(name: str) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/ as of 1.37."""
+    objects = built(OVERLAYS / name)
+    (namespace,) = (found for found in objects if found["kind"] == "Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for workload in workloads(objects):
+        pod = workload["spec"]["template"]["spec"]
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert all(volume.keys() & {"emptyDir", "secret"} for volume in pod["volumes"])
+        for spec in [*pod["initContainers"], *pod["containers"]]:
+            held = Container(pod, spec)
+            assert held.setting("runAsNonRoot")
+            assert held.setting("runAsUser") != 0
+            assert held.setting("seccompProfile") == {"type": "RuntimeDefault"}
+            assert held.setting("allowPrivilegeEscalation") is False
+            assert held.setting("capabilities") == {"drop": ["ALL"]}
+            assert not any("hostPort" in port for port in spec["ports"])
+
+
+def test_a_sidecar_never_keeps_its_engine_from_serving() -> None:
+    """A sidecar's readiness is its pod's, and a container waits for the startup probe of a sidecar before it."""
+    for name in ("sidecar", "sidecar-gpu"):
+        spec = container(built(OVERLAYS / name), "kvserver").spec
+        assert spec["restartPolicy"] == "Always"
+        assert not {"readinessProbe", "startupProbe"} & spec.keys()
+
+
+def test_a_node_has_one_daemon_at_a_time() -> None:
+    (found,) = (o for o in built(OVERLAYS / "node") if o["kind"] == "DaemonSet")
+    assert found["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_the_network_lets_prometheus_to_the_pages_and_everybody_to_vllm() -> None:
+    for name in NAMES:
+        objects = built(OVERLAYS / name)
+        for policy in (found for found in objects if found["kind"] == "NetworkPolicy"):
+            pods = [w for w in workloads(objects)
+                    if policy["spec"]["podSelector"]["matchLabels"].items() <= w["spec"]["template"]["metadata"]["labels"].items()]  # fmt: skip
+            assert len(pods) == 1
+            open_to_all = {p["port"] for rule in policy["spec"]["ingress"] if "from" not in rule for p in rule["ports"]}
+            assert open_to_all == ({"http"} if pods[0]["kind"] == "StatefulSet" else set())
+            ports = {p["name"] for c in [*pods[0]["spec"]["template"]["spec"].get("initContainers", []), *pods[0]["spec"]["template"]["spec"]["containers"]]
+                     for p in c.get("ports", [])}  # fmt: skip
+            assert {p["port"] for rule in policy["spec"]["ingress"] for p in rule["ports"]} == ports
+
+
+# ---- Prometheus Operator ------------------------------------------------------------------------
+
+
+def one_line(spec: Object) -> Object:
+    """kustomize adds empty lines to folded texts, which mean nothing in PromQL."""
+    found: Object = json.loads(re.sub(r"(\\n)+ *", " ", json.dumps(spec)))
+    return found
+
+
+def test_the_rules_of_the_operator_are_those_of_deploy_prometheus(monitored: list[Object]) -> None:
+    """Which promtool checks: `make rules`. There is no schema of these kinds in the registries of packages."""
+    found = {o["metadata"]["name"]: o for o in monitored if o["kind"] == "PrometheusRule"}
+    assert found.keys() == {"kvserver-alerts", "kvserver-recording"}
+    for name, rule in found.items():
+        assert rule.keys() == {"apiVersion", "kind", "metadata", "spec"}
+        assert rule["apiVersion"] == "monitoring.coreos.com/v1"
+        assert one_line(rule["spec"]) == one_line(yaml.safe_load((DEPLOY / f"prometheus/{name}.yaml").read_text()))
+        assert rule["spec"].keys() == {"groups"}
+
+
+def test_the_monitors_find_the_ports_of_the_pods_under_the_jobs_of_the_rules(monitored: list[Object]) -> None:
+    monitors = [found for found in monitored if found["kind"] == "PodMonitor"]
+    jobs = set()
+    for monitor in monitors:
+        assert monitor["spec"].keys() == {"selector", "podMetricsEndpoints"}
+        (end,) = monitor["spec"]["podMetricsEndpoints"]
+        assert end.keys() == {"port", "path", "interval", "relabelings"}
+        assert end["path"] == "/metrics"
+        names = [w["spec"]["template"] for w in workloads(monitored)]
+        assert any(end["port"] == p["name"] for t in names for c in t["spec"]["containers"] for p in c["ports"])
+        rules = {rule["targetLabel"]: rule for rule in end["relabelings"]}
+        jobs.add(rules["job"]["replacement"])
+        assert rules["instance"]["sourceLabels"] == ["__meta_kubernetes_pod_name"]
+    example = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    assert jobs == {job["job_name"] for job in example["scrape_configs"]}
+
+
+def test_the_annotations_name_the_port_of_the_pages(objects: list[Object]) -> None:
+    (where,) = (a for w in workloads(objects) if (a := w["spec"]["template"]["metadata"].get("annotations")))
+    daemon = container(objects, "kvserver")
+    assert where["prometheus.io/port"] == daemon.environment["KVSERVER_HTTP_PORT"] == str(daemon.port("kvserver"))
+
+
+def test_the_objects_of_the_operator_are_what_make_writes() -> None:
+    made = subprocess.run([sys.executable, DEPLOY / "kubernetes/make.py", "--check"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+
+
+# ---- what runs ----------------------------------------------------------------------------------
+
+
+class Pod:
+    """The daemon's container, run as it is written but for its port, which this machine chooses, and less L1."""
+
+    def __init__(self, name: str, contained: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvk-"))
+        self.container = container(built(OVERLAYS / name), "kvserver")
+        self.folders = {volume: self.folder / volume for volume in self.container.mounts}
+        for folder in self.folders.values():
+            folder.mkdir()
+        self.folders["socket"].chmod(0o777)  # as the kubelet makes an emptyDir
+        self._write_token()
+        self.reservation, self.port = reserved_port()
+        self.environment = self.container.environment | {
+            "KVSERVER_HTTP_PORT": str(self.port),
+            "KVSERVER_L1_SIZE": "64MiB",
+        }
+        path = f"{Path(KVSERVER).parent}:/usr/bin:/bin"
+        self.filter = refusals() if contained else -1
+        if contained:
+            words = self.container.command(self.folders, self.environment | {"PATH": path}, self.filter)
+            environment = {"PATH": path}
+        else:
+            environment = {name: self.mapped(value) for name, value in self.environment.items()} | {"PATH": path}
+            words = [self.mapped(word) for word in self.container.words(environment)]
+        kept = () if self.filter < 0 else (self.filter,)
+        with open(self.folder / "log", "w") as log:
+            self.process = subprocess.Popen(words, env=environment, cwd="/", pass_fds=kept, stdout=log, stderr=log)
+
+    def _write_token(self) -> None:
+        """As the kubelet does: root's file, for the group, behind two links."""
+        volume = self.folders["http-token"]
+        (volume / "..2026").mkdir()
+        (volume / "..2026/http-token").write_text(TOKEN)
+        (secret,) = (v["secret"] for v in self.container.pod["volumes"] if v["name"] == "http-token")
+        (volume / "..2026/http-token").chmod(secret["defaultMode"])
+        (volume / "..data").symlink_to("..2026")
+        (volume / "http-token").symlink_to("..data/http-token")
+
+    def mapped(self, text: str) -> str:
+        """With the folder of each volume in place of its mount."""
+        for name, mount in self.container.mounts.items():
+            text = text.replace(mount["mountPath"], str(self.folders[name]))
+        return text
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def probe(self, name: str) -> bool:
+        """One try of a probe."""
+        probe = self.container.spec[name]["httpGet"]
+        assert self.container.port(probe["port"]) == int(self.container.environment["KVSERVER_HTTP_PORT"])
+        try:
+            return fetch(f"http://127.0.0.1:{self.port}{probe['path']}")[0] < 400
+        except OSError:
+            return False
+
+    def wait_for(self, name: str) -> None:
+        """As long as the kubelet tries."""
+        probe = self.container.spec[name]
+        seconds = probe.get("initialDelaySeconds", 0) + probe["periodSeconds"] * probe.get("failureThreshold", 3)
+        wait_until(lambda: self.probe(name) or self.process.poll() is not None, seconds, name)
+        assert self.process.poll() is None, self.log
+
+    def end(self) -> float:
+        """Seconds from SIGTERM to the end."""
+        began = time.monotonic()
+        descendants = self.process.pid if not self.contained else self._inner()
+        os.kill(descendants, signal.SIGTERM)
+        assert self.process.wait(30) == 0, self.log
+        return time.monotonic() - began
+
+    @property
+    def contained(self) -> bool:
+        return Path(str(self.process.args[0])).name == "bwrap"  # type: ignore[index]
+
+    def _inner(self) -> int:
+        """The daemon's process: bwrap's only child has its own only child."""
+        pid = self.process.pid
+        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            pid = int(children[0])
+        return pid
+
+    def close(self) -> None:
+        if self.filter >= 0:
+            os.close(self.filter)
+        self.process.kill()
+        self.process.wait()
+        self.reservation.close()
+        shutil.rmtree(self.folder)
+
+
+# As a container of its own runs it: the same user and folder, its own /dev/shm, no common namespace.
+ENGINE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from support.worker import Worker
+worker = Worker(sys.argv[2])
+worker.round_trip()
+print("round trip", flush=True)
+sys.stdin.read()
+"""
+
+
+FORBIDDEN = forbidden()
+needs_containers = pytest.mark.skipif(bool(FORBIDDEN), reason=f"Bubblewrap may not make containers here: {FORBIDDEN}")
+
+
+@pytest.fixture(params=["plain", pytest.param("contained", marks=needs_containers)])
+def contained(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "contained")
+
+
+@pytest.fixture(params=["sidecar", "node"])
+def pod(request: pytest.FixtureRequest, contained: bool) -> Iterator[Pod]:
+    made = Pod(request.param, contained)
+    yield made
+    made.close()
+
+
+def test_the_daemon_runs_as_it_is_written(pod: Pod, contained: bool) -> None:
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        if name in pod.container.spec:
+            pod.wait_for(name)
+    code, text = wait_until(lambda: fetch(f"http://127.0.0.1:{pod.port}/metrics"))
+    assert (code, "kvserver_ready 1.0" in text) == (200, True)
+    assert fetch(f"http://127.0.0.1:{pod.port}/status")[0] == 401, "the token is required"
+    environment = {"PATH": "/usr/bin:/bin"}
+    script = [sys.executable, "-c", ENGINE, str(Path(__file__).parents[1])]
+    if contained:
+        engine = container(built(OVERLAYS / "node"), "vllm")
+        spec = {**pod.container.spec, "command": [*script, pod.environment["KVSERVER_ENDPOINT"]],
+                "volumeMounts": [engine.mounts["socket"]]}  # fmt: skip
+        words = Container(pod.container.pod, spec).command(pod.folders, environment)
+        words.insert(1, "--unshare-net")
+    else:
+        words = [*script, pod.mapped(pod.environment["KVSERVER_ENDPOINT"])]
+    engine_process = subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert engine_process.stdout is not None
+        assert engine_process.stdout.readline() == "round trip\n", pod.log
+        assert instances(pod) == 1
+    finally:
+        engine_process.kill()
+        engine_process.communicate()
+    wait_until(lambda: instances(pod) == 0, what="the end of the lifeline is seen in another pid namespace")
+    assert pod.end() < pod.container.pod["terminationGracePeriodSeconds"]
+
+
+def instances(pod: Pod) -> float:
+    found = re.search(r"^kvserver_instances ([\d.]+)$", fetch(f"http://127.0.0.1:{pod.port}/metrics")[1], re.M)
+    assert found is not None
+    return float(found[1])
+
+
+@needs_containers
+def test_the_root_of_the_container_is_read_only_and_its_user_the_pods(tmp_path: Path) -> None:
+    """So that the test above means something."""
+    daemon = container(built(OVERLAYS / "node"), "kvserver")
+    spec = {
+        **daemon.spec,
+        "command": [
+            "sh",
+            "-c",
+            "id -u; touch /etc/x /run/x /tmp/x; touch /run/kvserver/x && echo own; grep Cap /proc/self/status",
+        ],
+    }
+    folders = dict.fromkeys(daemon.mounts, tmp_path)
+    shown = subprocess.run(
+        Container(daemon.pod, spec).command(folders, {"PATH": os.environ["PATH"]}), capture_output=True, text=True
+    )
+    lines = shown.stdout.split()
+    assert lines[:2] == ["1000", "own"]
+    assert set(lines[3::2]) == {"0" * 16}
+    assert shown.stderr.count("Read-only file system") == 3
+
+
+def test_the_folder_of_a_node_is_made_with_the_one_capability_that_is_given(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    first = container(built(OVERLAYS / "node"), "folder")
+    assert first.setting("capabilities") == {"drop": ["ALL"], "add": ["CHOWN"]}
+    where = first.mounts["socket"]["mountPath"]
+    words = [word.replace(where, str(tmp_path)) for word in first.spec["command"]]
+    few = ["setpriv", "--bounding-set=-all,+chown", "--inh-caps=-all", "--no-new-privs"]
+    for _ in range(2):  # a second pod finds the folder of the first
+        subprocess.run([*few, *words], check=True, timeout=20)
+    found = (tmp_path / "socket").stat()
+    daemon = container(built(OVERLAYS / "node"), "kvserver")
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (
+        daemon.setting("runAsUser"),
+        daemon.setting("runAsGroup"),
+        0o700,
+    )
+    assert Path(daemon.environment["KVSERVER_ENDPOINT"].removeprefix("ipc://")).parent == Path(where) / "socket"
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_names_every_overlay_and_every_test_that_backs_it() -> None:
+    page = (DEPLOY / "kubernetes/README.md").read_text()
+    assert [name for name in NAMES if f"`overlays/{name}`" not in page] == []
+    tests = DEPLOY.parent / "tests"
+    named = re.findall(r"`((?:\w+/)+test_\w+\.py)::(test_\w+)`", page)
+    assert len(named) >= 8
+    for path, test in named:
+        assert f"def {test}(" in (tests / path).read_text(), f"{path}::{test}"
+
+
+def test_the_commands_of_the_page_that_need_no_cluster_run() -> None:
+    page = (DEPLOY / "kubernetes/README.md").read_text()
+    built_there = re.findall(r"^kubectl kustomize (\S+)", page, re.M)
+    assert built_there
+    for folder in built_there:
+        subprocess.run([KUBECTL, "kustomize", DEPLOY.parent / folder], check=True, capture_output=True, timeout=60)
+    applied = re.findall(r"^kubectl apply -k (\S+)", page, re.M)
+    assert applied
+    assert all((DEPLOY.parent / folder).is_dir() for folder in applied)
