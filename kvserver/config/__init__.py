@@ -15,4 +15,4 @@ from kvserver.config.settings import (
     parse_size,
 )
 from kvserver.config.sources import Configuration, add_flags, field_types, flag, read_configuration, variable
-from kvserver.config.tiers import TierUrl, parse_tiers
+from kvserver.config.tiers import TierUrl, parse_tiers, without_user

@@ -29,7 +29,7 @@ from kvserver.config.settings import (
     parse_otlp_endpoint,
     parse_size,
 )
-from kvserver.config.tiers import parse_tiers
+from kvserver.config.tiers import parse_tiers, without_user
 from kvserver.protocol import ConfigError, default_endpoint
 
 if sys.version_info >= (3, 11):
@@ -60,11 +60,11 @@ class Configuration:
     sources: dict[str, Source]  # of the values that are not defaults
 
     def table(self) -> dict[str, dict[str, Any]]:
-        """Every setting by name, as `/config` shows it."""
+        """Every setting by name, as `/config` shows it: URLs without user and password."""
         texts, defaults = descriptions(), _defaults()
         return {
             name: {
-                "value": getattr(self.settings, name),
+                "value": _shown(getattr(self.settings, name)),
                 "default": default,
                 "source": self.sources.get(name, DEFAULT).kind,
                 "source_name": self.sources.get(name, DEFAULT).name,
@@ -217,7 +217,14 @@ def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Sour
         return f"bad setting: {reason}"
     source = sources[name]
     origin = "" if source.kind == "flag" else f" (from {'--config' if source.kind == 'file' else 'the'} {source})"
-    return f"bad setting: {flag(name)} {values[name]!r}{origin}: {reason}"
+    return f"bad setting: {flag(name)} {_shown(values[name])!r}{origin}: {without_user(reason)}"
+
+
+def _shown(value: Any) -> Any:
+    """As pages and the log show it."""
+    if isinstance(value, (list, tuple)):
+        return [_shown(one) for one in value]
+    return without_user(value) if isinstance(value, str) else value
 
 
 def markdown_table(settings: type[msgspec.Struct], title: str, label: Callable[[str], str]) -> str:

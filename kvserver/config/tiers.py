@@ -62,7 +62,7 @@ def parse_tiers(urls: Sequence[str]) -> tuple[TierUrl, ...]:
         try:
             tier = _parse(url, kinds)
         except ValueError as error:
-            raise ValueError(f"{_without_secrets(url)}: {error}") from None
+            raise ValueError(f"{without_user(url.partition('?')[0])}: {error}") from None
         if any(other.shown == tier.shown for other in tiers):
             raise ValueError(f"{tier.shown} is there twice")
         tiers.append(tier)
@@ -151,5 +151,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _without_secrets(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])
+def without_user(text: str) -> str:
+    """URLs in it without user and password."""
+    return re.sub(r"//[^/?#\s]+@", "//", text)

@@ -42,7 +42,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from kvserver import __version__
-from kvserver.config import OtlpEndpoint
+from kvserver.config import OtlpEndpoint, without_user
 from kvserver.protocol import Buckets, ConfigError
 from kvserver.protocol.status import OtlpStatus
 from kvserver.telemetry.families import Family, Kind
@@ -213,7 +213,9 @@ class OtlpMetrics:
 
     def status(self) -> OtlpStatus:
         sent = self._delivery
-        return OtlpStatus(endpoint=self._endpoint.base, sent=sent.sent, failed=sent.failed, last_error=sent.last_error)
+        return OtlpStatus(
+            endpoint=without_user(self._endpoint.base), sent=sent.sent, failed=sent.failed, last_error=sent.last_error
+        )
 
     def _run(self) -> None:
         self._delivery.attempt(self._send)
