@@ -26,7 +26,7 @@ class NoAnswer(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--http-host", default="127.0.0.1")
-    parser.add_argument("--http-port", type=int, default=8080)
+    parser.add_argument("--http-port", type=int, default=os.environ.get("KVSERVER_HTTP_PORT") or 8080)
     parser.add_argument(
         "--http-token-file",
         default=os.environ.get("KVSERVER_HTTP_TOKEN_FILE", ""),
