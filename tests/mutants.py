@@ -77,6 +77,7 @@ REFUSALS = "unit/server/test_refusals.py"
 EVICTION_TESTS = ("unit/cache/test_eviction.py",)
 NAMESPACE_TESTS = ("unit/cache/test_namespace.py",)
 IDENTITY_TESTS = ("adapters/test_identity.py",)
+SHOWN_PASSWORDS = "issues/test_config_showed_passwords_of_storage.py"
 UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 
 STORES_AND_LOADS = (
@@ -802,6 +803,20 @@ SERVER = (
     Mutant(
         "the leases of a disconnected engine stay",
         WORKERS, "Workers.close_worker", "self.cache.end_leases_of(ended.instance_id)", "pass", ("daemon/test_failures.py",),
+    ),
+    # ---- what is shown of settings ---------------------------------------------------------------
+    Mutant(
+        "/config shows the password of a tier",
+        "kvserver/config/sources.py", "Configuration.table", "_shown(getattr(self.settings, name))", "getattr(self.settings, name)",
+        (SHOWN_PASSWORDS,),
+    ),
+    Mutant(
+        "a refused setting is logged with its password",
+        "kvserver/config/sources.py", "_bad", "{_shown(values[name])!r}", "{values[name]!r}", (SHOWN_PASSWORDS,),
+    ),
+    Mutant(
+        "a password with an @ is shown from there on",
+        "kvserver/config/tiers.py", "without_user", "//[^/?#\\s]+@", "//[^@/?#\\s]+@", (SHOWN_PASSWORDS,),
     ),
 )  # fmt: skip
 

@@ -214,7 +214,8 @@ def test_the_services_of_compose_share_the_folder_of_the_endpoint_and_the_user(c
 def test_every_example_names_its_engine_and_all_of_them_differently(compose):
     """Without a name of its own, legends are made up anew at every start; with one name two engines cannot both have a cache."""
     names = []
-    for page in (ROOT / "README.md", DEPLOY / "README.md", DEPLOY / "router/README.md", ROOT / "adapters/README.md"):
+    pages = [ROOT / "README.md", DEPLOY / "README.md", DEPLOY / "router/README.md", ROOT / "adapters/README.md"]
+    for page in [*pages, *DEPLOY.glob("guides/*.md")]:
         text = page.read_text()
         examples = re.findall(r"--kv-transfer-config '(\{.*?\}+)'(?=[\s`\\])", text, re.DOTALL)
         assert len(examples) == text.count("--kv-transfer-config '"), page
