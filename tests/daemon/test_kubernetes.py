@@ -159,7 +159,7 @@ def test_a_node_has_one_daemon_at_a_time() -> None:
     assert found["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def test_the_network_lets_prometheus_to_the_pages_and_everybody_to_vllm() -> None:
+def test_the_network_lets_prometheus_to_the_pages_and_all_to_vllm() -> None:
     for name in NAMES:
         objects = built(OVERLAYS / name)
         for policy in (found for found in objects if found["kind"] == "NetworkPolicy"):
