@@ -11,7 +11,8 @@ DASHBOARD = Path(__file__).parent.parent / "deploy/grafana/kvserver.json"
 WINDOWS = {"$__rate_interval": "5m", "$__range": "3h"}  # what Grafana puts in; other variables are text in quotes
 
 rules = []
-for panel in json.loads(DASHBOARD.read_text())["panels"]:
+top = json.loads(DASHBOARD.read_text())["panels"]
+for panel in [inner for outer in top for inner in (outer, *outer.get("panels", []))]:
     for target in panel.get("targets", []):
         query = target["expr"]
         for name, window in WINDOWS.items():

@@ -1,6 +1,6 @@
 """Write kvserver.json, which Grafana imports, from panels.yaml: `make dashboard`. With --check only report whether it differs.
 
-panels.yaml lists rows of panels. A panel has a `title` and an `id` (links name it, so it never changes), `queries` by their legends, and
+panels.yaml lists rows of panels; all but those with `collapsed: false` are closed until they are clicked. A panel has a `title` and an `id` (links name it, so it never changes), `queries` by their legends, and
 where they differ from these defaults: `kind` timeseries (or stat, table, heatmap), `size` 8x8 of 24 columns, `unit` short, `text`.
 In queries [R] stands for the interval that fits the width, and in braces D selects the chosen daemons, M their chosen models, I their
 chosen engines, V the chosen models in vLLM's own metrics.
@@ -38,21 +38,28 @@ def expanded(query: str) -> str:
 
 def dashboard() -> dict[str, Any]:
     described = yaml.safe_load((HERE / "panels.yaml").read_text())
-    panels, y = [], 0
+    panels: list[dict[str, Any]] = []
+    y = 0
     for row in described["rows"]:
+        collapsed = row.get("collapsed", True)
         place = {"h": 1, "w": 24, "x": 0, "y": y}
-        panels.append(
-            {"id": row["id"], "type": "row", "title": row["title"], "collapsed": False, "gridPos": place, "panels": []}
-        )
-        x, y, height = 0, y + 1, 0
-        for panel in row["panels"]:
-            w, h = map(int, panel.get("size", "8x8").split("x"))
-            if x + w > 24:
-                x, y = 0, y + height
-            panels.append(_panel(panel) | {"gridPos": {"h": h, "w": w, "x": x, "y": y}})
-            x, height = x + w, h
-        y += height
+        inside, below = _placed(row["panels"], y + 1)
+        head = {"id": row["id"], "type": "row", "title": row["title"], "collapsed": collapsed, "gridPos": place}
+        panels += [head | {"panels": inside}] if collapsed else [head | {"panels": []}, *inside]
+        y = y + 1 if collapsed else below
     return described["dashboard"] | {"templating": {"list": _variables()}, "panels": panels}
+
+
+def _placed(row: list[dict[str, Any]], y: int) -> tuple[list[dict[str, Any]], int]:
+    """The panels of a row from `y` on, from left to right and then below, and where they end."""
+    found, x, height = [], 0, 0
+    for panel in row:
+        w, h = map(int, panel.get("size", "8x8").split("x"))
+        if x + w > 24:
+            x, y, height = 0, y + height, 0
+        found.append(_panel(panel) | {"gridPos": {"h": h, "w": w, "x": x, "y": y}})
+        x, height = x + w, max(height, h)
+    return found, y + height
 
 
 def _variables() -> list[dict[str, Any]]:
@@ -77,7 +84,6 @@ def _variables() -> list[dict[str, Any]]:
         of = {"name": name, "label": label, "type": "query", "datasource": SOURCE}
         asked = {
             "query": {"query": expanded(query), "refId": name},
-            "definition": expanded(query),
             "refresh": 2,
             "sort": 1,
         }
@@ -134,16 +140,9 @@ def _timeseries(panel: dict[str, Any]) -> dict[str, Any]:
     }
     if "max" in panel:
         defaults["max"] = panel["max"]
-    overrides = [
-        {
-            "matcher": {"id": "byRegexp", "options": f"/^{legend}/"},
-            "properties": [{"id": "unit", "value": unit}, {"id": "custom.axisPlacement", "value": "right"}],
-        }
-        for legend, unit in panel.get("right", {}).items()
-    ]
     legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
     options = {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
-    return {"fieldConfig": {"defaults": defaults, "overrides": overrides}, "options": options}
+    return {"fieldConfig": {"defaults": defaults, "overrides": []}, "options": options}
 
 
 def _stat(panel: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from support.grafana_schema import misfits
 from support.metrics_doc import Documented, documented, engine_series, miss_reasons
+from support.query_units import unit_of
 
 from kvserver.events.types import TYPES
 from kvserver.protocol import ErrorCode
@@ -40,6 +42,13 @@ def dashboard() -> dict[str, Any]:
     return found
 
 
+def panels() -> Iterator[dict[str, Any]]:
+    """Rows, and the panels in them."""
+    for panel in dashboard()["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
+
+
 def test_the_dashboard_is_what_its_panels_make() -> None:
     made = subprocess.run(
         [sys.executable, DEPLOY / "grafana/make.py", "--check"], capture_output=True, text=True, timeout=60
@@ -56,7 +65,7 @@ RECORDED = {rule["record"] for path in RULES for rule in rules(path) if "record"
 
 def queries() -> Iterator[tuple[str, str]]:
     """(place, PromQL) of all there are."""
-    for panel in dashboard()["panels"]:
+    for panel in panels():
         for target in panel.get("targets", []):
             yield f"panel {panel['title']}", target["expr"]
     for variable in dashboard()["templating"]["list"]:
@@ -106,16 +115,20 @@ def test_a_query_uses_only_labels_that_its_metrics_have(where: str, query: str) 
 
 
 def test_every_family_is_on_the_dashboard() -> None:
-    shown = {SERIES[name].name for panel in dashboard()["panels"] for target in panel.get("targets", [])
+    shown = {SERIES[name].name for panel in panels() for target in panel.get("targets", [])
              for name in names_in(target["expr"]) if name in SERIES}  # fmt: skip
     assert documented().keys() - shown == set()
 
 
 def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
-    panels = dashboard()["panels"]
-    assert [number for number, times in Counter(panel["id"] for panel in panels).items() if times > 1] == []
+    assert [number for number, times in Counter(panel["id"] for panel in panels()).items() if times > 1] == []
+    for shown in [dashboard()["panels"], *(panel["panels"] for panel in dashboard()["panels"] if panel.get("panels"))]:
+        check_places(shown)
+
+
+def check_places(shown: list[dict[str, Any]]) -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in panels:
+    for panel in shown:
         place = panel["gridPos"]
         cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
                  for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
@@ -124,9 +137,68 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         taken |= cells
 
 
+def test_the_overview_is_about_ten_panels_and_all_else_is_in_closed_rows() -> None:
+    rows = [panel for panel in dashboard()["panels"] if panel["type"] == "row"]
+    first, *others = rows
+    assert not first["collapsed"]
+    assert all(row["collapsed"] and row["panels"] for row in others)
+    overview = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    assert 8 <= len(overview) <= 12
+    asked = Counter(panel["description"].partition("?")[0] for panel in overview)
+    assert asked.keys() == {"Does it help", "Is it healthy", "What would help more"}
+    assert min(asked.values()) >= 3
+
+
+def test_the_dashboard_fits_grafanas_published_schema() -> None:
+    assert misfits(dashboard()) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong"),
+    [
+        ((), {"schemaVersio": 42}),
+        (("panels", 1), {"descriptoin": "x"}),
+        (("panels", 1, "gridPos"), {"w": "8"}),
+        (("panels", 1, "options"), {"graphMode": "lines"}),
+        (("panels", 6, "fieldConfig", "defaults", "custom"), {"drawStyle": "line "}),
+        (("panels", 6, "targets", 0), {"legend": "x"}),
+        (("panels", 11, "panels", 0, "options"), {"textMode": 3}),
+        (("templating", "list", 1), {"refresh": 7}),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_found(where: tuple[str | int, ...], wrong: dict[str, Any]) -> None:
+    """In rows and panels of every kind, so that the test above may fail."""
+    found = dashboard()
+    place: Any = found
+    for key in where:
+        place = place[key]
+    place.update(wrong)
+    ((path, _),) = misfits(found)
+    assert path.endswith(next(iter(wrong)))
+
+
+def test_every_panel_is_described() -> None:
+    for panel in panels():
+        if panel["type"] != "row":
+            assert len(panel.get("description", "")) > 10, panel["title"]
+            assert panel["description"].endswith("."), panel["title"]
+
+
+def test_what_is_on_one_axis_has_one_unit_and_the_axis_shows_it() -> None:
+    for panel in panels():
+        if panel["type"] in ("row", "table"):
+            continue
+        units = {unit_of(target["expr"], panel["type"]) for target in panel["targets"]}
+        assert len(units) == 1, (panel["title"], units)
+        config = panel["fieldConfig"]
+        assert config["overrides"] == [], "none has a second axis"
+        shown = panel["options"]["yAxis"]["unit"] if panel["type"] == "heatmap" else config["defaults"]["unit"]
+        assert shown in units.pop().shown, panel["title"]
+
+
 def test_all_panels_use_the_chosen_data_source_and_variables() -> None:
     names = {variable["name"] for variable in dashboard()["templating"]["list"]}
-    for panel in dashboard()["panels"]:
+    for panel in panels():
         for target in panel.get("targets", []):
             assert target["datasource"]["uid"] == "${datasource}"
             used = set(re.findall(r"\$(?!__)\{?(\w+)", target["expr"]))
