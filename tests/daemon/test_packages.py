@@ -104,7 +104,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Programs of a new environment with the wheel and all of its extras."""
     programs = new_environment(tmp_path_factory.mktemp("installed"))
-    run(programs / "python", "-m", "pip", "install", "-q", f"{wheel}[{','.join(EXTRAS)}]")
+    run(programs / "python", "-m", "pip", "install", "-q", "--no-compile", f"{wheel}[{','.join(EXTRAS)}]")
     return programs
 
 

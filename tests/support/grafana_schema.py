@@ -1,4 +1,4 @@
-"""Grafana's published schema of dashboards: the annotated classes of its Foundation SDK, to which a dashboard's JSON is held.
+"""Grafana's published schema of dashboards: the annotated classes of its Foundation SDK, by which a dashboard's JSON is checked.
 
 The SDK's own reader takes what it knows and leaves the rest, and checks no types.
 """
